@@ -1,0 +1,214 @@
+"""How fast gradients are exchanged between two processes: onefold against gloo, in turn.
+
+    python benchmarks/exchange.py [--repeats 7]
+
+An exchange is done when both processes have published their gradients, the sum is formed, and
+everyone may read what came of it. For onefold that is `collect` and `spread` with no update in
+between; `publish` is measured with them and without, for copying gradients into the shared memory
+is a part of a step, while DistributedDataParallel has its gradients where gloo takes them. For
+gloo it is `all_reduce`. Each process has one thread.
+"""
+
+import argparse
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from measure import in_turn, print_record, print_table, ratio, record, spread
+from onefold.exchange.base import Exchange, Start, Storage
+from onefold.exchange.collective import CollectiveExchange
+from onefold.exchange.mailbox import Mailbox
+from onefold.exchange.shared import SharedExchange
+from onefold.flat import FlatTensors, cut_pieces, lay_out
+from onefold.shard import Plan
+
+__all__ = ["main"]
+
+PROCESSES = 2
+PLAN = Plan.even(shards=PROCESSES, devices=PROCESSES)
+TENSORS = 4
+"""Parameters that share the bytes of an exchange equally."""
+TIMEOUT_S = 60.0
+GLOO = "gloo all_reduce"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Amount:
+    """How much is exchanged, and how often in one measurement."""
+
+    title: str
+    size_bytes: int
+    iterations: int
+
+    def gradients(self, value: float) -> list[torch.Tensor]:
+        """`TENSORS` tensors of `value`, (size_bytes / 4 / TENSORS,) float32 each."""
+        numel = self.size_bytes // torch.float32.itemsize // TENSORS
+        return [torch.full((numel,), value) for _ in range(TENSORS)]
+
+
+AMOUNTS = [
+    Amount(title="44 MB", size_bytes=44_000_000, iterations=20),
+    Amount(title="4 KB", size_bytes=4096, iterations=2000),
+]
+
+
+def main() -> None:
+    """Start the two processes, let them measure, and show what they found."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--repeats", type=int, default=7, help="measurements of each exchange")
+    repeats = parser.parse_args().repeats
+    results = [
+        summary(amount, taken) for amount, taken in zip(AMOUNTS, found(repeats), strict=True)
+    ]
+    show(results)
+    settings = {"repeats": repeats, "threads": 1, "processes": PROCESSES}
+    print_record(record("exchange", settings=settings, results=results))
+
+
+def found(repeats: int) -> list[dict[str, list[float]]]:
+    """Run both processes; for each amount the microseconds of every exchange, by name."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result"
+        mp.spawn(measure, args=(repeats, Path(folder) / "store", result), nprocs=PROCESSES)
+        taken: list[dict[str, list[float]]] = torch.load(result)
+        return taken
+
+
+def measure(rank: int, repeats: int, store: Path, result: Path) -> None:
+    """One of the two processes: take every measurement in turn; the first writes the result."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=PROCESSES)
+    taken = []
+    for amount in AMOUNTS:
+        exchanges = exchanges_of(rank, amount)
+        for run in exchanges.values():
+            timed(run, max(1, amount.iterations // 10))  # warm up
+        measurements = {n: partial(timed, run, amount.iterations) for n, run in exchanges.items()}
+        taken.append(in_turn(measurements, rounds=repeats))
+    if rank == 0:
+        torch.save(taken, result)
+    dist.destroy_process_group()
+
+
+def timed(run: Callable[[], object], iterations: int) -> float:
+    """Microseconds that `run` takes, on the average of many, in the slower of the processes."""
+    dist.barrier()
+    start_s = time.perf_counter()
+    for _ in range(iterations):
+        run()
+    taken_us = torch.tensor((time.perf_counter() - start_s) / iterations * 1e6)
+    dist.all_reduce(taken_us, dist.ReduceOp.MAX)
+    return taken_us.item()
+
+
+def exchanges_of(rank: int, amount: Amount) -> dict[str, Callable[[], object]]:
+    """Everything that is measured with one amount, by name."""
+    shared, collective = new_shared(rank, amount), new_collective(rank, amount)
+    for exchange in (shared, collective):
+        check(exchange, rank, amount)
+    zeros = amount.gradients(0.0)
+    everything = torch.zeros(amount.size_bytes // torch.float32.itemsize)
+    return {
+        "shared": partial(trade, shared),
+        "shared, publish too": partial(publish_and_trade, shared, rank, zeros),
+        GLOO: partial(dist.all_reduce, everything),
+        "collective on gloo": partial(trade, collective),
+    }
+
+
+def new_shared(rank: int, amount: Amount) -> Exchange:
+    """onefold's exchange in shared memory."""
+    address = f"onefold-benchmark-{os.getppid()}-{amount.size_bytes}"
+    mailbox = Mailbox(address, rank=rank, size=PROCESSES, timeout_s=TIMEOUT_S)
+    return SharedExchange(storage_of(amount), start_of(amount), mailbox)
+
+
+def new_collective(rank: int, amount: Amount) -> Exchange:
+    """onefold's exchange over torch.distributed."""
+    group = dist.group.WORLD
+    if group is None:
+        raise RuntimeError("torch.distributed made no process group")
+    store = dist.distributed_c10d._get_default_store()
+    return CollectiveExchange(
+        storage_of(amount), start_of(amount), torch.device("cpu"), group, store
+    )
+
+
+def storage_of(amount: Amount) -> Storage:
+    """A model that has `amount` of parameters, and nothing else."""
+    trained = lay_out({str(number): one for number, one in enumerate(amount.gradients(0.0))})
+    return Storage(
+        trained=trained,
+        other=lay_out({}),
+        buffers=lay_out({}),
+        pieces=cut_pieces(trained, by_element=True),
+        shards=PROCESSES,
+        devices=PROCESSES,
+    )
+
+
+def start_of(amount: Amount) -> Start:
+    """The parameters that such a model starts with."""
+    return Start(trained=amount.gradients(0.0), other=[], buffers=FlatTensors(lay_out({})))
+
+
+def check(exchange: Exchange, rank: int, amount: Amount) -> None:
+    """Exchange ones and twos, and raise `RuntimeError` unless threes come of it."""
+    exchange.publish(rank, 0, amount.gradients(rank + 1.0))
+    exchange.collect(PLAN)
+    wrong = [total for total in exchange.totals(rank) if not total.eq(3.0).all()]
+    exchange.spread()
+    if wrong:
+        raise RuntimeError(f"{type(exchange).__name__}: 1 and 2 did not add up to 3")
+    exchange.publish(rank, 0, amount.gradients(0.0))  # what is added up over and over stays zero
+
+
+def trade(exchange: Exchange) -> None:
+    """An exchange whose gradients are already published."""
+    exchange.collect(PLAN)
+    exchange.spread()
+
+
+def publish_and_trade(exchange: Exchange, rank: int, gradients: Sequence[torch.Tensor]) -> None:
+    """An exchange with all that belongs to it."""
+    exchange.publish(rank, 0, gradients)
+    trade(exchange)
+
+
+def summary(amount: Amount, taken: dict[str, list[float]]) -> dict[str, Any]:
+    """What was found for one amount: microseconds, and how many times gloo's time they are."""
+    return {
+        "amount": amount.title,
+        "iterations": amount.iterations,
+        "microseconds": {name: spread(times) for name, times in taken.items()},
+        "times_as_fast_as_gloo": {
+            name: ratio(taken[GLOO], times) for name, times in taken.items() if name != GLOO
+        },
+    }
+
+
+def show(results: Sequence[dict[str, Any]]) -> None:
+    """A table for each amount."""
+    for one in results:
+        faster = one["times_as_fast_as_gloo"]
+        rows = [
+            [name, time_us.text(1), faster[name].text(2) if name in faster else ""]
+            for name, time_us in one["microseconds"].items()
+        ]
+        columns = ["exchange", "microseconds", "times as fast as gloo"]
+        print_table(f"Exchange of {one['amount']}: median (least-greatest)", columns, rows)
+
+
+if __name__ == "__main__":
+    main()

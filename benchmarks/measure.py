@@ -1,0 +1,140 @@
+"""What the benchmarks share: measuring in turn, medians, the table and the JSON record.
+
+Nothing here knows what is measured. A benchmark hands over named measurements; they are taken in
+turn (A B C A B C ...), so that whatever else the machine does meets all of them alike, and
+compared round by round.
+"""
+
+import json
+import os
+import platform
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.table import Table
+
+__all__ = [
+    "Spread",
+    "busy_s",
+    "cpu_model",
+    "in_turn",
+    "print_record",
+    "print_table",
+    "ratio",
+    "record",
+    "spread",
+]
+
+T = TypeVar("T")
+
+TABLE_COLUMNS = 120
+"""Width of the table where the output is not a terminal."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """The median of several measurements, with the least and the greatest of them."""
+
+    median: float
+    low: float
+    high: float
+
+    def text(self, decimals: int) -> str:
+        """The three numbers as `median (low-high)`."""
+        median, low, high = (
+            f"{value:,.{decimals}f}" for value in (self.median, self.low, self.high)
+        )
+        return f"{median} ({low}-{high})"
+
+
+def spread(values: Iterable[float]) -> Spread:
+    """Median, least and greatest of `values`; raises `ValueError` if there are none."""
+    taken = sorted(values)
+    if not taken:
+        raise ValueError("expected at least one measurement, got none")
+    return Spread(median=statistics.median(taken), low=taken[0], high=taken[-1])
+
+
+def ratio(over: Sequence[float], under: Sequence[float]) -> Spread:
+    """The spread of `over / under`, taken round by round and not between the medians."""
+    return spread(a / b for a, b in zip(over, under, strict=True))
+
+
+def in_turn(measurements: Mapping[str, Callable[[], T]], *, rounds: int) -> dict[str, list[T]]:
+    """Take every measurement once a round, in the order given, `rounds` times over."""
+    if rounds < 1:
+        raise ValueError(f"expected at least one round, got {rounds}")
+    taken: dict[str, list[T]] = {name: [] for name in measurements}
+    for _ in range(rounds):
+        for name, measure in measurements.items():
+            taken[name].append(measure())
+    return taken
+
+
+def busy_s(stat: str, *, ticks_per_s: int) -> float:
+    """Seconds that all cores together have worked since the start, in the text of /proc/stat.
+
+    What the host of a virtual machine took away counts as work: it is lost to us alike.
+    """
+    user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, stat.split()[1:9])
+    return (user + nice + system + irq + softirq + steal) / ticks_per_s
+
+
+def cpu_model(cpuinfo: str) -> str:
+    """The processor's name in the text of /proc/cpuinfo, "unknown" where it gives none."""
+    for line in cpuinfo.splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            return value.strip()
+    return "unknown"
+
+
+def record(
+    benchmark: str, *, settings: Mapping[str, Any], results: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """All that one run of a benchmark found, and on what it found it, ready for JSON."""
+    return {
+        "benchmark": benchmark,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": versions(),
+        "hardware": hardware(),
+        "settings": dict(settings),
+        "results": list(results),
+    }
+
+
+def versions() -> dict[str, str]:
+    """The versions that decide how fast things run."""
+    packages = {name: metadata.version(name) for name in ("onefold", "torch")}
+    return {"python": platform.python_version(), **packages}
+
+
+def hardware() -> dict[str, Any]:
+    """The processor's name, and how many cores this process may use."""
+    cpuinfo = Path("/proc/cpuinfo")
+    text = cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else ""
+    return {"cpu": cpu_model(text), "cores": len(os.sched_getaffinity(0))}
+
+
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Show `rows` under `columns`; the first column is text, the others are numbers."""
+    table = Table(title=title, title_justify="left")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left")
+    for row in rows:
+        table.add_row(*row)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=TABLE_COLUMNS)
+    console.print(table)
+
+
+def print_record(found: Mapping[str, Any]) -> None:
+    """Print `found` as one line of JSON."""
+    print(json.dumps(found, default=asdict), flush=True)

@@ -1,0 +1,151 @@
+"""The driver's end of a side: starts its processes, tells them to train, waits for their seconds.
+
+A side is one or more processes of `_side.py`. Each connects to a socket of its own driver; a
+measurement sends every one of them a number of steps and ends when the last has answered.
+"""
+
+import json
+import math
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TextIO
+
+from measure import busy_s
+
+__all__ = ["Measurement", "Side", "SideError"]
+
+START_LIMIT_S = 120.0
+"""How long the processes of a side may take to start and build their model."""
+STEPS_LIMIT_S = 600.0
+"""How long one measurement may take."""
+END_LIMIT_S = 30.0
+"""How long a side may take to end by itself."""
+POLL_S = 0.5
+TAIL_CHARACTERS = 4000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """What came of telling a side to train."""
+
+    seconds: float
+    """From the start to the end of its slowest process."""
+    others_cores: float
+    """How many cores worked for somebody else in the meantime: near 0 on a quiet machine."""
+
+
+class SideError(RuntimeError):
+    """A side did not start, died, or measured something that cannot be right."""
+
+
+class Side:
+    """The processes of one side, from their start to their end; a context manager.
+
+    Args:
+        name: What messages and results call it.
+        command: Starts all processes of the side; the path of the driver's socket is added.
+        processes: How many of them there will be.
+        folder: Where the socket and the side's output are put.
+
+    Raises:
+        SideError: If a process dies, hangs, or its loss is not a finite number.
+    """
+
+    def __init__(self, name: str, command: Sequence[str], *, processes: int, folder: Path) -> None:
+        self.name = name
+        self._command = command
+        self._processes = processes
+        self._socket = folder / f"{name}.sock"
+        self._output = folder / f"{name}.txt"
+        self._links: list[TextIO] = []
+
+    def __enter__(self) -> Self:
+        with ExitStack() as undo:
+            listener = undo.enter_context(socket.socket(socket.AF_UNIX))
+            listener.bind(str(self._socket))
+            listener.listen(self._processes)
+            listener.settimeout(POLL_S)
+            with self._output.open("w", encoding="utf-8") as output:
+                self._launcher = subprocess.Popen(
+                    [*self._command, str(self._socket)], stdout=output, stderr=output
+                )
+            undo.callback(self._end)
+            self._accept_all(listener)
+            self._undo = undo.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._undo.close()
+
+    def train(self, steps: int) -> Measurement:
+        """Have every process of the side run `steps` steps, and wait for the slowest."""
+        busy_before_s = machine_busy_s()
+        for link in self._links:
+            link.write(f"{steps}\n")
+            link.flush()
+        answers = [self._answer(link) for link in self._links]
+        busy = machine_busy_s() - busy_before_s
+        seconds = max(answer["seconds"] for answer in answers)
+        elsewhere = busy - sum(answer["cpu_seconds"] for answer in answers)
+        return Measurement(seconds=seconds, others_cores=max(0.0, elsewhere / seconds))
+
+    def _answer(self, link: TextIO) -> dict[str, float]:
+        try:
+            answer = link.readline()
+        except TimeoutError:
+            raise self._failure(f"no answer within {STEPS_LIMIT_S:.0f} s") from None
+        if not answer:
+            raise self._failure("a process ended early")
+        done: dict[str, float] = json.loads(answer)
+        if not math.isfinite(done["loss"]):
+            raise self._failure(f"the loss came to {done['loss']}")
+        return done
+
+    def _accept_all(self, listener: socket.socket) -> None:
+        limit_s = time.monotonic() + START_LIMIT_S
+        while len(self._links) < self._processes:
+            try:
+                link, _ = listener.accept()
+            except TimeoutError:
+                self._check_start(limit_s)
+                continue
+            link.settimeout(STEPS_LIMIT_S)
+            self._links.append(link.makefile("rw", encoding="utf-8"))
+            link.close()
+
+    def _check_start(self, limit_s: float) -> None:
+        if self._launcher.poll() is not None:
+            raise self._failure(f"ended at the start with code {self._launcher.returncode}")
+        if time.monotonic() > limit_s:
+            raise self._failure(f"did not start within {START_LIMIT_S:.0f} s")
+
+    def _failure(self, what: str) -> SideError:
+        tail = self._output.read_text(encoding="utf-8", errors="replace")[-TAIL_CHARACTERS:]
+        return SideError(f"{self.name}: {what}; the end of its output:\n{tail}")
+
+    def _end(self) -> None:
+        for link in self._links:
+            link.close()
+        try:
+            self._launcher.wait(timeout=END_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self._launcher.terminate()
+            self._launcher.wait(timeout=END_LIMIT_S)
+
+
+def machine_busy_s() -> float:
+    """Seconds that all cores of the machine have worked so far."""
+    stat = Path("/proc/stat").read_text(encoding="utf-8")
+    return busy_s(stat, ticks_per_s=os.sysconf("SC_CLK_TCK"))

@@ -1,0 +1,36 @@
+"""onefold: train on any number of devices and get the one model you would have got on one.
+
+`Trainer` and its companions load PyTorch when they are first asked for, so that the launcher, which
+needs none of it, can start the workers at once.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+from onefold import errors
+from onefold.launch import launch
+
+if TYPE_CHECKING:
+    from onefold.mean import Mean
+    from onefold.trainer import Step, Trainer
+
+__all__ = ["Mean", "Step", "Trainer", "__version__", "errors", "launch"]
+
+__version__ = version("onefold")
+
+_HOMES = {"Mean": "onefold.mean", "Step": "onefold.trainer", "Trainer": "onefold.trainer"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'onefold' has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

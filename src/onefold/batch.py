@@ -1,0 +1,107 @@
+"""A global batch, cut into shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from onefold.shard import Plan, cut_bounds
+
+__all__ = ["ShardedBatch", "cut_batch", "move"]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedBatch:
+    """The shards of one batch that this process runs; what a loader yields and ``step`` takes."""
+
+    samples: int
+    """Samples of the whole batch, over all devices."""
+    plan: Plan
+    """Who runs which shard of this batch."""
+    shards: Mapping[int, object] = field(repr=False)
+    """Shard number to its collated samples; empty shards are left out."""
+    epoch: int = 0
+    """Which pass over the data it belongs to."""
+
+    def size_of(self, shard: int) -> int:
+        """Samples of one shard."""
+        start, stop = cut_bounds(self.samples, self.plan.shards)[shard]
+        return stop - start
+
+
+def cut_batch(
+    batch: object, plan: Plan, shards_run: Iterable[int], epoch: int = 0
+) -> ShardedBatch:
+    """Cut a whole batch along the first dimension of its tensors.
+
+    Args:
+        batch: a tensor (n, ...), or tuples, lists and dicts of them.
+        plan: who runs what.
+        shards_run: the shards that this process keeps.
+        epoch: which pass over the data it belongs to.
+
+    Raises:
+        ValueError: the tensors disagree in length, or there is nothing to cut.
+        TypeError: it holds something that is neither a tensor nor one of these containers.
+    """
+    samples = _common_length(batch)
+    bounds = cut_bounds(samples, plan.shards)
+    kept = {shard: bounds[shard] for shard in shards_run if bounds[shard][0] < bounds[shard][1]}
+    shards = {
+        shard: _map(batch, lambda leaf, start=start, stop=stop: leaf[start:stop])
+        for shard, (start, stop) in kept.items()
+    }
+    return ShardedBatch(samples=samples, plan=plan, shards=shards, epoch=epoch)
+
+
+def move(payload: object, device: torch.device) -> object:
+    """The same structure with every tensor on ``device``; anything else is left as it is."""
+    return _map(payload, lambda leaf: leaf.to(device, non_blocking=True), strict=False)
+
+
+def _common_length(batch: object) -> int:
+    lengths: dict[str, int] = {}
+    for path, leaf in _leaves(batch, "batch"):
+        if leaf.dim() == 0:
+            raise ValueError(f"{path} is a scalar tensor: expected a first dimension of samples")
+        lengths[path] = len(leaf)
+    if not lengths:
+        raise ValueError("the batch holds no tensor: expected a tensor, or containers of tensors")
+    if len(set(lengths.values())) > 1:
+        listed = ", ".join(f"{path} has {length}" for path, length in lengths.items())
+        raise ValueError(f"the tensors of a batch must agree in their first dimension: {listed}")
+    return next(iter(lengths.values()))
+
+
+def _leaves(batch: object, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(batch, torch.Tensor):
+        yield path, batch
+    elif isinstance(batch, Mapping):
+        for key, value in batch.items():
+            yield from _leaves(value, f"{path}[{key!r}]")
+    elif isinstance(batch, tuple | list):
+        for index, value in enumerate(batch):
+            yield from _leaves(value, f"{path}[{index}]")
+    else:
+        raise TypeError(
+            f"{path}: expected a tensor or a tuple, list or dict of tensors, got "
+            f"{type(batch).__name__}. Use trainer.loader for anything that is not a tensor"
+        )
+
+
+def _map(
+    batch: object, change: Callable[[torch.Tensor], torch.Tensor], *, strict: bool = True
+) -> object:
+    if isinstance(batch, torch.Tensor):
+        return change(batch)
+    if isinstance(batch, Mapping):
+        return {key: _map(value, change, strict=strict) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(_map(value, change, strict=strict) for value in batch))
+    if isinstance(batch, tuple | list):
+        return type(batch)(_map(value, change, strict=strict) for value in batch)
+    if strict:
+        raise TypeError(f"expected tensors, got {type(batch).__name__}")
+    return batch

@@ -1,0 +1,165 @@
+"""Reads IDX files, the format of MNIST and its relatives, plain or compressed with gzip.
+
+Format: http://yann.lecun.com/exdb/mnist (two zero bytes, a code for the type of the numbers, the
+number of dimensions, then each dimension as a big-endian uint32, then the numbers in C order).
+"""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from dataclasses import dataclass
+from math import prod
+from os import PathLike
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.utils.data import TensorDataset
+
+__all__ = ["mnist", "read_idx"]
+
+GZIP_MAGIC = b"\x1f\x8b"
+NUMBER_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
+
+# Mean and standard deviation of the 60,000 training images of MNIST, pixels in [0, 1].
+MNIST_MEAN = 0.1307
+MNIST_STD = 0.3081
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Header:
+    """What the first bytes of an IDX file say about the rest."""
+
+    number_type: np.dtype[np.generic]
+    """Type of the numbers as stored, big-endian."""
+
+    shape: tuple[int, ...]
+    """Length of each dimension."""
+
+    length_bytes: int
+    """Length of the header itself."""
+
+
+def read_idx(path: str | PathLike[str]) -> torch.Tensor:
+    """Reads one IDX file.
+
+    Args:
+        path: The file; whether it is compressed is read from its content, not from its name.
+
+    Returns:
+        The numbers in the shape and the type that the file declares:
+        uint8, int8, int16, int32, float32 or float64.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If the file is not IDX, is cut short, has bytes left over, or is damaged.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> file = pathlib.Path(tempfile.mkdtemp()) / "labels.idx"
+        >>> _ = file.write_bytes(bytes([0, 0, 8, 1, 0, 0, 0, 3]) + bytes([7, 2, 1]))
+        >>> read_idx(file)
+        tensor([7, 2, 1], dtype=torch.uint8)
+    """
+    path = Path(path)
+    content = read_bytes(path)
+    header = read_header(content, path)
+    expected = header.length_bytes + prod(header.shape) * header.number_type.itemsize
+    if len(content) != expected:
+        raise ValueError(
+            f"{path}: expected {expected} bytes for {header.number_type.name} numbers of shape "
+            f"{header.shape}, got {len(content)}"
+        )
+    numbers = np.frombuffer(content, header.number_type, offset=header.length_bytes)
+    return torch.from_numpy(
+        numbers.reshape(header.shape).astype(header.number_type.newbyteorder("="), copy=True)
+    )
+
+
+def read_bytes(path: Path) -> bytes:
+    """The file's content, decompressed if it is a gzip file."""
+    content = path.read_bytes()
+    if not content.startswith(GZIP_MAGIC):
+        return content
+    try:
+        return gzip.decompress(content)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as damage:
+        raise ValueError(
+            f"{path}: expected a whole gzip file, got {len(content)} bytes that do not "
+            f"decompress ({damage}); download it again"
+        ) from damage
+
+
+def read_header(content: bytes, path: Path) -> Header:
+    """The header of an IDX file, checked."""
+    if len(content) < 4:
+        raise ValueError(f"{path}: expected an IDX header of 4 bytes, got {len(content)}")
+    if content[:2] != b"\x00\x00":
+        raise ValueError(
+            f"{path}: expected an IDX file, which begins with 00 00, got {content[:2].hex(' ')}"
+        )
+    code, dimensions = content[2], content[3]
+    if code not in NUMBER_TYPES:
+        known = ", ".join(f"{number:02x}" for number in NUMBER_TYPES)
+        raise ValueError(f"{path}: expected a type code of {known}, got {code:02x}")
+    if dimensions == 0:
+        raise ValueError(f"{path}: expected one dimension or more, got 0")
+    length_bytes = 4 + 4 * dimensions
+    if len(content) < length_bytes:
+        raise ValueError(
+            f"{path}: expected a header of {length_bytes} bytes for {dimensions} dimensions, "
+            f"got {len(content)}"
+        )
+    shape = tuple(int(size) for size in np.frombuffer(content, ">u4", dimensions, offset=4))
+    return Header(number_type=np.dtype(NUMBER_TYPES[code]), shape=shape, length_bytes=length_bytes)
+
+
+def mnist(directory: str | PathLike[str], train: bool = True) -> TensorDataset:
+    """MNIST, or a data set in its layout, from the IDX files of a folder.
+
+    Args:
+        directory: Folder with ``train-images-idx3-ubyte``, ``train-labels-idx1-ubyte``,
+            ``t10k-images-idx3-ubyte`` and ``t10k-labels-idx1-ubyte``, each plain or ``.gz``.
+        train: True for the training images, False for the test images.
+
+    Returns:
+        Pairs of an image (1, 28, 28) float32, normalised with MNIST's mean and standard
+        deviation, and a label () int64. The whole set is ``dataset.tensors``.
+
+    Raises:
+        FileNotFoundError: If a file is missing; the message lists the names looked for.
+        ValueError: If a file is damaged, or the two do not belong together.
+    """
+    prefix = "train" if train else "t10k"
+    images_path = find_file(Path(directory), f"{prefix}-images-idx3-ubyte")
+    labels_path = find_file(Path(directory), f"{prefix}-labels-idx1-ubyte")
+    images, labels = read_idx(images_path), read_idx(labels_path)
+    expect_bytes(images, images_path, dimensions=3)
+    expect_bytes(labels, labels_path, dimensions=1)
+    if len(images) != len(labels):
+        raise ValueError(
+            f"{labels_path}: expected {len(images)} labels, one for each image of "
+            f"{images_path.name}, got {len(labels)}"
+        )
+    pixels = images.unsqueeze(1).to(torch.float32).div_(255)
+    return TensorDataset(pixels.sub_(MNIST_MEAN).div_(MNIST_STD), labels.to(torch.int64))
+
+
+def find_file(directory: Path, name: str) -> Path:
+    """The plain or the compressed file of that name."""
+    candidates = [directory / f"{name}.gz", directory / name]
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
+    names = " or ".join(candidate.name for candidate in candidates)
+    raise FileNotFoundError(f"expected {names} in {directory}, found neither")
+
+
+def expect_bytes(numbers: torch.Tensor, path: Path, *, dimensions: int) -> None:
+    """Refuses a file that is sound IDX but not MNIST."""
+    if numbers.dtype != torch.uint8 or numbers.ndim != dimensions:
+        raise ValueError(
+            f"{path}: expected uint8 numbers of {dimensions} dimensions, "
+            f"got {numbers.dtype} of shape {tuple(numbers.shape)}"
+        )

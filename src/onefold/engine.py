@@ -1,0 +1,189 @@
+"""Drives one step through replicas, exchange and update. Holds no memory of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from onefold.batch import ShardedBatch
+from onefold.errors import DisagreementError, LossError
+from onefold.exchange.base import Board, Exchange
+from onefold.fold import fold_shards
+from onefold.randomness import kept_generators
+from onefold.replica import LossFunction, Replica
+from onefold.update import SpanOptimizer
+
+__all__ = ["Engine", "Outcome"]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a step came to."""
+
+    totals: torch.Tensor
+    """(V,) float64, where the lead computes: each shard's part of the loss."""
+    weight: float
+    """What their sum is divided by; where it is 0 nothing was updated."""
+
+
+class Engine:
+    """The devices of this process, at work together with all others.
+
+    Args:
+        replicas: of this process's devices.
+        exchange: with all devices.
+        update: the optimizer on this process's spans.
+        seed: of the run.
+        clip_norm: the largest norm of the whole gradient, or None.
+        deterministic: whether kernels that do not repeat their bits are refused.
+        frozen: parameters that must go on being frozen, by name.
+    """
+
+    def __init__(
+        self,
+        *,
+        replicas: Sequence[Replica],
+        exchange: Exchange,
+        update: SpanOptimizer,
+        seed: int,
+        clip_norm: float | None,
+        deterministic: bool,
+        frozen: Mapping[str, torch.nn.Parameter],
+    ) -> None:
+        self.replicas = replicas
+        self.exchange = exchange
+        self.seed = seed
+        self._update = update
+        self._clip_norm = clip_norm
+        self._deterministic = deterministic
+        self._frozen = frozen
+        self._unread: tuple[int, torch.Tensor] | None = None
+
+    def step(self, batch: ShardedBatch, loss: LossFunction, number: int) -> Outcome:
+        """One update of the parameters.
+
+        Raises:
+            LossError: a loss is of the wrong kind, or not finite.
+            PeerError: another device is lost or has failed.
+        """
+        self._check_frozen()
+        with self.computing(training=True):
+            for replica in self.replicas:
+                replica.run(batch, loss, seed=self.seed, step=number, exchange=self.exchange)
+        self.exchange.collect(batch.plan)
+        board = self.exchange.board
+        _check_heads(board)
+        self._check_finite(board, number)
+        outcome = Outcome(board.totals.clone(), fold_shards(board.weights.tolist(), _add))
+        if outcome.weight > 0:
+            self._apply(batch, outcome.weight)
+        sizes = [batch.size_of(shard) for shard in range(batch.plan.shards)]
+        for replica in self.replicas:
+            replica.buffers.end_step(board, sizes)
+        self.exchange.spread()  # from here on the board is no longer ours to read
+        return outcome
+
+    @contextmanager
+    def computing(self, *, training: bool) -> Iterator[None]:
+        """The state in which models run; everything is put back afterwards."""
+        devices = [replica.device for replica in self.replicas]
+        with ExitStack() as stack:
+            stack.enter_context(kept_generators(*devices))
+            stack.enter_context(_kernels(deterministic=self._deterministic))
+            for replica in self.replicas:
+                stack.enter_context(_mode(replica.module, training=training))
+            yield
+
+    def _apply(self, batch: ShardedBatch, weight: float) -> None:
+        shards = batch.plan.shards
+        totals = [t for replica in self.replicas for t in self.exchange.totals(replica.number)]
+        gave = self.exchange.board.gave.sum(dim=0).tolist()
+        self._update.take(totals, gave, shards=shards)
+        # What the gradients were divided by in advance, while the weights were not yet known.
+        divisor = weight if shards == 1 else float(batch.samples)
+        if divisor != weight:
+            self._update.scale(divisor / weight)
+        if self._clip_norm is not None:
+            norms = self.exchange.share(self._update.squared_norms())
+            norm = norms.sum(dim=0).sum().sqrt()  # a piece has one owner: adding zeros is exact
+            self._update.scale((self._clip_norm / (norm + 1e-6)).clamp(max=1.0))
+        self._update.step()
+
+    def _check_frozen(self) -> None:
+        for name, parameter in self._frozen.items():
+            if parameter.requires_grad:
+                raise ValueError(
+                    f"parameter {name} was frozen when Trainer was made, so it has no place in the "
+                    f"gradient buffers. Make Trainer first and freeze afterwards, or make a new one"
+                )
+
+    def _check_finite(self, board: Board, step: int) -> None:
+        """On the processor before the update; on a GPU a step later, so that nobody waits for it."""
+        if board.totals.device.type == "cpu":
+            _raise_if_not_finite(board.totals, step)
+            return
+        if self._unread is not None:
+            _raise_if_not_finite(self._unread[1].cpu(), self._unread[0])
+        self._unread = (step, board.totals.clone())
+
+
+def _raise_if_not_finite(totals: torch.Tensor, step: int) -> None:
+    if totals.isfinite().all():
+        return
+    shard = int((~totals.isfinite()).nonzero()[0, 0])
+    raise LossError(
+        f"the loss of step {step}, shard {shard} is {float(totals[shard])}: expected a finite "
+        f"number. Look at the samples of that shard, lower the learning rate, or set clip_norm"
+    )
+
+
+def _check_heads(board: Board) -> None:
+    """All devices must be in the same step of the same batch."""
+    heads = board.heads.tolist()
+    for device, head in enumerate(heads):
+        if head != heads[0]:
+            raise DisagreementError(
+                f"device {device} is in step {head[0]} with a batch of {head[1]} samples, device 0 "
+                f"in step {heads[0][0]} with {heads[0][1]}: every device must be given the same "
+                f"whole batch, or batches of trainer.loader"
+            )
+
+
+def _add(left: float, right: float) -> float:
+    return left + right
+
+
+@contextmanager
+def _mode(module: torch.nn.Module, *, training: bool) -> Iterator[None]:
+    """Training or evaluation mode, and each submodule's own mode again afterwards."""
+    before = [(part, part.training) for part in module.modules()]
+    module.train(training)
+    try:
+        yield
+    finally:
+        for part, mode in before:
+            part.training = mode
+
+
+@contextmanager
+def _kernels(*, deterministic: bool) -> Iterator[None]:
+    """Kernels that repeat their bits, where asked for; the caller's settings again afterwards."""
+    if not deterministic:
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    benchmark = torch.backends.cudnn.benchmark
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)
+        torch.utils.deterministic.fill_uninitialized_memory = fill
+        torch.backends.cudnn.benchmark = benchmark

@@ -1,0 +1,87 @@
+"""Every exception of onefold.
+
+::
+
+    OnefoldError
+    ├── LaunchError            a run that cannot begin: no such script, no such device
+    ├── RunFailed              a run that ended badly, as its launcher saw it
+    ├── DisagreementError      the devices of one run do not run the same program
+    ├── LossError              a loss of the wrong kind or shape, or one that is not finite
+    ├── GradientError          a gradient that cannot be folded (sparse, another dtype)
+    ├── SampleError            a data set item that could not be read
+    └── PeerError              this device is sound, another one is not
+        ├── PeerLost           it was killed, was stopped, or left the run
+        ├── PeerFailed         it raised an exception; the message carries it
+        └── PeerTimeout        it did not arrive within the limit
+
+Bad arguments are plain ``ValueError`` and ``TypeError``, raised before any work begins.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "DisagreementError",
+    "GradientError",
+    "LaunchError",
+    "LossError",
+    "OnefoldError",
+    "PeerError",
+    "PeerFailed",
+    "PeerLost",
+    "PeerTimeout",
+    "RunFailed",
+    "SampleError",
+]
+
+
+class OnefoldError(Exception):
+    """Base of all exceptions that onefold raises on its own account."""
+
+
+class LaunchError(OnefoldError):
+    """A run could not begin."""
+
+
+class RunFailed(OnefoldError):
+    """A launched run ended badly; ``exit_code`` is what its command line would return."""
+
+    def __init__(self, message: str, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class DisagreementError(OnefoldError):
+    """Devices of one run built different models, optimizers or batches."""
+
+
+class LossError(OnefoldError, ValueError):
+    """A loss that is of the wrong shape or type, or is not finite."""
+
+
+class GradientError(OnefoldError, ValueError):
+    """A gradient that cannot be added up in dense buffers."""
+
+
+class SampleError(OnefoldError):
+    """Reading one sample of a data set raised; the message names the sample."""
+
+
+class PeerError(OnefoldError):
+    """Another device of the run failed; ``device`` is its number, ``step`` the step waited in."""
+
+    def __init__(self, message: str, *, device: int = -1, step: int = -1) -> None:
+        super().__init__(message)
+        self.device = device
+        self.step = step
+
+
+class PeerLost(PeerError):
+    """A device's process was killed, was stopped, or ended before the others."""
+
+
+class PeerFailed(PeerError):
+    """A device raised an exception and said so before it left."""
+
+
+class PeerTimeout(PeerError):
+    """A device did not arrive within the limit."""

@@ -1,0 +1,134 @@
+"""Scores over a whole data set: every sample once, and the same bits on any number of devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from onefold.batch import ShardedBatch, move
+from onefold.engine import Engine
+from onefold.errors import DisagreementError, LossError
+from onefold.exchange.base import Exchange
+from onefold.fold import fold_shards
+from onefold.mean import weigh
+from onefold.randomness import derive_seed, seed_generators
+from onefold.replica import Replica
+
+__all__ = ["ScoreFunction", "evaluate"]
+
+ScoreFunction = Callable[[torch.nn.Module, object], object]
+"""Takes the model and one shard; returns a dict of values as `onefold.mean.weigh` reads them."""
+
+
+def evaluate(engine: Engine, score: ScoreFunction, batches: Iterable[ShardedBatch]) -> dict[str, float]:
+    """Every value's total over its weight, over all samples of all batches.
+
+    Raises:
+        LossError: a value is of the wrong kind or shape.
+        DisagreementError: the score function does not return the same names for every shard.
+    """
+    tallies = {replica.number: _Tally() for replica in engine.replicas}
+    shards = 0
+    with engine.computing(training=False), torch.no_grad():
+        for replica in engine.replicas:
+            replica.buffers.begin_step()
+        for number, batch in enumerate(batches):
+            shards = batch.plan.shards
+            for replica in engine.replicas:
+                _score_shards(replica, score, batch, number, tallies[replica.number], engine.seed)
+        for replica in engine.replicas:
+            replica.buffers.restore()
+    return _combine(engine.exchange, tallies, shards)
+
+
+class _Tally:
+    """What one device's shards contributed, batch by batch."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.batches: list[dict[int, torch.Tensor]] = []
+        """Shard to (names, 2) float64: totals and weights."""
+
+    def add(self, shard: int, values: dict[str, object], samples: int, where: str) -> None:
+        names = list(values)
+        if self.names and names != self.names:
+            raise DisagreementError(
+                f"{where}: the score function returned {names}, and {self.names} before; expected "
+                f"the same names for every shard"
+            )
+        self.names = names
+        parts = [
+            weigh(value, samples, f"the value {name!r} of {where}")
+            for name, value in values.items()
+        ]
+        totals = torch.stack([part.total() for part in parts])
+        weights = torch.tensor([part.weight for part in parts], dtype=torch.float64)
+        self.batches[-1][shard] = torch.stack([totals, weights.to(totals.device)], dim=1)
+
+    def table(self, shards: int, names: int) -> torch.Tensor:
+        """(batches, V, names, 2) float64 on the host, zeros where another device computed."""
+        table = torch.zeros(len(self.batches), shards, names, 2, dtype=torch.float64)
+        for number, batch in enumerate(self.batches):
+            for shard, values in batch.items():
+                table[number, shard] = values
+        return table
+
+
+def _score_shards(
+    replica: Replica,
+    score: ScoreFunction,
+    batch: ShardedBatch,
+    number: int,
+    tally: _Tally,
+    seed: int,
+) -> None:
+    tally.batches.append({})
+    for shard in batch.plan.shards_of(replica.number):
+        if shard not in batch.shards:
+            continue
+        where = f"batch {number} of an evaluation, shard {shard}"
+        payload = move(batch.shards[shard], replica.device)
+        replica.buffers.begin_shard()
+        seed_generators(derive_seed("evaluate", seed, number, shard), replica.device)
+        values = score(replica.module, payload)
+        if not isinstance(values, dict) or not values:
+            raise LossError(
+                f"{where}: expected the score function to return a dict of values by name, such "
+                f'as {{"loss": ..., "accuracy": ...}}, got {type(values).__name__}'
+            )
+        tally.add(shard, values, batch.size_of(shard), where)
+
+
+def _combine(exchange: Exchange, tallies: dict[int, _Tally], shards: int) -> dict[str, float]:
+    names = _agree_on_names(exchange, {number: t.names for number, t in tallies.items()})
+    tables = {number: tally.table(shards, len(names)) for number, tally in tallies.items()}
+    shape = next(iter(tables.values())).shape
+    rows = exchange.share({number: table.flatten() for number, table in tables.items()})
+    table = rows.cpu().sum(dim=0).view(shape)  # a shard has one device: adding zeros is exact
+    by_batch = fold_shards(list(table.unbind(dim=1)), torch.add)  # (batches, names, 2)
+    totals = fold_shards(list(by_batch.unbind(dim=0)), torch.add)
+    return {
+        name: float(total / weight) if weight else float("nan")
+        for name, (total, weight) in zip(names, totals.tolist(), strict=True)
+    }
+
+
+def _agree_on_names(exchange: Exchange, own: dict[int, list[str]]) -> list[str]:
+    """The names of the values; a device whose shards were all empty learns them from the others."""
+    texts = {number: "\n".join(names).encode() for number, names in own.items()}
+    lengths = exchange.share(
+        {number: torch.tensor([float(len(t))], dtype=torch.float64) for number, t in texts.items()}
+    )
+    longest = int(lengths.max())
+    padded = {n: torch.tensor(list(t.ljust(longest, b"\0")), dtype=torch.float64) for n, t in texts.items()}
+    rows = exchange.share(padded).cpu().to(torch.uint8)
+    said = [bytes(row.tolist()).rstrip(b"\0").decode() for row in rows]
+    spoken = [text for text in said if text]
+    for number, text in enumerate(said):
+        if text and text != spoken[0]:
+            raise DisagreementError(
+                f"device {number} scored {text.split()} and another one {spoken[0].split()}: "
+                f"expected the same names for every shard"
+            )
+    return spoken[0].split("\n")

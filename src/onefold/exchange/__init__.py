@@ -1,0 +1,1 @@
+"""How devices trade gradients and parameters: one interface, three ways."""

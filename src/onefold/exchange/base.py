@@ -1,0 +1,270 @@
+"""The one interface through which devices trade, and the memory that they trade through.
+
+Note: what happens in a step, and who may touch what
+----------------------------------------------------
+1. Every device *publishes* its partial sums and fills its own rows of the `Board`.
+2. ``collect`` returns when all have published. From then on the board may be read as a whole, and
+   the totals of this process's own spans stand ready.
+3. The owner updates its spans of the parameters, and nobody else touches them.
+4. ``spread`` returns when every device has every span. From then on partial sums and board may be
+   written again. Between two ``collect`` calls nobody waits for anybody, except in ``share``.
+
+Every device of the run makes the same calls in the same order. ``collect``, ``share`` and ``spread``
+may block, for ``timeout_s`` seconds at the most; they raise `PeerError` when another device is lost,
+has failed, or does not arrive.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from onefold.flat import FlatTensors, Layout, Piece, cut_spans
+from onefold.fold import Block, Published, fold, max_blocks, published_by
+from onefold.shard import Plan
+
+__all__ = ["Board", "BoardShape", "Exchange", "Ranged", "SpanFold", "Start", "Storage", "leftmost"]
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """What the devices of a run have in common: the sizes of everything that is traded."""
+
+    trained: Layout
+    """Parameters that the optimizer updates; gradients lie likewise."""
+    other: Layout
+    """The rest of the parameters: frozen ones, and those that no optimizer holds."""
+    buffers: Layout
+    """The module's buffers."""
+    pieces: tuple[Piece, ...]
+    """Of the trained parameters."""
+    shards: int
+    """V."""
+    devices: int
+    """D."""
+
+    @property
+    def spans(self) -> tuple[range, ...]:
+        """The pieces that each device updates."""
+        return cut_spans(self.pieces, self.devices)
+
+    @property
+    def slots(self) -> int:
+        """Partial sums that a device may have to publish, whatever the plan."""
+        return max_blocks(self.shards) if self.devices > 1 else 1
+
+    @property
+    def board(self) -> BoardShape:
+        """The sizes of the board."""
+        return BoardShape(
+            devices=self.devices,
+            shards=self.shards,
+            parameters=len(self.trained.entries),
+            buffers=self.buffers,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class BoardShape:
+    """Numbers that fix how large a board is."""
+
+    devices: int
+    shards: int
+    parameters: int
+    buffers: Layout
+
+    @property
+    def host_bytes(self) -> tuple[int, ...]:
+        """Bytes of heads, weights, gave and changed, each rounded up to 64."""
+        changed = self.shards * len(self.buffers.entries)
+        sizes = (self.devices * 16, self.shards * 8, self.devices * self.parameters * 4, changed)
+        return tuple(-(-size // 64) * 64 for size in sizes)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of totals and buffer rows."""
+        return -(-self.shards * 8 // 64) * 64 + self.shards * self.buffers.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The values that a process brings along; those of the lead become everybody's."""
+
+    trained: Sequence[torch.Tensor]
+    other: Sequence[torch.Tensor]
+    buffers: FlatTensors
+    """Written to where this process is not the lead."""
+
+
+class Board:
+    """What every device tells the others in a step, beside its partial sums.
+
+    A device writes its own row of ``heads`` and ``gave`` and its own shards' rows of the rest. What
+    the host knows lies on the host; what a device computes lies where ``computed`` lies, so that
+    nobody has to wait for a device to know it.
+
+    Args:
+        shape: its sizes.
+        known: (sum(shape.host_bytes),) uint8 on the host, zeros.
+        computed: (shape.device_bytes,) uint8 on a device, zeros.
+    """
+
+    def __init__(self, shape: BoardShape, known: torch.Tensor, computed: torch.Tensor) -> None:
+        self.shape = shape
+        self.known = known
+        parts = torch.split(known, list(shape.host_bytes))
+        devices, shards = shape.devices, shape.shards
+        self.heads = _typed(parts[0], torch.int64, (devices, 2))
+        """(D, 2) int64: the step and the batch's samples, as each device sees them."""
+        self.weights = _typed(parts[1], torch.float64, (shards,))
+        """(V,) float64: each shard's part of the divisor."""
+        self.gave = _typed(parts[2], torch.int32, (devices, shape.parameters))
+        """(D, P) int32: how many of a device's shards gave a gradient to each parameter."""
+        self.changed = _typed(parts[3], torch.uint8, (shards, len(shape.buffers.entries)))
+        """(V, B) uint8: whether a shard changed a buffer."""
+        rows = shape.buffers.nbytes
+        first = shape.device_bytes - shards * rows
+        self.totals = _typed(computed[:first], torch.float64, (shards,))
+        """(V,) float64: each shard's part of the loss."""
+        self.rows_memory = computed[first:].view(shards, rows)
+        """(V, bytes of the buffers) uint8: the memory of ``buffer_rows``."""
+        self.buffer_rows = [
+            FlatTensors(shape.buffers, memory=self.rows_memory[shard]) for shard in range(shards)
+        ]
+        """V sets of the module's buffers: what each shard made of them."""
+
+    @classmethod
+    def private(cls, shape: BoardShape, device: torch.device) -> Board:
+        """A board in memory of this process."""
+        known = torch.zeros(sum(shape.host_bytes), dtype=torch.uint8)
+        return cls(shape, known, torch.zeros(shape.device_bytes, dtype=torch.uint8, device=device))
+
+    def clear_rows(self, device: int, shards: range) -> None:
+        """Empty one device's rows before a step."""
+        self.gave[device].zero_()
+        for rows in (self.weights, self.totals, self.changed):
+            rows[shards.start : shards.stop].zero_()
+
+    def copy_known(self, other: Board, device: int, shards: range) -> None:
+        """Take the rows that ``device`` wrote on its own board, but for what it computed."""
+        rows = slice(shards.start, shards.stop)
+        self.heads[device].copy_(other.heads[device])
+        self.gave[device].copy_(other.gave[device])
+        self.weights[rows].copy_(other.weights[rows])
+        self.changed[rows].copy_(other.changed[rows])
+
+
+def _typed(memory: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    numel = torch.Size(shape).numel()
+    return memory[: numel * dtype.itemsize].view(dtype).view(shape)
+
+
+class Ranged(Protocol):
+    """Memory that holds at least one span of the trained parameters' layout."""
+
+    def ranges(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
+        """The contiguous stretches, at most one a section, that a run of pieces covers."""
+
+
+class SpanFold:
+    """The owner's part of the fold: adds the published partial sums over one span.
+
+    Only the owner of a span reads or writes this stretch of anybody's partial sums between
+    ``collect`` and ``spread``, so it adds in place.
+    """
+
+    def __init__(self, span: Sequence[Piece], shards: int) -> None:
+        self._span = span
+        self._shards = shards
+        self._plan: Plan | None = None
+        self._parts: list[dict[Block, torch.Tensor]] = []
+        self._homes: list[torch.Tensor] = []
+        self.totals: list[torch.Tensor] = []
+        """One tensor for each piece of the span, shaped as the piece."""
+
+    def fold(
+        self, plan: Plan, partials: Callable[[Published], Ranged], home: FlatTensors
+    ) -> None:
+        """Add up; ``totals`` are ready afterwards.
+
+        Args:
+            plan: who published what.
+            partials: finds the memory of a partial sum; the same for the same plan.
+            home: where the total goes, on the owner's device; may be one of the partial sums.
+        """
+        if plan != self._plan:
+            places = published_by(plan)
+            ranges = {block: partials(at).ranges(self._span) for block, at in places.items()}
+            self._homes = home.ranges(self._span)
+            self._parts = [
+                {block: ranges[block][i] for block in ranges} for i in range(len(self._homes))
+            ]
+            self.totals = [home.piece(piece) for piece in self._span]
+            self._plan = plan
+        for parts, target in zip(self._parts, self._homes, strict=True):
+            near = {block: part.to(target.device) for block, part in parts.items()}
+            total = fold(near.get, Block(0, self._shards), _add_in_place)
+            if total.data_ptr() != target.data_ptr():
+                target.copy_(total)
+
+
+def leftmost(plan: Plan) -> Published:
+    """Where the partial sum with the first shards lies."""
+    places = published_by(plan)
+    return places[min(places)]
+
+
+def _add_in_place(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return left.add_(right)
+
+
+class Exchange(ABC):
+    """Moves bytes between the devices of one run; the order of calls is in the note above."""
+
+    board: Board
+    """Own rows may be written before ``collect``; all rows may be read after it."""
+    trained: dict[int, FlatTensors]
+    """For each device of this process, the trained parameters."""
+    other: dict[int, FlatTensors]
+    """For each device of this process, the other parameters."""
+
+    @abstractmethod
+    def publish(self, device: int, slot: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Hand over the partial sum of one of ``device``'s blocks; never blocks.
+
+        Args:
+            device: a device of this process.
+            slot: the number of the block among those of the device, from the left.
+            gradients: one tensor a trained parameter, shaped and strided like it; None for none.
+        """
+
+    @abstractmethod
+    def collect(self, plan: Plan) -> None:
+        """Wait for every device to have published; afterwards the own spans' totals are ready."""
+
+    @abstractmethod
+    def totals(self, device: int) -> Sequence[torch.Tensor]:
+        """The summed gradient of each piece of an own device's span, valid until ``spread``."""
+
+    @abstractmethod
+    def share(self, rows: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """Give one row of numbers for each own device and get those of all.
+
+        Args:
+            rows: own device number to a (k,) float64 tensor there, k the same everywhere.
+
+        Returns:
+            (D, k) float64 on the first own device.
+        """
+
+    @abstractmethod
+    def spread(self) -> None:
+        """Wait until the updated spans are in every device's parameters."""
+
+    @abstractmethod
+    def close(self, failure: BaseException | None = None) -> None:
+        """Leave the run, telling the others why if it is for a failure. May be called again."""

@@ -1,0 +1,127 @@
+"""Exchange between the devices of one process: copies, and nothing to wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from onefold.exchange.base import Board, Exchange, SpanFold, Start, Storage, leftmost
+from onefold.flat import FlatTensors, Piece, storage_order
+from onefold.fold import Published
+from onefold.shard import Plan
+
+__all__ = ["LocalExchange", "SoloExchange"]
+
+
+class SoloExchange(Exchange):
+    """One device: the gradients are used where backward left them."""
+
+    def __init__(self, storage: Storage, start: Start, device: torch.device) -> None:
+        self.trained, self.other = _own_flats(storage, start, [device])
+        self._pieces = storage.pieces
+        self._gradients: Sequence[torch.Tensor | None] = ()
+        self._entries = storage.trained.entries
+        self.board = Board.private(storage.board, device)
+
+    def publish(self, device: int, slot: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        self._gradients = gradients
+
+    def collect(self, plan: Plan) -> None:
+        pass  # all there is lies here already
+
+    def totals(self, device: int) -> Sequence[torch.Tensor]:
+        return [self._total(piece) for piece in self._pieces]
+
+    def _total(self, piece: Piece) -> torch.Tensor:
+        gradient = self._gradients[piece.entry]
+        entry = self._entries[piece.entry]
+        if gradient is None:  # nobody will read it: no shard gave one
+            return torch.empty(0)
+        if piece.whole:
+            return gradient
+        if gradient.stride() != entry.stride:
+            moved = torch.empty_strided(
+                entry.shape, entry.stride, dtype=gradient.dtype, device=gradient.device
+            )
+            gradient = moved.copy_(gradient)
+        return storage_order(gradient)[piece.start : piece.stop]
+
+    def share(self, rows: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        return rows[0].unsqueeze(0)
+
+    def spread(self) -> None:
+        self._gradients = ()
+
+    def close(self, failure: BaseException | None = None) -> None:
+        self._gradients = ()
+
+
+class LocalExchange(Exchange):
+    """Several devices driven by one process, each with flat memory of its own.
+
+    Args:
+        storage: the sizes.
+        start: the values of the lead's model.
+        devices: all D of them.
+    """
+
+    def __init__(self, storage: Storage, start: Start, devices: Sequence[torch.device]) -> None:
+        self.trained, self.other = _own_flats(storage, start, devices)
+        self._storage = storage
+        self._devices = devices
+        self._partials: dict[Published, FlatTensors] = {}
+        self._spans = [[storage.pieces[i] for i in span] for span in storage.spans]
+        self._folds = [SpanFold(span, storage.shards) for span in self._spans]
+        self.board = Board.private(storage.board, devices[0])
+
+    def _slot(self, place: Published) -> FlatTensors:
+        """The memory of one partial sum; a plan that has many blocks makes more of them."""
+        if place not in self._partials:
+            device = self._devices[place.device]
+            self._partials[place] = FlatTensors(self._storage.trained, device=device)
+        return self._partials[place]
+
+    def publish(self, device: int, slot: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        self._slot(Published(device, slot)).write(gradients)
+
+    def collect(self, plan: Plan) -> None:
+        for number, span_fold in enumerate(self._folds):
+            one_memory = self._devices[number].type == "cpu"
+            home = leftmost(plan) if one_memory else Published(number, 0)
+            span_fold.fold(plan, self._slot, self._slot(home))
+
+    def totals(self, device: int) -> Sequence[torch.Tensor]:
+        return self._folds[device].totals
+
+    def share(self, rows: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        return torch.stack([rows[number].to(self._devices[0]) for number in sorted(rows)])
+
+    def spread(self) -> None:
+        for owner, span in enumerate(self._spans):
+            source = self.trained[owner].ranges(span)
+            for receiver, parameters in self.trained.items():
+                if receiver != owner:
+                    _copy_all(parameters.ranges(span), source)
+
+    def close(self, failure: BaseException | None = None) -> None:
+        self._partials.clear()
+
+
+def _own_flats(
+    storage: Storage, start: Start, devices: Sequence[torch.device]
+) -> tuple[dict[int, FlatTensors], dict[int, FlatTensors]]:
+    """The start values in flat memory of each device: trained parameters, and other ones."""
+    trained, other = (
+        {number: FlatTensors(layout, device=device) for number, device in enumerate(devices)}
+        for layout in (storage.trained, storage.other)
+    )
+    for number in trained:
+        trained[number].write(start.trained)
+        other[number].write(start.other)
+    return trained, other
+
+
+def _copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source, non_blocking=True)

@@ -1,0 +1,339 @@
+"""Short messages between the processes of one host, and word of who is gone.
+
+Every process holds a socket to every other one. A socket of a process that ends is closed by the
+kernel, whatever ended it, and a pidfd tells the same even where a child still holds a copy of the
+socket; so a dead peer is noticed while waiting, at once. The sockets have abstract names: there is
+no port and no file, and nothing to clean up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import select
+import socket
+import struct
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from onefold.errors import DisagreementError, PeerFailed, PeerLost, PeerTimeout
+from onefold.process import stopped_process
+
+__all__ = ["Mailbox"]
+
+_ARRIVED, _NOTE, _MORE, _FAILED = b"A", b"N", b"M", b"F"
+_SPIN_S = 60e-6
+_LOOK_S = 0.5
+_STOPPED_LOOKS = 8
+_CHUNK_BYTES = 32 * 1024
+_FRAME_BYTES = 64 * 1024
+
+
+@dataclass(slots=True)
+class _Peer:
+    number: int
+    socket: socket.socket
+    pid: int
+    pidfd: int | None
+    frames: deque[bytes] = field(default_factory=deque)
+    stopped_looks: int = 0
+
+
+class Mailbox:
+    """Connects this process with all others of the run on this host.
+
+    Args:
+        address: common to all processes of this run, and to no other run of the machine.
+        rank: of this process.
+        size: how many processes there are.
+        timeout_s: the longest that anything here waits.
+
+    Raises:
+        PeerTimeout: not everybody came in time.
+    """
+
+    def __init__(self, address: str, *, rank: int, size: int, timeout_s: float) -> None:
+        self.rank = rank
+        self.size = size
+        self.timeout_s = timeout_s
+        self.step = 0
+        """What the run is at, for errors; its user sets it."""
+        self._spin_s = _SPIN_S if size <= len(os.sched_getaffinity(0)) else 0.0
+        self._peers: dict[int, _Peer] = {}
+        try:
+            self._connect(address, time.monotonic() + timeout_s)
+        except BaseException:
+            self.close()
+            raise
+        _let_go_in_children(self)
+
+    def meet(self) -> None:
+        """Return when every process has called it.
+
+        Raises:
+            PeerLost, PeerFailed, PeerTimeout: somebody will not come.
+        """
+        for peer in self._peers.values():
+            self._send(peer, _ARRIVED)
+        self._await(self._peers.keys(), _ARRIVED)
+
+    def send_note(self, rank: int, note: bytes) -> None:
+        """Send bytes of any length to one process; it must be receiving."""
+        peer = self._peers[rank]
+        chunks = [note[i : i + _CHUNK_BYTES] for i in range(0, len(note), _CHUNK_BYTES)] or [b""]
+        for chunk in chunks[:-1]:
+            self._send(peer, _MORE + chunk)
+        self._send(peer, _NOTE + chunks[-1])
+
+    def receive_note(self, rank: int) -> bytes:
+        """Wait for one note of a process."""
+        parts = []
+        while True:
+            frame = self._await([rank], _NOTE, _MORE)[rank]
+            parts.append(frame[1:])
+            if frame[:1] == _NOTE:
+                return b"".join(parts)
+
+    def send_file(self, rank: int, descriptor: int) -> None:
+        """Give a process an open file."""
+        socket.send_fds(self._peers[rank].socket, [b"file"], [descriptor])
+
+    def receive_file(self, rank: int) -> int:
+        """Take an open file, from the very next message of a process."""
+        peer = self._peers[rank]
+        if not self._wait_readable([peer], self.timeout_s):
+            raise self._late([peer])
+        message, descriptors, _, _ = socket.recv_fds(peer.socket, _FRAME_BYTES, 1)
+        if message.startswith(_FAILED):
+            self._raise_failed(peer, message)
+        if not descriptors:
+            self._raise_lost(peer, "ended")
+        return descriptors[0]
+
+    def tell_failure(self, failure: BaseException) -> None:
+        """Tell everybody that this process fails, and why."""
+        text = json.dumps(
+            {
+                "step": self.step,
+                "kind": type(failure).__name__,
+                "text": str(failure)[:4000],
+                "disagreement": isinstance(failure, DisagreementError),
+            }
+        )
+        for peer in self._peers.values():
+            with contextlib.suppress(OSError):  # a peer that is gone need not be told
+                peer.socket.send(_FAILED + text.encode(), socket.MSG_DONTWAIT)
+
+    def close(self) -> None:
+        """Hang up."""
+        for peer in self._peers.values():
+            peer.socket.close()
+            if peer.pidfd is not None:
+                os.close(peer.pidfd)
+        self._peers = {}
+
+    # Waiting
+
+    def _await(self, ranks: Iterable[int], *kinds: bytes) -> dict[int, bytes]:
+        """Wait for one frame of one of ``kinds`` from each of ``ranks``."""
+        pending = {rank: self._peers[rank] for rank in ranks}
+        found: dict[int, bytes] = {}
+        spin_until = time.monotonic() + self._spin_s
+        limit = time.monotonic() + self.timeout_s
+        while True:
+            for rank, peer in list(pending.items()):
+                self._drain(peer)
+                if peer.frames:
+                    found[rank] = self._expected(peer, kinds)
+                    del pending[rank]
+            if not pending:
+                return found
+            if time.monotonic() > spin_until:
+                self._wait_for_news(pending.values(), limit)
+
+    def _expected(self, peer: _Peer, kinds: tuple[bytes, ...]) -> bytes:
+        frame = peer.frames.popleft()
+        if frame[:1] not in kinds:
+            raise DisagreementError(
+                f"device {peer.number} is at another point of the program than device "
+                f"{self.rank} (step {self.step}): all devices must make the same calls of the "
+                f"trainer in the same order"
+            )
+        return frame
+
+    def _drain(self, peer: _Peer) -> None:
+        """Take in what has come from a peer, without waiting."""
+        try:
+            frame = peer.socket.recv(_FRAME_BYTES, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        except ConnectionError:
+            frame = b""
+        if frame.startswith(_FAILED):
+            self._raise_failed(peer, frame)
+        if not frame:
+            if not peer.frames:
+                self._raise_lost(peer, "ended")
+            return
+        peer.frames.append(frame)
+
+    def _wait_for_news(self, pending: Iterable[_Peer], limit: float) -> None:
+        waiting = list(pending)
+        if not self._wait_readable(waiting, _LOOK_S):
+            for peer in waiting:
+                self._look_at(peer)
+            if time.monotonic() > limit:
+                raise self._late(waiting)
+
+    def _late(self, peers: list[_Peer]) -> PeerTimeout:
+        names = ", ".join(f"{peer.number} (process {peer.pid})" for peer in peers)
+        return PeerTimeout(
+            f"device {names} did not arrive within {self.timeout_s:g} s in step {self.step}, "
+            f"where device {self.rank} waits. If that much time is needed, raise the limit: "
+            f"timeout_s of Trainer, or onefold run --timeout",
+            device=peers[0].number,
+            step=self.step,
+        )
+
+    def _wait_readable(self, peers: list[_Peer], within_s: float) -> bool:
+        """Whether a peer has sent something or ended."""
+        poller = select.poll()
+        ends: dict[int, _Peer] = {}
+        for peer in peers:
+            poller.register(peer.socket, select.POLLIN)
+            if peer.pidfd is not None:
+                ends[peer.pidfd] = peer
+                poller.register(peer.pidfd, select.POLLIN)
+        events = poller.poll(1000 * within_s)
+        ready = {descriptor for descriptor, _ in events}
+        for descriptor in ready & ends.keys():
+            peer = ends[descriptor]
+            if peer.socket.fileno() not in ready:
+                self._drain(peer)  # its last words may have come in between
+                if not peer.frames:
+                    self._raise_lost(peer, "ended")
+        return bool(events)
+
+    def _look_at(self, peer: _Peer) -> None:
+        peer.stopped_looks = peer.stopped_looks + 1 if stopped_process(peer.pid) else 0
+        if peer.stopped_looks >= _STOPPED_LOOKS:
+            self._raise_lost(peer, "is stopped (by SIGSTOP or a debugger) and does not respond")
+
+    def _raise_lost(self, peer: _Peer, what: str) -> NoReturn:
+        hint = (
+            " without saying why: it was killed (by somebody, or by the system for lack of "
+            "memory), or its script came to an end before the others'"
+        )
+        raise PeerLost(
+            f"device {peer.number} (process {peer.pid}) {what}{hint if what == 'ended' else ''}; "
+            f"device {self.rank} waits for it in step {self.step}",
+            device=peer.number,
+            step=self.step,
+        )
+
+    def _raise_failed(self, peer: _Peer, frame: bytes) -> NoReturn:
+        told = json.loads(frame[1:])
+        if told["disagreement"]:
+            raise DisagreementError(told["text"])
+        raise PeerFailed(
+            f"device {peer.number} failed in step {told['step']}: {told['kind']}: {told['text']}",
+            device=peer.number,
+            step=told["step"],
+        )
+
+    def _send(self, peer: _Peer, frame: bytes) -> None:
+        try:
+            peer.socket.send(frame)
+        except BlockingIOError:
+            raise self._late([peer]) from None
+        except ConnectionError:
+            self._drain(peer)  # what it said before it left, if anything
+            self._raise_lost(peer, "ended")
+
+    # Connecting
+
+    def _connect(self, address: str, limit: float) -> None:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(f"\0{address}.{self.rank}")
+            listener.listen(self.size)
+            for rank in range(self.rank):
+                self._admit(self._reach(f"\0{address}.{rank}", rank, limit), rank)
+            while len(self._peers) < self.size - 1:
+                listener.settimeout(max(0.01, limit - time.monotonic()))
+                try:
+                    connection, _ = listener.accept()
+                except TimeoutError:
+                    missing = sorted(set(range(self.size)) - {self.rank} - self._peers.keys())
+                    raise self._nobody(missing) from None
+                if _credentials(connection)[1] != os.getuid():
+                    connection.close()
+                    continue
+                connection.settimeout(max(0.01, limit - time.monotonic()))
+                (rank,) = struct.unpack("<q", connection.recv(8))
+                self._admit(connection, rank)
+
+    def _reach(self, name: str, rank: int, limit: float) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        while True:
+            try:
+                connection.connect(name)
+                connection.send(struct.pack("<q", self.rank))
+                return connection
+            except OSError as error:
+                if error.errno not in (errno.ECONNREFUSED, errno.EAGAIN, errno.ENOENT):
+                    connection.close()
+                    raise
+            if time.monotonic() > limit:
+                connection.close()
+                raise self._nobody([rank])
+            time.sleep(0.005)
+
+    def _admit(self, connection: socket.socket, rank: int) -> None:
+        connection.setblocking(True)
+        limit = struct.pack("ll", int(self.timeout_s), int(self.timeout_s % 1 * 1e6))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        pid, _ = _credentials(connection)
+        self._peers[rank] = _Peer(rank, connection, pid, _open_pidfd(pid))
+
+    def _nobody(self, missing: list[int]) -> PeerTimeout:
+        return PeerTimeout(
+            f"device {', '.join(map(str, missing))} did not join within {self.timeout_s:g} s. "
+            f"Every device must run the same script and make its Trainer",
+            device=missing[0],
+            step=0,
+        )
+
+
+_open_mailboxes: weakref.WeakSet[Mailbox] = weakref.WeakSet()
+
+
+def _let_go_in_children(mailbox: Mailbox) -> None:
+    """A forked child closes its copies of the sockets, so that the peers see its parent's end."""
+    if not _open_mailboxes:
+        os.register_at_fork(after_in_child=_close_all)
+    _open_mailboxes.add(mailbox)
+
+
+def _close_all() -> None:
+    for mailbox in list(_open_mailboxes):
+        mailbox.close()
+
+
+def _credentials(connection: socket.socket) -> tuple[int, int]:
+    """Process and user at the other end."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, uid, _ = struct.unpack("3i", raw)
+    return pid, uid
+
+
+def _open_pidfd(pid: int) -> int | None:
+    try:
+        return os.pidfd_open(pid)
+    except OSError:  # an old kernel, or a peer in another namespace: the socket alone must tell
+        return None

@@ -1,0 +1,131 @@
+"""Exchange between processes of one host through memory that they share.
+
+The parameters exist once, and every process computes with them where they are. The memory is an
+anonymous file that the lead makes and hands to the others over a socket: it has no name, so there is
+nothing that could be left behind, and the kernel frees it with the last process.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+
+import torch
+
+from onefold.exchange.base import Board, Exchange, SpanFold, Start, Storage, leftmost
+from onefold.exchange.mailbox import Mailbox
+from onefold.flat import FlatTensors
+from onefold.fold import Published
+from onefold.shard import Plan
+
+__all__ = ["SharedExchange"]
+
+_PAGE_BYTES = 4096
+_SHARE_BYTES = 1 << 20
+
+
+class SharedExchange(Exchange):
+    """One process of several on this host; all of them make it at the same time.
+
+    Args:
+        storage: the sizes.
+        start: this process's values; those of the lead become everybody's.
+        mailbox: connects the processes; closed with this exchange.
+    """
+
+    def __init__(self, storage: Storage, start: Start, mailbox: Mailbox) -> None:
+        self._mailbox = mailbox
+        self._rank = mailbox.rank
+        shape = storage.board
+        sizes = [
+            storage.trained.nbytes,
+            storage.other.nbytes,
+            sum(shape.host_bytes),
+            shape.device_bytes,
+            mailbox.size * _SHARE_BYTES,
+        ] + [storage.trained.nbytes] * (storage.slots * storage.devices)
+        memories = iter(_map_shared(mailbox, sizes))
+        self.trained = {self._rank: FlatTensors(storage.trained, memory=next(memories))}
+        self.other = {self._rank: FlatTensors(storage.other, memory=next(memories))}
+        self.board = Board(shape, next(memories), next(memories))
+        self._shared_rows = next(memories).view(torch.float64).view(mailbox.size, -1)
+        self._partials = {
+            Published(device, slot): FlatTensors(storage.trained, memory=next(memories))
+            for device in range(storage.devices)
+            for slot in range(storage.slots)
+        }
+        span = [storage.pieces[i] for i in storage.spans[self._rank]]
+        self._fold = SpanFold(span, storage.shards)
+        self._take_start(start)
+
+    def _take_start(self, start: Start) -> None:
+        row = self.board.buffer_rows[0]
+        if self._rank == 0:
+            self.trained[0].write(start.trained)
+            self.other[0].write(start.other)
+            row.write(start.buffers.views)
+        self._mailbox.meet()
+        start.buffers.write(row.views)
+        self._mailbox.meet()
+
+    def publish(self, device: int, slot: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        self._partials[Published(device, slot)].write(gradients)
+
+    def collect(self, plan: Plan) -> None:
+        self._mailbox.step = int(self.board.heads[self._rank, 0])
+        self._mailbox.meet()
+        partials = self._partials.__getitem__
+        self._fold.fold(plan, partials, partials(leftmost(plan)))
+
+    def totals(self, device: int) -> Sequence[torch.Tensor]:
+        return self._fold.totals
+
+    def share(self, rows: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        (row,) = rows.values()
+        limit = self._shared_rows.shape[1]
+        parts = []
+        for part in torch.split(row, limit) if row.numel() else (row,):
+            self._shared_rows[self._rank, : part.numel()] = part
+            self._mailbox.meet()
+            parts.append(self._shared_rows[:, : part.numel()].clone())
+            self._mailbox.meet()
+        return torch.cat(parts, dim=1)
+
+    def spread(self) -> None:
+        self._mailbox.meet()
+
+    def close(self, failure: BaseException | None = None) -> None:
+        if failure is not None:
+            self._mailbox.tell_failure(failure)
+        self._mailbox.close()
+
+
+def _map_shared(mailbox: Mailbox, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """Stretches of memory, each (size,) uint8 of zeros, that all processes share.
+
+    Pages that nobody touches take no memory, so room for plans that never come costs nothing.
+    """
+    rounded = [-(-max(size, 1) // _PAGE_BYTES) * _PAGE_BYTES for size in sizes]
+    starts = list(accumulate(rounded, initial=0))
+    descriptor = _common_file(mailbox, starts[-1])
+    try:
+        memory = torch.frombuffer(mmap.mmap(descriptor, starts[-1]), dtype=torch.uint8)
+    finally:
+        os.close(descriptor)
+    return [memory[a : a + size] for a, size in zip(starts[:-1], sizes, strict=True)]
+
+
+def _common_file(mailbox: Mailbox, size_bytes: int) -> int:
+    if mailbox.rank != 0:
+        return mailbox.receive_file(0)
+    descriptor = os.memfd_create("onefold", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, size_bytes)
+        for rank in range(1, mailbox.size):
+            mailbox.send_file(rank, descriptor)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor

@@ -1,0 +1,30 @@
+"""A short name for the exact bits of a model."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import torch
+
+__all__ = ["fingerprint_of", "tensor_digests"]
+
+
+def tensor_digests(module: torch.nn.Module) -> dict[str, str]:
+    """One digest for every parameter and buffer, under its own name, in the module's order."""
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return {name: _digest(tensor) for name, tensor in tensors.items()}
+
+
+def fingerprint_of(digests: Mapping[str, str]) -> str:
+    """16 hexadecimal digits over all names and digests."""
+    lines = "".join(f"{name} {digest}\n" for name, digest in digests.items())
+    return hashlib.blake2b(lines.encode(), digest_size=8).hexdigest()
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    dense = tensor.detach().cpu().contiguous()
+    text = hashlib.blake2b(f"{dense.dtype} {tuple(dense.shape)}".encode(), digest_size=16)
+    if dense.numel():
+        text.update(memoryview(dense.reshape(-1).view(torch.uint8).numpy()))
+    return text.hexdigest()

@@ -1,0 +1,260 @@
+"""Many tensors in a few flat ones: where each lies, how they are cut into pieces and spans.
+
+Note: why pieces
+----------------
+An optimizer kernel is free to treat the tail of a tensor in another way than its middle, so the bits
+of an update may depend on where a slice begins and ends. Were parameters cut where the number of
+devices says, the bits would depend on it. So every parameter is first cut into *pieces* whose
+bounds depend on the model alone: multiples of 1024 elements from the parameter's start. The
+optimizer always sees pieces, on one device too, and a *span* is a contiguous run of whole pieces.
+Every parameter starts at a multiple of 64 bytes, whatever lies before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+__all__ = [
+    "Entry",
+    "FlatTensors",
+    "Layout",
+    "Piece",
+    "SpanTensors",
+    "cut_pieces",
+    "cut_spans",
+    "lay_out",
+    "storage_order",
+]
+
+_ALIGNMENT_BYTES = 64
+_PIECE_MULTIPLE_NUMEL = 1024
+_SMALLEST_PIECE_NUMEL = 16 * 1024
+_PIECES_OF_A_MODEL = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor's place."""
+
+    name: str
+    section: int
+    """Which flat tensor it lies in: there is one a dtype."""
+    offset: int
+    """First element, counted in the section."""
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    """Its own strides, so that channels_last stays channels_last."""
+    numel: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where each of some tensors lies; the same on every device."""
+
+    entries: tuple[Entry, ...]
+    dtypes: tuple[torch.dtype, ...]
+    """Of the sections."""
+    numels: tuple[int, ...]
+    """Of the sections, padding included."""
+
+    @property
+    def section_bytes(self) -> tuple[int, ...]:
+        """Bytes of each section, rounded up to the alignment."""
+        pairs = zip(self.numels, self.dtypes, strict=True)
+        return tuple(_round_up(n * dtype.itemsize, _ALIGNMENT_BYTES) for n, dtype in pairs)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all sections."""
+        return sum(self.section_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements ``start`` to ``stop - 1`` of one entry, in storage order."""
+
+    entry: int
+    start: int
+    stop: int
+    whole: bool
+    """It is the entire entry, and is updated in the entry's own shape."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+
+def lay_out(tensors: Mapping[str, torch.Tensor]) -> Layout:
+    """Find a place for each tensor, in the order given, one section for each dtype."""
+    dtypes = tuple(dict.fromkeys(tensor.dtype for tensor in tensors.values()))
+    filled = dict.fromkeys(dtypes, 0)
+    entries = []
+    for name, tensor in tensors.items():
+        alignment_numel = max(1, _ALIGNMENT_BYTES // tensor.dtype.itemsize)
+        entries.append(
+            Entry(
+                name=name,
+                section=dtypes.index(tensor.dtype),
+                offset=filled[tensor.dtype],
+                shape=tuple(tensor.shape),
+                stride=_dense_stride(tensor),
+                numel=tensor.numel(),
+            )
+        )
+        filled[tensor.dtype] += _round_up(tensor.numel(), alignment_numel)
+    return Layout(tuple(entries), dtypes, tuple(filled.values()))
+
+
+class FlatTensors:
+    """The sections of a layout in one stretch of memory, and a view of every entry.
+
+    Args:
+        layout: what lies where.
+        memory: (layout.nbytes,) uint8, starting at a multiple of 64 bytes; allocated on ``device``
+            when absent, with zeros.
+        device: where to allocate.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        memory: torch.Tensor | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        if memory is None:
+            memory = torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
+        self.layout = layout
+        self.sections: list[torch.Tensor] = []
+        start = 0
+        for nbytes, numel, dtype in zip(
+            layout.section_bytes, layout.numels, layout.dtypes, strict=True
+        ):
+            self.sections.append(memory[start : start + numel * dtype.itemsize].view(dtype))
+            start += nbytes
+        self.views = [self._view(entry) for entry in layout.entries]
+
+    def write(self, values: Sequence[torch.Tensor | None]) -> None:
+        """Copy one tensor to each entry; zeros where there is none."""
+        present = [i for i, value in enumerate(values) if value is not None]
+        if len(present) < len(self.views):
+            for view, value in zip(self.views, values, strict=True):
+                if value is None:
+                    view.zero_()
+        if present:
+            sources = [value for value in values if value is not None]
+            torch._foreach_copy_([self.views[i] for i in present], sources)
+
+    def piece(self, piece: Piece) -> torch.Tensor:
+        """A view of one piece: in the entry's shape if it is whole, else (numel,)."""
+        if piece.whole:
+            return self.views[piece.entry]
+        entry = self.layout.entries[piece.entry]
+        section = self.sections[entry.section]
+        return section[entry.offset + piece.start : entry.offset + piece.stop]
+
+    def ranges(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
+        """The contiguous stretches, at most one a section, that a run of pieces covers."""
+        bounds = _bounds(self.layout, pieces)
+        return [self.sections[index][start:stop] for index, (start, stop) in bounds.items()]
+
+    def _view(self, entry: Entry) -> torch.Tensor:
+        section = self.sections[entry.section]
+        return section.as_strided(
+            entry.shape, entry.stride, section.storage_offset() + entry.offset
+        )
+
+
+class SpanTensors:
+    """Memory for one span of a layout and for nothing else.
+
+    Args:
+        layout: what the pieces belong to.
+        span: a contiguous run of pieces.
+        device: where to allocate.
+    """
+
+    def __init__(self, layout: Layout, span: Sequence[Piece], device: torch.device) -> None:
+        self._ranges: dict[int, torch.Tensor] = {
+            section: torch.zeros(stop - start, dtype=layout.dtypes[section], device=device)
+            for section, (start, stop) in _bounds(layout, span).items()
+        }
+
+    def ranges(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
+        """The stretches of the span, which ``pieces`` must be."""
+        return list(self._ranges.values())
+
+
+def storage_order(tensor: torch.Tensor) -> torch.Tensor:
+    """(numel,) view of a dense tensor's elements in the order in which they lie in memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def cut_pieces(layout: Layout, *, by_element: bool) -> tuple[Piece, ...]:
+    """Cut every entry into pieces, in the order of sections and offsets.
+
+    Args:
+        layout: of the parameters.
+        by_element: whether an entry may be divided; if not, every piece is whole.
+    """
+    total = sum(entry.numel for entry in layout.entries)
+    step = _round_up(-(-total // _PIECES_OF_A_MODEL), _PIECE_MULTIPLE_NUMEL)
+    step = max(step, _SMALLEST_PIECE_NUMEL)
+    ordered = sorted(range(len(layout.entries)), key=lambda i: layout.entries[i].section)
+    pieces: list[Piece] = []
+    for index in ordered:
+        numel = layout.entries[index].numel
+        if numel <= step or not by_element:
+            pieces.append(Piece(index, 0, numel, whole=True))
+            continue
+        starts = range(0, numel, step)
+        pieces.extend(Piece(index, s, min(s + step, numel), whole=False) for s in starts)
+    return tuple(pieces)
+
+
+def cut_spans(pieces: Sequence[Piece], devices: int) -> tuple[range, ...]:
+    """For every device the contiguous run of pieces that it updates, balanced by elements."""
+    total = sum(piece.numel for piece in pieces)
+    cuts = [0]
+    seen = 0
+    for index, piece in enumerate(pieces):
+        # A piece goes to the device in whose even share of the elements its middle lies.
+        middle = seen + piece.numel / 2
+        while len(cuts) < devices and middle >= total * len(cuts) / devices:
+            cuts.append(index)
+        seen += piece.numel
+    cuts += [len(pieces)] * (devices + 1 - len(cuts))
+    return tuple(range(start, stop) for start, stop in zip(cuts[:-1], cuts[1:], strict=True))
+
+
+def _bounds(layout: Layout, pieces: Sequence[Piece]) -> dict[int, tuple[int, int]]:
+    """By section, the first and past-the-last element of a contiguous run of pieces."""
+    bounds: dict[int, tuple[int, int]] = {}
+    for piece in pieces:
+        entry = layout.entries[piece.entry]
+        start, _ = bounds.get(entry.section, (entry.offset + piece.start, 0))
+        bounds[entry.section] = (start, entry.offset + piece.stop)
+    return bounds
+
+
+def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The tensor's own strides where its elements fill one stretch of memory, else contiguous."""
+    expected = 1
+    dims = sorted(zip(tensor.stride(), tensor.shape, strict=True))
+    for stride, size in dims:
+        if size != 1 and stride != expected:
+            return _contiguous_stride(tensor.shape)
+        expected *= size
+    return tuple(tensor.stride())
+
+
+def _contiguous_stride(shape: Iterable[int]) -> tuple[int, ...]:
+    return tuple(torch.empty(tuple(shape), device="meta").stride())
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

@@ -1,0 +1,232 @@
+"""The demo: real handwritten digits, one residual network, on one device and then on all of them.
+
+The data are the 1,797 images of scikit-learn's ``load_digits``, which need no download. The job is
+also an example of a job: it uses nothing but the public interface.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
+from torch.utils.data import Dataset, TensorDataset
+
+import onefold
+from onefold.jobs.digits_report import (
+    Epoch,
+    Run,
+    counted,
+    draw_curves,
+    results_table,
+    verdict,
+)
+from onefold.models.resnet import ResNet
+
+__all__ = ["ShiftedDigits", "demo", "digits", "loss", "score", "train"]
+
+SHARDS = 8
+BATCH_SIZE = 64
+EPOCHS = 12
+LEARNING_RATE = 2e-3
+SEED = 0
+TEST_SHARE = 0.2
+LARGEST_SHIFT = 1
+EVALUATION_BATCH_SIZE = 512
+
+TASK = TaskID(0)  # of the one bar that a run shows
+
+
+class ShiftedDigits(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Digits, each moved by up to one pixel in both directions, anew at every reading.
+
+    Args:
+        images: (n, 1, 8, 8) float32.
+        labels: (n,) int64.
+    """
+
+    def __init__(self, images: torch.Tensor, labels: torch.Tensor) -> None:
+        self.images = F.pad(images, (LARGEST_SHIFT,) * 4)
+        self.labels = labels
+        self.size = images.shape[-1]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        top, left = torch.randint(2 * LARGEST_SHIFT + 1, (2,)).tolist()
+        image = self.images[index, :, top : top + self.size, left : left + self.size]
+        return image, self.labels[index]
+
+
+def digits() -> tuple[ShiftedDigits, TensorDataset]:
+    """The training and the test set: a fixed split, with each class in the same proportion.
+
+    Returns:
+        1,437 images with random shifts and 360 without; (1, 8, 8) float32 in [0, 1] and their
+        labels () int64.
+
+    Raises:
+        ImportError: If scikit-learn is not installed.
+    """
+    require("sklearn")
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    source = load_digits()
+    images = torch.from_numpy(source.images).to(torch.float32).unsqueeze(1) / 16
+    labels = torch.from_numpy(source.target).to(torch.int64)
+    train, test = train_test_split(
+        torch.arange(len(labels)), test_size=TEST_SHARE, stratify=labels, random_state=SEED
+    )
+    return ShiftedDigits(images[train], labels[train]), TensorDataset(images[test], labels[test])
+
+
+def require(*modules: str) -> None:
+    """Refuses to go on without the packages of the demo, and says how to get them."""
+    missing = [module for module in modules if importlib.util.find_spec(module) is None]
+    if missing:
+        raise ImportError(
+            f"the demo needs {' and '.join(missing)}, which is not installed here; "
+            'run: pip install "onefold[demo]"'
+        )
+
+
+def loss(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """The cross-entropy of every sample of a shard, (n,) float32."""
+    images, labels = batch
+    return F.cross_entropy(model(images), labels, reduction="none")
+
+
+def score(
+    model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Whether each sample of a shard is classified rightly, (n,) bool."""
+    images, labels = batch
+    return {"accuracy": model(images).argmax(dim=1) == labels}
+
+
+def train(epochs: int) -> Run:
+    """Trains the network on the devices of this run.
+
+    Args:
+        epochs: How many times the training set is read.
+
+    Returns:
+        What happened; but for the times, the same on any number of devices of one kind.
+    """
+    torch.manual_seed(SEED)
+    model = ResNet(blocks=(2, 2), in_channels=1, width=64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    trainer = onefold.Trainer(model, optimizer, loss, shards=SHARDS, seed=SEED)
+    train_set, test_set = digits()
+    batches = trainer.loader(train_set, batch_size=BATCH_SIZE, shuffle=True)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * len(batches))
+    history: list[Epoch] = []
+    with progress_bar(trainer, samples=epochs * len(train_set)) as progress:
+        for epoch in trainer.epochs(epochs):
+            progress.update(TASK, state=f"epoch {epoch + 1}/{epochs}")
+            mean_loss, duration_s = train_epoch(trainer, batches, schedule, progress)
+            scores = trainer.evaluate(score, test_set, batch_size=EVALUATION_BATCH_SIZE)
+            history.append(
+                Epoch(loss=mean_loss, accuracy=scores["accuracy"], duration_s=duration_s)
+            )
+    return Run(
+        devices=tuple(str(device) for device in trainer.devices),
+        samples=len(train_set),
+        epochs=tuple(history),
+        fingerprint=trainer.fingerprint(),
+    )
+
+
+def train_epoch(
+    trainer: onefold.Trainer,
+    batches: Iterable[object],
+    schedule: torch.optim.lr_scheduler.LRScheduler,
+    progress: Progress,
+) -> tuple[float, float]:
+    """One pass over the training set: the mean loss of its samples, and the seconds it took."""
+    start_s = time.perf_counter()
+    total, samples = 0.0, 0
+    for batch in batches:
+        step = trainer.step(batch)
+        schedule.step()
+        total, samples = total + float(step.loss) * step.samples, samples + step.samples
+        progress.update(TASK, advance=step.samples, loss=f"loss {total / samples:.3f}")
+    return total / samples, time.perf_counter() - start_s
+
+
+class SpeedColumn(ProgressColumn):
+    """Samples a second."""
+
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed
+        return Text("" if speed is None else f"{speed:,.0f} samples/s")
+
+
+def progress_bar(trainer: onefold.Trainer, *, samples: int) -> Progress:
+    """The progress of one training, shown by the lead alone."""
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[state]}"),
+        TextColumn("{task.fields[loss]}"),
+        SpeedColumn(),
+        TimeRemainingColumn(),
+        disable=not trainer.is_lead,
+    )
+    devices = counted(len(trainer.devices), "device")
+    progress.add_task(f"training on {devices}", total=samples, state="", loss="")
+    return progress
+
+
+def demo(output: Path, devices: str = "auto", epochs: int = EPOCHS) -> int:
+    """Trains on one device and on several, and shows whether the models are the same.
+
+    Args:
+        output: The picture of the learning curves: a ``.png`` file, or a folder to put
+            ``digits.png`` in.
+        devices: The devices of the second run, as after ``onefold run --devices``.
+        epochs: How many times each run reads the training set.
+
+    Returns:
+        The exit code: 0 if the two models have the same bits, else 1.
+
+    Raises:
+        ImportError: If the packages of the extra ``[demo]`` are not installed.
+        ValueError: If ``epochs`` is less than 1.
+    """
+    require("sklearn", "matplotlib")
+    if epochs < 1:
+        raise ValueError(f"expected 1 epoch or more, got {epochs}")
+    console = Console()
+    console.print(
+        f"A residual network learns {counted(epochs, 'epoch')} of handwritten digits, "
+        f"first on one device, then on --devices {devices}."
+    )
+    first, second = (
+        onefold.launch(train, devices=choice, args=(epochs,)) for choice in (1, devices)
+    )
+    same, sentence = verdict(first, second)
+    console.print(results_table([first, second]))
+    if len(second.devices) == 1:
+        console.print("Only one device was found, so the second run repeats the first.")
+    console.print(sentence, style="bold green" if same else "bold red")
+    picture = output if output.suffix == ".png" else output / "digits.png"
+    draw_curves([first, second], picture)
+    console.print(f"The learning curves are in {picture}.")
+    return 0 if same else 1

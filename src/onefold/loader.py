@@ -1,0 +1,255 @@
+"""Reads a data set in shards: the same samples, in the same order, with the same augmentation, on any
+number of devices and with any number of worker processes."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset, default_collate
+
+from onefold.batch import ShardedBatch
+from onefold.errors import SampleError
+from onefold.process import die_with_parent
+from onefold.randomness import derive_seed, kept_generators, sample_order, seed_generators
+from onefold.shard import Plan, cut_bounds
+
+__all__ = ["Collate", "Loader", "SizedDataset"]
+
+Collate = Callable[[list[Any]], Any]
+"""Makes one shard's payload from its samples."""
+
+
+class SizedDataset(Protocol):
+    """What a loader can read: a length, and an item for every index below it."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """One batch to read: which samples go into which of this process's shards."""
+
+    epoch: int
+    samples: int
+    plan: Plan
+    shards: dict[int, list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class _BadSample:
+    """A sample that could not be read, on its way to the process that will say so."""
+
+    index: int
+    epoch: int
+    kind: str
+    text: str
+    traceback: str
+
+
+class Loader:
+    """Yields the batches of one pass over a data set, this process's shards of them.
+
+    Made by ``Trainer.loader``. Every ``iter()`` is a new pass, in a new order if ``shuffle``; the
+    order depends on the seed and the number of the pass alone. Each sample is read under
+    generators seeded by (seed, pass, sample), so that augmentation does not depend on who reads.
+
+    Args:
+        dataset: has a length and an item for each index.
+        batch_size: samples of a whole batch, over all devices.
+        shuffle: visit the samples in another order in each pass.
+        workers: processes that read ahead; 0 reads in this process.
+        drop_last: leave out a last batch that is short.
+        collate: makes a shard's payload from a list of samples; PyTorch's default if None.
+        seed: of the run.
+        plan: the plan now, asked for each batch.
+        own: numbers of this process's devices.
+        first_epoch: number of the first pass.
+        pin_memory: read into memory that a GPU can fetch from by itself.
+        timeout_s: the longest wait for a worker.
+    """
+
+    def __init__(
+        self,
+        dataset: SizedDataset,
+        *,
+        batch_size: int,
+        shuffle: bool,
+        workers: int,
+        drop_last: bool,
+        collate: Collate | None,
+        seed: int,
+        plan: Callable[[], Plan],
+        own: Sequence[int],
+        first_epoch: int,
+        pin_memory: bool,
+        timeout_s: float,
+    ) -> None:
+        _check_dataset(dataset)
+        _check_count("batch_size", batch_size, least=1)
+        _check_count("workers", workers, least=0)
+        self.batch_size = batch_size
+        self.epoch = first_epoch
+        """Number of the next pass."""
+        self._samples = len(dataset)
+        self._shuffle = shuffle
+        self._drop_last = drop_last
+        self._seed = seed
+        self._plan = plan
+        self._own = own
+        self._reader = _Reader(dataset, collate, seed)
+        self._requests = _Requests(self)
+        self._workers: DataLoader[Any] | None = None
+        if workers:
+            self._workers = DataLoader(
+                self._reader,
+                batch_size=None,
+                sampler=self._requests,
+                num_workers=workers,
+                collate_fn=_as_it_is,
+                worker_init_fn=_Tied(os.getpid()),
+                persistent_workers=True,
+                pin_memory=pin_memory,
+                timeout=timeout_s,
+                generator=torch.Generator().manual_seed(0),  # or it would draw from the caller's
+            )
+
+    def __len__(self) -> int:
+        """Batches of a pass."""
+        whole, rest = divmod(self._samples, self.batch_size)
+        return whole + (1 if rest and not self._drop_last else 0)
+
+    def __iter__(self) -> Iterator[ShardedBatch]:
+        """Begin a pass.
+
+        Raises:
+            SampleError: a sample could not be read.
+        """
+        answers = self._read() if self._workers is None else iter(self._workers)
+        for request, payloads in answers:
+            yield ShardedBatch(request.samples, request.plan, _checked(payloads), request.epoch)
+
+    def requests(self) -> Iterator[_Request]:
+        """What is to be read in the next pass."""
+        epoch, self.epoch = self.epoch, self.epoch + 1
+        if self._shuffle:
+            order = sample_order(self._samples, seed=self._seed, epoch=epoch)
+        else:
+            order = torch.arange(self._samples)
+        for number in range(len(self)):
+            batch = order[number * self.batch_size : (number + 1) * self.batch_size]
+            yield self._request(epoch, batch)
+
+    def _request(self, epoch: int, batch: torch.Tensor) -> _Request:
+        plan = self._plan()
+        bounds = cut_bounds(len(batch), plan.shards)
+        shards = {
+            shard: batch[bounds[shard][0] : bounds[shard][1]].tolist()
+            for device in self._own
+            for shard in plan.shards_of(device)
+            if bounds[shard][0] < bounds[shard][1]
+        }
+        return _Request(epoch, len(batch), plan, shards)
+
+    def _read(self) -> Iterator[tuple[_Request, dict[int, Any] | _BadSample]]:
+        for request in self.requests():
+            with kept_generators():
+                answer = self._reader[request]
+            yield answer
+
+
+class _Requests(Sampler[_Request]):
+    """Feeds the worker processes."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[_Request]:
+        return self._loader.requests()
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+
+class _Reader(Dataset[Any]):
+    """Reads what a request asks for; lives in every worker process."""
+
+    def __init__(self, dataset: SizedDataset, collate: Collate | None, seed: int) -> None:
+        self._dataset = dataset
+        self._collate = collate
+        self._seed = seed
+
+    def __getitem__(self, request: _Request) -> tuple[_Request, dict[int, Any] | _BadSample]:
+        payloads = {}
+        for shard, indices in request.shards.items():
+            payload = self._read_shard(request.epoch, indices)
+            if isinstance(payload, _BadSample):
+                return request, payload
+            payloads[shard] = payload
+        return request, payloads
+
+    def _read_shard(self, epoch: int, indices: list[int]) -> Any:
+        if type(self._dataset) is TensorDataset and self._collate is None:
+            # Nothing random and nothing that can fail: the rows at once, as default_collate's list.
+            return [tensor[indices] for tensor in self._dataset.tensors]
+        samples = []
+        for index in indices:
+            seed_generators(derive_seed("sample", self._seed, epoch, index))
+            try:
+                samples.append(self._dataset[index])
+            except Exception as error:
+                return _bad(index, epoch, error)
+        seed_generators(derive_seed("collate", self._seed, epoch, indices[0]))
+        return (self._collate or default_collate)(samples)
+
+
+class _Tied:
+    """Ends a worker process with the process that it reads for."""
+
+    def __init__(self, parent: int) -> None:
+        self._parent = parent
+
+    def __call__(self, worker: int) -> None:
+        die_with_parent(self._parent)
+
+
+def _bad(index: int, epoch: int, error: Exception) -> _BadSample:
+    trace = "".join(traceback.format_exception(error))
+    return _BadSample(index, epoch, type(error).__name__, str(error), trace)
+
+
+def _checked(payloads: dict[int, Any] | _BadSample) -> dict[int, Any]:
+    if isinstance(payloads, _BadSample):
+        raise SampleError(
+            f"reading sample {payloads.index} in epoch {payloads.epoch} failed: "
+            f"{payloads.kind}: {payloads.text}\nWhere it happened:\n{payloads.traceback}"
+        )
+    return payloads
+
+
+def _as_it_is(answer: Any) -> Any:
+    return answer
+
+
+def _check_dataset(dataset: object) -> None:
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise TypeError(
+            f"expected a data set with a length and an item for each index, got "
+            f"{type(dataset).__name__}. Samples are dealt out by number, so a stream cannot be "
+            f"read; give it an index, or call trainer.step with whole batches of your own"
+        )
+    if len(dataset) == 0:
+        raise ValueError("the data set is empty: expected at least one sample")
+
+
+def _check_count(name: str, value: int, *, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"expected {name} to be a whole number, got {value!r}")
+    if value < least:
+        raise ValueError(f"expected {name} of at least {least}, got {value}")

@@ -1,0 +1,43 @@
+"""Refuses models that cannot be folded, before any work."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.parameter import UninitializedTensorMixin
+
+__all__ = ["check_model"]
+
+
+def check_model(model: object) -> None:
+    """Check that every parameter can lie in flat memory and get a dense gradient.
+
+    Raises:
+        TypeError: not a module, or one that is wrapped for another kind of parallel training.
+        ValueError: a parameter is complex, has no values yet, or a layer gives sparse gradients.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"expected model to be a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(model, torch.nn.DataParallel | torch.nn.parallel.DistributedDataParallel):
+        raise TypeError(
+            f"the model is wrapped in {type(model).__name__}; expected the plain module. Pass "
+            f"model.module: onefold does the rest"
+        )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if isinstance(tensor, UninitializedTensorMixin):
+            raise ValueError(
+                f"{name} has no shape yet: run one forward pass of the lazy module first"
+            )
+        if tensor.device.type == "meta":
+            raise ValueError(f"{name} is on the meta device: give the model values first")
+    for name, parameter in model.named_parameters():
+        if parameter.is_complex():
+            raise ValueError(
+                f"parameter {name} is complex ({parameter.dtype}): expected real parameters. Keep "
+                f"its real and imaginary part as two real ones (torch.view_as_real)"
+            )
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) is True:
+            raise ValueError(
+                f"layer {name} ({type(module).__name__}) gives sparse gradients: expected dense "
+                f"ones. Make it with sparse=False"
+            )

@@ -1,0 +1,54 @@
+"""A small transformer encoder that classifies sequences of tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+__all__ = ["TransformerClassifier"]
+
+
+class TransformerClassifier(nn.Module):
+    """Token and position embeddings, encoder layers, the mean over positions, and a linear head.
+
+    Args:
+        vocabulary: Number of different tokens.
+        width: Size of the embeddings; a multiple of ``heads``.
+        layers: Number of encoder layers.
+        heads: Attention heads of each layer.
+        length: Longest sequence that the model takes.
+        num_classes: Number of logits for each sequence.
+        dropout: Dropout rate of the encoder layers.
+
+    Example:
+        >>> import torch
+        >>> model = TransformerClassifier(width=32, layers=1)
+        >>> model(torch.zeros(2, 64, dtype=torch.int64)).shape
+        torch.Size([2, 10])
+    """
+
+    def __init__(
+        self,
+        vocabulary: int = 1000,
+        width: int = 256,
+        layers: int = 4,
+        heads: int = 4,
+        length: int = 64,
+        num_classes: int = 10,
+        dropout: float = 0.1,
+    ) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(length, width)
+        layer = nn.TransformerEncoderLayer(
+            width, heads, dim_feedforward=4 * width, dropout=dropout, batch_first=True
+        )
+        self.encoder = nn.TransformerEncoder(layer, layers)
+        self.head = nn.Linear(width, num_classes)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits (n, num_classes) float32 for tokens (n, t) int64, t at most ``length``."""
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        encoded = self.encoder(self.tokens(tokens) + self.positions(places))
+        logits: torch.Tensor = self.head(encoded.mean(dim=1))
+        return logits

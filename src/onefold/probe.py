@@ -1,0 +1,78 @@
+"""What is written down at the end of steps: a trace for people, a record for comparing runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from onefold.fingerprint import tensor_digests
+
+__all__ = ["Probe", "append_line", "read_record"]
+
+
+def append_line(path: Path, record: Mapping[str, object]) -> None:
+    """Add one JSON line to a file."""
+    with path.open("a") as file:
+        file.write(json.dumps(dict(record)) + "\n")
+
+
+class Probe:
+    """Writes each step's digests, and how far it is from the recorded run.
+
+    Args:
+        folder: of the comparison, common to all runs.
+        records: keep the tensors for the runs that follow, rather than compare with those kept.
+        name: of this run; its lines go to ``NAME.jsonl``.
+    """
+
+    def __init__(self, folder: Path, *, records: bool, name: str) -> None:
+        self._folder = folder
+        self._records = records
+        self._lines = folder / f"{name}.jsonl"
+        self._differs = False
+
+    def observe(self, step: int, module: torch.nn.Module, loss: float | None) -> None:
+        """Write one line; step 0 is the model before the first step."""
+        tensors = {n: t.detach() for n, t in {**_parameters(module), **_buffers(module)}.items()}
+        line: dict[str, Any] = {"step": step, "loss": loss, "digests": tensor_digests(module)}
+        kept = self._folder / f"step-{step}.safetensors"
+        if self._records:
+            save_file({n: t.cpu().contiguous().clone() for n, t in tensors.items()}, kept)
+        elif not self._differs and kept.exists():
+            line["differences"] = _differences(load_file(kept), tensors)
+            self._differs = bool(line["differences"])
+        append_line(self._lines, line)
+
+
+def read_record(folder: Path, name: str) -> list[dict[str, Any]]:
+    """The lines that a run wrote."""
+    path = folder / f"{name}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return dict(module.named_parameters())
+
+
+def _buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return dict(module.named_buffers())
+
+
+def _differences(
+    kept: Mapping[str, torch.Tensor], now: Mapping[str, torch.Tensor]
+) -> dict[str, float | None]:
+    """For every tensor that differs in its bits, the largest difference; None for another shape."""
+    found: dict[str, float | None] = {}
+    for name, value in now.items():
+        if name not in kept or kept[name].shape != value.shape:
+            found[name] = None
+            continue
+        ours, theirs = value.cpu().double(), kept[name].double()
+        if not torch.equal(ours, theirs):
+            found[name] = float((ours - theirs).abs().max())
+    return found

@@ -1,0 +1,62 @@
+"""Seeds that depend on what is computed and never on who computes it."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+__all__ = ["derive_seed", "kept_generators", "sample_order", "seed_generators"]
+
+
+def derive_seed(purpose: str, *numbers: int) -> int:
+    """A 64-bit seed from a purpose and whole numbers: BLAKE2b of both.
+
+    >>> derive_seed("shard", 0, 7, 3) == derive_seed("shard", 0, 7, 3)
+    True
+    """
+    text = purpose.encode() + struct.pack(f"<{len(numbers)}q", *numbers)
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+def seed_generators(seed: int, device: torch.device | None = None) -> None:
+    """Seed PyTorch's CPU generator, the generator of ``device``, ``random`` and NumPy."""
+    torch.default_generator.manual_seed(seed)
+    if device is not None and device.type == "cuda":
+        torch.cuda.default_generators[device.index].manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+
+
+@contextmanager
+def kept_generators(*devices: torch.device) -> Iterator[None]:
+    """Give the caller's generators back as they were, whatever is seeded and drawn inside.
+
+    NumPy's global generator is exchanged for another one for the while, which is far quicker than
+    copying its state out and in.
+    """
+    gpus = [torch.cuda.default_generators[d.index] for d in devices if d.type == "cuda"]
+    gpu_states = [generator.get_state() for generator in gpus]
+    cpu_state = torch.default_generator.get_state()
+    python_state = random.getstate()
+    numpy_generator = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.MT19937(0))
+    try:
+        yield
+    finally:
+        np.random.set_bit_generator(numpy_generator)
+        random.setstate(python_state)
+        torch.default_generator.set_state(cpu_state)
+        for generator, state in zip(gpus, gpu_states, strict=True):
+            generator.set_state(state)
+
+
+def sample_order(samples: int, *, seed: int, epoch: int) -> torch.Tensor:  # (samples,) int64
+    """The order in which the samples of one epoch are visited."""
+    generator = torch.Generator().manual_seed(derive_seed("order", seed, epoch))
+    return torch.randperm(samples, generator=generator)

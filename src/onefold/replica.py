@@ -1,0 +1,178 @@
+"""One device's model: runs shards, and keeps the partial sums of their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from onefold.batch import ShardedBatch, move
+from onefold.buffers import BufferSet
+from onefold.errors import GradientError, LossError
+from onefold.exchange.base import Exchange
+from onefold.fold import Block, blocks_of, fold
+from onefold.mean import Contribution, weigh
+from onefold.randomness import derive_seed, seed_generators
+
+__all__ = ["LossFunction", "Replica"]
+
+LossFunction = Callable[[torch.nn.Module, object], object]
+"""Takes the model and one shard; see `onefold.mean.weigh` for what it may return."""
+
+Gradients = list[torch.Tensor | None]
+
+
+class Replica:
+    """The model on one device.
+
+    Args:
+        number: of the device, among all of the run.
+        device: where it computes.
+        module: the model, already there.
+        trained: names of the parameters that the optimizer updates.
+        buffers: the module's buffers.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        device: torch.device,
+        module: torch.nn.Module,
+        trained: Sequence[str],
+        buffers: BufferSet,
+    ) -> None:
+        named = dict(module.named_parameters())
+        self.number = number
+        self.device = device
+        self.module = module
+        self.buffers = buffers
+        self._names = list(trained)
+        self._trained = [named[name] for name in trained]
+        updated = set(trained)
+        self._other = [parameter for name, parameter in named.items() if name not in updated]
+
+    def run(
+        self, batch: ShardedBatch, loss: LossFunction, *, seed: int, step: int, exchange: Exchange
+    ) -> None:
+        """Forward and backward of this device's shards; publishes one partial sum a block.
+
+        Raises:
+            LossError: the loss is of the wrong kind.
+            GradientError: a gradient is sparse.
+        """
+        board = exchange.board
+        shards_run = batch.plan.shards_of(self.number)
+        board.clear_rows(self.number, shards_run)
+        board.heads[self.number, 0] = step
+        board.heads[self.number, 1] = batch.samples
+        self.buffers.begin_step()
+        run = _StepRun(self, batch, loss, seed, step)
+        for slot, block in enumerate(blocks_of(shards_run, batch.plan.shards)):
+            exchange.publish(self.number, slot, run.sum_of(block, exchange))
+        for parameter in self._other:
+            parameter.grad = None
+
+    def take_gradients(self) -> Gradients:
+        """Hand over what backward left in ``.grad``, and leave nothing there."""
+        gradients: Gradients = []
+        for parameter in self._trained:
+            gradients.append(parameter.grad)
+            parameter.grad = None
+        return gradients
+
+    def gradient_marks(self) -> list[tuple[int, int]]:
+        """Something that differs for a parameter once backward has given it a gradient."""
+        return [_mark(parameter.grad) for parameter in self._trained]
+
+    def count_gradients(
+        self, before: Sequence[tuple[int, int]], gave: torch.Tensor, where: str
+    ) -> None:
+        """Count one more shard for every parameter that got a gradient since ``before``."""
+        counts = gave.numpy()
+        for index, (parameter, mark) in enumerate(zip(self._trained, before, strict=True)):
+            gradient = parameter.grad
+            if gradient is not None and _mark(gradient) != mark:
+                self._check_dense(gradient, index, where)
+                counts[index] += 1
+
+    def _check_dense(self, gradient: torch.Tensor, index: int, where: str) -> None:
+        if gradient.layout != torch.strided:
+            raise GradientError(
+                f"{where}: parameter {self._names[index]} got a sparse gradient, a dense one is "
+                f"expected. Make its layer with sparse=False"
+            )
+
+
+def _mark(gradient: torch.Tensor | None) -> tuple[int, int]:
+    return (0, 0) if gradient is None else (id(gradient), gradient._version)
+
+
+
+class _StepRun:
+    """The shards of one device in one step."""
+
+    def __init__(
+        self, replica: Replica, batch: ShardedBatch, loss: LossFunction, seed: int, step: int
+    ) -> None:
+        self._replica = replica
+        self._batch = batch
+        self._loss = loss
+        self._seed = seed
+        self._step = step
+
+    def sum_of(self, block: Block, exchange: Exchange) -> Gradients:
+        """Add up the gradients of a block's shards in the fold's order."""
+
+        def pair(node: Block) -> Gradients | None:
+            if node.stop - node.start > 2:
+                return None
+            # Autograd itself adds the second shard's gradients to those of the first.
+            for shard in range(node.start, node.stop):
+                if shard in self._batch.shards:
+                    self._run_shard(shard, exchange)
+            return self._replica.take_gradients()
+
+        return fold(pair, block, _add)
+
+    def _run_shard(self, shard: int, exchange: Exchange) -> None:
+        replica, where = self._replica, self._where(shard)
+        board = exchange.board
+        payload = move(self._batch.shards[shard], replica.device)
+        before = replica.gradient_marks()
+        replica.buffers.begin_shard()
+        seed_generators(derive_seed("shard", self._seed, self._step, shard), replica.device)
+        try:
+            result = self._loss(replica.module, payload)
+            part = weigh(result, self._batch.size_of(shard), f"the loss of {where}")
+            self._backward(part, where)
+        except Exception as error:
+            error.add_note(f"raised in {where}, on device {replica.number} ({replica.device})")
+            raise
+        replica.buffers.end_shard(shard, board)
+        board.weights[shard] = part.weight
+        board.totals[shard : shard + 1].copy_(part.total(), non_blocking=True)
+        replica.count_gradients(before, board.gave[replica.number], where)
+
+    def _backward(self, part: Contribution, where: str) -> None:
+        if not part.root.requires_grad:
+            raise LossError(
+                f"the loss of {where} does not depend on any parameter that requires a gradient: "
+                f"was it computed under no_grad, or detached?"
+            )
+        # Several shards: the samples are known before all forwards are, other weights only after.
+        divisor = part.weight if self._batch.plan.shards == 1 else float(self._batch.samples)
+        if divisor:
+            part.backward(divisor)
+
+    def _where(self, shard: int) -> str:
+        return f"step {self._step}, shard {shard}"
+
+
+def _add(left: Gradients, right: Gradients) -> Gradients:
+    """Add two lists of gradients, in place of the left one where both have one."""
+    both = [
+        (a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None
+    ]
+    if both:
+        torch._foreach_add_([a for a, _ in both], [b for _, b in both])
+    return [b if a is None else a for a, b in zip(left, right, strict=True)]

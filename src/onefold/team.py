@@ -1,0 +1,151 @@
+"""Settles which devices take part and which of them this process drives."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from onefold.devices import cores
+from onefold.errors import LaunchError
+from onefold.membership import hush_and_report
+from onefold.world import World
+
+__all__ = ["Team", "form_team", "settle_threads"]
+
+_log = logging.getLogger("onefold")
+_trainers = itertools.count()
+_hushed: list[World] = []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Team:
+    """All devices of the run, and which of them this process drives."""
+
+    devices: tuple[torch.device, ...]
+    """By number."""
+    own: tuple[int, ...]
+    """Numbers of this process's devices."""
+    world: World
+    """How this process was started."""
+    trainer: int
+    """Counts the trainers of a script, from 0."""
+
+    @property
+    def own_devices(self) -> dict[int, torch.device]:
+        """This process's devices by number."""
+        return {number: self.devices[number] for number in self.own}
+
+
+def form_team(
+    world: World,
+    chosen: Sequence[str | torch.device] | None,
+    *,
+    shards: int,
+    module: torch.nn.Module,
+) -> Team:
+    """The devices of a run.
+
+    Args:
+        world: how this process was started.
+        chosen: devices that the script names, for one process to drive.
+        shards: V, the most devices that there can be.
+        module: where its parameters are tells the device where nothing else does.
+
+    Raises:
+        ValueError: more devices than shards, devices of several kinds, or both the script and a
+            launcher chose.
+        LaunchError: a device is not there.
+    """
+    if world.size > 1 or (world.launched and not chosen):
+        if chosen:
+            raise ValueError(
+                f"Trainer(devices=...) drives several devices from one process, and this process "
+                f"is one of {world.size} that a launcher started. Leave out one of the two"
+            )
+        devices, own = _launched(world, shards), (world.rank,)
+    else:
+        devices = tuple(_checked(torch.device(d)) for d in chosen or [_default(module)])
+        own = tuple(range(len(devices)))
+    _check_together(devices, shards)
+    if world.launcher == "torch" and world.size > 1 and world not in _hushed:
+        _hushed.append(world)
+        hush_and_report(world)
+    for number in own[:1]:
+        if devices[number].type == "cuda":
+            torch.cuda.set_device(devices[number])
+    return Team(devices=devices, own=own, world=world, trainer=next(_trainers))
+
+
+def settle_threads(team: Team, *, shards: int, threads: int | None) -> None:
+    """Fix the threads of a CPU device: bits depend on their number, so it is part of the run."""
+    if team.devices[team.own[0]].type != "cpu":
+        if threads is not None:
+            torch.set_num_threads(threads)
+        return
+    available = cores()
+    settled = max(1, available // shards) if threads is None else threads
+    torch.set_num_threads(settled)
+    idle = available - settled
+    if idle > 0 and not team.world.launched and team.trainer == 0:
+        _log.warning(
+            "%d of %d cores at work: a CPU device has %d thread%s with %d shards. "
+            "To use all cores: onefold run --devices auto %s",
+            settled,
+            available,
+            settled,
+            "" if settled == 1 else "s",
+            shards,
+            sys.argv[0] or "SCRIPT",
+        )
+
+
+def _launched(world: World, shards: int) -> tuple[torch.device, ...]:
+    if world.launcher == "onefold":
+        names = world.devices[:shards] if world.may_leave else world.devices
+        if world.rank >= len(names):
+            print(f"device {world.rank} is not needed: the batch has {shards} shards")
+            sys.exit(0)
+        return tuple(_checked(torch.device(name)) for name in names)
+    if torch.cuda.is_available() and torch.cuda.device_count() >= world.local_size:
+        return tuple(torch.device("cuda", rank % world.local_size) for rank in range(world.size))
+    return (torch.device("cpu"),) * world.size
+
+
+def _default(module: torch.nn.Module) -> torch.device:
+    """Where the model is, if the user has put it somewhere; else a GPU; else the processor."""
+    placed = next((p.device for p in module.parameters()), torch.device("cpu"))
+    if placed.type == "cpu" and torch.cuda.is_available():
+        free = [torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count())]
+        return torch.device("cuda", free.index(max(free)))
+    return placed
+
+
+def _checked(device: torch.device) -> torch.device:
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type != "cuda":
+        raise ValueError(f"expected cpu or cuda devices, got {device}")
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    index = device.index if device.index is not None else 0
+    if index >= there:
+        raise LaunchError(
+            f"cuda:{index} is not there: PyTorch sees {there} GPUs on this machine "
+            f"(see: onefold devices)"
+        )
+    return torch.device("cuda", index)
+
+
+def _check_together(devices: Sequence[torch.device], shards: int) -> None:
+    if len({device.type for device in devices}) > 1:
+        listed = ", ".join(map(str, devices))
+        raise ValueError(f"the devices of a run must be of one kind, got {listed}")
+    if len(devices) > shards:
+        raise ValueError(
+            f"{len(devices)} devices cannot share {shards} shards: a shard is never divided. Use "
+            f"at most {shards} devices, or give Trainer more shards (that changes the result)"
+        )

@@ -1,0 +1,226 @@
+"""The user's own optimizer, at work on the spans of this process.
+
+Note: how an optimizer is divided
+---------------------------------
+The user's optimizer object is kept, so that schedulers attached to it, its hooks and its parameter
+groups go on working. For the length of ``step`` its groups hold this process's pieces in place of
+the parameters; its state is keyed by pieces for good. Whole pieces are the parameters themselves.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from onefold.exchange.base import Storage
+from onefold.flat import Layout, Piece, storage_order
+
+__all__ = ["OwnedPiece", "SpanOptimizer", "check_optimizer", "updates_by_element"]
+
+_BY_ELEMENT = frozenset(
+    {
+        torch.optim.SGD,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.Adamax,
+        torch.optim.Adagrad,
+        torch.optim.Adadelta,
+        torch.optim.RMSprop,
+        torch.optim.ASGD,
+        torch.optim.Rprop,
+    }
+)
+
+
+def updates_by_element(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether each element's update depends on nothing but that element's own history."""
+    return type(optimizer) in _BY_ELEMENT
+
+
+def check_optimizer(optimizer: object, module: torch.nn.Module) -> None:
+    """Refuse what cannot be divided, before any work.
+
+    Raises:
+        TypeError: it is no optimizer, needs a closure, or works on sparse gradients.
+        ValueError: it holds a parameter that is not the module's.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    name = type(optimizer).__name__
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise TypeError(
+            f"{name} needs a closure that runs the model several times a step, which cannot be "
+            f"divided among devices. Use an optimizer whose step() takes no closure"
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise TypeError("SparseAdam works on sparse gradients; use Adam and dense embeddings")
+    known = {id(parameter) for parameter in module.parameters()}
+    for number, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            if id(parameter) not in known:
+                raise ValueError(
+                    f"{name}: parameter {place} of group {number}, of shape "
+                    f"{tuple(parameter.shape)}, is not a parameter of the model. Make the "
+                    f"optimizer from this model's parameters() (after moving or changing it)"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedPiece:
+    """A piece of a span of this process."""
+
+    number: int
+    """Of the piece, among those of the model."""
+    device: int
+    """Number of the device that updates it."""
+    piece: Piece
+    parameter: torch.nn.Parameter
+    """The user's own parameter that it is cut from, which tells the group and the old state."""
+    values: torch.Tensor
+    """The piece's values, on its device: what the optimizer updates in place."""
+
+
+class SpanOptimizer:
+    """Runs the user's optimizer on the pieces that this process owns.
+
+    Args:
+        optimizer: the user's own, already checked.
+        owned: this process's pieces.
+        storage: the sizes.
+        devices: this process's devices by number.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        owned: Sequence[OwnedPiece],
+        storage: Storage,
+        devices: Mapping[int, torch.device],
+    ) -> None:
+        self.optimizer = optimizer
+        self._owned = owned
+        self._pieces = len(storage.pieces)
+        self._devices = devices
+        group_of = {
+            id(parameter): number
+            for number, group in enumerate(optimizer.param_groups)
+            for parameter in group["params"]
+        }
+        self._held = [list(group["params"]) for group in optimizer.param_groups]
+        self._divided: list[list[torch.Tensor]] = [[] for _ in optimizer.param_groups]
+        for item in owned:
+            self._divided[group_of[id(item.parameter)]].append(item.values)
+        self._divide_state(storage.trained)
+        self._explain_state_dict()
+
+    def take(self, totals: Sequence[torch.Tensor], gave: Sequence[int], *, shards: int) -> None:
+        """Accept the gradients of a step.
+
+        Args:
+            totals: one summed gradient for each owned piece, shaped as the piece; changed in place.
+            gave: for each trained parameter the number of shards that gave it a gradient; a
+                parameter that got none is left alone, as plain PyTorch does.
+            shards: V; where fewer gave one, the missing ones count as zeros.
+        """
+        self._check_groups()
+        for item, total in zip(self._owned, totals, strict=True):
+            given = gave[item.piece.entry]
+            if 0 < given < shards:
+                total.add_(0.0)  # minus zero plus a missing shard's zero is zero
+            item.values.grad = total if given else None
+
+    def scale(self, factor: float | torch.Tensor) -> None:
+        """Multiply the gradients."""
+        gradients = [g for item in self._owned if (g := item.values.grad) is not None]
+        if isinstance(factor, float):
+            torch._foreach_mul_(gradients, factor)
+            return
+        for gradient in gradients:
+            gradient.mul_(factor.to(gradient.device, gradient.dtype))
+
+    def squared_norms(self) -> dict[int, torch.Tensor]:
+        """For each own device, one number a piece of the model: (pieces,) float64.
+
+        A number depends on the piece alone; it is 0 where another device owns the piece.
+        """
+        rows: dict[int, torch.Tensor] = {}
+        for item in self._owned:
+            device = item.values.device
+            row = rows.setdefault(
+                item.device, torch.zeros(self._pieces, dtype=torch.float64, device=device)
+            )
+            gradient = item.values.grad
+            if gradient is not None:
+                row[item.number] = torch.linalg.vector_norm(gradient).double().square()
+        for number, device in self._devices.items():
+            rows.setdefault(number, torch.zeros(self._pieces, dtype=torch.float64, device=device))
+        return rows
+
+    def step(self) -> None:
+        """Run the user's optimizer on the owned pieces with the gradients taken."""
+        groups = self.optimizer.param_groups
+        try:
+            for group, pieces in zip(groups, self._divided, strict=True):
+                group["params"] = pieces
+            self.optimizer.step()
+        finally:
+            for group, parameters in zip(groups, self._held, strict=True):
+                group["params"] = parameters
+            for item in self._owned:
+                item.values.grad = None
+
+    def _check_groups(self) -> None:
+        groups = self.optimizer.param_groups
+        same = len(groups) == len(self._held) and all(
+            len(group["params"]) == len(held)
+            for group, held in zip(groups, self._held, strict=True)
+        )
+        if not same:
+            raise ValueError(
+                "the optimizer's parameter groups were changed after Trainer was made. Add every "
+                "group first, with lr=0 or frozen parameters if they are to start later"
+            )
+
+    def _divide_state(self, layout: Layout) -> None:
+        """Hand over state that the optimizer already has, cut as the parameters are."""
+        whole = dict(self.optimizer.state)
+        self.optimizer.state.clear()
+        for item in self._owned:
+            state = whole.get(item.parameter)
+            if state:
+                entry = layout.entries[item.piece.entry]
+                self.optimizer.state[item.values] = {
+                    key: _cut_state(value, item, entry.stride) for key, value in state.items()
+                }
+
+    def _explain_state_dict(self) -> None:
+        def refuse(*_: Any) -> None:
+            raise RuntimeError(
+                "the optimizer's state is divided among the devices of the run, so its own "
+                "state_dict() and load_state_dict() would see a part of it. Load it before "
+                "Trainer is made"
+            )
+
+        self.optimizer.register_state_dict_pre_hook(refuse)
+        self.optimizer.register_load_state_dict_pre_hook(refuse)
+
+
+def _cut_state(value: Any, item: OwnedPiece, stride: tuple[int, ...]) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.shape != item.parameter.shape or value.dim() == 0:
+        return value.clone()
+    laid = torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device)
+    laid.copy_(value)
+    device = item.values.device
+    if item.piece.whole:
+        return laid.to(device)
+    return storage_order(laid)[item.piece.start : item.piece.stop].to(device, copy=True)
+

@@ -1,0 +1,96 @@
+"""A process of a launched run: runs the user's script or function and leaves word if it fails.
+
+Started as ``python -m onefold.worker LAUNCHER_PID SCRIPT [ARGUMENT ...]``, or with
+``--call PAYLOAD RESULT`` in place of the script.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import runpy
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from onefold.errors import PeerError
+from onefold.membership import abandon
+from onefold.process import die_with_parent
+from onefold.rundir import Report
+from onefold.world import current_world
+
+__all__ = ["main"]
+
+
+def main(arguments: list[str]) -> int:
+    """Run what the launcher asked for; the exit code of the process."""
+    die_with_parent(int(arguments[0]))
+    try:
+        if arguments[1] == "--call":
+            _call(Path(arguments[2]), Path(arguments[3]))
+        else:
+            _run_script(arguments[1:])
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            abandon(end)
+        raise
+    except BaseException as error:
+        _leave_word(error)
+        abandon(error)
+        return 1
+    return 0
+
+
+def _run_script(command: list[str]) -> None:
+    script = command[0]
+    sys.argv = command
+    sys.path[0] = os.path.dirname(os.path.abspath(script))
+    runpy.run_path(script, run_name="__main__")
+
+
+def _call(payload: Path, result: Path) -> None:
+    import cloudpickle
+
+    sys.path[:], call = pickle.loads(payload.read_bytes())
+    function, values = cloudpickle.loads(call)
+    returned = function(*values)
+    if current_world().rank == 0:
+        result.write_bytes(cloudpickle.dumps(returned))
+
+
+def _leave_word(error: BaseException) -> None:
+    world = current_world()
+    directory = world.run_directory
+    if directory is None:
+        raise error
+    directory.write_report(
+        Report(
+            rank=world.rank,
+            step=directory.progress().step_of(world.rank),
+            time_s=time.time(),
+            kind=type(error).__name__,
+            text=str(error),
+            traceback="".join(traceback.format_exception(_of_the_user(error))),
+            caused_by_peer=isinstance(error, PeerError),
+        )
+    )
+
+
+def _of_the_user(error: BaseException) -> BaseException:
+    """The exception without the frames through which we came to the user's code."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_globals.get("__name__") in (
+        "__main__",
+        "onefold.worker",
+        "runpy",
+    ):
+        own = frames.tb_frame.f_code.co_filename
+        if own not in (__file__, runpy.__file__) and not own.startswith("<frozen"):
+            break
+        frames = frames.tb_next
+    return error.with_traceback(frames or error.__traceback__)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
