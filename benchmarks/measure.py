@@ -33,7 +33,7 @@ __all__ = [
 
 T = TypeVar("T")
 
-TABLE_COLUMNS = 120
+TABLE_COLUMNS = 150
 """Width of the table where the output is not a terminal."""
 
 

@@ -11,6 +11,7 @@ while one trains, the others wait.
 import argparse
 import math
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -25,6 +26,7 @@ from workloads import WORKLOADS
 __all__ = ["main"]
 
 PROGRAM = Path(__file__).with_name("_side.py")
+ONEFOLD = Path(sysconfig.get_path("scripts"), "onefold")
 WARM_UP_STEPS = 3
 TRIAL_STEPS = 2
 DISTURBED_CORES = 0.1
@@ -34,7 +36,7 @@ LAUNCHERS: dict[str, tuple[list[str], int]] = {
     "plain": ([], 1),
     "onefold-1": ([], 1),
     "ddp-2": (["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"], 2),
-    "onefold-2": (["-m", "onefold.cli.main", "run", "--devices", "cpu:2"], 2),
+    "onefold-2": ([str(ONEFOLD), "run", "--devices", "cpu:2"], 2),
 }
 """What starts the processes of each side, and how many they are."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -31,9 +32,7 @@ class ShardedBatch:
         return stop - start
 
 
-def cut_batch(
-    batch: object, plan: Plan, shards_run: Iterable[int], epoch: int = 0
-) -> ShardedBatch:
+def cut_batch(batch: object, plan: Plan, shards_run: Iterable[int], epoch: int = 0) -> ShardedBatch:
     """Cut a whole batch along the first dimension of its tensors.
 
     Args:
@@ -49,16 +48,17 @@ def cut_batch(
     samples = _common_length(batch)
     bounds = cut_bounds(samples, plan.shards)
     kept = {shard: bounds[shard] for shard in shards_run if bounds[shard][0] < bounds[shard][1]}
-    shards = {
-        shard: _map(batch, lambda leaf, start=start, stop=stop: leaf[start:stop])
-        for shard, (start, stop) in kept.items()
-    }
+    shards = {shard: _map(batch, _slicer(start, stop)) for shard, (start, stop) in kept.items()}
     return ShardedBatch(samples=samples, plan=plan, shards=shards, epoch=epoch)
 
 
 def move(payload: object, device: torch.device) -> object:
     """The same structure with every tensor on ``device``; anything else is left as it is."""
     return _map(payload, lambda leaf: leaf.to(device, non_blocking=True), strict=False)
+
+
+def _slicer(start: int, stop: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda leaf: leaf[start:stop]
 
 
 def _common_length(batch: object) -> int:
@@ -99,9 +99,12 @@ def _map(
     if isinstance(batch, Mapping):
         return {key: _map(value, change, strict=strict) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_map(value, change, strict=strict) for value in batch))
-    if isinstance(batch, tuple | list):
-        return type(batch)(_map(value, change, strict=strict) for value in batch)
+        fields: list[Any] = [_map(value, change, strict=strict) for value in batch]
+        return type(batch)(*fields)
+    if isinstance(batch, list):
+        return [_map(value, change, strict=strict) for value in batch]
+    if isinstance(batch, tuple):
+        return tuple(_map(value, change, strict=strict) for value in batch)
     if strict:
         raise TypeError(f"expected tensors, got {type(batch).__name__}")
     return batch

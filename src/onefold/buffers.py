@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from onefold.exchange.base import Board
-from onefold.flat import FlatTensors, Layout, lay_out
+from onefold.flat import FlatTensors, Layout, lay_out, storage_order
 from onefold.fold import fold_shards
 
 __all__ = ["BufferSet"]
@@ -37,20 +37,15 @@ class BufferSet:
         for tensor, view in zip(self._tensors, self.flat.views, strict=True):
             tensor.data = view
         self._start = FlatTensors(self.layout, device=device)
-        self._versions = self._current_versions()
 
     def begin_step(self) -> None:
         """Remember what every shard of this step starts from."""
         self._absorb()
         _copy(self._start, self.flat)
-        self._versions = self._current_versions()
 
     def begin_shard(self) -> None:
         """Put the step's start back into the module."""
-        self._absorb()
-        if self._changed():
-            self.restore()
-        self._versions = self._current_versions()
+        self.restore()
 
     def end_shard(self, shard: int, board: Board) -> None:
         """Note in the shard's rows which buffers it changed, and into what."""
@@ -82,12 +77,19 @@ class BufferSet:
         self._absorb()
         _copy(self.flat, self._start)
 
-    def _current_versions(self) -> list[int]:
-        return [tensor._version for tensor in self._tensors]
-
     def _changed(self) -> list[int]:
-        pairs = zip(self._current_versions(), self._versions, strict=True)
-        return [index for index, (now, before) in enumerate(pairs) if now != before]
+        """Which buffers do not have the bits they started with.
+
+        Version counters will not do: batch-norm kernels change their statistics behind them.
+        """
+        sections = zip(self.flat.sections, self._start.sections, strict=True)
+        same = [_same_bits(now, start) for now, start in sections]
+        pairs = zip(self.layout.entries, self.flat.views, self._start.views, strict=True)
+        return [
+            index
+            for index, (entry, now, start) in enumerate(pairs)
+            if not same[entry.section] and not _same_bits(now, start)
+        ]
 
     def _absorb(self) -> None:
         """Take in buffers that the module has replaced by other tensors rather than changed."""
@@ -95,8 +97,7 @@ class BufferSet:
             for owner, name in place.homes:
                 value = owner._buffers[name]
                 if value is not place.tensor:
-                    _check_replaced(place, value)
-                    place.tensor.copy_(value)
+                    place.tensor.copy_(_checked(place, value))
                     owner._buffers[name] = place.tensor
 
 
@@ -127,7 +128,7 @@ def _places(module: torch.nn.Module) -> list[_Place]:
     return list(found.values())
 
 
-def _check_replaced(place: _Place, value: torch.Tensor | None) -> None:
+def _checked(place: _Place, value: torch.Tensor | None) -> torch.Tensor:
     expected = place.tensor
     if value is None or value.shape != expected.shape or value.dtype != expected.dtype:
         came = "None" if value is None else f"{value.dtype} {tuple(value.shape)}"
@@ -135,6 +136,7 @@ def _check_replaced(place: _Place, value: torch.Tensor | None) -> None:
             f"buffer {place.name}: expected {expected.dtype} {tuple(expected.shape)} as when "
             f"Trainer was made, got {came}. A buffer keeps its shape and type through a run"
         )
+    return value
 
 
 def _runs(layout: Layout, changed_by: Sequence[Sequence[bool]]) -> list[_Run]:
@@ -169,6 +171,10 @@ def _combine(values: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tens
         for value, size in zip(values, sizes, strict=True)
     ]
     return fold_shards(weighted, torch.add) / sum(sizes)
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(storage_order(one).view(torch.uint8), storage_order(other).view(torch.uint8))
 
 
 def _copy(target: FlatTensors, source: FlatTensors) -> None:

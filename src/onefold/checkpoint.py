@@ -14,9 +14,7 @@ from safetensors.torch import save_file
 __all__ = ["write_checkpoint"]
 
 
-def write_checkpoint(
-    directory: Path, module: torch.nn.Module, run: Mapping[str, object]
-) -> None:
+def write_checkpoint(directory: Path, module: torch.nn.Module, run: Mapping[str, object]) -> None:
     """Write ``model.safetensors`` and ``run.json`` to a folder, in place of what it held.
 
     The files are written aside, synced and renamed, the folder last.

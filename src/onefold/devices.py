@@ -1,4 +1,4 @@
-"""What this machine has to compute on, found without loading PyTorch, and how a choice is written."""
+"""What this machine has to compute on, found without PyTorch, and how a choice is written."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch.utils import deterministic as torch_deterministic
 
 from onefold.batch import ShardedBatch
 from onefold.errors import DisagreementError, LossError
@@ -121,7 +122,7 @@ class Engine:
                 )
 
     def _check_finite(self, board: Board, step: int) -> None:
-        """On the processor before the update; on a GPU a step later, so that nobody waits for it."""
+        """On the processor before the update; on a GPU a step later, so that nobody waits."""
         if board.totals.device.type == "cpu":
             _raise_if_not_finite(board.totals, step)
             return
@@ -176,14 +177,16 @@ def _kernels(*, deterministic: bool) -> Iterator[None]:
         return
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory
+    fill = torch_deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     benchmark = torch.backends.cudnn.benchmark
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    # The public function would load the compiler, for a second or two, to tell it as well.
+    choose = torch._C._set_deterministic_algorithms
+    choose(True, warn_only=False)
+    torch_deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before, warn_only=warn_only)
-        torch.utils.deterministic.fill_uninitialized_memory = fill
+        choose(before, warn_only=warn_only)
+        torch_deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark = benchmark

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
@@ -17,11 +18,13 @@ from onefold.replica import Replica
 
 __all__ = ["ScoreFunction", "evaluate"]
 
-ScoreFunction = Callable[[torch.nn.Module, object], object]
+ScoreFunction = Callable[[torch.nn.Module, Any], object]
 """Takes the model and one shard; returns a dict of values as `onefold.mean.weigh` reads them."""
 
 
-def evaluate(engine: Engine, score: ScoreFunction, batches: Iterable[ShardedBatch]) -> dict[str, float]:
+def evaluate(
+    engine: Engine, score: ScoreFunction, batches: Iterable[ShardedBatch]
+) -> dict[str, float]:
     """Every value's total over its weight, over all samples of all batches.
 
     Raises:
@@ -121,7 +124,10 @@ def _agree_on_names(exchange: Exchange, own: dict[int, list[str]]) -> list[str]:
         {number: torch.tensor([float(len(t))], dtype=torch.float64) for number, t in texts.items()}
     )
     longest = int(lengths.max())
-    padded = {n: torch.tensor(list(t.ljust(longest, b"\0")), dtype=torch.float64) for n, t in texts.items()}
+    padded = {
+        n: torch.tensor(list(t.ljust(longest, b"\0")), dtype=torch.float64)
+        for n, t in texts.items()
+    }
     rows = exchange.share(padded).cpu().to(torch.uint8)
     said = [bytes(row.tolist()).rstrip(b"\0").decode() for row in rows]
     spoken = [text for text in said if text]

@@ -26,5 +26,5 @@ def _digest(tensor: torch.Tensor) -> str:
     dense = tensor.detach().cpu().contiguous()
     text = hashlib.blake2b(f"{dense.dtype} {tuple(dense.shape)}".encode(), digest_size=16)
     if dense.numel():
-        text.update(memoryview(dense.reshape(-1).view(torch.uint8).numpy()))
+        text.update(dense.reshape(-1).view(torch.uint8).numpy().data)
     return text.hexdigest()

@@ -2,9 +2,9 @@
 
 Note: why pieces
 ----------------
-An optimizer kernel is free to treat the tail of a tensor in another way than its middle, so the bits
-of an update may depend on where a slice begins and ends. Were parameters cut where the number of
-devices says, the bits would depend on it. So every parameter is first cut into *pieces* whose
+An optimizer kernel is free to treat the tail of a tensor in another way than its middle, so the
+bits of an update may depend on where a slice begins and ends. Were parameters cut where the number
+of devices says, the bits would depend on it. So every parameter is first cut into *pieces* whose
 bounds depend on the model alone: multiples of 1024 elements from the parameter's start. The
 optimizer always sees pieces, on one device too, and a *span* is a contiguous run of whole pieces.
 Every parameter starts at a multiple of 64 bytes, whatever lies before it.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -228,7 +229,7 @@ def cut_spans(pieces: Sequence[Piece], devices: int) -> tuple[range, ...]:
             cuts.append(index)
         seen += piece.numel
     cuts += [len(pieces)] * (devices + 1 - len(cuts))
-    return tuple(range(start, stop) for start, stop in zip(cuts[:-1], cuts[1:], strict=True))
+    return tuple(range(start, stop) for start, stop in pairwise(cuts))
 
 
 def _bounds(layout: Layout, pieces: Sequence[Piece]) -> dict[int, tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""The fold: one fixed order in which the shards' numbers are added. Pure: it never looks inside them.
+"""The fold: one fixed order in which the shards' numbers are added. Pure: it looks inside none.
 
 Note: the order of addition
 ---------------------------

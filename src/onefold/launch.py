@@ -4,10 +4,10 @@ This module does not load PyTorch: the workers can start before the launcher wou
 
 Note: how a run ends
 --------------------
-Each worker leads a process group of its own, so its children (loader workers) end with it. The kernel
-kills a worker whose launcher is gone. When one worker fails, the others notice by themselves (they
-wait for it) and are given ``_GRACE_S`` to say so; then whatever is left is killed. The first failure
-that no other device caused is the one that the user is told.
+Each worker leads a process group of its own, so its children (loader workers) end with it. The
+kernel kills a worker whose launcher is gone. When one worker fails, the others notice by themselves
+(they wait for it) and are given ``_GRACE_S`` to say so; then whatever is left is killed. The first
+failure that no other device caused is the one that the user is told.
 """
 
 from __future__ import annotations
@@ -194,9 +194,7 @@ class _Crew:
         self._devices = devices
         self._workers: list[_Worker] = []
 
-    def start(
-        self, command: Sequence[str], selection: Selection, options: LaunchOptions
-    ) -> None:
+    def start(self, command: Sequence[str], selection: Selection, options: LaunchOptions) -> None:
         run_id = uuid.uuid4().hex
         for rank, device in enumerate(self._devices):
             world = World(
@@ -268,9 +266,7 @@ class _Crew:
             self._note_ended()
 
     def interrupted_outcome(self) -> Outcome:
-        return Outcome(
-            _INTERRUPTED, f"stopped by Ctrl-C in step {self._step_text(0)} (device 0)"
-        )
+        return Outcome(_INTERRUPTED, f"stopped by Ctrl-C in step {self._step_text(0)} (device 0)")
 
     def outcome(self) -> Outcome:
         """The first failure that no other device caused."""

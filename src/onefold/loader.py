@@ -1,4 +1,4 @@
-"""Reads a data set in shards: the same samples, in the same order, with the same augmentation, on any
+"""Reads a data set in shards: the same samples in the same order with the same augmentation, on any
 number of devices and with any number of worker processes."""
 
 from __future__ import annotations

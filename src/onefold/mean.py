@@ -87,7 +87,5 @@ def _weigh_mean(mean: Mean, what: str) -> Contribution:
         raise LossError(f"{what}: the total of onefold.Mean must be a scalar tensor, got {came}")
     weight = float(mean.weight)
     if not 0 <= weight < float("inf"):
-        raise LossError(
-            f"{what}: the weight of onefold.Mean must be finite and >= 0, got {weight}"
-        )
+        raise LossError(f"{what}: the weight of onefold.Mean must be finite and >= 0, got {weight}")
     return Contribution(root=mean.total, share=1.0, weight=weight)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 __all__ = ["check_model"]
 
@@ -23,7 +23,7 @@ def check_model(model: object) -> None:
             f"model.module: onefold does the rest"
         )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if isinstance(tensor, UninitializedTensorMixin):
+        if is_lazy(tensor):
             raise ValueError(
                 f"{name} has no shape yet: run one forward pass of the lazy module first"
             )

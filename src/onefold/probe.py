@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,15 +9,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from onefold.fingerprint import tensor_digests
+from onefold.fingerprint import fingerprint_of, tensor_digests
+from onefold.record import append_line
 
-__all__ = ["Probe", "append_line", "read_record"]
-
-
-def append_line(path: Path, record: Mapping[str, object]) -> None:
-    """Add one JSON line to a file."""
-    with path.open("a") as file:
-        file.write(json.dumps(dict(record)) + "\n")
+__all__ = ["Probe"]
 
 
 class Probe:
@@ -39,7 +33,9 @@ class Probe:
     def observe(self, step: int, module: torch.nn.Module, loss: float | None) -> None:
         """Write one line; step 0 is the model before the first step."""
         tensors = {n: t.detach() for n, t in {**_parameters(module), **_buffers(module)}.items()}
-        line: dict[str, Any] = {"step": step, "loss": loss, "digests": tensor_digests(module)}
+        digests = tensor_digests(module)
+        line: dict[str, Any] = {"step": step, "loss": loss, "digests": digests}
+        line["fingerprint"] = fingerprint_of(digests)
         kept = self._folder / f"step-{step}.safetensors"
         if self._records:
             save_file({n: t.cpu().contiguous().clone() for n, t in tensors.items()}, kept)
@@ -47,12 +43,6 @@ class Probe:
             line["differences"] = _differences(load_file(kept), tensors)
             self._differs = bool(line["differences"])
         append_line(self._lines, line)
-
-
-def read_record(folder: Path, name: str) -> list[dict[str, Any]]:
-    """The lines that a run wrote."""
-    path = folder / f"{name}.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def _parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:

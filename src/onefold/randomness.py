@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
+from numpy.random import mtrand
 
 __all__ = ["derive_seed", "kept_generators", "sample_order", "seed_generators"]
 
@@ -44,12 +45,12 @@ def kept_generators(*devices: torch.device) -> Iterator[None]:
     gpu_states = [generator.get_state() for generator in gpus]
     cpu_state = torch.default_generator.get_state()
     python_state = random.getstate()
-    numpy_generator = np.random.get_bit_generator()
-    np.random.set_bit_generator(np.random.MT19937(0))
+    numpy_generator = mtrand.get_bit_generator()
+    mtrand.set_bit_generator(np.random.MT19937(0))
     try:
         yield
     finally:
-        np.random.set_bit_generator(numpy_generator)
+        mtrand.set_bit_generator(numpy_generator)
         random.setstate(python_state)
         torch.default_generator.set_state(cpu_state)
         for generator, state in zip(gpus, gpu_states, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from onefold.randomness import derive_seed, seed_generators
 
 __all__ = ["LossFunction", "Replica"]
 
-LossFunction = Callable[[torch.nn.Module, object], object]
+LossFunction = Callable[[torch.nn.Module, Any], object]
 """Takes the model and one shard; see `onefold.mean.weigh` for what it may return."""
 
 Gradients = list[torch.Tensor | None]
@@ -107,7 +108,6 @@ def _mark(gradient: torch.Tensor | None) -> tuple[int, int]:
     return (0, 0) if gradient is None else (id(gradient), gradient._version)
 
 
-
 class _StepRun:
     """The shards of one device in one step."""
 
@@ -170,9 +170,7 @@ class _StepRun:
 
 def _add(left: Gradients, right: Gradients) -> Gradients:
     """Add two lists of gradients, in place of the left one where both have one."""
-    both = [
-        (a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None
-    ]
+    both = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
     if both:
         torch._foreach_add_([a for a, _ in both], [b for _, b in both])
     return [b if a is None else a for a, b in zip(left, right, strict=True)]

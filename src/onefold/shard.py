@@ -1,9 +1,10 @@
-"""How a batch is cut into shards, and which device runs which of them. Pure: no tensors, no devices."""
+"""How a batch is cut into shards, and which device runs which. Pure: no tensors, no devices."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 __all__ = ["Plan", "cut_bounds"]
 
@@ -21,7 +22,7 @@ def cut_bounds(samples: int, shards: int) -> tuple[tuple[int, int], ...]:
         raise ValueError(f"expected samples >= 0 and shards >= 1, got {samples} and {shards}")
     size, longer = divmod(samples, shards)
     starts = [shard * size + min(shard, longer) for shard in range(shards + 1)]
-    return tuple(zip(starts[:-1], starts[1:], strict=True))
+    return tuple(pairwise(starts))
 
 
 @dataclass(frozen=True, slots=True)

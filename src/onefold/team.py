@@ -61,6 +61,7 @@ def form_team(
             launcher chose.
         LaunchError: a device is not there.
     """
+    own: tuple[int, ...]
     if world.size > 1 or (world.launched and not chosen):
         if chosen:
             raise ValueError(

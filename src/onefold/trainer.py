@@ -19,7 +19,8 @@ from onefold.fingerprint import fingerprint_of, tensor_digests
 from onefold.fold import fold_shards
 from onefold.loader import Collate, Loader, SizedDataset
 from onefold.modelcheck import check_model
-from onefold.probe import Probe, append_line
+from onefold.probe import Probe
+from onefold.record import append_line
 from onefold.replica import LossFunction
 from onefold.shard import Plan
 from onefold.team import form_team, settle_threads
@@ -339,7 +340,7 @@ class Trainer:
         world = self._world
         if not (world.probe and self.is_lead and self._team.trainer == 0):
             return None
-        name = f"run-{Path(world.directory).name}"
+        name = Path(world.directory).name
         probe = Probe(Path(world.probe), records=world.probe_records, name=name)
         probe.observe(0, self.model, None)
         return probe

@@ -223,4 +223,3 @@ def _cut_state(value: Any, item: OwnedPiece, stride: tuple[int, ...]) -> Any:
     if item.piece.whole:
         return laid.to(device)
     return storage_order(laid)[item.piece.start : item.piece.stop].to(device, copy=True)
-

@@ -9,9 +9,9 @@ Note: what happens in a step, and who may touch what
 4. ``spread`` returns when every device has every span. From then on partial sums and board may be
    written again. Between two ``collect`` calls nobody waits for anybody, except in ``share``.
 
-Every device of the run makes the same calls in the same order. ``collect``, ``share`` and ``spread``
-may block, for ``timeout_s`` seconds at the most; they raise `PeerError` when another device is lost,
-has failed, or does not arrive.
+Every device of the run makes the same calls in the same order. ``collect``, ``share`` and
+``spread`` may block, for ``timeout_s`` seconds at the most; they raise `PeerError` when another
+device is lost, has failed, or does not arrive.
 """
 
 from __future__ import annotations
@@ -186,9 +186,7 @@ class SpanFold:
         self.totals: list[torch.Tensor] = []
         """One tensor for each piece of the span, shaped as the piece."""
 
-    def fold(
-        self, plan: Plan, partials: Callable[[Published], Ranged], home: FlatTensors
-    ) -> None:
+    def fold(self, plan: Plan, partials: Callable[[Published], Ranged], home: FlatTensors) -> None:
         """Add up; ``totals`` are ready afterwards.
 
         Args:

@@ -1,8 +1,8 @@
 """Exchange over torch.distributed: for GPUs of several processes, and for several hosts.
 
-Partial sums go from every device straight to the owner of each span, point to point, and the updated
-spans straight back to everybody: nothing is added in an order that a library chooses, and every
-device hears from every other one, so the one that is gone can be named.
+Partial sums go from every device straight to the owner of each span, point to point, and the
+updated spans straight back to everybody: nothing is added in an order that a library chooses, and
+every device hears from every other one, so the one that is gone can be named.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from onefold.errors import PeerError, PeerFailed, PeerLost
 from onefold.exchange.base import Board, Exchange, Ranged, SpanFold, Start, Storage
@@ -47,7 +49,7 @@ class CollectiveExchange(Exchange):
         start: Start,
         device: torch.device,
         group: dist.ProcessGroup,
-        store: dist.Store,
+        store: Store,
     ) -> None:
         self._storage = storage
         self._device = device
@@ -159,7 +161,9 @@ class CollectiveExchange(Exchange):
         try:
             self._store.compare_set(_FAILURE_KEY, "", text)
         except RuntimeError as error:  # the store is gone, and with it everybody to tell
-            _log.warning("device %d could not tell the others of its failure: %s", self._rank, error)
+            _log.warning(
+                "device %d could not tell the others of its failure: %s", self._rank, error
+            )
 
     def _peers(self) -> list[int]:
         """The other devices, each beginning with its neighbour, so that no one is swamped."""
@@ -175,7 +179,7 @@ class CollectiveExchange(Exchange):
         return parts
 
     @contextlib.contextmanager
-    def _naming_the_lost(self):  # type: ignore[no-untyped-def]
+    def _naming_the_lost(self) -> Iterator[None]:
         """Turn an error of the backend into one that says which device is gone, where known."""
         try:
             yield
@@ -195,7 +199,7 @@ class CollectiveExchange(Exchange):
                 step=told["step"],
             ) from error
 
-    def _failure_told(self) -> dict[str, object] | None:
+    def _failure_told(self) -> dict[str, Any] | None:
         try:
             self._store.wait([_FAILURE_KEY], timedelta(seconds=_LAST_WORDS_S))
             return json.loads(self._store.get(_FAILURE_KEY))  # type: ignore[no-any-return]

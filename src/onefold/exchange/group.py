@@ -9,6 +9,8 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed.rendezvous import rendezvous
 
 from onefold.world import World
 
@@ -18,7 +20,7 @@ _log = logging.getLogger("onefold")
 
 
 @functools.cache
-def join_group(world: World, kind: str) -> tuple[dist.ProcessGroup, dist.Store]:
+def join_group(world: World, kind: str) -> tuple[dist.ProcessGroup, Store]:
     """The group of all devices of the run, and the store behind it.
 
     A group that the script has made itself is left alone; ours is then made beside it.
@@ -32,8 +34,8 @@ def join_group(world: World, kind: str) -> tuple[dist.ProcessGroup, dist.Store]:
     if dist.is_initialized():
         group = dist.new_group(backend=backend, timeout=limit)
         store = dist.distributed_c10d._get_default_store()
-        return group, dist.PrefixStore(f"onefold/{world.run_id}", store)
-    store = dist.PrefixStore(f"onefold/{world.run_id}", _rendezvous(world, limit))
+        return group, PrefixStore(f"onefold/{world.run_id}", store)
+    store = PrefixStore(f"onefold/{world.run_id}", _rendezvous(world, limit))
     device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else None
     dist.init_process_group(
         backend,
@@ -50,17 +52,18 @@ def join_group(world: World, kind: str) -> tuple[dist.ProcessGroup, dist.Store]:
     return group, store
 
 
-def _rendezvous(world: World, limit: timedelta) -> dist.Store:
+def _rendezvous(world: World, limit: timedelta) -> Store:
     directory = world.run_directory
     if directory is None:  # PyTorch's launcher has said where in the environment
-        store, _, _ = next(dist.rendezvous("env://", world.rank, world.size, timeout=limit))
+        store: Store
+        store, _, _ = next(rendezvous("env://", world.rank, world.size, timeout=limit))
         return store
     if world.rank == 0:
-        lead = dist.TCPStore("127.0.0.1", 0, world.size, True, limit, wait_for_workers=False)
+        lead = TCPStore("127.0.0.1", 0, world.size, True, limit, wait_for_workers=False)
         directory.write_port(lead.port)
         return lead
     port = directory.read_port(world.timeout_s)
-    return dist.TCPStore("127.0.0.1", port, world.size, False, limit)
+    return TCPStore("127.0.0.1", port, world.size, False, limit)
 
 
 def _leave() -> None:

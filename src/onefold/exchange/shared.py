@@ -1,8 +1,8 @@
 """Exchange between processes of one host through memory that they share.
 
 The parameters exist once, and every process computes with them where they are. The memory is an
-anonymous file that the lead makes and hands to the others over a socket: it has no name, so there is
-nothing that could be left behind, and the kernel frees it with the last process.
+anonymous file that the lead makes and hands to the others over a socket: it has no name, so there
+is nothing that could be left behind, and the kernel frees it with the last process.
 """
 
 from __future__ import annotations

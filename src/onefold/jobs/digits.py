@@ -10,6 +10,7 @@ import importlib.util
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any, final
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,6 @@ from rich.progress import (
     Progress,
     ProgressColumn,
     Task,
-    TaskID,
     TextColumn,
     TimeRemainingColumn,
 )
@@ -47,8 +47,6 @@ SEED = 0
 TEST_SHARE = 0.2
 LARGEST_SHIFT = 1
 EVALUATION_BATCH_SIZE = 512
-
-TASK = TaskID(0)  # of the one bar that a run shows
 
 
 class ShiftedDigits(Dataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -81,7 +79,7 @@ def digits() -> tuple[ShiftedDigits, TensorDataset]:
         labels () int64.
 
     Raises:
-        ImportError: If scikit-learn is not installed.
+        LaunchError: If scikit-learn is not installed.
     """
     require("sklearn")
     from sklearn.datasets import load_digits
@@ -100,21 +98,19 @@ def require(*modules: str) -> None:
     """Refuses to go on without the packages of the demo, and says how to get them."""
     missing = [module for module in modules if importlib.util.find_spec(module) is None]
     if missing:
-        raise ImportError(
+        raise onefold.errors.LaunchError(
             f"the demo needs {' and '.join(missing)}, which is not installed here; "
             'run: pip install "onefold[demo]"'
         )
 
 
-def loss(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
     """The cross-entropy of every sample of a shard, (n,) float32."""
     images, labels = batch
     return F.cross_entropy(model(images), labels, reduction="none")
 
 
-def score(
-    model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]
-) -> dict[str, torch.Tensor]:
+def score(model: torch.nn.Module, batch: Any) -> dict[str, torch.Tensor]:
     """Whether each sample of a shard is classified rightly, (n,) bool."""
     images, labels = batch
     return {"accuracy": model(images).argmax(dim=1) == labels}
@@ -137,10 +133,9 @@ def train(epochs: int) -> Run:
     batches = trainer.loader(train_set, batch_size=BATCH_SIZE, shuffle=True)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * len(batches))
     history: list[Epoch] = []
-    with progress_bar(trainer, samples=epochs * len(train_set)) as progress:
-        for epoch in trainer.epochs(epochs):
-            progress.update(TASK, state=f"epoch {epoch + 1}/{epochs}")
-            mean_loss, duration_s = train_epoch(trainer, batches, schedule, progress)
+    with TrainingBar(trainer, samples=len(train_set), epochs=epochs) as bar:
+        for _ in trainer.epochs(epochs):
+            mean_loss, duration_s = train_epoch(trainer, batches, schedule, bar)
             scores = trainer.evaluate(score, test_set, batch_size=EVALUATION_BATCH_SIZE)
             history.append(
                 Epoch(loss=mean_loss, accuracy=scores["accuracy"], duration_s=duration_s)
@@ -157,7 +152,7 @@ def train_epoch(
     trainer: onefold.Trainer,
     batches: Iterable[object],
     schedule: torch.optim.lr_scheduler.LRScheduler,
-    progress: Progress,
+    bar: TrainingBar,
 ) -> tuple[float, float]:
     """One pass over the training set: the mean loss of its samples, and the seconds it took."""
     start_s = time.perf_counter()
@@ -166,7 +161,7 @@ def train_epoch(
         step = trainer.step(batch)
         schedule.step()
         total, samples = total + float(step.loss) * step.samples, samples + step.samples
-        progress.update(TASK, advance=step.samples, loss=f"loss {total / samples:.3f}")
+        bar.advance(step, mean_loss=total / samples)
     return total / samples, time.perf_counter() - start_s
 
 
@@ -178,20 +173,47 @@ class SpeedColumn(ProgressColumn):
         return Text("" if speed is None else f"{speed:,.0f} samples/s")
 
 
-def progress_bar(trainer: onefold.Trainer, *, samples: int) -> Progress:
-    """The progress of one training, shown by the lead alone."""
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.fields[state]}"),
-        TextColumn("{task.fields[loss]}"),
-        SpeedColumn(),
-        TimeRemainingColumn(),
-        disable=not trainer.is_lead,
-    )
-    devices = counted(len(trainer.devices), "device")
-    progress.add_task(f"training on {devices}", total=samples, state="", loss="")
-    return progress
+@final
+class TrainingBar:
+    """The progress of one training, shown by the lead alone, while the context lasts.
+
+    Args:
+        trainer: Of the run.
+        samples: Size of the training set.
+        epochs: How many times it will be read.
+    """
+
+    def __init__(self, trainer: onefold.Trainer, *, samples: int, epochs: int) -> None:
+        self.epochs = epochs
+        self.progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[state]}"),
+            SpeedColumn(),
+            TimeRemainingColumn(),
+            disable=not trainer.is_lead,
+        )
+        devices = counted(len(trainer.devices), "device")
+        self.task = self.progress.add_task(devices, total=samples * epochs, state="")
+
+    def __enter__(self) -> TrainingBar:
+        self.progress.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.progress.stop()
+
+    def advance(self, step: onefold.Step, *, mean_loss: float) -> None:
+        """One step is done; ``mean_loss`` is that of the epoch so far."""
+        state = f"epoch {step.epoch + 1}/{self.epochs}  loss {mean_loss:.3f}"
+        self.progress.update(self.task, advance=step.samples, state=state)
+
+
+def one_of(devices: str) -> str:
+    """One device of the kind that a choice of several devices names."""
+    if devices.startswith("cpu"):
+        return "cpu:1"
+    return devices.split(",")[0].strip() if devices.startswith("cuda") else "1"
 
 
 def demo(output: Path, devices: str = "auto", epochs: int = EPOCHS) -> int:
@@ -207,7 +229,7 @@ def demo(output: Path, devices: str = "auto", epochs: int = EPOCHS) -> int:
         The exit code: 0 if the two models have the same bits, else 1.
 
     Raises:
-        ImportError: If the packages of the extra ``[demo]`` are not installed.
+        LaunchError: If the packages of the extra ``[demo]`` are not installed.
         ValueError: If ``epochs`` is less than 1.
     """
     require("sklearn", "matplotlib")
@@ -215,18 +237,22 @@ def demo(output: Path, devices: str = "auto", epochs: int = EPOCHS) -> int:
         raise ValueError(f"expected 1 epoch or more, got {epochs}")
     console = Console()
     console.print(
-        f"A residual network learns {counted(epochs, 'epoch')} of handwritten digits, "
-        f"first on one device, then on --devices {devices}."
+        f"Training a residual network on handwritten digits for {counted(epochs, 'epoch')}: "
+        f"first on one device, then on several (--devices {devices})."
     )
-    first, second = (
-        onefold.launch(train, devices=choice, args=(epochs,)) for choice in (1, devices)
-    )
-    same, sentence = verdict(first, second)
+    first = onefold.launch(train, devices=one_of(devices), args=(epochs,))
+    second = onefold.launch(train, devices=devices, args=(epochs,))
+    return report(console, first, second, output)
+
+
+def report(console: Console, first: Run, second: Run, output: Path) -> int:
+    """Shows the two runs; the exit code of the demo."""
     console.print(results_table([first, second]))
     if len(second.devices) == 1:
         console.print("Only one device was found, so the second run repeats the first.")
-    console.print(sentence, style="bold green" if same else "bold red")
+    same, sentence = verdict(first, second)
+    console.print(sentence, style="bold green" if same else "bold red", soft_wrap=True)
     picture = output if output.suffix == ".png" else output / "digits.png"
     draw_curves([first, second], picture)
-    console.print(f"The learning curves are in {picture}.")
+    console.print(f"The learning curves are in {picture}", soft_wrap=True)
     return 0 if same else 1

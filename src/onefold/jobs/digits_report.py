@@ -75,8 +75,8 @@ def results_table(runs: Sequence[Run]) -> Table:
     """One row for each run; the speed-up is against the first."""
     table = Table(title="The same training, on different numbers of devices")
     table.add_column("devices")
-    for heading in ("s / epoch", "samples / s", "speed-up", "test accuracy", "fingerprint"):
-        table.add_column(heading, justify="right")
+    for heading in ("s/epoch", "samples/s", "speed-up", "test accuracy", "fingerprint"):
+        table.add_column(heading, justify="right", no_wrap=heading == "fingerprint")
     for run in runs:
         table.add_row(
             run.name,

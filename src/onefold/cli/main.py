@@ -1,0 +1,139 @@
+"""The commands of ``onefold``. What they do lies in the modules that they call."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from onefold.devices import select_devices
+from onefold.errors import LaunchError, OnefoldError
+from onefold.launch import LaunchOptions, Outcome, supervise
+from onefold.world import DEFAULT_TIMEOUT_S
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="onefold",
+    help="Train on any number of devices and get the one model you would have got on one.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+_SCRIPT = {
+    "allow_extra_args": True,
+    "ignore_unknown_options": True,
+    "allow_interspersed_args": False,
+}
+
+Script = Annotated[Path, typer.Argument(help="The script; what follows it are its own arguments.")]
+Devices = Annotated[
+    str, typer.Option(help="N, auto, cpu:N, or a list of GPUs such as cuda:1,cuda:3.")
+]
+Exchange = Annotated[str, typer.Option(help="auto, shared or collective.")]
+Timeout = Annotated[float, typer.Option(help="Seconds that a device waits for another one.")]
+
+
+@app.command(context_settings=_SCRIPT)
+def run(
+    context: typer.Context,
+    script: Script,
+    devices: Devices = "auto",
+    exchange: Exchange = "auto",
+    timeout: Timeout = DEFAULT_TIMEOUT_S,
+    trace: Annotated[Path | None, typer.Option(help="Write one JSON line a step here.")] = None,
+    logs: Annotated[
+        Path | None, typer.Option(help="Keep the output of the other devices in this folder.")
+    ] = None,
+) -> None:
+    """Run a script on the devices of this machine."""
+    _check_script(script)
+    if trace is not None and not trace.absolute().parent.is_dir():
+        raise LaunchError(f"--trace {trace}: there is no folder {trace.absolute().parent}")
+    options = LaunchOptions(
+        exchange=exchange,  # type: ignore[arg-type]  # LaunchOptions checks it
+        timeout_s=timeout,
+        trace=str(trace.absolute()) if trace else "",
+        logs=str(logs.absolute()) if logs else "",
+    )
+    outcome = supervise([str(script), *context.args], select_devices(devices), options)
+    _tell(outcome)
+    raise typer.Exit(outcome.exit_code)
+
+
+@app.command(context_settings=_SCRIPT)
+def verify(
+    context: typer.Context,
+    script: Script,
+    devices: Annotated[str, typer.Option(help="Device counts to compare, such as 1,2,3.")] = "1,2",
+    steps: Annotated[int, typer.Option(help="Steps to compare.")] = 5,
+    exchange: Exchange = "auto",
+    timeout: Timeout = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Run a script on several device counts in turn and say whether the bits agree.
+
+    Exit code 0: they agree; 1: they do not; 2: a run failed.
+    """
+    from onefold.cli.verify import verify_script
+
+    _check_script(script)
+    command = [str(script), *context.args]
+    options = LaunchOptions(
+        exchange=exchange,  # type: ignore[arg-type]  # LaunchOptions checks it
+        timeout_s=timeout,
+        quiet=True,
+    )
+    raise typer.Exit(verify_script(command, devices, steps=steps, options=options))
+
+
+@app.command("devices")
+def show_devices() -> None:
+    """Show what this machine has to compute on."""
+    from onefold.cli.tables import device_table
+    from onefold.devices import list_devices
+
+    Console().print(device_table(list_devices()))
+
+
+@app.command()
+def demo(
+    output: Annotated[Path, typer.Option(help="Where the learning curve goes.")] = Path(
+        "runs/demo"
+    ),
+    devices: Devices = "auto",
+) -> None:
+    """Train a small network on real digits, on one device and then on all, and compare."""
+    from onefold.jobs.digits import demo as run_demo
+
+    raise typer.Exit(run_demo(output, devices=devices))
+
+
+def main() -> None:
+    """Entry point: errors that we foresaw are one line, not a traceback."""
+    try:
+        app()
+    except (OnefoldError, ValueError) as error:
+        print(f"onefold: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _check_script(script: Path) -> None:
+    if not script.is_file():
+        raise LaunchError(
+            f"there is no script {script}: expected the path of a Python file, from this folder "
+            f"({Path.cwd()})"
+        )
+
+
+def _tell(outcome: Outcome) -> None:
+    if not outcome.exit_code:
+        return
+    if outcome.traceback:
+        print(outcome.traceback, file=sys.stderr, end="")
+    print(f"onefold: {outcome.message}", file=sys.stderr)
+    if outcome.logs:
+        print(f"onefold: output of the other devices: {outcome.logs}", file=sys.stderr)

@@ -1,0 +1,29 @@
+"""Tables for the screen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.table import Table
+
+from onefold.devices import DeviceInfo
+
+__all__ = ["device_table"]
+
+
+def device_table(devices: Iterable[DeviceInfo]) -> Table:
+    """One row a device: index, kind, name, memory total and free."""
+    table = Table(title="Devices of this machine")
+    for heading in ("index", "kind", "name", "memory total", "memory free"):
+        table.add_column(
+            heading, justify="right" if heading.startswith(("index", "mem")) else "left"
+        )
+    for device in devices:
+        name = f"{device.name} ({device.count} cores)" if device.kind == "cpu" else device.name
+        row = (name, _gibibytes(device.total_bytes), _gibibytes(device.free_bytes))
+        table.add_row(str(device.index), device.kind, *row)
+    return table
+
+
+def _gibibytes(number: int) -> str:
+    return f"{number / 2**30:.1f} GiB"

@@ -1,0 +1,28 @@
+"""What is made of the times of the exchanges."""
+
+from __future__ import annotations
+
+import pytest
+
+from exchange import AMOUNTS, GLOO, Amount, show, storage_of, summary
+from measure import spread
+
+
+def test_summary_compares_with_gloo_round_by_round() -> None:
+    found = summary(AMOUNTS[0], {"shared": [2.0, 4.0, 1.0], GLOO: [20.0, 20.0, 20.0]})
+    assert found["microseconds"]["shared"] == spread([1.0, 2.0, 4.0])
+    assert found["times_as_fast_as_gloo"] == {"shared": spread([5.0, 10.0, 20.0])}
+
+
+@pytest.mark.parametrize("amount", AMOUNTS, ids=lambda amount: amount.title)
+def test_storage_holds_the_amount_and_both_processes_add_up_some(amount: Amount) -> None:
+    storage = storage_of(amount)
+    assert storage.trained.nbytes == amount.size_bytes
+    assert all(len(span) for span in storage.spans)
+
+
+def test_every_exchange_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    show([summary(AMOUNTS[1], {"shared": [12.5], GLOO: [100.0]})])
+    shown = capsys.readouterr().out
+    for text in (AMOUNTS[1].title, "shared", "12.5 (12.5-12.5)", "8.00 (8.00-8.00)", GLOO):
+        assert text in shown

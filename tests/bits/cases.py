@@ -1,0 +1,214 @@
+"""Runs whose bits must not depend on who computes what. Also called in launched processes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import onefold
+from onefold.models import DenseCNN, LeNet, LSTMClassifier, TransformerClassifier, resnet18
+
+STEPS = 5
+SAMPLES = 40
+BATCH = 9
+
+
+class Mixed(nn.Module):
+    """Tied weights, a branch that no sample or few samples use, frozen layers, odd buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(50, 33)
+        self.stem = nn.Linear(33, 33)
+        self.frozen = nn.Linear(33, 33).requires_grad_(False)
+        self.norm = nn.BatchNorm1d(33)
+        self.rare = nn.Linear(33, 33)
+        self.unused = nn.Linear(33, 7)
+        self.decoder = nn.Linear(33, 50, bias=False)
+        self.decoder.weight = self.tokens.weight
+        self.register_buffer("seen", torch.zeros(50))
+        self.register_buffer("most", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.tokens(tokens).mean(dim=1)
+        hidden = self.norm(self.frozen(self.stem(hidden)).relu())
+        if bool((tokens[:, 0] == 3).any()):
+            hidden = hidden + self.rare(hidden)
+        if self.training:
+            self.seen = self.seen * 0.9 + F.one_hot(tokens[:, 0], 50).float().mean(dim=0)
+            self.most.fill_(int(tokens.max()))
+        return self.decoder(F.dropout(hidden, 0.1, self.training))
+
+
+class Images(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Random images, augmented with every generator that a data set may draw from."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self._images = torch.randn(SAMPLES, 1, 28, 28, generator=generator)
+        self._labels = torch.randint(0, 10, (SAMPLES,), generator=generator)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        image = self._images[index] + 0.1 * torch.randn(1, 28, 28)
+        image = image.roll(random.randint(-2, 2), dims=2) * float(np.random.uniform(0.9, 1.1))
+        return image, self._labels[index]
+
+
+class Texts(Images):
+    """Random tokens, some of them replaced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(2)
+        self._tokens = torch.randint(0, 50, (SAMPLES, 12), generator=generator)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = self._tokens[index].clone()
+        tokens[torch.randint(0, 12, (2,))] = random.randrange(50)
+        return tokens, self._labels[index]
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], type[Images]]] = {
+    "lenet": (LeNet, Images),
+    "cnn": (DenseCNN, Images),
+    "resnet18": (lambda: resnet18(in_channels=1), Images),
+    "transformer": (lambda: TransformerClassifier(50, width=32, layers=2, length=12), Texts),
+    "lstm": (lambda: LSTMClassifier(50, width=24), Texts),
+    "mixed": (Mixed, Texts),
+}
+LIGHT = ("lenet", "transformer", "lstm", "mixed")
+HEAVY = ("cnn", "resnet18")
+
+
+def _sgd(model: nn.Module, *, fused: bool) -> torch.optim.Optimizer:
+    return torch.optim.SGD(_groups(model), lr=0.05, momentum=0.9, fused=fused)
+
+
+def _adamw(model: nn.Module, *, fused: bool) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(_groups(model), lr=1e-3, fused=fused)
+
+
+def _muon(model: nn.Module) -> torch.optim.Optimizer:
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    return torch.optim.Muon(matrices, lr=0.02)
+
+
+def _groups(model: nn.Module) -> list[dict[str, object]]:
+    """Two parameter groups of other settings each."""
+    parameters = list(model.parameters())
+    half = len(parameters) // 2
+    return [{"params": parameters[:half]}, {"params": parameters[half:], "weight_decay": 0.01}]
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "sgd": lambda model: _sgd(model, fused=False),
+    "sgd-fused": lambda model: _sgd(model, fused=True),
+    "adamw": lambda model: _adamw(model, fused=False),
+    "adamw-fused": lambda model: _adamw(model, fused=True),
+    "muon": _muon,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run; ``reference`` tells those whose bits must agree."""
+
+    model: str
+    optimizer: str
+    shards: int
+    workers: int = 0
+    uneven: bool = False
+    clip: bool = False
+
+    @property
+    def reference(self) -> Case:
+        """The same on one device, read in this process."""
+        return replace(self, workers=0, uneven=False)
+
+    def plan(self, devices: int) -> tuple[int, ...] | None:
+        """An uneven plan for so many devices, or None for the even one."""
+        if not self.uneven or devices == 1:
+            return None
+        counts = [1] * devices
+        counts[-1] = 0 if devices == 3 else 1
+        counts[devices // 2] += self.shards - sum(counts)
+        return tuple(counts)
+
+
+def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    inputs, labels = batch
+    return F.cross_entropy(model(inputs), labels, reduction="none")
+
+
+def run(case: Case, devices: Sequence[str] | None = None) -> tuple[str, str]:
+    """Train for some steps; the fingerprint and the last loss, to the last bit.
+
+    Args:
+        case: what to train.
+        devices: for this process to drive; None in a launched process.
+    """
+    build, data = MODELS[case.model]
+    torch.manual_seed(7)
+    model = build()
+    trainer = onefold.Trainer(
+        model,
+        OPTIMIZERS[case.optimizer](model),
+        loss,
+        shards=case.shards,
+        seed=3,
+        devices=devices,
+        threads=1,
+        clip_norm=0.5 if case.clip else None,
+    )
+    plan = case.plan(len(trainer.devices))
+    if plan is not None:
+        trainer.plan = plan
+    batches = trainer.loader(data(), batch_size=BATCH, shuffle=True, workers=case.workers)
+    for _ in trainer.epochs(2):
+        for batch in batches:
+            step = trainer.step(batch)
+            if step.number == STEPS + 1:  # one step into the second epoch
+                break
+    result = trainer.fingerprint(), float(step.loss).hex()
+    trainer.close()
+    return result
+
+
+def run_all(cases: Sequence[Case]) -> list[tuple[str, str]]:
+    """Several runs in the same processes, one after the other."""
+    return [run(case) for case in cases]
+
+
+def covering() -> list[Case]:
+    """Every model with both numbers of shards; the other choices take turns."""
+    optimizers = {
+        **{name: tuple(OPTIMIZERS) for name in LIGHT},
+        "cnn": ("adamw-fused", "sgd-fused"),
+        "resnet18": ("sgd", "adamw"),
+    }
+    cases = []
+    for name, choices in optimizers.items():
+        for turn, optimizer in enumerate(choices):
+            for shards in (4, 7):
+                if name in HEAVY and (turn == 0) != (shards == 4):
+                    continue
+                odd = (turn + shards) % 2 == 1
+                case = Case(name, optimizer, shards, workers=2 if odd else 0, uneven=not odd)
+                cases.append(replace(case, clip=turn == 2))
+    return cases
+
+
+def complete() -> list[Case]:
+    """Everything with everything."""
+    choices = product(MODELS, OPTIMIZERS, (4, 7), (0, 2), (False, True))
+    return [Case(*choice) for choice in choices]

@@ -1,0 +1,81 @@
+"""Fixtures for all tests: real data, and a watch over what a test leaves behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of real data sets, beside the project or where ONEFOLD_DATA says."""
+    path = Path(os.environ.get("ONEFOLD_DATA", ROOT.parent / "shared" / "data"))
+    if not path.is_dir():
+        pytest.skip(f"no data sets at {path}: set ONEFOLD_DATA to their folder")
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing_behind() -> Iterator[None]:
+    """Fail a test that leaves processes, threads, files in shared memory or other settings."""
+    before = _surroundings()
+    settings = _settings()
+    environment = _environment()
+    yield
+    deadline = time.monotonic() + 5
+    gc.collect()
+    while (left := _surroundings() - before) and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.05)
+    assert not left, f"left behind: {sorted(left)}"
+    assert _environment() == environment, "the test changed the environment"
+    assert _settings() == settings, "the test changed global settings of PyTorch or NumPy"
+    torch.set_num_threads(1)
+
+
+def _settings() -> tuple[object, ...]:
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_default_dtype(),
+        torch.is_grad_enabled(),
+        type(np.random.mtrand.get_bit_generator()).__name__,
+    )
+
+
+def _environment() -> dict[str, str]:
+    """But for what pytest and, when first used, PyTorch's compiler set themselves."""
+    own = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
+    return {name: value for name, value in os.environ.items() if name not in own}
+
+
+def _surroundings() -> set[str]:
+    """Children, threads and files in shared memory, as words."""
+    children = {f"process {pid}" for pid in _children()}
+    threads = {f"thread {thread.name}" for thread in threading.enumerate()}
+    memory = {f"shared memory {name}" for name in os.listdir("/dev/shm")}
+    return children | threads | memory
+
+
+def _children() -> set[int]:
+    me = os.getpid()
+    tasks = Path(f"/proc/{me}/task").iterdir()
+    return {int(pid) for task in tasks for pid in (task / "children").read_text().split()}
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """The test computes with one thread, as onefold will."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -1,0 +1,98 @@
+"""What all models have in common: shapes, gradients for every parameter, examples that run."""
+
+from __future__ import annotations
+
+import doctest
+from collections.abc import Callable
+from importlib import import_module
+
+import pytest
+import torch
+from torch import nn
+
+from onefold import models
+
+IMAGES = torch.linspace(-1, 1, 3 * 28 * 28).view(3, 1, 28, 28)
+TOKENS = torch.arange(3 * 12).view(3, 12) % 50
+
+CLASSIFIERS: dict[str, tuple[Callable[[], nn.Module], torch.Tensor]] = {
+    "LeNet": (lambda: models.LeNet(num_classes=7), IMAGES),
+    "DenseCNN": (lambda: models.DenseCNN(num_classes=7), IMAGES),
+    "ResNet": (lambda: models.ResNet(blocks=(1, 2), num_classes=7, in_channels=1, width=8), IMAGES),
+    "ResNet, large images": (
+        lambda: models.resnet18(num_classes=7, in_channels=1, small_images=False, width=8),
+        IMAGES,
+    ),
+    "TransformerClassifier": (
+        lambda: models.TransformerClassifier(
+            vocabulary=50, width=16, layers=2, length=12, num_classes=7
+        ),
+        TOKENS,
+    ),
+    "LSTMClassifier": (
+        lambda: models.LSTMClassifier(vocabulary=50, width=16, num_classes=7),
+        TOKENS,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_logits_have_one_row_a_sample_and_one_column_a_class(name: str) -> None:
+    build, inputs = CLASSIFIERS[name]
+    logits = build()(inputs)
+    assert logits.shape == (3, 7)
+    assert logits.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_every_parameter_takes_part(name: str) -> None:
+    build, inputs = CLASSIFIERS[name]
+    torch.manual_seed(0)
+    model = build()
+    model(inputs).square().sum().backward()
+    without = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()]
+    assert without == []
+
+
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_the_same_seed_builds_the_same_model(name: str) -> None:
+    build, inputs = CLASSIFIERS[name]
+    logits = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        logits.append(build().eval()(inputs))
+    assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("name", ["DenseCNN", "TransformerClassifier", "LSTMClassifier"])
+def test_dropout_acts_in_training_only(name: str) -> None:
+    build, inputs = CLASSIFIERS[name]
+    torch.manual_seed(0)
+    model = build()
+    assert not torch.equal(model(inputs), model(inputs))
+    model.eval()
+    assert torch.equal(model(inputs), model(inputs))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_dropout_of_the_dense_cnn_is_settable(dropout: float) -> None:
+    rates = [m.p for m in models.DenseCNN(dropout=dropout).modules() if isinstance(m, nn.Dropout)]
+    assert rates == [dropout]
+
+
+def test_one_lstm_layer_has_nothing_to_drop_between_layers() -> None:
+    # PyTorch warns of dropout between the layers of an LSTM of one layer; warnings are errors here.
+    assert models.LSTMClassifier(width=8, layers=1, dropout=0.5).lstm.dropout == 0.0
+
+
+def test_the_transformer_tells_orders_of_the_same_tokens_apart() -> None:
+    torch.manual_seed(0)
+    model = CLASSIFIERS["TransformerClassifier"][0]().eval()
+    assert not torch.allclose(model(TOKENS), model(TOKENS.flip(1)), atol=1e-3)
+
+
+@pytest.mark.parametrize("module", ["dense_cnn", "lenet", "lstm", "resnet", "transformer"])
+def test_examples_in_docstrings_run(module: str) -> None:
+    result = doctest.testmod(import_module(f"onefold.models.{module}"))
+    assert result.attempted > 0
+    assert result.failed == 0

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onefold.flat import FlatTensors, SpanTensors, cut_pieces, cut_spans, lay_out
+
+SHAPES = st.lists(st.lists(st.integers(0, 300), min_size=0, max_size=2), min_size=1, max_size=12)
+DTYPES = [torch.float32, torch.bfloat16, torch.float64]
+
+
+@given(shapes=SHAPES, by_element=st.booleans(), devices=st.integers(1, 9), data=st.data())
+def test_spans_cover_every_element_once_and_are_aligned(
+    shapes: list[list[int]], by_element: bool, devices: int, data: st.DataObject
+) -> None:
+    tensors = {
+        str(i): torch.empty(shape, dtype=data.draw(st.sampled_from(DTYPES)))
+        for i, shape in enumerate(shapes)
+    }
+    layout = lay_out(tensors)
+    pieces = cut_pieces(layout, by_element=by_element)
+    spans = cut_spans(pieces, devices)
+    assert [i for span in spans for i in span] == list(range(len(pieces)))
+    seen = {i: torch.zeros(t.numel(), dtype=torch.int) for i, t in enumerate(tensors.values())}
+    for piece in pieces:
+        seen[piece.entry][piece.start : piece.stop] += 1
+        assert piece.start % 1024 == 0
+        assert piece.stop % 1024 == 0 or piece.stop == layout.entries[piece.entry].numel
+        assert piece.whole or by_element
+    assert all(bool((count == 1).all()) for count in seen.values())
+    for entry in layout.entries:
+        assert entry.offset * layout.dtypes[entry.section].itemsize % 64 == 0
+
+
+@given(numels=st.lists(st.integers(1, 2_000_000), min_size=1, max_size=20), devices=st.integers(1, 8))
+def test_spans_are_balanced(numels: list[int], devices: int) -> None:
+    layout = lay_out({str(i): torch.empty(n, device="meta") for i, n in enumerate(numels)})
+    pieces = cut_pieces(layout, by_element=True)
+    total, largest = sum(numels), max(piece.numel for piece in pieces)
+    for span in cut_spans(pieces, devices):
+        assert sum(pieces[i].numel for i in span) <= total / devices + largest
+
+
+def test_pieces_do_not_depend_on_the_number_of_devices_but_on_the_model() -> None:
+    layout = lay_out({"w": torch.empty(26_000_000, device="meta")})
+    pieces = cut_pieces(layout, by_element=True)
+    assert 200 <= len(pieces) <= 256
+    assert not any(piece.whole for piece in pieces)
+
+
+def test_views_keep_the_strides_of_channels_last() -> None:
+    weight = torch.randn(8, 4, 3, 3).to(memory_format=torch.channels_last)
+    flat = FlatTensors(lay_out({"w": weight}))
+    flat.write([weight])
+    assert flat.views[0].stride() == weight.stride()
+    assert torch.equal(flat.views[0], weight)
+
+
+def test_a_tensor_with_gaps_is_laid_out_densely() -> None:
+    expanded = torch.arange(3.0).expand(4, 3)
+    flat = FlatTensors(lay_out({"w": expanded}))
+    flat.write([expanded])
+    assert flat.views[0].is_contiguous()
+    assert torch.equal(flat.views[0], expanded)
+
+
+def test_one_section_a_dtype() -> None:
+    tensors = {"a": torch.zeros(3), "b": torch.zeros(5, dtype=torch.bfloat16), "c": torch.ones(2)}
+    layout = lay_out(tensors)
+    assert layout.dtypes == (torch.float32, torch.bfloat16)
+    assert layout.numels == (32, 32)
+
+
+def test_absent_tensors_are_written_as_zeros() -> None:
+    flat = FlatTensors(lay_out({"a": torch.zeros(3), "b": torch.zeros(3)}))
+    flat.write([torch.ones(3), torch.ones(3)])
+    flat.write([None, torch.full((3,), 2.0)])
+    assert flat.views[0].tolist() == [0, 0, 0]
+    assert flat.views[1].tolist() == [2, 2, 2]
+
+
+def test_span_memory_has_the_size_of_the_span_alone() -> None:
+    layout = lay_out({"a": torch.empty(100_000), "b": torch.empty(7)})
+    pieces = cut_pieces(layout, by_element=True)
+    span = [pieces[i] for i in cut_spans(pieces, 2)[1]]
+    flat = FlatTensors(layout)
+    here = SpanTensors(layout, span, torch.device("cpu"))
+    assert [r.numel() for r in here.ranges(span)] == [r.numel() for r in flat.ranges(span)]
+
+
+@pytest.mark.parametrize("devices", [1, 2, 5])
+def test_more_devices_than_pieces_leave_some_without_a_span(devices: int) -> None:
+    pieces = cut_pieces(lay_out({"a": torch.empty(3)}), by_element=True)
+    assert sum(len(span) for span in cut_spans(pieces, devices)) == 1
