@@ -94,3 +94,12 @@ def test_span_memory_has_the_size_of_the_span_alone() -> None:
 def test_more_devices_than_pieces_leave_some_without_a_span(devices: int) -> None:
     pieces = cut_pieces(lay_out({"a": torch.empty(3)}), by_element=True)
     assert sum(len(span) for span in cut_spans(pieces, devices)) == 1
+
+
+def test_saving_one_tensor_does_not_save_the_others() -> None:
+    tensors = {"a": torch.ones(3, 5), "b": torch.zeros(100_000), "c": torch.ones(2).bfloat16()}
+    flat = FlatTensors(lay_out(tensors))
+    flat.write(list(tensors.values()))
+    for view, tensor in zip(flat.views, tensors.values(), strict=True):
+        assert view.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
+        assert torch.equal(view, tensor)

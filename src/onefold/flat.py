@@ -165,9 +165,10 @@ class FlatTensors:
 
     def _view(self, entry: Entry) -> torch.Tensor:
         section = self.sections[entry.section]
-        return section.as_strided(
-            entry.shape, entry.stride, section.storage_offset() + entry.offset
-        )
+        stretch = section[entry.offset : entry.offset + entry.numel]
+        # Through DLPack a view gets a storage of its own size: whoever saves or copies one
+        # parameter is not made to save or copy them all.
+        return torch.from_dlpack(stretch).as_strided(entry.shape, entry.stride)
 
 
 class SpanTensors:

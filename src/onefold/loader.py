@@ -94,17 +94,17 @@ class Loader:
         _check_dataset(dataset)
         _check_count("batch_size", batch_size, least=1)
         _check_count("workers", workers, least=0)
-        self.batch_size = batch_size
-        self.epoch = first_epoch
-        """Number of the next pass."""
-        self._samples = len(dataset)
-        self._shuffle = shuffle
-        self._drop_last = drop_last
-        self._seed = seed
-        self._plan = plan
-        self._own = own
         self._reader = _Reader(dataset, collate, seed)
-        self._requests = _Requests(self)
+        self._requests = _Requests(
+            samples=len(dataset),
+            batch_size=batch_size,
+            drop_last=drop_last,
+            shuffle=shuffle,
+            seed=seed,
+            plan=plan,
+            own=own,
+            epoch=first_epoch,
+        )
         self._workers: DataLoader[Any] | None = None
         if workers:
             self._workers = DataLoader(
@@ -122,8 +122,7 @@ class Loader:
 
     def __len__(self) -> int:
         """Batches of a pass."""
-        whole, rest = divmod(self._samples, self.batch_size)
-        return whole + (1 if rest and not self._drop_last else 0)
+        return len(self._requests)
 
     def __iter__(self) -> Iterator[ShardedBatch]:
         """Begin a pass.
@@ -135,16 +134,54 @@ class Loader:
         for request, payloads in answers:
             yield ShardedBatch(request.samples, request.plan, _checked(payloads), request.epoch)
 
-    def requests(self) -> Iterator[_Request]:
-        """What is to be read in the next pass."""
-        epoch, self.epoch = self.epoch, self.epoch + 1
+    def _read(self) -> Iterator[tuple[_Request, dict[int, Any] | _BadSample]]:
+        for request in self._requests:
+            with kept_generators():
+                answer = self._reader[request]
+            yield answer
+
+
+class _Requests(Sampler[_Request]):
+    """What is to be read, pass by pass; every ``iter()`` is the next pass.
+
+    It knows nothing of the loader: in a cycle of references the worker processes would be told of
+    their end too late.
+    """
+
+    def __init__(
+        self,
+        *,
+        samples: int,
+        batch_size: int,
+        drop_last: bool,
+        shuffle: bool,
+        seed: int,
+        plan: Callable[[], Plan],
+        own: Sequence[int],
+        epoch: int,
+    ) -> None:
+        self._samples = samples
+        self._batch_size = batch_size
+        self._drop_last = drop_last
+        self._shuffle = shuffle
+        self._seed = seed
+        self._plan = plan
+        self._own = own
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        whole, rest = divmod(self._samples, self._batch_size)
+        return whole + (1 if rest and not self._drop_last else 0)
+
+    def __iter__(self) -> Iterator[_Request]:
+        epoch, self._epoch = self._epoch, self._epoch + 1
         if self._shuffle:
             order = sample_order(self._samples, seed=self._seed, epoch=epoch)
         else:
             order = torch.arange(self._samples)
         for number in range(len(self)):
-            batch = order[number * self.batch_size : (number + 1) * self.batch_size]
-            yield self._request(epoch, batch)
+            start = number * self._batch_size
+            yield self._request(epoch, order[start : start + self._batch_size])
 
     def _request(self, epoch: int, batch: torch.Tensor) -> _Request:
         plan = self._plan()
@@ -156,25 +193,6 @@ class Loader:
             if bounds[shard][0] < bounds[shard][1]
         }
         return _Request(epoch, len(batch), plan, shards)
-
-    def _read(self) -> Iterator[tuple[_Request, dict[int, Any] | _BadSample]]:
-        for request in self.requests():
-            with kept_generators():
-                answer = self._reader[request]
-            yield answer
-
-
-class _Requests(Sampler[_Request]):
-    """Feeds the worker processes."""
-
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
-
-    def __iter__(self) -> Iterator[_Request]:
-        return self._loader.requests()
-
-    def __len__(self) -> int:
-        return len(self._loader)
 
 
 class _Reader(Dataset[Any]):

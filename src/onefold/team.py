@@ -92,7 +92,8 @@ def settle_threads(team: Team, *, shards: int, threads: int | None) -> None:
     settled = max(1, available // shards) if threads is None else threads
     torch.set_num_threads(settled)
     idle = available - settled
-    if idle > 0 and not team.world.launched and team.trainer == 0:
+    script = sys.argv[0]
+    if idle > 0 and script and not team.world.launched and team.trainer == 0:
         _log.warning(
             "%d of %d cores at work: a CPU device has %d thread%s with %d shards. "
             "To use all cores: onefold run --devices auto %s",
@@ -101,7 +102,7 @@ def settle_threads(team: Team, *, shards: int, threads: int | None) -> None:
             settled,
             "" if settled == 1 else "s",
             shards,
-            sys.argv[0] or "SCRIPT",
+            script,
         )
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from rich.console import Console
 
+import onefold
 from onefold.errors import LaunchError
 from onefold.jobs import digits
 from onefold.jobs.digits_report import Epoch, Run, counted, draw_curves, results_table, verdict
@@ -153,7 +154,7 @@ def test_the_single_device_is_of_the_kind_asked_for(devices: str, one: str) -> N
 
 @pytest.mark.usefixtures("without_extras")
 def test_missing_packages_are_named_with_the_command_that_installs_them(tmp_path: Path) -> None:
-    message = r"needs sklearn and matplotlib.*pip install \"onefold\[demo\]\""
+    message = r"not installed here \(sklearn, matplotlib\); run: pip install \"onefold\[demo\]\""
     with pytest.raises(LaunchError, match=message):
         digits.demo(tmp_path)
 
@@ -164,8 +165,9 @@ def test_no_epochs_are_refused(tmp_path: Path, epochs: int) -> None:
         digits.demo(tmp_path, epochs=epochs)
 
 
+@pytest.mark.processes
 def test_the_network_learns_to_read_digits() -> None:
-    trained = digits.train(epochs=4)
+    trained = onefold.launch(digits.train, devices="cpu:1", args=(4,))
     assert trained.devices == ("cpu",)
     assert trained.epochs[-1].loss < 0.3 < trained.epochs[0].loss
     assert trained.epochs[-1].accuracy > 0.9

@@ -42,18 +42,18 @@ class Header:
 
 
 def read_idx(path: str | PathLike[str]) -> torch.Tensor:
-    """Reads one IDX file.
+    """Read one IDX file.
 
     Args:
-        path: The file; whether it is compressed is read from its content, not from its name.
+        path: the file; whether it is compressed is read from its content, not from its name.
 
     Returns:
         The numbers in the shape and the type that the file declares:
         uint8, int8, int16, int32, float32 or float64.
 
     Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If the file is not IDX, is cut short, has bytes left over, or is damaged.
+        FileNotFoundError: there is no such file.
+        ValueError: the file is not IDX, is cut short, has bytes left over, or is damaged.
 
     Example:
         >>> import pathlib, tempfile
@@ -119,7 +119,7 @@ def mnist(directory: str | PathLike[str], train: bool = True) -> TensorDataset:
     """MNIST, or a data set in its layout, from the IDX files of a folder.
 
     Args:
-        directory: Folder with ``train-images-idx3-ubyte``, ``train-labels-idx1-ubyte``,
+        directory: folder with ``train-images-idx3-ubyte``, ``train-labels-idx1-ubyte``,
             ``t10k-images-idx3-ubyte`` and ``t10k-labels-idx1-ubyte``, each plain or ``.gz``.
         train: True for the training images, False for the test images.
 
@@ -128,8 +128,8 @@ def mnist(directory: str | PathLike[str], train: bool = True) -> TensorDataset:
         deviation, and a label () int64. The whole set is ``dataset.tensors``.
 
     Raises:
-        FileNotFoundError: If a file is missing; the message lists the names looked for.
-        ValueError: If a file is damaged, or the two do not belong together.
+        FileNotFoundError: a file is missing; the message lists the names looked for.
+        ValueError: a file is damaged, or the two do not belong together.
     """
     prefix = "train" if train else "t10k"
     images_path = find_file(Path(directory), f"{prefix}-images-idx3-ubyte")
@@ -157,7 +157,7 @@ def find_file(directory: Path, name: str) -> Path:
 
 
 def expect_bytes(numbers: torch.Tensor, path: Path, *, dimensions: int) -> None:
-    """Refuses a file that is sound IDX but not MNIST."""
+    """Refuse a file that is sound IDX but not MNIST."""
     if numbers.dtype != torch.uint8 or numbers.ndim != dimensions:
         raise ValueError(
             f"{path}: expected uint8 numbers of {dimensions} dimensions, "

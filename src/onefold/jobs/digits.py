@@ -79,7 +79,7 @@ def digits() -> tuple[ShiftedDigits, TensorDataset]:
         labels () int64.
 
     Raises:
-        LaunchError: If scikit-learn is not installed.
+        LaunchError: scikit-learn is not installed.
     """
     require("sklearn")
     from sklearn.datasets import load_digits
@@ -95,11 +95,11 @@ def digits() -> tuple[ShiftedDigits, TensorDataset]:
 
 
 def require(*modules: str) -> None:
-    """Refuses to go on without the packages of the demo, and says how to get them."""
+    """Refuse to go on without the packages of the demo, and say how to get them."""
     missing = [module for module in modules if importlib.util.find_spec(module) is None]
     if missing:
         raise onefold.errors.LaunchError(
-            f"the demo needs {' and '.join(missing)}, which is not installed here; "
+            f"the demo needs packages that are not installed here ({', '.join(missing)}); "
             'run: pip install "onefold[demo]"'
         )
 
@@ -117,10 +117,10 @@ def score(model: torch.nn.Module, batch: Any) -> dict[str, torch.Tensor]:
 
 
 def train(epochs: int) -> Run:
-    """Trains the network on the devices of this run.
+    """Train the network on the devices of this run.
 
     Args:
-        epochs: How many times the training set is read.
+        epochs: how many times the training set is read.
 
     Returns:
         What happened; but for the times, the same on any number of devices of one kind.
@@ -178,9 +178,9 @@ class TrainingBar:
     """The progress of one training, shown by the lead alone, while the context lasts.
 
     Args:
-        trainer: Of the run.
-        samples: Size of the training set.
-        epochs: How many times it will be read.
+        trainer: of the run.
+        samples: size of the training set.
+        epochs: how many times it will be read.
     """
 
     def __init__(self, trainer: onefold.Trainer, *, samples: int, epochs: int) -> None:
@@ -217,20 +217,20 @@ def one_of(devices: str) -> str:
 
 
 def demo(output: Path, devices: str = "auto", epochs: int = EPOCHS) -> int:
-    """Trains on one device and on several, and shows whether the models are the same.
+    """Train on one device and on several, and show whether the models are the same.
 
     Args:
-        output: The picture of the learning curves: a ``.png`` file, or a folder to put
+        output: the picture of the learning curves: a ``.png`` file, or a folder to put
             ``digits.png`` in.
-        devices: The devices of the second run, as after ``onefold run --devices``.
-        epochs: How many times each run reads the training set.
+        devices: the devices of the second run, as after ``onefold run --devices``.
+        epochs: how many times each run reads the training set.
 
     Returns:
         The exit code: 0 if the two models have the same bits, else 1.
 
     Raises:
-        LaunchError: If the packages of the extra ``[demo]`` are not installed.
-        ValueError: If ``epochs`` is less than 1.
+        LaunchError: the packages of the extra ``[demo]`` are not installed.
+        ValueError: ``epochs`` is less than 1.
     """
     require("sklearn", "matplotlib")
     if epochs < 1:
@@ -246,7 +246,7 @@ def demo(output: Path, devices: str = "auto", epochs: int = EPOCHS) -> int:
 
 
 def report(console: Console, first: Run, second: Run, output: Path) -> int:
-    """Shows the two runs; the exit code of the demo."""
+    """Show the two runs; the exit code of the demo."""
     console.print(results_table([first, second]))
     if len(second.devices) == 1:
         console.print("Only one device was found, so the second run repeats the first.")

@@ -111,8 +111,8 @@ def draw_curves(runs: Sequence[Run], path: Path) -> None:
     """Test accuracy and training loss by epoch, as a PNG file.
 
     Args:
-        runs: One or two runs; where two agree, the second is drawn inside the first.
-        path: The file to write; its folder is made if need be.
+        runs: one or two runs; where two agree, the second is drawn inside the first.
+        path: the file to write; its folder is made if need be.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

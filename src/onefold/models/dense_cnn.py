@@ -16,8 +16,8 @@ class DenseCNN(nn.Module):
     """Two 3x3 convolutions, one max pool and a dense layer of 25.7 million weights.
 
     Args:
-        num_classes: Number of logits for each image.
-        dropout: Share of the dense layer's outputs set to zero in training.
+        num_classes: number of logits for each image.
+        dropout: share of the dense layer's outputs set to zero in training.
 
     Example:
         >>> import torch

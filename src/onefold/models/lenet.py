@@ -12,7 +12,7 @@ class LeNet(nn.Module):
     """LeNet-5 with ReLU and max pooling (LeCun et al., 1998, "Gradient-based learning").
 
     Args:
-        num_classes: Number of logits for each image.
+        num_classes: number of logits for each image.
 
     Example:
         >>> import torch

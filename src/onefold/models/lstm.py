@@ -12,11 +12,11 @@ class LSTMClassifier(nn.Module):
     """Token embeddings, an LSTM, and a linear head on the last layer's final state.
 
     Args:
-        vocabulary: Number of different tokens.
-        width: Size of the embeddings and of the hidden state.
-        layers: Number of LSTM layers.
-        num_classes: Number of logits for each sequence.
-        dropout: Dropout rate between the layers and before the head.
+        vocabulary: number of different tokens.
+        width: size of the embeddings and of the hidden state.
+        layers: number of LSTM layers.
+        num_classes: number of logits for each sequence.
+        dropout: dropout rate between the layers and before the head.
 
     Example:
         >>> import torch

@@ -23,9 +23,9 @@ class BasicBlock(nn.Module):
     """Two 3x3 convolutions with batch norm, added to the block's input.
 
     Args:
-        in_channels: Channels of the input.
-        out_channels: Channels of the output.
-        stride: Stride of the first convolution.
+        in_channels: channels of the input.
+        out_channels: channels of the output.
+        stride: stride of the first convolution.
     """
 
     def __init__(self, in_channels: int, out_channels: int, *, stride: int = 1) -> None:
@@ -54,15 +54,15 @@ class ResNet(nn.Module):
     """A residual network: stage ``i`` has ``blocks[i]`` basic blocks of ``width * 2**i`` channels.
 
     Args:
-        blocks: Number of blocks of each stage; every stage after the first halves the image.
-        num_classes: Number of logits for each image.
-        in_channels: Channels of the images.
+        blocks: number of blocks of each stage; every stage after the first halves the image.
+        num_classes: number of logits for each image.
+        in_channels: channels of the images.
         small_images: True for a 3x3 stem of stride 1 without max pool (images of 8 to 64 pixels),
             False for the 7x7 stem of stride 2 with max pool (images of 224 pixels).
-        width: Channels of the first stage.
+        width: channels of the first stage.
 
     Raises:
-        ValueError: If there is no stage, or a stage without a block.
+        ValueError: there is no stage, or a stage without a block.
 
     Example:
         >>> import torch
@@ -130,10 +130,10 @@ def resnet18(
     """ResNet-18: four stages of two basic blocks.
 
     Args:
-        num_classes: Number of logits for each image.
-        in_channels: Channels of the images.
-        small_images: See `ResNet`.
-        width: Channels of the first stage.
+        num_classes: number of logits for each image.
+        in_channels: channels of the images.
+        small_images: see `ResNet`.
+        width: channels of the first stage.
 
     Returns:
         The network, with fresh weights from PyTorch's global generator.

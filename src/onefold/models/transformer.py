@@ -12,13 +12,13 @@ class TransformerClassifier(nn.Module):
     """Token and position embeddings, encoder layers, the mean over positions, and a linear head.
 
     Args:
-        vocabulary: Number of different tokens.
-        width: Size of the embeddings; a multiple of ``heads``.
-        layers: Number of encoder layers.
-        heads: Attention heads of each layer.
-        length: Longest sequence that the model takes.
-        num_classes: Number of logits for each sequence.
-        dropout: Dropout rate of the encoder layers.
+        vocabulary: number of different tokens.
+        width: size of the embeddings; a multiple of ``heads``.
+        layers: number of encoder layers.
+        heads: attention heads of each layer.
+        length: longest sequence that the model takes.
+        num_classes: number of logits for each sequence.
+        dropout: dropout rate of the encoder layers.
 
     Example:
         >>> import torch
