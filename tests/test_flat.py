@@ -34,7 +34,9 @@ def test_spans_cover_every_element_once_and_are_aligned(
         assert entry.offset * layout.dtypes[entry.section].itemsize % 64 == 0
 
 
-@given(numels=st.lists(st.integers(1, 2_000_000), min_size=1, max_size=20), devices=st.integers(1, 8))
+@given(
+    numels=st.lists(st.integers(1, 2_000_000), min_size=1, max_size=20), devices=st.integers(1, 8)
+)
 def test_spans_are_balanced(numels: list[int], devices: int) -> None:
     layout = lay_out({str(i): torch.empty(n, device="meta") for i, n in enumerate(numels)})
     pieces = cut_pieces(layout, by_element=True)

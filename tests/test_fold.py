@@ -13,7 +13,9 @@ from onefold.shard import Plan
 def plans(draw: st.DrawFn, most: int = 33) -> Plan:
     shards = draw(st.integers(1, most))
     devices = draw(st.integers(1, min(shards, 9)))
-    cuts = sorted(draw(st.lists(st.integers(0, shards), min_size=devices - 1, max_size=devices - 1)))
+    cuts = sorted(
+        draw(st.lists(st.integers(0, shards), min_size=devices - 1, max_size=devices - 1))
+    )
     bounds = [0, *cuts, shards]
     return Plan(tuple(b - a for a, b in zip(bounds[:-1], bounds[1:], strict=True)))
 
@@ -45,9 +47,7 @@ def test_any_plan_folds_to_the_same_bits(plan: Plan, data: st.DataObject) -> Non
     numbers = st.floats(-(2.0**90), 2.0**90, width=32)
     values = [torch.tensor(data.draw(numbers)) for _ in range(plan.shards)]
     alone = fold_shards(values, torch.add)
-    parts = {
-        block: fold_shards_in(block, values) for block in published_by(plan)
-    }
+    parts = {block: fold_shards_in(block, values) for block in published_by(plan)}
     together = fold(parts.get, Block(0, plan.shards), torch.add)
     assert together.numpy().tobytes() == alone.numpy().tobytes()
 

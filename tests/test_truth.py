@@ -239,4 +239,6 @@ def test_channels_last_stays_channels_last() -> None:
 def assert_same_bits(ours: nn.Module, theirs: nn.Module) -> None:
     state = theirs.state_dict()
     for name, value in ours.state_dict().items():
-        assert torch.equal(value, state[name]), f"{name} differs by {(value - state[name]).abs().max()}"
+        assert torch.equal(value, state[name]), (
+            f"{name} differs by {(value - state[name]).abs().max()}"
+        )

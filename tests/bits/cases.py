@@ -37,9 +37,9 @@ class Mixed(nn.Module):
         self.register_buffer("most", torch.zeros((), dtype=torch.int64))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        hidden = self.tokens(tokens).mean(dim=1)
-        hidden = self.norm(self.frozen(self.stem(hidden)).relu())
-        if bool((tokens[:, 0] == 3).any()):
+        hidden = self.frozen(self.stem(self.tokens(tokens))).relu()
+        hidden = self.norm(hidden.transpose(1, 2)).mean(dim=2)
+        if bool((tokens[:, 0] < 12).any()):
             hidden = hidden + self.rare(hidden)
         if self.training:
             self.seen = self.seen * 0.9 + F.one_hot(tokens[:, 0], 50).float().mean(dim=0)

@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import Store
 
 from onefold.errors import PeerError, PeerFailed, PeerLost
 from onefold.exchange.base import Board, Exchange, Ranged, SpanFold, Start, Storage
+from onefold.exchange.group import break_off
 from onefold.flat import FlatTensors, SpanTensors
 from onefold.fold import Published, blocks_of
 from onefold.shard import Plan
@@ -153,7 +154,10 @@ class CollectiveExchange(Exchange):
                 work.wait()
 
     def close(self, failure: BaseException | None = None) -> None:
-        if failure is None or isinstance(failure, PeerError):
+        if failure is None:
+            return
+        break_off()
+        if isinstance(failure, PeerError):
             return
         step = int(self.board.heads[self._rank, 0])
         told = {"device": self._rank, "step": step, "kind": type(failure).__name__}

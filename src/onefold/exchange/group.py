@@ -14,7 +14,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from onefold.world import World
 
-__all__ = ["join_group"]
+__all__ = ["break_off", "join_group"]
 
 _log = logging.getLogger("onefold")
 
@@ -64,6 +64,11 @@ def _rendezvous(world: World, limit: timedelta) -> Store:
         return lead
     port = directory.read_port(world.timeout_s)
     return TCPStore("127.0.0.1", port, world.size, False, limit)
+
+
+def break_off() -> None:
+    """Do not wait for the others at the end of the program: this process has failed."""
+    atexit.unregister(_leave)
 
 
 def _leave() -> None:

@@ -1,0 +1,150 @@
+"""What every exchange must do, called on each device of a run; used by test_contract.py."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from onefold.exchange.base import Exchange, Start, Storage
+from onefold.exchange.collective import CollectiveExchange
+from onefold.exchange.group import join_group
+from onefold.exchange.mailbox import Mailbox
+from onefold.exchange.shared import SharedExchange
+from onefold.flat import FlatTensors, cut_pieces, lay_out
+from onefold.fold import Block, blocks_of, fold, fold_shards
+from onefold.shard import Plan
+from onefold.world import current_world
+
+SHARDS = 7
+CPU = torch.device("cpu")
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    """Two dtypes, one tensor of several pieces, odd sizes."""
+    return {
+        "small": torch.zeros(5, 3),
+        "large": torch.zeros(50_001),
+        "half": torch.zeros(33, 7, dtype=torch.bfloat16),
+        "last": torch.zeros(2, 2),
+    }
+
+
+def storage(devices: int) -> Storage:
+    trained = lay_out(tensors())
+    return Storage(
+        trained=trained,
+        other=lay_out({"frozen": torch.zeros(4)}),
+        buffers=lay_out({"mean": torch.zeros(3), "count": torch.zeros((), dtype=torch.int64)}),
+        pieces=cut_pieces(trained, by_element=True),
+        shards=SHARDS,
+        devices=devices,
+    )
+
+
+def start(rank: int, sizes: Storage) -> Start:
+    """Values that tell from which device they are."""
+    buffers = FlatTensors(sizes.buffers)
+    buffers.write([torch.full((3,), float(rank)), torch.tensor(rank)])
+    trained = [torch.full_like(t, rank + 1.0) for t in tensors().values()]
+    return Start(trained, [torch.full((4,), rank + 5.0)], buffers)
+
+
+def gradients(step: int, shard: int) -> list[torch.Tensor | None]:
+    """Of one shard; one tensor gets none from some shards."""
+    generator = torch.Generator().manual_seed(100 * step + shard)
+    result: list[torch.Tensor | None] = []
+    for tensor in tensors().values():
+        result.append(torch.randn(tensor.shape, generator=generator).to(tensor.dtype))
+    if shard % 3 == 0:
+        result[3] = None
+    return result
+
+
+def add(
+    left: list[torch.Tensor | None], right: list[torch.Tensor | None]
+) -> list[torch.Tensor | None]:
+    return [b if a is None else a if b is None else a + b for a, b in zip(left, right, strict=True)]
+
+
+def check_step(exchange: Exchange, sizes: Storage, own: range, step: int, plan: Plan) -> None:
+    """Publish, collect, update and spread; compare with the fold done alone."""
+    for device in own:
+        run = plan.shards_of(device)
+        exchange.board.clear_rows(device, run)
+        exchange.board.heads[device] = torch.tensor([step, 70])
+        for slot, block in enumerate(blocks_of(run, SHARDS)):
+
+            def leaf(node: Block) -> list[torch.Tensor | None] | None:
+                return gradients(step, node.start) if node.stop - node.start == 1 else None
+
+            exchange.publish(device, slot, fold(leaf, block, add))
+        for shard in run:
+            exchange.board.weights[shard] = shard + 0.5
+            exchange.board.totals[shard] = shard * 2.0
+            exchange.board.changed[shard, 0] = shard % 2
+            exchange.board.buffer_rows[shard].views[0].fill_(shard)
+        exchange.board.gave[device, 0] = len(run)
+    exchange.collect(plan)
+    board = exchange.board
+    assert board.heads.tolist() == [[step, 70]] * plan.devices
+    assert board.weights.tolist() == [shard + 0.5 for shard in range(SHARDS)]
+    assert board.totals.tolist() == [shard * 2.0 for shard in range(SHARDS)]
+    assert board.changed[:, 0].tolist() == [shard % 2 for shard in range(SHARDS)]
+    assert board.gave[:, 0].tolist() == list(plan.counts)
+    for shard in range(SHARDS):
+        assert board.buffer_rows[shard].views[0].tolist() == [float(shard)] * 3
+    expected = FlatTensors(sizes.trained)
+    expected.write(fold_shards([gradients(step, shard) for shard in range(SHARDS)], add))
+    for device in own:
+        span = [sizes.pieces[i] for i in sizes.spans[device]]
+        for piece, total in zip(span, exchange.totals(device), strict=True):
+            wanted = expected.piece(piece)
+            assert total.shape == wanted.shape
+            assert torch.equal(total + 0.0, wanted + 0.0)
+            exchange.trained[device].piece(piece).copy_(wanted)
+    exchange.spread()
+    for device in own:
+        for mine, wanted in zip(exchange.trained[device].views, expected.views, strict=True):
+            assert torch.equal(mine + 0.0, wanted + 0.0)
+
+
+def check_exchange(exchange: Exchange, sizes: Storage, begun: Start, own: range) -> None:
+    """The whole contract."""
+    devices = sizes.devices
+    for device in own:
+        for view in exchange.trained[device].views:
+            assert bool((view == 1).all()), "the lead's values become everybody's"
+        assert exchange.other[device].views[0].tolist() == [5.0] * 4
+    assert begun.buffers.views[0].tolist() == [0.0] * 3
+    assert begun.buffers.views[1].item() == 0
+    plans = [Plan.even(shards=SHARDS, devices=devices), Plan.even(shards=SHARDS, devices=devices)]
+    if devices > 1:
+        counts = [1] * devices
+        counts[0], counts[-1] = SHARDS - devices + 2, 0
+        plans += [Plan(tuple(counts)), Plan(tuple(reversed(counts))), plans[0]]
+    for step, plan in enumerate(plans, start=1):
+        check_step(exchange, sizes, own, step, plan)
+        rows = {d: torch.tensor([d, step / 3], dtype=torch.float64) for d in own}
+        assert exchange.share(rows).tolist() == [[d, step / 3] for d in range(devices)]
+    long = {d: torch.full((300_000,), float(d), dtype=torch.float64) for d in own}
+    assert exchange.share(long).sum(dim=1).tolist() == [300_000.0 * d for d in range(devices)]
+    exchange.close()
+    exchange.close()
+
+
+def check_launched(kind: str) -> str:
+    """One process of several."""
+    world = current_world()
+    sizes = storage(world.size)
+    begun = start(world.rank, sizes)
+    exchange: Exchange
+    if kind == "shared":
+        mailbox = Mailbox(world.run_id, rank=world.rank, size=world.size, timeout_s=30)
+        exchange = SharedExchange(sizes, begun, mailbox)
+    else:
+        group, store = join_group(world, "cpu")
+        exchange = CollectiveExchange(sizes, begun, CPU, group, store)
+    check_exchange(exchange, sizes, begun, range(world.rank, world.rank + 1))
+    if kind == "collective":
+        dist.barrier()
+    return "kept"
