@@ -33,7 +33,6 @@ def _leaves_nothing_behind() -> Iterator[None]:
     environment = _environment()
     yield
     deadline = time.monotonic() + 5
-    gc.collect()
     while (left := _surroundings() - before) and time.monotonic() < deadline:
         gc.collect()
         time.sleep(0.05)

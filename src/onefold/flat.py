@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 __all__ = [
     "Entry",
@@ -168,7 +169,7 @@ class FlatTensors:
         stretch = section[entry.offset : entry.offset + entry.numel]
         # Through DLPack a view gets a storage of its own size: whoever saves or copies one
         # parameter is not made to save or copy them all.
-        return torch.from_dlpack(stretch).as_strided(entry.shape, entry.stride)
+        return from_dlpack(stretch).as_strided(entry.shape, entry.stride)
 
 
 class SpanTensors:

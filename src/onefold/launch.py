@@ -298,6 +298,8 @@ class _Crew:
 
     def _told(self, worker: _Worker, report: Report) -> Outcome:
         step = self._step_text(worker.rank)
+        if report.caused_by_peer:  # it says who; where this device stood is of no interest
+            return Outcome(1, report.text)
         text = f"{worker} failed in step {step}: {report.kind}: {report.text}"
         return Outcome(1, text, report.traceback)
 

@@ -244,10 +244,12 @@ def _bad(index: int, epoch: int, error: Exception) -> _BadSample:
 
 def _checked(payloads: dict[int, Any] | _BadSample) -> dict[int, Any]:
     if isinstance(payloads, _BadSample):
-        raise SampleError(
+        error = SampleError(
             f"reading sample {payloads.index} in epoch {payloads.epoch} failed: "
-            f"{payloads.kind}: {payloads.text}\nWhere it happened:\n{payloads.traceback}"
+            f"{payloads.kind}: {payloads.text}"
         )
+        error.add_note(f"Where it happened:\n{payloads.traceback}")
+        raise error
     return payloads
 
 

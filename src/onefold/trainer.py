@@ -132,6 +132,7 @@ class Trainer:
         self._steps = 0
         self._epoch = 0
         self._progress = directory.progress() if (directory := self._world.run_directory) else None
+        self._note_progress()
         self._trace = self._trace_path()
         self._probe = self._make_probe()
 
@@ -228,11 +229,10 @@ class Trainer:
         """
         cut = self._cut(batch)
         number = self._steps + 1
-        if self._progress is not None:
-            self._progress.set_step(self._world.rank, number)
         with self._telling_others():
             outcome = self._engine.step(cut, self._loss, number)
         self._steps = number
+        self._note_progress()
         step = Step(number, cut.samples, cut.epoch, outcome)
         self._observe(step)
         return step
@@ -317,6 +317,11 @@ class Trainer:
         except BaseException as error:
             self._engine.exchange.close(error)
             raise
+
+    def _note_progress(self) -> None:
+        """What comes before a step ends badly is told as a failure in that step."""
+        if self._progress is not None:
+            self._progress.set_step(self._world.rank, self._steps + 1)
 
     def _run_record(self) -> dict[str, object]:
         return {

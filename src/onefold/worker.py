@@ -6,6 +6,7 @@ Started as ``python -m onefold.worker LAUNCHER_PID SCRIPT [ARGUMENT ...]``, or w
 
 from __future__ import annotations
 
+import atexit
 import os
 import pickle
 import runpy
@@ -13,6 +14,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from typing import NoReturn
 
 from onefold.errors import PeerError
 from onefold.membership import abandon
@@ -38,7 +40,7 @@ def main(arguments: list[str]) -> int:
     except BaseException as error:
         _leave_word(error)
         abandon(error)
-        return 1
+        _end_at_once()
     return 0
 
 
@@ -75,6 +77,14 @@ def _leave_word(error: BaseException) -> None:
             caused_by_peer=isinstance(error, PeerError),
         )
     )
+
+
+def _end_at_once() -> NoReturn:
+    """End without taking the program apart: objects that are half at work would only complain."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def _of_the_user(error: BaseException) -> BaseException:

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import Store
 
 from onefold.errors import PeerError, PeerFailed, PeerLost
 from onefold.exchange.base import Board, Exchange, Ranged, SpanFold, Start, Storage
-from onefold.exchange.group import break_off
+from onefold.exchange.group import break_off, who_left
 from onefold.flat import FlatTensors, SpanTensors
 from onefold.fold import Published, blocks_of
 from onefold.shard import Plan
@@ -188,20 +188,37 @@ class CollectiveExchange(Exchange):
         try:
             yield
         except RuntimeError as error:
-            step = int(self.board.heads[self._rank, 0])
-            told = self._failure_told()
-            if told is None:
-                raise PeerLost(
-                    f"device {self._rank} lost the connection to another device in step {step}: "
-                    f"{str(error).splitlines()[0]}",
-                    step=step,
-                ) from error
-            raise PeerFailed(
+            raise self._explain(error) from error
+
+    def _explain(self, error: RuntimeError) -> PeerError:
+        step = int(self.board.heads[self._rank, 0])
+        told = self._failure_told()
+        if told is not None:
+            return PeerFailed(
                 f"device {told['device']} failed in step {told['step']}: "
                 f"{told['kind']}: {told['text']}",
                 device=told["device"],
                 step=told["step"],
-            ) from error
+            )
+        gone = self._gone()
+        if gone:
+            return PeerLost(
+                f"device {gone[0]} ended: its script came to an end before the others'; device "
+                f"{self._rank} waits for it in step {step}",
+                device=gone[0],
+                step=step,
+            )
+        return PeerLost(
+            f"device {self._rank} lost the connection to another device in step {step}: "
+            f"{str(error).splitlines()[0]}",
+            step=step,
+        )
+
+    def _gone(self) -> list[int]:
+        try:
+            return who_left(self._store, self._storage.devices)
+        except RuntimeError:  # the store went with the device that is lost
+            return []
 
     def _failure_told(self) -> dict[str, Any] | None:
         try:

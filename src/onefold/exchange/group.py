@@ -5,7 +5,9 @@ from __future__ import annotations
 import atexit
 import functools
 import logging
+import time
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,9 +16,11 @@ from torch.distributed.rendezvous import rendezvous
 
 from onefold.world import World
 
-__all__ = ["break_off", "join_group"]
+__all__ = ["break_off", "join_group", "who_left"]
 
 _log = logging.getLogger("onefold")
+_FAREWELL = timedelta(seconds=5)
+_SEEN_KEY = "onefold/seen"
 
 
 @functools.cache
@@ -45,6 +49,7 @@ def join_group(world: World, kind: str) -> tuple[dist.ProcessGroup, Store]:
         timeout=limit,
         device_id=device,
     )
+    _memberships.append(_Membership(store, world.rank, world.size))
     atexit.register(_leave)
     group = dist.group.WORLD
     if group is None:
@@ -71,12 +76,40 @@ def break_off() -> None:
     atexit.unregister(_leave)
 
 
+def who_left(store: Store, size: int) -> list[int]:
+    """Devices whose program has come to its end."""
+    return [rank for rank in range(size) if store.check([_left_key(rank)])]
+
+
+class _Membership(NamedTuple):
+    store: Store
+    rank: int
+    size: int
+
+
+_memberships: list[_Membership] = []
+
+
 def _leave() -> None:
-    """Leave together: a group that is torn down while a peer still talks to it can hang."""
-    if not dist.is_initialized():
-        return
-    try:
-        dist.barrier()
-    except RuntimeError as error:
-        _log.warning("the other devices did not end in order: %s", str(error).splitlines()[0])
-    dist.destroy_process_group()
+    """Leave together: a group that is torn down while a peer still talks to it can hang.
+
+    Who has waited in vain for a while goes without the others; if they wait for this device, they
+    are told by the closing of its connections.
+    """
+    for store, rank, size in _memberships:
+        try:
+            store.set(_left_key(rank), "1")
+            store.wait([_left_key(other) for other in range(size)], _FAREWELL)
+            # The lead's process holds the store: it stays until all have seen that all are here.
+            store.add(_SEEN_KEY, 1)
+            limit = time.monotonic() + _FAREWELL.total_seconds()
+            while rank == 0 and store.add(_SEEN_KEY, 0) < size and time.monotonic() < limit:
+                time.sleep(0.002)
+        except RuntimeError as error:
+            _log.info("the other devices did not end in order: %s", error)
+            return
+        dist.destroy_process_group()
+
+
+def _left_key(rank: int) -> str:
+    return f"onefold/left/{rank}"

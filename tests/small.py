@@ -1,0 +1,63 @@
+"""A model small enough to follow by hand, its data, and trainers for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import onefold
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+def line(inputs: int = 3) -> nn.Linear:
+    """The same start values each time."""
+    model = nn.Linear(inputs, 1)
+    with torch.no_grad():
+        model.weight.copy_(torch.linspace(-0.5, 0.5, inputs))
+        model.bias.fill_(0.25)
+    return model
+
+
+def points(samples: int, inputs: int = 3) -> Batch:
+    """Different numbers in every sample."""
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(samples, inputs, generator=generator), torch.randn(
+        samples, 1, generator=generator
+    )
+
+
+def square(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """One loss a sample."""
+    inputs, targets = batch
+    return (model(inputs) - targets).square().mean(dim=1)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def make_trainer(
+    model: nn.Module | None = None,
+    loss: Callable[..., object] = square,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    shards: int = 4,
+    devices: int = 1,
+    **settings: Any,
+) -> onefold.Trainer:
+    """A trainer whose devices this one process drives."""
+    model = line() if model is None else model
+    settings = {"threads": 1, "devices": ["cpu"] * devices, **settings}
+    return onefold.Trainer(model, optimizer or sgd(model), loss, shards=shards, **settings)
+
+
+def bits(model: nn.Module) -> dict[str, bytes]:
+    """All values of a model, to the last bit."""
+    return {
+        name: value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        for name, value in model.state_dict().items()
+    }

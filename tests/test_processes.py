@@ -1,0 +1,159 @@
+"""Whatever happens to a process, the run ends soon, says why once, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent / "scripts" / "faulty.py"
+ONEFOLD = [sys.executable, "-m", "onefold"]
+LIMIT_S = 10
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
+
+
+class Run:
+    """``onefold run`` of the script with a fault."""
+
+    def __init__(self, folder: Path, *fault: str, options: tuple[str, ...] = ()) -> None:
+        self.errors = folder / "stderr"
+        self.output = folder / "stdout"
+        command = [*ONEFOLD, "run", "--devices", "cpu:3", *options, str(SCRIPT), *fault]
+        environment = {**os.environ, "TMPDIR": str(folder)}
+        with self.output.open("wb") as out, self.errors.open("wb") as err:
+            self.process = subprocess.Popen(
+                command, stdout=out, stderr=err, env=environment, start_new_session=True
+            )
+
+    def wait_until_ready(self) -> None:
+        while b"ready" not in self.output.read_bytes():
+            assert self.process.poll() is None, self.errors.read_text()
+            time.sleep(0.05)
+
+    def workers(self) -> list[int]:
+        """Process ids of the devices, in their order."""
+        path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        return sorted(int(pid) for pid in path.read_text().split())
+
+    def finish(self, limit_s: float = 60) -> tuple[int, str]:
+        """Exit code, and what stands on the screen besides the output."""
+        code = self.process.wait(limit_s)
+        return code, self.errors.read_text()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[type[Run]]:
+    started: list[Run] = []
+
+    def start(*fault: str, options: tuple[str, ...] = ()) -> Run:
+        started.append(Run(tmp_path, *fault, options=options))
+        return started[-1]
+
+    yield start  # type: ignore[misc]
+    for each in started:
+        if each.process.poll() is None:
+            os.killpg(each.process.pid, signal.SIGKILL)
+        each.process.wait()
+
+
+FAULTS = {
+    "kill": (r"device 1 \(cpu, process \d+\) was killed by SIGKILL .*in step 4", 137),
+    "stop": (r"device 1 .*stopped.*step 4", 1),
+    "raise": (r"device 1 \(cpu, process \d+\) failed in step 4: ArithmeticError: the fault", 1),
+    "inside": (r"device 1 \(cpu, process \d+\) failed in step 4: ArithmeticError: the fault", 1),
+    "nan": (r"failed in step 4: LossError: the loss of step 4, shard 2 is nan", 1),
+    "exit": (r"device 1 \(cpu, process \d+\) ended with exit code 3 in step 4", 3),
+    "leave": (r"device 1 .*ended.* its script came to an end before the others'", 1),
+}
+
+
+CASES = [("shared", kind) for kind in FAULTS]
+CASES += [("collective", kind) for kind in ("kill", "stop", "inside", "leave")]
+
+
+@pytest.mark.parametrize(("exchange", "kind"), CASES)
+def test_a_fault_of_one_device_ends_the_run(run: type[Run], exchange: str, kind: str) -> None:
+    message, code = FAULTS[kind]
+    this = run(kind, "1", "4", options=("--exchange", exchange))
+    this.wait_until_ready()
+    began = time.monotonic()
+    exit_code, errors = this.finish()
+    assert time.monotonic() - began < LIMIT_S
+    assert re.search(message, errors), errors
+    assert exit_code == code
+    exceptions = ("raise", "inside", "nan")
+    assert errors.count("Traceback (most recent call last)") == (kind in exceptions)
+    assert len([line for line in errors.splitlines() if line.startswith("onefold:")]) <= 2
+
+
+def test_a_device_that_never_arrives_is_named_at_the_limit(run: type[Run]) -> None:
+    this = run("sleep", "2", "3", options=("--timeout", "4"))
+    this.wait_until_ready()
+    began = time.monotonic()
+    code, errors = this.finish()
+    assert time.monotonic() - began < LIMIT_S
+    assert re.search(r"device 2 \(process \d+\) did not arrive within 4 s in step 3", errors)
+    assert "onefold run --timeout" in errors
+    assert code == 1
+
+
+def test_ctrl_c_ends_the_run_and_names_the_step(run: type[Run]) -> None:
+    this = run("none", "0", "-1")
+    this.wait_until_ready()
+    time.sleep(0.5)
+    began = time.monotonic()
+    this.process.send_signal(signal.SIGINT)
+    code, errors = this.finish()
+    assert time.monotonic() - began < LIMIT_S
+    assert code == 130
+    assert re.search(r"onefold: stopped by Ctrl-C in step \d+ \(device 0\)", errors)
+    assert "Traceback" not in errors
+
+
+def test_the_workers_end_with_their_launcher(run: type[Run]) -> None:
+    this = run("none", "0", "-1")
+    this.wait_until_ready()
+    workers = this.workers()
+    assert len(workers) == 3
+    os.kill(this.process.pid, signal.SIGKILL)
+    this.process.wait()
+    limit = time.monotonic() + LIMIT_S
+    while any(_alive(worker) for worker in workers) and time.monotonic() < limit:
+        time.sleep(0.05)
+    assert not [worker for worker in workers if _alive(worker)]
+
+
+def test_a_sample_that_cannot_be_read_is_named(run: type[Run]) -> None:
+    _, errors = run("sample", "0", "17").finish()
+    assert "SampleError: reading sample 17 in epoch 0 failed: OSError: the file is damaged" in errors
+    assert errors.count("Traceback (most recent call last)") == 2  # ours, and where it happened
+
+
+def test_devices_that_build_other_models_are_told(run: type[Run]) -> None:
+    code, errors = run("disagree", "1", "1").finish()
+    assert code == 1
+    assert "DisagreementError: parameter 0.weight is trained torch.float32 (32, 8)" in errors
+
+
+def test_two_runs_beside_each_other_do_not_meet(tmp_path: Path) -> None:
+    runs = []
+    for name, exchange in (("a", "shared"), ("b", "shared"), ("c", "collective"), ("d", "collective")):
+        (tmp_path / name).mkdir()
+        runs.append(Run(tmp_path / name, "none", "0", "8", options=("--exchange", exchange)))
+    for each in runs:
+        assert each.finish(100) == (0, "")
+    assert len({each.output.read_text() for each in runs}) == 1
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import suppress
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from numpy.random import mtrand
+
+from onefold.randomness import derive_seed, kept_generators, sample_order, seed_generators
+
+WORDS = st.tuples(
+    st.sampled_from(["shard", "sample", "order"]),
+    st.lists(st.integers(-(2**63), 2**63 - 1), max_size=4),
+)
+
+
+def draw() -> tuple[float, ...]:
+    """From each of the global generators."""
+    return torch.rand(()).item(), random.random(), float(np.random.rand())
+
+
+def test_seeds_stay_what_they_are() -> None:
+    """Another value would change every run that anybody has made."""
+    assert derive_seed("shard", 0, 7, 3) == 1163020914672860810
+    assert sample_order(8, seed=0, epoch=1).tolist() == [6, 7, 5, 1, 2, 0, 4, 3]
+
+
+@given(one=WORDS, other=WORDS)
+def test_seeds_differ(one: tuple[str, list[int]], other: tuple[str, list[int]]) -> None:
+    assume(one != other)
+    seeds = [derive_seed(purpose, *numbers) for purpose, numbers in (one, other)]
+    assert seeds[0] != seeds[1]
+    assert all(0 <= seed < 2**64 for seed in seeds)
+
+
+@given(seed=st.integers(0, 2**64 - 1))
+def test_a_seed_sets_all_generators(seed: int) -> None:
+    with kept_generators():
+        seed_generators(seed)
+        first = draw()
+        seed_generators(seed)
+        assert draw() == first
+        seed_generators(seed ^ 1)
+        assert all(a != b for a, b in zip(draw(), first, strict=True))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_callers_generators_are_given_back(fails: bool) -> None:
+    torch.manual_seed(5)
+    random.seed(5)
+    np.random.seed(5)
+    expected = [draw() for _ in range(3)]
+    torch.manual_seed(5)
+    random.seed(5)
+    np.random.seed(5)
+    assert draw() == expected[0]
+    with suppress(KeyError), kept_generators():
+        seed_generators(99)
+        draw()
+        if fails:
+            raise KeyError("inside")
+    assert [draw() for _ in range(2)] == expected[1:]
+
+
+def test_the_second_of_numpys_normal_numbers_is_given_back() -> None:
+    np.random.seed(5)
+    expected = [np.random.randn() for _ in range(4)]
+    np.random.seed(5)
+    first = np.random.randn()
+    with kept_generators():
+        seed_generators(99)
+        np.random.randn()
+    assert [first, *(np.random.randn() for _ in range(3))] == expected
+
+
+@pytest.fixture
+def another_numpy_generator() -> Iterator[np.random.BitGenerator]:
+    """NumPy's global generator is one that cannot be seeded the old way."""
+    before = mtrand.get_bit_generator()
+    generator = np.random.PCG64(5)
+    mtrand.set_bit_generator(generator)
+    yield generator
+    mtrand.set_bit_generator(before)
+
+
+def test_another_kind_of_numpy_generator_is_given_back(
+    another_numpy_generator: np.random.BitGenerator,
+) -> None:
+    state = another_numpy_generator.state
+    with kept_generators():
+        seed_generators(99)
+        draw()
+    assert mtrand.get_bit_generator() is another_numpy_generator
+    assert another_numpy_generator.state == state
+
+
+@given(samples=st.integers(0, 300), seed=st.integers(0, 2**63 - 1), epoch=st.integers(0, 1000))
+def test_an_order_visits_every_sample_once(samples: int, seed: int, epoch: int) -> None:
+    order = sample_order(samples, seed=seed, epoch=epoch)
+    assert sorted(order.tolist()) == list(range(samples))
+
+
+def test_an_order_depends_on_seed_and_epoch_alone() -> None:
+    first = sample_order(50, seed=1, epoch=2)
+    state = torch.get_rng_state()
+    torch.rand(3)
+    assert torch.equal(sample_order(50, seed=1, epoch=2), first)
+    torch.set_rng_state(state)
+    sample_order(50, seed=9, epoch=9)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not torch.equal(sample_order(50, seed=1, epoch=3), first)
+    assert not torch.equal(sample_order(50, seed=2, epoch=2), first)
