@@ -166,12 +166,13 @@ class SpanOptimizer:
     def step(self) -> None:
         """Run the user's optimizer on the owned pieces with the gradients taken."""
         groups = self.optimizer.param_groups
+        users = [group["params"] for group in groups]
         try:
             for group, pieces in zip(groups, self._divided, strict=True):
                 group["params"] = pieces
             self.optimizer.step()
         finally:
-            for group, parameters in zip(groups, self._held, strict=True):
+            for group, parameters in zip(groups, users, strict=True):
                 group["params"] = parameters
             for item in self._owned:
                 item.values.grad = None
