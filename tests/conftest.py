@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -66,9 +67,11 @@ def _surroundings() -> set[str]:
 
 
 def _children() -> set[int]:
-    me = os.getpid()
-    tasks = Path(f"/proc/{me}/task").iterdir()
-    return {int(pid) for task in tasks for pid in (task / "children").read_text().split()}
+    pids: set[int] = set()
+    for task in Path(f"/proc/{os.getpid()}/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
+            pids.update(map(int, (task / "children").read_text().split()))
+    return pids
 
 
 @pytest.fixture

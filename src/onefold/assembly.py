@@ -180,7 +180,7 @@ def _join(
         )
     if can_share and world.exchange != "collective":
         return _join_shared(storage, start, description, settings, team)
-    group, store = join_group(world, kind)
+    group, store = join_group(world, kind, len(team.devices))
     said: list[dict[str, str] | None] = [None] * len(team.devices)
     dist.all_gather_object(said, description, group=group)
     for number, other in enumerate(said):

@@ -244,13 +244,17 @@ def _bad(index: int, epoch: int, error: Exception) -> _BadSample:
 
 def _checked(payloads: dict[int, Any] | _BadSample) -> dict[int, Any]:
     if isinstance(payloads, _BadSample):
-        error = SampleError(
-            f"reading sample {payloads.index} in epoch {payloads.epoch} failed: "
-            f"{payloads.kind}: {payloads.text}"
-        )
-        error.add_note(f"Where it happened:\n{payloads.traceback}")
-        raise error
+        # Made elsewhere: a frame that holds its own exception would keep the workers alive.
+        raise _sample_error(payloads)
     return payloads
+
+
+def _sample_error(bad: _BadSample) -> SampleError:
+    error = SampleError(
+        f"reading sample {bad.index} in epoch {bad.epoch} failed: {bad.kind}: {bad.text}"
+    )
+    error.add_note(f"Where it happened:\n{bad.traceback}")
+    return error
 
 
 def _as_it_is(answer: Any) -> Any:

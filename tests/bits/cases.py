@@ -209,6 +209,9 @@ def covering() -> list[Case]:
 
 
 def complete() -> list[Case]:
-    """Everything with everything."""
-    choices = product(MODELS, OPTIMIZERS, (4, 7), (0, 2), (False, True))
-    return [Case(*choice) for choice in choices]
+    """Everything with everything; for the heavy models, workers and plans take turns."""
+    choices = product(LIGHT, OPTIMIZERS, (4, 7), (0, 2), (False, True))
+    cases = [Case(*choice) for choice in choices]
+    for turn, (name, optimizer, shards) in enumerate(product(HEAVY, OPTIMIZERS, (4, 7))):
+        cases.append(Case(name, optimizer, shards, 2 * (turn % 2), uneven=turn // 2 % 2 == 0))
+    return cases

@@ -142,7 +142,7 @@ def check_launched(kind: str) -> str:
         mailbox = Mailbox(world.run_id, rank=world.rank, size=world.size, timeout_s=30)
         exchange = SharedExchange(sizes, begun, mailbox)
     else:
-        group, store = join_group(world, "cpu")
+        group, store = join_group(world, "cpu", world.size)
         exchange = CollectiveExchange(sizes, begun, CPU, group, store)
     check_exchange(exchange, sizes, begun, range(world.rank, world.rank + 1))
     if kind == "collective":

@@ -24,7 +24,7 @@ _SEEN_KEY = "onefold/seen"
 
 
 @functools.cache
-def join_group(world: World, kind: str) -> tuple[dist.ProcessGroup, Store]:
+def join_group(world: World, kind: str, size: int) -> tuple[dist.ProcessGroup, Store]:
     """The group of all devices of the run, and the store behind it.
 
     A group that the script has made itself is left alone; ours is then made beside it.
@@ -32,6 +32,7 @@ def join_group(world: World, kind: str) -> tuple[dist.ProcessGroup, Store]:
     Args:
         world: of this process.
         kind: ``cpu`` or ``cuda``.
+        size: how many devices take part; others may have been started and have left.
     """
     backend = "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl"
     limit = timedelta(seconds=world.timeout_s)
@@ -39,17 +40,17 @@ def join_group(world: World, kind: str) -> tuple[dist.ProcessGroup, Store]:
         group = dist.new_group(backend=backend, timeout=limit)
         store = dist.distributed_c10d._get_default_store()
         return group, PrefixStore(f"onefold/{world.run_id}", store)
-    store = PrefixStore(f"onefold/{world.run_id}", _rendezvous(world, limit))
+    store = PrefixStore(f"onefold/{world.run_id}", _rendezvous(world, size, limit))
     device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else None
     dist.init_process_group(
         backend,
         store=store,
         rank=world.rank,
-        world_size=world.size,
+        world_size=size,
         timeout=limit,
         device_id=device,
     )
-    _memberships.append(_Membership(store, world.rank, world.size))
+    _memberships.append(_Membership(store, world.rank, size))
     atexit.register(_leave)
     group = dist.group.WORLD
     if group is None:
@@ -57,18 +58,18 @@ def join_group(world: World, kind: str) -> tuple[dist.ProcessGroup, Store]:
     return group, store
 
 
-def _rendezvous(world: World, limit: timedelta) -> Store:
+def _rendezvous(world: World, size: int, limit: timedelta) -> Store:
     directory = world.run_directory
     if directory is None:  # PyTorch's launcher has said where in the environment
         store: Store
-        store, _, _ = next(rendezvous("env://", world.rank, world.size, timeout=limit))
+        store, _, _ = next(rendezvous("env://", world.rank, size, timeout=limit))
         return store
     if world.rank == 0:
-        lead = TCPStore("127.0.0.1", 0, world.size, True, limit, wait_for_workers=False)
+        lead = TCPStore("127.0.0.1", 0, size, True, limit, wait_for_workers=False)
         directory.write_port(lead.port)
         return lead
     port = directory.read_port(world.timeout_s)
-    return TCPStore("127.0.0.1", port, world.size, False, limit)
+    return TCPStore("127.0.0.1", port, size, False, limit)
 
 
 def break_off() -> None:
