@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import shutil
 import sys
 import tempfile
 import weakref
@@ -54,24 +55,43 @@ def hush_and_report(world: World) -> None:
     """
     screen = os.fdopen(os.dup(2), "w")
     if world.rank != 0:
-        folder = Path(tempfile.mkdtemp(prefix=f"onefold-device-{world.rank}-"))
-        descriptor = os.open(folder / "output.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os.dup2(descriptor, 1)
-        os.dup2(descriptor, 2)
-        os.close(descriptor)
+        _write_to_log(world.rank)
     previous = sys.excepthook
 
     def report(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
+        _keep_logs()
         abandon(error)
-        if isinstance(error, PeerError):
+        if not isinstance(error, PeerError):
+            sys.stderr.flush()
+            os.dup2(screen.fileno(), 2)
+            previous(kind, error, trace)
+        elif world.rank == (1 if error.device == 0 else 0):  # one of them is enough to say so
             print(f"onefold: {error}", file=screen, flush=True)
-            return
-        sys.stderr.flush()
-        os.dup2(screen.fileno(), 2)
-        previous(kind, error, trace)
 
     sys.excepthook = report
+
+
+_log_folders: list[Path] = []
+
+
+def _write_to_log(rank: int) -> None:
+    folder = Path(tempfile.mkdtemp(prefix=f"onefold-device-{rank}-"))
+    descriptor = os.open(folder / "output.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    _log_folders.append(folder)
+    atexit.register(_remove_logs)
+
+
+def _keep_logs() -> None:
+    atexit.unregister(_remove_logs)
+
+
+def _remove_logs() -> None:
+    for folder in _log_folders:
+        shutil.rmtree(folder)

@@ -57,6 +57,7 @@ class CollectiveExchange(Exchange):
         self._group = group
         self._store = store
         self._rank = group.rank()
+        self._step = 1
         self._spans = [[storage.pieces[i] for i in span] for span in storage.spans]
         self._fold = SpanFold(self._spans[self._rank], storage.shards)
         self._own: dict[int, FlatTensors] = {}
@@ -81,6 +82,7 @@ class CollectiveExchange(Exchange):
         return self._own[slot]
 
     def collect(self, plan: Plan) -> None:
+        self._step = int(self.board.heads[self._rank, 0])
         with self._naming_the_lost():
             moving = self._send_partials(plan)
             self._gather_board(plan)
@@ -152,6 +154,7 @@ class CollectiveExchange(Exchange):
         with self._naming_the_lost():
             for work in _start(operations):
                 work.wait()
+        self._step += 1
 
     def close(self, failure: BaseException | None = None) -> None:
         if failure is None:
@@ -159,8 +162,7 @@ class CollectiveExchange(Exchange):
         break_off()
         if isinstance(failure, PeerError):
             return
-        step = int(self.board.heads[self._rank, 0])
-        told = {"device": self._rank, "step": step, "kind": type(failure).__name__}
+        told = {"device": self._rank, "step": self._step, "kind": type(failure).__name__}
         text = json.dumps({**told, "text": str(failure)[:4000]})
         try:
             self._store.compare_set(_FAILURE_KEY, "", text)
@@ -191,7 +193,7 @@ class CollectiveExchange(Exchange):
             raise self._explain(error) from error
 
     def _explain(self, error: RuntimeError) -> PeerError:
-        step = int(self.board.heads[self._rank, 0])
+        step = self._step
         told = self._failure_told()
         if told is not None:
             return PeerFailed(

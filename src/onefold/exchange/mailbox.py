@@ -62,7 +62,7 @@ class Mailbox:
         self.rank = rank
         self.size = size
         self.timeout_s = timeout_s
-        self.step = 0
+        self.step = 1
         """What the run is at, for errors; its user sets it."""
         self._spin_s = _SPIN_S if size <= len(os.sched_getaffinity(0)) else 0.0
         self._peers: dict[int, _Peer] = {}

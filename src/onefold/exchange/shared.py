@@ -95,6 +95,7 @@ class SharedExchange(Exchange):
 
     def spread(self) -> None:
         self._mailbox.meet()
+        self._mailbox.step += 1
 
     def close(self, failure: BaseException | None = None) -> None:
         if failure is not None:
