@@ -46,12 +46,12 @@ def make_trainer(
     *,
     optimizer: torch.optim.Optimizer | None = None,
     shards: int = 4,
-    devices: int = 1,
+    devices: int | None = 1,
     **settings: Any,
 ) -> onefold.Trainer:
-    """A trainer whose devices this one process drives."""
+    """A trainer whose devices this one process drives; with None it finds its own."""
     model = line() if model is None else model
-    settings = {"threads": 1, "devices": ["cpu"] * devices, **settings}
+    settings = {"threads": 1, "devices": ["cpu"] * devices if devices else None, **settings}
     return onefold.Trainer(model, optimizer or sgd(model), loss, shards=shards, **settings)
 
 

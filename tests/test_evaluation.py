@@ -88,15 +88,11 @@ def test_the_scores_are_those_of_a_plain_loop(devices: int) -> None:
         return {
             "loss": square(model, batch),
             "mean": square(model, batch).mean(),
-            "accuracy": (model(batch[0]) > 0) == (batch[1] > 0),
+            "accuracy": ((model(batch[0]) > 0) == (batch[1] > 0)).squeeze(1),
         }
 
-    def flat(model: nn.Module, batch: Batch) -> Scores:
-        scores = score(model, batch)
-        return {**scores, "accuracy": scores["accuracy"].squeeze(1)}
-
     trainer = make_trainer(model, devices=devices)
-    scores = trainer.evaluate(flat, TensorDataset(inputs, targets), batch_size=5)
+    scores = trainer.evaluate(score, TensorDataset(inputs, targets), batch_size=5)
     with torch.no_grad():
         loss = square(model, (inputs, targets)).double().mean().item()
         right = ((model(inputs) > 0) == (targets > 0)).sum().item()

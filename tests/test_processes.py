@@ -132,7 +132,9 @@ def test_the_workers_end_with_their_launcher(run: type[Run]) -> None:
 
 def test_a_sample_that_cannot_be_read_is_named(run: type[Run]) -> None:
     _, errors = run("sample", "0", "17").finish()
-    assert "SampleError: reading sample 17 in epoch 0 failed: OSError: the file is damaged" in errors
+    assert (
+        "SampleError: reading sample 17 in epoch 0 failed: OSError: the file is damaged" in errors
+    )
     assert errors.count("Traceback (most recent call last)") == 2  # ours, and where it happened
 
 
@@ -144,7 +146,12 @@ def test_devices_that_build_other_models_are_told(run: type[Run]) -> None:
 
 def test_two_runs_beside_each_other_do_not_meet(tmp_path: Path) -> None:
     runs = []
-    for name, exchange in (("a", "shared"), ("b", "shared"), ("c", "collective"), ("d", "collective")):
+    for name, exchange in (
+        ("a", "shared"),
+        ("b", "shared"),
+        ("c", "collective"),
+        ("d", "collective"),
+    ):
         (tmp_path / name).mkdir()
         runs.append(Run(tmp_path / name, "none", "0", "8", options=("--exchange", exchange)))
     for each in runs:

@@ -1,0 +1,44 @@
+"""The examples in docstrings do what they say."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import tempfile
+from pathlib import Path
+
+import pytest
+
+import onefold
+
+SOURCE = Path(onefold.__file__).parent
+STARTS_PROCESSES = {"onefold.launch"}
+
+MODULES = sorted(
+    ".".join(["onefold", *path.relative_to(SOURCE).with_suffix("").parts])
+    for path in SOURCE.rglob("*.py")
+    if ">>> " in path.read_text()
+)
+
+
+def test_there_are_examples_of_the_public_interface() -> None:
+    assert {"onefold.trainer", "onefold.mean", "onefold.launch", "onefold.shard"} <= set(MODULES)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.processes if name in STARTS_PROCESSES else ())
+        for name in MODULES
+    ],
+)
+def test_the_examples_of(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # some leave their files
+    module = importlib.import_module(name)
+    tests = doctest.DocTestFinder().find(module, extraglobs={"onefold": onefold})
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    reports: list[str] = []
+    for test in tests:
+        runner.run(test, out=reports.append)
+    assert runner.summarize(verbose=False).failed == 0, "".join(reports)
+    assert runner.tries > 0
