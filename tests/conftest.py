@@ -29,6 +29,7 @@ def shared_data() -> Path:
 @pytest.fixture(autouse=True)
 def _leaves_nothing_behind() -> Iterator[None]:
     """Fail a test that leaves processes, threads, files in shared memory or other settings."""
+    torch.set_num_threads(1)
     before = _surroundings()
     settings = _settings()
     environment = _environment()
@@ -40,7 +41,6 @@ def _leaves_nothing_behind() -> Iterator[None]:
     assert not left, f"left behind: {sorted(left)}"
     assert _environment() == environment, "the test changed the environment"
     assert _settings() == settings, "the test changed global settings of PyTorch or NumPy"
-    torch.set_num_threads(1)
 
 
 def _settings() -> tuple[object, ...]:
@@ -73,11 +73,3 @@ def _children() -> set[int]:
             pids.update(map(int, (task / "children").read_text().split()))
     return pids
 
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """The test computes with one thread, as onefold will."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

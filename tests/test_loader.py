@@ -192,6 +192,20 @@ def test_augmentation_does_not_depend_on_shards_devices_or_batches() -> None:
     assert read(Plan((0, 4)), 1) == expected
 
 
+def test_collating_is_seeded_on_its_own() -> None:
+    """What an item draws has no influence on what collating draws."""
+
+    class Greedy(Augmented):
+        def __getitem__(self, index: int) -> tuple[int, float]:
+            return super().__getitem__(index)[0], torch.rand(9).sum().item()
+
+    def drawn(data: Augmented) -> list[list[float]]:
+        batches = make_loader(data, Plan((2,)), collate=noisy_collate)
+        return [samples[-3:] for batch in batches for samples in batch.shards.values()]  # type: ignore[index]
+
+    assert drawn(Augmented()) == drawn(Greedy())
+
+
 def test_augmentation_is_another_in_every_pass() -> None:
     loader = make_loader(Augmented(), Plan((2,)), shuffle=False)
     noise = [noise for _ in range(2) for _, noise in samples_in(list(loader))]

@@ -213,6 +213,22 @@ def test_the_bits_depend_on_seed_shards_and_data() -> None:
     assert trained().fingerprint() == trained().fingerprint()
 
 
+@both
+def test_randomness_is_another_in_every_step_and_shard(devices: int) -> None:
+    drawn: list[tuple[float, ...]] = []
+
+    def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+        drawn.append((torch.rand(()).item(), random.random(), np.random.rand()))
+        return square(model, batch)
+
+    for _ in range(2):
+        trainer = make_trainer(line(), loss, devices=devices)
+        for _ in range(3):
+            trainer.step(points(8))
+    assert drawn[:12] == drawn[12:]
+    assert [len(set(numbers)) for numbers in zip(*drawn, strict=True)] == [12, 12, 12]
+
+
 def test_two_trainers_in_one_script_do_not_disturb_each_other() -> None:
     one, other = make_trainer(Noisy(), noisy_loss), make_trainer(Noisy(), noisy_loss, devices=2)
     for _ in range(3):
@@ -605,6 +621,25 @@ def test_gradients_that_the_user_left_do_not_count(devices: int) -> None:
     for each in (trainer, expected):
         each.step(points(8))
     assert trainer.fingerprint() == expected.fingerprint()
+
+
+@pytest.mark.parametrize(
+    "devices",
+    [1, pytest.param(3, marks=pytest.mark.xfail(strict=True, reason="bug: not told to copies"))],
+)
+def test_what_the_user_writes_into_parameters_between_steps_counts(devices: int) -> None:
+    """Weights that are loaded, or clipped, after Trainer was made."""
+    model, expected = Noisy(), Noisy()
+    trainers = make_trainer(model, devices=devices), make_trainer(expected)
+    for trainer in trainers:
+        trainer.step(points(8))
+        with torch.no_grad():
+            for parameter in trainer.model.parameters():
+                parameter.clamp_(-0.1, 0.1)
+        trainer.step(points(7))
+        trainer.model.load_state_dict({name: v / 2 for name, v in Noisy().state_dict().items()})
+        trainer.step(points(8))
+    assert trainers[0].fingerprint() == trainers[1].fingerprint()
 
 
 # -- batches of another trainer -------------------------------------------------------------------

@@ -109,7 +109,6 @@ def plain(
     return values
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("kind", LOSSES)
 @pytest.mark.parametrize("model", MODELS)
 def test_one_shard_has_the_bits_of_the_plain_loop(model: str, kind: str) -> None:
@@ -122,7 +121,6 @@ def test_one_shard_has_the_bits_of_the_plain_loop(model: str, kind: str) -> None
     assert_same_bits(ours, theirs)
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_has_the_bits_of_the_plain_loop(name: str) -> None:
     ours, theirs = build("wide"), build("wide")
@@ -211,7 +209,6 @@ def test_a_scheduler_of_the_users_own_optimizer_works() -> None:
     assert_same_bits(ours, theirs)
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("devices", [1, 3])
 @pytest.mark.parametrize("name", ["sgd", "adamw", "adagrad", "adafactor"])
 def test_state_that_an_optimizer_already_has_is_kept(name: str, devices: int) -> None:

@@ -70,7 +70,8 @@ class BufferSet:
                     for shard, by_shard in enumerate(run.changed_by)
                 ]
                 target = _run_of(self.flat, run)
-                target.copy_(_combine([value.to(target.device) for value in values], sizes))
+                values = [value.to(target.device) for value in values]
+                target.copy_(_combine(values, _run_of(self._start, run), sizes))
 
     def restore(self) -> None:
         """Put back what `begin_step` remembered."""
@@ -78,10 +79,13 @@ class BufferSet:
         _copy(self.flat, self._start)
 
     def _changed(self) -> list[int]:
-        """Which buffers do not have the bits they started with.
+        """Which buffers do not have the bits they started with; on a GPU, which may not have.
 
-        Version counters will not do: batch-norm kernels change their statistics behind them.
+        Version counters will not do: batch-norm kernels change their statistics behind them. To
+        look at a GPU's values the host would have to wait for it, so there all of them travel.
         """
+        if self.flat.device.type != "cpu":
+            return list(range(len(self._tensors)))
         sections = zip(self.flat.sections, self._start.sections, strict=True)
         same = [_same_bits(now, start) for now, start in sections]
         pairs = zip(self.layout.entries, self.flat.views, self._start.views, strict=True)
@@ -161,7 +165,9 @@ def _run_of(flat: FlatTensors, run: _Run) -> torch.Tensor:
     return flat.sections[run.section][run.start : run.stop]
 
 
-def _combine(values: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor:
+def _combine(
+    values: Sequence[torch.Tensor], start: torch.Tensor, sizes: Sequence[int]
+) -> torch.Tensor:
     if not (values[0].is_floating_point() or values[0].is_complex()):
         filled = [value for value, size in zip(values, sizes, strict=True) if size]
         return fold_shards(filled, torch.maximum)
@@ -170,7 +176,9 @@ def _combine(values: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tens
         value.to(wide) * size if size else torch.zeros_like(value, dtype=wide)
         for value, size in zip(values, sizes, strict=True)
     ]
-    return fold_shards(weighted, torch.add) / sum(sizes)
+    mean = (fold_shards(weighted, torch.add) / sum(sizes)).to(start.dtype)
+    left_alone = [value == start for value, size in zip(values, sizes, strict=True) if size]
+    return torch.where(torch.stack(left_alone).all(dim=0), start, mean)
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

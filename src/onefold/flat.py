@@ -131,6 +131,7 @@ class FlatTensors:
         if memory is None:
             memory = torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
         self.layout = layout
+        self.device = memory.device
         self.sections: list[torch.Tensor] = []
         start = 0
         for nbytes, numel, dtype in zip(
