@@ -23,7 +23,16 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from measure import in_turn, print_record, print_table, ratio, record, spread
+from measure import (
+    in_turn,
+    machine_busy_s,
+    print_disturbance,
+    print_record,
+    print_table,
+    ratio,
+    record,
+    spread,
+)
 from onefold.exchange.base import Exchange, Start, Storage
 from onefold.exchange.collective import CollectiveExchange
 from onefold.exchange.mailbox import Mailbox
@@ -39,6 +48,16 @@ TENSORS = 4
 """Parameters that share the bytes of an exchange equally."""
 TIMEOUT_S = 60.0
 GLOO = "gloo all_reduce"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What was measured with one amount."""
+
+    times_us: dict[str, list[float]]
+    """By name of the exchange, microseconds on the average of many, one a round."""
+    others_cores: float
+    """How many cores worked for somebody else in the meantime: near 0 on a quiet machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,40 +87,50 @@ def main() -> None:
     )
     parser.add_argument("--repeats", type=int, default=7, help="measurements of each exchange")
     repeats = parser.parse_args().repeats
-    results = [
-        summary(amount, taken) for amount, taken in zip(AMOUNTS, found(repeats), strict=True)
-    ]
+    found = run_processes(repeats)
+    results = [summary(amount, one) for amount, one in zip(AMOUNTS, found, strict=True)]
     show(results)
     settings = {"repeats": repeats, "threads": 1, "processes": PROCESSES}
     print_record(record("exchange", settings=settings, results=results))
 
 
-def found(repeats: int) -> list[dict[str, list[float]]]:
-    """Run both processes; for each amount the microseconds of every exchange, by name."""
+def run_processes(repeats: int) -> list[Found]:
+    """Have both processes measure; returns what they found, amount by amount."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result"
-        mp.spawn(measure, args=(repeats, Path(folder) / "store", result), nprocs=PROCESSES)
-        taken: list[dict[str, list[float]]] = torch.load(result)
-        return taken
+        mp.spawn(run_process, args=(repeats, Path(folder) / "store", result), nprocs=PROCESSES)
+        found: list[Found] = torch.load(result, weights_only=False)
+        return found
 
 
-def measure(rank: int, repeats: int, store: Path, result: Path) -> None:
-    """One of the two processes: take every measurement in turn; the first writes the result."""
+def run_process(rank: int, repeats: int, store: Path, result: Path) -> None:
+    """One of the two processes; the first writes the result."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=PROCESSES)
-    taken = []
-    for amount in AMOUNTS:
-        exchanges = exchanges_of(rank, amount)
-        for run in exchanges.values():
-            timed(run, max(1, amount.iterations // 10))  # warm up
-        measurements = {n: partial(timed, run, amount.iterations) for n, run in exchanges.items()}
-        taken.append(in_turn(measurements, rounds=repeats))
+    found = [measure(rank, amount, rounds=repeats) for amount in AMOUNTS]
     if rank == 0:
-        torch.save(taken, result)
+        torch.save(found, result)
     dist.destroy_process_group()
 
 
-def timed(run: Callable[[], object], iterations: int) -> float:
+def measure(rank: int, amount: Amount, *, rounds: int) -> Found:
+    """Every exchange of one amount, in turn."""
+    exchanges = exchanges_of(rank, amount)
+    for run in exchanges.values():
+        timed_us(run, max(1, amount.iterations // 10))  # warm up
+    before_s, cpu_before_s, start_s = machine_busy_s(), time.process_time(), time.perf_counter()
+    times_us = in_turn(
+        {name: partial(timed_us, run, amount.iterations) for name, run in exchanges.items()},
+        rounds=rounds,
+    )
+    own_s = torch.tensor(time.process_time() - cpu_before_s)
+    dist.all_reduce(own_s)
+    others_s = machine_busy_s() - before_s - own_s.item()
+    others_cores = max(0.0, others_s / (time.perf_counter() - start_s))
+    return Found(times_us=times_us, others_cores=others_cores)
+
+
+def timed_us(run: Callable[[], object], iterations: int) -> float:
     """Microseconds that `run` takes, on the average of many, in the slower of the processes."""
     dist.barrier()
     start_s = time.perf_counter()
@@ -186,15 +215,17 @@ def publish_and_trade(exchange: Exchange, rank: int, gradients: Sequence[torch.T
     trade(exchange)
 
 
-def summary(amount: Amount, taken: dict[str, list[float]]) -> dict[str, Any]:
-    """What was found for one amount: microseconds, and how many times gloo's time they are."""
+def summary(amount: Amount, found: Found) -> dict[str, Any]:
+    """What was found for one amount: microseconds, and how many times as fast as gloo."""
+    times_us = found.times_us
     return {
         "amount": amount.title,
         "iterations": amount.iterations,
-        "microseconds": {name: spread(times) for name, times in taken.items()},
+        "microseconds": {name: spread(times) for name, times in times_us.items()},
         "times_as_fast_as_gloo": {
-            name: ratio(taken[GLOO], times) for name, times in taken.items() if name != GLOO
+            name: ratio(times_us[GLOO], times) for name, times in times_us.items() if name != GLOO
         },
+        "others_cores": found.others_cores,
     }
 
 
@@ -208,6 +239,8 @@ def show(results: Sequence[dict[str, Any]]) -> None:
         ]
         columns = ["exchange", "microseconds", "times as fast as gloo"]
         print_table(f"Exchange of {one['amount']}: median (least-greatest)", columns, rows)
+    for one in results:
+        print_disturbance(one["others_cores"], f"the exchange of {one['amount']}")
 
 
 if __name__ == "__main__":

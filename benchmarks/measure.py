@@ -24,6 +24,8 @@ __all__ = [
     "busy_s",
     "cpu_model",
     "in_turn",
+    "machine_busy_s",
+    "print_disturbance",
     "print_record",
     "print_table",
     "ratio",
@@ -33,6 +35,8 @@ __all__ = [
 
 T = TypeVar("T")
 
+DISTURBED_CORES = 0.1
+"""More cores than this at work for other programs spoil a measurement."""
 TABLE_COLUMNS = 150
 """Width of the table where the output is not a terminal."""
 
@@ -86,6 +90,12 @@ def busy_s(stat: str, *, ticks_per_s: int) -> float:
     return (user + nice + system + irq + softirq + steal) / ticks_per_s
 
 
+def machine_busy_s() -> float:
+    """Seconds that all cores of this machine have worked so far."""
+    stat = Path("/proc/stat").read_text(encoding="utf-8")
+    return busy_s(stat, ticks_per_s=os.sysconf("SC_CLK_TCK"))
+
+
 def cpu_model(cpuinfo: str) -> str:
     """The processor's name in the text of /proc/cpuinfo, "unknown" where it gives none."""
     for line in cpuinfo.splitlines():
@@ -133,6 +143,12 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
     if not console.is_terminal:
         console = Console(width=TABLE_COLUMNS)
     console.print(table)
+
+
+def print_disturbance(others_cores: float, what: str) -> None:
+    """Say so if other programs were at work during the measurements of `what`."""
+    if others_cores > DISTURBED_CORES:
+        print(f"Disturbed: other programs kept {others_cores:.2f} cores busy during {what}")
 
 
 def print_record(found: Mapping[str, Any]) -> None:

@@ -10,14 +10,14 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TextIO
 
-from measure import busy_s
+from measure import machine_busy_s
 
 __all__ = ["Measurement", "Side", "SideError"]
 
@@ -53,15 +53,25 @@ class Side:
         command: Starts all processes of the side; the path of the driver's socket is added.
         processes: How many of them there will be.
         folder: Where the socket and the side's output are put.
+        environment: What its processes find in their environment beside the driver's own.
 
     Raises:
         SideError: If a process dies, hangs, or its loss is not a finite number.
     """
 
-    def __init__(self, name: str, command: Sequence[str], *, processes: int, folder: Path) -> None:
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        processes: int,
+        folder: Path,
+        environment: Mapping[str, str],
+    ) -> None:
         self.name = name
         self._command = command
         self._processes = processes
+        self._environment = {**os.environ, **environment}
         self._socket = folder / f"{name}.sock"
         self._output = folder / f"{name}.txt"
         self._links: list[TextIO] = []
@@ -74,7 +84,10 @@ class Side:
             listener.settimeout(POLL_S)
             with self._output.open("w", encoding="utf-8") as output:
                 self._launcher = subprocess.Popen(
-                    [*self._command, str(self._socket)], stdout=output, stderr=output
+                    [*self._command, str(self._socket)],
+                    stdout=output,
+                    stderr=output,
+                    env=self._environment,
                 )
             undo.callback(self._end)
             self._accept_all(listener)
@@ -143,9 +156,3 @@ class Side:
         except subprocess.TimeoutExpired:
             self._launcher.terminate()
             self._launcher.wait(timeout=END_LIMIT_S)
-
-
-def machine_busy_s() -> float:
-    """Seconds that all cores of the machine have worked so far."""
-    stat = Path("/proc/stat").read_text(encoding="utf-8")
-    return busy_s(stat, ticks_per_s=os.sysconf("SC_CLK_TCK"))

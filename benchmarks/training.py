@@ -1,11 +1,15 @@
 """How fast training goes: plain PyTorch, onefold, and DistributedDataParallel, measured in turn.
 
-    python benchmarks/training.py [--workload lenet ...] [--repeats 5] [--seconds 4]
+    python benchmarks/training.py [--workload lenet ...] [--repeats 5] [--seconds 4] [--keep-memory]
 
 Four sides train the same model on the same batches, each process with one thread: plain PyTorch
 and onefold on one device, DistributedDataParallel (gloo) and onefold on two processes. All sides
 are started once per workload, warmed up, and then measured one after the other, round after round;
 while one trains, the others wait.
+
+By default the C allocator hands large blocks back to the system and gets them anew in every step,
+cleared page by page. How often depends on the sizes, so it favours one side here and another one
+there; `--keep-memory` has the processes of all sides keep what they once got.
 """
 
 import argparse
@@ -19,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from measure import in_turn, print_record, print_table, ratio, record, spread
+from measure import in_turn, print_disturbance, print_record, print_table, ratio, record, spread
 from sides import Side
 from workloads import WORKLOADS
 
@@ -29,8 +33,6 @@ PROGRAM = Path(__file__).with_name("_side.py")
 ONEFOLD = Path(sysconfig.get_path("scripts"), "onefold")
 WARM_UP_STEPS = 3
 TRIAL_STEPS = 2
-DISTURBED_CORES = 0.1
-"""More cores than this at work for other programs spoil a measurement."""
 
 LAUNCHERS: dict[str, tuple[list[str], int]] = {
     "plain": ([], 1),
@@ -39,6 +41,9 @@ LAUNCHERS: dict[str, tuple[list[str], int]] = {
     "onefold-2": ([str(ONEFOLD), "run", "--devices", "cpu:2"], 2),
 }
 """What starts the processes of each side, and how many they are."""
+
+KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+"""Tells glibc to get all memory from the heap, and never to give it back."""
 
 RATIOS = [
     ("onefold-1", "plain"),
@@ -54,10 +59,11 @@ def main() -> None:
     results = []
     for workload in args.workload:
         print(f"measuring {WORKLOADS[workload].title} ...", file=sys.stderr)
-        with started(workload) as sides:
+        with started(workload, KEEP_MEMORY if args.keep_memory else {}) as sides:
             results.append(measured(workload, sides, rounds=args.repeats, seconds=args.seconds))
     show(results)
-    settings = {"repeats": args.repeats, "seconds": args.seconds, "threads": 1, "shards": 2}
+    chosen = {"repeats": args.repeats, "seconds": args.seconds, "keep_memory": args.keep_memory}
+    settings = {**chosen, "threads": 1, "shards": 2}
     print_record(record("training", settings=settings, results=results))
 
 
@@ -73,17 +79,22 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--seconds", type=float, default=4.0, help="least seconds of a measurement of any side"
     )
+    parser.add_argument(
+        "--keep-memory", action="store_true", help="no side returns memory to the system"
+    )
     return parser.parse_args()
 
 
 @contextmanager
-def started(workload: str) -> Iterator[dict[str, Side]]:
+def started(workload: str, environment: Mapping[str, str]) -> Iterator[dict[str, Side]]:
     """The four sides of a workload, their processes running and warmed up."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as running:
         sides = {}
         for name, (launcher, processes) in LAUNCHERS.items():
             command = [sys.executable, *launcher, str(PROGRAM), name.split("-")[0], workload]
-            side = Side(name, command, processes=processes, folder=Path(folder))
+            side = Side(
+                name, command, processes=processes, folder=Path(folder), environment=environment
+            )
             sides[name] = running.enter_context(side)
             sides[name].train(WARM_UP_STEPS)
         yield sides
@@ -126,9 +137,7 @@ def show(results: Sequence[Mapping[str, Any]]) -> None:
         ]
         print_table(title, ["workload", *results[0][key]], rows)
     for found in results:
-        if (busiest := found["others_cores"].high) > DISTURBED_CORES:
-            title = WORKLOADS[found["workload"]].title
-            print(f"Disturbed: other programs kept up to {busiest:.2f} cores busy during {title}")
+        print_disturbance(found["others_cores"].high, WORKLOADS[found["workload"]].title)
 
 
 if __name__ == "__main__":

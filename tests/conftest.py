@@ -72,4 +72,3 @@ def _children() -> set[int]:
         with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
             pids.update(map(int, (task / "children").read_text().split()))
     return pids
-

@@ -636,7 +636,7 @@ def test_what_the_user_writes_into_parameters_between_steps_counts(devices: int)
         with torch.no_grad():
             for parameter in trainer.model.parameters():
                 parameter.clamp_(-0.1, 0.1)
-        trainer.step(points(7))
+        trainer.step(points(9))
         trainer.model.load_state_dict({name: v / 2 for name, v in Noisy().state_dict().items()})
         trainer.step(points(8))
     assert trainers[0].fingerprint() == trainers[1].fingerprint()

@@ -39,12 +39,20 @@ def side(
     child = "os.fork() == 0" if processes == 2 else "False"
     worker = WORKER.format(action=action, step_s=step_s, loss=loss, child=child)
     program.write_text(textwrap.dedent(worker))
-    return Side("worker", [sys.executable, str(program)], processes=processes, folder=folder)
+    command = [sys.executable, str(program)]
+    return Side(
+        "worker", command, processes=processes, folder=folder, environment={"STEP_S": "0.25"}
+    )
 
 
 def test_a_side_trains_as_often_as_it_is_told(tmp_path: Path) -> None:
     with side(tmp_path) as running:
         assert [running.train(steps).seconds for steps in (2, 10)] == [1.0, 5.0]
+
+
+def test_a_side_has_the_environment_that_it_was_given(tmp_path: Path) -> None:
+    with side(tmp_path, step_s="float(os.environ['STEP_S'])") as running:
+        assert running.train(4).seconds == 1.0
 
 
 def test_the_slowest_process_counts(tmp_path: Path) -> None:
@@ -70,6 +78,7 @@ def test_a_loss_that_is_not_finite_is_told_of(tmp_path: Path) -> None:
 
 
 def test_a_side_that_cannot_start_is_told_of(tmp_path: Path) -> None:
-    broken = Side("broken", [sys.executable, "-c", "exit('no')"], processes=1, folder=tmp_path)
+    command = [sys.executable, "-c", "exit('no')"]
+    broken = Side("broken", command, processes=1, folder=tmp_path, environment={})
     with pytest.raises(SideError, match=r"broken: ended at the start with code 1(.|\n)*no"):
         broken.__enter__()
