@@ -233,7 +233,7 @@ def test_a_buffer_that_changes_its_form_is_refused_by_name(
 
 @pytest.mark.parametrize(
     "devices",
-    [1, pytest.param(2, marks=pytest.mark.xfail(strict=True, reason="bug: not told to copies"))],
+    [1, 2],
 )
 @pytest.mark.parametrize("replaced", [False, True])
 def test_what_the_user_does_to_a_buffer_between_steps_counts(replaced: bool, devices: int) -> None:
@@ -273,7 +273,6 @@ def test_the_model_may_have_no_buffers(devices: int) -> None:
     assert bits(module) != before
 
 
-@pytest.mark.xfail(strict=True, reason="bug: buffers are not put back after a failure")
 @both
 def test_buffers_are_what_they_were_after_a_step_that_was_refused(devices: int) -> None:
     def note(module: Noting, inputs: torch.Tensor) -> None:
@@ -290,7 +289,6 @@ def test_buffers_are_what_they_were_after_a_step_that_was_refused(devices: int) 
     assert bits(module) == before
 
 
-@pytest.mark.xfail(strict=True, reason="bug: buffers are not put back after a failure")
 @both
 def test_buffers_are_what_they_were_after_a_score_that_failed(devices: int) -> None:
     def note(module: Noting, inputs: torch.Tensor) -> None:
@@ -309,7 +307,6 @@ def test_buffers_are_what_they_were_after_a_score_that_failed(devices: int) -> N
     assert bits(module) == before
 
 
-@pytest.mark.xfail(strict=True, reason="bug: PyTorch has no maximum of these types")
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64], ids=str)
 def test_unsigned_numbers_take_the_largest_too(dtype: torch.dtype) -> None:
     def note(module: Noting, inputs: torch.Tensor) -> None:

@@ -157,7 +157,6 @@ def full_disk(limit_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.xfail(strict=True, reason="bug: safetensors has an error of its own")
 def test_a_full_disk_is_told_and_leaves_what_was_there(tmp_path: Path) -> None:
     folder = tmp_path / "last"
     write_checkpoint(folder, line(2), {"step": 1})
@@ -176,7 +175,6 @@ def test_a_record_that_cannot_be_written_leaves_what_was_there(tmp_path: Path) -
     assert names_in(tmp_path) == {"last"}
 
 
-@pytest.mark.xfail(strict=True, reason="bug: in a container the next run often has the same number")
 @pytest.mark.parametrize("left", ["part", "old"])
 def test_what_a_killed_process_of_the_same_number_left_is_no_hindrance(
     tmp_path: Path, left: str
@@ -191,7 +189,6 @@ def test_what_a_killed_process_of_the_same_number_left_is_no_hindrance(
     assert names_in(tmp_path) == {"last"}
 
 
-@pytest.mark.xfail(strict=True, reason="bug: closing the exchange parts publishers and owners")
 def test_a_run_goes_on_after_a_save_that_failed(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("mine")
     with_failure, without = make_trainer(devices=2), make_trainer(devices=2)

@@ -230,14 +230,12 @@ def test_the_processor_is_described() -> None:
     assert 0 < processor.free_bytes <= processor.total_bytes
 
 
-@pytest.mark.xfail(strict=True, reason="bug: two workers would share it, which NCCL refuses late")
 def test_the_same_gpu_twice_is_refused(machine: Machine) -> None:
     machine(*ROWS)
     with pytest.raises(ValueError, match="cuda:1 is named twice"):
         select_devices("cuda:1,cuda:0,cuda:1")
 
 
-@pytest.mark.xfail(strict=True, reason="bug: fails in words of Python's")
 @pytest.mark.usefixtures("without_gpus")
 def test_a_list_of_numbers_is_explained() -> None:
     with pytest.raises(ValueError, match="'0' is none of these"):

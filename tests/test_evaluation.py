@@ -219,7 +219,6 @@ def test_a_score_of_another_kind_is_refused(result: object, words: str) -> None:
         trainer.evaluate(lambda model, batch: result, TensorDataset(*points(8)), batch_size=8)
 
 
-@pytest.mark.xfail(strict=True, reason="bug: other names fail in the transport, in words of Python")
 @pytest.mark.parametrize("name", [0, "", "two\nlines"])
 def test_names_must_be_words(name: Any) -> None:
     with pytest.raises(LossError, match="expected names of one line"):
@@ -265,7 +264,6 @@ def test_wrong_numbers_are_refused(choice: dict[str, int]) -> None:
         make_trainer().evaluate(loss_of, TensorDataset(*points(8)), **choice)
 
 
-@pytest.mark.xfail(strict=True, reason="bug: closing the exchange parts publishers and owners")
 @pytest.mark.parametrize("fails", ["in a score", "in an item"])
 def test_a_run_goes_on_after_an_evaluation_that_failed(fails: str) -> None:
     def score(model: nn.Module, batch: Batch) -> Scores:

@@ -115,7 +115,6 @@ def test_views_into_larger_memory_count_for_what_they_show() -> None:
     )
 
 
-@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="bug: views with a conjugate bit")
 def test_a_conjugate_view_counts_for_what_it_shows() -> None:
     values = torch.tensor([1 + 1j, 2 - 3j])
     resolved = fingerprint(holding(x=values.conj().resolve_conj()))

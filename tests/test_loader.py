@@ -301,7 +301,6 @@ def test_what_has_no_items_by_number_is_refused(data: object) -> None:
         make_loader(data, Plan((1,)))
 
 
-@pytest.mark.xfail(strict=True, reason="bug: it inherits a __getitem__ that only raises")
 def test_a_stream_of_known_length_is_refused() -> None:
     with pytest.raises(TypeError, match=r"a length and an item for .* CountedStream"):
         make_loader(CountedStream(), Plan((1,)))
@@ -332,7 +331,6 @@ def test_a_wrong_number_is_refused(
         make_trainer().loader(range(9), **{"batch_size": 4, **choice})
 
 
-@pytest.mark.xfail(strict=True, reason="bug: noticed only at the first batch, in words of Python's")
 def test_a_collate_that_cannot_be_called_is_refused() -> None:
     with pytest.raises(TypeError, match="expected collate to be a function"):
         make_loader(range(9), Plan((1,)), collate=3)

@@ -101,14 +101,12 @@ def test_a_weight_below_zero_or_not_finite_is_refused(weight: float | torch.Tens
         weigh(Mean(torch.tensor(1.0), weight), 2, "the loss")
 
 
-@pytest.mark.xfail(strict=True, reason="bug: says neither which loss nor what is wrong with it")
 @pytest.mark.parametrize("weight", ["3", None, torch.ones(2)], ids=["text", "none", "vector"])
 def test_a_weight_that_is_no_number_is_refused(weight: float) -> None:
     with pytest.raises(LossError, match=r"^the loss: the weight of onefold\.Mean must be"):
         weigh(Mean(torch.tensor(1.0), weight), 2, "the loss")
 
 
-@pytest.mark.xfail(strict=True, reason="bug: PyTorch warns when such a weight becomes a number")
 def test_no_gradient_goes_through_a_weight() -> None:
     weight = torch.tensor(3.0, requires_grad=True)
     assert weigh(Mean(torch.tensor(6.0), weight), 5, "the loss").weight == 3.0

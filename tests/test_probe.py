@@ -96,19 +96,16 @@ def test_tied_weights_are_recorded_once(tmp_path: Path) -> None:
     assert compared(tmp_path, model, model)["differences"] == {}
 
 
-@pytest.mark.xfail(strict=True, reason="bug: compared as numbers, not as bits")
 def test_numbers_that_are_not_equal_to_themselves_do_not_differ(tmp_path: Path) -> None:
     odd = torch.tensor([math.nan])
     assert compared(tmp_path, with_buffer(odd), with_buffer(odd))["differences"] == {}
 
 
-@pytest.mark.xfail(strict=True, reason="bug: compared as numbers, not as bits")
 def test_the_sign_of_zero_is_a_difference(tmp_path: Path) -> None:
     zero = torch.zeros(1)
     assert compared(tmp_path, with_buffer(zero), with_buffer(-zero))["differences"] == {"odd": 0.0}
 
 
-@pytest.mark.xfail(strict=True, reason="bug: compared without the imaginary part, with a warning")
 def test_complex_buffers_are_compared(tmp_path: Path) -> None:
     record = compared(
         tmp_path, with_buffer(torch.tensor([1j])), with_buffer(torch.tensor([3 + 1j]))

@@ -67,7 +67,6 @@ def test_the_callers_generators_are_given_back(fails: bool) -> None:
     assert [draw() for _ in range(2)] == expected[1:]
 
 
-@pytest.mark.xfail(strict=True, reason="bug: NumPy keeps it outside its bit generator")
 def test_the_second_of_numpys_normal_numbers_is_given_back() -> None:
     np.random.seed(5)
     expected = [np.random.randn() for _ in range(4)]

@@ -375,7 +375,6 @@ def test_an_argument_that_is_not_usable_is_refused(
         make_trainer(**choice)
 
 
-@pytest.mark.xfail(strict=True, reason="bug: fails later, or in words of Python's or PyTorch's")
 @pytest.mark.parametrize(
     ("choice", "kind", "words"),
     [
@@ -420,7 +419,6 @@ def test_devices_of_several_kinds_are_refused(monkeypatch: pytest.MonkeyPatch) -
         onefold.Trainer(model := line(), sgd(model), square, shards=4, devices=["cpu", "cuda:1"])
 
 
-@pytest.mark.xfail(strict=True, reason="bug: fails in words of PyTorch's")
 @pytest.mark.parametrize(
     ("devices", "words"), [("cpu", "a list of devices"), (["gpu"], "'gpu'"), (2, "a list of devic")]
 )
@@ -584,7 +582,6 @@ class FailsOnce:
         return square(model, batch)
 
 
-@pytest.mark.xfail(strict=True, reason="bug: gradients of the failed step are added to the next")
 @both
 @pytest.mark.parametrize("shard", [1, 3])
 def test_a_step_that_failed_may_be_repeated(devices: int, shard: int) -> None:
@@ -601,7 +598,7 @@ def test_a_step_that_failed_may_be_repeated(devices: int, shard: int) -> None:
 
 @pytest.mark.parametrize(
     "devices",
-    [1, pytest.param(3, marks=pytest.mark.xfail(strict=True, reason="bug: folds old gradients"))],
+    [1, 3],
 )
 def test_a_bad_batch_may_be_passed_over(devices: int) -> None:
     trainer, expected = make_trainer(devices=devices), make_trainer(devices=devices)
@@ -613,7 +610,6 @@ def test_a_bad_batch_may_be_passed_over(devices: int) -> None:
     assert trainer.fingerprint() == expected.fingerprint()
 
 
-@pytest.mark.xfail(strict=True, reason="bug: gradients of the user's own backward are added")
 @both
 def test_gradients_that_the_user_left_do_not_count(devices: int) -> None:
     trainer, expected = make_trainer(devices=devices), make_trainer(devices=devices)
@@ -625,7 +621,7 @@ def test_gradients_that_the_user_left_do_not_count(devices: int) -> None:
 
 @pytest.mark.parametrize(
     "devices",
-    [1, pytest.param(3, marks=pytest.mark.xfail(strict=True, reason="bug: not told to copies"))],
+    [1, 3],
 )
 def test_what_the_user_writes_into_parameters_between_steps_counts(devices: int) -> None:
     """Weights that are loaded, or clipped, after Trainer was made."""
@@ -645,7 +641,6 @@ def test_what_the_user_writes_into_parameters_between_steps_counts(devices: int)
 # -- batches of another trainer -------------------------------------------------------------------
 
 
-@pytest.mark.xfail(strict=True, reason="bug: shards are left out without a word")
 @pytest.mark.parametrize(
     ("theirs", "ours"),
     [

@@ -226,7 +226,7 @@ def test_a_parameter_that_is_unfrozen_later_is_refused_by_name(devices: int) -> 
 
 @pytest.mark.parametrize(
     "devices",
-    [1, pytest.param(3, marks=pytest.mark.xfail(strict=True, reason="bug: copies stay unfrozen"))],
+    [1, 3],
 )
 def test_a_parameter_may_be_frozen_later_and_unfrozen_again(devices: int) -> None:
     ours, theirs = Branches(), Branches()
@@ -267,7 +267,6 @@ def test_the_optimizers_own_hooks_run_once_a_step(devices: int) -> None:
     assert calls == ["pre", "post"] * 2
 
 
-@pytest.mark.xfail(strict=True, reason="bug: the old state is lost without a word")
 def test_an_optimizer_cannot_be_divided_twice() -> None:
     """The second trainer would not find the state again that the first one cut up."""
     model = nn.Linear(300, 100)
@@ -277,7 +276,6 @@ def test_an_optimizer_cannot_be_divided_twice() -> None:
         make_trainer(model, optimizer=optimizer)
 
 
-@pytest.mark.xfail(strict=True, reason="bug: the first trainer goes on in memory that is no one's")
 @pytest.mark.parametrize("devices", [1, 2])
 def test_parameters_that_were_given_other_memory_are_noticed(devices: int) -> None:
     """By a second trainer of the same model, by ``model.to(...)``, or by ``.data = ...``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -46,18 +47,31 @@ class Settings:
     """Of each CPU device; None for an even share of the cores to each shard."""
 
     def __post_init__(self) -> None:
-        for name, least in (("shards", 1), ("seed", -(2**63))):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"expected {name} to be a whole number, got {value!r}")
-            if value < least:
-                raise ValueError(f"expected {name} of at least {least}, got {value}")
-        if self.threads is not None and self.threads < 1:
-            raise ValueError(f"expected threads of at least 1, got {self.threads}")
-        if self.clip_norm is not None and not self.clip_norm > 0:
-            raise ValueError(f"expected clip_norm to be more than 0, got {self.clip_norm}")
-        if not self.timeout_s > 0:
-            raise ValueError(f"expected timeout_s to be more than 0, got {self.timeout_s}")
+        _check_whole("shards", self.shards, 1, 2**31)
+        _check_whole("seed", self.seed, -(2**63), 2**63 - 1)
+        if self.threads is not None:
+            _check_whole("threads", self.threads, 1, 2**31)
+        if self.clip_norm is not None:
+            _check_positive("clip_norm", self.clip_norm)
+        _check_positive("timeout_s", self.timeout_s)
+
+
+def _check_whole(name: str, value: object, least: int, most: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"expected {name} to be a whole number, got {value!r}")
+    if value < least:
+        raise ValueError(f"expected {name} of at least {least}, got {value}")
+    if value > most:
+        raise ValueError(f"expected {name} of at most {most}, got {value}")
+
+
+def _check_positive(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"expected {name} to be a number, got {value!r}")
+    if not value > 0:
+        raise ValueError(f"expected {name} to be more than 0, got {value}")
+    if math.isinf(value):
+        raise ValueError(f"expected {name} to be finite, got {value}")
 
 
 class _Parts:

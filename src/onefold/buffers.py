@@ -13,10 +13,13 @@ from typing import NamedTuple
 import torch
 
 from onefold.exchange.base import Board
-from onefold.flat import FlatTensors, Layout, lay_out, storage_order
+from onefold.flat import FlatTensors, Layout, lay_out, same_bits
 from onefold.fold import fold_shards
 
 __all__ = ["BufferSet"]
+
+
+_HAVE_MAXIMUM = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class BufferSet:
@@ -42,6 +45,12 @@ class BufferSet:
         """Remember what every shard of this step starts from."""
         self._absorb()
         _copy(self._start, self.flat)
+
+    def follow(self, first: BufferSet) -> None:
+        """Take over the values of the first device of this process."""
+        first._absorb()
+        self._absorb()
+        _copy(self.flat, first.flat)
 
     def begin_shard(self) -> None:
         """Put the step's start back into the module."""
@@ -87,12 +96,12 @@ class BufferSet:
         if self.flat.device.type != "cpu":
             return list(range(len(self._tensors)))
         sections = zip(self.flat.sections, self._start.sections, strict=True)
-        same = [_same_bits(now, start) for now, start in sections]
+        same = [same_bits(now, start) for now, start in sections]
         pairs = zip(self.layout.entries, self.flat.views, self._start.views, strict=True)
         return [
             index
             for index, (entry, now, start) in enumerate(pairs)
-            if not same[entry.section] and not _same_bits(now, start)
+            if not same[entry.section] and not same_bits(now, start)
         ]
 
     def _absorb(self) -> None:
@@ -170,7 +179,9 @@ def _combine(
 ) -> torch.Tensor:
     if not (values[0].is_floating_point() or values[0].is_complex()):
         filled = [value for value, size in zip(values, sizes, strict=True) if size]
-        return fold_shards(filled, torch.maximum)
+        # PyTorch has no maximum of unsigned numbers of more than eight bits.
+        known = [value if value.dtype in _HAVE_MAXIMUM else value.long() for value in filled]
+        return fold_shards(known, torch.maximum).to(start.dtype)
     wide = torch.complex128 if values[0].is_complex() else torch.float64
     weighted = [
         value.to(wide) * size if size else torch.zeros_like(value, dtype=wide)
@@ -179,10 +190,6 @@ def _combine(
     mean = (fold_shards(weighted, torch.add) / sum(sizes)).to(start.dtype)
     left_alone = [value == start for value, size in zip(values, sizes, strict=True) if size]
     return torch.where(torch.stack(left_alone).all(dim=0), start, mean)
-
-
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(storage_order(one).view(torch.uint8), storage_order(other).view(torch.uint8))
 
 
 def _copy(target: FlatTensors, source: FlatTensors) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 __all__ = ["write_checkpoint"]
@@ -28,11 +29,12 @@ def write_checkpoint(directory: Path, module: torch.nn.Module, run: Mapping[str,
         FileExistsError: the folder holds files that are not a checkpoint's.
     """
     _check_ours(directory)
-    aside = directory.with_name(f".{directory.name}.{os.getpid()}.part")
     directory.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(directory)
+    aside = _beside(directory, "part")
     aside.mkdir()
     try:
-        save_file(_plain(module), aside / "model.safetensors")
+        _save_tensors(_plain(module), aside / "model.safetensors")
         (aside / "run.json").write_text(json.dumps(dict(run), indent=2) + "\n")
         for path in (*aside.iterdir(), aside):
             _sync(path)
@@ -41,6 +43,24 @@ def write_checkpoint(directory: Path, module: torch.nn.Module, run: Mapping[str,
         shutil.rmtree(aside, ignore_errors=True)
         raise
     _sync(directory.parent)
+
+
+def _beside(directory: Path, what: str) -> Path:
+    return directory.with_name(f".{directory.name}.{os.getpid()}.{what}")
+
+
+def _sweep(directory: Path) -> None:
+    """Remove what a process of the same number, killed at this, has left beside the folder."""
+    for what in ("part", "old"):
+        if _beside(directory, what).exists():
+            shutil.rmtree(_beside(directory, what))
+
+
+def _save_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    try:
+        save_file(tensors, path)
+    except SafetensorError as error:
+        raise OSError(f"{path.parent} could not be written: {error}") from error
 
 
 def _plain(module: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -64,7 +84,7 @@ def _check_ours(directory: Path) -> None:
 
 def _replace(aside: Path, directory: Path) -> None:
     if directory.exists():
-        old = directory.with_name(f".{directory.name}.{os.getpid()}.old")
+        old = _beside(directory, "old")
         os.rename(directory, old)
         os.rename(aside, directory)
         shutil.rmtree(old)

@@ -61,17 +61,22 @@ def select_devices(choice: int | str | Sequence[str]) -> Selection:
         LaunchError: there is no such device here.
         ValueError: it cannot be read.
     """
-    text = ",".join(choice) if isinstance(choice, list | tuple) else str(choice).strip()
+    listed = isinstance(choice, list | tuple)
+    text = ",".join(map(str, choice)) if listed else str(choice).strip()
     gpus = _gpus()
     if text == "auto":
-        names = [f"cuda:{gpu.index}" for gpu in gpus] or ["cpu"] * cores()
-        return Selection(tuple(names), may_leave=True)
-    if text.isdecimal():
+        everything = [f"cuda:{gpu.index}" for gpu in gpus] or ["cpu"] * cores()
+        return Selection(tuple(everything), may_leave=True)
+    if text.isdecimal() and not listed:
         return Selection(_count(int(text), gpus))
     parts = [part.strip() for part in text.split(",")]
     if len(parts) == 1 and parts[0].startswith("cpu:") and parts[0][4:].isdecimal():
         return Selection(("cpu",) * _positive(int(parts[0][4:]), text))
-    return Selection(tuple(_named(part, text, gpus) for part in parts))
+    names = tuple(_named(part, text, gpus) for part in parts)
+    for name in names:
+        if name != "cpu" and names.count(name) > 1:
+            raise ValueError(f"--devices {text}: {name} is named twice; a GPU takes one process")
+    return Selection(names)
 
 
 def _count(number: int, gpus: list[DeviceInfo]) -> tuple[str, ...]:

@@ -61,6 +61,7 @@ class Engine:
         self._clip_norm = clip_norm
         self._deterministic = deterministic
         self._frozen = frozen
+        self._marks = replicas[0].marks()
         self._unread: tuple[int, torch.Tensor] | None = None
 
     def step(self, batch: ShardedBatch, loss: LossFunction, number: int) -> Outcome:
@@ -85,18 +86,30 @@ class Engine:
         for replica in self.replicas:
             replica.buffers.end_step(board, sizes)
         self.exchange.spread()  # from here on the board is no longer ours to read
+        if len(self.replicas) > 1:
+            self._marks = self.replicas[0].marks()
         return outcome
 
     @contextmanager
     def computing(self, *, training: bool) -> Iterator[None]:
-        """The state in which models run; everything is put back afterwards."""
+        """The state in which models run; generators, modes and buffers are put back afterwards."""
+        self._follow_first()
         devices = [replica.device for replica in self.replicas]
         with ExitStack() as stack:
             stack.enter_context(kept_generators(*devices))
             stack.enter_context(_kernels(deterministic=self._deterministic))
             for replica in self.replicas:
                 stack.enter_context(_mode(replica.module, training=training))
+                replica.buffers.begin_step()
+                stack.callback(replica.buffers.restore)
             yield
+
+    def _follow_first(self) -> None:
+        """Bring what the user did to the model since the last step to its copies as well."""
+        first, *copies = self.replicas
+        changed = bool(copies) and first.marks() != self._marks
+        for replica in copies:
+            replica.follow(first, values=changed)
 
     def _apply(self, batch: ShardedBatch, weight: float) -> None:
         shards = batch.plan.shards

@@ -34,14 +34,10 @@ def evaluate(
     tallies = {replica.number: _Tally() for replica in engine.replicas}
     shards = 0
     with engine.computing(training=False), torch.no_grad():
-        for replica in engine.replicas:
-            replica.buffers.begin_step()
         for number, batch in enumerate(batches):
             shards = batch.plan.shards
             for replica in engine.replicas:
                 _score_shards(replica, score, batch, number, tallies[replica.number], engine.seed)
-        for replica in engine.replicas:
-            replica.buffers.restore()
     return _combine(engine.exchange, tallies, shards)
 
 
@@ -61,6 +57,9 @@ class _Tally:
                 f"the same names for every shard"
             )
         self.names = names
+        for name in names:
+            if not isinstance(name, str) or not name or "\n" in name:
+                raise LossError(f"{where}: expected names of one line for values, got {name!r}")
         parts = [
             weigh(value, samples, f"the value {name!r} of {where}")
             for name, value in values.items()

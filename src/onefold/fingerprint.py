@@ -23,7 +23,7 @@ def fingerprint_of(digests: Mapping[str, str]) -> str:
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    dense = tensor.detach().cpu().contiguous()
+    dense = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     text = hashlib.blake2b(f"{dense.dtype} {tuple(dense.shape)}".encode(), digest_size=16)
     if dense.numel():
         text.update(dense.reshape(-1).view(torch.uint8).numpy().data)

@@ -28,6 +28,7 @@ __all__ = [
     "cut_pieces",
     "cut_spans",
     "lay_out",
+    "same_bits",
     "storage_order",
 ]
 
@@ -196,6 +197,12 @@ class SpanTensors:
 def storage_order(tensor: torch.Tensor) -> torch.Tensor:
     """(numel,) view of a dense tensor's elements in the order in which they lie in memory."""
     return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one shape and dtype have the same bits: NaN is like NaN here."""
+    first, second = one.contiguous().reshape(-1), other.contiguous().reshape(-1)
+    return torch.equal(first.view(torch.uint8), second.view(torch.uint8))
 
 
 def cut_pieces(layout: Layout, *, by_element: bool) -> tuple[Piece, ...]:

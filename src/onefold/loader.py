@@ -7,10 +7,17 @@ import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset, default_collate
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    TensorDataset,
+    default_collate,
+)
 
 from onefold.batch import ShardedBatch
 from onefold.errors import SampleError
@@ -94,6 +101,8 @@ class Loader:
         _check_dataset(dataset)
         _check_count("batch_size", batch_size, least=1)
         _check_count("workers", workers, least=0)
+        if collate is not None and not callable(collate):
+            raise TypeError(f"expected collate to be a function of a list of samples: {collate!r}")
         self._reader = _Reader(dataset, collate, seed)
         self._requests = _Requests(
             samples=len(dataset),
@@ -262,13 +271,14 @@ def _as_it_is(answer: Any) -> Any:
 
 
 def _check_dataset(dataset: object) -> None:
-    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+    indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if not indexed or isinstance(dataset, IterableDataset):
         raise TypeError(
             f"expected a data set with a length and an item for each index, got "
             f"{type(dataset).__name__}. Samples are dealt out by number, so a stream cannot be "
             f"read; give it an index, or call trainer.step with whole batches of your own"
         )
-    if len(dataset) == 0:
+    if len(cast(SizedDataset, dataset)) == 0:
         raise ValueError("the data set is empty: expected at least one sample")
 
 

@@ -85,7 +85,18 @@ def _weigh_mean(mean: Mean, what: str) -> Contribution:
     if not isinstance(mean.total, torch.Tensor) or mean.total.dim() != 0:
         came = tuple(mean.total.shape) if isinstance(mean.total, torch.Tensor) else mean.total
         raise LossError(f"{what}: the total of onefold.Mean must be a scalar tensor, got {came}")
-    weight = float(mean.weight)
+    weight = _number(mean.weight, what)
     if not 0 <= weight < float("inf"):
         raise LossError(f"{what}: the weight of onefold.Mean must be finite and >= 0, got {weight}")
     return Contribution(root=mean.total, share=1.0, weight=weight)
+
+
+def _number(weight: object, what: str) -> float:
+    if isinstance(weight, torch.Tensor) and weight.numel() == 1:
+        return float(weight.detach())
+    if isinstance(weight, int | float):
+        return float(weight)
+    came = tuple(weight.shape) if isinstance(weight, torch.Tensor) else repr(weight)
+    raise LossError(
+        f"{what}: the weight of onefold.Mean must be a number or a scalar tensor, got {came}"
+    )

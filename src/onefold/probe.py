@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from onefold.fingerprint import fingerprint_of, tensor_digests
+from onefold.flat import same_bits
 from onefold.record import append_line
 
 __all__ = ["Probe"]
@@ -62,7 +63,8 @@ def _differences(
         if name not in kept or kept[name].shape != value.shape:
             found[name] = None
             continue
-        ours, theirs = value.cpu().double(), kept[name].double()
-        if not torch.equal(ours, theirs):
-            found[name] = float((ours - theirs).abs().max())
+        theirs = kept[name]
+        if not same_bits(value.cpu(), theirs):
+            wide = torch.complex128 if value.is_complex() else torch.float64
+            found[name] = float((value.cpu().to(wide) - theirs.to(wide)).abs().max())
     return found

@@ -38,19 +38,22 @@ def seed_generators(seed: int, device: torch.device | None = None) -> None:
 def kept_generators(*devices: torch.device) -> Iterator[None]:
     """Give the caller's generators back as they were, whatever is seeded and drawn inside.
 
-    NumPy's global generator is exchanged for another one for the while, which is far quicker than
-    copying its state out and in.
+    NumPy's global generator is exchanged for another one for the while, which is quicker than
+    copying its state in again.
     """
     gpus = [torch.cuda.default_generators[d.index] for d in devices if d.type == "cuda"]
     gpu_states = [generator.get_state() for generator in gpus]
     cpu_state = torch.default_generator.get_state()
     python_state = random.getstate()
     numpy_generator = mtrand.get_bit_generator()
+    numpy_state = np.random.get_state(legacy=False)
     mtrand.set_bit_generator(np.random.MT19937(0))
     try:
         yield
     finally:
         mtrand.set_bit_generator(numpy_generator)
+        if numpy_state["has_gauss"] and numpy_state["bit_generator"] == "MT19937":
+            np.random.set_state(numpy_state)  # a second normal number that was still to come
         random.setstate(python_state)
         torch.default_generator.set_state(cpu_state)
         for generator, state in zip(gpus, gpu_states, strict=True):

@@ -49,8 +49,8 @@ class Replica:
         self.buffers = buffers
         self._names = list(trained)
         self._trained = [named[name] for name in trained]
-        updated = set(trained)
-        self._other = [parameter for name, parameter in named.items() if name not in updated]
+        self._all = named
+        self._places = {name: p.data_ptr() for name, p in named.items() if p.numel()}
 
     def run(
         self, batch: ShardedBatch, loss: LossFunction, *, seed: int, step: int, exchange: Exchange
@@ -61,16 +61,42 @@ class Replica:
             LossError: the loss is of the wrong kind.
             GradientError: a gradient is sparse.
         """
+        self._check_places()
+        self._drop_gradients()
         board = exchange.board
         shards_run = batch.plan.shards_of(self.number)
         board.clear_rows(self.number, shards_run)
         board.heads[self.number, 0] = step
         board.heads[self.number, 1] = batch.samples
-        self.buffers.begin_step()
         run = _StepRun(self, batch, loss, seed, step)
         for slot, block in enumerate(blocks_of(shards_run, batch.plan.shards)):
             exchange.publish(self.number, slot, run.sum_of(block, exchange))
-        for parameter in self._other:
+        self._drop_gradients()
+
+    def marks(self) -> list[int]:
+        """Numbers that differ once somebody has changed a parameter in place."""
+        return [parameter._version for parameter in self._all.values()]
+
+    def follow(self, first: Replica, *, values: bool) -> None:
+        """Be a copy of the first device's model again, as the user has made it."""
+        self.buffers.follow(first.buffers)
+        for name, parameter in self._all.items():
+            original = first._all[name]
+            parameter.requires_grad_(original.requires_grad)
+            if values:
+                parameter.data.copy_(original.data)
+
+    def _check_places(self) -> None:
+        for name, place in self._places.items():
+            if self._all[name].data_ptr() != place:
+                raise ValueError(
+                    f"parameter {name} has been given other memory since Trainer was made, by "
+                    f"model.to(), .data = ... or a second Trainer. Change values in place, or make "
+                    f"Trainer afterwards"
+                )
+
+    def _drop_gradients(self) -> None:
+        for parameter in self._all.values():
             parameter.grad = None
 
     def take_gradients(self) -> Gradients:

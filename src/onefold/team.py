@@ -70,7 +70,7 @@ def form_team(
             )
         devices, own = _launched(world, shards), (world.rank,)
     else:
-        devices = tuple(_checked(torch.device(d)) for d in chosen or [_default(module)])
+        devices = tuple(_checked(_read(d)) for d in _listed(chosen) or [_default(module)])
         own = tuple(range(len(devices)))
     _check_together(devices, shards)
     if world.launcher == "torch" and world.size > 1 and world not in _hushed:
@@ -116,6 +116,21 @@ def _launched(world: World, shards: int) -> tuple[torch.device, ...]:
     if torch.cuda.is_available() and torch.cuda.device_count() >= world.local_size:
         return tuple(torch.device("cuda", rank % world.local_size) for rank in range(world.size))
     return (torch.device("cpu"),) * world.size
+
+
+def _listed(chosen: object) -> list[object]:
+    if chosen is None or isinstance(chosen, list | tuple):
+        return list(chosen or ())
+    raise TypeError(
+        f'expected devices to be a list of devices such as ["cuda:0", "cuda:1"], got {chosen!r}'
+    )
+
+
+def _read(device: object) -> torch.device:
+    try:
+        return torch.device(device)  # type: ignore[call-overload,no-any-return]
+    except (RuntimeError, TypeError):
+        raise ValueError(f"expected cpu or cuda devices, got {device!r}") from None
 
 
 def _default(module: torch.nn.Module) -> torch.device:

@@ -296,7 +296,7 @@ class Trainer:
 
     def _cut(self, batch: object) -> ShardedBatch:
         if isinstance(batch, ShardedBatch):
-            cut = batch
+            cut = self._checked_batch(batch)
         else:
             own = [s for number in self._team.own for s in self._plan.shards_of(number)]
             cut = cut_batch(batch, self._plan, own, self._epoch)
@@ -304,10 +304,21 @@ class Trainer:
             raise ValueError("the batch is empty: expected at least one sample")
         return cut
 
+    def _checked_batch(self, batch: ShardedBatch) -> ShardedBatch:
+        ours, theirs = self._plan, batch.plan
+        if (theirs.shards, theirs.devices) != (ours.shards, ours.devices):
+            raise ValueError(
+                f"the batch was cut for {theirs.shards} shards and {theirs.devices} devices, this "
+                f"run has {ours.shards} and {ours.devices}: use a loader of this trainer"
+            )
+        return batch
+
     def _checked_plan(self, counts: Sequence[int] | None) -> Plan:
         shards, devices = self._settings.shards, len(self._team.devices)
         if counts is None:
             return Plan.even(shards=shards, devices=devices)
+        if not isinstance(counts, Sequence) or not all(isinstance(c, int) for c in counts):
+            raise TypeError(f"expected plan to be a list of numbers, got {counts!r}")
         return Plan.given(counts, shards=shards, devices=devices)
 
     @contextmanager

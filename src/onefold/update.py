@@ -10,6 +10,7 @@ the parameters; its state is keyed by pieces for good. Whole pieces are the para
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +39,9 @@ _BY_ELEMENT = frozenset(
 )
 
 
+_taken: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
 def updates_by_element(optimizer: torch.optim.Optimizer) -> bool:
     """Whether each element's update depends on nothing but that element's own history."""
     return type(optimizer) in _BY_ELEMENT
@@ -61,6 +65,11 @@ def check_optimizer(optimizer: object, module: torch.nn.Module) -> None:
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise TypeError("SparseAdam works on sparse gradients; use Adam and dense embeddings")
+    if optimizer in _taken:
+        raise ValueError(
+            f"this {name} already belongs to a Trainer, which has divided its state. Make another "
+            f"optimizer for another Trainer"
+        )
     known = {id(parameter) for parameter in module.parameters()}
     for number, group in enumerate(optimizer.param_groups):
         for place, parameter in enumerate(group["params"]):
@@ -117,6 +126,7 @@ class SpanOptimizer:
         self._divided: list[list[torch.Tensor]] = [[] for _ in optimizer.param_groups]
         for item in owned:
             self._divided[group_of[id(item.parameter)]].append(item.values)
+        _taken.add(optimizer)
         self._divide_state(storage.trained)
         self._explain_state_dict()
 

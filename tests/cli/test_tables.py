@@ -31,7 +31,6 @@ def test_one_row_a_device() -> None:
     ]
 
 
-@pytest.mark.xfail(strict=True, reason="bug: a name may hold what rich takes for markup")
 def test_names_are_shown_as_they_are() -> None:
     odd = DeviceInfo(index=0, kind="cuda", name="Card [bold]", total_bytes=0, free_bytes=0)
     assert shown(odd)[1][2] == "Card [bold]"

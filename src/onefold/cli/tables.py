@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from rich.markup import escape
 from rich.table import Table
 
 from onefold.devices import DeviceInfo
@@ -20,7 +21,7 @@ def device_table(devices: Iterable[DeviceInfo]) -> Table:
         )
     for device in devices:
         name = f"{device.name} ({device.count} cores)" if device.kind == "cpu" else device.name
-        row = (name, _gibibytes(device.total_bytes), _gibibytes(device.free_bytes))
+        row = (escape(name), _gibibytes(device.total_bytes), _gibibytes(device.free_bytes))
         table.add_row(str(device.index), device.kind, *row)
     return table
 
