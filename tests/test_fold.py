@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
@@ -17,7 +19,7 @@ def plans(draw: st.DrawFn, most: int = 33) -> Plan:
         draw(st.lists(st.integers(0, shards), min_size=devices - 1, max_size=devices - 1))
     )
     bounds = [0, *cuts, shards]
-    return Plan(tuple(b - a for a, b in zip(bounds[:-1], bounds[1:], strict=True)))
+    return Plan(tuple(b - a for a, b in pairwise(bounds)))
 
 
 def is_node(block: Block, shards: int) -> bool:

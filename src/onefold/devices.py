@@ -61,8 +61,8 @@ def select_devices(choice: int | str | Sequence[str]) -> Selection:
         LaunchError: there is no such device here.
         ValueError: it cannot be read.
     """
-    listed = isinstance(choice, list | tuple)
-    text = ",".join(map(str, choice)) if listed else str(choice).strip()
+    listed = not isinstance(choice, int | str)
+    text = str(choice).strip() if isinstance(choice, int | str) else ",".join(map(str, choice))
     gpus = _gpus()
     if text == "auto":
         everything = [f"cuda:{gpu.index}" for gpu in gpus] or ["cpu"] * cores()

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import io
 
-import pytest
 from rich.console import Console
 
 from onefold.cli.tables import device_table
