@@ -199,3 +199,13 @@ def test_a_run_goes_on_after_a_save_that_failed(tmp_path: Path) -> None:
     for trainer in (with_failure, without):
         trainer.step(points(7))
     assert with_failure.fingerprint() == without.fingerprint()
+
+
+def test_a_checkpoint_that_was_just_being_replaced_is_put_back(tmp_path: Path) -> None:
+    folder = tmp_path / "last"
+    write_checkpoint(folder, line(2), {"step": 1})
+    folder.rename(tmp_path / f".last.{os.getpid()}.old")
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        write_checkpoint(folder, line(2), {"step": {2}})
+    assert json.loads((folder / "run.json").read_text()) == {"step": 1}
+    assert names_in(tmp_path) == {"last"}

@@ -50,7 +50,9 @@ def _beside(directory: Path, what: str) -> Path:
 
 
 def _sweep(directory: Path) -> None:
-    """Remove what a process of the same number, killed at this, has left beside the folder."""
+    """Tidy up what a process of the same number, killed at this, has left beside the folder."""
+    if _beside(directory, "old").exists() and not directory.exists():
+        os.rename(_beside(directory, "old"), directory)  # it was killed between the two renames
     for what in ("part", "old"):
         if _beside(directory, what).exists():
             shutil.rmtree(_beside(directory, what))
