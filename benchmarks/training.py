@@ -42,8 +42,13 @@ LAUNCHERS: dict[str, tuple[list[str], int]] = {
 }
 """What starts the processes of each side, and how many they are."""
 
-KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
-"""Tells glibc to get all memory from the heap, and never to give it back."""
+KEEP_MEMORY = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+    "THP_MEM_ALLOC_ENABLE": "0",
+}
+"""Tells glibc to get all memory from the heap and never to give it back, and PyTorch not to ask for
+large pages, which `onefold run` does by itself."""
 
 RATIOS = [
     ("onefold-1", "plain"),

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import onefold
@@ -666,3 +667,38 @@ def test_a_batch_of_another_trainer_of_the_same_form_is_taken() -> None:
         other.step(batch)
     expected.step(data[:])
     assert other.fingerprint() == expected.fingerprint()
+
+
+class Checkpointed(nn.Module):
+    """One layer that runs several times, and again in backward."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self._reentrant = reentrant
+        self.first = nn.Linear(5, 16)
+        self.shared = nn.Linear(16, 16)
+        self.last = nn.Linear(16, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for _ in range(4):
+            x = checkpoint(lambda t: self.shared(t).tanh(), x, use_reentrant=self._reentrant)
+        return self.last(x)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradients_that_come_in_portions_fold_to_the_same_bits(reentrant: bool) -> None:
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).square().mean(dim=1)
+
+    fingerprints = set()
+    batches = torch.randn(5, 12, 5, generator=torch.Generator().manual_seed(3))
+    for devices in (1, 2, 4):
+        torch.manual_seed(1)
+        model = Checkpointed(reentrant)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = onefold.Trainer(model, optimizer, loss, shards=4, devices=["cpu"] * devices)
+        for batch in batches:
+            trainer.step(batch)
+        fingerprints.add(trainer.fingerprint())
+    assert len(fingerprints) == 1

@@ -107,6 +107,15 @@ class Replica:
             parameter.grad = None
         return gradients
 
+    def came_in_portions(self) -> bool:
+        """Whether backward may have added up a gradient of one shard bit by bit.
+
+        It does so where a part of the model runs again in backward (reentrant checkpoints). Were
+        the next shard's portions added to this one's sum, the order would not be the fold's.
+        """
+        gradients = [p.grad for p in self._trained if p.grad is not None]
+        return any(gradient._version > 0 for gradient in gradients)
+
     def gradient_marks(self) -> list[tuple[int, int]]:
         """Something that differs for a parameter once backward has given it a gradient."""
         return [_mark(parameter.grad) for parameter in self._trained]
@@ -120,6 +129,12 @@ class Replica:
             gradient = parameter.grad
             if gradient is not None and _mark(gradient) != mark:
                 self._check_dense(gradient, index, where)
+                if id(gradient) == mark[0] and gradient._version > mark[1] + 1:
+                    raise GradientError(
+                        f"{where}: the gradient of parameter {self._names[index]} came in several "
+                        f"portions, unlike that of the shard before. Use checkpoints with "
+                        f"use_reentrant=False"
+                    )
                 counts[index] += 1
 
     def _check_dense(self, gradient: torch.Tensor, index: int, where: str) -> None:
@@ -152,11 +167,15 @@ class _StepRun:
         def pair(node: Block) -> Gradients | None:
             if node.stop - node.start > 2:
                 return None
-            # Autograd itself adds the second shard's gradients to those of the first.
+            left = None
             for shard in range(node.start, node.stop):
                 if shard in self._batch.shards:
+                    if self._replica.came_in_portions():
+                        left = self._replica.take_gradients()
                     self._run_shard(shard, exchange)
-            return self._replica.take_gradients()
+            # Where nothing was set aside, autograd itself has added the second shard's gradients.
+            right = self._replica.take_gradients()
+            return right if left is None else _add(left, right)
 
         return fold(pair, block, _add)
 

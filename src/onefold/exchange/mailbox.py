@@ -156,6 +156,8 @@ class Mailbox:
                 return found
             if time.monotonic() > spin_until:
                 self._wait_for_news(pending.values(), limit)
+            else:
+                os.sched_yield()  # the peer may be waiting for this very core
 
     def _expected(self, peer: _Peer, kinds: tuple[bytes, ...]) -> bytes:
         frame = peer.frames.popleft()
