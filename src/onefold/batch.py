@@ -26,6 +26,14 @@ class ShardedBatch:
     epoch: int = 0
     """Which pass over the data it belongs to."""
 
+    def divisor(self, weight: float) -> float:
+        """What gradients are divided by in backward, before the whole batch's weight is known.
+
+        Several shards: the samples are known before all forwards are, other weights only after.
+        One shard: its ``weight`` is that of the batch.
+        """
+        return weight if self.plan.shards == 1 else float(self.samples)
+
     def size_of(self, shard: int) -> int:
         """Samples of one shard."""
         start, stop = cut_bounds(self.samples, self.plan.shards)[shard]

@@ -65,13 +65,12 @@ class BufferSet:
             row.views[index].copy_(self._tensors[index], non_blocking=True)
 
     def end_step(self, board: Board, sizes: Sequence[int]) -> None:
-        """Give every changed buffer its value after the step.
+        """Give every changed buffer its value after the step; the others have been restored.
 
         Args:
             board: with the rows of all shards.
             sizes: samples of each shard.
         """
-        self.restore()
         if self._tensors:
             for run in _runs(self.layout, board.changed.bool().T.tolist()):
                 values = [

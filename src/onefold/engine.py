@@ -112,12 +112,10 @@ class Engine:
             replica.follow(first, values=changed)
 
     def _apply(self, batch: ShardedBatch, weight: float) -> None:
-        shards = batch.plan.shards
         totals = [t for replica in self.replicas for t in self.exchange.totals(replica.number)]
         gave = self.exchange.board.gave.sum(dim=0).tolist()
-        self._update.take(totals, gave, shards=shards)
-        # What the gradients were divided by in advance, while the weights were not yet known.
-        divisor = weight if shards == 1 else float(batch.samples)
+        self._update.take(totals, gave, shards=batch.plan.shards)
+        divisor = batch.divisor(weight)
         if divisor != weight:
             self._update.scale(divisor / weight)
         if self._clip_norm is not None:

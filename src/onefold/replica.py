@@ -204,8 +204,7 @@ class _StepRun:
                 f"the loss of {where} does not depend on any parameter that requires a gradient: "
                 f"was it computed under no_grad, or detached?"
             )
-        # Several shards: the samples are known before all forwards are, other weights only after.
-        divisor = part.weight if self._batch.plan.shards == 1 else float(self._batch.samples)
+        divisor = self._batch.divisor(part.weight)
         if divisor:
             part.backward(divisor)
 
