@@ -25,6 +25,13 @@ class ShardedBatch:
     """Shard number to its collated samples; empty shards are left out."""
     epoch: int = 0
     """Which pass over the data it belongs to."""
+    waited: tuple[float, float] | None = None
+    """From when to when a loader was waited for, in seconds on the host's clock."""
+
+    @property
+    def sizes(self) -> list[int]:
+        """Samples of each shard."""
+        return [stop - start for start, stop in cut_bounds(self.samples, self.plan.shards)]
 
     def divisor(self, weight: float) -> float:
         """What gradients are divided by in backward, before the whole batch's weight is known.

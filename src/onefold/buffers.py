@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from onefold.batch import ShardedBatch
 from onefold.exchange.base import Board
 from onefold.flat import FlatTensors, Layout, lay_out, same_bits
 from onefold.fold import fold_shards
@@ -58,21 +59,24 @@ class BufferSet:
 
     def end_shard(self, shard: int, board: Board) -> None:
         """Note in the shard's rows which buffers it changed, and into what."""
+        if not self._tensors:
+            return
         self._absorb()
         row = board.buffer_rows[shard]
         for index in self._changed():
             board.changed[shard, index] = 1
             row.views[index].copy_(self._tensors[index], non_blocking=True)
 
-    def end_step(self, board: Board, sizes: Sequence[int]) -> None:
+    def end_step(self, board: Board, batch: ShardedBatch) -> None:
         """Give every changed buffer its value after the step; the others have been restored.
 
         Args:
             board: with the rows of all shards.
-            sizes: samples of each shard.
+            batch: tells the samples of each shard.
         """
         if self._tensors:
-            for run in _runs(self.layout, board.changed.bool().T.tolist()):
+            sizes = batch.sizes
+            for run in _runs(self.layout, board.changed.astype(bool).T.tolist()):
                 values = [
                     _run_of(board.buffer_rows[shard] if by_shard else self._start, run)
                     for shard, by_shard in enumerate(run.changed_by)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from onefold.exchange.base import Board, Exchange
 from onefold.fold import fold_shards
 from onefold.randomness import kept_generators
 from onefold.replica import LossFunction, Replica
+from onefold.timing import Phase, Span
 from onefold.update import SpanOptimizer
 
 __all__ = ["Engine", "Outcome"]
@@ -75,20 +77,25 @@ class Engine:
         with self.computing(training=True):
             for replica in self.replicas:
                 replica.run(batch, loss, seed=self.seed, step=number, exchange=self.exchange)
-        self.exchange.collect(batch.plan)
+        with self._timed("exchange", "collect"):
+            self.exchange.collect(batch.plan)
         board = self.exchange.board
         _check_heads(board)
         self._check_finite(board, number)
         outcome = Outcome(board.totals.clone(), fold_shards(board.weights.tolist(), _add))
         if outcome.weight > 0:
             self._apply(batch, outcome.weight)
-        sizes = [batch.size_of(shard) for shard in range(batch.plan.shards)]
         for replica in self.replicas:
-            replica.buffers.end_step(board, sizes)
-        self.exchange.spread()  # from here on the board is no longer ours to read
+            replica.buffers.end_step(board, batch)
+        with self._timed("exchange", "spread"):
+            self.exchange.spread()  # from here on the board is no longer ours to read
         if len(self.replicas) > 1:
             self._marks = self.replicas[0].marks()
         return outcome
+
+    def take_spans(self) -> dict[int, list[Span]]:
+        """What each device of this process has done since the last time, by its number."""
+        return {replica.number: replica.watch.take() for replica in self.replicas}
 
     @contextmanager
     def computing(self, *, training: bool) -> Iterator[None]:
@@ -112,17 +119,33 @@ class Engine:
             replica.follow(first, values=changed)
 
     def _apply(self, batch: ShardedBatch, weight: float) -> None:
-        totals = [t for replica in self.replicas for t in self.exchange.totals(replica.number)]
-        gave = self.exchange.board.gave.sum(dim=0).tolist()
-        self._update.take(totals, gave, shards=batch.plan.shards)
-        divisor = batch.divisor(weight)
-        if divisor != weight:
-            self._update.scale(divisor / weight)
+        with self._timed("update", "take"):
+            totals = [t for replica in self.replicas for t in self.exchange.totals(replica.number)]
+            gave = self.exchange.board.gave.sum(axis=0).tolist()
+            self._update.take(totals, gave, shards=batch.plan.shards)
+            divisor = batch.divisor(weight)
+            if divisor != weight:
+                self._update.scale(divisor / weight)
         if self._clip_norm is not None:
-            norms = self.exchange.share(self._update.squared_norms())
+            self._clip(self._clip_norm)
+        with self._timed("update", "optimizer"):
+            self._update.step()
+
+    def _clip(self, clip_norm: float) -> None:
+        with self._timed("update", "norm"):
+            own = self._update.squared_norms()
+        with self._timed("exchange", "share norms"):
+            norms = self.exchange.share(own)
+        with self._timed("update", "clip"):
             norm = norms.sum(dim=0).sum().sqrt()  # a piece has one owner: adding zeros is exact
-            self._update.scale((self._clip_norm / (norm + 1e-6)).clamp(max=1.0))
-        self._update.step()
+            self._update.scale((clip_norm / (norm + 1e-6)).clamp(max=1.0))
+
+    @contextmanager
+    def _timed(self, phase: Phase, label: str) -> Iterator[None]:
+        watch = self.replicas[0].watch
+        start = watch.now()
+        yield
+        watch.note(phase, label, start)
 
     def _check_frozen(self) -> None:
         for name, parameter in self._frozen.items():
@@ -143,13 +166,12 @@ class Engine:
 
 
 def _raise_if_not_finite(totals: torch.Tensor, step: int) -> None:
-    if totals.isfinite().all():
-        return
-    shard = int((~totals.isfinite()).nonzero()[0, 0])
-    raise LossError(
-        f"the loss of step {step}, shard {shard} is {float(totals[shard])}: expected a finite "
-        f"number. Look at the samples of that shard, lower the learning rate, or set clip_norm"
-    )
+    for shard, total in enumerate(totals.tolist()):
+        if not math.isfinite(total):
+            raise LossError(
+                f"the loss of step {step}, shard {shard} is {total}: expected a finite number. Look "
+                f"at the samples of that shard, lower the learning rate, or set clip_norm"
+            )
 
 
 def _check_heads(board: Board) -> None:
@@ -171,13 +193,22 @@ def _add(left: float, right: float) -> float:
 @contextmanager
 def _mode(module: torch.nn.Module, *, training: bool) -> Iterator[None]:
     """Training or evaluation mode, and each submodule's own mode again afterwards."""
-    before = [(part, part.training) for part in module.modules()]
+    parts = list(module.modules())
+    if all(part.training is training and _is_plain(part) for part in parts):
+        yield
+        return
+    before = [part.training for part in parts]
     module.train(training)
     try:
         yield
     finally:
-        for part, mode in before:
+        for part, mode in zip(parts, before, strict=True):
             part.training = mode
+
+
+def _is_plain(module: torch.nn.Module) -> bool:
+    """Whether a module's mode is the flag and nothing else, so that setting it again does nothing."""
+    return type(module).train is torch.nn.Module.train and "train" not in module.__dict__
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from onefold.errors import SampleError
 from onefold.process import die_with_parent
 from onefold.randomness import derive_seed, kept_generators, sample_order, seed_generators
 from onefold.shard import Plan, cut_bounds
+from onefold.timing import host_now_s
 
 __all__ = ["Collate", "Loader", "SizedDataset"]
 
@@ -140,8 +141,11 @@ class Loader:
             SampleError: a sample could not be read.
         """
         answers = self._read() if self._workers is None else iter(self._workers)
+        start = host_now_s()
         for request, payloads in answers:
-            yield ShardedBatch(request.samples, request.plan, _checked(payloads), request.epoch)
+            shards, waited = _checked(payloads), (start, host_now_s())
+            yield ShardedBatch(request.samples, request.plan, shards, request.epoch, waited)
+            start = host_now_s()
 
     def _read(self) -> Iterator[tuple[_Request, dict[int, Any] | _BadSample]]:
         for request in self._requests:

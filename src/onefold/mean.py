@@ -40,7 +40,8 @@ class Contribution:
 
     def total(self) -> torch.Tensor:
         """() float64 on the shard's device: the shard's part of the numerator."""
-        return self.root.detach().double().sum() * self.share
+        total = self.root.detach().sum(dtype=torch.float64)
+        return total if self.share == 1.0 else total * self.share
 
     def backward(self, divisor: float) -> None:
         """Add the gradient of (total / divisor) to the parameters' ``.grad``.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from onefold.batch import ShardedBatch, move
@@ -14,6 +15,7 @@ from onefold.exchange.base import Exchange
 from onefold.fold import Block, blocks_of, fold
 from onefold.mean import Contribution, weigh
 from onefold.randomness import derive_seed, seed_generators
+from onefold.timing import Stopwatch
 
 __all__ = ["LossFunction", "Replica"]
 
@@ -21,6 +23,7 @@ LossFunction = Callable[[torch.nn.Module, Any], object]
 """Takes the model and one shard; see `onefold.mean.weigh` for what it may return."""
 
 Gradients = list[torch.Tensor | None]
+Counts = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 
 
 class Replica:
@@ -47,10 +50,12 @@ class Replica:
         self.device = device
         self.module = module
         self.buffers = buffers
+        self.watch = Stopwatch(device)
         self._names = list(trained)
         self._trained = [named[name] for name in trained]
         self._all = named
-        self._places = {name: p.data_ptr() for name, p in named.items() if p.numel()}
+        self._placed = {name: p for name, p in named.items() if p.numel()}
+        self._places = _places(self._placed)
 
     def run(
         self, batch: ShardedBatch, loss: LossFunction, *, seed: int, step: int, exchange: Exchange
@@ -66,11 +71,13 @@ class Replica:
         board = exchange.board
         shards_run = batch.plan.shards_of(self.number)
         board.clear_rows(self.number, shards_run)
-        board.heads[self.number, 0] = step
-        board.heads[self.number, 1] = batch.samples
+        board.heads[self.number] = step, batch.samples
         run = _StepRun(self, batch, loss, seed, step)
         for slot, block in enumerate(blocks_of(shards_run, batch.plan.shards)):
-            exchange.publish(self.number, slot, run.sum_of(block, exchange))
+            gradients = run.sum_of(block, exchange)
+            start = self.watch.now()
+            exchange.publish(self.number, slot, gradients)
+            self.watch.note("exchange", "publish", start)
         self._drop_gradients()
 
     def marks(self) -> list[int]:
@@ -87,66 +94,72 @@ class Replica:
                 parameter.data.copy_(original.data)
 
     def _check_places(self) -> None:
-        for name, place in self._places.items():
-            if self._all[name].data_ptr() != place:
-                raise ValueError(
-                    f"parameter {name} has been given other memory since Trainer was made, by "
-                    f"model.to(), .data = ... or a second Trainer. Change values in place, or make "
-                    f"Trainer afterwards"
-                )
+        places = _places(self._placed)
+        if places != self._places:
+            pairs = zip(self._placed, places, self._places, strict=True)
+            moved = next(name for name, now, before in pairs if now != before)
+            raise ValueError(
+                f"parameter {moved} has been given other memory since Trainer was made, by "
+                f"model.to(), .data = ... or a second Trainer. Change values in place, or make "
+                f"Trainer afterwards"
+            )
 
     def _drop_gradients(self) -> None:
         for parameter in self._all.values():
-            parameter.grad = None
+            if parameter.grad is not None:
+                parameter.grad = None
+
+    def gradients(self) -> Gradients:
+        """What backward has left in ``.grad``."""
+        return [parameter.grad for parameter in self._trained]
 
     def take_gradients(self) -> Gradients:
         """Hand over what backward left in ``.grad``, and leave nothing there."""
-        gradients: Gradients = []
+        gradients = self.gradients()
         for parameter in self._trained:
-            gradients.append(parameter.grad)
             parameter.grad = None
         return gradients
 
-    def came_in_portions(self) -> bool:
-        """Whether backward may have added up a gradient of one shard bit by bit.
+    def count_gradients(self, before: Gradients, gave: Counts, where: str) -> None:
+        """Count one more shard for every parameter that backward gave a gradient.
 
-        It does so where a part of the model runs again in backward (reentrant checkpoints). Were
-        the next shard's portions added to this one's sum, the order would not be the fold's.
+        Args:
+            before: what lay in ``.grad`` before backward, of version 0.
+            gave: (P,) int32, one count a parameter.
+            where: step and shard, for errors.
         """
-        gradients = [p.grad for p in self._trained if p.grad is not None]
-        return any(gradient._version > 0 for gradient in gradients)
-
-    def gradient_marks(self) -> list[tuple[int, int]]:
-        """Something that differs for a parameter once backward has given it a gradient."""
-        return [_mark(parameter.grad) for parameter in self._trained]
-
-    def count_gradients(
-        self, before: Sequence[tuple[int, int]], gave: torch.Tensor, where: str
-    ) -> None:
-        """Count one more shard for every parameter that got a gradient since ``before``."""
-        counts = gave.numpy()
-        for index, (parameter, mark) in enumerate(zip(self._trained, before, strict=True)):
-            gradient = parameter.grad
-            if gradient is not None and _mark(gradient) != mark:
-                self._check_dense(gradient, index, where)
-                if id(gradient) == mark[0] and gradient._version > mark[1] + 1:
-                    raise GradientError(
-                        f"{where}: the gradient of parameter {self._names[index]} came in several "
-                        f"portions, unlike that of the shard before. Use checkpoints with "
-                        f"use_reentrant=False"
-                    )
-                counts[index] += 1
-
-    def _check_dense(self, gradient: torch.Tensor, index: int, where: str) -> None:
-        if gradient.layout != torch.strided:
-            raise GradientError(
-                f"{where}: parameter {self._names[index]} got a sparse gradient, a dense one is "
-                f"expected. Make its layer with sparse=False"
-            )
+        after = self.gradients()
+        for index, (old, new) in enumerate(zip(before, after, strict=True)):
+            if new is None:
+                continue
+            if new.layout is not torch.strided:
+                raise GradientError(
+                    f"{where}: parameter {self._names[index]} got a sparse gradient, a dense one "
+                    f"is expected. Make its layer with sparse=False"
+                )
+            if new is old and new._version > 1:
+                raise GradientError(
+                    f"{where}: the gradient of parameter {self._names[index]} came in several "
+                    f"portions, unlike that of the shard before. Use checkpoints with "
+                    f"use_reentrant=False"
+                )
+        gave += [
+            new is not None and (new is not old or new._version > 0)
+            for old, new in zip(before, after, strict=True)
+        ]
 
 
-def _mark(gradient: torch.Tensor | None) -> tuple[int, int]:
-    return (0, 0) if gradient is None else (id(gradient), gradient._version)
+def _places(parameters: Mapping[str, torch.Tensor]) -> list[int]:
+    return [parameter.data_ptr() for parameter in parameters.values()]
+
+
+def _came_in_portions(gradients: Gradients) -> bool:
+    """Whether backward may have added up a gradient of one shard bit by bit.
+
+    It does so where a part of the model runs again in backward (reentrant checkpoints). Were the
+    next shard's portions added to this one's sum, the order would not be the fold's.
+    """
+    return any(gradient is not None and gradient._version > 0 for gradient in gradients)
 
 
 class _StepRun:
@@ -167,32 +180,40 @@ class _StepRun:
         def pair(node: Block) -> Gradients | None:
             if node.stop - node.start > 2:
                 return None
-            left = None
-            for shard in range(node.start, node.stop):
-                if shard in self._batch.shards:
-                    if self._replica.came_in_portions():
-                        left = self._replica.take_gradients()
-                    self._run_shard(shard, exchange)
+            filled = [s for s in range(node.start, node.stop) if s in self._batch.shards]
+            left: Gradients | None = None
+            for shard in filled:
+                before = replica.gradients()
+                if _came_in_portions(before):
+                    left = replica.take_gradients()
+                    before = replica.gradients()
+                self._run_shard(shard, before, exchange)
             # Where nothing was set aside, autograd itself has added the second shard's gradients.
-            right = self._replica.take_gradients()
+            right = replica.take_gradients()
             return right if left is None else _add(left, right)
 
+        replica = self._replica
         return fold(pair, block, _add)
 
-    def _run_shard(self, shard: int, exchange: Exchange) -> None:
-        replica, where = self._replica, self._where(shard)
+    def _run_shard(self, shard: int, before: Gradients, exchange: Exchange) -> None:
+        replica, watch, where = self._replica, self._replica.watch, self._where(shard)
         board = exchange.board
+        start = watch.now()
         payload = move(self._batch.shards[shard], replica.device)
-        before = replica.gradient_marks()
+        there = watch.now()
+        watch.note("data", f"move shard {shard}", start, there)
         replica.buffers.begin_shard()
         seed_generators(derive_seed("shard", self._seed, self._step, shard), replica.device)
         try:
             result = self._loss(replica.module, payload)
             part = weigh(result, self._batch.size_of(shard), f"the loss of {where}")
+            middle = watch.now()
+            watch.note("forward", f"forward shard {shard}", there, middle)
             self._backward(part, where)
         except Exception as error:
             error.add_note(f"raised in {where}, on device {replica.number} ({replica.device})")
             raise
+        watch.note("backward", f"backward shard {shard}", middle)
         replica.buffers.end_shard(shard, board)
         board.weights[shard] = part.weight
         board.totals[shard : shard + 1].copy_(part.total(), non_blocking=True)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 __all__ = ["Plan", "cut_bounds"]
 
 
+@lru_cache(maxsize=64)
 def cut_bounds(samples: int, shards: int) -> tuple[tuple[int, int], ...]:
     """First and past-the-last sample of every shard, sized as ``torch.tensor_split`` does.
 

@@ -24,6 +24,7 @@ from onefold.record import append_line
 from onefold.replica import LossFunction
 from onefold.shard import Plan
 from onefold.team import form_team, settle_threads
+from onefold.timing import PhaseSeconds, Span, host_now_s
 from onefold.update import check_optimizer
 from onefold.world import current_world
 
@@ -41,6 +42,7 @@ class Step:
     epoch: int
     """Which pass over the data the batch belongs to."""
     _outcome: Outcome = field(repr=False)
+    _spans: Sequence[Span] = field(repr=False)
 
     @property
     def loss(self) -> torch.Tensor:
@@ -55,6 +57,15 @@ class Step:
     def skipped(self) -> bool:
         """Whether the parameters were left alone, the sum of weights being 0."""
         return self._outcome.weight == 0
+
+    @property
+    def seconds(self) -> PhaseSeconds:
+        """Where the time went: data, forward, backward, exchange, update.
+
+        On this process's first device, by its own clock. Added up when it is asked for; on a GPU
+        only that waits for the step to be done.
+        """
+        return PhaseSeconds.of(self._spans)
 
 
 class Trainer:
@@ -227,13 +238,17 @@ class Trainer:
             LossError: the loss is of the wrong shape, or not finite; names step and shard.
             PeerError: another device failed or is lost.
         """
+        start = host_now_s()
         cut = self._cut(batch)
+        waited = cut.waited or (start, host_now_s())
         number = self._steps + 1
         with self._telling_others():
             outcome = self._engine.step(cut, self._loss, number)
         self._steps = number
         self._note_progress()
-        step = Step(number, cut.samples, cut.epoch, outcome)
+        spans = self._engine.take_spans()
+        first = [Span("data", "batch", *waited), *spans[self._team.own[0]]]
+        step = Step(number, cut.samples, cut.epoch, outcome, first)
         self._observe(step)
         return step
 

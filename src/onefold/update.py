@@ -115,6 +115,8 @@ class SpanOptimizer:
     ) -> None:
         self.optimizer = optimizer
         self._owned = owned
+        self._values = [item.values for item in owned]
+        self._entries = [item.piece.entry for item in owned]
         self._pieces = len(storage.pieces)
         self._devices = devices
         group_of = {
@@ -130,7 +132,7 @@ class SpanOptimizer:
         self._divide_state(storage.trained)
         self._explain_state_dict()
 
-    def take(self, totals: Sequence[torch.Tensor], gave: Sequence[int], *, shards: int) -> None:
+    def take(self, totals: Sequence[torch.Tensor | None], gave: Sequence[int], *, shards: int) -> None:
         """Accept the gradients of a step.
 
         Args:
@@ -140,15 +142,18 @@ class SpanOptimizer:
             shards: V; where fewer gave one, the missing ones count as zeros.
         """
         self._check_groups()
-        for item, total in zip(self._owned, totals, strict=True):
-            given = gave[item.piece.entry]
-            if 0 < given < shards:
+        for values, entry, total in zip(self._values, self._entries, totals, strict=True):
+            given = gave[entry]
+            if total is None or not given:
+                values.grad = None
+                continue
+            if given < shards:
                 total.add_(0.0)  # minus zero plus a missing shard's zero is zero
-            item.values.grad = total if given else None
+            values.grad = total
 
     def scale(self, factor: float | torch.Tensor) -> None:
         """Multiply the gradients."""
-        gradients = [g for item in self._owned if (g := item.values.grad) is not None]
+        gradients = [g for values in self._values if (g := values.grad) is not None]
         if isinstance(factor, float):
             torch._foreach_mul_(gradients, factor)
             return
@@ -184,8 +189,8 @@ class SpanOptimizer:
         finally:
             for group, parameters in zip(groups, users, strict=True):
                 group["params"] = parameters
-            for item in self._owned:
-                item.values.grad = None
+            for values in self._values:
+                values.grad = None
 
     def _check_groups(self) -> None:
         groups = self.optimizer.param_groups

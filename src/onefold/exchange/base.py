@@ -104,8 +104,9 @@ class Board:
     """What every device tells the others in a step, beside its partial sums.
 
     A device writes its own row of ``heads`` and ``gave`` and its own shards' rows of the rest. What
-    the host knows lies on the host; what a device computes lies where ``computed`` lies, so that
-    nobody has to wait for a device to know it.
+    the host knows lies on the host, as NumPy arrays: single numbers are written to them, which
+    costs a tensor far more. What a device computes lies where ``computed`` lies, so that nobody has
+    to wait for a device to know it.
 
     Args:
         shape: its sizes.
@@ -118,13 +119,13 @@ class Board:
         self.known = known
         parts = torch.split(known, list(shape.host_bytes))
         devices, shards = shape.devices, shape.shards
-        self.heads = _typed(parts[0], torch.int64, (devices, 2))
+        self.heads = _typed(parts[0], torch.int64, (devices, 2)).numpy()
         """(D, 2) int64: the step and the batch's samples, as each device sees them."""
-        self.weights = _typed(parts[1], torch.float64, (shards,))
+        self.weights = _typed(parts[1], torch.float64, (shards,)).numpy()
         """(V,) float64: each shard's part of the divisor."""
-        self.gave = _typed(parts[2], torch.int32, (devices, shape.parameters))
+        self.gave = _typed(parts[2], torch.int32, (devices, shape.parameters)).numpy()
         """(D, P) int32: how many of a device's shards gave a gradient to each parameter."""
-        self.changed = _typed(parts[3], torch.uint8, (shards, len(shape.buffers.entries)))
+        self.changed = _typed(parts[3], torch.uint8, (shards, len(shape.buffers.entries))).numpy()
         """(V, B) uint8: whether a shard changed a buffer."""
         rows = shape.buffers.nbytes
         first = shape.device_bytes - shards * rows
@@ -145,17 +146,19 @@ class Board:
 
     def clear_rows(self, device: int, shards: range) -> None:
         """Empty one device's rows before a step."""
-        self.gave[device].zero_()
-        for rows in (self.weights, self.totals, self.changed):
-            rows[shards.start : shards.stop].zero_()
+        rows = slice(shards.start, shards.stop)
+        self.gave[device] = 0
+        self.weights[rows] = 0.0
+        self.changed[rows] = 0
+        self.totals[rows].zero_()
 
     def copy_known(self, other: Board, device: int, shards: range) -> None:
         """Take the rows that ``device`` wrote on its own board, but for what it computed."""
         rows = slice(shards.start, shards.stop)
-        self.heads[device].copy_(other.heads[device])
-        self.gave[device].copy_(other.gave[device])
-        self.weights[rows].copy_(other.weights[rows])
-        self.changed[rows].copy_(other.changed[rows])
+        self.heads[device] = other.heads[device]
+        self.gave[device] = other.gave[device]
+        self.weights[rows] = other.weights[rows]
+        self.changed[rows] = other.changed[rows]
 
 
 def _typed(memory: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
@@ -245,8 +248,11 @@ class Exchange(ABC):
         """Wait for every device to have published; afterwards the own spans' totals are ready."""
 
     @abstractmethod
-    def totals(self, device: int) -> Sequence[torch.Tensor]:
-        """The summed gradient of each piece of an own device's span, valid until ``spread``."""
+    def totals(self, device: int) -> Sequence[torch.Tensor | None]:
+        """The summed gradient of each piece of an own device's span, valid until ``spread``.
+
+        None is allowed where no shard gave one.
+        """
 
     @abstractmethod
     def share(self, rows: Mapping[int, torch.Tensor]) -> torch.Tensor:

@@ -135,7 +135,7 @@ class CollectiveExchange(Exchange):
             theirs = plan.shards_of(peer)
             rows[theirs.start : theirs.stop] = part[: len(theirs)]
 
-    def totals(self, device: int) -> Sequence[torch.Tensor]:
+    def totals(self, device: int) -> Sequence[torch.Tensor | None]:
         return self._fold.totals
 
     def share(self, rows: Mapping[int, torch.Tensor]) -> torch.Tensor:

@@ -30,16 +30,14 @@ class SoloExchange(Exchange):
     def collect(self, plan: Plan) -> None:
         pass  # all there is lies here already
 
-    def totals(self, device: int) -> Sequence[torch.Tensor]:
+    def totals(self, device: int) -> Sequence[torch.Tensor | None]:
         return [self._total(piece) for piece in self._pieces]
 
-    def _total(self, piece: Piece) -> torch.Tensor:
+    def _total(self, piece: Piece) -> torch.Tensor | None:
         gradient = self._gradients[piece.entry]
-        entry = self._entries[piece.entry]
-        if gradient is None:  # nobody will read it: no shard gave one
-            return torch.empty(0)
-        if piece.whole:
+        if gradient is None or piece.whole:
             return gradient
+        entry = self._entries[piece.entry]
         if gradient.stride() != entry.stride:
             moved = torch.empty_strided(
                 entry.shape, entry.stride, dtype=gradient.dtype, device=gradient.device
@@ -91,7 +89,7 @@ class LocalExchange(Exchange):
             home = leftmost(plan) if one_memory else Published(number, 0)
             span_fold.fold(plan, self._slot, self._slot(home))
 
-    def totals(self, device: int) -> Sequence[torch.Tensor]:
+    def totals(self, device: int) -> Sequence[torch.Tensor | None]:
         return self._folds[device].totals
 
     def share(self, rows: Mapping[int, torch.Tensor]) -> torch.Tensor:

@@ -79,7 +79,7 @@ class SharedExchange(Exchange):
         partials = self._partials.__getitem__
         self._fold.fold(plan, partials, partials(leftmost(plan)))
 
-    def totals(self, device: int) -> Sequence[torch.Tensor]:
+    def totals(self, device: int) -> Sequence[torch.Tensor | None]:
         return self._fold.totals
 
     def share(self, rows: Mapping[int, torch.Tensor]) -> torch.Tensor:
