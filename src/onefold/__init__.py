@@ -15,13 +15,14 @@ from onefold.launch import launch
 
 if TYPE_CHECKING:
     from onefold.mean import Mean
-    from onefold.trainer import Step, Trainer
+    from onefold.step import Step
+    from onefold.trainer import Trainer
 
 __all__ = ["Mean", "Step", "Trainer", "__version__", "errors", "launch"]
 
 __version__ = version("onefold")
 
-_HOMES = {"Mean": "onefold.mean", "Step": "onefold.trainer", "Trainer": "onefold.trainer"}
+_HOMES = {"Mean": "onefold.mean", "Step": "onefold.step", "Trainer": "onefold.trainer"}
 
 
 def __getattr__(name: str) -> Any:

@@ -169,8 +169,8 @@ def _raise_if_not_finite(totals: torch.Tensor, step: int) -> None:
     for shard, total in enumerate(totals.tolist()):
         if not math.isfinite(total):
             raise LossError(
-                f"the loss of step {step}, shard {shard} is {total}: expected a finite number. Look "
-                f"at the samples of that shard, lower the learning rate, or set clip_norm"
+                f"the loss of step {step}, shard {shard} is {total}: expected a finite number. "
+                f"Look at the samples of that shard, lower the learning rate, or set clip_norm"
             )
 
 
@@ -207,7 +207,7 @@ def _mode(module: torch.nn.Module, *, training: bool) -> Iterator[None]:
 
 
 def _is_plain(module: torch.nn.Module) -> bool:
-    """Whether a module's mode is the flag and nothing else, so that setting it again does nothing."""
+    """Whether setting a module's mode sets the flag and nothing else."""
     return type(module).train is torch.nn.Module.train and "train" not in module.__dict__
 
 

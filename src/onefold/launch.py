@@ -31,6 +31,7 @@ from onefold.devices import Selection, select_devices
 from onefold.errors import RunFailed
 from onefold.process import stopped_process
 from onefold.rundir import Report, RunDirectory
+from onefold.timeline import join_timeline, remove_parts
 from onefold.world import DEFAULT_TIMEOUT_S, ExchangeName, World, current_world, worker_environment
 
 __all__ = ["LaunchOptions", "Outcome", "launch", "supervise"]
@@ -51,6 +52,8 @@ class LaunchOptions:
     """The longest that a device waits for another one."""
     trace: str = ""
     """File that takes one JSON line a step."""
+    profile: str = ""
+    """Folder that takes the timeline; it must be there."""
     probe: str = ""
     """Folder for the comparison of runs."""
     probe_steps: int = 0
@@ -83,6 +86,8 @@ class Outcome:
     """Of the first failure, if it was an exception."""
     logs: str = ""
     """Folder with the output of the other devices, kept after a failure."""
+    timeline: str = ""
+    """File of the timeline, if one was asked for and a step was done."""
 
 
 def launch(
@@ -147,6 +152,8 @@ def supervise(command: Sequence[str], selection: Selection, options: LaunchOptio
     directory = RunDirectory(folder, len(selection.devices))
     directory.create()
     crew = _Crew(directory, selection.devices)
+    if options.profile:
+        remove_parts(Path(options.profile))
     interrupted = False
     try:
         crew.start(command, selection, options)
@@ -157,6 +164,8 @@ def supervise(command: Sequence[str], selection: Selection, options: LaunchOptio
     finally:
         crew.end()
     outcome = crew.interrupted_outcome() if interrupted else crew.outcome()
+    if options.profile and (timeline := join_timeline(Path(options.profile))):
+        outcome = replace(outcome, timeline=str(timeline))
     if not options.logs and not (outcome.exit_code and directory.log_sizes()):
         shutil.rmtree(folder)
         return replace(outcome, logs="")
@@ -208,6 +217,7 @@ class _Crew:
                 timeout_s=options.timeout_s,
                 directory=str(self._directory.path),
                 trace=options.trace,
+                profile=options.profile,
                 probe=options.probe,
                 probe_steps=options.probe_steps,
                 probe_records=options.probe_records,

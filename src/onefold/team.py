@@ -13,9 +13,10 @@ import torch
 from onefold.devices import cores
 from onefold.errors import LaunchError
 from onefold.membership import hush_and_report
+from onefold.memory import keep_memory
 from onefold.world import World
 
-__all__ = ["Team", "form_team", "settle_threads"]
+__all__ = ["Team", "form_team", "settle_process"]
 
 _log = logging.getLogger("onefold")
 _trainers = itertools.count()
@@ -82,12 +83,16 @@ def form_team(
     return Team(devices=devices, own=own, world=world, trainer=next(_trainers))
 
 
-def settle_threads(team: Team, *, shards: int, threads: int | None) -> None:
-    """Fix the threads of a CPU device: bits depend on their number, so it is part of the run."""
+def settle_process(team: Team, *, shards: int, threads: int | None) -> None:
+    """Fix the threads of a CPU device: bits depend on their number, so it is part of the run.
+
+    A CPU device also keeps its memory from here on, see `onefold.memory`.
+    """
     if team.devices[team.own[0]].type != "cpu":
         if threads is not None:
             torch.set_num_threads(threads)
         return
+    keep_memory()
     available = cores()
     settled = max(1, available // shards) if threads is None else threads
     torch.set_num_threads(settled)

@@ -1,11 +1,9 @@
-"""The face of onefold: `Trainer` and `Step`. Everything that computes lies below it."""
+"""The face of onefold: `Trainer`. Everything that computes lies below it."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -13,59 +11,20 @@ import torch
 from onefold.assembly import Settings, assemble
 from onefold.batch import ShardedBatch, cut_batch
 from onefold.checkpoint import write_checkpoint
-from onefold.engine import Outcome
 from onefold.evaluation import ScoreFunction, evaluate
 from onefold.fingerprint import fingerprint_of, tensor_digests
-from onefold.fold import fold_shards
 from onefold.loader import Collate, Loader, SizedDataset
 from onefold.modelcheck import check_model
-from onefold.probe import Probe
-from onefold.record import append_line
+from onefold.observers import observers_of
 from onefold.replica import LossFunction
 from onefold.shard import Plan
-from onefold.team import form_team, settle_threads
-from onefold.timing import PhaseSeconds, Span, host_now_s
+from onefold.step import Step
+from onefold.team import form_team, settle_process
+from onefold.timing import Span, host_now_s
 from onefold.update import check_optimizer
 from onefold.world import current_world
 
-__all__ = ["Step", "Trainer"]
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What one update came to."""
-
-    number: int
-    """Counts the updates of the run, from 1."""
-    samples: int
-    """Of the whole batch."""
-    epoch: int
-    """Which pass over the data the batch belongs to."""
-    _outcome: Outcome = field(repr=False)
-    _spans: Sequence[Span] = field(repr=False)
-
-    @property
-    def loss(self) -> torch.Tensor:
-        """() float64: sum of totals over sum of weights, before the update.
-
-        Computed when it is asked for; on a GPU nothing waits for it until then.
-        """
-        total = fold_shards(list(self._outcome.totals.unbind()), torch.add)
-        return total / self._outcome.weight if self._outcome.weight else total * math.nan
-
-    @property
-    def skipped(self) -> bool:
-        """Whether the parameters were left alone, the sum of weights being 0."""
-        return self._outcome.weight == 0
-
-    @property
-    def seconds(self) -> PhaseSeconds:
-        """Where the time went: data, forward, backward, exchange, update.
-
-        On this process's first device, by its own clock. Added up when it is asked for; on a GPU
-        only that waits for the step to be done.
-        """
-        return PhaseSeconds.of(self._spans)
+__all__ = ["Trainer"]
 
 
 class Trainer:
@@ -137,15 +96,15 @@ class Trainer:
         self._settings = settings
         self._team = form_team(self._world, devices, shards=shards, module=model)
         self._plan = self._checked_plan(plan)
-        settle_threads(self._team, shards=shards, threads=threads)
+        settle_process(self._team, shards=shards, threads=threads)
         self._loss = loss
         self._engine = assemble(model, optimizer, settings=settings, team=self._team)
         self._steps = 0
         self._epoch = 0
         self._progress = directory.progress() if (directory := self._world.run_directory) else None
         self._note_progress()
-        self._trace = self._trace_path()
-        self._probe = self._make_probe()
+        watches = {replica.number: replica.watch for replica in self._engine.replicas}
+        self._observers = observers_of(self._team, model, watches)
 
     @property
     def model(self) -> torch.nn.Module:
@@ -248,8 +207,10 @@ class Trainer:
         self._note_progress()
         spans = self._engine.take_spans()
         first = [Span("data", "batch", *waited), *spans[self._team.own[0]]]
+        spans[self._team.own[0]] = first
         step = Step(number, cut.samples, cut.epoch, outcome, first)
-        self._observe(step)
+        for observe in self._observers:
+            observe(step, spans)
         return step
 
     def evaluate(
@@ -359,29 +320,3 @@ class Trainer:
             "fingerprint": self.fingerprint(),
             "torch": torch.__version__,
         }
-
-    def _trace_path(self) -> Path | None:
-        if not (self._world.trace and self.is_lead and self._team.trainer == 0):
-            return None
-        path = Path(self._world.trace)
-        path.write_text("")
-        return path
-
-    def _make_probe(self) -> Probe | None:
-        world = self._world
-        if not (world.probe and self.is_lead and self._team.trainer == 0):
-            return None
-        name = Path(world.directory).name
-        probe = Probe(Path(world.probe), records=world.probe_records, name=name)
-        probe.observe(0, self.model, None)
-        return probe
-
-    def _observe(self, step: Step) -> None:
-        if self._trace is not None:
-            line = {"step": step.number, "epoch": step.epoch, "loss": float(step.loss)}
-            more = {"samples": step.samples, "fingerprint": self.fingerprint()}
-            append_line(self._trace, {**line, **more})
-        if self._probe is not None:
-            self._probe.observe(step.number, self.model, float(step.loss))
-        if self._world.probe and self._team.trainer == 0 and step.number >= self._world.probe_steps:
-            raise SystemExit(0)

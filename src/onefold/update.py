@@ -132,7 +132,9 @@ class SpanOptimizer:
         self._divide_state(storage.trained)
         self._explain_state_dict()
 
-    def take(self, totals: Sequence[torch.Tensor | None], gave: Sequence[int], *, shards: int) -> None:
+    def take(
+        self, totals: Sequence[torch.Tensor | None], gave: Sequence[int], *, shards: int
+    ) -> None:
         """Accept the gradients of a step.
 
         Args:

@@ -20,6 +20,7 @@ __all__ = [
     "DEFAULT_TIMEOUT_S",
     "ExchangeName",
     "World",
+    "allocator_chosen",
     "current_world",
     "read_world",
     "visible_gpus",
@@ -58,6 +59,8 @@ class World:
     """Of the run, where onefold launched it."""
     trace: str = ""
     """File that takes one JSON line a step."""
+    profile: str = ""
+    """Folder that takes the timeline."""
     probe: str = ""
     """Folder for the comparison of runs, see `onefold.probe`."""
     probe_steps: int = 0
@@ -120,13 +123,23 @@ def visible_gpus() -> str | None:
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
+def allocator_chosen() -> bool:
+    """Whether the user has said how memory is to be allocated, by glibc's own variables or by
+    loading another allocator before it."""
+    return any(
+        name.startswith("MALLOC_")
+        or (name == "GLIBC_TUNABLES" and "glibc.malloc" in value)
+        or (name == "LD_PRELOAD" and "malloc" in value)
+        for name, value in os.environ.items()
+    )
+
+
 def worker_environment(world: World) -> dict[str, str]:
     """The environment of a worker that onefold launches."""
     environment = dict(os.environ)
     environment[WORLD_VARIABLE] = world.to_json()
     environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # so that numbers mean the same to everybody
     environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats its bits
-    environment.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # large tensors come in large pages
     environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the first failure is told by us
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host: no need for its name to resolve
     # Libraries that print, log or download on rank 0 alone look for these.

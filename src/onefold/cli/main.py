@@ -46,6 +46,9 @@ def run(
     exchange: Exchange = "auto",
     timeout: Timeout = DEFAULT_TIMEOUT_S,
     trace: Annotated[Path | None, typer.Option(help="Write one JSON line a step here.")] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="Write a timeline into this folder, to open in Perfetto.")
+    ] = None,
     logs: Annotated[
         Path | None, typer.Option(help="Keep the output of the other devices in this folder.")
     ] = None,
@@ -54,10 +57,13 @@ def run(
     _check_script(script)
     if trace is not None and not trace.absolute().parent.is_dir():
         raise LaunchError(f"--trace {trace}: there is no folder {trace.absolute().parent}")
+    if profile is not None:
+        profile.mkdir(parents=True, exist_ok=True)
     options = LaunchOptions(
         exchange=exchange,  # type: ignore[arg-type]  # LaunchOptions checks it
         timeout_s=timeout,
         trace=str(trace.absolute()) if trace else "",
+        profile=str(profile.absolute()) if profile else "",
         logs=str(logs.absolute()) if logs else "",
     )
     outcome = supervise([str(script), *context.args], select_devices(devices), options)
@@ -130,6 +136,8 @@ def _check_script(script: Path) -> None:
 
 
 def _tell(outcome: Outcome) -> None:
+    if outcome.timeline:
+        print(f"onefold: timeline: {outcome.timeline} (opens in ui.perfetto.dev)", file=sys.stderr)
     if not outcome.exit_code:
         return
     if outcome.traceback:

@@ -19,15 +19,28 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from onefold.flat import FlatTensors, Layout, Piece, cut_spans
 from onefold.fold import Block, Published, fold, max_blocks, published_by
 from onefold.shard import Plan
 
-__all__ = ["Board", "BoardShape", "Exchange", "Ranged", "SpanFold", "Start", "Storage", "leftmost"]
+__all__ = [
+    "Board",
+    "BoardShape",
+    "Exchange",
+    "Ranged",
+    "SpanFold",
+    "Start",
+    "Storage",
+    "chunks_of",
+    "leftmost",
+]
+
+_CHUNK_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,13 +165,27 @@ class Board:
         self.changed[rows] = 0
         self.totals[rows].zero_()
 
-    def copy_known(self, other: Board, device: int, shards: range) -> None:
-        """Take the rows that ``device`` wrote on its own board, but for what it computed."""
+    def row(self, device: int, shards: range) -> torch.Tensor:  # (row_bytes,) uint8 on the host
+        """What ``device`` wrote on this board, but for what it computed: a message to others."""
+        parts = self._row_parts(device, shards)
+        return torch.from_numpy(np.concatenate([part.view(np.uint8).ravel() for part in parts]))
+
+    def empty_row(self, device: int, shards: range) -> torch.Tensor:
+        """Room for another board's `row`."""
+        parts = self._row_parts(device, shards)
+        return torch.empty(sum(part.nbytes for part in parts), dtype=torch.uint8)
+
+    def take_row(self, device: int, shards: range, message: torch.Tensor) -> None:
+        """Write another board's `row` onto this one."""
+        start = 0
+        for part in self._row_parts(device, shards):
+            stop = start + part.nbytes
+            part[...] = message[start:stop].numpy().view(part.dtype).reshape(part.shape)
+            start = stop
+
+    def _row_parts(self, device: int, shards: range) -> list[np.ndarray[Any, Any]]:
         rows = slice(shards.start, shards.stop)
-        self.heads[device] = other.heads[device]
-        self.gave[device] = other.gave[device]
-        self.weights[rows] = other.weights[rows]
-        self.changed[rows] = other.changed[rows]
+        return [self.heads[device], self.gave[device], self.weights[rows], self.changed[rows]]
 
 
 def _typed(memory: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
@@ -177,7 +204,9 @@ class SpanFold:
     """The owner's part of the fold: adds the published partial sums over one span.
 
     Only the owner of a span reads or writes this stretch of anybody's partial sums between
-    ``collect`` and ``spread``, so it adds in place.
+    ``collect`` and ``spread``, so it adds in place. It goes chunk by chunk: what a chunk's inner
+    nodes of the tree come to is still in the processor's cache when they are added, and a chunk can
+    be added while later ones are on their way.
     """
 
     def __init__(self, span: Sequence[Piece], shards: int) -> None:
@@ -189,28 +218,51 @@ class SpanFold:
         self.totals: list[torch.Tensor] = []
         """One tensor for each piece of the span, shaped as the piece."""
 
-    def fold(self, plan: Plan, partials: Callable[[Published], Ranged], home: FlatTensors) -> None:
+    def fold(
+        self,
+        plan: Plan,
+        partials: Callable[[Published], Ranged],
+        home: FlatTensors,
+        arrived: Callable[[int], None] | None = None,
+    ) -> None:
         """Add up; ``totals`` are ready afterwards.
 
         Args:
             plan: who published what.
             partials: finds the memory of a partial sum; the same for the same plan.
             home: where the total goes, on the owner's device; may be one of the partial sums.
+            arrived: waits until the chunk of a number is there, see `chunks_of`.
         """
         if plan != self._plan:
-            places = published_by(plan)
-            ranges = {block: partials(at).ranges(self._span) for block, at in places.items()}
-            self._homes = home.ranges(self._span)
-            self._parts = [
-                {block: ranges[block][i] for block in ranges} for i in range(len(self._homes))
-            ]
-            self.totals = [home.piece(piece) for piece in self._span]
-            self._plan = plan
-        for parts, target in zip(self._parts, self._homes, strict=True):
+            self._find_parts(plan, partials, home)
+        for number, (parts, target) in enumerate(zip(self._parts, self._homes, strict=True)):
+            if arrived is not None:
+                arrived(number)
             near = {block: part.to(target.device) for block, part in parts.items()}
             total = fold(near.get, Block(0, self._shards), _add_in_place)
             if total.data_ptr() != target.data_ptr():
                 target.copy_(total)
+
+    def _find_parts(
+        self, plan: Plan, partials: Callable[[Published], Ranged], home: FlatTensors
+    ) -> None:
+        places = published_by(plan)
+        chunks = {block: chunks_of(partials(at), self._span) for block, at in places.items()}
+        self._homes = chunks_of(home, self._span)
+        self._parts = [
+            {block: chunks[block][i] for block in chunks} for i in range(len(self._homes))
+        ]
+        self.totals = [home.piece(piece) for piece in self._span]
+        self._plan = plan
+
+
+def chunks_of(memory: Ranged, span: Sequence[Piece]) -> list[torch.Tensor]:
+    """The stretches that a span covers, cut small enough to be moved and added one by one."""
+    return [
+        chunk
+        for stretch in memory.ranges(span)
+        for chunk in torch.split(stretch, _CHUNK_BYTES // stretch.dtype.itemsize)
+    ]
 
 
 def leftmost(plan: Plan) -> Published:

@@ -10,16 +10,24 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from onefold.errors import PeerError, PeerFailed, PeerLost
-from onefold.exchange.base import Board, Exchange, Ranged, SpanFold, Start, Storage
+from onefold.exchange.base import (
+    Board,
+    Exchange,
+    Ranged,
+    SpanFold,
+    Start,
+    Storage,
+    chunks_of,
+)
 from onefold.exchange.group import break_off, who_left
 from onefold.flat import FlatTensors, SpanTensors
 from onefold.fold import Published, blocks_of
@@ -63,7 +71,6 @@ class CollectiveExchange(Exchange):
         self._own: dict[int, FlatTensors] = {}
         self._received: dict[Published, SpanTensors] = {}
         self.board = Board.private(storage.board, device)
-        self._incoming = Board.private(storage.board, device)
         self.trained = {self._rank: FlatTensors(storage.trained, device=device)}
         self.other = {self._rank: FlatTensors(storage.other, device=device)}
         self.trained[self._rank].write(start.trained)
@@ -83,13 +90,17 @@ class CollectiveExchange(Exchange):
 
     def collect(self, plan: Plan) -> None:
         self._step = int(self.board.heads[self._rank, 0])
+        own = self.board.row(self._rank, plan.shards_of(self._rank))
+        rows = {peer: self.board.empty_row(peer, plan.shards_of(peer)) for peer in self._peers()}
         with self._naming_the_lost():
-            moving = self._send_partials(plan)
-            self._gather_board(plan)
-            for work in moving:
-                work.wait()
+            talk = self._start([op for peer, row in rows.items() for op in _swap(peer, own, row)])
+            moving = self._start_partials(plan)
+            talk.wait()
+            for peer, row in rows.items():
+                self.board.take_row(peer, plan.shards_of(peer), row)
+            self._fold.fold(plan, self._partial, self._slot(0), arrived=moving.wait_for)
+            moving.wait()
             self._gather_buffers(plan)
-        self._fold.fold(plan, self._partial, self._slot(0))
 
     def _partial(self, place: Published) -> Ranged:
         if place.device == self._rank:
@@ -99,28 +110,21 @@ class CollectiveExchange(Exchange):
             self._received[place] = SpanTensors(self._storage.trained, span, self._device)
         return self._received[place]
 
-    def _send_partials(self, plan: Plan) -> list[dist.Work]:
-        slots = [len(blocks_of(plan.shards_of(d), plan.shards)) for d in range(plan.devices)]
+    def _start_partials(self, plan: Plan) -> _Moving:
+        """Send the others their spans of our partial sums, and receive our span of theirs."""
+        own = plan.shards_of(self._rank)
         operations = []
         for peer in self._peers():
-            for slot in range(slots[self._rank]):
-                for part in self._slot(slot).ranges(self._spans[peer]):
-                    operations.append(self._operation(dist.isend, part, peer))
-            for slot in range(slots[peer]):
-                for part in self._partial(Published(peer, slot)).ranges(self._spans[self._rank]):
-                    operations.append(self._operation(dist.irecv, part, peer))
-        return _start(operations)
-
-    def _gather_board(self, plan: Plan) -> None:
-        """Bring the others' rows in, but for the buffers'."""
-        known = self._gather(self.board.known)
-        totals = self._gather(self.board.totals)
-        for peer in self._peers():
-            shards = plan.shards_of(peer)
-            rows = slice(shards.start, shards.stop)
-            self._incoming.known.copy_(known[peer])
-            self.board.copy_known(self._incoming, peer, shards)
-            self.board.totals[rows].copy_(totals[peer][rows])
+            theirs = plan.shards_of(peer)
+            leaving = self.board.totals[own.start : own.stop]
+            coming = self.board.totals[theirs.start : theirs.stop]
+            operations += _swap(peer, leaving, coming)
+            for slot in range(len(blocks_of(own, plan.shards))):
+                operations += _sends(peer, chunks_of(self._slot(slot), self._spans[peer]))
+            for slot in range(len(blocks_of(theirs, plan.shards))):
+                partial = self._partial(Published(peer, slot))
+                operations += _receipts(peer, chunks_of(partial, self._spans[self._rank]))
+        return self._start(operations)
 
     def _gather_buffers(self, plan: Plan) -> None:
         """Bring the others' buffers in, if a shard changed any."""
@@ -147,13 +151,10 @@ class CollectiveExchange(Exchange):
         flat = self.trained[self._rank]
         operations = []
         for peer in self._peers():
-            for part in flat.ranges(self._spans[self._rank]):
-                operations.append(self._operation(dist.isend, part, peer))
-            for part in flat.ranges(self._spans[peer]):
-                operations.append(self._operation(dist.irecv, part, peer))
+            operations += _sends(peer, chunks_of(flat, self._spans[self._rank]))
+            operations += _receipts(peer, chunks_of(flat, self._spans[peer]))
         with self._naming_the_lost():
-            for work in _start(operations):
-                work.wait()
+            self._start(operations).wait()
         self._step += 1
 
     def close(self, failure: BaseException | None = None) -> None:
@@ -176,8 +177,17 @@ class CollectiveExchange(Exchange):
         size = self._storage.devices
         return [(self._rank + distance) % size for distance in range(1, size)]
 
-    def _operation(self, kind: object, part: torch.Tensor, peer: int) -> dist.P2POp:
-        return dist.P2POp(kind, part, group=self._group, group_peer=peer)  # type: ignore[arg-type]
+    def _start(self, operations: Sequence[_Operation]) -> _Moving:
+        """Begin to send and receive: the first chunks of all first."""
+        ordered = sorted(
+            (op for op in operations if op.part.numel()),
+            key=lambda op: -1 if op.chunk is None else op.chunk,
+        )
+        started = [
+            dist.P2POp(op.kind, op.part, group=self._group, group_peer=op.peer) for op in ordered
+        ]
+        works = dist.batch_isend_irecv(started) if started else []
+        return _Moving(ordered, works)
 
     def _gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         parts = [torch.empty_like(tensor) for _ in range(self._storage.devices)]
@@ -230,5 +240,63 @@ class CollectiveExchange(Exchange):
             return None
 
 
-def _start(operations: list[dist.P2POp]) -> list[dist.Work]:
-    return dist.batch_isend_irecv(operations) if operations else []
+class _Operation(NamedTuple):
+    """One tensor on its way to a peer or from it."""
+
+    kind: Callable[..., Any]
+    peer: int
+    part: torch.Tensor
+    chunk: int | None
+    """Which chunk of a span it is, if it is one."""
+
+
+def _swap(peer: int, leaving: torch.Tensor, coming: torch.Tensor) -> list[_Operation]:
+    return [_Operation(dist.isend, peer, leaving, None), _Operation(dist.irecv, peer, coming, None)]
+
+
+def _sends(peer: int, chunks: Sequence[torch.Tensor]) -> list[_Operation]:
+    return [_Operation(dist.isend, peer, chunk, number) for number, chunk in enumerate(chunks)]
+
+
+def _receipts(peer: int, chunks: Sequence[torch.Tensor]) -> list[_Operation]:
+    return [_Operation(dist.irecv, peer, chunk, number) for number, chunk in enumerate(chunks)]
+
+
+class _Moving:
+    """Tensors that are on their way.
+
+    Args:
+        operations: what was started, in this order.
+        works: one for each of them, or a single one for all (NCCL).
+    """
+
+    def __init__(self, operations: Sequence[_Operation], works: Sequence[dist.Work]) -> None:
+        self._left: list[dist.Work] = []
+        self._coming: dict[int, list[dist.Work]] = {}
+        self._as_one = len(works) != len(operations)
+        if self._as_one:
+            self._left = list(works)
+            return
+        for operation, work in zip(operations, works, strict=True):
+            if operation.kind is dist.irecv and operation.chunk is not None:
+                self._coming.setdefault(operation.chunk, []).append(work)
+            else:
+                self._left.append(work)
+
+    def wait_for(self, chunk: int) -> None:
+        """Until the chunk of this number has come from all peers."""
+        if self._as_one:
+            self.wait()
+        _wait_once(self._coming.pop(chunk, []))
+
+    def wait(self) -> None:
+        """Until all has come and gone."""
+        for chunk in list(self._coming):
+            self.wait_for(chunk)
+        _wait_once(self._left)
+
+
+def _wait_once(works: list[dist.Work]) -> None:
+    """Wait for each and forget it: gloo would wait forever for a message that was taken before."""
+    while works:
+        works.pop(0).wait()

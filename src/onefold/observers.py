@@ -1,0 +1,78 @@
+"""Who looks on while a run goes: the trace, the timeline, the comparison of runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from onefold.fingerprint import fingerprint_of, tensor_digests
+from onefold.membership import register
+from onefold.probe import Probe
+from onefold.profile import Profile
+from onefold.record import append_line
+from onefold.step import Step
+from onefold.team import Team
+from onefold.timing import Span, Stopwatch
+
+__all__ = ["Observer", "observers_of"]
+
+Observer = Callable[[Step, Mapping[int, Sequence[Span]]], None]
+"""Told of every step when it is done, with what each device of this process did in it."""
+
+
+def observers_of(
+    team: Team, model: torch.nn.Module, watches: Mapping[int, Stopwatch]
+) -> list[Observer]:
+    """Those that the launcher asked for, in the order in which they are told.
+
+    Trace and comparison follow the first trainer of a script, on the lead.
+
+    Args:
+        team: who takes part.
+        model: of the lead, or of this process.
+        watches: of this process's devices, by number.
+    """
+    world = team.world
+    found: list[Observer] = []
+    if world.profile:
+        found.append(_profiler(Profile(Path(world.profile), team, watches)))
+    if team.trainer == 0 and 0 in team.own and world.trace:
+        found.append(_tracer(Path(world.trace), model))
+    if team.trainer == 0 and world.probe:
+        if 0 in team.own:
+            name = Path(world.directory).name
+            probe = Probe(Path(world.probe), records=world.probe_records, name=name)
+            found.append(_prober(probe, model))
+        found.append(_stopper(world.probe_steps))
+    return found
+
+
+def _profiler(profile: Profile) -> Observer:
+    register(profile)
+    return lambda step, spans: profile.add_step(step.number, spans)
+
+
+def _tracer(path: Path, model: torch.nn.Module) -> Observer:
+    path.write_text("")
+
+    def trace(step: Step, spans: Mapping[int, Sequence[Span]]) -> None:
+        line = {"step": step.number, "epoch": step.epoch, "loss": float(step.loss)}
+        fingerprint = fingerprint_of(tensor_digests(model))
+        append_line(path, {**line, "samples": step.samples, "fingerprint": fingerprint})
+
+    return trace
+
+
+def _prober(probe: Probe, model: torch.nn.Module) -> Observer:
+    probe.observe(0, model, None)
+    return lambda step, spans: probe.observe(step.number, model, float(step.loss))
+
+
+def _stopper(steps: int) -> Observer:
+    def stop(step: Step, spans: Mapping[int, Sequence[Span]]) -> None:
+        if step.number >= steps:
+            raise SystemExit(0)
+
+    return stop
