@@ -13,8 +13,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 demo: $(VENV)/demo.stamp
 	$(BIN)/onefold demo
 
+# Two workers, as most of the tests that take time start processes of their own.
 test: lint $(VENV)/dev.stamp
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses 2 --dist loadgroup
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .

@@ -16,7 +16,11 @@ import pytest
 SCRIPT = Path(__file__).parent / "scripts" / "faulty.py"
 ONEFOLD = [sys.executable, "-m", "onefold"]
 LIMIT_S = 10
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.timeout(120),
+    pytest.mark.xdist_group("faults"),  # they watch the clock: one at a time
+]
 
 
 class Run:
@@ -29,7 +33,13 @@ class Run:
         environment = {**os.environ, "TMPDIR": str(folder)}
         with self.output.open("wb") as out, self.errors.open("wb") as err:
             self.process = subprocess.Popen(
-                command, stdout=out, stderr=err, env=environment, start_new_session=True
+                command,
+                stdout=out,
+                stderr=err,
+                env=environment,
+                start_new_session=True,
+                # Or a test run that was started in the background hands on that Ctrl-C is ignored.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
 
     def wait_until_ready(self) -> None:

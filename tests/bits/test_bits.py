@@ -12,6 +12,10 @@ from tests.bits.cases import Case, complete, covering, run, run_all
 EXCHANGES = ("local", "shared", "collective")
 
 
+# One test worker has them all: each of them needs the runs on one device that others need too.
+pytestmark = pytest.mark.xdist_group("bits")
+
+
 @functools.cache
 def reference(case: Case) -> tuple[str, str]:
     """On one device."""

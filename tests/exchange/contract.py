@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
@@ -132,8 +134,12 @@ def check_exchange(exchange: Exchange, sizes: Storage, begun: Start, own: range)
     exchange.close()
 
 
-def check_launched(kind: str) -> str:
-    """One process of several."""
+def check_launched(kinds: Sequence[str]) -> list[str]:
+    """One process of several: the kinds that keep the contract, one after the other."""
+    return [check_one_launched(kind) for kind in kinds]
+
+
+def check_one_launched(kind: str) -> str:
     world = current_world()
     sizes = storage(world.size)
     begun = start(world.rank, sizes)
@@ -147,4 +153,4 @@ def check_launched(kind: str) -> str:
     check_exchange(exchange, sizes, begun, range(world.rank, world.rank + 1))
     if kind == "collective":
         dist.barrier()
-    return "kept"
+    return kind
