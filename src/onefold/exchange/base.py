@@ -40,7 +40,7 @@ __all__ = [
     "leftmost",
 ]
 
-_CHUNK_BYTES = 64 << 20
+_CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +142,8 @@ class Board:
         """(V, B) uint8: whether a shard changed a buffer."""
         rows = shape.buffers.nbytes
         first = shape.device_bytes - shards * rows
+        self.on_host = computed.device.type == "cpu"
+        """Whether what devices compute lies on the host as well."""
         self.totals = _typed(computed[:first], torch.float64, (shards,))
         """(V,) float64: each shard's part of the loss."""
         self.rows_memory = computed[first:].view(shards, rows)
@@ -166,7 +168,11 @@ class Board:
         self.totals[rows].zero_()
 
     def row(self, device: int, shards: range) -> torch.Tensor:  # (row_bytes,) uint8 on the host
-        """What ``device`` wrote on this board, but for what it computed: a message to others."""
+        """What ``device`` wrote on this board, as a message to others.
+
+        Its totals are in it where they lie on the host; where they do not, `totals` must travel by
+        themselves, and so must the buffers in any case.
+        """
         parts = self._row_parts(device, shards)
         return torch.from_numpy(np.concatenate([part.view(np.uint8).ravel() for part in parts]))
 
@@ -185,7 +191,8 @@ class Board:
 
     def _row_parts(self, device: int, shards: range) -> list[np.ndarray[Any, Any]]:
         rows = slice(shards.start, shards.stop)
-        return [self.heads[device], self.gave[device], self.weights[rows], self.changed[rows]]
+        parts = [self.heads[device], self.gave[device], self.weights[rows], self.changed[rows]]
+        return [*parts, self.totals[rows].numpy()] if self.on_host else parts
 
 
 def _typed(memory: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

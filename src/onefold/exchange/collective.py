@@ -116,9 +116,10 @@ class CollectiveExchange(Exchange):
         operations = []
         for peer in self._peers():
             theirs = plan.shards_of(peer)
-            leaving = self.board.totals[own.start : own.stop]
-            coming = self.board.totals[theirs.start : theirs.stop]
-            operations += _swap(peer, leaving, coming)
+            if not self.board.on_host:
+                leaving = self.board.totals[own.start : own.stop]
+                coming = self.board.totals[theirs.start : theirs.stop]
+                operations += _swap(peer, leaving, coming)
             for slot in range(len(blocks_of(own, plan.shards))):
                 operations += _sends(peer, chunks_of(self._slot(slot), self._spans[peer]))
             for slot in range(len(blocks_of(theirs, plan.shards))):
