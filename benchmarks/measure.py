@@ -28,6 +28,7 @@ __all__ = [
     "deliver",
     "in_turn",
     "machine_busy_s",
+    "middle_half",
     "print_disturbance",
     "print_table",
     "ratio",
@@ -68,6 +69,12 @@ def spread(values: Iterable[float]) -> Spread:
     if not taken:
         raise ValueError("expected at least one measurement, got none")
     return Spread(median=statistics.median(taken), low=taken[0], high=taken[-1])
+
+
+def middle_half(values: Sequence[float]) -> Spread:
+    """Median and quartiles of many `values`, where single ones say nothing."""
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return Spread(median=median, low=low, high=high)
 
 
 def ratio(over: Sequence[float], under: Sequence[float]) -> Spread:
