@@ -149,9 +149,7 @@ def started(workload: str, args: argparse.Namespace) -> Iterator[dict[str, Side]
         yield sides
 
 
-def measured(
-    workload: str, sides: Mapping[str, Side], args: argparse.Namespace
-) -> dict[str, Any]:
+def measured(workload: str, sides: Mapping[str, Side], args: argparse.Namespace) -> dict[str, Any]:
     """Every side measured in turn, each over its own number of steps."""
     steps = {name: steps_for(args.seconds, step_time_s(side)) for name, side in sides.items()}
     taken = in_turn(
