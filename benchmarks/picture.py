@@ -14,9 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -47,7 +44,7 @@ BARS = [
     Bar("accelerate-2", "Accelerate, 2 processes", GREY),
     Bar("fabric-2", "Fabric, 2 processes", GREY),
     Bar("onefold-1-two-shards", "onefold, 1 device", LIGHT_BLUE),
-    Bar("onefold-2-collective", "onefold, 2, collective", LIGHT_BLUE),
+    Bar("onefold-2-collective", "onefold, 2, over gloo", LIGHT_BLUE),
     Bar("onefold-2-shared", "onefold, 2 devices", BLUE),
 ]
 """From the top down."""
@@ -71,10 +68,10 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "speed.png")
     args = parser.parse_args()
-    figure = drawn(training_record(args.results))
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(args.output, dpi=DPI * SHARPNESS, facecolor="white")
-    plt.close(figure)
+    with matplotlib.rc_context({"font.size": 8, "font.family": "DejaVu Sans"}):
+        figure = drawn(training_record(args.results))
+        figure.savefig(args.output, dpi=DPI * SHARPNESS, facecolor="white")
     print(args.output)
 
 
@@ -89,14 +86,13 @@ def training_record(folder: Path) -> dict[str, Any]:
 
 def drawn(training: Mapping[str, Any]) -> Figure:
     """The whole picture."""
-    plt.rcParams.update({"font.size": 8, "font.family": "DejaVu Sans"})
-    figure, axes = plt.subplots(ROWS, COLUMNS, figsize=(WIDTH_PX / DPI, HEIGHT_PX / DPI))
-    figure.subplots_adjust(left=0.15, right=0.985, top=0.83, bottom=0.05, wspace=0.1, hspace=0.28)
+    figure = Figure(figsize=(WIDTH_PX / DPI, HEIGHT_PX / DPI))
+    panels = list(figure.subplots(ROWS, COLUMNS).flat)
+    figure.subplots_adjust(left=0.17, right=0.985, top=0.83, bottom=0.05, wspace=0.1, hspace=0.28)
     figure.text(0.015, 0.955, "Training speed: times the plain loop with one thread", size=13)
     figure.text(0.015, 0.915, described(training), size=8, color=LINE)
     found = {one["workload"]: one["relative"] for one in training["results"] if one["relative"]}
     right = 1.25 * max((highest(relative) for relative in found.values()), default=1.0)
-    panels = list(axes.flat)
     for number, (workload, relative) in enumerate(found.items()):
         draw_panel(panels[number], TITLES[workload], relative, right)
         labels = [bar.label for bar in BARS] if number % COLUMNS == 0 else []

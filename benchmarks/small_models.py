@@ -31,5 +31,5 @@ class Ladder(nn.Module):
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         """Logits (n, classes) of features (n, width) float32."""
         for rung in self.rungs:
-            features = features + nn.functional.gelu(rung(features)) * self.scale
+            features = features + torch.tanh(rung(features)) * self.scale
         return self.head(features)
