@@ -155,7 +155,8 @@ def notes(settings: Mapping[str, Any]) -> str:
         "Lines: least to greatest of them.\n"
         "Dashed: plain loop, one thread.\n"
         "Every process has one thread,\n"
-        "save where it says all."
+        "save where it says all.\n"
+        "onefold: two shards a batch."
     )
 
 

@@ -86,6 +86,8 @@ def main() -> None:
     for name, reason in absent.items():
         print(f"left out: {name} {reason}", file=sys.stderr)
     args.sides = [name for name in args.sides if name not in absent]
+    if not args.sides:
+        raise SystemExit(f"none of these sides can run here on {args.devices}")
     results = []
     for workload in args.workload:
         print(f"measuring {WORKLOADS[workload].title} ...", file=sys.stderr)
