@@ -43,7 +43,7 @@ DISTURBED_CORES = 0.1
 """More cores than this at work for other programs spoil a measurement."""
 VERSIONS_OF = ("onefold", "torch", "accelerate", "lightning-fabric")
 """Packages whose versions a record tells, where they are installed."""
-TABLE_COLUMNS = 150
+TABLE_COLUMNS = 180
 """Width of the table where the output is not a terminal."""
 
 

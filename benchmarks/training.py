@@ -220,6 +220,7 @@ def show(results: Sequence[Mapping[str, Any]]) -> None:
     titles = [one.title for one in COMPARISONS if any(one.title in r["ratios"] for r in results)]
     if titles:
         rows = [[title, *(ratio_cell(found, title) for found in results)] for title in titles]
+        rows.append(["best of the others", *(best_peer(found) for found in results)])
         columns = ["speeds, round by round", *(found["workload"] for found in results)]
         print_table("Ratios: median (least-greatest)", columns, rows)
     for found in results:
@@ -236,10 +237,13 @@ def speed_row(name: str, found: Mapping[str, Any]) -> list[str]:
 def ratio_cell(found: Mapping[str, Any], title: str) -> str:
     """A workload's cell in the table of ratios; empty where the sides were not measured."""
     one = found["ratios"].get(title)
-    if one is None:
-        return ""
-    which = f" {one['under']}" if one["under"] in PEERS[1:] else ""
-    return f"{one['ratio'].text(2)}{which}"
+    return one["ratio"].text(2) if one else ""
+
+
+def best_peer(found: Mapping[str, Any]) -> str:
+    """Which of the others was best; empty where none was measured."""
+    medians = {name: [one.median] for name, one in found["samples_per_s"].items()}
+    return best_of(PEERS, medians) or ""
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ def test_a_busy_machine_is_told_of(others_cores: float, capsys: pytest.CaptureFi
 @pytest.mark.processes
 def test_a_trial_run_measures_the_sides_that_were_named(tmp_path: Path) -> None:
     output = tmp_path / "training.json"
-    sides = ["plain-1", "dataparallel-2", "onefold-1", "onefold-2-one-process", "onefold-2-shared"]
+    sides = ["plain-1", "dataparallel-2", "onefold-1", "onefold-2-shared"]
     command = [sys.executable, BENCHMARK, "--workload", "mlp", "--sides", *sides]
     short = ["--repeats", "2", "--seconds", "0.05", "--output", str(output)]
     done = subprocess.run(
