@@ -1,14 +1,18 @@
 # make demo    train on real digits, on one device and then on all, and compare
 # make test    lint, types and every test that needs no GPU
-# make venv    the environment that tests, examples and benchmarks need
-# make bench   the benchmarks, against a plain loop and DistributedDataParallel
+# make venv    the environment that tests and examples need
+# make bench   all benchmarks, in an environment of their own: results as data, and the picture
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+BENCH_VENV := .venv-bench
+BENCH_BIN := $(BENCH_VENV)/bin
+RESULTS := benchmarks/results
+# Of the environment in which the stamp lies that is being made.
+PIP = $(@D)/bin/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: demo test lint venv bench clean
+.PHONY: demo test lint venv bench bench-venv clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/onefold demo
@@ -24,14 +28,19 @@ lint: $(VENV)/dev.stamp
 
 venv: $(VENV)/dev.stamp
 
-bench: $(VENV)/dev.stamp
-	$(BIN)/python benchmarks/exchange.py
-	$(BIN)/python benchmarks/training.py
+bench-venv: $(BENCH_VENV)/bench.stamp
+
+bench: $(BENCH_VENV)/bench.stamp
+	$(BENCH_BIN)/python benchmarks/exchange.py --output $(RESULTS)/exchange.json
+	$(BENCH_BIN)/python benchmarks/overhead.py --output $(RESULTS)/overhead.json
+	$(BENCH_BIN)/python benchmarks/start.py --output $(RESULTS)/start.json
+	$(BENCH_BIN)/python benchmarks/training.py --output $(RESULTS)/training.json
+	$(BENCH_BIN)/python benchmarks/picture.py
 
 # torch first and by itself: with the pinned build in place nothing pulls in a larger one.
-$(VENV)/torch.stamp: constraints.txt
+$(VENV)/torch.stamp $(BENCH_VENV)/torch.stamp: constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "onefold needs Python 3.11 or later; say which: make PYTHON=python3.11 ...")'
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $(@D)
 	$(PIP) install --requirement constraints.txt
 	touch $@
 
@@ -43,5 +52,9 @@ $(VENV)/dev.stamp: $(VENV)/demo.stamp
 	$(PIP) install --constraint constraints.txt --editable '.[demo,dev]'
 	touch $@
 
+$(BENCH_VENV)/bench.stamp: $(BENCH_VENV)/torch.stamp pyproject.toml
+	$(PIP) install --constraint constraints.txt --editable '.[bench]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(BENCH_VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

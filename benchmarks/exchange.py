@@ -1,6 +1,6 @@
 """How fast gradients are exchanged between two processes: onefold against gloo, in turn.
 
-    python benchmarks/exchange.py [--repeats 7]
+    python benchmarks/exchange.py [--repeats 7] [--output FILE]
 
 An exchange is done when both processes have published their gradients, the sum is formed, and
 everyone may read what came of it. For onefold that is `collect` and `spread` with no update in
@@ -24,10 +24,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from measure import (
+    add_output,
+    deliver,
     in_turn,
     machine_busy_s,
     print_disturbance,
-    print_record,
     print_table,
     ratio,
     record,
@@ -86,12 +87,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--repeats", type=int, default=7, help="measurements of each exchange")
-    repeats = parser.parse_args().repeats
-    found = run_processes(repeats)
+    add_output(parser)
+    args = parser.parse_args()
+    found = run_processes(args.repeats)
     results = [summary(amount, one) for amount, one in zip(AMOUNTS, found, strict=True)]
     show(results)
-    settings = {"repeats": repeats, "threads": 1, "processes": PROCESSES}
-    print_record(record("exchange", settings=settings, results=results))
+    settings = {"repeats": args.repeats, "threads": 1, "processes": PROCESSES}
+    deliver(record("exchange", settings=settings, results=results), args.output)
 
 
 def run_processes(repeats: int) -> list[Found]:
@@ -110,6 +112,7 @@ def run_process(rank: int, repeats: int, store: Path, result: Path) -> None:
     found = [measure(rank, amount, rounds=repeats) for amount in AMOUNTS]
     if rank == 0:
         torch.save(found, result)
+    dist.barrier()  # gloo may hang if one leaves before
     dist.destroy_process_group()
 
 

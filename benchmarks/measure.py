@@ -5,6 +5,7 @@ turn (A B C A B C ...), so that whatever else the machine does meets all of them
 compared round by round.
 """
 
+import argparse
 import json
 import os
 import platform
@@ -21,23 +22,28 @@ from rich.table import Table
 
 __all__ = [
     "Spread",
+    "add_output",
     "busy_s",
     "cpu_model",
+    "deliver",
     "in_turn",
     "machine_busy_s",
+    "middle_half",
     "print_disturbance",
-    "print_record",
     "print_table",
     "ratio",
     "record",
     "spread",
+    "write_record",
 ]
 
 T = TypeVar("T")
 
 DISTURBED_CORES = 0.1
 """More cores than this at work for other programs spoil a measurement."""
-TABLE_COLUMNS = 150
+VERSIONS_OF = ("onefold", "torch", "accelerate", "lightning-fabric")
+"""Packages whose versions a record tells, where they are installed."""
+TABLE_COLUMNS = 180
 """Width of the table where the output is not a terminal."""
 
 
@@ -63,6 +69,12 @@ def spread(values: Iterable[float]) -> Spread:
     if not taken:
         raise ValueError("expected at least one measurement, got none")
     return Spread(median=statistics.median(taken), low=taken[0], high=taken[-1])
+
+
+def middle_half(values: Sequence[float]) -> Spread:
+    """Median and quartiles of many `values`, where single ones say nothing."""
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return Spread(median=median, low=low, high=high)
 
 
 def ratio(over: Sequence[float], under: Sequence[float]) -> Spread:
@@ -121,7 +133,8 @@ def record(
 
 def versions() -> dict[str, str]:
     """The versions that decide how fast things run."""
-    packages = {name: metadata.version(name) for name in ("onefold", "torch")}
+    installed = {one.name: one.version for one in metadata.distributions()}
+    packages = {name: installed[name] for name in VERSIONS_OF if name in installed}
     return {"python": platform.python_version(), **packages}
 
 
@@ -151,6 +164,21 @@ def print_disturbance(others_cores: float, what: str) -> None:
         print(f"Disturbed: other programs kept {others_cores:.2f} cores busy during {what}")
 
 
-def print_record(found: Mapping[str, Any]) -> None:
-    """Print `found` as one line of JSON."""
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """Let a benchmark's command line say where its record goes."""
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the record here as well")
+
+
+def deliver(found: Mapping[str, Any], output: Path | None) -> None:
+    """Print `found` as one line of JSON, and write it to `output` if there is one."""
     print(json.dumps(found, default=asdict), flush=True)
+    if output is not None:
+        write_record(found, output)
+
+
+def write_record(found: Mapping[str, Any], path: Path) -> None:
+    """Write `found` as indented JSON, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f"{path.name}.new")
+    aside.write_text(json.dumps(found, default=asdict, indent=2) + "\n", encoding="utf-8")
+    aside.replace(path)

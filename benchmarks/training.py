@@ -1,11 +1,13 @@
-"""How fast training goes: plain PyTorch, onefold, and DistributedDataParallel, measured in turn.
+"""How fast training goes: plain PyTorch, onefold, and what others offer, measured in turn.
 
-    python benchmarks/training.py [--workload lenet ...] [--repeats 5] [--seconds 4] [--keep-memory]
+    python benchmarks/training.py [--workload lenet ...] [--sides plain-1 ddp-2 ...]
+        [--devices cpu|cuda] [--repeats 5] [--seconds 2.5] [--batch-size-factor 1]
+        [--keep-memory] [--output FILE]
 
-Four sides train the same model on the same batches, each process with one thread: plain PyTorch
-and onefold on one device, DistributedDataParallel (gloo) and onefold on two processes. All sides
-are started once per workload, warmed up, and then measured one after the other, round after round;
-while one trains, the others wait.
+All sides (see `--help`) train the same model on the same batches. They are started once per
+workload, warmed up, and then measured one after the other, round after round; while one trains, the
+others wait. Each trains as many steps as take it about `--seconds`, so that what it costs to tell
+it so does not count, however short its steps.
 
 By default the C allocator hands large blocks back to the system and gets them anew in every step,
 cleared page by page. How often depends on the sizes, so it favours one side here and another one
@@ -15,32 +17,38 @@ there; `--keep-memory` has the processes of all sides keep what they once got.
 import argparse
 import math
 import sys
-import sysconfig
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from measure import in_turn, print_disturbance, print_record, print_table, ratio, record, spread
+from catalog import PEERS, SIDES, Kind, left_out
+from measure import (
+    Spread,
+    add_output,
+    deliver,
+    in_turn,
+    print_disturbance,
+    print_table,
+    ratio,
+    record,
+    spread,
+)
 from sides import Side
 from workloads import WORKLOADS
 
 __all__ = ["main"]
 
 PROGRAM = Path(__file__).with_name("_side.py")
-ONEFOLD = Path(sysconfig.get_path("scripts"), "onefold")
 WARM_UP_STEPS = 3
 TRIAL_STEPS = 2
-
-LAUNCHERS: dict[str, tuple[list[str], int]] = {
-    "plain": ([], 1),
-    "onefold-1": ([], 1),
-    "ddp-2": (["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"], 2),
-    "onefold-2": ([str(ONEFOLD), "run", "--devices", "cpu:2"], 2),
-}
-"""What starts the processes of each side, and how many they are."""
+TRIAL_SECONDS = 0.1
+"""A step is timed over at least so long before its number is settled."""
+BASE = "plain-1"
+"""What the speeds of all sides are compared with."""
 
 KEEP_MEMORY = {
     "MALLOC_MMAP_MAX_": "0",
@@ -50,99 +58,192 @@ KEEP_MEMORY = {
 """Tells glibc to get all memory from the heap and never to give it back, and PyTorch not to ask for
 large pages, which `onefold run` does by itself."""
 
-RATIOS = [
-    ("onefold-1", "plain"),
-    ("ddp-2", "plain"),
-    ("onefold-2", "ddp-2"),
-    ("onefold-2", "onefold-1"),
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A ratio of speeds: of `over` to the one of `under` whose median is best."""
+
+    title: str
+    over: str
+    under: tuple[str, ...]
+
+
+COMPARISONS = [
+    Comparison("onefold, 1 device, 1 shard / plain", "onefold-1", (BASE,)),
+    Comparison("onefold, 1 device, 2 shards / plain", "onefold-1-two-shards", (BASE,)),
+    Comparison("onefold, 2 devices / 1 device", "onefold-2-shared", ("onefold-1-two-shards",)),
+    Comparison("onefold, 2 devices / best of the others", "onefold-2-shared", PEERS),
+    Comparison("onefold, 2 devices / plain, all threads", "onefold-2-shared", ("plain-all",)),
+    Comparison("onefold, 2 devices, collective / DDP", "onefold-2-collective", ("ddp-2",)),
+    Comparison("onefold, 2 devices, one process / plain", "onefold-2-one-process", (BASE,)),
 ]
 
 
 def main() -> None:
     """Measure the workloads named on the command line, all if none is."""
     args = arguments()
+    absent = left_out(args.sides, args.devices)
+    for name, reason in absent.items():
+        print(f"left out: {name} {reason}", file=sys.stderr)
+    args.sides = [name for name in args.sides if name not in absent]
+    if not args.sides:
+        raise SystemExit(f"none of these sides can run here on {args.devices}")
     results = []
     for workload in args.workload:
         print(f"measuring {WORKLOADS[workload].title} ...", file=sys.stderr)
-        with started(workload, KEEP_MEMORY if args.keep_memory else {}) as sides:
-            results.append(measured(workload, sides, rounds=args.repeats, seconds=args.seconds))
+        with started(workload, args) as sides:
+            results.append(measured(workload, sides, args))
     show(results)
-    chosen = {"repeats": args.repeats, "seconds": args.seconds, "keep_memory": args.keep_memory}
-    settings = {**chosen, "threads": 1, "shards": 2}
-    print_record(record("training", settings=settings, results=results))
+    settings = {
+        "repeats": args.repeats,
+        "seconds": args.seconds,
+        "keep_memory": args.keep_memory,
+        "devices": args.devices,
+        "batch_size_factor": args.batch_size_factor,
+        "sides": {name: SIDES[name].description for name in args.sides},
+        "left_out": absent,
+    }
+    deliver(record("training", settings=settings, results=results), args.output)
 
 
 def arguments() -> argparse.Namespace:
     """The command line, read."""
+    described = "\n".join(f"  {name:22}{spec.description}" for name, spec in SIDES.items())
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=f"{__doc__}\nsides:\n{described}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--workload", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), metavar="NAME"
     )
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES), metavar="NAME")
+    parser.add_argument("--devices", choices=get_args(Kind), default="cpu")
     parser.add_argument("--repeats", type=int, default=5, help="measurements of each side")
     parser.add_argument(
-        "--seconds", type=float, default=4.0, help="least seconds of a measurement of any side"
+        "--seconds", type=float, default=2.5, help="about how long a measurement of a side takes"
+    )
+    parser.add_argument(
+        "--batch-size-factor", type=float, default=1.0, help="times the samples of every batch"
     )
     parser.add_argument(
         "--keep-memory", action="store_true", help="no side returns memory to the system"
     )
+    add_output(parser)
     return parser.parse_args()
 
 
 @contextmanager
-def started(workload: str, environment: Mapping[str, str]) -> Iterator[dict[str, Side]]:
-    """The four sides of a workload, their processes running and warmed up."""
+def started(workload: str, args: argparse.Namespace) -> Iterator[dict[str, Side]]:
+    """The sides of a workload, their processes running and warmed up."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as running:
         sides = {}
-        for name, (launcher, processes) in LAUNCHERS.items():
-            command = [sys.executable, *launcher, str(PROGRAM), name.split("-")[0], workload]
+        for name in args.sides:
+            program = [str(PROGRAM), name, workload, args.devices, str(args.batch_size_factor)]
             side = Side(
-                name, command, processes=processes, folder=Path(folder), environment=environment
+                name,
+                [sys.executable, *SIDES[name].command(args.devices), *program],
+                processes=SIDES[name].processes,
+                folder=Path(folder),
+                environment=KEEP_MEMORY if args.keep_memory else {},
             )
             sides[name] = running.enter_context(side)
             sides[name].train(WARM_UP_STEPS)
         yield sides
 
 
-def measured(
-    workload: str, sides: Mapping[str, Side], *, rounds: int, seconds: float
-) -> dict[str, Any]:
-    """Every side measured in turn over the same number of steps."""
-    trials = [side.train(TRIAL_STEPS).seconds / TRIAL_STEPS for side in sides.values()]
-    steps = steps_for(seconds, trials)
+def measured(workload: str, sides: Mapping[str, Side], args: argparse.Namespace) -> dict[str, Any]:
+    """Every side measured in turn, each over its own number of steps."""
+    steps = {name: steps_for(args.seconds, step_time_s(side)) for name, side in sides.items()}
     taken = in_turn(
-        {name: partial(side.train, steps) for name, side in sides.items()}, rounds=rounds
+        {name: partial(side.train, steps[name]) for name, side in sides.items()},
+        rounds=args.repeats,
     )
-    samples = steps * WORKLOADS[workload].batch_size
-    speeds = {name: [samples / one.seconds for one in ones] for name, ones in taken.items()}
+    batch_size = WORKLOADS[workload].scaled(args.batch_size_factor).batch_size
+    speeds = {
+        name: [steps[name] * batch_size / one.seconds for one in ones]
+        for name, ones in taken.items()
+    }
     return {
         "workload": workload,
+        "batch_size": batch_size,
         "steps": steps,
         "samples_per_s": {name: spread(speed) for name, speed in speeds.items()},
-        "ratios": {f"{a}/{b}": ratio(speeds[a], speeds[b]) for a, b in RATIOS},
+        "relative": relative(speeds),
+        "ratios": compared(speeds),
         "others_cores": spread(one.others_cores for ones in taken.values() for one in ones),
     }
 
 
-def steps_for(seconds: float, step_times: Sequence[float]) -> int:
-    """Steps that keep even the fastest side busy for `seconds`."""
-    return max(1, math.ceil(seconds / min(step_times)))
+def step_time_s(side: Side) -> float:
+    """Roughly how long a step takes, from as many as can be timed well."""
+    steps = TRIAL_STEPS
+    while (seconds := side.train(steps).seconds) < TRIAL_SECONDS:
+        steps *= 2
+    return seconds / steps
+
+
+def steps_for(seconds: float, step_s: float) -> int:
+    """Steps that keep a side busy for `seconds`."""
+    return max(1, math.ceil(seconds / step_s))
+
+
+def relative(speeds: Mapping[str, Sequence[float]]) -> dict[str, Spread]:
+    """Every side's speed in terms of the plain loop's, where that was measured."""
+    if BASE not in speeds:
+        return {}
+    return {name: ratio(speed, speeds[BASE]) for name, speed in speeds.items()}
+
+
+def compared(speeds: Mapping[str, Sequence[float]]) -> dict[str, dict[str, Any]]:
+    """The comparisons whose sides were measured, by title."""
+    found: dict[str, dict[str, Any]] = {}
+    for one in COMPARISONS:
+        under = best_of(one.under, speeds)
+        if one.over in speeds and under:
+            spread_of = ratio(speeds[one.over], speeds[under])
+            found[one.title] = {"over": one.over, "under": under, "ratio": spread_of}
+    return found
+
+
+def best_of(names: Sequence[str], speeds: Mapping[str, Sequence[float]]) -> str | None:
+    """The side with the best median, over all rounds: not the best of each round."""
+    there = [name for name in names if name in speeds]
+    return max(there, key=lambda name: spread(speeds[name]).median, default=None)
 
 
 def show(results: Sequence[Mapping[str, Any]]) -> None:
-    """Two tables: samples per second, and the ratios."""
-    for title, key, decimals in (
-        ("Samples per second: median (least-greatest)", "samples_per_s", 1),
-        ("Ratios of speeds, round by round: median (least-greatest)", "ratios", 3),
-    ):
-        rows = [
-            [WORKLOADS[found["workload"]].title, *(s.text(decimals) for s in found[key].values())]
-            for found in results
-        ]
-        print_table(title, ["workload", *results[0][key]], rows)
+    """A table of every workload's speeds, and one of the ratios."""
+    for found in results:
+        rows = [speed_row(name, found) for name in found["samples_per_s"]]
+        title = f"{WORKLOADS[found['workload']].title}: median (least-greatest)"
+        print_table(title, ["side", "samples per second", f"times {BASE}"], rows)
+    titles = [one.title for one in COMPARISONS if any(one.title in r["ratios"] for r in results)]
+    if titles:
+        rows = [[title, *(ratio_cell(found, title) for found in results)] for title in titles]
+        rows.append(["best of the others", *(best_peer(found) for found in results)])
+        columns = ["speeds, round by round", *(found["workload"] for found in results)]
+        print_table("Ratios: median (least-greatest)", columns, rows)
     for found in results:
         print_disturbance(found["others_cores"].high, WORKLOADS[found["workload"]].title)
+
+
+def speed_row(name: str, found: Mapping[str, Any]) -> list[str]:
+    """A side's line in the table of a workload."""
+    times_base = found["relative"].get(name)
+    shown = times_base.text(3) if times_base else ""
+    return [SIDES[name].description, found["samples_per_s"][name].text(1), shown]
+
+
+def ratio_cell(found: Mapping[str, Any], title: str) -> str:
+    """A workload's cell in the table of ratios; empty where the sides were not measured."""
+    one = found["ratios"].get(title)
+    return one["ratio"].text(2) if one else ""
+
+
+def best_peer(found: Mapping[str, Any]) -> str:
+    """Which of the others was best; empty where none was measured."""
+    medians = {name: [one.median] for name, one in found["samples_per_s"].items()}
+    return best_of(PEERS, medians) or ""
 
 
 if __name__ == "__main__":

@@ -5,17 +5,21 @@ same start, with the same optimizer settings, on the same samples.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Self
 
 import torch
 from torch import nn
 
 from onefold.models import DenseCNN, LeNet, TransformerClassifier, resnet18
+from small_models import Ladder, new_mlp
 
 __all__ = ["WORKLOADS", "Batch", "Workload"]
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
+CPU = torch.device("cpu")
 SEED = 0
 CLASSES = 10
 BATCHES = 4
@@ -52,25 +56,34 @@ class Workload:
     new_inputs: Callable[[int], torch.Tensor]
     """Draws the inputs of so many samples."""
 
-    def build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """The model at its fixed start, and its optimizer."""
+    def build(self, device: torch.device = CPU) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """The model at its fixed start on `device`, and its optimizer."""
         torch.manual_seed(SEED)
-        model = self.new_model()
+        model = self.new_model().to(device)
         return model, self.new_optimizer(model)
 
-    def batches(self) -> list[Batch]:
-        """The same few global batches each time."""
+    def batches(self, device: torch.device = CPU) -> list[Batch]:
+        """The same few global batches each time, on `device`."""
         torch.manual_seed(SEED)
-        return [self._draw() for _ in range(BATCHES)]
+        return [self._draw(device) for _ in range(BATCHES)]
 
-    def _draw(self) -> Batch:
+    def scaled(self, factor: float) -> Self:
+        """The same with `factor` times the samples in a batch, an even number of them."""
+        return replace(self, batch_size=max(1, round(self.batch_size * factor / 2)) * 2)
+
+    def _draw(self, device: torch.device) -> Batch:
         labels = torch.randint(CLASSES, (self.batch_size,))
-        return self.new_inputs(self.batch_size), labels
+        return self.new_inputs(self.batch_size).to(device), labels.to(device)
 
 
 def images(count: int) -> torch.Tensor:
     """Grey images (count, 1, 28, 28) float32."""
     return torch.randn(count, 1, 28, 28)
+
+
+def features(width: int, count: int) -> torch.Tensor:
+    """Features (count, width) float32."""
+    return torch.randn(count, width)
 
 
 def tokens(count: int) -> torch.Tensor:
@@ -113,6 +126,20 @@ WORKLOADS = {
         new_optimizer=sgd,
         batch_size=256,
         new_inputs=images,
+    ),
+    "mlp": Workload(
+        title="perceptron 64-128-128-10, SGD, batch 64",
+        new_model=new_mlp,
+        new_optimizer=sgd,
+        batch_size=64,
+        new_inputs=partial(features, 64),
+    ),
+    "thousand": Workload(
+        title="1,000 small parameters, Adam, batch 64",
+        new_model=Ladder,
+        new_optimizer=adam,
+        batch_size=64,
+        new_inputs=partial(features, 16),
     ),
 }
 """The workloads by name, in the order of the table."""

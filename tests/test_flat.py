@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onefold.flat import FlatTensors, SpanTensors, cut_pieces, cut_spans, lay_out
+from onefold.flat import FlatTensors, cut_chunks, cut_pieces, cut_spans, lay_out
 
 SHAPES = st.lists(st.lists(st.integers(0, 300), min_size=0, max_size=2), min_size=1, max_size=12)
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
@@ -83,15 +83,6 @@ def test_absent_tensors_are_written_as_zeros() -> None:
     assert flat.views[1].tolist() == [2, 2, 2]
 
 
-def test_span_memory_has_the_size_of_the_span_alone() -> None:
-    layout = lay_out({"a": torch.empty(100_000), "b": torch.empty(7)})
-    pieces = cut_pieces(layout, by_element=True)
-    span = [pieces[i] for i in cut_spans(pieces, 2)[1]]
-    flat = FlatTensors(layout)
-    here = SpanTensors(layout, span, torch.device("cpu"))
-    assert [r.numel() for r in here.ranges(span)] == [r.numel() for r in flat.ranges(span)]
-
-
 @pytest.mark.parametrize("devices", [1, 2, 5])
 def test_more_devices_than_pieces_leave_some_without_a_span(devices: int) -> None:
     pieces = cut_pieces(lay_out({"a": torch.empty(3)}), by_element=True)
@@ -105,3 +96,31 @@ def test_saving_one_tensor_does_not_save_the_others() -> None:
     for view, tensor in zip(flat.views, tensors.values(), strict=True):
         assert view.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
         assert torch.equal(view, tensor)
+
+
+SIZES = st.lists(st.sampled_from([0, 1, 7, 20_000, 65_535, 65_536, 300_000, 700_001]), max_size=7)
+
+
+@given(sizes=SIZES, devices=st.integers(1, 5))
+def test_chunks_cover_every_span_once_and_none_is_of_two_large_tensors(
+    sizes: list[int], devices: int
+) -> None:
+    tensors = {str(n): torch.empty(size, device="meta") for n, size in enumerate(sizes)}
+    layout = lay_out(tensors)
+    pieces = cut_pieces(layout, by_element=True)
+    covered: list[int] = []
+    for span in cut_spans(pieces, devices):
+        for chunk in cut_chunks(layout, [pieces[i] for i in span]):
+            assert 0 < (chunk.stop - chunk.start) * 4 <= 1 << 20
+            inside = [
+                number
+                for number, entry in enumerate(layout.entries)
+                if entry.offset < chunk.stop and chunk.start < entry.offset + entry.numel
+            ]
+            large = [number for number in inside if layout.is_large(number)]
+            assert large == ([] if chunk.entry is None else [chunk.entry])
+            assert not large or inside == large
+            covered += [chunk.start, chunk.stop]
+    assert covered == sorted(covered)
+    elements = sum(b - a for a, b in zip(covered[::2], covered[1::2], strict=True))
+    assert sum(sizes) <= elements <= sum(layout.numels)

@@ -12,19 +12,21 @@ Every parameter starts at a multiple of 64 bytes, whatever lies before it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch.utils.dlpack import from_dlpack
 
 __all__ = [
+    "Chunk",
     "Entry",
     "FlatTensors",
     "Layout",
     "Piece",
-    "SpanTensors",
+    "cut_chunks",
     "cut_pieces",
     "cut_spans",
     "lay_out",
@@ -36,6 +38,8 @@ _ALIGNMENT_BYTES = 64
 _PIECE_MULTIPLE_NUMEL = 1024
 _SMALLEST_PIECE_NUMEL = 16 * 1024
 _PIECES_OF_A_MODEL = 256
+_LARGE_BYTES = 256 << 10
+_CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,11 @@ class Layout:
         """Bytes of all sections."""
         return sum(self.section_bytes)
 
+    def is_large(self, number: int) -> bool:
+        """Whether an entry is worth treating by itself rather than with its neighbours."""
+        entry = self.entries[number]
+        return entry.numel * self.dtypes[entry.section].itemsize >= _LARGE_BYTES
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -89,6 +98,16 @@ class Piece:
     def numel(self) -> int:
         """Number of elements."""
         return self.stop - self.start
+
+
+class Chunk(NamedTuple):
+    """Elements ``start`` to ``stop - 1`` of a section: what is moved and added at a time."""
+
+    section: int
+    start: int
+    stop: int
+    entry: int | None
+    """The large tensor that it lies in, if it does."""
 
 
 def lay_out(tensors: Mapping[str, torch.Tensor]) -> Layout:
@@ -142,16 +161,19 @@ class FlatTensors:
             start += nbytes
         self.views = [self._view(entry) for entry in layout.entries]
 
-    def write(self, values: Sequence[torch.Tensor | None]) -> None:
-        """Copy one tensor to each entry; zeros where there is none."""
-        present = [i for i, value in enumerate(values) if value is not None]
-        if len(present) < len(self.views):
-            for view, value in zip(self.views, values, strict=True):
-                if value is None:
-                    view.zero_()
-        if present:
-            sources = [value for value in values if value is not None]
-            torch._foreach_copy_([self.views[i] for i in present], sources)
+    def write(self, values: Sequence[torch.Tensor | None], *, skip: Collection[int] = ()) -> None:
+        """Copy one tensor to each entry, zeros where there is none; leave out those of ``skip``."""
+        views, sources = [], []
+        for number, (view, value) in enumerate(zip(self.views, values, strict=True)):
+            if number in skip:
+                continue
+            if value is None:
+                view.zero_()
+            else:
+                views.append(view)
+                sources.append(value)
+        if views:
+            torch._foreach_copy_(views, sources)
 
     def piece(self, piece: Piece) -> torch.Tensor:
         """A view of one piece: in the entry's shape if it is whole, else (numel,)."""
@@ -161,10 +183,9 @@ class FlatTensors:
         section = self.sections[entry.section]
         return section[entry.offset + piece.start : entry.offset + piece.stop]
 
-    def ranges(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
-        """The contiguous stretches, at most one a section, that a run of pieces covers."""
-        bounds = _bounds(self.layout, pieces)
-        return [self.sections[index][start:stop] for index, (start, stop) in bounds.items()]
+    def chunk(self, chunk: Chunk) -> torch.Tensor:
+        """(stop - start,) view of a stretch of one section."""
+        return self.sections[chunk.section][chunk.start : chunk.stop]
 
     def _view(self, entry: Entry) -> torch.Tensor:
         section = self.sections[entry.section]
@@ -172,26 +193,6 @@ class FlatTensors:
         # Through DLPack a view gets a storage of its own size: whoever saves or copies one
         # parameter is not made to save or copy them all.
         return from_dlpack(stretch).as_strided(entry.shape, entry.stride)
-
-
-class SpanTensors:
-    """Memory for one span of a layout and for nothing else.
-
-    Args:
-        layout: what the pieces belong to.
-        span: a contiguous run of pieces.
-        device: where to allocate.
-    """
-
-    def __init__(self, layout: Layout, span: Sequence[Piece], device: torch.device) -> None:
-        self._ranges: dict[int, torch.Tensor] = {
-            section: torch.zeros(stop - start, dtype=layout.dtypes[section], device=device)
-            for section, (start, stop) in _bounds(layout, span).items()
-        }
-
-    def ranges(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
-        """The stretches of the span, which ``pieces`` must be."""
-        return list(self._ranges.values())
 
 
 def storage_order(tensor: torch.Tensor) -> torch.Tensor:
@@ -242,14 +243,25 @@ def cut_spans(pieces: Sequence[Piece], devices: int) -> tuple[range, ...]:
     return tuple(range(start, stop) for start, stop in pairwise(cuts))
 
 
-def _bounds(layout: Layout, pieces: Sequence[Piece]) -> dict[int, tuple[int, int]]:
-    """By section, the first and past-the-last element of a contiguous run of pieces."""
-    bounds: dict[int, tuple[int, int]] = {}
-    for piece in pieces:
+def cut_chunks(layout: Layout, span: Sequence[Piece]) -> list[Chunk]:
+    """The stretches that a span covers, cut small enough for the processor's cache."""
+    stretches: list[Chunk] = []
+    for piece in span:
         entry = layout.entries[piece.entry]
-        start, _ = bounds.get(entry.section, (entry.offset + piece.start, 0))
-        bounds[entry.section] = (start, entry.offset + piece.stop)
-    return bounds
+        large = piece.entry if layout.is_large(piece.entry) else None
+        start, stop = entry.offset + piece.start, entry.offset + piece.stop
+        last = stretches[-1] if stretches else None
+        if last is not None and (last.section, last.entry) == (entry.section, large):
+            stretches[-1] = last._replace(stop=stop)
+        elif piece.numel:
+            stretches.append(Chunk(entry.section, start, stop, large))
+    return [part for stretch in stretches for part in _cut(stretch, layout)]
+
+
+def _cut(stretch: Chunk, layout: Layout) -> list[Chunk]:
+    step = _CHUNK_BYTES // layout.dtypes[stretch.section].itemsize
+    starts = range(stretch.start, stretch.stop, step)
+    return [stretch._replace(start=s, stop=min(s + step, stretch.stop)) for s in starts]
 
 
 def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:

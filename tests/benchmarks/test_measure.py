@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -12,8 +13,9 @@ from measure import (
     Spread,
     busy_s,
     cpu_model,
+    deliver,
     in_turn,
-    print_record,
+    middle_half,
     print_table,
     ratio,
     record,
@@ -49,6 +51,10 @@ def test_spread_of_nothing_is_refused() -> None:
 
 def test_spread_as_text() -> None:
     assert Spread(median=1234.56, low=0.0, high=9999.0).text(1) == "1,234.6 (0.0-9,999.0)"
+
+
+def test_middle_half_leaves_out_what_is_far_off() -> None:
+    assert middle_half([4.0, 1.0, 900.0, 2.0, 3.0]) == Spread(median=3.0, low=2.0, high=4.0)
 
 
 def test_ratio_is_taken_round_by_round() -> None:
@@ -103,15 +109,25 @@ def test_busy_seconds_leave_out_idling_and_waiting_for_disks() -> None:
 
 def test_record_is_one_line_of_json(capsys: pytest.CaptureFixture[str]) -> None:
     results = [{"workload": "w", "ratios": {"a/b": spread([1.0, 2.0, 4.0])}}]
-    print_record(record("training", settings={"repeats": 3}, results=results))
+    deliver(record("training", settings={"repeats": 3}, results=results), None)
     (line,) = capsys.readouterr().out.splitlines()
     found = json.loads(line)
     assert found["benchmark"] == "training"
     assert found["settings"] == {"repeats": 3}
     assert found["results"][0]["ratios"]["a/b"] == {"median": 2.0, "low": 1.0, "high": 4.0}
-    assert set(found["versions"]) == {"python", "onefold", "torch"}
+    assert set(found["versions"]) >= {"python", "onefold", "torch"}
     assert set(found["hardware"]) == {"cpu", "cores"}
     assert found["hardware"]["cores"] >= 1
+
+
+def test_record_is_written_indented_where_asked(tmp_path: Path) -> None:
+    output = tmp_path / "results" / "one.json"
+    for repeats in (3, 4):
+        deliver(record("one", settings={"repeats": repeats}, results=[spread([1.0])]), output)
+    text = output.read_text(encoding="utf-8")
+    assert json.loads(text)["results"] == [{"median": 1.0, "low": 1.0, "high": 1.0}]
+    assert '\n  "settings": {\n    "repeats": 4\n  }' in text
+    assert list(output.parent.iterdir()) == [output]
 
 
 def test_table_shows_every_cell(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,60 +1,111 @@
-"""How many steps are taken, on what data, and what is shown of it."""
+"""How many steps are taken, what is compared with what, and what is shown of it."""
 
 from __future__ import annotations
 
-import pytest
-import torch
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
 
-from _side import part
+import pytest
+
+import training
 from measure import spread
-from training import RATIOS, show, steps_for
+from sides import Measurement
+from training import COMPARISONS, best_of, compared, relative, show, step_time_s, steps_for
 from workloads import WORKLOADS
+
+BENCHMARK = str(Path(training.__file__))
+
+
+class Stopwatch:
+    """A side whose steps take a given time."""
+
+    def __init__(self, step_s: float) -> None:
+        self.step_s = step_s
+        self.told: list[int] = []
+
+    def train(self, steps: int) -> Measurement:
+        self.told.append(steps)
+        return Measurement(seconds=steps * self.step_s, others_cores=0.0)
 
 
 @pytest.mark.parametrize(
-    ("seconds", "step_times", "expected"),
-    [(4.0, [1.0, 0.5], 8), (1.0, [0.3], 4), (0.1, [5.0, 9.0], 1)],
+    ("seconds", "step_s", "expected"), [(4.0, 0.5, 8), (1.0, 0.3, 4), (0.1, 5.0, 1)]
 )
-def test_steps_keep_the_fastest_side_busy(
-    seconds: float, step_times: list[float], expected: int
-) -> None:
-    assert steps_for(seconds, step_times) == expected
+def test_steps_keep_a_side_busy(seconds: float, step_s: float, expected: int) -> None:
+    assert steps_for(seconds, step_s) == expected
 
 
-@pytest.mark.parametrize("name", WORKLOADS)
-def test_batches_are_the_same_each_time(name: str) -> None:
-    first, second = WORKLOADS[name].batches(), WORKLOADS[name].batches()
-    for (inputs, labels), (same_inputs, same_labels) in zip(first, second, strict=True):
-        assert torch.equal(inputs, same_inputs)
-        assert torch.equal(labels, same_labels)
-        assert len(inputs) == len(labels) == WORKLOADS[name].batch_size
-    assert not torch.equal(first[0][0], first[1][0])
+@pytest.mark.parametrize(
+    ("step_s", "told"), [(1.0, [2]), (0.03, [2, 4]), (0.001, [2, 4, 8, 16, 32, 64, 128])]
+)
+def test_short_steps_are_timed_by_the_hundred(step_s: float, told: list[int]) -> None:
+    side = Stopwatch(step_s)
+    assert step_time_s(side) == pytest.approx(step_s)  # type: ignore[arg-type]
+    assert side.told == told
 
 
-def test_models_start_alike() -> None:
-    (one, optimizer), (other, _) = WORKLOADS["lenet"].build(), WORKLOADS["lenet"].build()
-    for parameter, same in zip(one.parameters(), other.parameters(), strict=True):
-        assert torch.equal(parameter, same)
-    assert optimizer.param_groups[0]["params"] == list(one.parameters())
+def test_speeds_are_told_in_terms_of_the_plain_loop() -> None:
+    speeds = {"plain-1": [1.0, 2.0], "ddp-2": [3.0, 2.0]}
+    assert relative(speeds)["ddp-2"] == spread([3.0, 1.0])
+    assert relative({"ddp-2": [3.0]}) == {}
 
 
-def test_parts_make_up_the_batch() -> None:
-    inputs, labels = torch.arange(10.0).reshape(5, 2), torch.arange(5)
-    parts = [part((inputs, labels), rank, 2) for rank in range(2)]
-    assert torch.equal(torch.cat([one for one, _ in parts]), inputs)
-    assert torch.equal(torch.cat([one for _, one in parts]), labels)
+def test_the_best_of_several_is_the_same_in_all_rounds() -> None:
+    speeds = {"ddp-2": [1.0, 9.0, 1.0], "accelerate-2": [2.0, 2.0, 2.0]}
+    assert best_of(["ddp-2", "accelerate-2", "fabric-2"], speeds) == "accelerate-2"
+    assert best_of(["fabric-2"], speeds) is None
+
+
+def test_only_what_was_measured_is_compared() -> None:
+    speeds = {"onefold-2-shared": [8.0, 6.0], "fabric-2": [4.0, 2.0], "ddp-2": [1.0, 4.0]}
+    ((title, found),) = compared(speeds).items()
+    assert title in {one.title for one in COMPARISONS}
+    assert found == {"over": "onefold-2-shared", "under": "fabric-2", "ratio": spread([2.0, 3.0])}
+
+
+def result(others_cores: float) -> dict[str, Any]:
+    """What two sides of a workload came to."""
+    speeds = {"plain-1": [10.0], "onefold-1": [5.0]}
+    return {
+        "workload": "lenet",
+        "samples_per_s": {name: spread(speed) for name, speed in speeds.items()},
+        "relative": relative(speeds),
+        "ratios": compared(speeds),
+        "others_cores": spread([others_cores]),
+    }
 
 
 @pytest.mark.parametrize("others_cores", [0.0, 0.7])
 def test_a_busy_machine_is_told_of(others_cores: float, capsys: pytest.CaptureFixture[str]) -> None:
-    speeds = {name: spread([1.0]) for name in ("plain", "onefold-1", "ddp-2", "onefold-2")}
-    result = {
-        "workload": "lenet",
-        "samples_per_s": speeds,
-        "ratios": {f"{a}/{b}": spread([0.5]) for a, b in RATIOS},
-        "others_cores": spread([others_cores]),
-    }
-    show([result])
+    show([result(others_cores)])
     shown = capsys.readouterr().out
-    assert WORKLOADS["lenet"].title in shown
+    for text in (WORKLOADS["lenet"].title, "plain loop, one thread", "0.50 (0.50-0.50)"):
+        assert text in shown
     assert ("0.70 cores busy" in shown) == bool(others_cores)
+
+
+@pytest.mark.processes
+def test_a_trial_run_measures_the_sides_that_were_named(tmp_path: Path) -> None:
+    output = tmp_path / "training.json"
+    sides = ["plain-1", "dataparallel-2", "onefold-1", "onefold-2-shared"]
+    command = [sys.executable, BENCHMARK, "--workload", "mlp", "--sides", *sides]
+    short = ["--repeats", "2", "--seconds", "0.05", "--output", str(output)]
+    done = subprocess.run(
+        [*command, *short, "--batch-size-factor", "0.5"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "left out: dataparallel-2 is for cuda, not for cpu" in done.stderr
+    record = json.loads(output.read_text(encoding="utf-8"))
+    (found,) = record["results"]
+    measured = [name for name in sides if name != "dataparallel-2"]
+    assert list(found["samples_per_s"]) == list(found["relative"]) == measured
+    assert list(record["settings"]["left_out"]) == ["dataparallel-2"]
+    assert found["batch_size"] == 32
+    assert all(one["ratio"]["median"] > 0 for one in found["ratios"].values())

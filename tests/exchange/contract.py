@@ -22,10 +22,12 @@ CPU = torch.device("cpu")
 
 
 def tensors() -> dict[str, torch.Tensor]:
-    """Two dtypes, one tensor of several pieces, odd sizes."""
+    """Two dtypes, tensors of several pieces and chunks, odd sizes."""
     return {
         "small": torch.zeros(5, 3),
-        "large": torch.zeros(50_001),
+        "pieces": torch.zeros(50_001),
+        "large": torch.zeros(300_001),
+        "turned": torch.zeros(300, 400),
         "half": torch.zeros(33, 7, dtype=torch.bfloat16),
         "last": torch.zeros(2, 2),
     }
@@ -57,8 +59,10 @@ def gradients(step: int, shard: int) -> list[torch.Tensor | None]:
     result: list[torch.Tensor | None] = []
     for tensor in tensors().values():
         result.append(torch.randn(tensor.shape, generator=generator).to(tensor.dtype))
+    if shard % 2:
+        result[3] = torch.randn(400, 300, generator=generator).t()  # strides of its own
     if shard % 3 == 0:
-        result[3] = None
+        result[2] = result[5] = None
     return result
 
 

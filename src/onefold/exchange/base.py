@@ -17,30 +17,18 @@ device is lost, has failed, or does not arrive.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
 from onefold.flat import FlatTensors, Layout, Piece, cut_spans
-from onefold.fold import Block, Published, fold, max_blocks, published_by
+from onefold.fold import max_blocks
 from onefold.shard import Plan
 
-__all__ = [
-    "Board",
-    "BoardShape",
-    "Exchange",
-    "Ranged",
-    "SpanFold",
-    "Start",
-    "Storage",
-    "chunks_of",
-    "leftmost",
-]
-
-_CHUNK_BYTES = 1 << 20
+__all__ = ["Board", "BoardShape", "Exchange", "Start", "Storage"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,88 +188,6 @@ def _typed(memory: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> 
     return memory[: numel * dtype.itemsize].view(dtype).view(shape)
 
 
-class Ranged(Protocol):
-    """Memory that holds at least one span of the trained parameters' layout."""
-
-    def ranges(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
-        """The contiguous stretches, at most one a section, that a run of pieces covers."""
-
-
-class SpanFold:
-    """The owner's part of the fold: adds the published partial sums over one span.
-
-    Only the owner of a span reads or writes this stretch of anybody's partial sums between
-    ``collect`` and ``spread``, so it adds in place. It goes chunk by chunk: what a chunk's inner
-    nodes of the tree come to is still in the processor's cache when they are added, and a chunk can
-    be added while later ones are on their way.
-    """
-
-    def __init__(self, span: Sequence[Piece], shards: int) -> None:
-        self._span = span
-        self._shards = shards
-        self._plan: Plan | None = None
-        self._parts: list[dict[Block, torch.Tensor]] = []
-        self._homes: list[torch.Tensor] = []
-        self.totals: list[torch.Tensor] = []
-        """One tensor for each piece of the span, shaped as the piece."""
-
-    def fold(
-        self,
-        plan: Plan,
-        partials: Callable[[Published], Ranged],
-        home: FlatTensors,
-        arrived: Callable[[int], None] | None = None,
-    ) -> None:
-        """Add up; ``totals`` are ready afterwards.
-
-        Args:
-            plan: who published what.
-            partials: finds the memory of a partial sum; the same for the same plan.
-            home: where the total goes, on the owner's device; may be one of the partial sums.
-            arrived: waits until the chunk of a number is there, see `chunks_of`.
-        """
-        if plan != self._plan:
-            self._find_parts(plan, partials, home)
-        for number, (parts, target) in enumerate(zip(self._parts, self._homes, strict=True)):
-            if arrived is not None:
-                arrived(number)
-            near = {block: part.to(target.device) for block, part in parts.items()}
-            total = fold(near.get, Block(0, self._shards), _add_in_place)
-            if total.data_ptr() != target.data_ptr():
-                target.copy_(total)
-
-    def _find_parts(
-        self, plan: Plan, partials: Callable[[Published], Ranged], home: FlatTensors
-    ) -> None:
-        places = published_by(plan)
-        chunks = {block: chunks_of(partials(at), self._span) for block, at in places.items()}
-        self._homes = chunks_of(home, self._span)
-        self._parts = [
-            {block: chunks[block][i] for block in chunks} for i in range(len(self._homes))
-        ]
-        self.totals = [home.piece(piece) for piece in self._span]
-        self._plan = plan
-
-
-def chunks_of(memory: Ranged, span: Sequence[Piece]) -> list[torch.Tensor]:
-    """The stretches that a span covers, cut small enough to be moved and added one by one."""
-    return [
-        chunk
-        for stretch in memory.ranges(span)
-        for chunk in torch.split(stretch, _CHUNK_BYTES // stretch.dtype.itemsize)
-    ]
-
-
-def leftmost(plan: Plan) -> Published:
-    """Where the partial sum with the first shards lies."""
-    places = published_by(plan)
-    return places[min(places)]
-
-
-def _add_in_place(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    return left.add_(right)
-
-
 class Exchange(ABC):
     """Moves bytes between the devices of one run; the order of calls is in the note above."""
 
@@ -299,7 +205,8 @@ class Exchange(ABC):
         Args:
             device: a device of this process.
             slot: the number of the block among those of the device, from the left.
-            gradients: one tensor a trained parameter, shaped and strided like it; None for none.
+            gradients: one tensor a trained parameter, shaped like it; None for none. They belong to
+                the exchange until ``spread``, which may add to them in place.
         """
 
     @abstractmethod

@@ -19,17 +19,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from onefold.errors import PeerError, PeerFailed, PeerLost
-from onefold.exchange.base import (
-    Board,
-    Exchange,
-    Ranged,
-    SpanFold,
-    Start,
-    Storage,
-    chunks_of,
-)
+from onefold.exchange.base import Board, Exchange, Start, Storage
 from onefold.exchange.group import break_off, who_left
-from onefold.flat import FlatTensors, SpanTensors
+from onefold.exchange.spans import Partial, SpanFold, Spanned, SpanTensors
+from onefold.flat import Chunk, FlatTensors, cut_chunks
 from onefold.fold import Published, blocks_of
 from onefold.shard import Plan
 
@@ -67,8 +60,9 @@ class CollectiveExchange(Exchange):
         self._rank = group.rank()
         self._step = 1
         self._spans = [[storage.pieces[i] for i in span] for span in storage.spans]
-        self._fold = SpanFold(self._spans[self._rank], storage.shards)
-        self._own: dict[int, FlatTensors] = {}
+        self._fold = SpanFold(storage.trained, self._spans[self._rank], storage.shards)
+        self._chunks = [cut_chunks(storage.trained, span) for span in self._spans]
+        self._own: dict[int, Partial] = {}
         self._received: dict[Published, SpanTensors] = {}
         self.board = Board.private(storage.board, device)
         self.trained = {self._rank: FlatTensors(storage.trained, device=device)}
@@ -83,9 +77,10 @@ class CollectiveExchange(Exchange):
     def publish(self, device: int, slot: int, gradients: Sequence[torch.Tensor | None]) -> None:
         self._slot(slot).write(gradients)
 
-    def _slot(self, slot: int) -> FlatTensors:
+    def _slot(self, slot: int) -> Partial:
         if slot not in self._own:
-            self._own[slot] = FlatTensors(self._storage.trained, device=self._device)
+            flat = FlatTensors(self._storage.trained, device=self._device)
+            self._own[slot] = Partial(flat)
         return self._own[slot]
 
     def collect(self, plan: Plan) -> None:
@@ -98,11 +93,11 @@ class CollectiveExchange(Exchange):
             talk.wait()
             for peer, row in rows.items():
                 self.board.take_row(peer, plan.shards_of(peer), row)
-            self._fold.fold(plan, self._partial, self._slot(0), arrived=moving.wait_for)
+            self._fold.fold(plan, self._partial, arrived=moving.wait_for)
             moving.wait()
             self._gather_buffers(plan)
 
-    def _partial(self, place: Published) -> Ranged:
+    def _partial(self, place: Published) -> Spanned:
         if place.device == self._rank:
             return self._slot(place.slot)
         if place not in self._received:
@@ -121,10 +116,10 @@ class CollectiveExchange(Exchange):
                 coming = self.board.totals[theirs.start : theirs.stop]
                 operations += _swap(peer, leaving, coming)
             for slot in range(len(blocks_of(own, plan.shards))):
-                operations += _sends(peer, chunks_of(self._slot(slot), self._spans[peer]))
+                operations += _sends(peer, self._slot(slot), self._chunks[peer])
             for slot in range(len(blocks_of(theirs, plan.shards))):
                 partial = self._partial(Published(peer, slot))
-                operations += _receipts(peer, chunks_of(partial, self._spans[self._rank]))
+                operations += _receipts(peer, partial, self._chunks[self._rank])
         return self._start(operations)
 
     def _gather_buffers(self, plan: Plan) -> None:
@@ -152,10 +147,13 @@ class CollectiveExchange(Exchange):
         flat = self.trained[self._rank]
         operations = []
         for peer in self._peers():
-            operations += _sends(peer, chunks_of(flat, self._spans[self._rank]))
-            operations += _receipts(peer, chunks_of(flat, self._spans[peer]))
+            operations += _sends(peer, flat, self._chunks[self._rank])
+            operations += _receipts(peer, flat, self._chunks[peer])
         with self._naming_the_lost():
             self._start(operations).wait()
+        self._fold.release()
+        for partial in self._own.values():
+            partial.release()
         self._step += 1
 
     def close(self, failure: BaseException | None = None) -> None:
@@ -255,12 +253,12 @@ def _swap(peer: int, leaving: torch.Tensor, coming: torch.Tensor) -> list[_Opera
     return [_Operation(dist.isend, peer, leaving, None), _Operation(dist.irecv, peer, coming, None)]
 
 
-def _sends(peer: int, chunks: Sequence[torch.Tensor]) -> list[_Operation]:
-    return [_Operation(dist.isend, peer, chunk, number) for number, chunk in enumerate(chunks)]
+def _sends(peer: int, memory: Spanned, chunks: Sequence[Chunk]) -> list[_Operation]:
+    return [_Operation(dist.isend, peer, memory.chunk(c), n) for n, c in enumerate(chunks)]
 
 
-def _receipts(peer: int, chunks: Sequence[torch.Tensor]) -> list[_Operation]:
-    return [_Operation(dist.irecv, peer, chunk, number) for number, chunk in enumerate(chunks)]
+def _receipts(peer: int, memory: Spanned, chunks: Sequence[Chunk]) -> list[_Operation]:
+    return [_Operation(dist.irecv, peer, memory.chunk(c), n) for n, c in enumerate(chunks)]
 
 
 class _Moving:

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from onefold.exchange.base import Board, Exchange, SpanFold, Start, Storage, leftmost
+from onefold.exchange.base import Board, Exchange, Start, Storage
+from onefold.exchange.spans import Partial, SpanFold
 from onefold.flat import FlatTensors, Piece, storage_order
 from onefold.fold import Published
 from onefold.shard import Plan
@@ -68,16 +69,16 @@ class LocalExchange(Exchange):
         self.trained, self.other = _own_flats(storage, start, devices)
         self._storage = storage
         self._devices = devices
-        self._partials: dict[Published, FlatTensors] = {}
-        self._spans = [[storage.pieces[i] for i in span] for span in storage.spans]
-        self._folds = [SpanFold(span, storage.shards) for span in self._spans]
+        self._partials: dict[Published, Partial] = {}
+        spans = [[storage.pieces[i] for i in span] for span in storage.spans]
+        self._folds = [SpanFold(storage.trained, span, storage.shards) for span in spans]
         self.board = Board.private(storage.board, devices[0])
 
-    def _slot(self, place: Published) -> FlatTensors:
+    def _slot(self, place: Published) -> Partial:
         """The memory of one partial sum; a plan that has many blocks makes more of them."""
         if place not in self._partials:
             device = self._devices[place.device]
-            self._partials[place] = FlatTensors(self._storage.trained, device=device)
+            self._partials[place] = Partial(FlatTensors(self._storage.trained, device=device))
         return self._partials[place]
 
     def publish(self, device: int, slot: int, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -86,8 +87,8 @@ class LocalExchange(Exchange):
     def collect(self, plan: Plan) -> None:
         for number, span_fold in enumerate(self._folds):
             one_memory = self._devices[number].type == "cpu"
-            home = leftmost(plan) if one_memory else Published(number, 0)
-            span_fold.fold(plan, self._slot, self._slot(home))
+            home = None if one_memory else self._slot(Published(number, 0)).flat
+            span_fold.fold(plan, self._slot, home=home)
 
     def totals(self, device: int) -> Sequence[torch.Tensor | None]:
         return self._folds[device].totals
@@ -96,11 +97,14 @@ class LocalExchange(Exchange):
         return torch.stack([rows[number].to(self._devices[0]) for number in sorted(rows)])
 
     def spread(self) -> None:
-        for owner, span in enumerate(self._spans):
-            source = self.trained[owner].ranges(span)
+        for owner, span_fold in enumerate(self._folds):
+            source = self.trained[owner]
             for receiver, parameters in self.trained.items():
-                if receiver != owner:
-                    _copy_all(parameters.ranges(span), source)
+                for chunk in span_fold.chunks if receiver != owner else ():
+                    parameters.chunk(chunk).copy_(source.chunk(chunk), non_blocking=True)
+            span_fold.release()
+        for partial in self._partials.values():
+            partial.release()
 
     def close(self, failure: BaseException | None = None) -> None:
         pass  # there is nobody to leave
@@ -118,8 +122,3 @@ def _own_flats(
         trained[number].write(start.trained)
         other[number].write(start.other)
     return trained, other
-
-
-def _copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source, non_blocking=True)

@@ -14,9 +14,10 @@ from itertools import accumulate
 
 import torch
 
-from onefold.exchange.base import Board, Exchange, SpanFold, Start, Storage, leftmost
+from onefold.exchange.base import Board, Exchange, Start, Storage
 from onefold.exchange.mailbox import Mailbox
-from onefold.flat import FlatTensors
+from onefold.exchange.spans import Partial, SpanFold, Spanned
+from onefold.flat import FlatTensors, cut_chunks
 from onefold.fold import Published
 from onefold.shard import Plan
 
@@ -51,13 +52,20 @@ class SharedExchange(Exchange):
         self.other = {self._rank: FlatTensors(storage.other, memory=next(memories))}
         self.board = Board(shape, next(memories), next(memories))
         self._shared_rows = next(memories).view(torch.float64).view(mailbox.size, -1)
-        self._partials = {
-            Published(device, slot): FlatTensors(storage.trained, memory=next(memories))
-            for device in range(storage.devices)
-            for slot in range(storage.slots)
-        }
-        span = [storage.pieces[i] for i in storage.spans[self._rank]]
-        self._fold = SpanFold(span, storage.shards)
+        spans = [[storage.pieces[i] for i in span] for span in storage.spans]
+        self._fold = SpanFold(storage.trained, spans[self._rank], storage.shards)
+        others = [span for rank, span in enumerate(spans) if rank != self._rank]
+        visible = [chunk for span in others for chunk in cut_chunks(storage.trained, span)]
+        self._own: list[Partial] = []
+        self._partials: dict[Published, Spanned] = {}
+        for device in range(storage.devices):
+            for slot in range(storage.slots):
+                flat = FlatTensors(storage.trained, memory=next(memories))
+                if device == self._rank:
+                    self._own.append(Partial(flat, visible))
+                self._partials[Published(device, slot)] = (
+                    self._own[slot] if device == self._rank else flat
+                )
         self._take_start(start)
 
     def _take_start(self, start: Start) -> None:
@@ -71,13 +79,12 @@ class SharedExchange(Exchange):
         self._mailbox.meet()
 
     def publish(self, device: int, slot: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        self._partials[Published(device, slot)].write(gradients)
+        self._own[slot].write(gradients)
 
     def collect(self, plan: Plan) -> None:
         self._mailbox.step = int(self.board.heads[self._rank, 0])
         self._mailbox.meet()
-        partials = self._partials.__getitem__
-        self._fold.fold(plan, partials, partials(leftmost(plan)))
+        self._fold.fold(plan, self._partials.__getitem__)
 
     def totals(self, device: int) -> Sequence[torch.Tensor | None]:
         return self._fold.totals
@@ -95,6 +102,9 @@ class SharedExchange(Exchange):
 
     def spread(self) -> None:
         self._mailbox.meet()
+        self._fold.release()
+        for partial in self._own:
+            partial.release()
         self._mailbox.step += 1
 
     def close(self, failure: BaseException | None = None) -> None:

@@ -1,0 +1,138 @@
+"""The sides of `training.py`: what each is, what starts it, and where it can run.
+
+Pure data, and the two questions asked of it. The loops that the sides run are in `loops.py`.
+"""
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Literal
+
+import torch
+
+__all__ = ["PEERS", "SIDES", "Kind", "SideSpec", "left_out"]
+
+Kind = Literal["cpu", "cuda"]
+"""What the sides compute on."""
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+ONEFOLD_RUN = ("-m", "onefold", "run", "--devices", "{two}")
+TWO_DEVICES: dict[Kind, str] = {"cpu": "cpu:2", "cuda": "cuda:0,cuda:1"}
+"""What `onefold run` calls two devices of a kind; takes the place of {two}."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SideSpec:
+    """One way to train."""
+
+    description: str
+    """One line."""
+    loop: str
+    """Name of its loop in `loops.LOOPS`."""
+    launcher: tuple[str, ...] = ()
+    """Arguments of Python before the program's own."""
+    processes: int = 1
+    """How many processes the launcher starts."""
+    threads: int = 1
+    """Of each process."""
+    shards: int = 1
+    """Of a batch, where onefold trains."""
+    devices_a_process: int = 1
+    """How many devices each process drives."""
+    package: str = "torch"
+    """Must be installed."""
+    kinds: tuple[Kind, ...] = ("cpu", "cuda")
+    """What it can compute on."""
+
+    def command(self, kind: Kind) -> list[str]:
+        """Arguments of Python that start it on devices of `kind`."""
+        return [part.format(two=TWO_DEVICES[kind]) for part in self.launcher]
+
+    @property
+    def devices(self) -> int:
+        """How many devices it computes on."""
+        return self.processes * self.devices_a_process
+
+
+SIDES = {
+    "plain-1": SideSpec(description="plain loop, one thread", loop="plain"),
+    "plain-all": SideSpec(
+        description="plain loop, a thread for every core",
+        loop="plain",
+        threads=len(os.sched_getaffinity(0)),
+        kinds=("cpu",),
+    ),
+    "dataparallel-2": SideSpec(
+        description="nn.DataParallel, one process for two GPUs",
+        loop="dataparallel",
+        devices_a_process=2,
+        kinds=("cuda",),
+    ),
+    "ddp-2": SideSpec(
+        description="DistributedDataParallel, two processes",
+        loop="ddp",
+        launcher=TORCHRUN,
+        processes=2,
+    ),
+    "accelerate-2": SideSpec(
+        description="Accelerate, two processes",
+        loop="accelerate",
+        launcher=TORCHRUN,
+        processes=2,
+        package="accelerate",
+    ),
+    "fabric-2": SideSpec(
+        description="Lightning Fabric, two processes",
+        loop="fabric",
+        launcher=TORCHRUN,
+        processes=2,
+        package="lightning_fabric",
+    ),
+    "onefold-1": SideSpec(description="onefold, one device, one shard", loop="onefold"),
+    "onefold-1-two-shards": SideSpec(
+        description="onefold, one device, two shards", loop="onefold", shards=2
+    ),
+    "onefold-2-shared": SideSpec(
+        description="onefold, two processes over shared memory",
+        loop="onefold",
+        launcher=(*ONEFOLD_RUN, "--exchange", "shared"),
+        processes=2,
+        shards=2,
+        kinds=("cpu",),
+    ),
+    "onefold-2-collective": SideSpec(
+        description="onefold, two processes over gloo or NCCL",
+        loop="onefold",
+        launcher=(*ONEFOLD_RUN, "--exchange", "collective"),
+        processes=2,
+        shards=2,
+    ),
+    "onefold-2-one-process": SideSpec(
+        description="onefold, one process for two devices",
+        loop="onefold",
+        devices_a_process=2,
+        shards=2,
+    ),
+}
+"""The sides by name, in the order in which they are measured and shown."""
+
+PEERS = ("ddp-2", "accelerate-2", "fabric-2")
+"""What others offer for two processes."""
+
+
+def left_out(names: Iterable[str], kind: Kind) -> dict[str, str]:
+    """Those of `names` that cannot run here on devices of `kind`, and why."""
+    reasons = {name: obstacle(SIDES[name], kind) for name in names}
+    return {name: reason for name, reason in reasons.items() if reason}
+
+
+def obstacle(spec: SideSpec, kind: Kind) -> str:
+    """Why a side cannot run here; empty if it can."""
+    if kind not in spec.kinds:
+        return f"is for {' and '.join(spec.kinds)}, not for {kind}"
+    if find_spec(spec.package) is None:
+        return f"{spec.package} is not installed"
+    if kind == "cuda" and torch.cuda.device_count() < spec.devices:
+        return f"needs {spec.devices} GPUs, and {torch.cuda.device_count()} are here"
+    return ""

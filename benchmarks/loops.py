@@ -1,0 +1,188 @@
+"""The training loops of all sides: what a process of a side does with a batch.
+
+Each is written as its own documentation has it, with the settings that make it fast. All train the
+same model with the same optimizer; where several processes share a batch, each takes its part.
+Accelerate and Lightning Fabric are imported only by the processes that train with them.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import onefold
+from catalog import Kind, SideSpec
+from workloads import Batch, Workload
+
+__all__ = ["LOOPS", "Loop", "Step", "losses", "onefold_step", "part", "plain_step"]
+
+Step = Callable[[Batch], Callable[[], float]]
+"""Trains on one batch; returns what tells the loss to whoever asks for it."""
+
+BACKENDS: dict[Kind, str] = {"cpu": "gloo", "cuda": "nccl"}
+DDP_SETTINGS: dict[str, Any] = {"gradient_as_bucket_view": True, "static_graph": True}
+"""What makes DistributedDataParallel fastest for models that do the same in every step."""
+
+
+def no_end() -> None:
+    """Nothing has to be taken down."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loop:
+    """One process's part in the training of one workload."""
+
+    step: Step
+    """Trains on one of the batches."""
+    batches: list[Batch]
+    """What this process trains on, round and round."""
+    devices: tuple[torch.device, ...]
+    """Where it computes."""
+    end: Callable[[], None] = no_end
+    """Called in all processes when the last step is done."""
+
+
+def devices_of(spec: SideSpec, kind: Kind) -> tuple[torch.device, ...]:
+    """What this process of a side computes on; launchers number the processes in LOCAL_RANK."""
+    if kind == "cpu":
+        return (torch.device("cpu"),) * spec.devices_a_process
+    first = int(os.environ["LOCAL_RANK"]) if spec.processes > 1 else 0
+    torch.cuda.set_device(first)
+    return tuple(torch.device(kind, first + index) for index in range(spec.devices_a_process))
+
+
+def plain(workload: Workload, spec: SideSpec, kind: Kind) -> Loop:
+    """One device, the loop that every PyTorch user knows."""
+    devices = devices_of(spec, kind)
+    model, optimizer = workload.build(devices[0])
+    step = plain_step(model.train(), optimizer)
+    return Loop(step=step, batches=workload.batches(devices[0]), devices=devices)
+
+
+def dataparallel(workload: Workload, spec: SideSpec, kind: Kind) -> Loop:
+    """nn.DataParallel over several GPUs of one process."""
+    devices = devices_of(spec, kind)
+    model, optimizer = workload.build(devices[0])
+    step = plain_step(nn.DataParallel(model, list(devices)).train(), optimizer)
+    return Loop(step=step, batches=workload.batches(devices[0]), devices=devices)
+
+
+def ddp(workload: Workload, spec: SideSpec, kind: Kind) -> Loop:
+    """DistributedDataParallel."""
+    devices = devices_of(spec, kind)
+    dist.init_process_group(BACKENDS[kind])
+    model, optimizer = workload.build(devices[0])
+    model = DistributedDataParallel(model, **DDP_SETTINGS)
+    return peer_loop(plain_step(model.train(), optimizer), workload, devices)
+
+
+def accelerate(workload: Workload, spec: SideSpec, kind: Kind) -> Loop:
+    """Accelerate, which wraps model and optimizer."""
+    from accelerate import Accelerator, DistributedDataParallelKwargs
+
+    devices = devices_of(spec, kind)
+    settings = DistributedDataParallelKwargs(**DDP_SETTINGS)
+    accelerator = Accelerator(cpu=kind == "cpu", kwargs_handlers=[settings])
+    model, optimizer = accelerator.prepare(*workload.build(devices[0]))
+    step = plain_step(model.train(), optimizer, accelerator.backward)
+    return peer_loop(step, workload, devices)
+
+
+def fabric(workload: Workload, spec: SideSpec, kind: Kind) -> Loop:
+    """Lightning Fabric, which wraps model and optimizer."""
+    from lightning_fabric import Fabric
+    from lightning_fabric.strategies import DDPStrategy
+
+    devices = devices_of(spec, kind)
+    strategy = DDPStrategy(process_group_backend=BACKENDS[kind], **DDP_SETTINGS)
+    runner = Fabric(accelerator=kind, devices=spec.processes, strategy=strategy)
+    runner.launch()
+    model, optimizer = runner.setup(*workload.build(devices[0]))
+    step = plain_step(model.train(), optimizer, runner.backward)
+    return peer_loop(step, workload, devices)
+
+
+def onefolded(workload: Workload, spec: SideSpec, kind: Kind) -> Loop:
+    """onefold, on the devices that its launcher gave it, or else those of the specification."""
+    devices = devices_of(spec, kind)
+    model, optimizer = workload.build()
+    trainer = onefold.Trainer(
+        model,
+        optimizer,
+        losses,
+        shards=spec.shards,
+        devices=devices if spec.processes == 1 else None,
+        threads=spec.threads,
+    )
+    step = onefold_step(trainer)
+    return Loop(step=step, batches=workload.batches(devices[0]), devices=devices)
+
+
+LOOPS: dict[str, Callable[[Workload, SideSpec, Kind], Loop]] = {
+    "plain": plain,
+    "dataparallel": dataparallel,
+    "ddp": ddp,
+    "accelerate": accelerate,
+    "fabric": fabric,
+    "onefold": onefolded,
+}
+"""By the name that a `SideSpec` gives."""
+
+
+def peer_loop(step: Step, workload: Workload, devices: tuple[torch.device, ...]) -> Loop:
+    """A loop of a process that takes its part of every batch, as its rank says."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    mine = [part(batch, rank, world_size) for batch in workload.batches(devices[0])]
+    return Loop(step=step, batches=mine, devices=devices, end=leave_group)
+
+
+def part(batch: Batch, rank: int, world_size: int) -> Batch:
+    """The share of `batch` that belongs to `rank`."""
+    inputs, labels = batch
+    return inputs.tensor_split(world_size)[rank], labels.tensor_split(world_size)[rank]
+
+
+def leave_group() -> None:
+    """Leave the process group, with everybody else: gloo may hang if one leaves before."""
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def plain_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    backward: Callable[[torch.Tensor], object] = torch.Tensor.backward,
+) -> Step:
+    """A step of plain PyTorch."""
+
+    def step(batch: Batch) -> Callable[[], float]:
+        inputs, labels = batch
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(inputs), labels)
+        backward(loss)
+        optimizer.step()
+        return loss.detach().item
+
+    return step
+
+
+def onefold_step(trainer: onefold.Trainer) -> Step:
+    """A step of onefold."""
+
+    def step(batch: Batch) -> Callable[[], float]:
+        done = trainer.step(batch)
+        return lambda: done.loss.item()
+
+    return step
+
+
+def losses(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """The loss of every sample of a shard."""
+    inputs, labels = batch
+    return F.cross_entropy(model(inputs), labels, reduction="none")

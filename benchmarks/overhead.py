@@ -1,0 +1,197 @@
+"""What onefold itself takes of a step: the step, less forward, backward and optimizer.
+
+    python benchmarks/overhead.py [--workload mlp thousand] [--seconds 15] [--output FILE]
+
+In one process with one thread, on one device, four loops train equal models in turn, a block of few
+steps at a time: `Trainer.step` with one shard, the same arithmetic as a bare loop of plain PyTorch,
+`Trainer.step` with two shards, and a bare loop over two half batches. What is told is the
+difference between neighbours, block by block. With one shard the bits of both must be the same in
+the end, so nothing can have been left out.
+"""
+
+import argparse
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import onefold
+from loops import Step, losses, onefold_step, part, plain_step
+from measure import (
+    Spread,
+    add_output,
+    deliver,
+    in_turn,
+    machine_busy_s,
+    middle_half,
+    print_disturbance,
+    print_table,
+    record,
+)
+from workloads import WORKLOADS, Batch, Workload
+
+__all__ = ["main"]
+
+BLOCK_S = 0.01
+"""About how long the bare loop takes for a block: short, so that the same happens to neighbours."""
+WARM_UP_STEPS = 5
+LEAST_ROUNDS = 2
+SHARDS = (1, 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """onefold and the bare loop over the same parts of a batch, each with a model of its own."""
+
+    ours: Step
+    bare: Step
+    our_model: nn.Module
+    bare_model: nn.Module
+
+
+def main() -> None:
+    """Measure the workloads named on the command line, the two small ones if none is."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--workload", nargs="+", choices=WORKLOADS, default=["mlp", "thousand"], metavar="NAME"
+    )
+    parser.add_argument("--seconds", type=float, default=15.0, help="for each workload")
+    add_output(parser)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    results = [measured(name, WORKLOADS[name], args.seconds) for name in args.workload]
+    show(results)
+    settings = {"seconds": args.seconds, "threads": 1}
+    deliver(record("overhead", settings=settings, results=results), args.output)
+
+
+def measured(name: str, workload: Workload, seconds: float) -> dict[str, Any]:
+    """All loops of a workload, in turn."""
+    batches = workload.batches()
+    pairs = {shards: new_pair(workload, shards) for shards in SHARDS}
+    steps = {
+        label: step
+        for shards, pair in pairs.items()
+        for label, step in ((ours(shards), pair.ours), (bare(shards), pair.bare))
+    }
+    for step in steps.values():
+        step_us(step, batches, WARM_UP_STEPS)
+    trial_s = {label: step_us(step, batches, WARM_UP_STEPS) / 1e6 for label, step in steps.items()}
+    block = max(1, round(BLOCK_S / trial_s[bare(1)]))
+    rounds = max(LEAST_ROUNDS, math.ceil(seconds / (block * sum(trial_s.values()))))
+    taken, others_cores = watched(
+        lambda: in_turn(
+            {label: partial(step_us, step, batches, block) for label, step in steps.items()},
+            rounds=rounds,
+        )
+    )
+    check_bits(pairs[1])
+    return summary(name, taken, block=block, others_cores=others_cores)
+
+
+def ours(shards: int) -> str:
+    """What the loop of onefold with so many shards is called."""
+    return f"onefold, {shards} shard{'s' if shards > 1 else ''}"
+
+
+def bare(shards: int) -> str:
+    """What the bare loop over so many parts of a batch is called."""
+    return f"bare loop, {shards} part{'s' if shards > 1 else ''}"
+
+
+def new_pair(workload: Workload, shards: int) -> Pair:
+    """Both loops of a number of shards, at the same start."""
+    our_model, our_optimizer = workload.build()
+    trainer = onefold.Trainer(
+        our_model, our_optimizer, losses, shards=shards, devices=["cpu"], threads=1
+    )
+    bare_model, bare_optimizer = workload.build()
+    bare_model.train()
+    bare_step = (
+        plain_step(bare_model, bare_optimizer)
+        if shards == 1
+        else parts_step(bare_model, bare_optimizer, shards)
+    )
+    return Pair(
+        ours=onefold_step(trainer), bare=bare_step, our_model=our_model, bare_model=bare_model
+    )
+
+
+def parts_step(model: nn.Module, optimizer: torch.optim.Optimizer, parts: int) -> Step:
+    """A bare step that goes through a batch part by part and adds up the gradients."""
+
+    def step(batch: Batch) -> Callable[[], float]:
+        optimizer.zero_grad()
+        for number in range(parts):
+            inputs, labels = part(batch, number, parts)
+            loss = F.cross_entropy(model(inputs), labels, reduction="sum") / len(batch[1])
+            loss.backward()
+        optimizer.step()
+        return loss.detach().item
+
+    return step
+
+
+def step_us(step: Step, batches: Sequence[Batch], steps: int) -> float:
+    """Microseconds of a step, on the average of `steps`."""
+    start_s = time.perf_counter()
+    for number in range(steps):
+        step(batches[number % len(batches)])
+    return (time.perf_counter() - start_s) / steps * 1e6
+
+
+def watched(measure: Callable[[], Any]) -> tuple[Any, float]:
+    """What `measure` returns, and how many cores worked for somebody else in the meantime."""
+    before_s, cpu_before_s, start_s = machine_busy_s(), time.process_time(), time.perf_counter()
+    found = measure()
+    elsewhere_s = machine_busy_s() - before_s - (time.process_time() - cpu_before_s)
+    return found, max(0.0, elsewhere_s / (time.perf_counter() - start_s))
+
+
+def check_bits(pair: Pair) -> None:
+    """Raise `RuntimeError` unless both loops have come to the same parameters."""
+    trained = zip(pair.our_model.parameters(), pair.bare_model.parameters(), strict=True)
+    if not all(torch.equal(our, bare) for our, bare in trained):
+        raise RuntimeError("with one shard, onefold and the bare loop came to different bits")
+
+
+def summary(
+    name: str, taken: Mapping[str, Sequence[float]], *, block: int, others_cores: float
+) -> dict[str, Any]:
+    """Microseconds of every loop, and of onefold itself for each number of shards."""
+    return {
+        "workload": name,
+        "steps_a_block": block,
+        "rounds": len(next(iter(taken.values()))),
+        "step_us": {label: middle_half(times) for label, times in taken.items()},
+        "own_us": {ours(n): difference(taken[ours(n)], taken[bare(n)]) for n in SHARDS},
+        "others_cores": others_cores,
+    }
+
+
+def difference(longer: Sequence[float], shorter: Sequence[float]) -> Spread:
+    """Median and quartiles of `longer - shorter`, block by block."""
+    return middle_half([a - b for a, b in zip(longer, shorter, strict=True)])
+
+
+def show(results: Sequence[Mapping[str, Any]]) -> None:
+    """A table for each workload."""
+    for found in results:
+        rows = [[label, times.text(0)] for label, times in found["step_us"].items()]
+        rows += [[f"{label}: itself", own.text(0)] for label, own in found["own_us"].items()]
+        print(WORKLOADS[found["workload"]].title)
+        print_table("median (quartiles)", ["loop", "microseconds a step"], rows)
+    for found in results:
+        print_disturbance(found["others_cores"], WORKLOADS[found["workload"]].title)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""Partial sums span by span: where they lie, how they are moved, how the owner adds them.
+
+Note: which memory a partial sum lies in
+----------------------------------------
+Gradients come from backward one tensor a parameter. Small ones are copied side by side into flat
+memory, where a whole run of them is moved and added as one. Large ones stay where backward put
+them, for copying them would cost as much as adding them: only what another process has to see in
+memory is copied. The owner of a span adds in place to the leftmost partial sum, whoever published
+it: between ``collect`` and ``spread`` nobody else reads or writes this stretch of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from onefold.flat import Chunk, FlatTensors, Layout, Piece, cut_chunks, storage_order
+from onefold.fold import Block, Published, fold, published_by
+from onefold.shard import Plan
+
+__all__ = ["Partial", "SpanFold", "SpanTensors", "Spanned"]
+
+
+class Spanned(Protocol):
+    """Memory that holds at least one span of the trained parameters' layout."""
+
+    def chunk(self, chunk: Chunk) -> torch.Tensor:
+        """(stop - start,) view."""
+
+    def piece(self, piece: Piece) -> torch.Tensor:
+        """A view of one piece: in the entry's shape if it is whole, else (numel,)."""
+
+
+class SpanTensors:
+    """Memory for one span of a layout and for nothing else.
+
+    Args:
+        layout: what the pieces belong to.
+        span: a contiguous run of pieces.
+        device: where to allocate.
+    """
+
+    def __init__(self, layout: Layout, span: Sequence[Piece], device: torch.device) -> None:
+        bounds: dict[int, tuple[int, int]] = {}
+        for piece in span:
+            entry = layout.entries[piece.entry]
+            first, _ = bounds.get(entry.section, (entry.offset + piece.start, 0))
+            bounds[entry.section] = (first, entry.offset + piece.stop)
+        self._starts = {section: start for section, (start, _) in bounds.items()}
+        self._sections = {
+            section: torch.zeros(stop - start, dtype=layout.dtypes[section], device=device)
+            for section, (start, stop) in bounds.items()
+        }
+        self._pieces = {piece: self._view(layout, piece) for piece in span}
+
+    def chunk(self, chunk: Chunk) -> torch.Tensor:
+        """(stop - start,) view."""
+        first = self._starts[chunk.section]
+        return self._sections[chunk.section][chunk.start - first : chunk.stop - first]
+
+    def piece(self, piece: Piece) -> torch.Tensor:
+        """A view of one piece: in the entry's shape if it is whole, else (numel,)."""
+        return self._pieces[piece]
+
+    def _view(self, layout: Layout, piece: Piece) -> torch.Tensor:
+        entry = layout.entries[piece.entry]
+        start = entry.offset + piece.start
+        flat = self.chunk(Chunk(entry.section, start, start + piece.numel, None))
+        return flat.as_strided(entry.shape, entry.stride) if piece.whole else flat
+
+
+class Partial:
+    """One block's gradients: the large ones where backward left them, the others in flat memory.
+
+    Args:
+        flat: room for all of them.
+        visible: chunks that others read in ``flat``, so that they must be there.
+    """
+
+    def __init__(self, flat: FlatTensors, visible: Sequence[Chunk] = ()) -> None:
+        self.flat = flat
+        self._visible = [chunk for chunk in visible if chunk.entry is not None]
+        self._large = [n for n in range(len(flat.views)) if flat.layout.is_large(n)]
+        self._direct: dict[int, torch.Tensor] = {}
+
+    def write(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Take one tensor for each entry; None stands for zeros."""
+        entries = self.flat.layout.entries
+        self._direct = {
+            number: gradient
+            for number in self._large
+            if (gradient := gradients[number]) is not None
+            and gradient.stride() == entries[number].stride
+        }
+        self.flat.write(gradients, skip=self._direct.keys())
+        shown = [chunk for chunk in self._visible if chunk.entry in self._direct]
+        if shown:
+            targets = [self.flat.chunk(chunk) for chunk in shown]
+            torch._foreach_copy_(targets, [self.chunk(chunk) for chunk in shown])
+
+    def chunk(self, chunk: Chunk) -> torch.Tensor:
+        """(stop - start,) view."""
+        gradient = None if chunk.entry is None else self._direct.get(chunk.entry)
+        if gradient is None or chunk.entry is None:
+            return self.flat.chunk(chunk)
+        offset = self.flat.layout.entries[chunk.entry].offset
+        return storage_order(gradient)[chunk.start - offset : chunk.stop - offset]
+
+    def piece(self, piece: Piece) -> torch.Tensor:
+        """A view of one piece: in the entry's shape if it is whole, else (numel,)."""
+        gradient = self._direct.get(piece.entry)
+        if gradient is None:
+            return self.flat.piece(piece)
+        return gradient if piece.whole else storage_order(gradient)[piece.start : piece.stop]
+
+    def release(self) -> None:
+        """Let go of the tensors that were taken."""
+        self._direct = {}
+
+
+class SpanFold:
+    """The owner's part of the fold: adds the published partial sums over one span.
+
+    It goes chunk by chunk: what a chunk's inner nodes of the tree come to is still in the
+    processor's cache when they are added, and a chunk can be added while later ones are coming.
+
+    Args:
+        layout: of the trained parameters.
+        span: the pieces.
+        shards: V.
+    """
+
+    def __init__(self, layout: Layout, span: Sequence[Piece], shards: int) -> None:
+        self.chunks = cut_chunks(layout, span)
+        self._span = span
+        self._shards = shards
+        self.totals: list[torch.Tensor] = []
+        """One tensor for each piece of the span, shaped as the piece."""
+
+    def fold(
+        self,
+        plan: Plan,
+        memory: Callable[[Published], Spanned],
+        *,
+        home: FlatTensors | None = None,
+        arrived: Callable[[int], None] | None = None,
+    ) -> None:
+        """Add up; ``totals`` are ready afterwards.
+
+        Args:
+            plan: who published what.
+            memory: finds the memory of a partial sum.
+            home: where the total goes, if it cannot stay where the leftmost partial sum lies.
+            arrived: waits until the chunk of a number is there.
+        """
+        memories = {block: memory(at) for block, at in published_by(plan).items()}
+        for number, chunk in enumerate(self.chunks):
+            if arrived is not None:
+                arrived(number)
+            parts = {block: partial.chunk(chunk) for block, partial in memories.items()}
+            if home is not None:
+                parts = {block: part.to(home.device) for block, part in parts.items()}
+            total = fold(parts.get, Block(0, self._shards), _add_in_place)
+            if home is not None and total.data_ptr() != home.chunk(chunk).data_ptr():
+                home.chunk(chunk).copy_(total)
+        source = memories[min(memories)] if home is None else home
+        self.totals = [source.piece(piece) for piece in self._span]
+
+    def release(self) -> None:
+        """Let go of the totals."""
+        self.totals = []
+
+
+def _add_in_place(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return left.add_(right)

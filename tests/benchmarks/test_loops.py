@@ -1,0 +1,65 @@
+"""The loops of the sides: their parts, their arithmetic, and that those of others run."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import _side
+from catalog import PEERS, SIDES, left_out
+from loops import LOOPS, Loop, part
+from sides import Side
+from workloads import WORKLOADS
+
+
+def trained(side: str, *, steps: int) -> tuple[Loop, list[float]]:
+    """A loop of one process, and the losses of its first steps."""
+    loop = LOOPS[SIDES[side].loop](WORKLOADS["mlp"], SIDES[side], "cpu")
+    batches = itertools.islice(itertools.cycle(loop.batches), steps)
+    return loop, [loop.step(batch)() for batch in batches]
+
+
+def test_parts_make_up_the_batch() -> None:
+    inputs, labels = torch.arange(10.0).reshape(5, 2), torch.arange(5)
+    parts = [part((inputs, labels), rank, 2) for rank in range(2)]
+    assert torch.equal(torch.cat([one for one, _ in parts]), inputs)
+    assert torch.equal(torch.cat([one for _, one in parts]), labels)
+
+
+@pytest.mark.parametrize("side", ["onefold-1", "onefold-1-two-shards", "onefold-2-one-process"])
+def test_onefold_trains_what_the_plain_loop_trains(side: str) -> None:
+    loop, losses = trained(side, steps=6)
+    assert losses == pytest.approx(trained("plain-1", steps=6)[1], rel=1e-5)
+    assert len(loop.devices) == SIDES[side].devices
+
+
+def test_a_measurement_tells_seconds_and_loss() -> None:
+    loop, losses = trained("plain-1", steps=4)
+    found = _side.train(loop, 8)
+    assert found["seconds"] > 0
+    assert found["loss"] < losses[-1]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", [*PEERS, "onefold-2-collective"])
+def test_sides_of_two_processes_train(name: str, tmp_path: Path) -> None:
+    if reason := left_out([name], "cpu").get(name):
+        pytest.skip(reason)
+    with side(name, tmp_path) as running:
+        assert running.train(3).seconds > 0
+
+
+def side(name: str, folder: Path) -> Side:
+    """The processes of a side, on the smallest workload."""
+    program = [str(Path(_side.__file__)), name, "mlp", "cpu", "1.0"]
+    return Side(
+        name,
+        [sys.executable, *SIDES[name].command("cpu"), *program],
+        processes=SIDES[name].processes,
+        folder=folder,
+        environment={},
+    )

@@ -1,0 +1,93 @@
+"""Where partial sums lie, and how the owner of a span adds them."""
+
+from __future__ import annotations
+
+import torch
+
+from onefold.exchange.spans import Partial, SpanFold, SpanTensors
+from onefold.flat import FlatTensors, Layout, Piece, cut_chunks, cut_pieces, cut_spans, lay_out
+from onefold.fold import Published
+from onefold.shard import Plan
+
+CPU = torch.device("cpu")
+
+
+def model() -> tuple[Layout, list[list[Piece]]]:
+    """A large tensor between two small ones, and the spans of two devices."""
+    tensors = {"a": torch.empty(33), "b": torch.empty(300, 400), "c": torch.empty(5, 2)}
+    layout = lay_out(tensors)
+    pieces = cut_pieces(layout, by_element=True)
+    return layout, [[pieces[i] for i in span] for span in cut_spans(pieces, 2)]
+
+
+def gradients(layout: Layout, value: float) -> list[torch.Tensor]:
+    return [torch.full(entry.shape, value) for entry in layout.entries]
+
+
+def test_span_memory_has_the_size_of_the_span_alone() -> None:
+    layout, spans = model()
+    flat = FlatTensors(layout)
+    for span in spans:
+        here = SpanTensors(layout, span, CPU)
+        sizes = [here.chunk(chunk).numel() for chunk in cut_chunks(layout, span)]
+        assert sizes == [flat.chunk(chunk).numel() for chunk in cut_chunks(layout, span)]
+        for piece in span:
+            assert here.piece(piece).shape == flat.piece(piece).shape
+            assert here.piece(piece).stride() == flat.piece(piece).stride()
+
+
+def test_large_gradients_are_not_copied_but_for_what_others_see() -> None:
+    layout, spans = model()
+    partial = Partial(FlatTensors(layout), visible=cut_chunks(layout, spans[1]))
+    given = gradients(layout, 1.0)
+    partial.write(given)
+    flat = partial.flat
+    assert flat.views[0].eq(1).all()
+    assert flat.views[2].eq(1).all()
+    for span, seen in ((spans[0], 0.0), (spans[1], 1.0)):
+        for chunk in cut_chunks(layout, span):
+            assert partial.chunk(chunk).eq(1).all()
+            if chunk.entry is not None:
+                assert flat.chunk(chunk).eq(seen).all()
+                assert partial.chunk(chunk).untyped_storage().data_ptr() == given[1].data_ptr()
+
+
+def test_a_gradient_with_other_strides_is_copied() -> None:
+    layout, spans = model()
+    partial = Partial(FlatTensors(layout))
+    given = gradients(layout, 1.0)
+    given[1] = torch.arange(120_000.0).view(400, 300).t()
+    partial.write(given)
+    assert partial.flat.views[1].equal(given[1])
+    for span in spans:
+        for piece in span:
+            assert partial.piece(piece).equal(partial.flat.piece(piece))
+
+
+def test_what_was_taken_is_let_go() -> None:
+    layout, spans = model()
+    partial = Partial(FlatTensors(layout))
+    partial.write(gradients(layout, 1.0))
+    partial.release()
+    large = next(chunk for chunk in cut_chunks(layout, spans[0]) if chunk.entry is not None)
+    assert partial.chunk(large).eq(0).all()
+    partial.write([None, None, None])
+    assert all(view.eq(0).all() for view in partial.flat.views)
+
+
+def test_the_total_stays_in_the_leftmost_partial_sum_or_goes_home() -> None:
+    layout, spans = model()
+    plan = Plan((2, 1, 1))
+    memory = {Published(device, 0): Partial(FlatTensors(layout)) for device in range(plan.devices)}
+    span_fold = SpanFold(layout, spans[0], plan.shards)
+    home = FlatTensors(layout)
+    for where in (None, home):
+        for device in range(plan.devices):
+            memory[Published(device, 0)].write(gradients(layout, 10.0**device))
+        arrived: list[int] = []
+        span_fold.fold(plan, memory.__getitem__, home=where, arrived=arrived.append)
+        assert arrived == list(range(len(span_fold.chunks)))
+        source = memory[Published(0, 0)] if where is None else home
+        for piece, total in zip(spans[0], span_fold.totals, strict=True):
+            assert total.eq(111).all()
+            assert total.data_ptr() == source.piece(piece).data_ptr()
