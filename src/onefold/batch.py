@@ -93,12 +93,12 @@ def _common_length(batch: object) -> int:
 def _leaves(batch: object, path: str) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(batch, torch.Tensor):
         yield path, batch
-    elif isinstance(batch, Mapping):
-        for key, value in batch.items():
-            yield from _leaves(value, f"{path}[{key!r}]")
     elif isinstance(batch, tuple | list):
         for index, value in enumerate(batch):
             yield from _leaves(value, f"{path}[{index}]")
+    elif isinstance(batch, Mapping):
+        for key, value in batch.items():
+            yield from _leaves(value, f"{path}[{key!r}]")
     else:
         raise TypeError(
             f"{path}: expected a tensor or a tuple, list or dict of tensors, got "
@@ -111,15 +111,15 @@ def _map(
 ) -> object:
     if isinstance(batch, torch.Tensor):
         return change(batch)
-    if isinstance(batch, Mapping):
-        return {key: _map(value, change, strict=strict) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         fields: list[Any] = [_map(value, change, strict=strict) for value in batch]
         return type(batch)(*fields)
     if isinstance(batch, list):
         return [_map(value, change, strict=strict) for value in batch]
     if isinstance(batch, tuple):
-        return tuple(_map(value, change, strict=strict) for value in batch)
+        return tuple([_map(value, change, strict=strict) for value in batch])
+    if isinstance(batch, Mapping):
+        return {key: _map(value, change, strict=strict) for key, value in batch.items()}
     if strict:
         raise TypeError(f"expected tensors, got {type(batch).__name__}")
     return batch

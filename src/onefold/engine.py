@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ from onefold.exchange.base import Board, Exchange
 from onefold.fold import fold_shards
 from onefold.randomness import kept_generators
 from onefold.replica import LossFunction, Replica
-from onefold.timing import Phase, Span
+from onefold.timing import Span
 from onefold.update import SpanOptimizer
 
 __all__ = ["Engine", "Outcome"]
@@ -73,12 +73,14 @@ class Engine:
             LossError: a loss is of the wrong kind, or not finite.
             PeerError: another device is lost or has failed.
         """
+        watch = self.replicas[0].watch
         self._check_frozen()
         with self.computing(training=True):
             for replica in self.replicas:
                 replica.run(batch, loss, seed=self.seed, step=number, exchange=self.exchange)
-        with self._timed("exchange", "collect"):
-            self.exchange.collect(batch.plan)
+        start = watch.now()
+        self.exchange.collect(batch.plan)
+        watch.note("exchange", "collect", start)
         board = self.exchange.board
         _check_heads(board)
         self._check_finite(board, number)
@@ -87,8 +89,9 @@ class Engine:
             self._apply(batch, outcome.weight)
         for replica in self.replicas:
             replica.buffers.end_step(board, batch)
-        with self._timed("exchange", "spread"):
-            self.exchange.spread()  # from here on the board is no longer ours to read
+        start = watch.now()
+        self.exchange.spread()  # from here on the board is no longer ours to read
+        watch.note("exchange", "spread", start)
         if len(self.replicas) > 1:
             self._marks = self.replicas[0].marks()
         return outcome
@@ -101,15 +104,19 @@ class Engine:
     def computing(self, *, training: bool) -> Iterator[None]:
         """The state in which models run; generators, modes and buffers are put back afterwards."""
         self._follow_first()
-        devices = [replica.device for replica in self.replicas]
-        with ExitStack() as stack:
-            stack.enter_context(kept_generators(*devices))
-            stack.enter_context(_kernels(deterministic=self._deterministic))
+        modules = [replica.module for replica in self.replicas]
+        with (
+            kept_generators(*(replica.device for replica in self.replicas)),
+            _kernels(deterministic=self._deterministic),
+            _modes(modules, training=training),
+        ):
             for replica in self.replicas:
-                stack.enter_context(_mode(replica.module, training=training))
                 replica.buffers.begin_step()
-                stack.callback(replica.buffers.restore)
-            yield
+            try:
+                yield
+            finally:
+                for replica in self.replicas:
+                    replica.buffers.restore()
 
     def _follow_first(self) -> None:
         """Bring what the user did to the model since the last step to its copies as well."""
@@ -119,33 +126,24 @@ class Engine:
             replica.follow(first, values=changed)
 
     def _apply(self, batch: ShardedBatch, weight: float) -> None:
-        with self._timed("update", "take"):
-            totals = [t for replica in self.replicas for t in self.exchange.totals(replica.number)]
-            gave = self.exchange.board.gave.sum(axis=0).tolist()
-            self._update.take(totals, gave, shards=batch.plan.shards)
-            divisor = batch.divisor(weight)
-            if divisor != weight:
-                self._update.scale(divisor / weight)
-        if self._clip_norm is not None:
-            self._clip(self._clip_norm)
-        with self._timed("update", "optimizer"):
-            self._update.step()
-
-    def _clip(self, clip_norm: float) -> None:
-        with self._timed("update", "norm"):
-            own = self._update.squared_norms()
-        with self._timed("exchange", "share norms"):
-            norms = self.exchange.share(own)
-        with self._timed("update", "clip"):
-            norm = norms.sum(dim=0).sum().sqrt()  # a piece has one owner: adding zeros is exact
-            self._update.scale((clip_norm / (norm + 1e-6)).clamp(max=1.0))
-
-    @contextmanager
-    def _timed(self, phase: Phase, label: str) -> Iterator[None]:
         watch = self.replicas[0].watch
         start = watch.now()
-        yield
-        watch.note(phase, label, start)
+        totals = [t for replica in self.replicas for t in self.exchange.totals(replica.number)]
+        gave = self.exchange.board.gave
+        counts = (gave[0] if len(gave) == 1 else gave.sum(axis=0)).tolist()
+        self._update.take(totals, counts, shards=batch.plan.shards)
+        divisor = batch.divisor(weight)
+        if divisor != weight:
+            self._update.scale(divisor / weight)
+        if self._clip_norm is not None:
+            self._clip(self._clip_norm)
+        self._update.step()
+        watch.note("update", "update", start)
+
+    def _clip(self, clip_norm: float) -> None:
+        norms = self.exchange.share(self._update.squared_norms())
+        norm = norms.sum(dim=0).sum().sqrt()  # a piece has one owner: adding zeros is exact
+        self._update.scale((clip_norm / (norm + 1e-6)).clamp(max=1.0))
 
     def _check_frozen(self) -> None:
         for name, parameter in self._frozen.items():
@@ -191,18 +189,18 @@ def _add(left: float, right: float) -> float:
 
 
 @contextmanager
-def _mode(module: torch.nn.Module, *, training: bool) -> Iterator[None]:
+def _modes(modules: Sequence[torch.nn.Module], *, training: bool) -> Iterator[None]:
     """Training or evaluation mode, and each submodule's own mode again afterwards."""
-    parts = list(module.modules())
-    if all(part.training is training and _is_plain(part) for part in parts):
-        yield
-        return
-    before = [part.training for part in parts]
-    module.train(training)
+    before: list[tuple[torch.nn.Module, bool]] = []
+    for module in modules:
+        parts = list(module.modules())
+        if not all(part.training is training and _is_plain(part) for part in parts):
+            before += [(part, part.training) for part in parts]
+            module.train(training)
     try:
         yield
     finally:
-        for part, mode in zip(parts, before, strict=True):
+        for part, mode in before:
             part.training = mode
 
 

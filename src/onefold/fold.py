@@ -12,7 +12,8 @@ partial sum a block, and whoever adds the rest goes on in the very same tree.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
 from onefold.shard import Plan
@@ -47,6 +48,7 @@ def _width(shards: int) -> int:
     return 1 << (shards - 1).bit_length()
 
 
+@lru_cache(maxsize=4096)
 def blocks_of(shards_run: range, shards: int) -> tuple[Block, ...]:
     """The whole blocks, left to right, that make up a contiguous range of shards.
 
@@ -70,7 +72,8 @@ def max_blocks(shards: int) -> int:
     return max(1, 2 * ((shards - 1).bit_length() - 1))
 
 
-def published_by(plan: Plan) -> dict[Block, Published]:
+@lru_cache(maxsize=16)
+def published_by(plan: Plan) -> Mapping[Block, Published]:
     """Which device holds which block's partial sum, and in which slot."""
     return {
         block: Published(device, slot)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -129,24 +129,37 @@ class Replica:
             where: step and shard, for errors.
         """
         after = self.gradients()
-        for index, (old, new) in enumerate(zip(before, after, strict=True)):
-            if new is None:
-                continue
-            if new.layout is not torch.strided:
-                raise GradientError(
-                    f"{where}: parameter {self._names[index]} got a sparse gradient, a dense one "
-                    f"is expected. Make its layer with sparse=False"
-                )
-            if new is old and new._version > 1:
-                raise GradientError(
-                    f"{where}: the gradient of parameter {self._names[index]} came in several "
-                    f"portions, unlike that of the shard before. Use checkpoints with "
-                    f"use_reentrant=False"
-                )
-        gave += [
-            new is not None and (new is not old or new._version > 0)
-            for old, new in zip(before, after, strict=True)
-        ]
+        if any(new is not None and new.layout is not torch.strided for new in after):
+            self._refuse_sparse(after, where)
+        pairs = list(zip(before, after, strict=True))
+        if any(new is not None and new is old and new._version > 1 for old, new in pairs):
+            self._refuse_portions(pairs, where)
+        given = [new is not None and (new is not old or new._version > 0) for old, new in pairs]
+        gave += 1 if all(given) else given
+
+    def _refuse_sparse(self, gradients: Gradients, where: str) -> NoReturn:
+        name = next(
+            name
+            for name, gradient in zip(self._names, gradients, strict=True)
+            if gradient is not None and gradient.layout is not torch.strided
+        )
+        raise GradientError(
+            f"{where}: parameter {name} got a sparse gradient, a dense one is expected. Make its "
+            f"layer with sparse=False"
+        )
+
+    def _refuse_portions(
+        self, pairs: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]], where: str
+    ) -> NoReturn:
+        name = next(
+            name
+            for name, (old, new) in zip(self._names, pairs, strict=True)
+            if new is not None and new is old and new._version > 1
+        )
+        raise GradientError(
+            f"{where}: the gradient of parameter {name} came in several portions, unlike that of "
+            f"the shard before. Use checkpoints with use_reentrant=False"
+        )
 
 
 def _places(parameters: Mapping[str, torch.Tensor]) -> list[int]:
@@ -198,10 +211,12 @@ class _StepRun:
     def _run_shard(self, shard: int, before: Gradients, exchange: Exchange) -> None:
         replica, watch, where = self._replica, self._replica.watch, self._where(shard)
         board = exchange.board
-        start = watch.now()
-        payload = move(self._batch.shards[shard], replica.device)
+        payload = self._batch.shards[shard]
         there = watch.now()
-        watch.note("data", f"move shard {shard}", start, there)
+        if replica.device.type != "cpu":
+            payload, start = move(payload, replica.device), there
+            there = watch.now()
+            watch.note("data", f"move shard {shard}", start, there)
         replica.buffers.begin_shard()
         seed_generators(derive_seed("shard", self._seed, self._step, shard), replica.device)
         try:
@@ -216,7 +231,7 @@ class _StepRun:
         watch.note("backward", f"backward shard {shard}", middle)
         replica.buffers.end_shard(shard, board)
         board.weights[shard] = part.weight
-        board.totals[shard : shard + 1].copy_(part.total(), non_blocking=True)
+        board.set_total(shard, part.total())
         replica.count_gradients(before, board.gave[replica.number], where)
 
     def _backward(self, part: Contribution, where: str) -> None:

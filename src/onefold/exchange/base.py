@@ -130,10 +130,11 @@ class Board:
         """(V, B) uint8: whether a shard changed a buffer."""
         rows = shape.buffers.nbytes
         first = shape.device_bytes - shards * rows
-        self.on_host = computed.device.type == "cpu"
-        """Whether what devices compute lies on the host as well."""
         self.totals = _typed(computed[:first], torch.float64, (shards,))
         """(V,) float64: each shard's part of the loss."""
+        self.on_host = computed.device.type == "cpu"
+        """Whether what devices compute lies on the host as well."""
+        self._host_totals = self.totals.numpy() if self.on_host else None
         self.rows_memory = computed[first:].view(shards, rows)
         """(V, bytes of the buffers) uint8: the memory of ``buffer_rows``."""
         self.buffer_rows = [
@@ -153,7 +154,17 @@ class Board:
         self.gave[device] = 0
         self.weights[rows] = 0.0
         self.changed[rows] = 0
-        self.totals[rows].zero_()
+        if self._host_totals is not None:
+            self._host_totals[rows] = 0.0
+        else:
+            self.totals[rows].zero_()
+
+    def set_total(self, shard: int, total: torch.Tensor) -> None:
+        """Note a shard's part of the loss, () float64; on a GPU without waiting for it."""
+        if self._host_totals is not None:
+            self._host_totals[shard] = total.item()
+        else:
+            self.totals[shard : shard + 1].copy_(total, non_blocking=True)
 
     def row(self, device: int, shards: range) -> torch.Tensor:  # (row_bytes,) uint8 on the host
         """What ``device`` wrote on this board, as a message to others.
