@@ -31,6 +31,7 @@ __all__ = [
     "ratio",
     "record",
     "spread",
+    "write_record",
 ]
 
 T = TypeVar("T")
@@ -154,3 +155,9 @@ def print_disturbance(others_cores: float, what: str) -> None:
 def print_record(found: Mapping[str, Any]) -> None:
     """Print `found` as one line of JSON."""
     print(json.dumps(found, default=asdict), flush=True)
+
+
+def write_record(found: Mapping[str, Any], path: Path) -> None:
+    """Write `found` to a file, as JSON that people can read."""
+    text = json.dumps(found, default=asdict, indent=2)
+    path.write_text(text + "\n", encoding="utf-8")
