@@ -32,12 +32,13 @@ from onefold.exchange.mailbox import Mailbox
 from onefold.exchange.shared import SharedExchange
 from onefold.fold import published_by
 
-__all__ = ["Traffic", "Training", "main", "memory_bytes_per_s", "new_model"]
+__all__ = ["Traffic", "Training", "main", "memory_bytes_per_s", "new_model", "receive_first"]
 
 CLASSES = 10
 LAYERS = 5
 BATCH_SIZE = 64
 WARM_UP_STEPS = 2
+SMALL_PARAMETERS = 2000
 TRIAL_BYTES = 16 << 20
 
 
@@ -107,12 +108,25 @@ def _before(owner: Any, name: str, note: Callable[..., None]) -> None:
     setattr(owner, name, noted)
 
 
+def receive_first() -> None:
+    """From here on, start what is received before what is sent, in every batch."""
+    start = dist.batch_isend_irecv
+
+    @functools.wraps(start)
+    def started(operations: list[dist.P2POp]) -> list[dist.Work]:
+        order = sorted(range(len(operations)), key=lambda i: operations[i].op is dist.isend)
+        works = dict(zip(order, start([operations[i] for i in order]), strict=True))
+        return [works[i] for i in range(len(operations))]
+
+    dist.batch_isend_irecv = started
+
+
 class Training:
     """The network in training, made at its first step."""
 
     def __init__(self, parameters: int, shards: int) -> None:
         self._parameters = parameters
-        self._shards = shards
+        self.shards = shards
         self._trainer: onefold.Trainer | None = None
         self._batch: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -126,7 +140,7 @@ class Training:
         torch.manual_seed(0)
         model = new_model(self._parameters)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
-        self._trainer = onefold.Trainer(model, optimizer, losses, shards=self._shards, threads=1)
+        self._trainer = onefold.Trainer(model, optimizer, losses, shards=self.shards, threads=1)
         width = model[0].num_features
         self._batch = torch.randn(BATCH_SIZE, width), torch.randint(CLASSES, (BATCH_SIZE,))
 
@@ -138,10 +152,13 @@ def losses(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.
 
 
 def serve(training: Training, path: Path) -> None:
-    """Do what the driver at `path` asks for, until it hangs up; nothing is built before.
+    """Do what the driver at `path` asks for, until it hangs up.
 
-    After every answer, what was counted and this process's number lie in a file beside the socket.
+    A small network is trained first: what the process takes for libraries, threads and connections
+    is there before the memory of the large one is looked at. After every answer, what was counted
+    and this process's number lie in a file beside the socket.
     """
+    Training(SMALL_PARAMETERS, training.shards).step()
     traffic = Traffic()
     traffic.watch()
     with socket.socket(socket.AF_UNIX) as link:
@@ -196,9 +213,12 @@ def main() -> None:
     parser.add_argument("--parameters", type=int, required=True)
     parser.add_argument("--shards", type=int, required=True)
     parser.add_argument("--steps", type=int, default=1)
+    parser.add_argument("--receive-first", action="store_true")
     parser.add_argument("path", type=Path, help="the driver's socket, or a folder for the result")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    if args.receive_first:
+        receive_first()
     training = Training(args.parameters, args.shards)
     if args.mode == "serve":
         serve(training, args.path)

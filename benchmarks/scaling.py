@@ -1,7 +1,7 @@
 """How the exchange grows with devices: bytes, messages and memory, measured and by the model.
 
     python benchmarks/scaling.py [--devices 1 2 4 8] [--parameters N] [--output FILE]
-    python benchmarks/scaling.py --network [--mbit 200 500 1000] [--delay-ms 0]
+    python benchmarks/scaling.py --network [--mbit 200 500 1000] [--delay-ms 0] [--receive-first]
     python benchmarks/scaling.py --predict
 
 The first trains a plain network on each number of processes, through either exchange. On few cores
@@ -96,7 +96,7 @@ def main() -> None:
     else:
         name, results = "scaling", over_devices(args)
         show(results)
-    settings = {name: value for name, value in vars(args).items() if name != "output"}
+    settings = {key: value for key, value in vars(args).items() if key != "output"}
     found = record(name, settings=settings, results=results)
     if args.output is not None:
         write_record(found, args.output)
@@ -120,6 +120,9 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--network", action="store_true", help="between two hosts; needs root")
     parser.add_argument("--mbit", type=int, nargs="+", default=[200, 500, 1000])
     parser.add_argument("--delay-ms", type=float, nargs="+", default=[0.0], help="needs netem")
+    parser.add_argument(
+        "--receive-first", action="store_true", help="with --network: sends are started last"
+    )
     parser.add_argument("--predict", action="store_true", help="measure nothing")
     parser.add_argument("--output", type=Path, metavar="FILE", help="takes the record as JSON")
     args = parser.parse_args(given)
@@ -274,8 +277,10 @@ def show(results: Sequence[Mapping[str, Any]]) -> None:
     if collective:
         print_table(
             "collective: a device in a step, MB measured, predicted, ratio; loopback; messages",
-            ["devices", "k", *_three("partial sums"), *_three("all sent"), "wire MB"]
-            + ["wire / sent", *_three("messages")],
+            [
+                *("devices", "k", *_three("partial sums"), *_three("all sent")),
+                *("wire MB", "wire / sent", *_three("messages")),
+            ],
             [collective_row(one) for one in collective],
         )
     if shared:
@@ -356,6 +361,8 @@ def over_network(args: argparse.Namespace) -> list[dict[str, Any]]:
     """The exchange between two hosts of one device each, timed over each cable."""
     run = run_of(args.parameters, devices=2, shards=args.shards, devices_per_host=1)
     command = worker("run", parameters=args.parameters, shards=args.shards, steps=args.steps)
+    if args.receive_first:
+        command.append("--receive-first")
     results = []
     try:
         for mbit in args.mbit:
@@ -420,8 +427,7 @@ def started(
         yield launchers
     finally:
         for launcher in launchers:
-            launcher.terminate()
-        for launcher in launchers:
+            launcher.kill()  # what it leaves behind ends with its host
             launcher.wait()
 
 
@@ -495,14 +501,14 @@ def assumed_links(gbit: float) -> Links:
 def show_predictions(results: Sequence[Mapping[str, Any]]) -> None:
     """A line for each number of devices."""
     kinds = [("exchange_s", "onefold"), ("ring_s", "ring"), ("folded_s", "hosts first")]
-    columns = [f"{name}, {gbit} Gbit/s" for _, name in kinds for gbit in PREDICTED_GBIT]
+    columns = [f"{name}, {gbit}" for _, name in kinds for gbit in PREDICTED_GBIT]
     rows = [
         [f"{one['devices']:,}", f"{one['hosts']}"]
         + [f"{1e3 * one[key][gbit]:,.1f}" for key, _ in kinds for gbit in PREDICTED_GBIT]
         + [f"{one['messages']:,.0f}", f"{one['device_memory_bytes'] / 1e9:.2f}"]
         for one in results
     ]
-    title = "Predicted: 1 GB of gradients, 8 devices a host; milliseconds of the exchange of a step"
+    title = "Predicted: 1 GB of gradients, 8 devices a host; ms a step, by Gbit/s of a host"
     print_table(title, ["devices", "hosts", *columns, "messages", "GB a device"], rows)
 
 
