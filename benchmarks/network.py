@@ -55,7 +55,7 @@ def why_not() -> str | None:
     """Why no network can be made here, in one line; None where it can."""
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if missing:
-        return f"needs {' and '.join(missing)}, which this machine lacks (iproute2, util-linux)"
+        return f"needs {' and '.join(missing)}, which this machine lacks"
     if subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False).returncode:
         return "needs root, to make network namespaces"
     return None
