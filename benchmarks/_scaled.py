@@ -44,9 +44,14 @@ TRIAL_BYTES = 16 << 20
 
 def new_model(parameters: int) -> nn.Sequential:
     """A plain network of about so many parameters, with one layer that has buffers."""
-    width = max(1, round(math.sqrt(parameters / LAYERS)))
+    width = width_of(parameters)
     hidden = [layer for _ in range(LAYERS) for layer in (nn.Linear(width, width), nn.ReLU())]
     return nn.Sequential(nn.BatchNorm1d(width), *hidden, nn.Linear(width, CLASSES))
+
+
+def width_of(parameters: int) -> int:
+    """Features of every hidden layer of such a network."""
+    return max(1, round(math.sqrt(parameters / LAYERS)))
 
 
 class Traffic:
@@ -127,22 +132,24 @@ class Training:
     def __init__(self, parameters: int, shards: int) -> None:
         self._parameters = parameters
         self.shards = shards
-        self._trainer: onefold.Trainer | None = None
-        self._batch: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def step(self) -> onefold.Step:
         """One update."""
-        if self._trainer is None:
-            self._build()
         return self._trainer.step(self._batch)
 
-    def _build(self) -> None:
+    @functools.cached_property
+    def _trainer(self) -> onefold.Trainer:
         torch.manual_seed(0)
         model = new_model(self._parameters)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
-        self._trainer = onefold.Trainer(model, optimizer, losses, shards=self.shards, threads=1)
-        width = model[0].num_features
-        self._batch = torch.randn(BATCH_SIZE, width), torch.randint(CLASSES, (BATCH_SIZE,))
+        return onefold.Trainer(model, optimizer, losses, shards=self.shards, threads=1)
+
+    @functools.cached_property
+    def _batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same samples in every step and on every device."""
+        torch.manual_seed(0)
+        inputs = torch.randn(BATCH_SIZE, width_of(self._parameters))
+        return inputs, torch.randint(CLASSES, (BATCH_SIZE,))
 
 
 def losses(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

@@ -99,7 +99,7 @@ def _set_up(host: Host, cable: Cable) -> None:
     _do("ip", *inside, "link", "set", "lo", "up")
     _do("ip", *inside, "link", "set", host.name, "up")
     queue = ("tc", *inside, "qdisc", "add", "dev", host.name)
-    place = ("root", "handle", "1:")
+    place: tuple[str, ...] = ("root", "handle", "1:")
     if cable.delay_ms:
         _do(*queue, *place, "netem", "delay", f"{cable.delay_ms}ms", "limit", "100000")
         place = ("parent", "1:1", "handle", "2:")

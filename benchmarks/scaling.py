@@ -197,7 +197,7 @@ def measured(run: Run, exchange: str, command: Sequence[str], *, steps: int) -> 
         "devices": run.devices,
         "k": run.k,
         "parameter_bytes": run.parameter_bytes,
-        "loopback": "its own namespace" if apart else "the machine's",
+        "loopback": "that of a namespace of its own" if apart else "the machine's",
         "wire_bytes": (sent.sent_bytes - sent_before.sent_bytes) / steps / run.devices,
         "wire_packets": (sent.packets - sent_before.packets) / steps / run.devices,
         "measured": averages(amounts, steps=steps) | {"memory": after.pss - before.pss},
@@ -294,6 +294,7 @@ def show(results: Sequence[Mapping[str, Any]]) -> None:
         ["exchange, devices", *_three("added"), "Pss", "/ one", "Rss", "/ one"],
         memory_rows(results),
     )
+    print(f"The loopback is {results[0]['loopback']}")
     for one in results:
         print_disturbance(one["others_cores"], f"{one['devices']} devices, {one['exchange']}")
 

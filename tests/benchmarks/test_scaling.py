@@ -64,6 +64,28 @@ def test_the_network_that_is_trained_has_about_the_parameters_asked_for() -> Non
     assert run.buffers == 3
 
 
+@pytest.mark.parametrize("exchange", scaling.EXCHANGES)
+def test_what_was_found_is_shown(exchange: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run = run_of(200_000, devices=4, shards=8, devices_per_host=4)
+    wanted = scaling.predictions(run, exchange)
+    one = {
+        "exchange": exchange,
+        "devices": 4,
+        "k": run.k,
+        "loopback": "the machine's",
+        "wire_bytes": 7_770_000.0,
+        "measured": {name: 2 * amount for name, amount in wanted.items()},
+        "predicted": wanted,
+        "memory_before": scaling.Memory(pss=1, rss=2),
+        "memory_after": scaling.Memory(pss=44_000_000, rss=55_000_000),
+        "others_cores": 0.7,
+    }
+    scaling.show([one])
+    shown = capsys.readouterr().out
+    for text in (f"{exchange}, 4", "7.77", "2.000", "44", "55", "the machine's", "0.70 cores"):
+        assert text in shown
+
+
 def test_predictions_name_all_three_ways() -> None:
     found = predicted(64)
     assert found["hosts"] == 8
