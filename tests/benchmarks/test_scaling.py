@@ -142,13 +142,12 @@ def test_both_exchanges_send_what_the_model_says(tmp_path: Path) -> None:
 
 @needs_network
 def test_a_cable_joins_two_hosts_and_nothing_is_left() -> None:
-    before = hosts_there()
     with network.two_hosts(network.Cable(mbit_per_s=100)) as (one, other):
-        assert hosts_there() == before | {one.name, other.name}
+        assert {one.name, other.name} == hosts_of(os.getpid())
         ping = one.command(["ip", "route", "get", other.address])
         shown = subprocess.run(ping, capture_output=True, text=True, check=True).stdout
         assert f"dev {one.name}" in shown
-    assert hosts_there() == before
+    assert not hosts_of(os.getpid())
 
 
 @needs_network
@@ -161,27 +160,24 @@ def test_what_runs_on_a_host_ends_with_it() -> None:
 
 @needs_network
 def test_a_cable_that_cannot_be_made_leaves_nothing() -> None:
-    before = hosts_there()
     with (
         pytest.raises(network.NetworkError, match=r"tc .* 0mbit"),
         network.two_hosts(network.Cable(mbit_per_s=0)),
     ):
         pass
-    assert hosts_there() == before
+    assert not hosts_of(os.getpid())
 
 
 @needs_network
 @pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_measurement_leaves_no_hosts(number: signal.Signals) -> None:
-    before = hosts_there()
     command = [sys.executable, str(PROGRAM), "--network", "--parameters", "2000"]
     running = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    own = {f"of{running.pid}{side}" for side in "ab"}
-    wait_until(lambda: own <= hosts_there())
+    wait_until(lambda: len(hosts_of(running.pid)) == 2)
     running.send_signal(number)
     assert running.wait(timeout=30) != 0
-    assert hosts_there() == before
+    assert not hosts_of(running.pid)
 
 
 @needs_network
@@ -197,10 +193,11 @@ def test_the_exchange_between_hosts_is_timed(order: list[str], tmp_path: Path) -
     assert one["measured_s"]["low"] > 0.9 * one["parameter_bytes"] / (100e6 / 8)
 
 
-def hosts_there() -> set[str]:
-    """Names of the network namespaces there are."""
+def hosts_of(pid: int) -> set[str]:
+    """Names of the network namespaces that a process has made."""
     folder = Path("/run/netns")
-    return set(os.listdir(folder)) if folder.is_dir() else set()
+    there = os.listdir(folder) if folder.is_dir() else []
+    return {name for name in there if name in (f"of{pid}a", f"of{pid}b")}
 
 
 def wait_until(there: Callable[[], bool], limit_s: float = 30.0) -> None:
