@@ -13,10 +13,13 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 __all__ = ["Cable", "Host", "NetworkError", "alone_on_loopback", "two_hosts", "why_not"]
 
 TOOLS = ("ip", "tc", "unshare")
+NAMESPACES = Path("/run/netns")
+"""Where `ip` keeps the names of namespaces."""
 BURST = "128kb"
 QUEUE = "16mb"
 """Long enough that nothing is dropped: what TCP makes of losses is not measured here."""
@@ -83,8 +86,8 @@ def two_hosts(cable: Cable) -> Iterator[tuple[Host, Host]]:
     )
     with ExitStack() as undo:
         for host in hosts:
+            undo.callback(_remove, host)  # first: Ctrl-C may come as soon as the host is there
             _do("ip", "netns", "add", host.name)
-            undo.callback(_remove, host)
         first, second = hosts
         ends = ("type", "veth", "peer", "name", second.name, "netns", second.name)
         _do("ip", "link", "add", first.name, "netns", first.name, *ends)
@@ -114,7 +117,9 @@ def _do(*command: str) -> None:
 
 
 def _remove(host: Host) -> None:
-    """End what still runs on the host, and take it away."""
+    """End what still runs on the host, and take it away, if it was made."""
+    if not (NAMESPACES / host.name).exists():
+        return
     limit_s = time.monotonic() + END_LIMIT_S
     while (running := _processes(host)) and time.monotonic() < limit_s:
         for pid in running:
