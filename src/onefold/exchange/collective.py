@@ -177,10 +177,14 @@ class CollectiveExchange(Exchange):
         return [(self._rank + distance) % size for distance in range(1, size)]
 
     def _start(self, operations: Sequence[_Operation]) -> _Moving:
-        """Begin to send and receive: the first chunks of all first."""
+        """Begin to receive and to send: the first chunks of all first.
+
+        Of equal chunks the receipts come first: gloo lets the two directions of a connection go one
+        after the other where both ends start with what they send.
+        """
         ordered = sorted(
             (op for op in operations if op.part.numel()),
-            key=lambda op: -1 if op.chunk is None else op.chunk,
+            key=lambda op: (-1 if op.chunk is None else op.chunk, op.kind is dist.isend),
         )
         started = [
             dist.P2POp(op.kind, op.part, group=self._group, group_peer=op.peer) for op in ordered

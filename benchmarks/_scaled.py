@@ -1,0 +1,221 @@
+"""One device of `scaling.py`: trains a plain network, and counts what it hands to others.
+
+    _scaled.py serve --parameters N SOCKET             trains when the driver says so
+    _scaled.py run --parameters N --steps N FOLDER     trains, and leaves its times in FOLDER
+
+Counted is what is passed over the boundary of the exchange: tensors given to torch.distributed,
+bytes written to shared memory, bytes read by the ordered addition, frames sent between processes.
+The program is not changed; the functions at the boundary are replaced by ones that also count.
+"""
+
+import argparse
+import functools
+import json
+import math
+import os
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import onefold
+from onefold.exchange.base import SpanFold
+from onefold.exchange.collective import CollectiveExchange
+from onefold.exchange.mailbox import Mailbox
+from onefold.exchange.shared import SharedExchange
+from onefold.fold import published_by
+
+__all__ = ["Traffic", "Training", "main", "memory_bytes_per_s", "new_model"]
+
+CLASSES = 10
+LAYERS = 5
+BATCH_SIZE = 64
+WARM_UP_STEPS = 2
+SMALL_PARAMETERS = 2000
+TRIAL_BYTES = 16 << 20
+
+
+def new_model(parameters: int) -> nn.Sequential:
+    """A plain network of about so many parameters, with one layer that has buffers."""
+    width = width_of(parameters)
+    hidden = [layer for _ in range(LAYERS) for layer in (nn.Linear(width, width), nn.ReLU())]
+    return nn.Sequential(nn.BatchNorm1d(width), *hidden, nn.Linear(width, CLASSES))
+
+
+def width_of(parameters: int) -> int:
+    """Features of every hidden layer of such a network."""
+    return max(1, round(math.sqrt(parameters / LAYERS)))
+
+
+class Traffic:
+    """Counts what this process hands to others, once it watches."""
+
+    def __init__(self) -> None:
+        self.amounts: Counter[str] = Counter()
+        """Bytes by what they are for, and messages."""
+        self._phase = "collect"
+
+    def watch(self) -> None:
+        """Count from here on, for good."""
+        _before(CollectiveExchange, "collect", functools.partial(self._enter, "collect"))
+        _before(CollectiveExchange, "spread", functools.partial(self._enter, "spread"))
+        _before(dist, "batch_isend_irecv", self._count_sends)
+        _before(dist, "all_gather", self._count_gather)
+        _before(SharedExchange, "publish", self._count_published)
+        _before(SpanFold, "fold", self._count_added)
+        _before(Mailbox, "_send", self._count_frame)
+
+    def _enter(self, phase: str, *_: object) -> None:
+        self._phase = phase
+
+    def _count_sends(self, operations: Sequence[dist.P2POp]) -> None:
+        for operation in operations:
+            if operation.op is dist.isend:
+                # Trained parameters are float32 here; rows are uint8, totals float64.
+                trained = operation.tensor.dtype is torch.float32
+                self.amounts[self._phase if trained else "board"] += operation.tensor.nbytes
+                self.amounts["messages"] += 1
+
+    def _count_gather(self, parts: Sequence[torch.Tensor], own: torch.Tensor, **_: object) -> None:
+        self.amounts["buffers"] += own.nbytes * (len(parts) - 1)
+        self.amounts["messages"] += len(parts) - 1
+
+    def _count_published(
+        self, _exchange: object, _device: int, _slot: int, gradients: Sequence[torch.Tensor | None]
+    ) -> None:
+        self.amounts["written"] += sum(g.nbytes for g in gradients if g is not None)
+
+    def _count_added(self, span: SpanFold, plan: Any, partials: Any, *_: object, **__: Any) -> None:
+        for place in published_by(plan).values():
+            self.amounts["added"] += sum(r.nbytes for r in partials(place).ranges(span._span))
+
+    def _count_frame(self, _mailbox: object, _peer: object, frame: bytes) -> None:
+        self.amounts["frames"] += len(frame)
+        self.amounts["messages"] += 1
+
+
+def _before(owner: Any, name: str, note: Callable[..., None]) -> None:
+    """Have `note` called with the same arguments before every call of `owner`'s function."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        note(*args, **kwargs)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, noted)
+
+
+class Training:
+    """The network in training, made at its first step."""
+
+    def __init__(self, parameters: int, shards: int) -> None:
+        self._parameters = parameters
+        self.shards = shards
+
+    def step(self) -> onefold.Step:
+        """One update."""
+        return self._trainer.step(self._batch)
+
+    @functools.cached_property
+    def _trainer(self) -> onefold.Trainer:
+        torch.manual_seed(0)
+        model = new_model(self._parameters)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
+        return onefold.Trainer(model, optimizer, losses, shards=self.shards, threads=1)
+
+    @functools.cached_property
+    def _batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same samples in every step and on every device."""
+        torch.manual_seed(0)
+        inputs = torch.randn(BATCH_SIZE, width_of(self._parameters))
+        return inputs, torch.randint(CLASSES, (BATCH_SIZE,))
+
+
+def losses(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """The loss of every sample of a shard."""
+    inputs, labels = batch
+    return F.cross_entropy(model(inputs), labels, reduction="none")
+
+
+def serve(training: Training, path: Path) -> None:
+    """Do what the driver at `path` asks for, until it hangs up.
+
+    A small network is trained first: what the process takes for libraries, threads and connections
+    is there before the memory of the large one is looked at. After every answer, what was counted
+    and this process's number lie in a file beside the socket.
+    """
+    Training(SMALL_PARAMETERS, training.shards).step()
+    traffic = Traffic()
+    traffic.watch()
+    with socket.socket(socket.AF_UNIX) as link:
+        link.connect(str(path))
+        with link.makefile("rw", encoding="utf-8") as lines:
+            for line in lines:
+                traffic.amounts.clear()
+                done = train(training, int(line))
+                _write(path.parent, {"pid": os.getpid(), "amounts": dict(traffic.amounts)})
+                lines.write(json.dumps(done) + "\n")
+                lines.flush()
+
+
+def train(training: Training, steps: int) -> dict[str, float]:
+    """Run `steps` steps; returns their seconds, processor seconds, and the loss of the last."""
+    start_s, start_cpu_s = time.perf_counter(), time.process_time()
+    loss = 0.0
+    for _ in range(steps):
+        loss = training.step().loss.item()
+    seconds, cpu_seconds = time.perf_counter() - start_s, time.process_time() - start_cpu_s
+    return {"seconds": seconds, "cpu_seconds": cpu_seconds, "loss": loss}
+
+
+def run(training: Training, steps: int, folder: Path) -> None:
+    """Train, and leave the seconds that each step's exchange took."""
+    for _ in range(WARM_UP_STEPS):
+        training.step()
+    seconds = [training.step().seconds.exchange for _ in range(steps)]
+    _write(folder, {"exchange_s": seconds, "memory_bytes_per_s": memory_bytes_per_s()})
+
+
+def memory_bytes_per_s() -> float:
+    """How fast one process adds one tensor to another, in bytes of either; the best of ten."""
+    total, part = torch.zeros(2, TRIAL_BYTES // torch.float32.itemsize)
+    times_s = []
+    for _ in range(10):
+        start_s = time.perf_counter()
+        total.add_(part)
+        times_s.append(time.perf_counter() - start_s)
+    return TRIAL_BYTES / min(times_s)
+
+
+def _write(folder: Path, found: dict[str, Any]) -> None:
+    rank = os.environ.get("RANK", "0")
+    (folder / f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+
+
+def main() -> None:
+    """Do what the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("mode", choices=["serve", "run"])
+    parser.add_argument("--parameters", type=int, required=True)
+    parser.add_argument("--shards", type=int, required=True)
+    parser.add_argument("--steps", type=int, default=1)
+    parser.add_argument("path", type=Path, help="the driver's socket, or a folder for the result")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    training = Training(args.parameters, args.shards)
+    if args.mode == "serve":
+        serve(training, args.path)
+    else:
+        run(training, args.steps, args.path)
+
+
+if __name__ == "__main__":
+    main()

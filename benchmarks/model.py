@@ -1,0 +1,303 @@
+"""What an exchange costs, by arithmetic: bytes, messages, memory and time against devices.
+
+Nothing here measures anything; `scaling.py` holds these numbers against measurements, and
+docs/scaling.md says where the formulas come from. Amounts are for one step and one device, on the
+average over the devices, unless a name says otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from onefold.fold import Block, blocks_of
+from onefold.shard import Plan
+
+__all__ = [
+    "Links",
+    "Run",
+    "board_bytes",
+    "buffer_bytes",
+    "chunks",
+    "collect_bytes",
+    "collective_bytes",
+    "collective_memory_bytes",
+    "collective_messages",
+    "collective_s",
+    "folded_host_bytes",
+    "folded_s",
+    "host_bytes",
+    "ring_bytes",
+    "ring_s",
+    "shared_memory_bytes",
+    "shared_messages",
+    "shared_read_bytes",
+    "shared_s",
+    "shared_written_bytes",
+    "spread_bytes",
+]
+
+CHUNK_BYTES = 64 << 20
+"""Longest message of partial sums or parameters, as `onefold.exchange.base.chunks_of` cuts them."""
+HEAD_BYTES = 16
+"""Of a board's row: step and samples."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What is trained, and on how much."""
+
+    parameter_bytes: int
+    """P: of the trained parameters, and so of a gradient."""
+    devices: int
+    """D."""
+    shards: int
+    """V."""
+    devices_per_host: int
+    """g; all devices are on one host where there are no more than this."""
+    parameters: int = 1
+    """How many tensors the parameters are."""
+    buffers: int = 0
+    """How many buffers the model has."""
+    buffer_row_bytes: int = 0
+    """Of all buffers, as one shard leaves them."""
+    state_copies: int = 1
+    """Tensors that the optimizer keeps for each parameter: 1 for momentum, 2 for Adam."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.devices <= self.shards:
+            raise ValueError(
+                f"expected 1 to {self.shards} devices for {self.shards} shards, got {self.devices}"
+            )
+        if self.devices_per_host < 1 or self.parameter_bytes < 1:
+            raise ValueError(
+                f"expected at least one device a host and one byte of parameters, got "
+                f"{self.devices_per_host} and {self.parameter_bytes}"
+            )
+        if self.devices > self.devices_per_host and self.devices % self.devices_per_host:
+            raise ValueError(
+                f"expected full hosts of {self.devices_per_host} devices, got {self.devices} in all"
+            )
+
+    @property
+    def hosts(self) -> int:
+        """H."""
+        return -(-self.devices // self.devices_per_host)
+
+    @property
+    def on_host(self) -> int:
+        """Devices that share a host: g, or all of them on a single host."""
+        return min(self.devices, self.devices_per_host)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Shards of each device."""
+        return Plan.even(shards=self.shards, devices=self.devices).counts
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Partial sums that each device publishes."""
+        return tuple(len(blocks) for blocks in _blocks(self))
+
+    @property
+    def k(self) -> float:
+        """Partial sums that a device publishes on the average: 1 where D divides V evenly enough
+        for every device's shards to be one block."""
+        return sum(self.blocks) / self.devices
+
+    @property
+    def away(self) -> float:
+        """The part of the parameters that others own."""
+        return (self.devices - 1) / self.devices
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Links:
+    """How fast things go. All speeds are one way; the other way goes on at the same time."""
+
+    host_bytes_per_s: float
+    """What leaves a host for others, over all its network cards."""
+    device_bytes_per_s: float
+    """What leaves a device, wherever it goes."""
+    memory_bytes_per_s: float
+    """Partial sums added up, or copied, in a device's own memory."""
+    message_s: float
+    """What a device spends on sending one message and receiving one."""
+    delay_s: float
+    """From one host to another, one way."""
+
+
+# Through messages
+
+
+def collect_bytes(run: Run) -> float:
+    """Partial sums sent to the owners of their spans: k P (D - 1) / D."""
+    return run.k * run.parameter_bytes * run.away
+
+
+def spread_bytes(run: Run) -> float:
+    """Updated spans sent to everybody: P (D - 1) / D."""
+    return run.parameter_bytes * run.away
+
+
+def board_bytes(run: Run) -> float:
+    """A device's row and its shards' totals, sent to each of the others.
+
+    The row is a head, four bytes a parameter, and for each shard a weight and one byte a buffer;
+    a total has eight bytes.
+    """
+    of_shards = (8 + run.buffers + 8) * run.shards / run.devices
+    return (run.devices - 1) * (HEAD_BYTES + 4 * run.parameters + of_shards)
+
+
+def buffer_bytes(run: Run) -> float:
+    """Buffers as each shard left them, in as many rows as the busiest device has shards."""
+    return (run.devices - 1) * max(run.counts) * run.buffer_row_bytes
+
+
+def collective_bytes(run: Run) -> float:
+    """All that a device sends in a step."""
+    return collect_bytes(run) + spread_bytes(run) + board_bytes(run) + buffer_bytes(run)
+
+
+def chunks(run: Run) -> int:
+    """Messages that a span takes."""
+    return math.ceil(run.parameter_bytes / run.devices / CHUNK_BYTES)
+
+
+def collective_messages(run: Run) -> float:
+    """Messages sent: to each other device a row, totals, k spans there and one span back."""
+    buffers = 1 if run.buffer_row_bytes else 0
+    return (run.devices - 1) * (2 + (run.k + 1) * chunks(run) + buffers)
+
+
+def host_bytes(run: Run) -> float:
+    """Partial sums and parameters that all devices of one host send to other hosts."""
+    elsewhere = (run.devices - run.on_host) / run.devices
+    return run.on_host * (run.k + 1) * run.parameter_bytes * elsewhere
+
+
+def collective_s(run: Run, links: Links) -> float:
+    """Seconds of `publish`, `collect` and `spread`.
+
+    The slower of what leaves a device and what leaves its host, messages one after the other, two
+    delays (there and back), and copying and adding up at the speed of memory.
+    """
+    leaving = max(
+        collective_bytes(run) / links.device_bytes_per_s, host_bytes(run) / links.host_bytes_per_s
+    )
+    talking = collective_messages(run) * links.message_s
+    waiting = 2 * links.delay_s if run.hosts > 1 else 0.0
+    return leaving + talking + waiting + _memory_s(run, links.memory_bytes_per_s)
+
+
+def collective_memory_bytes(run: Run) -> float:
+    """Of all devices together: what training adds to processes that hold no model.
+
+    Each has the parameters, its partial sums, room for its span of everybody else's, the gradients
+    that backward is at, and its part of the optimizer's state.
+    """
+    if run.devices == 1:
+        return _solo_memory_bytes(run)
+    received = run.away * sum(run.blocks)
+    kept = run.devices + sum(run.blocks) + received + _gradients(run) + run.state_copies
+    return run.parameter_bytes * kept
+
+
+# Through shared memory
+
+
+def shared_written_bytes(run: Run) -> float:
+    """Partial sums written to shared memory: k P; a single device writes none."""
+    return run.k * run.parameter_bytes if run.devices > 1 else 0.0
+
+
+def shared_read_bytes(run: Run) -> float:
+    """Partial sums that the owner of a span adds up: D k P / D."""
+    return run.devices * run.k * run.parameter_bytes / run.devices if run.devices > 1 else 0.0
+
+
+def shared_messages(run: Run) -> float:
+    """Two meetings a step, at each of which every process tells every other one."""
+    return 2 * (run.devices - 1)
+
+
+def shared_s(run: Run, *, memory_bytes_per_s: float, meeting_s: float) -> float:
+    """Seconds of `publish`, `collect` and `spread` where the processes have a core each.
+
+    Args:
+        run: on one host.
+        memory_bytes_per_s: of one process.
+        meeting_s: a fixed cost of each meeting.
+    """
+    meetings = 2 * meeting_s if run.devices > 1 else 0.0
+    return _memory_s(run, memory_bytes_per_s) + meetings
+
+
+def shared_memory_bytes(run: Run) -> float:
+    """Like `collective_memory_bytes`, where parameters and partial sums exist once a host."""
+    if run.devices == 1:
+        return _solo_memory_bytes(run)
+    return run.parameter_bytes * (1 + sum(run.blocks) + _gradients(run) + run.state_copies)
+
+
+# For comparison
+
+
+def ring_bytes(run: Run) -> float:
+    """What a device sends in a ring all-reduce: 2 P (D - 1) / D."""
+    return 2 * run.parameter_bytes * run.away
+
+
+def ring_s(run: Run, links: Links) -> float:
+    """Seconds of a ring all-reduce whose ring enters and leaves every host once."""
+    if run.devices == 1:
+        return 0.0
+    slowest = links.device_bytes_per_s
+    if run.hosts > 1:
+        slowest = min(slowest, links.host_bytes_per_s)
+    delays = 2 * run.hosts * links.delay_s if run.hosts > 1 else 0.0
+    return ring_bytes(run) / slowest + 2 * (run.devices - 1) * links.message_s + delays
+
+
+def folded_host_bytes(run: Run) -> float:
+    """What one host would send if its devices added up among themselves first: 2 P (H - 1) / H.
+
+    Not built. It needs every host's shards to be one block of the fold, for its order to stay.
+    """
+    return 2 * run.parameter_bytes * (run.hosts - 1) / run.hosts
+
+
+def folded_s(run: Run, links: Links) -> float:
+    """Seconds of such an exchange: inside the hosts, between them, and back. Not built."""
+    inside = 2 * run.parameter_bytes * (run.on_host - 1) / run.on_host / links.device_bytes_per_s
+    between = folded_host_bytes(run) / links.host_bytes_per_s
+    talking = 2 * (run.on_host + run.hosts - 2) * links.message_s
+    waiting = 2 * links.delay_s if run.hosts > 1 else 0.0
+    return inside + between + talking + waiting + _memory_s(run, links.memory_bytes_per_s)
+
+
+def _memory_s(run: Run, memory_bytes_per_s: float) -> float:
+    """Copying the partial sums out, and adding up everybody's over the own span."""
+    return (shared_written_bytes(run) + shared_read_bytes(run)) / memory_bytes_per_s
+
+
+def _solo_memory_bytes(run: Run) -> float:
+    return run.parameter_bytes * (1 + _gradients(run) + run.state_copies)
+
+
+def _gradients(run: Run) -> float:
+    """Gradients, all devices together, that are there at once while backward runs.
+
+    A block of w shards is added up pair by pair: log2(w) sums are unfinished at the most, or the
+    one that is being made.
+    """
+    return sum(
+        max(max(1, (block.stop - block.start - 1).bit_length()) for block in blocks)
+        for blocks in _blocks(run)
+    )
+
+
+def _blocks(run: Run) -> list[tuple[Block, ...]]:
+    plan = Plan.even(shards=run.shards, devices=run.devices)
+    return [blocks_of(plan.shards_of(device), run.shards) for device in range(run.devices)]
