@@ -35,6 +35,7 @@ bench: $(BENCH_VENV)/bench.stamp
 	$(BENCH_BIN)/python benchmarks/overhead.py --output $(RESULTS)/overhead.json
 	$(BENCH_BIN)/python benchmarks/start.py --output $(RESULTS)/start.json
 	$(BENCH_BIN)/python benchmarks/training.py --output $(RESULTS)/training.json
+	$(BENCH_BIN)/python benchmarks/scaling.py --output $(RESULTS)/scaling.json
 	$(BENCH_BIN)/python benchmarks/picture.py
 
 # torch first and by itself: with the pinned build in place nothing pulls in a larger one.
