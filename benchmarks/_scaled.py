@@ -68,7 +68,9 @@ class Traffic:
         _before(CollectiveExchange, "spread", functools.partial(self._enter, "spread"))
         _before(dist, "batch_isend_irecv", self._count_sends)
         _before(dist, "all_gather", self._count_gather)
-        _before(SharedExchange, "publish", self._count_published)
+        _before(SharedExchange, "publish", functools.partial(self._enter, "written"))
+        _before(SharedExchange, "collect", functools.partial(self._enter, "collect"))
+        _before(torch, "_foreach_copy_", self._count_copied)
         _before(SpanFold, "fold", self._count_added)
         _before(Mailbox, "_send", self._count_frame)
 
@@ -87,14 +89,13 @@ class Traffic:
         self.amounts["buffers"] += own.nbytes * (len(parts) - 1)
         self.amounts["messages"] += len(parts) - 1
 
-    def _count_published(
-        self, _exchange: object, _device: int, _slot: int, gradients: Sequence[torch.Tensor | None]
-    ) -> None:
-        self.amounts["written"] += sum(g.nbytes for g in gradients if g is not None)
+    def _count_copied(self, targets: Sequence[torch.Tensor], *_: object) -> None:
+        if self._phase == "written":
+            self.amounts["written"] += sum(target.nbytes for target in targets)
 
-    def _count_added(self, span: SpanFold, plan: Any, partials: Any, *_: object, **__: Any) -> None:
+    def _count_added(self, span: SpanFold, plan: Any, memory: Any, **__: Any) -> None:
         for place in published_by(plan).values():
-            self.amounts["added"] += sum(r.nbytes for r in partials(place).ranges(span._span))
+            self.amounts["added"] += sum(memory(place).chunk(c).nbytes for c in span.chunks)
 
     def _count_frame(self, _mailbox: object, _peer: object, frame: bytes) -> None:
         self.amounts["frames"] += len(frame)

@@ -37,8 +37,10 @@ __all__ = [
     "spread_bytes",
 ]
 
-CHUNK_BYTES = 64 << 20
-"""Longest message of partial sums or parameters, as `onefold.exchange.base.chunks_of` cuts them."""
+CHUNK_BYTES = 4 << 20
+"""Longest message of partial sums or parameters, as `onefold.flat.cut_chunks` cuts them."""
+LARGE_BYTES = 256 << 10
+"""From here on a tensor is moved by itself, and copied only where others must see it."""
 HEAD_BYTES = 16
 """Of a board's row: step and samples."""
 
@@ -57,6 +59,10 @@ class Run:
     """g; all devices are on one host where there are no more than this."""
     parameters: int = 1
     """How many tensors the parameters are."""
+    small_bytes: int = 0
+    """Of those tensors that are less than `LARGE_BYTES`."""
+    span_chunks: float | None = None
+    """Messages that a span takes, on the average; reckoned for tensors of equal size if None."""
     buffers: int = 0
     """How many buffers the model has."""
     buffer_row_bytes: int = 0
@@ -160,15 +166,22 @@ def collective_bytes(run: Run) -> float:
     return collect_bytes(run) + spread_bytes(run) + board_bytes(run) + buffer_bytes(run)
 
 
-def chunks(run: Run) -> int:
-    """Messages that a span takes."""
-    return math.ceil(run.parameter_bytes / run.devices / CHUNK_BYTES)
+def chunks(run: Run) -> float:
+    """Messages that a span takes: tensors by themselves, in parts, or small ones side by side."""
+    if run.span_chunks is not None:
+        return run.span_chunks
+    span_bytes = run.parameter_bytes / run.devices
+    tensor_bytes = run.parameter_bytes / run.parameters
+    if tensor_bytes < LARGE_BYTES:
+        return math.ceil(span_bytes / CHUNK_BYTES)
+    tensors = math.ceil(span_bytes / tensor_bytes)
+    return tensors * math.ceil(min(span_bytes, tensor_bytes) / CHUNK_BYTES)
 
 
 def collective_messages(run: Run) -> float:
-    """Messages sent: to each other device a row, totals, k spans there and one span back."""
+    """Messages sent: to each other device a row, k spans there and one span back."""
     buffers = 1 if run.buffer_row_bytes else 0
-    return (run.devices - 1) * (2 + (run.k + 1) * chunks(run) + buffers)
+    return (run.devices - 1) * (1 + (run.k + 1) * chunks(run) + buffers)
 
 
 def host_bytes(run: Run) -> float:
@@ -188,19 +201,21 @@ def collective_s(run: Run, links: Links) -> float:
     )
     talking = collective_messages(run) * links.message_s
     waiting = 2 * links.delay_s if run.hosts > 1 else 0.0
-    return leaving + talking + waiting + _memory_s(run, links.memory_bytes_per_s)
+    copied = run.k * run.small_bytes if run.devices > 1 else 0.0
+    adding = (copied + shared_read_bytes(run)) / links.memory_bytes_per_s
+    return leaving + talking + waiting + adding
 
 
 def collective_memory_bytes(run: Run) -> float:
     """Of all devices together: what training adds to processes that hold no model.
 
-    Each has the parameters, its partial sums, room for its span of everybody else's, the gradients
-    that backward is at, and its part of the optimizer's state.
+    Each has the parameters, room for its span of everybody else's partial sums, the gradients (its
+    own partial sums among them), and its part of the optimizer's state.
     """
     if run.devices == 1:
         return _solo_memory_bytes(run)
     received = run.away * sum(run.blocks)
-    kept = run.devices + sum(run.blocks) + received + _gradients(run) + run.state_copies
+    kept = run.devices + received + _gradients(run) + run.state_copies
     return run.parameter_bytes * kept
 
 
@@ -208,8 +223,10 @@ def collective_memory_bytes(run: Run) -> float:
 
 
 def shared_written_bytes(run: Run) -> float:
-    """Partial sums written to shared memory: k P; a single device writes none."""
-    return run.k * run.parameter_bytes if run.devices > 1 else 0.0
+    """Partial sums copied for others: k times their spans of large tensors, and all small ones."""
+    if run.devices == 1:
+        return 0.0
+    return run.k * ((run.parameter_bytes - run.small_bytes) * run.away + run.small_bytes)
 
 
 def shared_read_bytes(run: Run) -> float:
@@ -231,14 +248,19 @@ def shared_s(run: Run, *, memory_bytes_per_s: float, meeting_s: float) -> float:
         meeting_s: a fixed cost of each meeting.
     """
     meetings = 2 * meeting_s if run.devices > 1 else 0.0
-    return _memory_s(run, memory_bytes_per_s) + meetings
+    moved = shared_written_bytes(run) + shared_read_bytes(run)
+    return moved / memory_bytes_per_s + meetings
 
 
 def shared_memory_bytes(run: Run) -> float:
-    """Like `collective_memory_bytes`, where parameters and partial sums exist once a host."""
+    """Like `collective_memory_bytes`, where the parameters exist once a host.
+
+    What others see of partial sums lies in shared memory beside the gradients.
+    """
     if run.devices == 1:
         return _solo_memory_bytes(run)
-    return run.parameter_bytes * (1 + sum(run.blocks) + _gradients(run) + run.state_copies)
+    kept = 1 + _gradients(run) + run.state_copies
+    return run.parameter_bytes * kept + run.devices * shared_written_bytes(run)
 
 
 # For comparison
@@ -274,12 +296,8 @@ def folded_s(run: Run, links: Links) -> float:
     between = folded_host_bytes(run) / links.host_bytes_per_s
     talking = 2 * (run.on_host + run.hosts - 2) * links.message_s
     waiting = 2 * links.delay_s if run.hosts > 1 else 0.0
-    return inside + between + talking + waiting + _memory_s(run, links.memory_bytes_per_s)
-
-
-def _memory_s(run: Run, memory_bytes_per_s: float) -> float:
-    """Copying the partial sums out, and adding up everybody's over the own span."""
-    return (shared_written_bytes(run) + shared_read_bytes(run)) / memory_bytes_per_s
+    adding = shared_read_bytes(run) / links.memory_bytes_per_s
+    return inside + between + talking + waiting + adding
 
 
 def _solo_memory_bytes(run: Run) -> float:
@@ -287,13 +305,13 @@ def _solo_memory_bytes(run: Run) -> float:
 
 
 def _gradients(run: Run) -> float:
-    """Gradients, all devices together, that are there at once while backward runs.
+    """Gradients, all devices together, that are there at once towards the end of backward.
 
-    A block of w shards is added up pair by pair: log2(w) sums are unfinished at the most, or the
-    one that is being made.
+    A device keeps the sums of its earlier blocks while it runs the last one. A block of w shards is
+    added up pair by pair: log2(w) sums are unfinished at the most, or the one being made.
     """
     return sum(
-        max(max(1, (block.stop - block.start - 1).bit_length()) for block in blocks)
+        len(blocks) - 1 + max(max(1, (b.stop - b.start - 1).bit_length()) for b in blocks)
         for blocks in _blocks(run)
     )
 

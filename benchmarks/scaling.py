@@ -36,7 +36,7 @@ from _scaled import WARM_UP_STEPS, new_model
 from measure import print_disturbance, print_record, print_table, record, spread, write_record
 from model import Links, Run
 from network import Cable, Host, NetworkError, alone_on_loopback, two_hosts, why_not
-from onefold.flat import lay_out
+from onefold.flat import cut_chunks, cut_pieces, cut_spans, lay_out
 from sides import Side
 
 __all__ = ["main"]
@@ -136,12 +136,18 @@ def run_of(parameters: int, *, devices: int, shards: int, devices_per_host: int)
         network = new_model(parameters)
     trained = lay_out(dict(network.named_parameters()))
     buffers = lay_out(dict(network.named_buffers()))
+    pieces = cut_pieces(trained, by_element=True)
+    spans = [[pieces[i] for i in span] for span in cut_spans(pieces, devices)]
     return Run(
         parameter_bytes=trained.nbytes,
         devices=devices,
         shards=shards,
         devices_per_host=devices_per_host,
         parameters=len(trained.entries),
+        small_bytes=sum(
+            4 * entry.numel for n, entry in enumerate(trained.entries) if not trained.is_large(n)
+        ),
+        span_chunks=sum(len(cut_chunks(trained, span)) for span in spans) / devices,
         buffers=len(buffers.entries),
         buffer_row_bytes=buffers.nbytes,
     )
