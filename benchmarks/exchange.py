@@ -155,7 +155,7 @@ def exchanges_of(rank: int, amount: Amount) -> dict[str, Callable[[], object]]:
         "shared": partial(trade, shared),
         "shared, publish too": partial(publish_and_trade, shared, rank, zeros),
         GLOO: partial(dist.all_reduce, everything),
-        "collective on gloo": partial(trade, collective),
+        "collective on gloo": partial(publish_and_trade, collective, rank, zeros),
     }
 
 

@@ -19,13 +19,16 @@ import sys, torch, onefold
 def loss(model, batch):
     return model(batch).square().mean(dim=1)
 
-model = torch.nn.Linear(3, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-trainer = onefold.Trainer(model, optimizer, loss, shards=4)
-for step in range(1, 6):
-    if step == int(sys.argv[1]) and not trainer.is_lead:
-        raise ArithmeticError("the fault that was asked for")
-    trainer.step(torch.ones(8, 3))
+def main():
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = onefold.Trainer(model, optimizer, loss, shards=4)
+    for step in range(1, 6):
+        if step == int(sys.argv[1]) and not trainer.is_lead:
+            raise ArithmeticError("the fault that was asked for")
+        trainer.step(torch.ones(8, 3))
+
+main()
 """
 
 
@@ -54,7 +57,7 @@ def test_parts_become_one_file(tmp_path: Path) -> None:
 def test_a_line_that_a_killed_process_has_cut_off_is_left_out(tmp_path: Path) -> None:
     TimelinePart(tmp_path, "0-0").append([slice_of("a", "b", 0, 1, group=0, row=0, step=1)])
     with (tmp_path / "0-0.part").open("a") as file:
-        file.write('{"ph": "X", "na')
+        file.write('{"ph": "X", "name": "b", "args": {"step": 1}')
     path = join_timeline(tmp_path)
     assert path is not None
     assert [event["name"] for event in read(path)] == ["a"]
@@ -63,6 +66,8 @@ def test_a_line_that_a_killed_process_has_cut_off_is_left_out(tmp_path: Path) ->
 def test_no_part_makes_no_file(tmp_path: Path) -> None:
     TimelinePart(tmp_path, "0-0")
     remove_parts(tmp_path)
+    assert join_timeline(tmp_path) is None
+    TimelinePart(tmp_path, "0-0").append(name_row(group=0, row=0, name="device 0"))
     assert join_timeline(tmp_path) is None
     assert list(tmp_path.iterdir()) == []
 
@@ -109,5 +114,5 @@ def test_a_run_writes_a_row_for_each_device(
         shards = {f"{way} shard {s}" for way in ("forward", "backward") for s in (0, 1)}
         theirs = {name.replace("1", "3").replace("0", "2") for name in shards}
         assert (theirs if device else shards) <= first
-        assert {"step 1", "batch", "publish", "collect", "optimizer", "spread"} <= first
+        assert {"step 1", "batch", "publish", "collect", "update", "spread"} <= first
         assert max(event["args"]["step"] for event in row) == last_step

@@ -87,6 +87,21 @@ def test_waiting_for_the_loader_is_data() -> None:
     assert seconds.data > seconds.forward
 
 
+def test_a_step_that_failed_leaves_no_seconds() -> None:
+    def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+        if fails:
+            time.sleep(0.1)
+            raise ArithmeticError("on purpose")
+        return square(model, batch)
+
+    trainer = make_trainer(loss=loss)
+    fails = True
+    with pytest.raises(ArithmeticError, match="on purpose"):
+        trainer.step(points(8))
+    fails = False
+    assert trainer.step(points(8)).seconds.forward < 0.1
+
+
 def test_seconds_are_of_their_own_step() -> None:
     calls = []
 

@@ -702,3 +702,33 @@ def test_gradients_that_come_in_portions_fold_to_the_same_bits(reentrant: bool) 
             trainer.step(batch)
         fingerprints.add(trainer.fingerprint())
     assert len(fingerprints) == 1
+
+
+class TwoInOne(nn.Module):
+    """Two parameters that are added up through views: backward gives both the same memory."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.zeros(width))
+        self.second = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (self.first.view(1, -1) + self.second.view(1, -1))
+
+
+@pytest.mark.parametrize("width", [5, 70_000])
+@pytest.mark.parametrize(("shards", "devices"), [(1, 1), (2, 1), (4, 1), (4, 2), (4, 4)])
+def test_gradients_in_the_same_memory_are_added_once(width: int, shards: int, devices: int) -> None:
+    model = TwoInOne(width)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    trainer = make_trainer(
+        model,
+        lambda model, x: model(x).sum(dim=1),
+        optimizer=optimizer,
+        shards=shards,
+        devices=devices,
+    )
+    x = torch.arange(1.0, 5.0).view(4, 1).expand(4, width)
+    trainer.step(x)
+    for parameter in model.parameters():  # the mean of 1 to 4
+        assert parameter.eq(-2.5).all()

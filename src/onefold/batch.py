@@ -25,7 +25,7 @@ class ShardedBatch:
     """Shard number to its collated samples; empty shards are left out."""
     epoch: int = 0
     """Which pass over the data it belongs to."""
-    waited: tuple[float, float] | None = None
+    waited: tuple[float, float] | None = field(default=None, repr=False, compare=False)
     """From when to when a loader was waited for, in seconds on the host's clock."""
 
     @property

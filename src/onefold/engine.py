@@ -194,14 +194,15 @@ def _modes(modules: Sequence[torch.nn.Module], *, training: bool) -> Iterator[No
     before: list[tuple[torch.nn.Module, bool]] = []
     for module in modules:
         parts = list(module.modules())
+        before += [(part, part.training) for part in parts]
         if not all(part.training is training and _is_plain(part) for part in parts):
-            before += [(part, part.training) for part in parts]
             module.train(training)
     try:
         yield
     finally:
         for part, mode in before:
-            part.training = mode
+            if part.training is not mode:
+                part.training = mode
 
 
 def _is_plain(module: torch.nn.Module) -> bool:

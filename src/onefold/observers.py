@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 from onefold.fingerprint import fingerprint_of, tensor_digests
-from onefold.membership import register
 from onefold.probe import Probe
 from onefold.profile import Profile
 from onefold.record import append_line
@@ -50,7 +49,6 @@ def observers_of(
 
 
 def _profiler(profile: Profile) -> Observer:
-    register(profile)
     return lambda step, spans: profile.add_step(step.number, spans)
 
 

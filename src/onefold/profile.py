@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from onefold.team import Team
 from onefold.timeline import TimelinePart, name_row, slice_of
-from onefold.timing import Moment, Span, Stopwatch, elapsed_s, host_now_s
+from onefold.timing import Moment, Span, Stopwatch, elapsed_s, host_now_s, is_past
 
 __all__ = ["PROFILED_STEPS", "Profile"]
+
+_log = logging.getLogger("onefold")
 
 PROFILED_STEPS = 1000
 """A timeline holds the first steps of a run: more of them would not open in a viewer."""
@@ -18,8 +22,8 @@ PROFILED_STEPS = 1000
 class Profile:
     """Writes the spans of each step to a part of the timeline.
 
-    A step is written when the next one is done: by then its times are known on a GPU too, mostly
-    without waiting.
+    On a GPU a step is written when the next one is done: by then its times are known, mostly
+    without waiting. The last one follows at the end of the program.
 
     Args:
         folder: of the timeline.
@@ -36,22 +40,28 @@ class Profile:
         for number in watches:
             name = f"device {number} ({team.devices[number]})"
             self._part.append(name_row(group=self._group, row=number, name=name))
+        atexit.register(self._write_rest)
 
     def add_step(self, step: int, spans: Mapping[int, Sequence[Span]]) -> None:
         """Note what each device of this process did in a step."""
-        self._write_held()
-        if step <= PROFILED_STEPS:
-            self._held = step, spans
-
-    def close(self, failure: BaseException | None = None) -> None:
-        """Write what is held back, also where the run fails. May be called again."""
-        self._write_held()
-
-    def _write_held(self) -> None:
         if self._held is not None:
-            (step, spans), self._held = self._held, None
-            for number, ones in spans.items():
-                self._write(step, number, ones)
+            self._write_all(*self._held)
+        self._held = (step, spans) if step <= PROFILED_STEPS else None
+        if self._held is not None and _is_over(spans):
+            self._write_all(*self._held)
+            self._held = None
+
+    def _write_rest(self) -> None:
+        """Without waiting: if the run has failed, the device may never come to an end."""
+        try:
+            if self._held is not None and _is_over(self._held[1]):
+                self._write_all(*self._held)
+        except RuntimeError as error:
+            _log.info("the last step is missing in the timeline: %s", error)
+
+    def _write_all(self, step: int, spans: Mapping[int, Sequence[Span]]) -> None:
+        for number, ones in spans.items():
+            self._write(step, number, ones)
 
     def _write(self, step: int, device: int, spans: Sequence[Span]) -> None:
         known = [(span, *self._bounds(device, span)) for span in spans]
@@ -74,6 +84,11 @@ class Profile:
             return moment
         host_s, event = self._origins[device]
         return host_s + elapsed_s(event, moment)
+
+
+def _is_over(spans: Mapping[int, Sequence[Span]]) -> bool:
+    """Whether all of it is done, so that nobody need wait for its times."""
+    return all(is_past(span.stop) for ones in spans.values() for span in ones)
 
 
 def _origin(watch: Stopwatch) -> tuple[float, Moment]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import random
 import struct
@@ -17,7 +16,6 @@ __all__ = ["derive_seed", "kept_generators", "sample_order", "seed_generators"]
 
 _stand_ins: list[np.random.MT19937] = []
 """NumPy generators to use again: making one takes longer than all the rest of a step's seeding."""
-_MT19937_STATE_BYTES = 625 * 4
 
 
 def derive_seed(purpose: str, *numbers: int) -> int:
@@ -60,36 +58,17 @@ def kept_generators(*devices: torch.device) -> Iterator[None]:
 def _kept_numpy() -> Iterator[None]:
     """Exchange NumPy's global generator for another one: quicker than copying its state twice."""
     generator = mtrand.get_bit_generator()
-    state = None if _known_without_rest(generator) else np.random.get_state(legacy=False)
+    state = np.random.get_state(legacy=False)
     stand_in = _stand_ins.pop() if _stand_ins else np.random.MT19937(0)
-    mtrand.set_bit_generator(stand_in)
-    np.random.seed(0)
     try:
+        mtrand.set_bit_generator(stand_in)
+        np.random.seed(0)
         yield
     finally:
         mtrand.set_bit_generator(generator)
         _stand_ins.append(stand_in)
-        if state is not None and state["has_gauss"] and state["bit_generator"] == "MT19937":
+        if state["has_gauss"] and state["bit_generator"] == "MT19937":
             np.random.set_state(state)  # a second normal number that was still to come
-        elif isinstance(generator, np.random.MT19937):
-            _without_rest[:] = [generator, _raw_state(generator)]
-
-
-_without_rest: list[object] = []
-"""NumPy's generator and its state when it was last seen with no second normal number to come."""
-
-
-def _known_without_rest(generator: object) -> bool:
-    """Whether nothing was drawn since, so that the state need not be read: it takes 40 µs."""
-    return (
-        bool(_without_rest)
-        and _without_rest[0] is generator
-        and _without_rest[1] == _raw_state(_without_rest[0])  # type: ignore[arg-type]
-    )
-
-
-def _raw_state(generator: np.random.MT19937) -> bytes:
-    return ctypes.string_at(generator.ctypes.state_address, _MT19937_STATE_BYTES)
 
 
 def sample_order(samples: int, *, seed: int, epoch: int) -> torch.Tensor:  # (samples,) int64

@@ -128,7 +128,7 @@ class Replica:
             gave: (P,) int32, one count a parameter.
             where: step and shard, for errors.
         """
-        after = self.gradients()
+        after = self._unshared(self.gradients())
         if any(new is not None and new.layout is not torch.strided for new in after):
             self._refuse_sparse(after, where)
         pairs = list(zip(before, after, strict=True))
@@ -136,6 +136,24 @@ class Replica:
             self._refuse_portions(pairs, where)
         given = [new is not None and (new is not old or new._version > 0) for old, new in pairs]
         gave += 1 if all(given) else given
+
+    def _unshared(self, gradients: Gradients) -> Gradients:
+        """Give each parameter a gradient in memory of its own, where backward gave two the same.
+
+        It does so where parameters are added up through views, for instance. Whatever is added to
+        one of the gradients later would be added to the other as well.
+        """
+        places = [g.data_ptr() for g in gradients if g is not None and g.layout is torch.strided]
+        if len(set(places)) == len(places):
+            return gradients
+        seen: set[int] = set()
+        for number, gradient in enumerate(gradients):
+            if gradient is None or gradient.layout is not torch.strided or not gradient.numel():
+                continue
+            if gradient.data_ptr() in seen:
+                gradients[number] = self._trained[number].grad = gradient.clone()
+            seen.add(gradient.data_ptr())
+        return gradients
 
     def _refuse_sparse(self, gradients: Gradients, where: str) -> NoReturn:
         name = next(

@@ -17,6 +17,8 @@ __all__ = ["Event", "TimelinePart", "join_timeline", "name_row", "remove_parts",
 
 Event = Mapping[str, Any]
 
+_WORK = "X"  # the format's letter for an event with a start and a length
+
 
 def name_row(*, group: int, row: int, name: str) -> list[Event]:
     """Events that name a row, and the group of rows that it belongs to."""
@@ -33,7 +35,7 @@ def slice_of(
 ) -> Event:
     """An event for work that took a while."""
     return {
-        "ph": "X",
+        "ph": _WORK,
         "name": name,
         "cat": category,
         "ts": round(start_s * 1e6, 3),
@@ -59,7 +61,7 @@ class TimelinePart:
     def append(self, events: Sequence[Event]) -> None:
         """Add events; they are in the file when this returns."""
         with self._path.open("a") as file:
-            file.writelines(json.dumps(event) + "\n" for event in events)
+            file.write("".join(json.dumps(event) + "\n" for event in events))
 
 
 def remove_parts(folder: Path) -> None:
@@ -69,11 +71,12 @@ def remove_parts(folder: Path) -> None:
 
 
 def join_timeline(folder: Path) -> Path | None:
-    """Make ``timeline.json`` of all parts and remove them; None if there is none."""
+    """Make ``timeline.json`` of all parts and remove them; None if no work was noted."""
     parts = sorted(folder.glob("*.part"))
-    lines = [line for part in parts for line in part.read_text().splitlines()]
-    events = [json.loads(line) for line in lines if line.endswith("}")]  # the last may be cut off
-    if not events:
+    lines = [line for part in parts for line in part.read_text().splitlines(keepends=True)]
+    events = [json.loads(line) for line in lines if line.endswith("\n")]  # the last may be cut off
+    if not any(event["ph"] == _WORK for event in events):
+        remove_parts(folder)
         return None
     path = folder / "timeline.json"
     aside = path.with_suffix(".new")

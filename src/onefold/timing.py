@@ -13,7 +13,16 @@ from typing import Literal, NamedTuple
 
 import torch
 
-__all__ = ["Moment", "Phase", "PhaseSeconds", "Span", "Stopwatch", "elapsed_s", "host_now_s"]
+__all__ = [
+    "Moment",
+    "Phase",
+    "PhaseSeconds",
+    "Span",
+    "Stopwatch",
+    "elapsed_s",
+    "host_now_s",
+    "is_past",
+]
 
 Phase = Literal["data", "forward", "backward", "exchange", "update"]
 Moment = float | torch.cuda.Event
@@ -92,3 +101,8 @@ def elapsed_s(start: Moment, stop: Moment) -> float:
         return stop - start  # type: ignore[operator]  # both are of one clock
     stop.synchronize()  # type: ignore[union-attr]
     return float(start.elapsed_time(stop)) / 1e3  # type: ignore[arg-type]
+
+
+def is_past(moment: Moment) -> bool:
+    """Whether it has come; nobody waits for it."""
+    return isinstance(moment, float) or bool(moment.query())  # type: ignore[no-untyped-call]

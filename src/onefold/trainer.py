@@ -197,6 +197,7 @@ class Trainer:
             LossError: the loss is of the wrong shape, or not finite; names step and shard.
             PeerError: another device failed or is lost.
         """
+        self._engine.take_spans()  # of a step that failed and was survived
         start = host_now_s()
         cut = self._cut(batch)
         waited = cut.waited or (start, host_now_s())

@@ -30,8 +30,8 @@ __all__ = ["main"]
 def main(arguments: list[str]) -> int:
     """Run what the launcher asked for; the exit code of the process."""
     die_with_parent(int(arguments[0]))
-    _load_torch()
     try:
+        _load_torch()
         if arguments[1] == "--call":
             _call(Path(arguments[2]), Path(arguments[3]))
         else:
@@ -54,9 +54,11 @@ def _load_torch() -> None:
     through them again and again takes a third of the time. PyTorch's optimizers load its compiler.
     """
     gc.disable()
-    importlib.import_module("torch._dynamo")
+    try:
+        importlib.import_module("torch._dynamo")
+    finally:
+        gc.enable()
     gc.freeze()  # these objects stay: nobody need look at them again
-    gc.enable()
 
 
 def _run_script(command: list[str]) -> None:

@@ -91,3 +91,13 @@ def test_the_total_stays_in_the_leftmost_partial_sum_or_goes_home() -> None:
         for piece, total in zip(spans[0], span_fold.totals, strict=True):
             assert total.eq(111).all()
             assert total.data_ptr() == source.piece(piece).data_ptr()
+
+
+def test_a_gradient_of_another_type_is_copied() -> None:
+    layout, spans = model()
+    partial = Partial(FlatTensors(layout))
+    given = gradients(layout, 1.0)
+    given[1] = given[1].double()
+    partial.write(given)
+    assert {partial.chunk(chunk).dtype for chunk in cut_chunks(layout, spans[0])} == {torch.float32}
+    assert partial.flat.views[1].eq(1).all()

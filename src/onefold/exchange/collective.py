@@ -79,21 +79,27 @@ class CollectiveExchange(Exchange):
 
     def _slot(self, slot: int) -> Partial:
         if slot not in self._own:
-            flat = FlatTensors(self._storage.trained, device=self._device)
-            self._own[slot] = Partial(flat)
+            self._own[slot] = Partial.private(self._storage.trained, self._device)
         return self._own[slot]
 
     def collect(self, plan: Plan) -> None:
         self._step = int(self.board.heads[self._rank, 0])
         own = self.board.row(self._rank, plan.shards_of(self._rank))
         rows = {peer: self.board.empty_row(peer, plan.shards_of(peer)) for peer in self._peers()}
+        partials = self._partials_to_move(plan)
         with self._naming_the_lost():
             talk = self._start([op for peer, row in rows.items() for op in _swap(peer, own, row)])
-            moving = self._start_partials(plan)
+            moving = self._start(partials)
             talk.wait()
-            for peer, row in rows.items():
-                self.board.take_row(peer, plan.shards_of(peer), row)
-            self._fold.fold(plan, self._partial, arrived=moving.wait_for)
+        for peer, row in rows.items():
+            self.board.take_row(peer, plan.shards_of(peer), row)
+
+        def arrived(chunk: int) -> None:
+            with self._naming_the_lost():
+                moving.wait_for(chunk)
+
+        self._fold.fold(plan, self._partial, arrived=arrived)
+        with self._naming_the_lost():
             moving.wait()
             self._gather_buffers(plan)
 
@@ -105,8 +111,8 @@ class CollectiveExchange(Exchange):
             self._received[place] = SpanTensors(self._storage.trained, span, self._device)
         return self._received[place]
 
-    def _start_partials(self, plan: Plan) -> _Moving:
-        """Send the others their spans of our partial sums, and receive our span of theirs."""
+    def _partials_to_move(self, plan: Plan) -> list[_Operation]:
+        """The others' spans of our partial sums leave, our span of theirs comes."""
         own = plan.shards_of(self._rank)
         operations = []
         for peer in self._peers():
@@ -120,7 +126,7 @@ class CollectiveExchange(Exchange):
             for slot in range(len(blocks_of(theirs, plan.shards))):
                 partial = self._partial(Published(peer, slot))
                 operations += _receipts(peer, partial, self._chunks[self._rank])
-        return self._start(operations)
+        return operations
 
     def _gather_buffers(self, plan: Plan) -> None:
         """Bring the others' buffers in, if a shard changed any."""

@@ -78,7 +78,7 @@ class LocalExchange(Exchange):
         """The memory of one partial sum; a plan that has many blocks makes more of them."""
         if place not in self._partials:
             device = self._devices[place.device]
-            self._partials[place] = Partial(FlatTensors(self._storage.trained, device=device))
+            self._partials[place] = Partial.private(self._storage.trained, device)
         return self._partials[place]
 
     def publish(self, device: int, slot: int, gradients: Sequence[torch.Tensor | None]) -> None:

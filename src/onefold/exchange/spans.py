@@ -85,14 +85,24 @@ class Partial:
         self._large = [n for n in range(len(flat.views)) if flat.layout.is_large(n)]
         self._direct: dict[int, torch.Tensor] = {}
 
+    @classmethod
+    def private(cls, layout: Layout, device: torch.device) -> Partial:
+        """One that nobody reads but through this object.
+
+        Its flat memory is not cleared: on a processor, what no small gradient is written to takes
+        no room.
+        """
+        memory = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
+        return cls(FlatTensors(layout, memory=memory))
+
     def write(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Take one tensor for each entry; None stands for zeros."""
-        entries = self.flat.layout.entries
         self._direct = {
             number: gradient
             for number in self._large
             if (gradient := gradients[number]) is not None
-            and gradient.stride() == entries[number].stride
+            and gradient.stride() == self.flat.layout.entries[number].stride
+            and gradient.dtype == self.flat.views[number].dtype
         }
         self.flat.write(gradients, skip=self._direct.keys())
         shown = [chunk for chunk in self._visible if chunk.entry in self._direct]
