@@ -26,10 +26,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import onefold
-from onefold.exchange.base import SpanFold
 from onefold.exchange.collective import CollectiveExchange
 from onefold.exchange.mailbox import Mailbox
 from onefold.exchange.shared import SharedExchange
+from onefold.exchange.spans import SpanFold
 from onefold.fold import published_by
 
 __all__ = ["Traffic", "Training", "main", "memory_bytes_per_s", "new_model"]

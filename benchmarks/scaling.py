@@ -33,7 +33,7 @@ import torch
 
 import model
 from _scaled import WARM_UP_STEPS, new_model
-from measure import print_disturbance, print_record, print_table, record, spread, write_record
+from measure import add_output, deliver, print_disturbance, print_table, record, spread
 from model import Links, Run
 from network import Cable, Host, NetworkError, alone_on_loopback, two_hosts, why_not
 from onefold.flat import cut_chunks, cut_pieces, cut_spans, lay_out
@@ -98,9 +98,7 @@ def main() -> None:
         show(results)
     settings = {key: value for key, value in vars(args).items() if key != "output"}
     found = record(name, settings=settings, results=results)
-    if args.output is not None:
-        write_record(found, args.output)
-    print_record(found)
+    deliver(found, args.output)
 
 
 def _end(*_: object) -> None:
@@ -121,7 +119,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--mbit", type=int, nargs="+", default=[200, 500, 1000])
     parser.add_argument("--delay-ms", type=float, nargs="+", default=[0.0], help="needs netem")
     parser.add_argument("--predict", action="store_true", help="measure nothing")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="takes the record as JSON")
+    add_output(parser)
     args = parser.parse_args(given)
     if not all(1 <= devices <= args.shards for devices in args.devices):
         parser.error(f"expected 1 to {args.shards} devices for {args.shards} shards")
