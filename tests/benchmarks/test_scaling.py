@@ -184,12 +184,12 @@ def test_an_interrupted_measurement_leaves_no_hosts(number: signal.Signals) -> N
 @pytest.mark.processes
 def test_the_exchange_between_hosts_is_timed(tmp_path: Path) -> None:
     record = tmp_path / "record.json"
-    options = ["--network", "--mbit", "100", "--parameters", "200000", "--steps", "2"]
+    options = ["--network", "--mbit", "100", "--parameters", "1000000", "--steps", "2"]
     command = [sys.executable, str(PROGRAM), *options, "--output", str(record)]
     subprocess.run(command, capture_output=True, check=True, timeout=150)
     (one,) = json.loads(record.read_text(encoding="utf-8"))["results"]
-    # No exchange can be faster than its bytes over the cable.
-    assert one["measured_s"]["low"] > 0.9 * one["parameter_bytes"] / (100e6 / 8)
+    # Its bytes must pass the cable. The device that is late finds a part of them there already.
+    assert one["measured_s"]["low"] > 0.5 * one["parameter_bytes"] / (100e6 / 8)
 
 
 def hosts_of(pid: int) -> set[str]:
