@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from onefold.fingerprint import fingerprint_of, tensor_digests
+from onefold.fingerprint import fingerprint_of, named_tensors, tensor_digests
 
 DTYPES = [
     torch.float32,
@@ -32,7 +32,7 @@ def holding(**tensors: torch.Tensor) -> nn.Module:
 
 
 def fingerprint(module: nn.Module) -> str:
-    return fingerprint_of(tensor_digests(module))
+    return fingerprint_of(tensor_digests(named_tensors(module)))
 
 
 def test_a_fingerprint_stays_what_it_is() -> None:
@@ -124,7 +124,7 @@ def test_a_conjugate_view_counts_for_what_it_shows() -> None:
 def test_parameters_and_buffers_count_under_their_own_names() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     module.register_buffer("passing", torch.zeros(1), persistent=False)
-    assert list(tensor_digests(module)) == [
+    assert list(tensor_digests(named_tensors(module))) == [
         "0.weight",
         "0.bias",
         "1.weight",
@@ -139,4 +139,4 @@ def test_parameters_and_buffers_count_under_their_own_names() -> None:
 def test_tied_weights_count_once() -> None:
     module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     module[1].weight = module[0].weight
-    assert list(tensor_digests(module)) == ["0.weight"]
+    assert list(tensor_digests(named_tensors(module))) == ["0.weight"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from onefold.fingerprint import fingerprint_of, tensor_digests
+from onefold.fingerprint import fingerprint_of, named_tensors, tensor_digests
 from onefold.probe import Probe
 from onefold.record import read_record
 from tests.small import line
@@ -36,8 +36,8 @@ def test_a_run_that_records_writes_digests_and_tensors(tmp_path: Path) -> None:
     lines = read_record(tmp_path, "0")
     assert [(line["step"], line["loss"]) for line in lines] == [(0, None), (1, 0.5)]
     for record in lines:
-        assert record["digests"] == tensor_digests(model)
-        assert record["fingerprint"] == fingerprint_of(tensor_digests(model))
+        assert record["digests"] == tensor_digests(named_tensors(model))
+        assert record["fingerprint"] == fingerprint_of(tensor_digests(named_tensors(model)))
         assert "differences" not in record
     kept = sorted(path.name for path in tmp_path.glob("*.safetensors"))
     assert kept == ["step-0.safetensors", "step-1.safetensors"]

@@ -10,7 +10,21 @@ import torch
 
 from onefold.shard import Plan, cut_bounds
 
-__all__ = ["ShardedBatch", "cut_batch", "move"]
+__all__ = ["DataPass", "ShardedBatch", "cut_batch", "move"]
+
+
+@dataclass(slots=True)
+class DataPass:
+    """One pass of a loader over its data set."""
+
+    number: int
+    """Which pass of the run it is."""
+    used: int
+    """How many of its samples the steps so far have used."""
+    over: bool = False
+    """No more batches will come."""
+    abandoned: bool = False
+    """The run went elsewhere meanwhile: its batches must not be used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +41,10 @@ class ShardedBatch:
     """Which pass over the data it belongs to."""
     waited: tuple[float, float] | None = field(default=None, repr=False, compare=False)
     """From when to when a loader was waited for, in seconds on the host's clock."""
+    data_pass: DataPass | None = field(default=None, repr=False, compare=False)
+    """The loader's pass that it belongs to, if a loader made it."""
+    stop: int = 0
+    """How many samples of that pass are used once this batch is."""
 
     @property
     def sizes(self) -> list[int]:

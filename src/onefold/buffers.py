@@ -44,13 +44,13 @@ class BufferSet:
 
     def begin_step(self) -> None:
         """Remember what every shard of this step starts from."""
-        self._absorb()
+        self.absorb()
         _copy(self._start, self.flat)
 
     def follow(self, first: BufferSet) -> None:
         """Take over the values of the first device of this process."""
-        first._absorb()
-        self._absorb()
+        first.absorb()
+        self.absorb()
         _copy(self.flat, first.flat)
 
     def begin_shard(self) -> None:
@@ -61,7 +61,7 @@ class BufferSet:
         """Note in the shard's rows which buffers it changed, and into what."""
         if not self._tensors:
             return
-        self._absorb()
+        self.absorb()
         row = board.buffer_rows[shard]
         for index in self._changed():
             board.changed[shard, index] = 1
@@ -87,7 +87,7 @@ class BufferSet:
 
     def restore(self) -> None:
         """Put back what `begin_step` remembered."""
-        self._absorb()
+        self.absorb()
         _copy(self.flat, self._start)
 
     def _changed(self) -> list[int]:
@@ -107,7 +107,7 @@ class BufferSet:
             if not same[entry.section] and not same_bits(now, start)
         ]
 
-    def _absorb(self) -> None:
+    def absorb(self) -> None:
         """Take in buffers that the module has replaced by other tensors rather than changed."""
         for place in self._places:
             for owner, name in place.homes:

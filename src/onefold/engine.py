@@ -30,6 +30,8 @@ class Outcome:
     """(V,) float64, where the lead computes: each shard's part of the loss."""
     weight: float
     """What their sum is divided by; where it is 0 nothing was updated."""
+    asked_to_stop: bool
+    """Whether some device has been asked to stop; all devices say the same."""
 
 
 class Engine:
@@ -59,15 +61,23 @@ class Engine:
         self.replicas = replicas
         self.exchange = exchange
         self.seed = seed
-        self._update = update
+        self.update = update
         self._clip_norm = clip_norm
         self._deterministic = deterministic
         self._frozen = frozen
         self._marks = replicas[0].marks()
         self._unread: tuple[int, torch.Tensor] | None = None
 
-    def step(self, batch: ShardedBatch, loss: LossFunction, number: int) -> Outcome:
+    def step(
+        self, batch: ShardedBatch, loss: LossFunction, number: int, *, asked_to_stop: bool = False
+    ) -> Outcome:
         """One update of the parameters.
+
+        Args:
+            batch: this process's shards of it.
+            loss: of one shard.
+            number: of the step.
+            asked_to_stop: whether this process has been; all devices are told.
 
         Raises:
             LossError: a loss is of the wrong kind, or not finite.
@@ -78,13 +88,18 @@ class Engine:
         with self.computing(training=True):
             for replica in self.replicas:
                 replica.run(batch, loss, seed=self.seed, step=number, exchange=self.exchange)
+                self.exchange.board.heads[replica.number, 2] = asked_to_stop
         start = watch.now()
         self.exchange.collect(batch.plan)
         watch.note("exchange", "collect", start)
         board = self.exchange.board
         _check_heads(board)
         self._check_finite(board, number)
-        outcome = Outcome(board.totals.clone(), fold_shards(board.weights.tolist(), _add))
+        outcome = Outcome(
+            board.totals.clone(),
+            fold_shards(board.weights.tolist(), _add),
+            bool(board.heads[:, 2].any()),
+        )
         if outcome.weight > 0:
             self._apply(batch, outcome.weight)
         for replica in self.replicas:
@@ -95,6 +110,16 @@ class Engine:
         if len(self.replicas) > 1:
             self._marks = self.replicas[0].marks()
         return outcome
+
+    def check_last_step(self) -> None:
+        """Wait for the last step's loss where nobody has looked at it yet.
+
+        Raises:
+            LossError: it is not finite.
+        """
+        if self._unread is not None:
+            (step, totals), self._unread = self._unread, None
+            _raise_if_not_finite(totals.cpu(), step)
 
     def take_spans(self) -> dict[int, list[Span]]:
         """What each device of this process has done since the last time, by its number."""
@@ -131,19 +156,19 @@ class Engine:
         totals = [t for replica in self.replicas for t in self.exchange.totals(replica.number)]
         gave = self.exchange.board.gave
         counts = (gave[0] if len(gave) == 1 else gave.sum(axis=0)).tolist()
-        self._update.take(totals, counts, shards=batch.plan.shards)
+        self.update.take(totals, counts, shards=batch.plan.shards)
         divisor = batch.divisor(weight)
         if divisor != weight:
-            self._update.scale(divisor / weight)
+            self.update.scale(divisor / weight)
         if self._clip_norm is not None:
             self._clip(self._clip_norm)
-        self._update.step()
+        self.update.step()
         watch.note("update", "update", start)
 
     def _clip(self, clip_norm: float) -> None:
-        norms = self.exchange.share(self._update.squared_norms())
+        norms = self.exchange.share(self.update.squared_norms())
         norm = norms.sum(dim=0).sum().sqrt()  # a piece has one owner: adding zeros is exact
-        self._update.scale((clip_norm / (norm + 1e-6)).clamp(max=1.0))
+        self.update.scale((clip_norm / (norm + 1e-6)).clamp(max=1.0))
 
     def _check_frozen(self) -> None:
         for name, parameter in self._frozen.items():
@@ -158,8 +183,7 @@ class Engine:
         if board.totals.device.type == "cpu":
             _raise_if_not_finite(board.totals, step)
             return
-        if self._unread is not None:
-            _raise_if_not_finite(self._unread[1].cpu(), self._unread[0])
+        self.check_last_step()
         self._unread = (step, board.totals.clone())
 
 
@@ -174,7 +198,7 @@ def _raise_if_not_finite(totals: torch.Tensor, step: int) -> None:
 
 def _check_heads(board: Board) -> None:
     """All devices must be in the same step of the same batch."""
-    heads = board.heads.tolist()
+    heads = board.heads[:, :2].tolist()
     for device, head in enumerate(heads):
         if head != heads[0]:
             raise DisagreementError(

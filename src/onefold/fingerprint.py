@@ -7,12 +7,16 @@ from collections.abc import Mapping
 
 import torch
 
-__all__ = ["fingerprint_of", "tensor_digests"]
+__all__ = ["fingerprint_of", "named_tensors", "tensor_digests"]
 
 
-def tensor_digests(module: torch.nn.Module) -> dict[str, str]:
-    """One digest for every parameter and buffer, under its own name, in the module's order."""
-    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Every parameter and buffer under its own name, in the module's order; tied ones once."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def tensor_digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """One digest for every tensor."""
     return {name: _digest(tensor) for name, tensor in tensors.items()}
 
 

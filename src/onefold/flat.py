@@ -29,6 +29,7 @@ __all__ = [
     "cut_chunks",
     "cut_pieces",
     "cut_spans",
+    "laid_out",
     "lay_out",
     "same_bits",
     "storage_order",
@@ -198,6 +199,14 @@ class FlatTensors:
 def storage_order(tensor: torch.Tensor) -> torch.Tensor:
     """(numel,) view of a dense tensor's elements in the order in which they lie in memory."""
     return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """The same values with these strides, those of a dense tensor; itself if it has them."""
+    if tensor.stride() == stride:
+        return tensor
+    laid = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
+    return laid.copy_(tensor)
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

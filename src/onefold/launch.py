@@ -12,6 +12,7 @@ failure that no other device caused is the one that the user is told.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import select
@@ -30,16 +31,17 @@ from typing import Any
 from onefold.devices import Selection, select_devices
 from onefold.errors import RunFailed
 from onefold.process import stopped_process
-from onefold.rundir import Report, RunDirectory
+from onefold.rundir import STOPPED_CODE, Report, RunDirectory
 from onefold.timeline import join_timeline, remove_parts
 from onefold.world import DEFAULT_TIMEOUT_S, ExchangeName, World, current_world, worker_environment
 
-__all__ = ["LaunchOptions", "Outcome", "launch", "supervise"]
+__all__ = ["DEFAULT_STOP_S", "LaunchOptions", "Outcome", "launch", "supervise"]
 
 _GRACE_S = 3.0
 _LOOK_S = 0.5
 _STOPPED_LOOKS = 8
 _INTERRUPTED = 130
+DEFAULT_STOP_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +56,16 @@ class LaunchOptions:
     """File that takes one JSON line a step."""
     profile: str = ""
     """Folder that takes the timeline; it must be there."""
+    checkpoint: str = ""
+    """Directory of checkpoints: go on from the newest there, and write new ones."""
+    every: int = 200
+    """Steps from one checkpoint to the next."""
+    keep: int = 3
+    """How many of the newest checkpoints stay."""
+    stop_s: float = DEFAULT_STOP_S
+    """How long a run with checkpoints may take to save itself when it is asked to stop."""
+    restarts: int = 0
+    """How many times the workers are started again after a failure, from the last checkpoint."""
     probe: str = ""
     """Folder for the comparison of runs."""
     probe_steps: int = 0
@@ -68,6 +80,17 @@ class LaunchOptions:
     def __post_init__(self) -> None:
         if not self.timeout_s > 0:
             raise ValueError(f"the timeout must be more than 0 s, got {self.timeout_s}")
+        for name, value, least in (
+            ("every", self.every, 1),
+            ("keep", self.keep, 1),
+            ("restarts", self.restarts, 0),
+        ):
+            if value < least:
+                raise ValueError(f"expected {name} of at least {least}, got {value}")
+        if not self.stop_s > 0:
+            raise ValueError(f"the time for stopping must be more than 0 s, got {self.stop_s}")
+        if self.restarts and not self.checkpoint:
+            raise ValueError("restarts go on from the last checkpoint: name a directory for them")
         if self.exchange not in ("auto", "shared", "collective"):
             raise ValueError(
                 f"expected the exchange to be auto, shared or collective, got {self.exchange!r}"
@@ -88,6 +111,8 @@ class Outcome:
     """Folder with the output of the other devices, kept after a failure."""
     timeline: str = ""
     """File of the timeline, if one was asked for and a step was done."""
+    final: bool = False
+    """It ended well, or as somebody asked: there is nothing to start again."""
 
 
 def launch(
@@ -150,26 +175,90 @@ def supervise(command: Sequence[str], selection: Selection, options: LaunchOptio
     folder = Path(options.logs or tempfile.mkdtemp(prefix="onefold-"))
     folder.mkdir(parents=True, exist_ok=True)
     directory = RunDirectory(folder, len(selection.devices))
-    directory.create()
-    crew = _Crew(directory, selection.devices)
-    if options.profile:
-        remove_parts(Path(options.profile))
-    interrupted = False
-    try:
-        crew.start(command, selection, options)
-        crew.watch()
-    except KeyboardInterrupt:
-        interrupted = True
-        crew.interrupt()
-    finally:
-        crew.end()
-    outcome = crew.interrupted_outcome() if interrupted else crew.outcome()
+    for attempt in range(options.restarts + 1):
+        outcome = _attempt(command, selection, options, directory)
+        if outcome.final or attempt == options.restarts:
+            break
+        print(
+            f"{outcome.traceback}onefold: {outcome.message}\n"
+            f"onefold: starting again ({attempt + 1} of {options.restarts})",
+            file=sys.stderr,
+        )
     if options.profile and (timeline := join_timeline(Path(options.profile))):
         outcome = replace(outcome, timeline=str(timeline))
     if not options.logs and not (outcome.exit_code and directory.log_sizes()):
         shutil.rmtree(folder)
         return replace(outcome, logs="")
     return outcome
+
+
+def _attempt(
+    command: Sequence[str], selection: Selection, options: LaunchOptions, directory: RunDirectory
+) -> Outcome:
+    directory.create()
+    crew = _Crew(directory, selection.devices)
+    if options.profile:
+        remove_parts(Path(options.profile))
+    requests = _StopRequests(directory, options.stop_s) if options.checkpoint else None
+    interrupted = False
+    try:
+        with requests or contextlib.nullcontext():
+            crew.start(command, selection, options)
+            crew.watch(requests)
+    except KeyboardInterrupt:
+        interrupted = True
+        crew.interrupt()
+    except _StoppedAtOnce:
+        interrupted = True
+    finally:
+        crew.end()
+    if requests is not None and requests.signal is not None:
+        return crew.stopped_outcome(requests, options.checkpoint)
+    return crew.interrupted_outcome() if interrupted else crew.outcome()
+
+
+class _StoppedAtOnce(Exception):
+    """A second signal came, or the time for stopping is over."""
+
+
+class _StopRequests:
+    """Passes the first signal to stop on to the workers, and ends the run at the second.
+
+    Args:
+        directory: of the run.
+        limit_s: how long the workers may take.
+    """
+
+    def __init__(self, directory: RunDirectory, limit_s: float) -> None:
+        self._progress = directory.progress()
+        self._limit_s = limit_s
+        self._deadline_s = 0.0
+        self._before: dict[signal.Signals, Any] = {}
+        self.signal: signal.Signals | None = None
+        """Which one came."""
+        self.twice = False
+        """A second one came."""
+
+    def __enter__(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._take)
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def check(self) -> None:
+        """End the run if its time for stopping is over."""
+        if self.signal is not None and time.monotonic() > self._deadline_s:
+            raise _StoppedAtOnce
+
+    def _take(self, number: int, frame: object) -> None:
+        if self.signal is not None:
+            self.twice = True
+            raise _StoppedAtOnce
+        self.signal = signal.Signals(number)
+        self._deadline_s = time.monotonic() + self._limit_s
+        self._progress.request_stop()
 
 
 class _Worker:
@@ -218,6 +307,9 @@ class _Crew:
                 directory=str(self._directory.path),
                 trace=options.trace,
                 profile=options.profile,
+                checkpoint=options.checkpoint,
+                checkpoint_every=options.every,
+                checkpoint_keep=options.keep,
                 probe=options.probe,
                 probe_steps=options.probe_steps,
                 probe_records=options.probe_records,
@@ -228,9 +320,11 @@ class _Crew:
             process = _start_worker(command, world, self._directory.log(rank) if own_log else None)
             self._workers.append(_Worker(rank, device, process))
 
-    def watch(self) -> None:
+    def watch(self, requests: _StopRequests | None) -> None:
         """Return when all have ended well, or when it is clear that one has not."""
         while waiting := self._running():
+            if requests is not None:
+                requests.check()
             if not _wait_for_end(waiting, _LOOK_S):
                 for worker in waiting:
                     self._look_at(worker)
@@ -262,7 +356,8 @@ class _Crew:
         for worker in self._workers:
             if worker.process.poll() is not None and worker.ended_s is None:
                 worker.ended_s = time.time()
-        return any(worker.process.poll() for worker in self._workers)
+        ended = [worker.process.poll() for worker in self._workers]
+        return any(code not in (None, 0, STOPPED_CODE) for code in ended)
 
     def _look_at(self, worker: _Worker) -> None:
         stopped = stopped_process(worker.process.pid)
@@ -276,13 +371,37 @@ class _Crew:
             self._note_ended()
 
     def interrupted_outcome(self) -> Outcome:
-        return Outcome(_INTERRUPTED, f"stopped by Ctrl-C in step {self._step_text(0)} (device 0)")
+        text = f"stopped by Ctrl-C in step {self._step_text(0)} (device 0)"
+        return Outcome(_INTERRUPTED, text, final=True)
+
+    def stopped_outcome(self, requests: _StopRequests, checkpoint: str) -> Outcome:
+        """How a run ended that was asked to save itself and stop."""
+        codes = {worker.process.returncode for worker in self._workers}
+        name = requests.signal.name if requests.signal else ""
+        if codes == {0}:
+            return Outcome(0, final=True)
+        if codes <= {0, STOPPED_CODE}:
+            done = self._directory.progress().step_of(0) - 1
+            text = (
+                f"stopped by {name} after step {done} and saved in {checkpoint}: the same command "
+                f"goes on from there"
+            )
+            return Outcome(STOPPED_CODE, text, final=True)
+        failed = self.outcome()
+        if failed.exit_code:
+            return replace(failed, final=True)
+        why = "a second signal came" if requests.twice else "its time for saving was over"
+        text = (
+            f"stopped by {name} in step {self._step_text(0)} (device 0) without saving, as {why}; "
+            f"earlier checkpoints, if any, are in {checkpoint}"
+        )
+        return Outcome(128 + (requests.signal or 0), text, final=True)
 
     def outcome(self) -> Outcome:
         """The first failure that no other device caused."""
         failures = [failure for worker in self._workers if (failure := self._failure(worker))]
         if not failures:
-            return Outcome(0, logs=str(self._directory.path))
+            return Outcome(0, logs=str(self._directory.path), final=True)
         _, _, outcome = min(failures, key=lambda failure: failure[:2])
         return replace(outcome, logs=str(self._directory.path))
 

@@ -19,7 +19,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from onefold.batch import ShardedBatch
+from onefold.batch import DataPass, ShardedBatch
 from onefold.errors import SampleError
 from onefold.process import die_with_parent
 from onefold.randomness import derive_seed, kept_generators, sample_order, seed_generators
@@ -46,6 +46,8 @@ class _Request:
 
     epoch: int
     samples: int
+    stop: int
+    """Samples of the pass up to the end of this batch."""
     plan: Plan
     shards: dict[int, list[int]]
 
@@ -81,6 +83,7 @@ class Loader:
         first_epoch: number of the first pass.
         pin_memory: read into memory that a GPU can fetch from by itself.
         timeout_s: the longest wait for a worker.
+        on_end: called when a pass of which samples were used comes to its end.
     """
 
     def __init__(
@@ -98,6 +101,7 @@ class Loader:
         first_epoch: int,
         pin_memory: bool,
         timeout_s: float,
+        on_end: Callable[[], None],
     ) -> None:
         _check_dataset(dataset)
         _check_count("batch_size", batch_size, least=1)
@@ -115,6 +119,8 @@ class Loader:
             own=own,
             epoch=first_epoch,
         )
+        self._on_end = on_end
+        self._pass: DataPass | None = None
         self._workers: DataLoader[Any] | None = None
         if workers:
             self._workers = DataLoader(
@@ -140,12 +146,54 @@ class Loader:
         Raises:
             SampleError: a sample could not be read.
         """
+        this = self._pass = DataPass(*self._requests.position)
         answers = self._read() if self._workers is None else iter(self._workers)
         start = host_now_s()
-        for request, payloads in answers:
-            shards, waited = _checked(payloads), (start, host_now_s())
-            yield ShardedBatch(request.samples, request.plan, shards, request.epoch, waited)
-            start = host_now_s()
+        try:
+            for request, payloads in answers:
+                yield ShardedBatch(
+                    request.samples,
+                    request.plan,
+                    _checked(payloads),
+                    request.epoch,
+                    (start, host_now_s()),
+                    this,
+                    request.stop,
+                )
+                start = host_now_s()
+        except GeneratorExit:
+            self._end(this)
+            raise
+        self._end(this)
+
+    def position(self) -> tuple[int, int]:
+        """The pass that it is in or that comes next, and how many of its samples are used."""
+        if self._pass is None or self._pass.over:
+            return self._requests.position
+        return self._pass.number, self._pass.used
+
+    def go_to(self, next_pass: int, used: int) -> None:
+        """Go on in the middle of a pass, without reading what comes before.
+
+        A pass that is under way can no longer be used.
+
+        Args:
+            next_pass: number of the pass that the next ``iter()`` begins.
+            used: how many of its samples are left out.
+        """
+        if self._pass is not None:
+            self._pass.abandoned = True
+            self._pass = None
+        self._requests.position = next_pass, used
+
+    def size(self) -> tuple[int, int, bool, bool]:
+        """Samples of the data set, batch size, whether a short last batch is dropped, shuffle."""
+        return self._requests.size
+
+    def _end(self, this: DataPass) -> None:
+        this.over = True
+        if this.used and not this.abandoned:
+            self._on_end()
 
     def _read(self) -> Iterator[tuple[_Request, dict[int, Any] | _BadSample]]:
         for request in self._requests:
@@ -180,23 +228,31 @@ class _Requests(Sampler[_Request]):
         self._seed = seed
         self._plan = plan
         self._own = own
-        self._epoch = epoch
+        self.position = epoch, 0
+        """Number of the next pass, and how many of its samples are left out."""
+
+    @property
+    def size(self) -> tuple[int, int, bool, bool]:
+        """Samples, batch size, drop_last, shuffle."""
+        return self._samples, self._batch_size, self._drop_last, self._shuffle
 
     def __len__(self) -> int:
         whole, rest = divmod(self._samples, self._batch_size)
         return whole + (1 if rest and not self._drop_last else 0)
 
     def __iter__(self) -> Iterator[_Request]:
-        epoch, self._epoch = self._epoch, self._epoch + 1
+        (epoch, first), self.position = self.position, (self.position[0] + 1, 0)
         if self._shuffle:
             order = sample_order(self._samples, seed=self._seed, epoch=epoch)
         else:
             order = torch.arange(self._samples)
-        for number in range(len(self)):
-            start = number * self._batch_size
-            yield self._request(epoch, order[start : start + self._batch_size])
+        left_out = (self._samples - first) % self._batch_size if self._drop_last else 0
+        last = self._samples - left_out
+        for start in range(first, last, self._batch_size):
+            stop = min(start + self._batch_size, last)
+            yield self._request(epoch, order[start:stop], stop)
 
-    def _request(self, epoch: int, batch: torch.Tensor) -> _Request:
+    def _request(self, epoch: int, batch: torch.Tensor, stop: int) -> _Request:
         plan = self._plan()
         bounds = cut_bounds(len(batch), plan.shards)
         shards = {
@@ -205,7 +261,7 @@ class _Requests(Sampler[_Request]):
             for shard in plan.shards_of(device)
             if bounds[shard][0] < bounds[shard][1]
         }
-        return _Request(epoch, len(batch), plan, shards)
+        return _Request(epoch, len(batch), stop, plan, shards)
 
 
 class _Reader(Dataset[Any]):

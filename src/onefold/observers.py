@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from onefold.fingerprint import fingerprint_of, tensor_digests
+from onefold.fingerprint import fingerprint_of, named_tensors, tensor_digests
 from onefold.probe import Probe
 from onefold.profile import Profile
 from onefold.record import append_line
@@ -57,7 +57,7 @@ def _tracer(path: Path, model: torch.nn.Module) -> Observer:
 
     def trace(step: Step, spans: Mapping[int, Sequence[Span]]) -> None:
         line = {"step": step.number, "epoch": step.epoch, "loss": float(step.loss)}
-        fingerprint = fingerprint_of(tensor_digests(model))
+        fingerprint = fingerprint_of(tensor_digests(named_tensors(model)))
         append_line(path, {**line, "samples": step.samples, "fingerprint": fingerprint})
 
     return trace

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from onefold.fingerprint import fingerprint_of, tensor_digests
+from onefold.fingerprint import fingerprint_of, named_tensors, tensor_digests
 from onefold.flat import same_bits
 from onefold.record import append_line
 
@@ -33,8 +33,8 @@ class Probe:
 
     def observe(self, step: int, module: torch.nn.Module, loss: float | None) -> None:
         """Write one line; step 0 is the model before the first step."""
-        tensors = {n: t.detach() for n, t in {**_parameters(module), **_buffers(module)}.items()}
-        digests = tensor_digests(module)
+        tensors = {name: tensor.detach() for name, tensor in named_tensors(module).items()}
+        digests = tensor_digests(tensors)
         line: dict[str, Any] = {"step": step, "loss": loss, "digests": digests}
         line["fingerprint"] = fingerprint_of(digests)
         kept = self._folder / f"step-{step}.safetensors"
@@ -44,14 +44,6 @@ class Probe:
             line["differences"] = _differences(load_file(kept), tensors)
             self._differs = bool(line["differences"])
         append_line(self._lines, line)
-
-
-def _parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return dict(module.named_parameters())
-
-
-def _buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return dict(module.named_buffers())
 
 
 def _differences(

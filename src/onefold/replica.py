@@ -71,7 +71,7 @@ class Replica:
         board = exchange.board
         shards_run = batch.plan.shards_of(self.number)
         board.clear_rows(self.number, shards_run)
-        board.heads[self.number] = step, batch.samples
+        board.heads[self.number] = step, batch.samples, 0
         run = _StepRun(self, batch, loss, seed, step)
         for slot, block in enumerate(blocks_of(shards_run, batch.plan.shards)):
             gradients = run.sum_of(block, exchange)

@@ -10,7 +10,10 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-__all__ = ["Progress", "Report", "RunDirectory"]
+__all__ = ["STOPPED_CODE", "Progress", "Report", "RunDirectory"]
+
+STOPPED_CODE = 75
+"""Exit code of a run that was asked to stop, has saved itself, and can go on (EX_TEMPFAIL)."""
 
 _ROW = struct.Struct("<qq")
 
@@ -36,7 +39,7 @@ class Report:
 
 
 class Progress:
-    """A small table that every worker writes its step to, and the launcher reads.
+    """A small table: every worker writes its step there, and the launcher whether to stop.
 
     Args:
         path: of the table's file, made by the launcher.
@@ -45,7 +48,8 @@ class Progress:
 
     def __init__(self, path: Path, devices: int) -> None:
         with path.open("r+b") as file:
-            self._table = mmap.mmap(file.fileno(), _ROW.size * devices)
+            self._table = mmap.mmap(file.fileno(), _ROW.size * (devices + 1))
+        self._launcher = devices * _ROW.size
 
     def set_step(self, rank: int, step: int) -> None:
         """Note that ``rank`` has begun ``step``."""
@@ -56,6 +60,14 @@ class Progress:
         begun, step = _ROW.unpack_from(self._table, rank * _ROW.size)
         return int(step) if begun else -1
 
+    def request_stop(self) -> None:
+        """Ask the run to save itself and stop at the end of its step."""
+        _ROW.pack_into(self._table, self._launcher, 1, 0)
+
+    def stop_requested(self) -> bool:
+        """Whether `request_stop` was called."""
+        return bool(_ROW.unpack_from(self._table, self._launcher)[0])
+
 
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
@@ -65,8 +77,11 @@ class RunDirectory:
     devices: int
 
     def create(self) -> None:
-        """Make the folder's own files."""
-        (self.path / "progress").write_bytes(bytes(_ROW.size * self.devices))
+        """Make the folder's own files, and remove those of an earlier attempt."""
+        for path in self.path.glob("report-*.json"):
+            path.unlink()  # of an attempt before this one
+        (self.path / "port").unlink(missing_ok=True)
+        (self.path / "progress").write_bytes(bytes(_ROW.size * (self.devices + 1)))
 
     def progress(self) -> Progress:
         """The table of steps."""

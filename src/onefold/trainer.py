@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from onefold.assembly import Settings, assemble
+from onefold.autosave import Autosave
 from onefold.batch import ShardedBatch, cut_batch
-from onefold.checkpoint import write_checkpoint
+from onefold.checkpoint import Best
 from onefold.evaluation import ScoreFunction, evaluate
-from onefold.fingerprint import fingerprint_of, tensor_digests
+from onefold.fingerprint import fingerprint_of, named_tensors, tensor_digests
 from onefold.loader import Collate, Loader, SizedDataset
 from onefold.modelcheck import check_model
 from onefold.observers import observers_of
+from onefold.position import Position
 from onefold.replica import LossFunction
+from onefold.resume import Checkpoint, Checkpoints, Keeping
+from onefold.schedule import check_schedule
 from onefold.shard import Plan
 from onefold.step import Step
 from onefold.team import form_team, settle_process
@@ -44,6 +50,8 @@ class Trainer:
             Without it a launcher decides, or one device is used.
         plan: how many shards each device runs, such as ``(3, 1)``; even shares by default.
         threads: of each CPU device; ``max(1, cores // shards)`` by default.
+        schedule: a ``torch.optim.lr_scheduler`` of the optimizer, to be stepped once a step, the
+            same on any number of devices, and saved with the run.
         clip_norm: scale the whole gradient down to this norm where it is larger.
         deterministic: use kernels that repeat their bits, and refuse those that cannot.
         timeout_s: the longest that a device waits for another one; 600 s by default.
@@ -76,6 +84,7 @@ class Trainer:
         devices: Sequence[str | torch.device] | None = None,
         plan: Sequence[int] | None = None,
         threads: int | None = None,
+        schedule: LRScheduler | None = None,
         clip_norm: float | None = None,
         deterministic: bool = True,
         timeout_s: float | None = None,
@@ -91,6 +100,8 @@ class Trainer:
         )
         check_model(model)
         check_optimizer(optimizer, model)
+        if schedule is not None:
+            check_schedule(schedule, optimizer)
         if not callable(loss):
             raise TypeError(f"expected loss to be a function of model and batch, got {loss!r}")
         self._settings = settings
@@ -99,9 +110,14 @@ class Trainer:
         settle_process(self._team, shards=shards, threads=threads)
         self._loss = loss
         self._engine = assemble(model, optimizer, settings=settings, team=self._team)
-        self._steps = 0
-        self._epoch = 0
+        self._schedule = schedule
+        self._position = Position()
+        self._checkpoints = Checkpoints(
+            self._engine, settings, self._team, self._position, schedule
+        )
         self._progress = directory.progress() if (directory := self._world.run_directory) else None
+        with self._telling_others():
+            self._autosave = Autosave.of(self._team, self._checkpoints, self._progress)
         self._note_progress()
         watches = {replica.number: replica.watch for replica in self._engine.replicas}
         self._observers = observers_of(self._team, model, watches)
@@ -125,6 +141,11 @@ class Trainer:
     def is_lead(self) -> bool:
         """Whether this process has device 0."""
         return 0 in self._team.own
+
+    @property
+    def steps(self) -> int:
+        """Steps done, those before a checkpoint included."""
+        return self._position.step
 
     @property
     def plan(self) -> tuple[int, ...]:
@@ -151,6 +172,9 @@ class Trainer:
     ) -> Loader:
         """Batches of a data set, for `step`; each device reads its own shards alone.
 
+        In a run that goes on from a checkpoint, the first pass begins with the first sample that no
+        step has used.
+
         Args:
             dataset: has a length and an item for each index.
             batch_size: samples of a whole batch, over all devices.
@@ -162,7 +186,30 @@ class Trainer:
         Raises:
             TypeError: the data set has no length or no items.
             ValueError: it is empty, or a number is out of range.
+            CheckpointError: the run goes on from a checkpoint, and the loader that was made in this
+                place had another batch size or another length of data.
         """
+        made = self._loader(
+            dataset,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            workers=workers,
+            drop_last=drop_last,
+            collate=collate,
+        )
+        self._position.add(made)
+        return made
+
+    def _loader(
+        self,
+        dataset: SizedDataset,
+        *,
+        batch_size: int,
+        shuffle: bool = False,
+        workers: int,
+        drop_last: bool = False,
+        collate: Collate | None,
+    ) -> Loader:
         return Loader(
             dataset,
             batch_size=batch_size,
@@ -173,17 +220,18 @@ class Trainer:
             seed=self._settings.seed,
             plan=lambda: self._plan,
             own=self._team.own,
-            first_epoch=self._epoch,
+            first_epoch=self._position.epoch,
             pin_memory=self._team.devices[0].type == "cuda",
             timeout_s=self._settings.timeout_s,
+            on_end=self._position.note_pass_end,
         )
 
     def epochs(self, number: int) -> Iterator[int]:
-        """Count epochs from where the run is up to ``number``."""
-        for epoch in range(self._epoch, number):
-            self._epoch = epoch
-            yield epoch
-        self._epoch = max(self._epoch, number)
+        """Count epochs from where the run is up to ``number``.
+
+        A run that was saved in the middle of an epoch goes on in that one.
+        """
+        return self._position.epochs(number)
 
     def step(self, batch: object) -> Step:
         """One update from one whole batch.
@@ -196,15 +244,23 @@ class Trainer:
             ValueError: the tensors of the batch disagree in length, or it is empty.
             LossError: the loss is of the wrong shape, or not finite; names step and shard.
             PeerError: another device failed or is lost.
+            OSError: a checkpoint of before could not be written in the background.
         """
         self._engine.take_spans()  # of a step that failed and was survived
         start = host_now_s()
         cut = self._cut(batch)
         waited = cut.waited or (start, host_now_s())
-        number = self._steps + 1
+        number = self._position.step + 1
         with self._telling_others():
-            outcome = self._engine.step(cut, self._loss, number)
-        self._steps = number
+            self._checkpoints.check()
+            asked = False
+            if self._autosave is not None:
+                self._autosave.check(cut)
+                asked = self._autosave.asked_to_stop
+            outcome = self._engine.step(cut, self._loss, number, asked_to_stop=asked)
+            if self._schedule is not None and outcome.weight > 0:
+                self._schedule.step()
+        self._position.note_step(cut)
         self._note_progress()
         spans = self._engine.take_spans()
         first = [Span("data", "batch", *waited), *spans[self._team.own[0]]]
@@ -212,6 +268,9 @@ class Trainer:
         step = Step(number, cut.samples, cut.epoch, outcome, first)
         for observe in self._observers:
             observe(step, spans)
+        if self._autosave is not None:
+            with self._telling_others():
+                self._autosave.after_step(number, stop=outcome.asked_to_stop)
         return step
 
     def evaluate(
@@ -240,35 +299,106 @@ class Trainer:
             LossError: a value is of the wrong shape.
             DisagreementError: the names differ between shards.
         """
-        batches = self.loader(dataset, batch_size=batch_size, workers=workers, collate=collate)
+        batches = self._loader(dataset, batch_size=batch_size, workers=workers, collate=collate)
         with self._telling_others():
             return evaluate(self._engine, score, batches)
 
     def fingerprint(self) -> str:
         """16 hexadecimal digits over parameters and buffers: the same for the same bits."""
-        return fingerprint_of(tensor_digests(self.model))
+        return fingerprint_of(tensor_digests(named_tensors(self.model)))
 
-    def save(self, directory: str | Path) -> Path:
-        """Write the model to ``directory/step-00001234/``; returns that folder, on every device.
+    def save(
+        self,
+        directory: str | Path,
+        *,
+        scores: Mapping[str, float] | None = None,
+        keep: int | None = 3,
+        best: str | None = None,
+        wait: bool = True,
+        extra: object = None,
+    ) -> Path:
+        """Write the run as it is now to ``directory/step-00001234/``, from where `load` goes on.
 
-        ``model.safetensors`` holds the user's own names, ``run.json`` where the run is. The folder
-        is there whole or not at all.
+        ``model.safetensors`` there holds the parameters and buffers under the user's own names,
+        ``optimizer.safetensors`` the optimizer's tensors, ``run.json`` the rest. The folder is
+        there whole or not at all; it does not depend on the number of devices. Called on every
+        device; the lead writes.
+
+        Args:
+            directory: holds the checkpoints of a run; made if it is not there.
+            scores: numbers to remember with this checkpoint, such as what `evaluate` returned.
+            keep: how many of the newest checkpoints of this run stay in the directory, None for
+                all. What anybody else put there is left alone.
+            best: ``"highest NAME"`` or ``"lowest NAME"`` of ``scores``: that checkpoint stays too.
+            wait: return when all is on the disk. If not, when it has been copied in memory; what
+                then fails in writing is raised by the next call.
+            extra: anything that JSON can hold; `load` gives it back.
+
+        Returns:
+            The folder.
 
         Raises:
-            OSError: it could not be written.
+            OSError: it could not be written; what was there before is still there.
+            TypeError: ``extra`` is not for JSON, or the model or optimizer keep what no file holds.
+            ValueError: an argument is out of range.
+
+        >>> import tempfile
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> trainer = Trainer(model, optimizer, lambda m, x: m(x).square().mean(dim=1), shards=2)
+        >>> step = trainer.step(torch.ones(6, 2))
+        >>> directory = tempfile.mkdtemp()
+        >>> trainer.save(directory, extra={"note": "first try"}).name
+        'step-00000001'
+        >>> trainer.load(directory).extra
+        {'note': 'first try'}
         """
-        folder = Path(directory) / f"step-{self._steps:08d}"
-        with self._telling_others():
-            if self.is_lead:
-                write_checkpoint(folder, self.model, self._run_record())
-            arrived = {number: torch.zeros(1, dtype=torch.float64) for number in self._team.own}
-            self._engine.exchange.share(
-                {n: row.to(self._team.devices[n]) for n, row in arrived.items()}
+        keeping = Keeping(_checked_keep(keep), None if best is None else Best.read(best))
+        numbers = _checked_scores(scores or {})
+        if keeping.best is not None and keeping.best.score not in numbers:
+            raise ValueError(
+                f"best is {best!r}: expected a score of that name among scores, which has "
+                f"{list(numbers)}"
             )
-        return folder
+        _check_extra(extra)
+        with self._telling_others():
+            return self._checkpoints.save(
+                Path(directory), scores=numbers, keeping=keeping, wait=wait, extra=extra
+            )
+
+    def load(self, directory: str | Path, *, changed: Collection[str] = ()) -> Checkpoint:
+        """Go on from the newest checkpoint of a directory, on any number of devices.
+
+        Afterwards model, optimizer and schedule are as they were, and `epochs` and loaders, made
+        before or after, go on at the sample where the run was saved. A checkpoint that is damaged
+        is left out with a warning. Called on every device; the lead reads.
+
+        Args:
+            directory: what was given to `save`, or the folder of one checkpoint.
+            changed: what may differ from the run that was saved, each giving up a part of the
+                promise: ``"seed"``, ``"shards"``, ``"batch_size"``, ``"dataset"``,
+                ``"clip_norm"``, ``"optimizer"``, ``"schedule"``.
+
+        Raises:
+            CheckpointError: there is no checkpoint, none is whole, or it does not fit this run:
+                another model, or something else of the above. Nothing has been changed then.
+        """
+        names = (changed,) if isinstance(changed, str) else tuple(changed)
+        with self._telling_others():
+            found = self._checkpoints.load(Path(directory), changed=names)
+        if found is None:
+            raise RuntimeError("a checkpoint was asked for and none was loaded")
+        self._note_progress()
+        return found
 
     def close(self) -> None:
-        """Leave the run; the model keeps its values. Also done at the end of the program."""
+        """Leave the run; the model keeps its values. Also done at the end of the program.
+
+        Raises:
+            OSError: a checkpoint could not be written in the background.
+        """
+        with self._telling_others():
+            self._checkpoints.finish()
         self._engine.exchange.close()
 
     def _cut(self, batch: object) -> ShardedBatch:
@@ -276,7 +406,7 @@ class Trainer:
             cut = self._checked_batch(batch)
         else:
             own = [s for number in self._team.own for s in self._plan.shards_of(number)]
-            cut = cut_batch(batch, self._plan, own, self._epoch)
+            cut = cut_batch(batch, self._plan, own, self._position.epoch)
         if cut.samples == 0:
             raise ValueError("the batch is empty: expected at least one sample")
         return cut
@@ -288,6 +418,7 @@ class Trainer:
                 f"the batch was cut for {theirs.shards} shards and {theirs.devices} devices, this "
                 f"run has {ours.shards} and {ours.devices}: use a loader of this trainer"
             )
+        self._position.check(batch)
         return batch
 
     def _checked_plan(self, counts: Sequence[int] | None) -> Plan:
@@ -309,15 +440,26 @@ class Trainer:
     def _note_progress(self) -> None:
         """What comes before a step ends badly is told as a failure in that step."""
         if self._progress is not None:
-            self._progress.set_step(self._world.rank, self._steps + 1)
+            self._progress.set_step(self._world.rank, self._position.step + 1)
 
-    def _run_record(self) -> dict[str, object]:
-        return {
-            "format": 1,
-            "step": self._steps,
-            "epoch": self._epoch,
-            "seed": self._settings.seed,
-            "shards": self._settings.shards,
-            "fingerprint": self.fingerprint(),
-            "torch": torch.__version__,
-        }
+
+def _checked_keep(keep: int | None) -> int | None:
+    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int)):
+        raise TypeError(f"expected keep to be a whole number or None, got {keep!r}")
+    if keep is not None and keep < 1:
+        raise ValueError(f"expected keep of at least 1, got {keep}")
+    return keep
+
+
+def _checked_scores(scores: Mapping[str, float]) -> dict[str, float]:
+    for name, value in scores.items():
+        if not isinstance(name, str) or not isinstance(value, int | float):
+            raise TypeError(f"expected scores to be numbers by name, got {name!r}: {value!r}")
+    return {name: float(value) for name, value in scores.items()}
+
+
+def _check_extra(extra: object) -> None:
+    try:
+        json.dumps(extra)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"expected extra to be what JSON can hold: {error}") from None

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from onefold.exchange.base import Storage
-from onefold.flat import Layout, Piece, storage_order
+from onefold.flat import Layout, Piece, laid_out, storage_order
+from onefold.optimizerstate import PieceState
 
 __all__ = ["OwnedPiece", "SpanOptimizer", "check_optimizer", "updates_by_element"]
 
@@ -117,7 +118,7 @@ class SpanOptimizer:
         self._owned = owned
         self._values = [item.values for item in owned]
         self._entries = [item.piece.entry for item in owned]
-        self._pieces = len(storage.pieces)
+        self.storage = storage
         self._devices = devices
         group_of = {
             id(parameter): number
@@ -171,13 +172,16 @@ class SpanOptimizer:
         for item in self._owned:
             device = item.values.device
             row = rows.setdefault(
-                item.device, torch.zeros(self._pieces, dtype=torch.float64, device=device)
+                item.device,
+                torch.zeros(len(self.storage.pieces), dtype=torch.float64, device=device),
             )
             gradient = item.values.grad
             if gradient is not None:
                 row[item.number] = torch.linalg.vector_norm(gradient).double().square()
         for number, device in self._devices.items():
-            rows.setdefault(number, torch.zeros(self._pieces, dtype=torch.float64, device=device))
+            rows.setdefault(
+                number, torch.zeros(len(self.storage.pieces), dtype=torch.float64, device=device)
+            )
         return rows
 
     def step(self) -> None:
@@ -193,6 +197,52 @@ class SpanOptimizer:
                 group["params"] = parameters
             for values in self._values:
                 values.grad = None
+
+    def states(self) -> list[PieceState]:
+        """The state of the owned pieces as it is now; the tensors are the optimizer's own."""
+        found = []
+        for item in self._owned:
+            for key, value in self.optimizer.state.get(item.values, {}).items():
+                by_element = (
+                    isinstance(value, torch.Tensor)
+                    and value.shape == item.values.shape
+                    and (value.dim() > 0 or key != "step")
+                )
+                if by_element:
+                    value = storage_order(laid_out(value, item.values.stride()))
+                found.append(PieceState(item.number, key, value, by_element))
+        return found
+
+    def take_states(self, states: Iterable[PieceState]) -> None:
+        """Put states in place of those there are.
+
+        Args:
+            states: of the owned pieces; tensors are copied.
+        """
+        owned = {item.number: item for item in self._owned}
+        found: dict[torch.Tensor, dict[str, Any]] = {}
+        for state in states:
+            values = owned[state.piece].values
+            value = state.value
+            if state.by_element:
+                value = torch.empty_strided(
+                    values.shape, values.stride(), dtype=value.dtype, device=values.device
+                )
+                storage_order(value).copy_(state.value)
+            elif isinstance(value, torch.Tensor):
+                value = value.to(self._home(state.key, values), copy=True)
+            found.setdefault(values, {})[state.key] = value
+        self.optimizer.state.clear()
+        self.optimizer.state.update(found)
+
+    def _home(self, key: str, values: torch.Tensor) -> torch.device:
+        """Where the optimizer wants a value of a state: PyTorch's rule when it loads one."""
+        if key != "step":
+            return values.device
+        held = zip(self.optimizer.param_groups, self._divided, strict=True)
+        group = next(group for group, pieces in held if any(p is values for p in pieces))
+        there = group.get("capturable") or group.get("fused")
+        return values.device if there else torch.device("cpu")
 
     def _check_groups(self) -> None:
         groups = self.optimizer.param_groups
@@ -235,9 +285,8 @@ def _cut_state(value: Any, item: OwnedPiece, stride: tuple[int, ...]) -> Any:
         return value
     if value.shape != item.parameter.shape or value.dim() == 0:
         return value.clone()
-    laid = torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device)
-    laid.copy_(value)
+    laid = laid_out(value, stride)
     device = item.values.device
     if item.piece.whole:
-        return laid.to(device)
+        return laid.to(device, copy=True)
     return storage_order(laid)[item.piece.start : item.piece.stop].to(device, copy=True)

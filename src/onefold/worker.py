@@ -18,10 +18,11 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
+from onefold.background import finish_all
 from onefold.errors import PeerError
 from onefold.membership import abandon
 from onefold.process import die_with_parent
-from onefold.rundir import Report
+from onefold.rundir import STOPPED_CODE, Report
 from onefold.world import current_world
 
 __all__ = ["main"]
@@ -36,8 +37,9 @@ def main(arguments: list[str]) -> int:
             _call(Path(arguments[2]), Path(arguments[3]))
         else:
             _run_script(arguments[1:])
+        finish_all()
     except SystemExit as end:
-        if end.code not in (None, 0):
+        if end.code not in (None, 0, STOPPED_CODE):
             abandon(end)
         raise
     except BaseException as error:

@@ -61,6 +61,12 @@ class World:
     """File that takes one JSON line a step."""
     profile: str = ""
     """Folder that takes the timeline."""
+    checkpoint: str = ""
+    """Directory of the checkpoints that the run goes on from and writes."""
+    checkpoint_every: int = 0
+    """So many steps one is written."""
+    checkpoint_keep: int = 0
+    """How many of the newest stay."""
     probe: str = ""
     """Folder for the comparison of runs, see `onefold.probe`."""
     probe_steps: int = 0

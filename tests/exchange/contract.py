@@ -77,7 +77,7 @@ def check_step(exchange: Exchange, sizes: Storage, own: range, step: int, plan: 
     for device in own:
         run = plan.shards_of(device)
         exchange.board.clear_rows(device, run)
-        exchange.board.heads[device] = torch.tensor([step, 70])
+        exchange.board.heads[device] = torch.tensor([step, 70, device % 2])
         for slot, block in enumerate(blocks_of(run, SHARDS)):
 
             def leaf(node: Block) -> list[torch.Tensor | None] | None:
@@ -92,7 +92,7 @@ def check_step(exchange: Exchange, sizes: Storage, own: range, step: int, plan: 
         exchange.board.gave[device, 0] = len(run)
     exchange.collect(plan)
     board = exchange.board
-    assert board.heads.tolist() == [[step, 70]] * plan.devices
+    assert board.heads.tolist() == [[step, 70, d % 2] for d in range(plan.devices)]
     assert board.weights.tolist() == [shard + 0.5 for shard in range(SHARDS)]
     assert board.totals.tolist() == [shard * 2.0 for shard in range(SHARDS)]
     assert board.changed[:, 0].tolist() == [shard % 2 for shard in range(SHARDS)]
@@ -134,8 +134,40 @@ def check_exchange(exchange: Exchange, sizes: Storage, begun: Start, own: range)
         assert exchange.share(rows).tolist() == [[d, step / 3] for d in range(devices)]
     long = {d: torch.full((300_000,), float(d), dtype=torch.float64) for d in own}
     assert exchange.share(long).sum(dim=1).tolist() == [300_000.0 * d for d in range(devices)]
+    check_bytes(exchange, begun, own)
     exchange.close()
     exchange.close()
+
+
+def check_bytes(exchange: Exchange, begun: Start, own: range) -> None:
+    """What lies between steps: the lead's values for all, bytes to the lead, and bytes from it."""
+    processes = exchange.board.shape.devices // len(own)
+    leads = 0 in own
+    for turn, nbytes in enumerate((10, 70_000, 0, 3_000_000)):
+        exchange.share({d: torch.zeros(1, dtype=torch.float64) for d in own})
+        exchange.room(nbytes)[:nbytes] = own[0] + turn
+        brought = exchange.bring()
+        assert len(brought) == (processes if leads else 0)
+        for number, memory in enumerate(brought):
+            assert memory[:nbytes].tolist() == [number + turn] * nbytes
+    for nbytes in (3, 100_000):
+
+        def make(number: int, nbytes: int = nbytes) -> torch.Tensor:
+            return torch.full((nbytes + number,), number + 7, dtype=torch.uint8)
+
+        given = exchange.hand_out(make if leads else None)
+        assert torch.equal(given[: nbytes + own[0]], make(own[0]))
+    for view in (*exchange.trained[own[0]].views, *exchange.other[own[0]].views):
+        view.fill_(3.0 if leads else 4.0)
+    exchange.share({d: torch.zeros(1, dtype=torch.float64) for d in own})
+    begun.buffers.views[0].fill_(3.0 if leads else 4.0)
+    if leads:
+        for view in (*exchange.trained[0].views, *exchange.other[0].views):
+            view.fill_(3.0)
+    exchange.follow_lead(begun.buffers)
+    for view in (*exchange.trained[own[0]].views, *exchange.other[own[0]].views):
+        assert bool((view == 3).all())
+    assert begun.buffers.views[0].tolist() == [3.0] * 3
 
 
 def check_launched(kinds: Sequence[str]) -> list[str]:

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from onefold.devices import select_devices
 from onefold.errors import LaunchError, OnefoldError
-from onefold.launch import LaunchOptions, Outcome, supervise
+from onefold.launch import DEFAULT_STOP_S, LaunchOptions, Outcome, supervise
 from onefold.world import DEFAULT_TIMEOUT_S
 
 __all__ = ["app", "main"]
@@ -52,16 +52,39 @@ def run(
     logs: Annotated[
         Path | None, typer.Option(help="Keep the output of the other devices in this folder.")
     ] = None,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(help="Go on from the newest checkpoint in this folder, and write new ones."),
+    ] = None,
+    every: Annotated[int, typer.Option(help="Steps from one checkpoint to the next.")] = 200,
+    keep: Annotated[int, typer.Option(help="How many of the newest checkpoints stay.")] = 3,
+    grace: Annotated[
+        float, typer.Option(help="Seconds for saving after SIGTERM or Ctrl-C, with --checkpoint.")
+    ] = DEFAULT_STOP_S,
+    restarts: Annotated[
+        int, typer.Option(help="Start again so many times after a crash, from the last checkpoint.")
+    ] = 0,
 ) -> None:
-    """Run a script on the devices of this machine."""
+    """Run a script on the devices of this machine.
+
+    With --checkpoint, the first SIGTERM or Ctrl-C has the run save itself at the end of its step
+    and end with exit code 75; the same command goes on. The second one ends it at once.
+    """
     _check_script(script)
     if trace is not None and not trace.absolute().parent.is_dir():
         raise LaunchError(f"--trace {trace}: there is no folder {trace.absolute().parent}")
     if profile is not None:
         profile.mkdir(parents=True, exist_ok=True)
+    if checkpoint is not None:
+        checkpoint.mkdir(parents=True, exist_ok=True)
     options = LaunchOptions(
         exchange=exchange,  # type: ignore[arg-type]  # LaunchOptions checks it
         timeout_s=timeout,
+        checkpoint=str(checkpoint.absolute()) if checkpoint else "",
+        every=every,
+        keep=keep,
+        stop_s=grace,
+        restarts=restarts,
         trace=str(trace.absolute()) if trace else "",
         profile=str(profile.absolute()) if profile else "",
         logs=str(logs.absolute()) if logs else "",

@@ -11,13 +11,14 @@ Note: what happens in a step, and who may touch what
 
 Every device of the run makes the same calls in the same order. ``collect``, ``share`` and
 ``spread`` may block, for ``timeout_s`` seconds at the most; they raise `PeerError` when another
-device is lost, has failed, or does not arrive.
+device is lost, has failed, or does not arrive. So do, between steps, ``follow_lead``, ``bring`` and
+``hand_out``, through which checkpoints go.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +29,7 @@ from onefold.flat import FlatTensors, Layout, Piece, cut_spans
 from onefold.fold import max_blocks
 from onefold.shard import Plan
 
-__all__ = ["Board", "BoardShape", "Exchange", "Start", "Storage"]
+__all__ = ["Board", "BoardShape", "Exchange", "LoneExchange", "Start", "Storage", "roomy"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,7 @@ class BoardShape:
     def host_bytes(self) -> tuple[int, ...]:
         """Bytes of heads, weights, gave and changed, each rounded up to 64."""
         changed = self.shards * len(self.buffers.entries)
-        sizes = (self.devices * 16, self.shards * 8, self.devices * self.parameters * 4, changed)
+        sizes = (self.devices * 24, self.shards * 8, self.devices * self.parameters * 4, changed)
         return tuple(-(-size // 64) * 64 for size in sizes)
 
     @property
@@ -120,8 +121,9 @@ class Board:
         self.known = known
         parts = torch.split(known, list(shape.host_bytes))
         devices, shards = shape.devices, shape.shards
-        self.heads = _typed(parts[0], torch.int64, (devices, 2)).numpy()
-        """(D, 2) int64: the step and the batch's samples, as each device sees them."""
+        self.heads = _typed(parts[0], torch.int64, (devices, 3)).numpy()
+        """(D, 3) int64: the step and the batch's samples, as each device sees them, and whether it
+        has been asked to stop."""
         self.weights = _typed(parts[1], torch.float64, (shards,)).numpy()
         """(V,) float64: each shard's part of the divisor."""
         self.gave = _typed(parts[2], torch.int32, (devices, shape.parameters)).numpy()
@@ -247,5 +249,71 @@ class Exchange(ABC):
         """Wait until the updated spans are in every device's parameters."""
 
     @abstractmethod
+    def follow_lead(self, buffers: FlatTensors) -> None:
+        """Give every process the parameters that the lead's process has, and its ``buffers``.
+
+        Args:
+            buffers: of this process's first device; written to where it is not the lead.
+        """
+
+    @abstractmethod
+    def room(self, nbytes: int) -> torch.Tensor:
+        """Memory to fill for `bring`: (at least nbytes,) uint8 on the host.
+
+        The same memory again and again, so what came of an earlier `bring` is no longer valid.
+        """
+
+    @abstractmethod
+    def bring(self) -> list[torch.Tensor]:
+        """Bring what lies in each process's `room` to the lead's process.
+
+        Returns:
+            There, each process's room in the order of their devices; elsewhere, nothing.
+        """
+
+    @abstractmethod
+    def hand_out(self, make: Callable[[int], torch.Tensor] | None) -> torch.Tensor:
+        """Bring each process what the lead's process has for it.
+
+        Args:
+            make: where the lead is: takes the number of a process's first device, and returns
+                (k,) uint8 on the host for that process.
+
+        Returns:
+            What was made for this process; there may be bytes behind it.
+        """
+
+    @abstractmethod
     def close(self, failure: BaseException | None = None) -> None:
         """Leave the run, telling the others why if it is for a failure. May be called again."""
+
+
+class LoneExchange(Exchange):
+    """An exchange inside one process: there is nobody to bring anything to, or to leave."""
+
+    _room: torch.Tensor | None = None
+
+    def follow_lead(self, buffers: FlatTensors) -> None:
+        pass  # copies of the first device's model follow it at the next step
+
+    def room(self, nbytes: int) -> torch.Tensor:
+        self._room = roomy(self._room, nbytes, self.board.rows_memory.device)
+        return self._room
+
+    def bring(self) -> list[torch.Tensor]:
+        return [] if self._room is None else [self._room]
+
+    def hand_out(self, make: Callable[[int], torch.Tensor] | None) -> torch.Tensor:
+        if make is None:
+            raise ValueError("the lead's process must say what there is to hand out")
+        return make(0)
+
+    def close(self, failure: BaseException | None = None) -> None:
+        pass
+
+
+def roomy(memory: torch.Tensor | None, nbytes: int, device: torch.device) -> torch.Tensor:
+    """``memory`` if it is large enough, or new memory on the host that ``device`` copies to."""
+    if memory is not None and memory.numel() >= nbytes:
+        return memory
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")

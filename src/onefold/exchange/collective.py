@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from onefold.errors import PeerError, PeerFailed, PeerLost
-from onefold.exchange.base import Board, Exchange, Start, Storage
+from onefold.exchange.base import Board, Exchange, Start, Storage, roomy
 from onefold.exchange.group import break_off, who_left
 from onefold.exchange.spans import Partial, SpanFold, Spanned, SpanTensors
 from onefold.flat import Chunk, FlatTensors, cut_chunks
@@ -69,10 +69,14 @@ class CollectiveExchange(Exchange):
         self.other = {self._rank: FlatTensors(storage.other, device=device)}
         self.trained[self._rank].write(start.trained)
         self.other[self._rank].write(start.other)
+        self._room: torch.Tensor | None = None
+        self.follow_lead(start.buffers)
+
+    def follow_lead(self, buffers: FlatTensors) -> None:
         with self._naming_the_lost():
-            for flat in (self.trained[self._rank], self.other[self._rank], start.buffers):
+            for flat in (self.trained[self._rank], self.other[self._rank], buffers):
                 for section in flat.sections:
-                    dist.broadcast(section, group=group, group_src=0)
+                    dist.broadcast(section, group=self._group, group_src=0)
 
     def publish(self, device: int, slot: int, gradients: Sequence[torch.Tensor | None]) -> None:
         self._slot(slot).write(gradients)
@@ -161,6 +165,43 @@ class CollectiveExchange(Exchange):
         for partial in self._own.values():
             partial.release()
         self._step += 1
+
+    def room(self, nbytes: int) -> torch.Tensor:
+        self._room = roomy(self._room, nbytes, self._device)
+        return self._room
+
+    def bring(self) -> list[torch.Tensor]:
+        if self._room is None:
+            raise ValueError("there is nothing to bring: fill a room first")
+        with self._naming_the_lost():
+            if self._rank != 0:
+                self._send_sized(self._room, 0)
+                return []
+            others = range(1, self._storage.devices)
+            return [self._room, *(self._receive_sized(peer) for peer in others)]
+
+    def hand_out(self, make: Callable[[int], torch.Tensor] | None) -> torch.Tensor:
+        if make is None:
+            with self._naming_the_lost():
+                return self._receive_sized(0)
+        for peer in range(1, self._storage.devices):
+            made = make(peer)
+            with self._naming_the_lost():
+                self._send_sized(made, peer)
+        return make(0)
+
+    def _send_sized(self, tensor: torch.Tensor, peer: int) -> None:
+        dist.send(torch.tensor([tensor.numel()]), group=self._group, group_dst=peer)
+        if tensor.numel():
+            dist.send(tensor, group=self._group, group_dst=peer)
+
+    def _receive_sized(self, peer: int) -> torch.Tensor:
+        size = torch.empty(1, dtype=torch.int64)
+        dist.recv(size, group=self._group, group_src=peer)
+        tensor = torch.empty(int(size), dtype=torch.uint8)
+        if tensor.numel():
+            dist.recv(tensor, group=self._group, group_src=peer)
+        return tensor
 
     def close(self, failure: BaseException | None = None) -> None:
         if failure is None:

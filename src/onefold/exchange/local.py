@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from onefold.exchange.base import Board, Exchange, Start, Storage
+from onefold.exchange.base import Board, LoneExchange, Start, Storage
 from onefold.exchange.spans import Partial, SpanFold
 from onefold.flat import FlatTensors, Piece, storage_order
 from onefold.fold import Published
@@ -15,7 +15,7 @@ from onefold.shard import Plan
 __all__ = ["LocalExchange", "SoloExchange"]
 
 
-class SoloExchange(Exchange):
+class SoloExchange(LoneExchange):
     """One device: the gradients are used where backward left them."""
 
     def __init__(self, storage: Storage, start: Start, device: torch.device) -> None:
@@ -52,11 +52,8 @@ class SoloExchange(Exchange):
     def spread(self) -> None:
         self._gradients = ()
 
-    def close(self, failure: BaseException | None = None) -> None:
-        pass  # there is nobody to leave
 
-
-class LocalExchange(Exchange):
+class LocalExchange(LoneExchange):
     """Several devices driven by one process, each with flat memory of its own.
 
     Args:
@@ -105,9 +102,6 @@ class LocalExchange(Exchange):
             span_fold.release()
         for partial in self._partials.values():
             partial.release()
-
-    def close(self, failure: BaseException | None = None) -> None:
-        pass  # there is nobody to leave
 
 
 def _own_flats(

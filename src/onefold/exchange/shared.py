@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 
 import torch
@@ -66,16 +66,18 @@ class SharedExchange(Exchange):
                 self._partials[Published(device, slot)] = (
                     self._own[slot] if device == self._rank else flat
                 )
-        self._take_start(start)
-
-    def _take_start(self, start: Start) -> None:
-        row = self.board.buffer_rows[0]
+        self._room: tuple[int, torch.Tensor] | None = None
         if self._rank == 0:
             self.trained[0].write(start.trained)
             self.other[0].write(start.other)
-            row.write(start.buffers.views)
+        self.follow_lead(start.buffers)
+
+    def follow_lead(self, buffers: FlatTensors) -> None:
+        row = self.board.buffer_rows[0]  # the parameters lie in one place for all
+        if self._rank == 0:
+            row.write(buffers.views)
         self._mailbox.meet()
-        start.buffers.write(row.views)
+        buffers.write(row.views)
         self._mailbox.meet()
 
     def publish(self, device: int, slot: int, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -107,10 +109,44 @@ class SharedExchange(Exchange):
             partial.release()
         self._mailbox.step += 1
 
+    def room(self, nbytes: int) -> torch.Tensor:
+        if self._room is None or self._room[1].numel() < nbytes:
+            self._drop_room()
+            self._room = _new_file(nbytes)
+        return self._room[1]
+
+    def bring(self) -> list[torch.Tensor]:
+        if self._room is None:
+            raise ValueError("there is nothing to bring: fill a room first")
+        descriptor, memory = self._room
+        if self._rank != 0:
+            self._mailbox.send_file(0, descriptor)
+            return []
+        return [memory, *(_take_file(self._mailbox, peer) for peer in range(1, self._mailbox.size))]
+
+    def hand_out(self, make: Callable[[int], torch.Tensor] | None) -> torch.Tensor:
+        if make is None:
+            return _take_file(self._mailbox, 0)
+        for peer in range(1, self._mailbox.size):
+            made = make(peer)
+            descriptor, memory = _new_file(made.numel())
+            memory[: made.numel()] = made
+            try:
+                self._mailbox.send_file(peer, descriptor)
+            finally:
+                os.close(descriptor)
+        return make(0)
+
     def close(self, failure: BaseException | None = None) -> None:
         if failure is not None:
             self._mailbox.tell_failure(failure)
         self._mailbox.close()
+        self._drop_room()
+
+    def _drop_room(self) -> None:
+        if self._room is not None:
+            os.close(self._room[0])
+            self._room = None
 
 
 def _map_shared(mailbox: Mailbox, sizes: Sequence[int]) -> list[torch.Tensor]:
@@ -120,23 +156,42 @@ def _map_shared(mailbox: Mailbox, sizes: Sequence[int]) -> list[torch.Tensor]:
     """
     rounded = [-(-max(size, 1) // _PAGE_BYTES) * _PAGE_BYTES for size in sizes]
     starts = list(accumulate(rounded, initial=0))
-    descriptor = _common_file(mailbox, starts[-1])
-    try:
-        memory = torch.frombuffer(mmap.mmap(descriptor, starts[-1]), dtype=torch.uint8)
-    finally:
-        os.close(descriptor)
+    memory = _common_memory(mailbox, starts[-1])
     return [memory[a : a + size] for a, size in zip(starts[:-1], sizes, strict=True)]
 
 
-def _common_file(mailbox: Mailbox, size_bytes: int) -> int:
+def _common_memory(mailbox: Mailbox, size_bytes: int) -> torch.Tensor:
     if mailbox.rank != 0:
-        return mailbox.receive_file(0)
-    descriptor = os.memfd_create("onefold", os.MFD_CLOEXEC)
+        return _take_file(mailbox, 0)
+    descriptor, memory = _new_file(size_bytes)
     try:
-        os.ftruncate(descriptor, size_bytes)
         for rank in range(1, mailbox.size):
             mailbox.send_file(rank, descriptor)
+    finally:
+        os.close(descriptor)
+    return memory
+
+
+def _new_file(size_bytes: int) -> tuple[int, torch.Tensor]:
+    """A file without a name, and its memory: (size,) uint8 of zeros."""
+    descriptor = os.memfd_create("onefold", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, max(size_bytes, 1))
+        return descriptor, _memory_of(descriptor)
     except BaseException:
         os.close(descriptor)
         raise
-    return descriptor
+
+
+def _take_file(mailbox: Mailbox, rank: int) -> torch.Tensor:
+    """The memory of a file that another process sends."""
+    descriptor = mailbox.receive_file(rank)
+    try:
+        return _memory_of(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _memory_of(descriptor: int) -> torch.Tensor:
+    size_bytes = os.fstat(descriptor).st_size
+    return torch.frombuffer(mmap.mmap(descriptor, size_bytes), dtype=torch.uint8)

@@ -1,0 +1,160 @@
+"""The model between memory and files: a copy on the host to be written, and values to be read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
+
+from onefold.errors import CheckpointError
+from onefold.fingerprint import fingerprint_of, named_tensors, tensor_digests
+from onefold.tensorfile import DTYPES, TensorParts
+
+__all__ = ["ModelCopy", "ModelFiles", "copy_model"]
+
+_ALIGNMENT_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCopy:
+    """The values of a model at one moment, on the host."""
+
+    model: Mapping[str, torch.Tensor]
+    """What ``state_dict`` names."""
+    rest: Mapping[str, torch.Tensor]
+    """Parameters and buffers that it leaves out."""
+    names: tuple[str, ...]
+    """Of parameters and buffers, in the model's own order."""
+
+    def parts(self) -> tuple[list[TensorParts], list[TensorParts]]:
+        """``model`` and ``rest``, to be written."""
+        return _parts(self.model), _parts(self.rest)
+
+    def fingerprint(self) -> str:
+        """As ``trainer.fingerprint()`` was at that moment."""
+        known = {**self.model, **self.rest}
+        return fingerprint_of(tensor_digests({name: known[name] for name in self.names}))
+
+
+def copy_model(module: torch.nn.Module, room: Callable[[int], torch.Tensor]) -> ModelCopy:
+    """Copy every parameter and buffer.
+
+    Args:
+        module: the user's own.
+        room: takes a number of bytes, and returns (at least that many,) uint8 on the host.
+
+    Raises:
+        TypeError: the model keeps something that is no tensor, or of a type that no file can hold.
+    """
+    model = module.state_dict()
+    named = named_tensors(module)
+    rest = {name: tensor for name, tensor in named.items() if name not in model}
+    for name, value in (*model.items(), *rest.items()):
+        _check_value(name, value)
+    sizes = [_round_up(value.nbytes) for value in (*model.values(), *rest.values())]
+    memory = room(sum(sizes))
+    copies: list[torch.Tensor] = []
+    start = 0
+    for value, size in zip((*model.values(), *rest.values()), sizes, strict=True):
+        stretch = memory[start : start + value.nbytes]
+        copy = stretch.view(value.dtype).view(value.shape) if value.nbytes else value.detach().cpu()
+        copies.append(copy.copy_(value.detach()) if value.nbytes else copy)
+        start += size
+    return ModelCopy(
+        dict(zip(model, copies, strict=False)),
+        dict(zip(rest, copies[len(model) :], strict=True)),
+        tuple(named),
+    )
+
+
+class ModelFiles:
+    """The values of a model in the files of a checkpoint.
+
+    Args:
+        paths: of the files; all are open while this is in use as a context.
+    """
+
+    def __init__(self, *paths: Path) -> None:
+        self._paths = paths
+        self._stack = ExitStack()
+
+    def __enter__(self) -> ModelFiles:
+        opened = [self._stack.enter_context(safe_open(p, framework="pt")) for p in self._paths]
+        self._files = {name: file for file in opened for name in file.keys()}  # noqa: SIM118
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def check(self, module: torch.nn.Module) -> None:
+        """Compare names, shapes and types with those of a model.
+
+        Raises:
+            CheckpointError: they differ; the message says which and how.
+        """
+        wanted = {**module.state_dict(), **named_tensors(module)}
+        for name, tensor in wanted.items():
+            if name not in self._files:
+                raise CheckpointError(
+                    f"{name}, of shape {tuple(tensor.shape)}, is in this model and not in the "
+                    f"checkpoint: it was saved from another model"
+                )
+            saved = self._files[name].get_slice(name)
+            shape, dtype = tuple(saved.get_shape()), saved.get_dtype()
+            if (shape, dtype) != (tuple(tensor.shape), DTYPES.get(tensor.dtype)):
+                raise CheckpointError(
+                    f"{name} is {dtype} {shape} in the checkpoint and "
+                    f"{DTYPES.get(tensor.dtype)} {tuple(tensor.shape)} in this model: it was saved "
+                    f"from another model"
+                )
+        for name in self._files:
+            if name not in wanted:
+                shape = tuple(self._files[name].get_slice(name).get_shape())
+                raise CheckpointError(
+                    f"{name}, of shape {shape}, is in the checkpoint and not in this model: it was "
+                    f"saved from another model"
+                )
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor, on the host."""
+        tensor: torch.Tensor = self._files[name].get_tensor(name)
+        return tensor
+
+    def fill(self, module: torch.nn.Module) -> None:
+        """Write the values into a model's parameters and buffers, where these lie."""
+        with torch.no_grad():
+            for name, tensor in named_tensors(module).items():
+                tensor.copy_(self.read(name))
+
+
+def _parts(tensors: Mapping[str, torch.Tensor]) -> list[TensorParts]:
+    return [
+        TensorParts(
+            name,
+            tensor.dtype,
+            tuple(tensor.shape),
+            tensor.stride(),
+            [tensor.reshape(-1).view(torch.uint8).numpy()],
+        )
+        for name, tensor in tensors.items()
+    ]
+
+
+def _check_value(name: str, value: object) -> None:
+    if not isinstance(value, torch.Tensor) or name.endswith(_EXTRA_STATE_KEY_SUFFIX):
+        raise TypeError(
+            f"the model's state_dict holds {name}, which is no parameter and no buffer: a "
+            f"checkpoint cannot hold what get_extra_state() returns. Keep it in a buffer, or save "
+            f"it with save(..., extra=...)"
+        )
+    if value.dtype not in DTYPES:
+        raise TypeError(f"{name} is of {value.dtype}, which no safetensors file can hold")
+
+
+def _round_up(number: int) -> int:
+    return -(-number // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
