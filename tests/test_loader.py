@@ -36,7 +36,6 @@ def make_loader(
         "plan": plan if callable(plan) else lambda: plan,
         "first_epoch": 0,
         "pin_memory": False,
-        "on_end": lambda: None,
         "timeout_s": 60.0,
     }
     return Loader(dataset, own=own, **{**usual, **choices})

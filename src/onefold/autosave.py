@@ -7,7 +7,7 @@ from pathlib import Path
 
 from onefold.batch import ShardedBatch
 from onefold.resume import Checkpoints, Keeping
-from onefold.rundir import STOPPED_CODE, Progress
+from onefold.rundir import Progress
 from onefold.team import Team
 
 __all__ = ["Autosave"]
@@ -86,14 +86,8 @@ class Autosave:
             )
 
     def after_step(self, step: int, *, stop: bool) -> None:
-        """Save if it is time; end the process if all devices have agreed to stop.
-
-        Raises:
-            SystemExit: with `STOPPED_CODE`, when all is on the disk.
-        """
+        """Save if it is time, or as the run is about to stop: then all is on the disk after."""
         if stop or step % self._every == 0:
             self._checkpoints.save(
                 self._directory, scores={}, keeping=self._keeping, wait=stop, extra=None
             )
-        if stop:
-            raise SystemExit(STOPPED_CODE)

@@ -21,6 +21,8 @@ class DataPass:
     """Which pass of the run it is."""
     used: int
     """How many of its samples the steps so far have used."""
+    in_epoch: bool
+    """Whether it was begun in one of the epochs, rather than outside."""
     over: bool = False
     """No more batches will come."""
     abandoned: bool = False

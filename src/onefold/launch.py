@@ -175,6 +175,7 @@ def supervise(command: Sequence[str], selection: Selection, options: LaunchOptio
     folder = Path(options.logs or tempfile.mkdtemp(prefix="onefold-"))
     folder.mkdir(parents=True, exist_ok=True)
     directory = RunDirectory(folder, len(selection.devices))
+    directory.clear_logs()
     for attempt in range(options.restarts + 1):
         outcome = _attempt(command, selection, options, directory)
         if outcome.final or attempt == options.restarts:
@@ -446,7 +447,7 @@ def _start_worker(
         return subprocess.Popen(
             whole, env=environment, stdin=subprocess.DEVNULL, start_new_session=True
         )
-    with log.open("wb") as output:
+    with log.open("ab") as output:
         return subprocess.Popen(
             whole,
             env=environment,

@@ -19,8 +19,9 @@ from torch.utils.data import (
     default_collate,
 )
 
-from onefold.batch import DataPass, ShardedBatch
+from onefold.batch import ShardedBatch
 from onefold.errors import SampleError
+from onefold.position import LoaderSize, LoaderTrack
 from onefold.process import die_with_parent
 from onefold.randomness import derive_seed, kept_generators, sample_order, seed_generators
 from onefold.shard import Plan, cut_bounds
@@ -83,7 +84,6 @@ class Loader:
         first_epoch: number of the first pass.
         pin_memory: read into memory that a GPU can fetch from by itself.
         timeout_s: the longest wait for a worker.
-        on_end: called when a pass of which samples were used comes to its end.
     """
 
     def __init__(
@@ -101,7 +101,6 @@ class Loader:
         first_epoch: int,
         pin_memory: bool,
         timeout_s: float,
-        on_end: Callable[[], None],
     ) -> None:
         _check_dataset(dataset)
         _check_count("batch_size", batch_size, least=1)
@@ -109,18 +108,12 @@ class Loader:
         if collate is not None and not callable(collate):
             raise TypeError(f"expected collate to be a function of a list of samples: {collate!r}")
         self._reader = _Reader(dataset, collate, seed)
-        self._requests = _Requests(
-            samples=len(dataset),
-            batch_size=batch_size,
-            drop_last=drop_last,
-            shuffle=shuffle,
-            seed=seed,
-            plan=plan,
-            own=own,
-            epoch=first_epoch,
+        size = LoaderSize(
+            samples=len(dataset), batch_size=batch_size, drop_last=drop_last, shuffle=shuffle
         )
-        self._on_end = on_end
-        self._pass: DataPass | None = None
+        self.track = LoaderTrack(size, first_epoch)
+        """Which passes were gone through."""
+        self._requests = _Requests(size, seed=seed, plan=plan, own=own)
         self._workers: DataLoader[Any] | None = None
         if workers:
             self._workers = DataLoader(
@@ -146,7 +139,8 @@ class Loader:
         Raises:
             SampleError: a sample could not be read.
         """
-        this = self._pass = DataPass(*self._requests.position)
+        this = self.track.begin()
+        self._requests.position = this.number, this.used
         answers = self._read() if self._workers is None else iter(self._workers)
         start = host_now_s()
         try:
@@ -162,38 +156,9 @@ class Loader:
                 )
                 start = host_now_s()
         except GeneratorExit:
-            self._end(this)
+            self.track.end(this)
             raise
-        self._end(this)
-
-    def position(self) -> tuple[int, int]:
-        """The pass that it is in or that comes next, and how many of its samples are used."""
-        if self._pass is None or self._pass.over:
-            return self._requests.position
-        return self._pass.number, self._pass.used
-
-    def go_to(self, next_pass: int, used: int) -> None:
-        """Go on in the middle of a pass, without reading what comes before.
-
-        A pass that is under way can no longer be used.
-
-        Args:
-            next_pass: number of the pass that the next ``iter()`` begins.
-            used: how many of its samples are left out.
-        """
-        if self._pass is not None:
-            self._pass.abandoned = True
-            self._pass = None
-        self._requests.position = next_pass, used
-
-    def size(self) -> tuple[int, int, bool, bool]:
-        """Samples of the data set, batch size, whether a short last batch is dropped, shuffle."""
-        return self._requests.size
-
-    def _end(self, this: DataPass) -> None:
-        this.over = True
-        if this.used and not this.abandoned:
-            self._on_end()
+        self.track.end(this)
 
     def _read(self) -> Iterator[tuple[_Request, dict[int, Any] | _BadSample]]:
         for request in self._requests:
@@ -203,54 +168,37 @@ class Loader:
 
 
 class _Requests(Sampler[_Request]):
-    """What is to be read, pass by pass; every ``iter()`` is the next pass.
+    """What is to be read in a pass; ``position`` says which, and from where on.
 
     It knows nothing of the loader: in a cycle of references the worker processes would be told of
     their end too late.
     """
 
     def __init__(
-        self,
-        *,
-        samples: int,
-        batch_size: int,
-        drop_last: bool,
-        shuffle: bool,
-        seed: int,
-        plan: Callable[[], Plan],
-        own: Sequence[int],
-        epoch: int,
+        self, size: LoaderSize, *, seed: int, plan: Callable[[], Plan], own: Sequence[int]
     ) -> None:
-        self._samples = samples
-        self._batch_size = batch_size
-        self._drop_last = drop_last
-        self._shuffle = shuffle
+        self._size = size
         self._seed = seed
         self._plan = plan
         self._own = own
-        self.position = epoch, 0
+        self.position = 0, 0
         """Number of the next pass, and how many of its samples are left out."""
 
-    @property
-    def size(self) -> tuple[int, int, bool, bool]:
-        """Samples, batch size, drop_last, shuffle."""
-        return self._samples, self._batch_size, self._drop_last, self._shuffle
-
     def __len__(self) -> int:
-        whole, rest = divmod(self._samples, self._batch_size)
-        return whole + (1 if rest and not self._drop_last else 0)
+        whole, rest = divmod(self._size.samples, self._size.batch_size)
+        return whole + (1 if rest and not self._size.drop_last else 0)
 
     def __iter__(self) -> Iterator[_Request]:
-        (epoch, first), self.position = self.position, (self.position[0] + 1, 0)
-        if self._shuffle:
-            order = sample_order(self._samples, seed=self._seed, epoch=epoch)
+        (number, first), size = self.position, self._size
+        if size.shuffle:
+            order = sample_order(size.samples, seed=self._seed, epoch=number)
         else:
-            order = torch.arange(self._samples)
-        left_out = (self._samples - first) % self._batch_size if self._drop_last else 0
-        last = self._samples - left_out
-        for start in range(first, last, self._batch_size):
-            stop = min(start + self._batch_size, last)
-            yield self._request(epoch, order[start:stop], stop)
+            order = torch.arange(size.samples)
+        left_out = (size.samples - first) % size.batch_size if size.drop_last else 0
+        last = size.samples - left_out
+        for start in range(first, last, size.batch_size):
+            stop = min(start + size.batch_size, last)
+            yield self._request(number, order[start:stop], stop)
 
     def _request(self, epoch: int, batch: torch.Tensor, stop: int) -> _Request:
         plan = self._plan()

@@ -10,7 +10,7 @@ import torch
 from onefold.fingerprint import fingerprint_of, named_tensors, tensor_digests
 from onefold.probe import Probe
 from onefold.profile import Profile
-from onefold.record import append_line
+from onefold.record import append_line, keep_steps
 from onefold.step import Step
 from onefold.team import Team
 from onefold.timing import Span, Stopwatch
@@ -22,7 +22,7 @@ Observer = Callable[[Step, Mapping[int, Sequence[Span]]], None]
 
 
 def observers_of(
-    team: Team, model: torch.nn.Module, watches: Mapping[int, Stopwatch]
+    team: Team, model: torch.nn.Module, watches: Mapping[int, Stopwatch], steps: int
 ) -> list[Observer]:
     """Those that the launcher asked for, in the order in which they are told.
 
@@ -32,13 +32,14 @@ def observers_of(
         team: who takes part.
         model: of the lead, or of this process.
         watches: of this process's devices, by number.
+        steps: done so far.
     """
     world = team.world
     found: list[Observer] = []
     if world.profile:
         found.append(_profiler(Profile(Path(world.profile), team, watches)))
     if team.trainer == 0 and 0 in team.own and world.trace:
-        found.append(_tracer(Path(world.trace), model))
+        found.append(_tracer(Path(world.trace), model, steps))
     if team.trainer == 0 and world.probe:
         if 0 in team.own:
             name = Path(world.directory).name
@@ -52,10 +53,15 @@ def _profiler(profile: Profile) -> Observer:
     return lambda step, spans: profile.add_step(step.number, spans)
 
 
-def _tracer(path: Path, model: torch.nn.Module) -> Observer:
-    path.write_text("")
+def _tracer(path: Path, model: torch.nn.Module, steps: int) -> Observer:
+    done = steps
+    keep_steps(path, done)
 
     def trace(step: Step, spans: Mapping[int, Sequence[Span]]) -> None:
+        nonlocal done
+        if step.number != done + 1:  # the run has gone on from a checkpoint
+            keep_steps(path, step.number - 1)
+        done = step.number
         line = {"step": step.number, "epoch": step.epoch, "loss": float(step.loss)}
         fingerprint = fingerprint_of(tensor_digests(named_tensors(model)))
         append_line(path, {**line, "samples": step.samples, "fingerprint": fingerprint})

@@ -7,20 +7,22 @@ again. An epoch counts as done when, since its last step, a pass over a data set
 end; batches that a script cuts itself tell nothing about that, so with them it counts as done once
 a step was made in it.
 
-A loader is known again by where it was made: outside the epochs or in one, and as which there.
+A script that goes on runs again from its beginning, and then from the beginning of the epoch that
+it was in. So the passes that it has already gone through there come again, empty; and those of
+which no step used anything come again whole. A loader is known again by where it was made: outside
+the epochs or in one, and as which there.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from onefold.batch import ShardedBatch
+from onefold.batch import DataPass, ShardedBatch
 from onefold.errors import CheckpointError
 
-__all__ = ["PROMISES", "LoaderPosition", "Position", "check_same"]
+__all__ = ["PROMISES", "LoaderSize", "LoaderTrack", "Position", "check_same"]
 
 PROMISES = {
     "seed": "dropout and augmentation come from other random numbers from here on, and the rest of "
@@ -60,42 +62,86 @@ def check_same(what: str, saved: object, now: object, changed: Collection[str], 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoaderPosition:
-    """A loader, and how far its samples have been used."""
+class LoaderSize:
+    """What makes the passes of a loader what they are."""
 
-    epoch: int | None
-    """In which epoch it was made; None for outside."""
-    number: int
-    """Which of the loaders made there."""
     samples: int
     """Of the data set."""
     batch_size: int
     drop_last: bool
     shuffle: bool
-    next_pass: int
-    """The pass that it is in, or that comes next."""
-    used: int
-    """Samples of that pass whose steps are done."""
+
+    def check_same(self, now: LoaderSize, changed: Collection[str]) -> None:
+        """Refuse another loader than was saved.
+
+        Raises:
+            CheckpointError: it is one.
+        """
+        samples = "a data set of length"
+        check_same("dataset", self.samples, now.samples, changed, samples)
+        check_same("batch_size", self.batch_size, now.batch_size, changed, "batch_size")
+        check_same("batch_size", self.drop_last, now.drop_last, changed, "drop_last")
+        check_same("dataset", self.shuffle, now.shuffle, changed, "shuffle")
 
 
-class Positioned(Protocol):
-    """A loader, as far as its position goes."""
+class LoaderTrack:
+    """Which passes a loader has gone through, and which come next.
 
-    def position(self) -> tuple[int, int]:
-        """The pass that it is in or that comes next, and how many of its samples are used."""
+    Args:
+        size: of the loader.
+        first_pass: number of its first pass.
+    """
 
-    def go_to(self, next_pass: int, used: int) -> None:
-        """Go on there; a pass that is under way can no longer be used."""
+    def __init__(self, size: LoaderSize, first_pass: int) -> None:
+        self.size = size
+        self._next = first_pass
+        self._coming: list[tuple[int, int]] = []
+        self._passes: list[DataPass] = []
+        self._position: Position | None = None
 
-    def size(self) -> tuple[int, int, bool, bool]:
-        """Samples of the data set, batch size, whether a short last batch is dropped, shuffle."""
+    def follow(self, position: Position) -> None:
+        """Tell ``position`` of passes that end."""
+        self._position = position
 
+    def begin(self) -> DataPass:
+        """The next pass; ``used`` of its samples are left out."""
+        number, used = self._coming.pop(0) if self._coming else (self._next, 0)
+        self._next = number + 1
+        in_epoch = self._position is not None and self._position.inside
+        self._passes.append(DataPass(number, used, in_epoch))
+        return self._passes[-1]
 
-@dataclass(slots=True)
-class _Known:
-    loader: weakref.ref[Positioned]
-    epoch: int | None
-    number: int
+    def end(self, this: DataPass) -> None:
+        """No more batches of a pass will come."""
+        this.over = True
+        if self._position is not None and this.used and not this.abandoned:
+            self._position.note_pass_end()
+
+    def go_to(self, saved: dict[str, Any]) -> None:
+        """Begin with the passes that `to_json` told of; those under way can no longer be used."""
+        for each in self._passes:
+            each.abandoned = True
+        self._passes = []
+        self._coming = [(number, min(used, self.size.samples)) for number, used in saved["coming"]]
+        self._next = saved["next"]
+
+    def restart(self, first_pass: int) -> None:
+        """Begin with a pass of this number; those under way can no longer be used."""
+        self.go_to({"coming": [], "next": first_pass})
+
+    def to_json(self, *, epoch_done: bool) -> dict[str, Any]:
+        """The passes that a script which goes on goes through next.
+
+        Args:
+            epoch_done: the run goes on with the next epoch, not with this one again.
+        """
+        passes = [p for p in self._passes if not (epoch_done and p.in_epoch and p.over)]
+        coming = [[p.number, self.size.samples if p.over and p.used else p.used] for p in passes]
+        return {"coming": [*coming, *map(list, self._coming)], "next": self._next}
+
+    def end_epoch(self) -> None:
+        """Forget the passes of an epoch that is done."""
+        self._passes = [p for p in self._passes if not (p.in_epoch and p.over)]
 
 
 class Position:
@@ -106,40 +152,48 @@ class Position:
         """Steps done."""
         self.epoch = 0
         """The epoch that the run is in, or the next one."""
-        self._inside = False
+        self.inside = False
+        """Whether it is in an epoch now."""
         self._epoch_used = False
         self._visit = 0
         self._made: dict[int | None, int] = {None: 0}
-        self._loaders: list[_Known] = []
-        self._waiting: dict[tuple[int | None, int], LoaderPosition] = {}
+        self._tracks: dict[tuple[int | None, int], LoaderTrack] = {}
+        self._waiting: dict[tuple[int | None, int], dict[str, Any]] = {}
         self._changed: Collection[str] = ()
 
     def epochs(self, number: int) -> Iterator[int]:
         """Count epochs from where the run is up to ``number``."""
         while self.epoch < number:
             epoch, visit = self.epoch, self._visit
-            self._inside, self._epoch_used = True, False
-            self._made = {None: self._made[None]}
+            self.inside, self._epoch_used = True, False
             yield epoch
-            self._inside = False
+            self.inside = False
             if visit == self._visit:  # or the run has gone to another place meanwhile
-                self.epoch = epoch + 1
+                self._end_epoch()
 
-    def add(self, loader: Positioned) -> None:
+    def _end_epoch(self) -> None:
+        self._made.pop(self.epoch, None)
+        self._tracks = {place: t for place, t in self._tracks.items() if place[0] is None}
+        for track in self._tracks.values():
+            track.end_epoch()
+        self.epoch += 1
+
+    def add(self, track: LoaderTrack) -> None:
         """Follow a loader that has just been made, from where it was when the run was saved.
 
         Raises:
             CheckpointError: it is another one than was saved.
         """
-        where = self.epoch if self._inside else None
-        number = self._made.get(where, 0)
-        waiting = self._waiting.get((where, number))
-        if waiting is not None:
-            _place(loader, waiting, self._changed)
-            del self._waiting[where, number]
-        self._made[where] = number + 1
-        self._loaders = [known for known in self._loaders if known.loader() is not None]
-        self._loaders.append(_Known(weakref.ref(loader), where, number))
+        where = self.epoch if self.inside else None
+        place = where, self._made.get(where, 0)
+        if place in self._waiting:
+            saved = self._waiting[place]
+            LoaderSize(**saved["size"]).check_same(track.size, self._changed)
+            track.go_to(saved)
+            del self._waiting[place]
+        self._made[where] = place[1] + 1
+        self._tracks[place] = track
+        track.follow(self)
 
     def check(self, batch: ShardedBatch) -> None:
         """Refuse a batch that was read before the run went elsewhere.
@@ -166,27 +220,13 @@ class Position:
 
     def to_json(self) -> dict[str, Any]:
         """Where a run goes on that is loaded from here."""
-        following = dict(self._waiting)
-        for known in self._loaders:
-            loader = known.loader()
-            if loader is not None:
-                samples, batch_size, drop_last, shuffle = loader.size()
-                next_pass, used = loader.position()
-                following[known.epoch, known.number] = LoaderPosition(
-                    epoch=known.epoch,
-                    number=known.number,
-                    samples=samples,
-                    batch_size=batch_size,
-                    drop_last=drop_last,
-                    shuffle=shuffle,
-                    next_pass=next_pass,
-                    used=used,
-                )
-        return {
-            "step": self.step,
-            "epoch": self.epoch + (self._inside and self._epoch_used),
-            "position": [asdict(position) for position in following.values()],
-        }
+        done = self.inside and self._epoch_used
+        told = [{"made_in": w, "number": n, **saved} for (w, n), saved in self._waiting.items()]
+        for (where, number), track in self._tracks.items():
+            passes = track.to_json(epoch_done=done)
+            size = asdict(track.size)
+            told.append({"made_in": where, "number": number, "size": size, **passes})
+        return {"step": self.step, "epoch": self.epoch + done, "position": told}
 
     def check_fits(self, saved: Mapping[str, Any], changed: Collection[str]) -> None:
         """Compare the loaders there are with those of a saved position.
@@ -194,11 +234,9 @@ class Position:
         Raises:
             CheckpointError: one of them is another than was saved.
         """
-        positions = _by_place(saved)
-        for known in self._loaders:
-            loader, position = known.loader(), positions.get((known.epoch, known.number))
-            if loader is not None and position is not None:
-                _check_loader(loader, position, changed)
+        for place, loader in _by_place(saved).items():
+            if place in self._tracks:
+                LoaderSize(**loader["size"]).check_same(self._tracks[place].size, changed)
 
     def go_to(self, saved: Mapping[str, Any], changed: Collection[str]) -> None:
         """Go to where `to_json` was called; loaders that are made later will follow.
@@ -212,31 +250,20 @@ class Position:
         self._visit += 1
         self._changed = tuple(changed)
         self._waiting = _by_place(saved)
-        for known in self._loaders:
-            loader = known.loader()
-            position = self._waiting.pop((known.epoch, known.number), None)
-            if loader is None:
-                continue
-            if position is not None:
-                _place(loader, position, changed)
+        self._made = {None: self._made[None]}
+        for place, track in list(self._tracks.items()):
+            if place[0] is not None:
+                track.restart(0)  # made in an epoch that begins again: others take its place
+                del self._tracks[place]
+            elif place in self._waiting:
+                track.go_to(self._waiting.pop(place))
             else:
-                loader.go_to(self.epoch, 0)
+                track.restart(self.epoch)
 
 
-def _by_place(saved: Mapping[str, Any]) -> dict[tuple[int | None, int], LoaderPosition]:
-    positions = [LoaderPosition(**each) for each in saved["position"]]
-    return {(each.epoch, each.number): each for each in positions}
-
-
-def _place(loader: Positioned, position: LoaderPosition, changed: Collection[str]) -> None:
-    _check_loader(loader, position, changed)
-    samples, *_ = loader.size()
-    loader.go_to(position.next_pass, min(position.used, samples))
-
-
-def _check_loader(loader: Positioned, position: LoaderPosition, changed: Collection[str]) -> None:
-    samples, batch_size, drop_last, shuffle = loader.size()
-    check_same("dataset", position.samples, samples, changed, "a data set of length")
-    check_same("batch_size", position.batch_size, batch_size, changed, "batch_size")
-    check_same("batch_size", position.drop_last, drop_last, changed, "drop_last")
-    check_same("dataset", position.shuffle, shuffle, changed, "shuffle")
+def _by_place(saved: Mapping[str, Any]) -> dict[tuple[int | None, int], dict[str, Any]]:
+    keys = ("size", "coming", "next")
+    return {
+        (each["made_in"], each["number"]): {key: each[key] for key in keys}
+        for each in saved["position"]
+    }

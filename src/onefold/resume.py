@@ -110,7 +110,7 @@ class Checkpoints:
         self._position = position
         self._schedule = schedule
         self._run = uuid.uuid4().hex
-        self._begun_with = self._groups()
+        self._begun_with = _begun_with(self._optimizer)
         self._writing = Background("writing a checkpoint")
         self._model_room: torch.Tensor | None = None
 
@@ -235,21 +235,10 @@ class Checkpoints:
             "optimizer": {
                 "class": type(self._optimizer).__name__,
                 "parameters": self._group_names(),
-                "groups": self._groups(),
+                "groups": _groups(self._optimizer),
                 "begun_with": self._begun_with,
             },
         }
-
-    def _groups(self) -> list[dict[str, Any]]:
-        """The settings of the optimizer's groups, as JSON."""
-        return [
-            {
-                key: to_json(value, f"{key} of the optimizer's group {number}")
-                for key, value in group.items()
-                if key not in ("params", "param_names")
-            }
-            for number, group in enumerate(self._optimizer.param_groups)
-        ]
 
     def _group_names(self) -> list[list[str]]:
         names = {id(p): name for name, p in self._module.named_parameters()}
@@ -298,9 +287,12 @@ class Checkpoints:
         here = self._state()
         for name in ("seed", "shards", "clip_norm"):
             check_same(name, run[name], here[name], changed, name)
-        for name in ("class", "parameters"):
-            said = "optimizer" if name == "class" else "an optimizer over the parameter groups"
-            check_same("optimizer", run["optimizer"][name], here["optimizer"][name], changed, said)
+        one, other = run["optimizer"], here["optimizer"]
+        check_same("optimizer", one["class"], other["class"], changed, "optimizer")
+        before, after = map(_grouped, (one["parameters"], other["parameters"]))
+        for name in {**before, **after}:
+            said = f"parameter {name} in the optimizer's group"
+            check_same("optimizer", before.get(name), after.get(name), changed, said)
         then, now = (s and s["class"] for s in (run["schedule"], here["schedule"]))
         check_same("schedule", then, now, changed, "schedule")
         if run["loss_scale"] != here["loss_scale"]:
@@ -396,6 +388,31 @@ class _Files:
         self.model = stack.enter_context(ModelFiles(*paths))
         optimizer = stored.folder / "optimizer.safetensors"
         self.optimizer = stack.enter_context(ModelFiles(optimizer))
+
+
+def _grouped(names: list[list[str]]) -> dict[str, int]:
+    """The group of each parameter."""
+    return {name: number for number, group in enumerate(names) for name in group}
+
+
+def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The settings of an optimizer's groups, as JSON."""
+    return [
+        {
+            key: to_json(value, f"{key} of the optimizer's group {number}")
+            for key, value in group.items()
+            if key not in ("params", "param_names")
+        }
+        for number, group in enumerate(optimizer.param_groups)
+    ]
+
+
+def _begun_with(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The settings with which a run begins; what cannot be saved is refused when it is."""
+    try:
+        return _groups(optimizer)
+    except TypeError:
+        return []
 
 
 def _told(stored: StoredCheckpoint | None) -> Callable[[int], torch.Tensor]:

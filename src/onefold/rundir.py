@@ -76,8 +76,13 @@ class RunDirectory:
     path: Path
     devices: int
 
+    def clear_logs(self) -> None:
+        """Remove the logs of an earlier run."""
+        for path in self.path.glob("device-*.log"):
+            path.unlink()
+
     def create(self) -> None:
-        """Make the folder's own files, and remove those of an earlier attempt."""
+        """Make the files of an attempt, and remove those of one before, but for its logs."""
         for path in self.path.glob("report-*.json"):
             path.unlink()  # of an attempt before this one
         (self.path / "port").unlink(missing_ok=True)

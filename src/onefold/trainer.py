@@ -22,6 +22,7 @@ from onefold.observers import observers_of
 from onefold.position import Position
 from onefold.replica import LossFunction
 from onefold.resume import Checkpoint, Checkpoints, Keeping
+from onefold.rundir import STOPPED_CODE
 from onefold.schedule import check_schedule
 from onefold.shard import Plan
 from onefold.step import Step
@@ -120,7 +121,7 @@ class Trainer:
             self._autosave = Autosave.of(self._team, self._checkpoints, self._progress)
         self._note_progress()
         watches = {replica.number: replica.watch for replica in self._engine.replicas}
-        self._observers = observers_of(self._team, model, watches)
+        self._observers = observers_of(self._team, model, watches, self.steps)
 
     @property
     def model(self) -> torch.nn.Module:
@@ -197,7 +198,7 @@ class Trainer:
             drop_last=drop_last,
             collate=collate,
         )
-        self._position.add(made)
+        self._position.add(made.track)
         return made
 
     def _loader(
@@ -223,7 +224,6 @@ class Trainer:
             first_epoch=self._position.epoch,
             pin_memory=self._team.devices[0].type == "cuda",
             timeout_s=self._settings.timeout_s,
-            on_end=self._position.note_pass_end,
         )
 
     def epochs(self, number: int) -> Iterator[int]:
@@ -245,6 +245,7 @@ class Trainer:
             LossError: the loss is of the wrong shape, or not finite; names step and shard.
             PeerError: another device failed or is lost.
             OSError: a checkpoint of before could not be written in the background.
+            SystemExit: the launcher asked the run to stop, and it has been saved.
         """
         self._engine.take_spans()  # of a step that failed and was survived
         start = host_now_s()
@@ -271,6 +272,8 @@ class Trainer:
         if self._autosave is not None:
             with self._telling_others():
                 self._autosave.after_step(number, stop=outcome.asked_to_stop)
+            if outcome.asked_to_stop:
+                raise SystemExit(STOPPED_CODE)
         return step
 
     def evaluate(
@@ -301,6 +304,7 @@ class Trainer:
         """
         batches = self._loader(dataset, batch_size=batch_size, workers=workers, collate=collate)
         with self._telling_others():
+            self._checkpoints.check()
             return evaluate(self._engine, score, batches)
 
     def fingerprint(self) -> str:

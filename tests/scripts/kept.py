@@ -38,7 +38,6 @@ def main() -> None:
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
-    number = [0]
 
     def loss(
         model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
