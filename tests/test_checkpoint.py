@@ -1,21 +1,24 @@
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from onefold.checkpoint import write_checkpoint
-from tests.small import bits, line, make_trainer, points
+from onefold.checkpoint import Best, find_checkpoint, has_checkpoints, prune, write_checkpoint
+from onefold.tensorfile import TensorParts
+from tests.small import bits, make_trainer, points
 
-FILES = {"model.safetensors", "run.json"}
+FILES = {"model.safetensors", "optimizer.safetensors", "run.json"}
 
 
 class Tied(nn.Module):
@@ -52,30 +55,78 @@ def test_what_was_saved_loads_into_a_fresh_model(tmp_path: Path, devices: int) -
         trainer.step(torch.tensor([0, 1, 2, 3, 4, 0, 1, 2]))
     folder = trainer.save(tmp_path / "run")
     assert folder == tmp_path / "run" / "step-00000003"
-    assert names_in(folder) == FILES
+    assert names_in(folder) == FILES | {"buffers.safetensors"}
     assert names_in(tmp_path / "run") == {"step-00000003"}
     tensors = load_file(folder / "model.safetensors")
     assert tensors.keys() == Tied().state_dict().keys()
     fresh = Tied()
     fresh.load_state_dict(tensors)
     assert bits(fresh) == bits(trainer.model)
+    (rest,) = load_file(folder / "buffers.safetensors").items()
+    assert rest[0] == "passing"
+    assert torch.equal(rest[1], trainer.model.passing)
     assert fresh.decoder.weight is fresh.embedding.weight
 
 
 def test_where_the_run_is_can_be_read(tmp_path: Path) -> None:
-    trainer = make_trainer(shards=3, seed=11)
+    trainer = make_trainer(shards=3, seed=11, clip_norm=2.0)
     for _ in trainer.epochs(2):
         trainer.step(points(6))
-    record = json.loads((trainer.save(str(tmp_path)) / "run.json").read_text())
-    assert record == {
+    folder = trainer.save(str(tmp_path), extra={"note": [1, None]}, scores={"loss": 0.5})
+    record = json.loads((folder / "run.json").read_text())
+    expected = {
         "format": 1,
         "step": 2,
         "epoch": 2,
+        "position": [],
         "seed": 11,
         "shards": 3,
+        "clip_norm": 2.0,
+        "loss_scale": 1.0,
+        "schedule": None,
         "fingerprint": trainer.fingerprint(),
-        "torch": torch.__version__,
+        "extra": {"note": [1, None]},
+        "scores": {"loss": 0.5},
+        "saved": 1,
+        "threads": 1,
+        "devices": 1,
+        "device": "cpu",
     }
+    assert {name: record[name] for name in expected} == expected
+    assert record["libraries"]["torch"] == torch.__version__
+    assert record["optimizer"]["class"] == "SGD"
+    assert record["optimizer"]["parameters"] == [["weight", "bias"]]
+    sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
+    del sizes["run.json"]
+    assert {name: seal["size"] for name, seal in record["files"].items()} == sizes
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_the_optimizer_lies_there_whole_under_the_names_of_the_parameters(
+    tmp_path: Path, devices: int
+) -> None:
+    """As plain PyTorch would have it after the same steps."""
+    model = nn.Sequential(nn.Linear(40, 900), nn.Linear(900, 1)).to(torch.float64)
+    model[0].weight = nn.Parameter(model[0].weight.detach().t().contiguous().t())
+    plain = nn.Sequential(nn.Linear(40, 900), nn.Linear(900, 1)).to(torch.float64)
+    plain.load_state_dict(model.state_dict())
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, plain)]
+    trainer = make_trainer(model, optimizer=optimizers[0], devices=devices)
+    inputs, targets = (t.double() for t in points(8, 40))
+    for _ in range(3):
+        trainer.step((inputs, targets))
+        optimizers[1].zero_grad()
+        (plain(inputs) - targets).square().mean().backward()
+        optimizers[1].step()
+    saved = load_file(trainer.save(tmp_path) / "optimizer.safetensors")
+    names = dict(plain.named_parameters())
+    assert saved.keys() == {
+        f"{n}.{key}" for n in names for key in ("step", "exp_avg", "exp_avg_sq")
+    }
+    for name, parameter in names.items():
+        for key, value in optimizers[1].state[parameter].items():
+            assert saved[f"{name}.{key}"].shape == value.shape
+            assert torch.allclose(saved[f"{name}.{key}"], value, rtol=1e-9, atol=1e-12)
 
 
 def test_a_run_may_be_saved_before_its_first_step(tmp_path: Path) -> None:
@@ -100,14 +151,30 @@ def test_saving_does_not_change_the_run(tmp_path: Path) -> None:
     assert one.fingerprint() == other.fingerprint()
 
 
+def write(folder: Path, value: float = 1.0, *, bytes_of: int = 8, **record: Any) -> None:
+    """A checkpoint of one small tensor."""
+    tensor = torch.full((bytes_of,), int(value), dtype=torch.uint8)
+    parts = [TensorParts("weight", torch.uint8, (bytes_of,), (1,), [tensor.numpy()])]
+    step = int(folder.name.removeprefix("step-"))
+    run: Mapping[str, object] = {"format": 1, "step": step, "run": "this", **record}
+    write_checkpoint(folder, {"model.safetensors": parts}, lambda: run)
+
+
+def value_in(folder: Path) -> int:
+    return int(load_file(folder / "model.safetensors")["weight"][0])
+
+
+SMALL = {"model.safetensors", "run.json"}
+
+
 def test_saving_again_replaces(tmp_path: Path) -> None:
-    folder = tmp_path / "last"
-    write_checkpoint(folder, line(2), {"step": 1})
-    write_checkpoint(folder, line(7), {"step": 2})
-    assert load_file(folder / "model.safetensors")["weight"].shape == (1, 7)
-    assert json.loads((folder / "run.json").read_text()) == {"step": 2}
-    assert names_in(folder) == FILES
-    assert names_in(tmp_path) == {"last"}
+    folder = tmp_path / "step-00000001"
+    write(folder, 2, bytes_of=3)
+    write(folder, 7)
+    assert value_in(folder) == 7
+    assert find_checkpoint(tmp_path).run["saved"] == 2
+    assert names_in(folder) == SMALL
+    assert names_in(tmp_path) == {"step-00000001"}
 
 
 def test_a_file_holds_its_own_tensors_alone(tmp_path: Path) -> None:
@@ -120,13 +187,13 @@ def test_a_file_holds_its_own_tensors_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("strange", ["notes.txt", "model.safetensors.bak", "src"])
 def test_a_folder_with_other_files_is_left_alone(tmp_path: Path, strange: str) -> None:
-    folder = tmp_path / "last"
-    write_checkpoint(folder, line(2), {"step": 1})
+    folder = tmp_path / "step-00000001"
+    write(folder, 2)
     (folder / strange).mkdir()
-    with pytest.raises(FileExistsError, match=f"last holds {strange}, which is no part of a"):
-        write_checkpoint(folder, line(2), {"step": 2})
-    assert json.loads((folder / "run.json").read_text()) == {"step": 1}
-    assert names_in(tmp_path) == {"last"}
+    with pytest.raises(FileExistsError, match=f"step-00000001 holds {strange}, which is no part"):
+        write(folder, 7)
+    assert value_in(folder) == 2
+    assert names_in(tmp_path) == {"step-00000001"}
 
 
 @pytest.mark.parametrize("below", ["", "/deeper"])
@@ -158,35 +225,118 @@ def full_disk(limit_bytes: int) -> Iterator[None]:
 
 
 def test_a_full_disk_is_told_and_leaves_what_was_there(tmp_path: Path) -> None:
-    folder = tmp_path / "last"
-    write_checkpoint(folder, line(2), {"step": 1})
-    with pytest.raises(OSError, match=r"last.*File too large"), full_disk(64):
-        write_checkpoint(folder, line(2), {"step": 2})
-    assert json.loads((folder / "run.json").read_text()) == {"step": 1}
-    assert names_in(tmp_path) == {"last"}
+    folder = tmp_path / "step-00000001"
+    write(folder, 2)
+    message = r"model.safetensors could not be written: File too large"
+    with pytest.raises(OSError, match=message), full_disk(64):
+        write(folder, 7)
+    assert value_in(folder) == 2
+    assert names_in(tmp_path) == {"step-00000001"}
 
 
 def test_a_record_that_cannot_be_written_leaves_what_was_there(tmp_path: Path) -> None:
-    folder = tmp_path / "last"
-    write_checkpoint(folder, line(2), {"step": 1})
+    folder = tmp_path / "step-00000001"
+    write(folder, 2)
     with pytest.raises(TypeError, match="not JSON serializable"):
-        write_checkpoint(folder, line(2), {"step": torch.ones(1)})
-    assert json.loads((folder / "run.json").read_text()) == {"step": 1}
-    assert names_in(tmp_path) == {"last"}
+        write(folder, 7, extra=torch.ones(1))
+    assert value_in(folder) == 2
+    assert names_in(tmp_path) == {"step-00000001"}
 
 
-@pytest.mark.parametrize("left", ["part", "old"])
-def test_what_a_killed_process_of_the_same_number_left_is_no_hindrance(
-    tmp_path: Path, left: str
-) -> None:
-    folder = tmp_path / "last"
-    write_checkpoint(folder, line(2), {"step": 1})
-    rest = tmp_path / f".last.{os.getpid()}.{left}"
+@pytest.mark.parametrize("left", ["part", "old", "gone"])
+def test_what_a_killed_process_left_is_swept_up(tmp_path: Path, left: str) -> None:
+    write(tmp_path / "step-00000001", 2)
+    rest = tmp_path / f".step-00000001.0123abcd.{left}"
     rest.mkdir()
     (rest / "model.safetensors").write_text("half")
-    write_checkpoint(folder, line(2), {"step": 2})
-    assert json.loads((folder / "run.json").read_text()) == {"step": 2}
-    assert names_in(tmp_path) == {"last"}
+    write(tmp_path / "step-00000002", 3)
+    assert names_in(tmp_path) == {"step-00000001", "step-00000002"}
+    assert value_in(tmp_path / "step-00000001") == 2
+
+
+@pytest.mark.parametrize("name", [".step-1.part", ".other.0123abcd.part", "step-1.part", ".git"])
+def test_what_others_left_stays(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    write(tmp_path / "step-00000002", 3)
+    assert names_in(tmp_path) == {name, "step-00000002"}
+
+
+def test_what_another_process_works_on_is_not_swept_up(tmp_path: Path) -> None:
+    busy = tmp_path / ".step-00000001.0123abcd.part"
+    busy.mkdir()
+    lock = os.open(busy, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        write(tmp_path / "step-00000002", 3)
+        assert names_in(tmp_path) == {busy.name, "step-00000002"}
+    finally:
+        os.close(lock)
+    write(tmp_path / "step-00000003", 3)
+    assert names_in(tmp_path) == {"step-00000002", "step-00000003"}
+
+
+def test_a_checkpoint_that_was_just_being_replaced_is_found_and_put_back(tmp_path: Path) -> None:
+    write(tmp_path / "step-00000001", 2)
+    between = tmp_path / ".step-00000001.0123abcd.old"
+    (tmp_path / "step-00000001").rename(between)
+    assert has_checkpoints(tmp_path)
+    assert find_checkpoint(tmp_path).folder == between
+    write(tmp_path / "step-00000002", 3)
+    assert names_in(tmp_path) == {"step-00000001", "step-00000002"}
+    assert value_in(tmp_path / "step-00000001") == 2
+
+
+def test_the_newest_is_the_one_written_last(tmp_path: Path) -> None:
+    """A run that went back and on from there is not taken for the one that was further."""
+    for step in (100, 200, 150):
+        write(tmp_path / f"step-00000{step}", step // 10)
+    assert find_checkpoint(tmp_path).folder.name == "step-00000150"
+
+
+def steps_in(directory: Path) -> list[int]:
+    return sorted(int(name.removeprefix("step-")) for name in names_in(directory))
+
+
+def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
+    scores = {1: 0.5, 2: 0.9, 3: 0.1, 4: float("nan"), 5: 0.3, 6: 0.2}
+    for step, score in scores.items():
+        write(tmp_path / f"step-0000000{step}", scores={"accuracy": score})
+        prune(tmp_path, run="this", keep=2, best=Best("accuracy", highest=True))
+    assert steps_in(tmp_path) == [2, 5, 6]
+    prune(tmp_path, run="this", keep=1, best=Best("accuracy", highest=False))
+    assert steps_in(tmp_path) == [6]
+
+
+def test_only_a_runs_own_checkpoints_are_deleted(tmp_path: Path) -> None:
+    write(tmp_path / "step-00000001", run="another")
+    write(tmp_path / "step-00000002")
+    (tmp_path / "step-00000002" / "notes.txt").write_text("mine")
+    (tmp_path / "step-00000003").mkdir()
+    (tmp_path / "step-00000004").symlink_to(tmp_path / "step-00000002")
+    (tmp_path / "notes").mkdir()
+    for step in (5, 6, 7):
+        write(tmp_path / f"step-0000000{step}")
+    prune(tmp_path, run="this", keep=1, best=None)
+    names = names_in(tmp_path)
+    assert names == {"notes", *(f"step-0000000{step}" for step in (1, 2, 3, 4, 7))}
+
+
+def test_damaged_ones_do_not_count_as_kept(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        write(tmp_path / f"step-0000000{step}")
+    (tmp_path / "step-00000003" / "model.safetensors").write_text("")
+    prune(tmp_path, run="this", keep=1, best=None)
+    assert steps_in(tmp_path) == [2, 3]
+
+
+@pytest.mark.parametrize("text", ["accuracy", "best accuracy", "highest", "highest ", ""])
+def test_what_is_best_must_be_said(text: str) -> None:
+    with pytest.raises(ValueError, match='expected best to be "highest NAME"'):
+        Best.read(text)
+
+
+def test_a_name_of_a_score_may_have_blanks() -> None:
+    assert Best.read("lowest loss of all") == Best("loss of all", highest=False)
 
 
 def test_a_run_goes_on_after_a_save_that_failed(tmp_path: Path) -> None:
@@ -199,13 +349,3 @@ def test_a_run_goes_on_after_a_save_that_failed(tmp_path: Path) -> None:
     for trainer in (with_failure, without):
         trainer.step(points(7))
     assert with_failure.fingerprint() == without.fingerprint()
-
-
-def test_a_checkpoint_that_was_just_being_replaced_is_put_back(tmp_path: Path) -> None:
-    folder = tmp_path / "last"
-    write_checkpoint(folder, line(2), {"step": 1})
-    folder.rename(tmp_path / f".last.{os.getpid()}.old")
-    with pytest.raises(TypeError, match="not JSON serializable"):
-        write_checkpoint(folder, line(2), {"step": {2}})
-    assert json.loads((folder / "run.json").read_text()) == {"step": 1}
-    assert names_in(tmp_path) == {"last"}
