@@ -1,0 +1,67 @@
+"""Trains a small model under ``onefold run --checkpoint``: ``stopped.py KIND [ARGUMENT ...]``.
+
+``steps SECONDS``: each step takes so long. ``crash FOLDER TIMES``: device 0 is killed in step 7 so
+many times. ``own``: batches that the script cuts itself. ``two``: two trainers.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import onefold
+
+STEPS_OF_AN_EPOCH = 5
+
+
+def trainer_of(seed: int) -> onefold.Trainer:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+
+    def loss(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return model(batch[0]).square().mean(dim=1)
+
+    return onefold.Trainer(model, optimizer, loss, shards=4)
+
+
+def crash(folder: Path, times: int) -> None:
+    """Be killed, unless that has happened often enough."""
+    before = len(list(folder.iterdir()))
+    if before < times:
+        (folder / str(before)).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main() -> None:
+    kind, arguments = sys.argv[1], sys.argv[2:]
+    trainer = trainer_of(0)
+    if kind == "two":
+        trainer_of(1)
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(40, 8, generator=generator)
+    if kind == "own":
+        trainer.step((inputs,))
+    data = torch.utils.data.TensorDataset(inputs)
+    train = trainer.loader(data, batch_size=40 // STEPS_OF_AN_EPOCH, shuffle=True)
+    print("ready", flush=True)
+    for _ in trainer.epochs(3 if kind != "steps" else 100):
+        for batch in train:
+            step = trainer.step(batch)
+            if kind == "steps":
+                time.sleep(float(arguments[0]))
+            if kind == "crash" and trainer.is_lead and step.number == 7:
+                crash(Path(arguments[0]), int(arguments[1]))
+            if kind == "steps" and step.number == int(arguments[1]):
+                print(trainer.fingerprint(), flush=True)
+                return
+    print(trainer.fingerprint(), flush=True)
+
+
+main()

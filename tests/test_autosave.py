@@ -1,0 +1,223 @@
+"""``onefold run --checkpoint``: any script is saved, stopped and gone on with."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.test_checkpoint import steps_in
+
+SCRIPT = Path(__file__).parent / "scripts" / "stopped.py"
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.timeout(120),
+    pytest.mark.xdist_group("faults"),
+]
+
+
+class Run:
+    """``onefold run`` of the script, with what it says."""
+
+    def __init__(self, folder: Path, options: list[str], arguments: list[str]) -> None:
+        self.output, self.errors = folder / "stdout", folder / "stderr"
+        command = [sys.executable, "-m", "onefold", "run", *options, str(SCRIPT), *arguments]
+        with self.output.open("wb") as out, self.errors.open("wb") as err:
+            self.process = subprocess.Popen(
+                command,
+                stdout=out,
+                stderr=err,
+                env={**os.environ, "TMPDIR": str(folder)},
+                start_new_session=True,
+                # Or a test run that was started in the background hands on that Ctrl-C is ignored.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            )
+
+    def wait_until_ready(self) -> None:
+        while b"ready" not in self.output.read_bytes():
+            assert self.process.poll() is None, self.errors.read_text()
+            time.sleep(0.02)
+
+    def finish(self) -> tuple[int, str, str]:
+        """Exit code, the last line of output, and what stands on the screen besides."""
+        code = self.process.wait(60)
+        lines = self.output.read_text().splitlines()
+        return code, lines[-1] if lines else "", self.errors.read_text()
+
+
+class Runs:
+    """Starts runs in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.directory = folder / "checkpoints"
+        self.started: list[Run] = []
+
+    def start(self, *arguments: str, devices: int = 2, options: str = "--every 3") -> Run:
+        whole = ["--devices", f"cpu:{devices}", "--checkpoint", str(self.directory)]
+        self.started.append(Run(self.folder, [*whole, *options.split()], list(arguments)))
+        return self.started[-1]
+
+    def whole(self, steps: int) -> str:
+        """The fingerprint of a run that nobody stops."""
+        run = Run(self.folder, ["--devices", "cpu:1"], ["steps", "0", str(steps)])
+        self.started.append(run)
+        code, fingerprint, errors = run.finish()
+        assert (code, errors) == (0, "")
+        return fingerprint
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Iterator[Runs]:
+    found = Runs(tmp_path)
+    yield found
+    for run in found.started:
+        if run.process.poll() is None:
+            os.killpg(run.process.pid, signal.SIGKILL)
+        run.process.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("exchange", ["shared", "collective"])
+def test_a_signal_saves_and_the_same_command_goes_on(
+    runs: Runs, number: signal.Signals, exchange: str
+) -> None:
+    whole = runs.whole(40)
+    trace = runs.folder / "trace"
+    options = f"--every 1000 --trace {trace} --exchange {exchange}"
+    first = runs.start("steps", "0.05", "40", devices=3, options=options)
+    first.wait_until_ready()
+    time.sleep(0.3)
+    first.process.send_signal(number)
+    code, _, errors = first.finish()
+    (step,) = steps_in(runs.directory)
+    assert 1 <= step < 40
+    assert code == 75
+    assert errors == (
+        f"onefold: stopped by {number.name} after step {step} and saved in {runs.directory}: the "
+        f"same command goes on from there\n"
+    )
+    second = runs.start("steps", "0", "40", devices=1, options=options)
+    code, fingerprint, errors = second.finish()
+    assert (code, fingerprint) == (0, whole)
+    assert f"going on after step {step}: {runs.directory}/step-{step:08d}" in errors
+    lines = [json.loads(line) for line in trace.read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 41))
+
+
+def test_checkpoints_come_every_so_many_steps(runs: Runs) -> None:
+    code, *_ = runs.start("steps", "0", "11", options="--every 2 --keep 4").finish()
+    assert code == 0
+    assert steps_in(runs.directory) == [4, 6, 8, 10]
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 0.8])
+def test_a_second_signal_ends_it_at_once(runs: Runs, wait_s: float) -> None:
+    run = runs.start("steps", "600", "3")
+    run.wait_until_ready()
+    time.sleep(wait_s)
+    run.process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert run.process.poll() is None
+    began = time.monotonic()
+    run.process.send_signal(signal.SIGTERM)
+    code, _, errors = run.finish()
+    assert time.monotonic() - began < 5
+    assert code == 130
+    assert "without saving, as a second signal came" in errors
+    assert "Traceback" not in errors
+
+
+def test_a_step_that_takes_too_long_is_not_waited_for(runs: Runs) -> None:
+    run = runs.start("steps", "600", "3", options="--grace 1")
+    run.wait_until_ready()
+    time.sleep(0.5)
+    began = time.monotonic()
+    run.process.send_signal(signal.SIGTERM)
+    code, _, errors = run.finish()
+    assert 1 <= time.monotonic() - began < 8
+    assert code == 143
+    assert "without saving, as its time for saving was over" in errors
+
+
+def test_a_run_that_is_at_its_end_ends_well(runs: Runs) -> None:
+    run = runs.start("steps", "0.5", "1")
+    run.wait_until_ready()
+    time.sleep(0.2)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.finish()[0] in (0, 75)  # in its one step, or after it
+
+
+@pytest.mark.parametrize("exchange", ["shared", "collective"])
+def test_a_crash_is_survived_as_often_as_was_said(runs: Runs, exchange: str) -> None:
+    whole = runs.whole(15)
+    (runs.folder / "crashes").mkdir()
+    arguments = ["crash", str(runs.folder / "crashes"), "2"]
+    options = f"--every 3 --restarts 2 --exchange {exchange}"
+    code, fingerprint, errors = runs.start(*arguments, options=options).finish()
+    assert (code, fingerprint) == (0, whole)
+    assert "was killed by SIGKILL" in errors
+    assert "onefold: starting again (1 of 2)" in errors
+    assert "onefold: starting again (2 of 2)" in errors
+    # What was being written as the crash came may or may not be there.
+    assert set(re.findall(r"going on after step (\d+)", errors)) <= {"3", "6"}
+    assert errors.count("going on after step") == 2
+
+
+def test_a_crash_too_many_ends_the_run(runs: Runs) -> None:
+    (runs.folder / "crashes").mkdir()
+    arguments = ["crash", str(runs.folder / "crashes"), "9"]
+    code, _, errors = runs.start(*arguments, options="--every 3 --restarts 1").finish()
+    assert code == 137
+    assert errors.count("starting again") == 1
+    assert (runs.directory / "step-00000003").is_dir()
+
+
+REFUSED = {
+    "own": "ValueError: onefold run --checkpoint goes on at the very sample where a run stopped",
+    "two": "ValueError: onefold run --checkpoint follows one Trainer",
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_could_not_go_on_is_refused_at_the_start(runs: Runs, kind: str) -> None:
+    code, _, errors = runs.start(kind).finish()
+    assert code == 1
+    assert REFUSED[kind] in errors
+
+
+def test_a_directory_of_another_run_is_refused(runs: Runs, tmp_path: Path) -> None:
+    assert runs.start("steps", "0", "4").finish()[0] == 0
+    path = runs.directory / "step-00000003" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    code, _, errors = runs.start("steps", "0", "4").finish()
+    assert code == 1
+    assert "CheckpointError: no checkpoint of" in errors
+    assert "model.safetensors has" in errors
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--restarts", "2"], "restarts go on from the last checkpoint: name a directory for them"),
+        (["--checkpoint", "c", "--every", "0"], "expected every of at least 1, got 0"),
+        (["--checkpoint", "c", "--keep", "0"], "expected keep of at least 1, got 0"),
+        (["--checkpoint", "c", "--grace", "0"], "the time for stopping must be more than 0 s"),
+    ],
+)
+def test_bad_options_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], text: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = [sys.executable, "-m", "onefold", "run", *options, str(SCRIPT), "steps", "0", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert f"onefold: {text}" in done.stderr
