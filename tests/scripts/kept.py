@@ -1,6 +1,7 @@
 """Trains a small model for some epochs and writes down which samples each step used.
 
-``kept.py RECORD [--seconds S]``; under ``onefold run --checkpoint`` it goes on without knowing.
+``kept.py RECORD SECONDS [WIDTH]`` waits so long after each step; a wider model takes longer to be
+saved. Under ``onefold run --checkpoint`` it goes on without knowing.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ class Numbered(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor, int]])
 
 def main() -> None:
     record, seconds = Path(sys.argv[1]), float(sys.argv[2])
+    width = int(sys.argv[3]) if len(sys.argv) > 3 else 300
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Linear(16, 300), nn.BatchNorm1d(300), nn.Dropout(0.2), nn.Linear(300, 3)
+        nn.Linear(16, width), nn.BatchNorm1d(width), nn.Dropout(0.2), nn.Linear(width, 3)
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
