@@ -149,7 +149,7 @@ def find_checkpoint(path: Path) -> StoredCheckpoint:
         CheckpointError: there is none, or none is whole; the message says what was found. Or one is
             of a newer format.
     """
-    if _NAME.fullmatch(path.name) and (path / RUN).exists():
+    if _is_named(path) and ((path / RUN).exists() or not _places(path)):
         return _verified(path)
     places = _places(path)
     records: dict[Path, dict[str, Any]] = {}
