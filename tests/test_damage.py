@@ -342,3 +342,22 @@ def test_a_place_without_checkpoints_is_told(
         assert said.startswith(f"there is no checkpoint in {path}: expected folders called")
         assert said.endswith(text)
     assert state(trainer, tmp_path) == before
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_newest_is_missed_though_its_step_is_an_earlier_one(
+    saved: Saved,
+    trainer: onefold.Trainer,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+) -> None:
+    """The run went back from step 4 to step 2 and has saved step 3 since."""
+    trainer.load(saved.older)
+    step(trainer)
+    newest = trainer.save(saved.directory)
+    cut(newest / name, -1)
+    with caplog.at_level(logging.WARNING, "onefold"):
+        assert trainer.load(saved.directory).folder == saved.newer
+    (record,) = caplog.records
+    check_named(record.getMessage(), newest, name)
+    assert record.getMessage().endswith(f"; {saved.newer} is used instead")

@@ -166,9 +166,8 @@ def find_checkpoint(path: Path) -> StoredCheckpoint:
             _refuse_newer(folder, records[folder])
             damaged[folder] = str(error)
             continue
-        for other, text in damaged.items():
-            if other in records or places[other] > found.run["step"]:
-                _log.warning("%s; %s is used instead", text, folder)
+        for text in damaged.values():  # one without a record may well have been the newest
+            _log.warning("%s; %s is used instead", text, folder)
         return found
     if damaged:
         raise CheckpointError(
