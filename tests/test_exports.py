@@ -19,7 +19,15 @@ MODULES = sorted(
 
 
 def test_the_public_names_are_these() -> None:
-    assert onefold.__all__ == ["Mean", "Step", "Trainer", "__version__", "errors", "launch"]
+    assert onefold.__all__ == [
+        "Mean",
+        "Step",
+        "Trainer",
+        "__version__",
+        "errors",
+        "launch",
+        "load_weights",
+    ]
     assert set(onefold.__all__) == set(dir(onefold))
 
 

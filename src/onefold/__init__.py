@@ -17,12 +17,18 @@ if TYPE_CHECKING:
     from onefold.mean import Mean
     from onefold.step import Step
     from onefold.trainer import Trainer
+    from onefold.weights import load_weights
 
-__all__ = ["Mean", "Step", "Trainer", "__version__", "errors", "launch"]
+__all__ = ["Mean", "Step", "Trainer", "__version__", "errors", "launch", "load_weights"]
 
 __version__ = version("onefold")
 
-_HOMES = {"Mean": "onefold.mean", "Step": "onefold.step", "Trainer": "onefold.trainer"}
+_HOMES = {
+    "Mean": "onefold.mean",
+    "Step": "onefold.step",
+    "Trainer": "onefold.trainer",
+    "load_weights": "onefold.weights",
+}
 
 
 def __getattr__(name: str) -> Any:

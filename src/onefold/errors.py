@@ -9,6 +9,7 @@
     ├── LossError              a loss of the wrong kind or shape, or one that is not finite
     ├── GradientError          a gradient that cannot be folded (sparse, another dtype)
     ├── SampleError            a data set item that could not be read
+    ├── CheckpointError        a checkpoint or file of weights that cannot be read, or does not fit
     └── PeerError              this device is sound, another one is not
         ├── PeerLost           it was killed, was stopped, or left the run
         ├── PeerFailed         it raised an exception; the message carries it
@@ -20,6 +21,7 @@ Bad arguments are plain ``ValueError`` and ``TypeError``, raised before any work
 from __future__ import annotations
 
 __all__ = [
+    "CheckpointError",
     "DisagreementError",
     "GradientError",
     "LaunchError",
@@ -64,6 +66,10 @@ class GradientError(OnefoldError, ValueError):
 
 class SampleError(OnefoldError):
     """Reading one sample of a data set raised; the message names the sample."""
+
+
+class CheckpointError(OnefoldError):
+    """A checkpoint or file of weights that cannot be read, or does not fit."""
 
 
 class PeerError(OnefoldError):
