@@ -1,0 +1,146 @@
+"""Reads the tensors of a file that anybody may have written, without running any code of it.
+
+It knows nothing of models: what fits where is `onefold.weights`.
+"""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from onefold.errors import CheckpointError
+
+__all__ = ["keys_of_states", "read_weights", "state_under"]
+
+_ZIP = b"PK\x03\x04"
+_LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # what torch.save wrote before PyTorch 1.6
+_PICKLE = b"\x80"
+_HEAD_BYTES = 16
+
+
+def read_weights(path: Path) -> Mapping[Any, object]:
+    """What a file holds, with its tensors on the CPU; its content says of what kind it is.
+
+    Args:
+        path: of safetensors or of ``torch.save``, or a folder with ``model.safetensors``.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointError: it is of another kind, broken, or cannot be read without running code.
+    """
+    file = path / "model.safetensors" if path.is_dir() else path
+    if path.is_dir() and not file.exists():
+        raise CheckpointError(
+            f"{path} is a folder without model.safetensors: expected a file of weights, or the "
+            f"folder of one checkpoint, such as {path / 'step-00000100'}"
+        )
+    with file.open("rb") as stream:
+        head = stream.read(_HEAD_BYTES)
+    if head.startswith(_ZIP):
+        _check_zip(file)
+        return _read_torch(file)
+    if head.startswith(_LEGACY):
+        return _read_torch(file)
+    if head.startswith(_PICKLE):
+        raise _needs_code(file, "a pickle that is not of torch.save's usual form")
+    if head[8:9] == b"{":  # after the eight bytes of its length the header follows, in JSON
+        return _read_safetensors(file)
+    raise CheckpointError(
+        f"{file} is empty"
+        if not head
+        else f"{file} is no file of weights: expected safetensors or what torch.save writes, and "
+        f"it begins with {head!r}. A download that failed leaves such files"
+    )
+
+
+def state_under(content: Mapping[Any, object], key: str | None, path: Path) -> Mapping[str, object]:
+    """The names and tensors of a file: all that it holds, or what it holds under a key.
+
+    Raises:
+        CheckpointError: there is no dict of names under the key.
+    """
+    state = content if key is None else content.get(key)
+    if isinstance(state, Mapping) and all(isinstance(name, str) for name in state):
+        return state
+    if key is None:
+        raise CheckpointError(
+            f"{path} holds a dict whose keys are not names: expected a state_dict"
+        )
+    known = keys_of_states(content)
+    raise CheckpointError(
+        f"{path} holds no dict of tensors under key={key!r}; "
+        + (f"such keys are {', '.join(map(repr, known))}" if known else "it has no such key")
+    )
+
+
+def keys_of_states(content: Mapping[Any, object]) -> list[str]:
+    """The keys under which a file holds dicts of names and tensors."""
+    return [
+        key
+        for key, value in content.items()
+        if isinstance(key, str)
+        and isinstance(value, Mapping)
+        and any(isinstance(tensor, torch.Tensor) for tensor in value.values())
+        and all(isinstance(name, str) for name in value)
+    ]
+
+
+def _read_safetensors(file: Path) -> Mapping[Any, object]:
+    try:
+        return load_file(file)
+    except SafetensorError as error:
+        raise CheckpointError(f"{file} is a broken safetensors file: {error}") from error
+
+
+def _check_zip(file: Path) -> None:
+    with _telling_of(file), zipfile.ZipFile(file) as archive:
+        members = {name.rpartition("/")[2] for name in archive.namelist()}
+    if "constants.pkl" in members:
+        raise _needs_code(file, "a TorchScript program")
+    if "data.pkl" not in members:
+        raise CheckpointError(
+            f"{file} is a zip file that torch.save did not write: expected safetensors or what "
+            f"torch.save writes. If it holds a file of weights, unpack it first"
+        )
+
+
+def _read_torch(file: Path) -> Mapping[Any, object]:
+    # As a stream, since of a path torch.load takes the ending for the kind.
+    with _telling_of(file), file.open("rb") as stream:
+        content = torch.load(stream, map_location="cpu", weights_only=True)
+    if not isinstance(content, Mapping):
+        raise CheckpointError(
+            f"{file} holds a {type(content).__name__}: expected a state_dict, or a dict that has "
+            f"one under a key"
+        )
+    return content
+
+
+@contextmanager
+def _telling_of(file: Path) -> Iterator[None]:
+    """Say which file of torch.save cannot be read, and why."""
+    try:
+        yield
+    except pickle.UnpicklingError as error:
+        raise _needs_code(file, "more than tensors and plain values") from error
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # where bytes are wrong, unpickling may raise anything
+        reason = (str(error) or type(error).__name__).partition("\n")[0]
+        raise CheckpointError(f"{file} is a broken file of torch.save: {reason}") from error
+
+
+def _needs_code(file: Path, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{file} holds {what}, and to read that can run any code that somebody put into the file: "
+        f"expected a state_dict. If you trust it, load it in a program of its own and save the "
+        f"model's state_dict() with torch.save or safetensors"
+    )

@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import io
+import pickle
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save as save_safetensors
+
+from onefold.errors import CheckpointError
+from onefold.flat import same_bits
+from onefold.weightsfile import keys_of_states, read_weights, state_under
+
+STATE = {
+    "weight": torch.tensor([[1.5, -0.0], [float("nan"), 3e-41]]),
+    "half": torch.ones(3, dtype=torch.bfloat16),
+    "complex": torch.tensor([1 + 2j]),
+    "count": torch.tensor(7),
+    "mask": torch.tensor([True, False]),
+}
+
+
+def saved(content: object, *, zipped: bool = True) -> bytes:
+    """What torch.save writes, in today's form or in that of before PyTorch 1.6."""
+    stream = io.BytesIO()
+    torch.save(content, stream, _use_new_zipfile_serialization=zipped)
+    return stream.getvalue()
+
+
+def legacy(content: object) -> bytes:
+    return saved(content, zipped=False)
+
+
+WRITERS = [saved, legacy, save_safetensors]
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".pt", ".bin", ".safetensors", ".ckpt", ""])
+@pytest.mark.parametrize("write", WRITERS)
+def test_the_content_says_of_what_kind_a_file_is(
+    tmp_path: Path, write: Callable[[object], bytes], suffix: str
+) -> None:
+    file = tmp_path / f"weights{suffix}"
+    file.write_bytes(write(STATE))
+    content = read_weights(file)
+    assert content.keys() == STATE.keys()
+    for name, value in STATE.items():
+        assert content[name].dtype == value.dtype
+        assert content[name].shape == value.shape
+        assert same_bits(content[name], value)
+
+
+@pytest.mark.parametrize("write", [saved, legacy])
+@pytest.mark.parametrize("device", ["cuda:3", "mps", "xpu:1"])
+def test_tensors_of_a_device_that_is_not_here_come_to_the_cpu(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    write: Callable[[object], bytes],
+    device: str,
+) -> None:
+    monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: device)
+    data = write({"weight": torch.ones(2)})
+    assert device.encode() in data
+    (tmp_path / "weights.pth").write_bytes(data)
+    weight = read_weights(tmp_path / "weights.pth")["weight"]
+    assert weight.device == torch.device("cpu")
+    assert weight.tolist() == [1, 1]
+
+
+def test_of_a_folder_its_safetensors_are_read(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(save_safetensors(STATE))
+    (tmp_path / "run.json").write_text("{}")
+    assert read_weights(tmp_path).keys() == STATE.keys()
+
+
+@pytest.mark.parametrize("name", ["weights.pth", "model.safetensors", "no/such/folder"])
+def test_a_file_that_is_not_there_is_told(tmp_path: Path, name: str) -> None:
+    with pytest.raises(FileNotFoundError, match=name):
+        read_weights(tmp_path / name)
+
+
+def test_a_folder_without_weights_is_told(tmp_path: Path) -> None:
+    (tmp_path / "step-00000003").mkdir()
+    with pytest.raises(CheckpointError, match=r"is a folder without model\.safetensors: expected"):
+        read_weights(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        (b"", "is empty"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "is no file of weights: .* b'version h"),
+        (b"{}", "is no file of weights"),
+        (bytes(range(7, 256)), "is no file of weights"),
+        (saved(STATE)[:20], "is a broken file of torch.save: File is not a zip file"),
+        (saved(STATE)[:-400], "is a broken file of torch.save: File is not a zip file"),
+        (saved(STATE).replace(b"data.pkl", b"da\xcea.pkl"), "is a broken file of torch.save"),
+        (legacy(STATE)[:20], "is a broken file of torch.save: EOFError"),
+        (legacy(STATE)[:-4], "is a broken file of torch.save: unexpected EOF"),
+        (save_safetensors(STATE)[:20], "is a broken safetensors file: .*header"),
+        (save_safetensors(STATE)[:-4], "is a broken safetensors file: .*not fully covered"),
+    ],
+)
+def test_a_broken_file_is_told(tmp_path: Path, data: bytes, told: str) -> None:
+    (tmp_path / "weights.pth").write_bytes(data)
+    with pytest.raises(CheckpointError, match=rf"weights\.pth {told}"):
+        read_weights(tmp_path / "weights.pth")
+
+
+def test_a_zip_file_of_something_else_is_told(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "weights.zip", "w") as archive:
+        archive.writestr("weights.pth", b"")
+    with pytest.raises(CheckpointError, match=r"a zip file that torch\.save did not write"):
+        read_weights(tmp_path / "weights.zip")
+
+
+class Trap:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.write_text, (self._file, "sprung")
+
+
+@pytest.mark.parametrize("write", [saved, legacy, pickle.dumps])
+def test_no_code_is_run(tmp_path: Path, write: Callable[[object], bytes]) -> None:
+    sprung = tmp_path / "sprung"
+    (tmp_path / "weights.pth").write_bytes(write({"weight": Trap(sprung)}))
+    with pytest.raises(CheckpointError, match=r"can run any code .* save the model's state_dict"):
+        read_weights(tmp_path / "weights.pth")
+    assert not sprung.exists()
+
+
+@pytest.mark.parametrize("write", [saved, legacy])
+def test_a_whole_model_is_refused(tmp_path: Path, write: Callable[[object], bytes]) -> None:
+    (tmp_path / "model.pt").write_bytes(write(torch.nn.Linear(2, 1)))
+    with pytest.raises(CheckpointError, match="more than tensors and plain values"):
+        read_weights(tmp_path / "model.pt")
+
+
+def test_a_program_is_refused(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "model.pt", "w") as archive:
+        for name in ("data.pkl", "constants.pkl", "code/model.py"):
+            archive.writestr(f"model/{name}", b"")
+    with pytest.raises(CheckpointError, match="holds a TorchScript program"):
+        read_weights(tmp_path / "model.pt")
+
+
+@pytest.mark.parametrize("content", [torch.ones(2), [torch.ones(2)], 3])
+def test_what_is_no_dict_is_refused(tmp_path: Path, content: object) -> None:
+    (tmp_path / "weights.pth").write_bytes(saved(content))
+    kind = type(content).__name__
+    with pytest.raises(CheckpointError, match=f"holds a {kind}: expected a state_dict"):
+        read_weights(tmp_path / "weights.pth")
+
+
+TRAINING = {
+    "model": STATE,
+    "ema": {"weight": torch.ones(1)},
+    "optimizer": {"state": {0: {"step": torch.ones(1)}}, "param_groups": []},
+    "moments": {0: torch.ones(1)},
+    "epoch": 3,
+}
+
+
+def test_the_keys_that_hold_names_and_tensors_are_known() -> None:
+    assert keys_of_states(TRAINING) == ["model", "ema"]
+    assert keys_of_states(STATE) == []
+
+
+def test_a_key_names_a_part_of_the_file() -> None:
+    assert state_under(TRAINING, "model", Path("last.pt")) is STATE
+    assert state_under(STATE, None, Path("last.pt")) is STATE
+
+
+@pytest.mark.parametrize("key", ["state_dict", "epoch", "moments"])
+def test_a_key_without_tensors_is_told(key: str) -> None:
+    told = f"last.pt holds no dict of tensors under key='{key}'; such keys are 'model', 'ema'"
+    with pytest.raises(CheckpointError, match=told):
+        state_under(TRAINING, key, Path("last.pt"))
+
+
+def test_a_key_for_a_file_without_keys_is_told() -> None:
+    with pytest.raises(CheckpointError, match="under key='model'; it has no such key"):
+        state_under(STATE, "model", Path("last.pt"))
+
+
+def test_numbers_for_names_are_told() -> None:
+    with pytest.raises(CheckpointError, match="holds a dict whose keys are not names"):
+        state_under({0: torch.ones(1)}, None, Path("last.pt"))
