@@ -204,6 +204,14 @@ def test_a_directory_of_another_run_is_refused(runs: Runs, tmp_path: Path) -> No
     assert "model.safetensors has" in errors
 
 
+def test_the_folder_of_one_checkpoint_is_no_directory_for_others(runs: Runs) -> None:
+    assert runs.start("steps", "0", "4").finish()[0] == 0
+    runs.directory = runs.directory / "step-00000003"
+    code, _, errors = runs.start("steps", "0", "4").finish()
+    assert code == 1
+    assert "step-00000003 is the folder of one checkpoint: expected the directory that" in errors
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from onefold.batch import ShardedBatch
+from onefold.checkpoint import RUN
 from onefold.resume import Checkpoints, Keeping
 from onefold.rundir import Progress
 from onefold.team import Team
@@ -56,6 +57,11 @@ class Autosave:
                 "call trainer.save and trainer.load in the script instead"
             )
         directory = Path(world.checkpoint)
+        if (directory / RUN).exists():
+            raise ValueError(
+                f"--checkpoint {directory} is the folder of one checkpoint: expected the directory "
+                f"that holds it, {directory.parent}"
+            )
         found = checkpoints.load(directory, if_any=True)
         if found is not None and 0 in team.own:
             print(f"onefold: going on after step {found.step}: {found.folder}", file=sys.stderr)

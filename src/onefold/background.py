@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -11,6 +12,9 @@ from collections.abc import Callable
 __all__ = ["Background", "finish_all"]
 
 _log = logging.getLogger("onefold")
+
+_NICENESS = 10
+"""Of the thread: it takes the moments in which training waits, and little else."""
 _all: weakref.WeakSet[Background] = weakref.WeakSet()
 
 
@@ -56,6 +60,9 @@ class Background:
             _log.error("%s failed: %s: %s", self._what, type(failure).__name__, failure)
 
     def _run(self, job: Callable[[], None]) -> None:
+        thread = threading.get_native_id()
+        lower = max(os.getpriority(os.PRIO_PROCESS, thread), _NICENESS)
+        os.setpriority(os.PRIO_PROCESS, thread, lower)
         try:
             job()
         except BaseException as failure:

@@ -40,6 +40,7 @@ from onefold.tensorfile import Seal, TensorParts, digest_file, write_tensors
 
 __all__ = [
     "FORMAT",
+    "RUN",
     "Best",
     "StoredCheckpoint",
     "find_checkpoint",
@@ -55,6 +56,7 @@ FORMAT = 1
 """Of ``run.json`` and the files beside it; a newer one is refused."""
 
 RUN = "run.json"
+"""Where the run is; written last."""
 TENSOR_FILES = ("model.safetensors", "optimizer.safetensors", "buffers.safetensors")
 
 _NAME = re.compile(r"step-(\d{8,})")
@@ -238,7 +240,7 @@ def _name_of(folder: Path) -> str:
 
 
 def _age(record: Mapping[str, Any]) -> tuple[int, int]:
-    return record.get("saved", 0), record["step"]
+    return record.get("saved", 0), record.get("step", 0)
 
 
 def _verified(folder: Path) -> StoredCheckpoint:
