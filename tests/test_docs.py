@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.checkpoint.folders import steps_in
 from tests.conftest import ROOT
-from tests.test_checkpoint import steps_in
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(170)]
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from onefold.mean import Mean
     from onefold.step import Step
     from onefold.trainer import Trainer
-    from onefold.weights import load_weights
+    from onefold.weights.load import load_weights
 
 __all__ = ["Mean", "Step", "Trainer", "__version__", "errors", "launch", "load_weights"]
 
@@ -27,7 +27,7 @@ _HOMES = {
     "Mean": "onefold.mean",
     "Step": "onefold.step",
     "Trainer": "onefold.trainer",
-    "load_weights": "onefold.weights",
+    "load_weights": "onefold.weights.load",
 }
 
 

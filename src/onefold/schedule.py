@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from onefold.jsonvalue import from_json, to_json
+from onefold.checkpoint.jsonvalue import from_json, to_json
 
 __all__ = ["check_schedule", "read_schedule", "write_schedule"]
 

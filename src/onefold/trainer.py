@@ -11,9 +11,10 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from onefold.assembly import Settings, assemble
-from onefold.autosave import Autosave
 from onefold.batch import ShardedBatch, cut_batch
-from onefold.checkpoint import Best
+from onefold.checkpoint.autosave import Autosave
+from onefold.checkpoint.folder import Best
+from onefold.checkpoint.resume import Checkpoint, Checkpoints, Keeping
 from onefold.evaluation import ScoreFunction, evaluate
 from onefold.fingerprint import fingerprint_of, named_tensors, tensor_digests
 from onefold.loader import Collate, Loader, SizedDataset
@@ -21,7 +22,6 @@ from onefold.modelcheck import check_model
 from onefold.observers import observers_of
 from onefold.position import Position
 from onefold.replica import LossFunction
-from onefold.resume import Checkpoint, Checkpoints, Keeping
 from onefold.rundir import STOPPED_CODE
 from onefold.schedule import check_schedule
 from onefold.shard import Plan

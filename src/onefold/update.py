@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
+from onefold.checkpoint.optimizer import PieceState
 from onefold.exchange.base import Storage
 from onefold.flat import Layout, Piece, laid_out, storage_order
-from onefold.optimizerstate import PieceState
 
 __all__ = ["OwnedPiece", "SpanOptimizer", "check_optimizer", "updates_by_element"]
 

@@ -18,7 +18,7 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-from onefold.background import finish_all
+from onefold.checkpoint.background import finish_all
 from onefold.errors import PeerError
 from onefold.membership import abandon
 from onefold.process import die_with_parent

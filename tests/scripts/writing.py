@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
-from onefold.checkpoint import folder_of, prune, write_checkpoint
-from onefold.tensorfile import TensorParts
+from onefold.checkpoint.folder import folder_of, prune, write_checkpoint
+from onefold.checkpoint.tensorfile import TensorParts
 
 NUMEL = 20_000
 CHANGES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"}

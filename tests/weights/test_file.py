@@ -12,7 +12,7 @@ from safetensors.torch import save as save_safetensors
 
 from onefold.errors import CheckpointError
 from onefold.flat import same_bits
-from onefold.weightsfile import keys_of_states, read_weights, state_under
+from onefold.weights.file import keys_of_states, read_weights, state_under
 
 STATE = {
     "weight": torch.tensor([[1.5, -0.0], [float("nan"), 3e-41]]),

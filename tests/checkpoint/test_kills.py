@@ -18,9 +18,9 @@ from typing import Self
 
 import pytest
 
-from onefold.checkpoint import find_checkpoint, has_checkpoints
+from onefold.checkpoint.folder import find_checkpoint, has_checkpoints
 
-SCRIPT = Path(__file__).parent / "scripts" / "kept.py"
+SCRIPT = Path(__file__).parent.parent / "scripts" / "kept.py"
 SAMPLES, STEPS, EPOCHS, SHARDS = 131, 24, 4, 4
 WIDTH = 60_000  # 16 MB in each checkpoint
 PAUSE_S = 0.02

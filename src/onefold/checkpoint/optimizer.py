@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from onefold.checkpoint.jsonvalue import from_json, to_json
+from onefold.checkpoint.tensorfile import DTYPES, TensorParts
 from onefold.errors import CheckpointError
 from onefold.flat import Layout, Piece, laid_out, storage_order
-from onefold.jsonvalue import from_json, to_json
-from onefold.tensorfile import DTYPES, TensorParts
 
 __all__ = ["JoinedState", "PieceState", "join", "pack", "take_apart", "unpack"]
 

@@ -1,6 +1,7 @@
 """`load_weights`: brings weights that others saved into a model, in place and whole or not at all.
 
-It does not read files (`onefold.weightsfile`), nor say which name is which (`onefold.weightnames`).
+It does not read files (`onefold.weights.file`), nor say which name is which
+(`onefold.weights.names`).
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from torch.nn.parameter import is_lazy
 
 from onefold.errors import CheckpointError
 from onefold.flat import same_bits
-from onefold.weightnames import match_names
-from onefold.weightsfile import keys_of_states, read_weights, state_under
+from onefold.weights.file import keys_of_states, read_weights, state_under
+from onefold.weights.names import match_names
 
 __all__ = ["Loaded", "load_weights"]
 

@@ -3,9 +3,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import resource
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +12,15 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from onefold.checkpoint import Best, find_checkpoint, has_checkpoints, prune, write_checkpoint
-from onefold.tensorfile import TensorParts
+from onefold.checkpoint.folder import (
+    Best,
+    find_checkpoint,
+    has_checkpoints,
+    prune,
+    write_checkpoint,
+)
+from onefold.checkpoint.tensorfile import TensorParts
+from tests.checkpoint.folders import full_disk, names_in, steps_in
 from tests.small import bits, make_trainer, points
 
 FILES = {"model.safetensors", "optimizer.safetensors", "run.json"}
@@ -41,10 +46,6 @@ class Tied(nn.Module):
 
 def loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(model(tokens), tokens, reduction="none")
-
-
-def names_in(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir()}
 
 
 @pytest.mark.parametrize("devices", [1, 2])
@@ -213,17 +214,6 @@ def test_a_folder_that_may_not_be_written_to_is_told(tmp_path: Path) -> None:
         make_trainer().save(tmp_path / "run")
 
 
-@contextmanager
-def full_disk(limit_bytes: int) -> Iterator[None]:
-    """No file may grow beyond the limit."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 def test_a_full_disk_is_told_and_leaves_what_was_there(tmp_path: Path) -> None:
     folder = tmp_path / "step-00000001"
     write(folder, 2)
@@ -291,10 +281,6 @@ def test_the_newest_is_the_one_written_last(tmp_path: Path) -> None:
     for step in (100, 200, 150):
         write(tmp_path / f"step-00000{step}", step // 10)
     assert find_checkpoint(tmp_path).folder.name == "step-00000150"
-
-
-def steps_in(directory: Path) -> list[int]:
-    return sorted(int(name.removeprefix("step-")) for name in names_in(directory))
 
 
 def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from onefold.checkpoint.tensorfile import DTYPES, Seal, TensorParts, digest_file, write_tensors
 from onefold.flat import same_bits, storage_order
-from onefold.tensorfile import DTYPES, Seal, TensorParts, digest_file, write_tensors
 
 
 def parts_of(name: str, tensor: torch.Tensor, cuts: Sequence[int] = ()) -> TensorParts:

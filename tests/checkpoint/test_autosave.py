@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_checkpoint import steps_in
+from tests.checkpoint.folders import steps_in
 
-SCRIPT = Path(__file__).parent / "scripts" / "stopped.py"
+SCRIPT = Path(__file__).parent.parent / "scripts" / "stopped.py"
 pytestmark = [
     pytest.mark.processes,
     pytest.mark.timeout(120),

@@ -11,7 +11,7 @@ from torch import nn
 
 import onefold
 from onefold.errors import CheckpointError
-from onefold.weights import Loaded, load_weights
+from onefold.weights.load import Loaded, load_weights
 from tests.small import bits, line, make_trainer, points
 
 NOTHING = Loaded((), ())

@@ -15,8 +15,8 @@ from torch import nn
 
 import onefold
 from onefold.errors import CheckpointError
+from tests.checkpoint.folders import full_disk, names_in, steps_in
 from tests.small import bits, line, make_trainer, points, sgd, square
-from tests.test_checkpoint import full_disk, names_in, steps_in
 
 Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from onefold.checkpoint import find_checkpoint
+from onefold.checkpoint.folder import find_checkpoint
 from tests.scripts.writing import NUMEL, write
 
-SCRIPT = Path(__file__).parent / "scripts" / "writing.py"
+SCRIPT = Path(__file__).parent.parent / "scripts" / "writing.py"
 KILLS = 60
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("faults")]
 

@@ -35,8 +35,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from onefold.checkpoint.tensorfile import Seal, TensorParts, digest_file, write_tensors
 from onefold.errors import CheckpointError
-from onefold.tensorfile import Seal, TensorParts, digest_file, write_tensors
 
 __all__ = [
     "FORMAT",

@@ -11,9 +11,9 @@ import torch
 from safetensors import safe_open
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
+from onefold.checkpoint.tensorfile import DTYPES, TensorParts
 from onefold.errors import CheckpointError
 from onefold.fingerprint import fingerprint_of, named_tensors, tensor_digests
-from onefold.tensorfile import DTYPES, TensorParts
 
 __all__ = ["ModelCopy", "ModelFiles", "copy_model"]
 

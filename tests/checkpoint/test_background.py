@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from onefold.background import Background, finish_all
+from onefold.checkpoint.background import Background, finish_all
 
 
 def test_a_job_runs_beside_the_caller() -> None:

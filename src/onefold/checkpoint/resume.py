@@ -30,8 +30,8 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from onefold.assembly import Settings
-from onefold.background import Background
-from onefold.checkpoint import (
+from onefold.checkpoint.background import Background
+from onefold.checkpoint.folder import (
     FORMAT,
     Best,
     StoredCheckpoint,
@@ -41,13 +41,13 @@ from onefold.checkpoint import (
     prune,
     write_checkpoint,
 )
+from onefold.checkpoint.jsonvalue import from_json, to_json
+from onefold.checkpoint.model import ModelCopy, ModelFiles, copy_model
+from onefold.checkpoint.optimizer import join, pack, take_apart, unpack
 from onefold.engine import Engine
 from onefold.errors import CheckpointError
 from onefold.exchange.base import roomy
 from onefold.fingerprint import fingerprint_of, named_tensors, tensor_digests
-from onefold.jsonvalue import from_json, to_json
-from onefold.modelcopy import ModelCopy, ModelFiles, copy_model
-from onefold.optimizerstate import join, pack, take_apart, unpack
 from onefold.position import PROMISES, Position, check_same
 from onefold.schedule import read_schedule, write_schedule
 from onefold.team import Team

@@ -1,6 +1,6 @@
 """Reads the tensors of a file that anybody may have written, without running any code of it.
 
-It knows nothing of models: what fits where is `onefold.weights`.
+It knows nothing of models: what fits where is `onefold.weights.load`.
 """
 
 from __future__ import annotations

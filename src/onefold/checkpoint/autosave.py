@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 from onefold.batch import ShardedBatch
-from onefold.checkpoint import RUN
-from onefold.resume import Checkpoints, Keeping
+from onefold.checkpoint.folder import RUN
+from onefold.checkpoint.resume import Checkpoints, Keeping
 from onefold.rundir import Progress
 from onefold.team import Team
 
