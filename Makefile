@@ -34,6 +34,7 @@ bench: $(BENCH_VENV)/bench.stamp
 	$(BENCH_BIN)/python benchmarks/exchange.py --output $(RESULTS)/exchange.json
 	$(BENCH_BIN)/python benchmarks/overhead.py --output $(RESULTS)/overhead.json
 	$(BENCH_BIN)/python benchmarks/start.py --output $(RESULTS)/start.json
+	$(BENCH_BIN)/python benchmarks/checkpoint.py --output $(RESULTS)/checkpoint.json
 	$(BENCH_BIN)/python benchmarks/training.py --output $(RESULTS)/training.json
 	$(BENCH_BIN)/python benchmarks/scaling.py --output $(RESULTS)/scaling.json
 	$(BENCH_BIN)/python benchmarks/picture.py
