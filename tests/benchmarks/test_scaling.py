@@ -173,7 +173,13 @@ def test_a_cable_that_cannot_be_made_leaves_nothing() -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_measurement_leaves_no_hosts(number: signal.Signals) -> None:
     command = [sys.executable, str(PROGRAM), "--network", "--parameters", "2000"]
-    running = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    running = subprocess.Popen(
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        # Or a test run that was started in the background hands on that Ctrl-C is ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     wait_until(lambda: len(hosts_of(running.pid)) == 2)
     running.send_signal(number)
     assert running.wait(timeout=30) != 0
