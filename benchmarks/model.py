@@ -42,7 +42,7 @@ CHUNK_BYTES = 4 << 20
 LARGE_BYTES = 256 << 10
 """From here on a tensor is moved by itself, and copied only where others must see it."""
 HEAD_BYTES = 24
-"""Of a board's row: step and samples."""
+"""Of a board's row: step, samples, and whether the device was asked to stop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

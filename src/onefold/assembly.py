@@ -22,6 +22,7 @@ from onefold.exchange.mailbox import Mailbox
 from onefold.exchange.shared import SharedExchange
 from onefold.flat import FlatTensors, cut_pieces, lay_out
 from onefold.membership import register
+from onefold.names import own_name
 from onefold.replica import Replica
 from onefold.team import Team
 from onefold.update import OwnedPiece, SpanOptimizer, updates_by_element
@@ -145,7 +146,7 @@ def _storage(
     settings: Settings,
     team: Team,
 ) -> Storage:
-    layout = lay_out(parts.trained)
+    layout = lay_out({own_name(name): p for name, p in parts.trained.items()})
     return Storage(
         trained=layout,
         other=lay_out(parts.other),

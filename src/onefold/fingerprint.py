@@ -7,12 +7,15 @@ from collections.abc import Mapping
 
 import torch
 
+from onefold.names import own_name
+
 __all__ = ["fingerprint_of", "named_tensors", "tensor_digests"]
 
 
 def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Every parameter and buffer under its own name, in the module's order; tied ones once."""
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return {own_name(name): tensor for name, tensor in tensors.items()}
 
 
 def tensor_digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:

@@ -26,6 +26,7 @@ __all__ = [
     "FlatTensors",
     "Layout",
     "Piece",
+    "aligned",
     "cut_chunks",
     "cut_pieces",
     "cut_spans",
@@ -286,6 +287,11 @@ def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
 
 def _contiguous_stride(shape: Iterable[int]) -> tuple[int, ...]:
     return tuple(torch.empty(tuple(shape), device="meta").stride())
+
+
+def aligned(nbytes: int) -> int:
+    """``nbytes``, or as many more as make a multiple of 64: room where any tensor may follow."""
+    return _round_up(nbytes, _ALIGNMENT_BYTES)
 
 
 def _round_up(number: int, multiple: int) -> int:

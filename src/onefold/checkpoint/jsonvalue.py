@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections import Counter, OrderedDict, deque
 from typing import Any
 
 import numpy as np
 import torch
 
-__all__ = ["from_json", "to_json"]
+__all__ = ["from_bytes", "from_json", "to_bytes", "to_json"]
 
 _KIND = "kind of value"
 """Key of a dict that stands for something JSON has no words for."""
+
+_LENGTH_BYTES = 8
 
 _SEQUENCES: dict[str, type] = {"tuple": tuple, "set": set, "deque": deque}
 _MAPPINGS: dict[str, type] = {"dict": dict, "counter": Counter, "ordered dict": OrderedDict}
@@ -35,14 +39,16 @@ def to_json(value: object, what: str) -> Any:
         return value
     if isinstance(value, np.generic):
         return to_json(value.item(), what)
-    if isinstance(value, int | float):
-        return int(value) if isinstance(value, int) else float(value)
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {_KIND: "float", "items": str(value)}
     if isinstance(value, torch.Tensor):
         plain = value.detach().cpu()
         return {
             _KIND: "tensor",
             "dtype": str(plain.dtype).removeprefix("torch."),
-            "items": plain.tolist(),
+            "items": to_json(plain.tolist(), what),
         }
     if type(value) is list:
         return [to_json(item, f"{what}[{number}]") for number, item in enumerate(value)]
@@ -60,6 +66,23 @@ def to_json(value: object, what: str) -> Any:
     )
 
 
+def to_bytes(value: object) -> bytes:
+    """JSON with its length before it, so that there may be other bytes behind it."""
+    text = json.dumps(value, allow_nan=False).encode()
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+
+
+def from_bytes(memory: torch.Tensor) -> tuple[Any, int]:
+    """What `to_bytes` was given, and how many bytes it takes.
+
+    Args:
+        memory: uint8 on the host; there may be bytes behind it.
+    """
+    length = int.from_bytes(bytes(memory[:_LENGTH_BYTES].tolist()), "little")
+    stop = _LENGTH_BYTES + length
+    return json.loads(memory[_LENGTH_BYTES:stop].numpy().tobytes()), stop
+
+
 def from_json(value: Any) -> Any:
     """The value that `to_json` was given; tensors come on the host."""
     if isinstance(value, list):
@@ -69,8 +92,10 @@ def from_json(value: Any) -> Any:
     kind = value.get(_KIND)
     if kind is None:
         return {key: from_json(item) for key, item in value.items()}
+    if kind == "float":
+        return float(value["items"])
     if kind == "tensor":
-        return torch.tensor(value["items"], dtype=getattr(torch, value["dtype"]))
+        return torch.tensor(from_json(value["items"]), dtype=getattr(torch, value["dtype"]))
     if kind in _SEQUENCES:
         return _SEQUENCES[kind](from_json(item) for item in value["items"])
     pairs = [(from_json(key), from_json(item)) for key, item in value["items"]]

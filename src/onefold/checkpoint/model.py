@@ -14,10 +14,10 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from onefold.checkpoint.tensorfile import DTYPES, TensorParts
 from onefold.errors import CheckpointError
 from onefold.fingerprint import fingerprint_of, named_tensors, tensor_digests
+from onefold.flat import aligned
+from onefold.names import own_name
 
 __all__ = ["ModelCopy", "ModelFiles", "copy_model"]
-
-_ALIGNMENT_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +51,12 @@ def copy_model(module: torch.nn.Module, room: Callable[[int], torch.Tensor]) -> 
     Raises:
         TypeError: the model keeps something that is no tensor, or of a type that no file can hold.
     """
-    model = module.state_dict()
+    model = _state_of(module)
     named = named_tensors(module)
     rest = {name: tensor for name, tensor in named.items() if name not in model}
     for name, value in (*model.items(), *rest.items()):
         _check_value(name, value)
-    sizes = [_round_up(value.nbytes) for value in (*model.values(), *rest.values())]
+    sizes = [aligned(value.nbytes) for value in (*model.values(), *rest.values())]
     memory = room(sum(sizes))
     copies: list[torch.Tensor] = []
     start = 0
@@ -97,7 +97,7 @@ class ModelFiles:
         Raises:
             CheckpointError: they differ; the message says which and how.
         """
-        wanted = {**module.state_dict(), **named_tensors(module)}
+        wanted = {**_state_of(module), **named_tensors(module)}
         for name, tensor in wanted.items():
             if name not in self._files:
                 raise CheckpointError(
@@ -132,6 +132,10 @@ class ModelFiles:
                 tensor.copy_(self.read(name))
 
 
+def _state_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {own_name(name): value for name, value in module.state_dict().items()}
+
+
 def _parts(tensors: Mapping[str, torch.Tensor]) -> list[TensorParts]:
     return [
         TensorParts(
@@ -154,7 +158,3 @@ def _check_value(name: str, value: object) -> None:
         )
     if value.dtype not in DTYPES:
         raise TypeError(f"{name} is of {value.dtype}, which no safetensors file can hold")
-
-
-def _round_up(number: int) -> int:
-    return -(-number // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

@@ -7,7 +7,6 @@ from them, the lead packs the pieces that the process has now.
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,14 +14,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from onefold.checkpoint.jsonvalue import from_json, to_json
+from onefold.checkpoint.jsonvalue import from_bytes, from_json, to_bytes, to_json
 from onefold.checkpoint.tensorfile import DTYPES, TensorParts
 from onefold.errors import CheckpointError
-from onefold.flat import Layout, Piece, laid_out, storage_order
+from onefold.flat import Layout, Piece, aligned, laid_out, storage_order
 
 __all__ = ["JoinedState", "PieceState", "join", "pack", "take_apart", "unpack"]
 
-_ALIGNMENT_BYTES = 64
 _DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
@@ -70,15 +68,14 @@ def pack(states: Sequence[PieceState], room: Callable[[int], torch.Tensor]) -> N
                     f"the optimizer's {key} is of {value.dtype}, which no file can hold"
                 )
             kind: list[Any] = [DTYPES[value.dtype], list(value.shape), by_element, start]
-            start += _round_up(value.numel() * value.element_size())
+            start += aligned(value.numel() * value.element_size())
             listed.append([piece, key, kind, None])
         else:
             listed.append([piece, key, None, to_json(value, f"the optimizer's {key}")])
-    header = json.dumps(listed).encode()
-    first = _round_up(8 + len(header))
+    header = to_bytes(listed)
+    first = aligned(len(header))
     memory = room(first + start)
-    memory[:8] = torch.tensor(list(len(header).to_bytes(8, "little")), dtype=torch.uint8)
-    memory[8 : 8 + len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+    memory[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
     for (_, _, kind, _), state in zip(listed, states, strict=True):
         if kind is not None and state.value.numel():
             place = first + kind[3]
@@ -93,9 +90,9 @@ def unpack(memory: torch.Tensor) -> Iterator[PieceState]:
     Args:
         memory: uint8 on the host, as filled by `pack`; there may be bytes behind it.
     """
-    length = int.from_bytes(bytes(memory[:8].tolist()), "little")
-    first = _round_up(8 + length)
-    for piece, key, kind, value in json.loads(memory[8 : 8 + length].numpy().tobytes()):
+    listed, stop = from_bytes(memory)
+    first = aligned(stop)
+    for piece, key, kind, value in listed:
         if kind is None:
             yield PieceState(piece, key, from_json(value), False)
             continue
@@ -187,7 +184,3 @@ def take_apart(
 def _is_by_element(key: str, tensor: torch.Tensor) -> bool:
     """A count of steps is none, even where the parameter is a single number as well."""
     return tensor.dim() > 0 or key != "step"
-
-
-def _round_up(number: int) -> int:
-    return -(-number // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 
 from onefold.errors import CheckpointError
+from onefold.names import own_name
 
 __all__ = ["match_names"]
 
@@ -25,7 +26,7 @@ def match_names(found: Collection[str], own: Collection[str]) -> dict[str, str]:
     Raises:
         CheckpointError: a name could be several of the model's, or two could be the same one.
     """
-    by_plain, by_bare = _grouped(own, _plain), _grouped(own, _bare)
+    by_plain, by_bare = _grouped(own, own_name), _grouped(own, _bare)
     matched: dict[str, str] = {}
     taken: dict[str, str] = {}
     for name, plain in _peeled(found, by_plain).items():
@@ -42,7 +43,7 @@ def match_names(found: Collection[str], own: Collection[str]) -> dict[str, str]:
 
 def _peeled(found: Collection[str], own: Collection[str]) -> dict[str, str]:
     """The file's names without what they all have in front, if more of them are the model's so."""
-    peeled = {name: _plain(name) for name in found}
+    peeled = {name: own_name(name) for name in found}
     best = peeled
     while peeled and all(name.startswith("module.") for name in peeled.values()):
         peeled = {name: rest.removeprefix("module.") for name, rest in peeled.items()}
@@ -62,14 +63,6 @@ def _grouped(names: Collection[str], form: Callable[[str], str]) -> dict[str, li
     return groups
 
 
-def _plain(name: str) -> str:
-    return _without(name, {"_orig_mod"})
-
-
 def _bare(name: str) -> str:
-    return _without(name, {"_orig_mod", "module"})
-
-
-def _without(name: str, words: Collection[str]) -> str:
-    *path, last = name.split(".")
-    return ".".join([*(word for word in path if word not in words), last])
+    *path, last = own_name(name).split(".")
+    return ".".join([*(word for word in path if word != "module"), last])
