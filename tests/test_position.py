@@ -241,8 +241,8 @@ def test_it_may_stop_again_and_again(name: str) -> None:
 
 def used_of(saved: dict[str, Any]) -> int:
     """Samples of the pass that the first loader is in."""
-    coming = saved["position"][0]["coming"]
-    return int(coming[-1][1]) if coming else 0
+    passes = saved["position"][0]["passes"]
+    return int(passes[-1][1]) if passes else 0
 
 
 def test_what_was_read_ahead_is_read_again() -> None:
@@ -339,3 +339,105 @@ def test_another_batch_size_still_gives_each_sample_once() -> None:
     rest = [sample for batch in train for sample in batch.shards[0]]  # type: ignore[attr-defined]
     used = [sample for _, _, samples in whole.used[:2] for sample in samples]
     assert sorted([*used, *rest]) == list(range(10))
+
+
+def interrupted(script: Script, at: int) -> dict[str, Any]:
+    """Save where an exception has left both loops, as a script may on Ctrl-C."""
+    train = script.loader()
+    try:
+        for _ in script.position.epochs(3):
+            for batch in train:
+                script.step(batch)
+                if script.position.step == at:
+                    raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        pass
+    return script.position.to_json()
+
+
+@pytest.mark.parametrize("at", range(1, 12))
+def test_a_run_that_is_saved_after_an_exception_loses_no_sample(at: int) -> None:
+    whole, _ = saves_of(simple)
+    again = Script(interrupted(Script(), at))
+    for _ in simple(again):
+        pass
+    assert again.used == whole.used[at:]
+
+
+def kept_iterators(script: Script) -> dict[int, dict[str, Any]]:
+    """A part of each pass, from iterators that are let go of in the next epoch."""
+    train = script.loader()
+    saves = {}
+    for epoch in script.position.epochs(3):
+        saves[script.position.step] = script.position.to_json()
+        batches = iter(train)
+        if epoch:
+            assert script.position.to_json()["epoch"] == epoch, "nothing of it was used"
+        for _ in range(2):
+            script.step(next(batches))
+    return saves
+
+
+def test_an_iterator_of_an_epoch_before_ends_nothing() -> None:
+    script = Script()
+    saves = kept_iterators(script)
+    assert [epoch for _, epoch, _ in script.used] == [0, 0, 1, 1, 2, 2]
+    assert [saved["epoch"] for saved in saves.values()] == [0, 1, 2]
+
+
+def test_an_epoch_that_is_left_is_not_gone_through_twice() -> None:
+    script = Script()
+    train = script.loader()
+    for epoch in script.position.epochs(5):
+        for batch in train:
+            script.step(batch)
+        if epoch == 1:
+            break
+    assert script.position.to_json()["epoch"] == 2
+    assert list(script.position.epochs(4)) == [2, 3]
+
+
+def test_a_save_between_two_loops_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    script = Script()
+    first, second = script.loader(), script.loader(samples=4)
+    for _ in script.position.epochs(1):
+        for batch in first:
+            script.step(batch)
+        script.position.note_save()
+        for batch in second:
+            script.step(batch)
+    assert caplog.text.count("was made between two loops of epoch 0") == 1
+
+
+def test_many_passes_outside_the_epochs_are_told_in_a_word() -> None:
+    script = Script()
+    train = script.loader()
+    for _ in range(1000):
+        for batch in train:
+            script.step(batch)
+    saved = script.position.to_json()
+    assert len(str(saved)) < 300
+    again = Script(saved)
+    train = again.loader()
+    lengths = [sum(1 for _ in train) for _ in range(1002)]
+    assert lengths == [0] * 1000 + [4, 4]
+    middle = again.position.to_json()["position"][0]
+    assert (middle["first_pass"], middle["empty_passes"]) == (0, 1000)
+    assert [number for number, _ in middle["passes"]] == [1000, 1001]
+
+
+def test_a_batch_that_was_used_and_one_that_waits_are_known() -> None:
+    script = Script()
+    first, second = iter(script.loader()), iter(script.loader(samples=4))
+    one, other = next(first), next(second)
+    position = script.position
+    assert not position.has_used(one)
+    assert not position.is_between_batches(one)
+    script.step(one)
+    assert position.has_used(one)
+    assert not position.is_between_batches(one)
+    script.step(other)
+    assert position.is_between_batches(other)
+    assert not position.ends_pass(one)
+    last = [*first][-1]
+    assert position.ends_pass(last)

@@ -21,10 +21,16 @@ class DataPass:
     """Which pass of the run it is."""
     used: int
     """How many of its samples the steps so far have used."""
-    in_epoch: bool
-    """Whether it was begun in one of the epochs, rather than outside."""
+    epoch: int | None
+    """The epoch that it was begun in; None for outside."""
+    end: int
+    """How many of its samples will have been used when all batches are."""
+    given: int = 0
+    """How many of its samples have been handed out."""
     over: bool = False
     """No more batches will come."""
+    broken_off: bool = False
+    """There would have been more."""
     abandoned: bool = False
     """The run went elsewhere meanwhile: its batches must not be used."""
 

@@ -6,8 +6,8 @@ Note: how a run ends
 --------------------
 Each worker leads a process group of its own, so its children (loader workers) end with it. The
 kernel kills a worker whose launcher is gone. When one worker fails, the others notice by themselves
-(they wait for it) and are given ``_GRACE_S`` to say so; then whatever is left is killed. The first
-failure that no other device caused is the one that the user is told.
+(they wait for it) and are given ``_LAST_WORDS_S`` to say so; then whatever is left is killed. The
+first failure that no other device caused is the one that the user is told.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from onefold.rundir import STOPPED_CODE, Report, RunDirectory
 from onefold.timeline import join_timeline, remove_parts
 from onefold.world import DEFAULT_TIMEOUT_S, ExchangeName, World, current_world, worker_environment
 
-__all__ = ["DEFAULT_STOP_S", "LaunchOptions", "Outcome", "launch", "supervise"]
+__all__ = ["DEFAULT_GRACE_S", "LaunchOptions", "Outcome", "launch", "supervise"]
 
-_GRACE_S = 3.0
+_LAST_WORDS_S = 3.0
 _LOOK_S = 0.5
 _STOPPED_LOOKS = 8
 _INTERRUPTED = 130
-DEFAULT_STOP_S = 60.0
+DEFAULT_GRACE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,9 @@ class LaunchOptions:
     """Steps from one checkpoint to the next."""
     keep: int = 3
     """How many of the newest checkpoints stay."""
-    stop_s: float = DEFAULT_STOP_S
+    changed: tuple[str, ...] = ()
+    """What may differ from the run whose checkpoints they are."""
+    grace_s: float = DEFAULT_GRACE_S
     """How long a run with checkpoints may take to save itself when it is asked to stop."""
     restarts: int = 0
     """How many times the workers are started again after a failure, from the last checkpoint."""
@@ -87,8 +89,8 @@ class LaunchOptions:
         ):
             if value < least:
                 raise ValueError(f"expected {name} of at least {least}, got {value}")
-        if not self.stop_s > 0:
-            raise ValueError(f"the time for stopping must be more than 0 s, got {self.stop_s}")
+        if not self.grace_s > 0:
+            raise ValueError(f"the grace must be more than 0 s, got {self.grace_s}")
         if self.restarts and not self.checkpoint:
             raise ValueError("restarts go on from the last checkpoint: name a directory for them")
         if self.exchange not in ("auto", "shared", "collective"):
@@ -200,7 +202,7 @@ def _attempt(
     crew = _Crew(directory, selection.devices)
     if options.profile:
         remove_parts(Path(options.profile))
-    requests = _StopRequests(directory, options.stop_s) if options.checkpoint else None
+    requests = _StopRequests(directory, options.grace_s) if options.checkpoint else None
     interrupted = False
     try:
         with requests or contextlib.nullcontext():
@@ -213,7 +215,7 @@ def _attempt(
         interrupted = True
     finally:
         crew.end()
-    if requests is not None and requests.signal is not None:
+    if requests is not None and requests.came:
         return crew.stopped_outcome(requests, options.checkpoint)
     return crew.interrupted_outcome() if interrupted else crew.outcome()
 
@@ -239,6 +241,11 @@ class _StopRequests:
         """Which one came."""
         self.twice = False
         """A second one came."""
+
+    @property
+    def came(self) -> bool:
+        """Whether the run was asked to stop, through the launcher or a worker."""
+        return self.signal is not None or self._progress.stop_requested()
 
     def __enter__(self) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -311,6 +318,7 @@ class _Crew:
                 checkpoint=options.checkpoint,
                 checkpoint_every=options.every,
                 checkpoint_keep=options.keep,
+                checkpoint_changed=options.changed,
                 probe=options.probe,
                 probe_steps=options.probe_steps,
                 probe_records=options.probe_records,
@@ -366,7 +374,7 @@ class _Crew:
         worker.unresponsive = worker.stopped_looks >= _STOPPED_LOOKS
 
     def _wait_for_words(self) -> None:
-        limit = time.monotonic() + _GRACE_S
+        limit = time.monotonic() + _LAST_WORDS_S
         while (waiting := self._running()) and time.monotonic() < limit:
             _wait_for_end(waiting, limit - time.monotonic())
             self._note_ended()
@@ -378,7 +386,7 @@ class _Crew:
     def stopped_outcome(self, requests: _StopRequests, checkpoint: str) -> Outcome:
         """How a run ended that was asked to save itself and stop."""
         codes = {worker.process.returncode for worker in self._workers}
-        name = requests.signal.name if requests.signal else ""
+        name = requests.signal.name if requests.signal else "a signal to a device"
         if codes == {0}:
             return Outcome(0, final=True)
         if codes <= {0, STOPPED_CODE}:
@@ -396,7 +404,7 @@ class _Crew:
             f"stopped by {name} in step {self._step_text(0)} (device 0) without saving, as {why}; "
             f"earlier checkpoints, if any, are in {checkpoint}"
         )
-        return Outcome(128 + (requests.signal or 0), text, final=True)
+        return Outcome(128 + (requests.signal or signal.SIGTERM), text, final=True)
 
     def outcome(self) -> Outcome:
         """The first failure that no other device caused."""

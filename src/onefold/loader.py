@@ -140,11 +140,12 @@ class Loader:
             SampleError: a sample could not be read.
         """
         this = self.track.begin()
-        self._requests.position = this.number, this.used
+        self._requests.position = this.number, this.used, this.end
         answers = self._read() if self._workers is None else iter(self._workers)
         start = host_now_s()
         try:
             for request, payloads in answers:
+                this.given = request.stop
                 yield ShardedBatch(
                     request.samples,
                     request.plan,
@@ -156,9 +157,9 @@ class Loader:
                 )
                 start = host_now_s()
         except GeneratorExit:
-            self.track.end(this)
+            self.track.end(this, broken_off=True)
             raise
-        self.track.end(this)
+        self.track.end(this, broken_off=False)
 
     def _read(self) -> Iterator[tuple[_Request, dict[int, Any] | _BadSample]]:
         for request in self._requests:
@@ -181,21 +182,19 @@ class _Requests(Sampler[_Request]):
         self._seed = seed
         self._plan = plan
         self._own = own
-        self.position = 0, 0
-        """Number of the next pass, and how many of its samples are left out."""
+        self.position = 0, 0, 0
+        """Number of the next pass, and between which of its samples."""
 
     def __len__(self) -> int:
         whole, rest = divmod(self._size.samples, self._size.batch_size)
         return whole + (1 if rest and not self._size.drop_last else 0)
 
     def __iter__(self) -> Iterator[_Request]:
-        (number, first), size = self.position, self._size
+        (number, first, last), size = self.position, self._size
         if size.shuffle:
             order = sample_order(size.samples, seed=self._seed, epoch=number)
         else:
             order = torch.arange(size.samples)
-        left_out = (size.samples - first) % size.batch_size if size.drop_last else 0
-        last = size.samples - left_out
         for start in range(first, last, size.batch_size):
             stop = min(start + size.batch_size, last)
             yield self._request(number, order[start:stop], stop)

@@ -12,6 +12,7 @@ import shutil
 import sys
 import tempfile
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
@@ -19,13 +20,14 @@ from typing import Protocol
 from onefold.errors import PeerError
 from onefold.world import World
 
-__all__ = ["abandon", "hush_and_report", "register"]
+__all__ = ["abandon", "at_good_end", "end_well", "hush_and_report", "register"]
 
 
 class _Closable(Protocol):
     def close(self, failure: BaseException | None = None) -> None: ...
 
 
+_endings: list[Callable[[], None]] = []
 _open: weakref.WeakSet[_Closable] = weakref.WeakSet()
 
 
@@ -40,6 +42,17 @@ def abandon(failure: BaseException) -> None:
     """Tell the other devices of every run that this process fails."""
     for member in list(_open):
         member.close(failure)
+
+
+def at_good_end(call: Callable[[], None]) -> None:
+    """Have something called when the script of a worker has come to its end without an error."""
+    _endings.append(call)
+
+
+def end_well() -> None:
+    """Call what was to be called at a good end; what that raises makes it a bad one."""
+    while _endings:
+        _endings.pop(0)()
 
 
 def _leave() -> None:

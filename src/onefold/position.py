@@ -4,8 +4,9 @@ Note: what counts as done
 -------------------------
 A batch counts when its step is done, not when a loader hands it out: what was read ahead is read
 again. An epoch counts as done when, since its last step, a pass over a data set has come to its
-end; batches that a script cuts itself tell nothing about that, so with them it counts as done once
-a step was made in it.
+end or was broken off; batches that a script cuts itself tell nothing about that, so with them it
+counts as done once a step was made in it. Where both the pass and the epochs are broken off, the
+script may have been interrupted: then the epoch goes on in the middle of the pass.
 
 A script that goes on runs again from its beginning, and then from the beginning of the epoch that
 it was in. So the passes that it has already gone through there come again, empty; and those of
@@ -15,12 +16,15 @@ the epochs or in one, and as which there.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from onefold.batch import DataPass, ShardedBatch
 from onefold.errors import CheckpointError
+
+_log = logging.getLogger("onefold")
 
 __all__ = ["PROMISES", "LoaderSize", "LoaderTrack", "Position", "check_same"]
 
@@ -56,8 +60,8 @@ def check_same(what: str, saved: object, now: object, changed: Collection[str], 
         return
     raise CheckpointError(
         f"the checkpoint was saved with {name} {saved}, this run has {now}: expected the same. If "
-        f'it was changed on purpose, trainer.load(..., changed=["{what}"]) goes on; then '
-        f"{PROMISES[what]}"
+        f'it was changed on purpose, trainer.load(..., changed=["{what}"]) or onefold run '
+        f"--changed {what} goes on; then {PROMISES[what]}"
     )
 
 
@@ -95,7 +99,12 @@ class LoaderTrack:
     def __init__(self, size: LoaderSize, first_pass: int) -> None:
         self.size = size
         self._next = first_pass
-        self._coming: list[tuple[int, int]] = []
+        self._empty = 0
+        """So many passes come empty, before ``_coming``."""
+        self._coming: list[list[int]] = []
+        """Numbers of passes, and how many of their samples are left out."""
+        self._used_up = 0
+        """So many passes were gone through outside the epochs, before ``_passes``."""
         self._passes: list[DataPass] = []
         self._position: Position | None = None
 
@@ -105,29 +114,54 @@ class LoaderTrack:
 
     def begin(self) -> DataPass:
         """The next pass; ``used`` of its samples are left out."""
-        number, used = self._coming.pop(0) if self._coming else (self._next, 0)
+        number, used = self._next, 0
+        if self._empty:
+            self._empty -= 1
+            used = self.size.samples
+        elif self._coming:
+            number, used = self._coming.pop(0)
         self._next = number + 1
-        in_epoch = self._position is not None and self._position.inside
-        self._passes.append(DataPass(number, used, in_epoch))
+        while self._passes and self._passes[0].epoch is None and self._is_used_up(self._passes[0]):
+            del self._passes[0]
+            self._used_up += 1
+        here = self._position
+        epoch = here.epoch if here is not None and here.inside else None
+        left_out = (self.size.samples - used) % self.size.batch_size if self.size.drop_last else 0
+        end = self.size.samples - left_out
+        self._passes.append(DataPass(number, used, epoch, end, given=used))
         return self._passes[-1]
 
-    def end(self, this: DataPass) -> None:
+    def end(self, this: DataPass, *, broken_off: bool) -> None:
         """No more batches of a pass will come."""
-        this.over = True
-        if self._position is not None and this.used and not this.abandoned:
-            self._position.note_pass_end()
+        this.over, this.broken_off = True, broken_off
+        if self._position is None or this.abandoned:
+            return
+        if this.epoch is not None and this.epoch != self._position.epoch:
+            # One of an epoch before, which was held until now.
+            self._passes = [each for each in self._passes if each is not this]
+        elif this.used:
+            self._position.note_pass_end(broken_off=broken_off)
 
-    def go_to(self, saved: dict[str, Any]) -> None:
+    def made(self, batch: ShardedBatch) -> bool:
+        """Whether a batch is of one of the passes under way."""
+        return any(each is batch.data_pass for each in self._passes)
+
+    def is_ahead(self) -> bool:
+        """Whether samples of a pass that goes on have been handed out and not been used."""
+        return any(p.given > p.used and not p.over for p in self._passes)
+
+    def go_to(self, saved: Mapping[str, Any]) -> None:
         """Begin with the passes that `to_json` told of; those under way can no longer be used."""
         for each in self._passes:
             each.abandoned = True
         self._passes = []
-        self._coming = [(number, min(used, self.size.samples)) for number, used in saved["coming"]]
-        self._next = saved["next"]
+        self._used_up = 0
+        self._next, self._empty = saved["first_pass"], saved["empty_passes"]
+        self._coming = [[number, min(used, self.size.samples)] for number, used in saved["passes"]]
 
     def restart(self, first_pass: int) -> None:
         """Begin with a pass of this number; those under way can no longer be used."""
-        self.go_to({"coming": [], "next": first_pass})
+        self.go_to({"first_pass": first_pass, "empty_passes": 0, "passes": []})
 
     def to_json(self, *, epoch_done: bool) -> dict[str, Any]:
         """The passes that a script which goes on goes through next.
@@ -135,13 +169,31 @@ class LoaderTrack:
         Args:
             epoch_done: the run goes on with the next epoch, not with this one again.
         """
-        passes = [p for p in self._passes if not (epoch_done and p.in_epoch and p.over)]
-        coming = [[p.number, self.size.samples if p.over and p.used else p.used] for p in passes]
-        return {"coming": [*coming, *map(list, self._coming)], "next": self._next}
+        passes = [p for p in self._passes if not (epoch_done and p.epoch is not None and p.over)]
+        told = [[p.number, self.size.samples if self._is_used_up(p) else p.used] for p in passes]
+        if self._empty:  # what was gone through since was empty as well
+            first, empty, told = self._next - len(told), len(told) + self._empty, []
+        else:
+            first, empty = (told[0][0] if told else self._next), 0
+        return {
+            "first_pass": first - self._used_up,
+            "empty_passes": empty + self._used_up,
+            "passes": [*told, *self._coming],
+        }
 
     def end_epoch(self) -> None:
         """Forget the passes of an epoch that is done."""
-        self._passes = [p for p in self._passes if not (p.in_epoch and p.over)]
+        self._passes = [p for p in self._passes if p.epoch is None or not p.over]
+
+    def _is_used_up(self, this: DataPass) -> bool:
+        """Whether a script that goes on finds nothing in a pass.
+
+        One that was broken off outside the epochs may be gone on with, unless another followed: the
+        script may have been interrupted rather than have chosen to.
+        """
+        inside = self._position is not None and self._position.inside
+        chosen = not this.broken_off or inside or this is not self._passes[-1]
+        return this.over and this.used > 0 and chosen
 
 
 class Position:
@@ -155,6 +207,8 @@ class Position:
         self.inside = False
         """Whether it is in an epoch now."""
         self._epoch_used = False
+        self._exhausted = False
+        self._saved_as_done = False
         self._visit = 0
         self._made: dict[int | None, int] = {None: 0}
         self._tracks: dict[tuple[int | None, int], LoaderTrack] = {}
@@ -165,8 +219,15 @@ class Position:
         """Count epochs from where the run is up to ``number``."""
         while self.epoch < number:
             epoch, visit = self.epoch, self._visit
-            self.inside, self._epoch_used = True, False
-            yield epoch
+            self.inside, self._epoch_used, self._saved_as_done = True, False, False
+            try:
+                yield epoch
+            except GeneratorExit:
+                self.inside = False
+                # An exception, or a break: if in the middle of a pass, the epoch is not done.
+                if visit == self._visit and self._epoch_used and self._exhausted:
+                    self._end_epoch()
+                raise
             self.inside = False
             if visit == self._visit:  # or the run has gone to another place meanwhile
                 self._end_epoch()
@@ -177,6 +238,7 @@ class Position:
         for track in self._tracks.values():
             track.end_epoch()
         self.epoch += 1
+        self._epoch_used = False
 
     def add(self, track: LoaderTrack) -> None:
         """Follow a loader that has just been made, from where it was when the run was saved.
@@ -188,7 +250,7 @@ class Position:
         place = where, self._made.get(where, 0)
         if place in self._waiting:
             saved = self._waiting[place]
-            LoaderSize(**saved["size"]).check_same(track.size, self._changed)
+            _size_of(saved).check_same(track.size, self._changed)
             track.go_to(saved)
             del self._waiting[place]
         self._made[where] = place[1] + 1
@@ -207,25 +269,50 @@ class Position:
                 "begin a new pass, which goes on where the checkpoint was made"
             )
 
+    def has_used(self, batch: ShardedBatch) -> bool:
+        """Whether a step has used this batch before."""
+        return batch.data_pass is not None and batch.stop <= batch.data_pass.used
+
+    def ends_pass(self, batch: ShardedBatch) -> bool:
+        """Whether a batch is the last of its pass."""
+        return batch.data_pass is not None and batch.stop >= batch.data_pass.end
+
+    def is_between_batches(self, batch: ShardedBatch) -> bool:
+        """Whether, after the step with this batch, no other loader's batch waits to be used."""
+        return not any(track.is_ahead() for track in self._tracks.values() if not track.made(batch))
+
     def note_step(self, batch: ShardedBatch) -> None:
         """A batch has been used."""
         self.step += 1
-        self._epoch_used = batch.data_pass is None
+        self._epoch_used, self._exhausted = batch.data_pass is None, True
         if batch.data_pass is not None:
-            batch.data_pass.used = batch.stop
+            batch.data_pass.used = max(batch.stop, batch.data_pass.used)
+        if self._saved_as_done and self.inside:
+            self._saved_as_done = False
+            _log.warning(
+                "the checkpoint before step %d was made between two loops of epoch %d, after a "
+                "pass had come to its end: a run that goes on from it begins with epoch %d. Save "
+                "in a loop, or at the end of an epoch",
+                self.step,
+                self.epoch,
+                self.epoch + 1,
+            )
 
-    def note_pass_end(self) -> None:
+    def note_pass_end(self, *, broken_off: bool) -> None:
         """A pass of which samples were used has come to its end."""
-        self._epoch_used = True
+        self._epoch_used, self._exhausted = True, not broken_off
+
+    def note_save(self) -> None:
+        """The run was saved here."""
+        self._saved_as_done = self.inside and self._epoch_used
 
     def to_json(self) -> dict[str, Any]:
         """Where a run goes on that is loaded from here."""
         done = self.inside and self._epoch_used
-        told = [{"made_in": w, "number": n, **saved} for (w, n), saved in self._waiting.items()]
+        told = list(self._waiting.values())
         for (where, number), track in self._tracks.items():
             passes = track.to_json(epoch_done=done)
-            size = asdict(track.size)
-            told.append({"made_in": where, "number": number, "size": size, **passes})
+            told.append({"made_in_epoch": where, "number": number, **asdict(track.size), **passes})
         return {"step": self.step, "epoch": self.epoch + done, "position": told}
 
     def check_fits(self, saved: Mapping[str, Any], changed: Collection[str]) -> None:
@@ -236,7 +323,7 @@ class Position:
         """
         for place, loader in _by_place(saved).items():
             if place in self._tracks:
-                LoaderSize(**loader["size"]).check_same(self._tracks[place].size, changed)
+                _size_of(loader).check_same(self._tracks[place].size, changed)
 
     def go_to(self, saved: Mapping[str, Any], changed: Collection[str]) -> None:
         """Go to where `to_json` was called; loaders that are made later will follow.
@@ -261,9 +348,9 @@ class Position:
                 track.restart(self.epoch)
 
 
+def _size_of(saved: Mapping[str, Any]) -> LoaderSize:
+    return LoaderSize(**{field.name: saved[field.name] for field in fields(LoaderSize)})
+
+
 def _by_place(saved: Mapping[str, Any]) -> dict[tuple[int | None, int], dict[str, Any]]:
-    keys = ("size", "coming", "next")
-    return {
-        (each["made_in"], each["number"]): {key: each[key] for key in keys}
-        for each in saved["position"]
-    }
+    return {(each["made_in_epoch"], each["number"]): each for each in saved["position"]}

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal, overload
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -13,11 +13,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from onefold.assembly import Settings, assemble
 from onefold.batch import ShardedBatch, cut_batch
 from onefold.checkpoint.autosave import Autosave
-from onefold.checkpoint.folder import Best
+from onefold.checkpoint.jsonvalue import to_json
 from onefold.checkpoint.resume import Checkpoint, Checkpoints, Keeping
+from onefold.errors import CheckpointError
 from onefold.evaluation import ScoreFunction, evaluate
 from onefold.fingerprint import fingerprint_of, named_tensors, tensor_digests
 from onefold.loader import Collate, Loader, SizedDataset
+from onefold.membership import at_good_end
 from onefold.modelcheck import check_model
 from onefold.observers import observers_of
 from onefold.position import Position
@@ -118,7 +120,11 @@ class Trainer:
         )
         self._progress = directory.progress() if (directory := self._world.run_directory) else None
         with self._telling_others():
-            self._autosave = Autosave.of(self._team, self._checkpoints, self._progress)
+            self._autosave = Autosave.of(
+                self._team, self._checkpoints, self._position, self._progress
+            )
+        if self._autosave is not None:
+            at_good_end(self._finish)
         self._note_progress()
         watches = {replica.number: replica.watch for replica in self._engine.replicas}
         self._observers = observers_of(self._team, model, watches, self.steps)
@@ -252,12 +258,10 @@ class Trainer:
         cut = self._cut(batch)
         waited = cut.waited or (start, host_now_s())
         number = self._position.step + 1
+        if self._before_step(cut):
+            raise SystemExit(STOPPED_CODE)
         with self._telling_others():
-            self._checkpoints.check()
-            asked = False
-            if self._autosave is not None:
-                self._autosave.check(cut)
-                asked = self._autosave.asked_to_stop
+            asked = self._autosave is not None and self._autosave.asked_to_stop
             outcome = self._engine.step(cut, self._loss, number, asked_to_stop=asked)
             if self._schedule is not None and outcome.weight > 0:
                 self._schedule.step()
@@ -269,11 +273,8 @@ class Trainer:
         step = Step(number, cut.samples, cut.epoch, outcome, first)
         for observe in self._observers:
             observe(step, spans)
-        if self._autosave is not None:
-            with self._telling_others():
-                self._autosave.after_step(number, stop=outcome.asked_to_stop)
-            if outcome.asked_to_stop:
-                raise SystemExit(STOPPED_CODE)
+        if self._after_step(cut, stop=outcome.asked_to_stop):
+            raise SystemExit(STOPPED_CODE)
         return step
 
     def evaluate(
@@ -331,19 +332,20 @@ class Trainer:
         Args:
             directory: holds the checkpoints of a run; made if it is not there.
             scores: numbers to remember with this checkpoint, such as what `evaluate` returned.
-            keep: how many of the newest checkpoints of this run stay in the directory, None for
-                all. What anybody else put there is left alone.
-            best: ``"highest NAME"`` or ``"lowest NAME"`` of ``scores``: that checkpoint stays too.
+            keep: how many of the newest checkpoints of this run stay in the directory; with None
+                this one stays for good. What anybody else put there is left alone.
+            best: ``"highest NAME"`` or ``"lowest NAME"`` of ``scores``: from here on, of those of
+                this run, the checkpoint with that score stays too.
             wait: return when all is on the disk. If not, when it has been copied in memory; what
                 then fails in writing is raised by the next call.
-            extra: anything that JSON can hold; `load` gives it back.
+            extra: None, numbers, text, or lists, tuples and dicts of these; `load` gives it back.
 
         Returns:
             The folder.
 
         Raises:
             OSError: it could not be written; what was there before is still there.
-            TypeError: ``extra`` is not for JSON, or the model or optimizer keep what no file holds.
+            TypeError: ``extra`` holds something else, or the model or optimizer what no file holds.
             ValueError: an argument is out of range.
 
         >>> import tempfile
@@ -357,20 +359,30 @@ class Trainer:
         >>> trainer.load(directory).extra
         {'note': 'first try'}
         """
-        keeping = Keeping(_checked_keep(keep), None if best is None else Best.read(best))
-        numbers = _checked_scores(scores or {})
-        if keeping.best is not None and keeping.best.score not in numbers:
-            raise ValueError(
-                f"best is {best!r}: expected a score of that name among scores, which has "
-                f"{list(numbers)}"
-            )
-        _check_extra(extra)
+        keeping = Keeping.checked(keep, best, scores or {})
+        copied = to_json(extra, "extra")
         with self._telling_others():
             return self._checkpoints.save(
-                Path(directory), scores=numbers, keeping=keeping, wait=wait, extra=extra
+                Path(directory).absolute(), keeping=keeping, wait=wait, extra=copied
             )
 
-    def load(self, directory: str | Path, *, changed: Collection[str] = ()) -> Checkpoint:
+    @overload
+    def load(
+        self,
+        directory: str | Path,
+        *,
+        changed: Collection[str] = (),
+        if_any: Literal[False] = False,
+    ) -> Checkpoint: ...
+
+    @overload
+    def load(
+        self, directory: str | Path, *, changed: Collection[str] = (), if_any: bool
+    ) -> Checkpoint | None: ...
+
+    def load(
+        self, directory: str | Path, *, changed: Collection[str] = (), if_any: bool = False
+    ) -> Checkpoint | None:
         """Go on from the newest checkpoint of a directory, on any number of devices.
 
         Afterwards model, optimizer and schedule are as they were, and `epochs` and loaders, made
@@ -382,17 +394,21 @@ class Trainer:
             changed: what may differ from the run that was saved, each giving up a part of the
                 promise: ``"seed"``, ``"shards"``, ``"batch_size"``, ``"dataset"``,
                 ``"clip_norm"``, ``"optimizer"``, ``"schedule"``.
+            if_any: where there is no checkpoint yet, do nothing, and return None.
 
         Raises:
             CheckpointError: there is no checkpoint, none is whole, or it does not fit this run:
-                another model, or something else of the above. Nothing has been changed then.
+                another model, or something else of the above. It is raised alike on all devices,
+                and nothing has been changed, so the script may go on from its beginning.
         """
         names = (changed,) if isinstance(changed, str) else tuple(changed)
-        with self._telling_others():
-            found = self._checkpoints.load(Path(directory), changed=names)
-        if found is None:
-            raise RuntimeError("a checkpoint was asked for and none was loaded")
-        self._note_progress()
+        try:
+            with self._telling_others(but=CheckpointError):
+                found = self._checkpoints.load(
+                    Path(directory).absolute(), changed=names, if_any=if_any
+                )
+        finally:
+            self._note_progress()
         return found
 
     def close(self) -> None:
@@ -401,9 +417,31 @@ class Trainer:
         Raises:
             OSError: a checkpoint could not be written in the background.
         """
-        with self._telling_others():
-            self._checkpoints.finish()
+        self._finish()
         self._engine.exchange.close()
+
+    def _before_step(self, batch: ShardedBatch) -> bool:
+        """Look after checkpoints; whether the process is to stop, as was asked."""
+        with self._telling_others():
+            self._checkpoints.check()
+            if self._autosave is None:
+                return False
+            self._autosave.check(batch)
+            return self._autosave.before_step(batch)
+
+    def _after_step(self, batch: ShardedBatch, *, stop: bool) -> bool:
+        """Save if it is time; whether the process is to stop."""
+        if self._autosave is None:
+            return False
+        with self._telling_others():
+            return self._autosave.after_step(batch, stop=stop)
+
+    def _finish(self) -> None:
+        """Bring everything that is to be saved to the disk."""
+        with self._telling_others():
+            if self._autosave is not None:
+                self._autosave.finish()
+            self._checkpoints.finish()
 
     def _cut(self, batch: object) -> ShardedBatch:
         if isinstance(batch, ShardedBatch):
@@ -434,36 +472,16 @@ class Trainer:
         return Plan.given(counts, shards=shards, devices=devices)
 
     @contextmanager
-    def _telling_others(self) -> Iterator[None]:
+    def _telling_others(self, but: type[Exception] | None = None) -> Iterator[None]:
+        """Tell the other devices what is raised here, ``but`` what they raise as well."""
         try:
             yield
         except BaseException as error:
-            self._engine.exchange.close(error)
+            if but is None or not isinstance(error, but):
+                self._engine.exchange.close(error)
             raise
 
     def _note_progress(self) -> None:
         """What comes before a step ends badly is told as a failure in that step."""
         if self._progress is not None:
             self._progress.set_step(self._world.rank, self._position.step + 1)
-
-
-def _checked_keep(keep: int | None) -> int | None:
-    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int)):
-        raise TypeError(f"expected keep to be a whole number or None, got {keep!r}")
-    if keep is not None and keep < 1:
-        raise ValueError(f"expected keep of at least 1, got {keep}")
-    return keep
-
-
-def _checked_scores(scores: Mapping[str, float]) -> dict[str, float]:
-    for name, value in scores.items():
-        if not isinstance(name, str) or not isinstance(value, int | float):
-            raise TypeError(f"expected scores to be numbers by name, got {name!r}: {value!r}")
-    return {name: float(value) for name, value in scores.items()}
-
-
-def _check_extra(extra: object) -> None:
-    try:
-        json.dumps(extra)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"expected extra to be what JSON can hold: {error}") from None

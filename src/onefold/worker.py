@@ -12,6 +12,7 @@ import importlib
 import os
 import pickle
 import runpy
+import signal
 import sys
 import time
 import traceback
@@ -20,7 +21,7 @@ from typing import NoReturn
 
 from onefold.checkpoint.background import finish_all
 from onefold.errors import PeerError
-from onefold.membership import abandon
+from onefold.membership import abandon, end_well
 from onefold.process import die_with_parent
 from onefold.rundir import STOPPED_CODE, Report
 from onefold.world import current_world
@@ -31,22 +32,44 @@ __all__ = ["main"]
 def main(arguments: list[str]) -> int:
     """Run what the launcher asked for; the exit code of the process."""
     die_with_parent(int(arguments[0]))
+    _take_requests_to_stop()
+    code: object = 0
     try:
         _load_torch()
         if arguments[1] == "--call":
             _call(Path(arguments[2]), Path(arguments[3]))
         else:
             _run_script(arguments[1:])
-        finish_all()
     except SystemExit as end:
         if end.code not in (None, 0, STOPPED_CODE):
             abandon(end)
-        raise
+            raise
+        code = end.code
     except BaseException as error:
-        _leave_word(error)
-        abandon(error)
-        _end_at_once()
-    return 0
+        _fail(error)
+    try:
+        if code != STOPPED_CODE:
+            end_well()
+        finish_all()
+    except BaseException as error:
+        _fail(error)
+    return STOPPED_CODE if code == STOPPED_CODE else 0
+
+
+def _take_requests_to_stop() -> None:
+    """Where a run can save itself, a signal that is sent to its workers asks for no less."""
+    directory = current_world().run_directory
+    if directory is None or not current_world().checkpoint:
+        return
+    progress = directory.progress()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: progress.request_stop())
+
+
+def _fail(error: BaseException) -> NoReturn:
+    _leave_word(error)
+    abandon(error)
+    _end_at_once()
 
 
 def _load_torch() -> None:

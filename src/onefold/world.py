@@ -67,6 +67,8 @@ class World:
     """So many steps one is written."""
     checkpoint_keep: int = 0
     """How many of the newest stay."""
+    checkpoint_changed: tuple[str, ...] = ()
+    """What may differ from the run that was saved."""
     probe: str = ""
     """Folder for the comparison of runs, see `onefold.probe`."""
     probe_steps: int = 0
@@ -97,7 +99,8 @@ def read_world(environment: Mapping[str, str]) -> World:
     """Make out from the environment how this process was started."""
     if WORLD_VARIABLE in environment:
         fields = json.loads(environment[WORLD_VARIABLE])
-        return World(**{**fields, "devices": tuple(fields["devices"])})
+        lists = ("devices", "checkpoint_changed")
+        return World(**{**fields, **{name: tuple(fields[name]) for name in lists}})
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
         return _read_torch(environment)
     return World()

@@ -53,9 +53,11 @@ def step(trainer: onefold.Trainer) -> None:
 
 
 def state(trainer: onefold.Trainer, folder: Path) -> State:
-    """All of it, to the last bit: the files of a checkpoint made now."""
+    """All of it, to the last bit: the files of a checkpoint made now, whenever that is."""
     saved = trainer.save(folder / "state")
     files = {path.name: path.read_bytes() for path in saved.iterdir()}
+    told = json.loads(files["run.json"]) | {"time": "", "sha256": ""}
+    files["run.json"] = json.dumps(told).encode()
     shutil.rmtree(folder / "state")
     return files
 

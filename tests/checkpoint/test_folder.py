@@ -3,6 +3,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import signal
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from onefold.checkpoint.folder import (
     prune,
     write_checkpoint,
 )
+from onefold.checkpoint.jsonvalue import to_json
 from onefold.checkpoint.tensorfile import TensorParts
 from tests.checkpoint.folders import full_disk, names_in, steps_in
 from tests.small import bits, make_trainer, points
@@ -88,7 +91,7 @@ def test_where_the_run_is_can_be_read(tmp_path: Path) -> None:
         "fingerprint": trainer.fingerprint(),
         "extra": {"note": [1, None]},
         "scores": {"loss": 0.5},
-        "saved": 1,
+        "serial": 1,
         "threads": 1,
         "devices": 1,
         "device": "cpu",
@@ -157,7 +160,8 @@ def write(folder: Path, value: float = 1.0, *, bytes_of: int = 8, **record: Any)
     tensor = torch.full((bytes_of,), int(value), dtype=torch.uint8)
     parts = [TensorParts("weight", torch.uint8, (bytes_of,), (1,), [tensor.numpy()])]
     step = int(folder.name.removeprefix("step-"))
-    run: Mapping[str, object] = {"format": 1, "step": step, "run": "this", **record}
+    usual = {"format": 1, "step": step, "run": "this", "scores": {}, "keep": 3, "best": None}
+    run: Mapping[str, object] = {**usual, **record}
     write_checkpoint(folder, {"model.safetensors": parts}, lambda: run)
 
 
@@ -173,7 +177,7 @@ def test_saving_again_replaces(tmp_path: Path) -> None:
     write(folder, 2, bytes_of=3)
     write(folder, 7)
     assert value_in(folder) == 7
-    assert find_checkpoint(tmp_path).run["saved"] == 2
+    assert find_checkpoint(tmp_path).run["serial"] == 2
     assert names_in(folder) == SMALL
     assert names_in(tmp_path) == {"step-00000001"}
 
@@ -286,11 +290,71 @@ def test_the_newest_is_the_one_written_last(tmp_path: Path) -> None:
 def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     scores = {1: 0.5, 2: 0.9, 3: 0.1, 4: float("nan"), 5: 0.3, 6: 0.2}
     for step, score in scores.items():
-        write(tmp_path / f"step-0000000{step}", scores={"accuracy": score})
-        prune(tmp_path, run="this", keep=2, best=Best("accuracy", highest=True))
+        scores = to_json({"accuracy": score}, "scores")
+        rule = "highest accuracy" if step != 3 else None
+        write(tmp_path / f"step-0000000{step}", scores=scores, best=rule)
+        prune(tmp_path, run="this", keep=2)
     assert steps_in(tmp_path) == [2, 5, 6]
-    prune(tmp_path, run="this", keep=1, best=Best("accuracy", highest=False))
-    assert steps_in(tmp_path) == [6]
+    write(tmp_path / "step-00000007", best="lowest accuracy")
+    prune(tmp_path, run="this", keep=1)
+    assert steps_in(tmp_path) == [2, 6, 7]
+
+
+def test_one_that_is_to_stay_for_good_stays(tmp_path: Path) -> None:
+    for step, keep in ((1, 1), (2, None), (3, 1), (4, 1)):
+        write(tmp_path / f"step-0000000{step}", keep=keep)
+        prune(tmp_path, run="this", keep=1)
+    assert steps_in(tmp_path) == [2, 4]
+
+
+def test_another_runs_checkpoint_of_the_same_step_is_put_aside(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "step-00000001"
+    write(folder, 2, run="another")
+    write(folder, 7)
+    (aside,) = names_in(tmp_path) - {folder.name}
+    assert (value_in(folder), value_in(tmp_path / aside)) == (7, 2)
+    assert f"{folder} was there from another run: it is now {aside}" in caplog.text
+    assert find_checkpoint(tmp_path).folder == folder
+
+
+def test_a_link_is_not_written_through(tmp_path: Path) -> None:
+    write(tmp_path / "else" / "step-00000001", 2)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "step-00000001").symlink_to(tmp_path / "else" / "step-00000001")
+    with pytest.raises(FileExistsError, match="is a link"):
+        write(tmp_path / "run" / "step-00000001", 7)
+    assert value_in(tmp_path / "else" / "step-00000001") == 2
+
+
+def test_a_child_that_was_forked_while_writing_does_not_keep_the_lock(tmp_path: Path) -> None:
+    folder = tmp_path / "step-00000001"
+    pids: list[int] = []
+
+    def forking() -> Mapping[str, object]:
+        pid = os.fork()
+        if pid == 0:
+            time.sleep(60)
+            os._exit(0)
+        pids.append(pid)
+        return {"format": 1, "step": 1, "run": "this", "scores": {}, "keep": 3, "best": None}
+
+    try:
+        write_checkpoint(folder, {}, forking)
+        write(folder, 7)
+        assert value_in(folder) == 7
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def test_what_cannot_be_swept_up_is_no_hindrance(tmp_path: Path) -> None:
+    strange = tmp_path / ".step-00000001.0123abcd.part"
+    strange.write_text("a file, where a folder is expected")
+    write(tmp_path / "step-00000002")
+    assert names_in(tmp_path) == {strange.name, "step-00000002"}
 
 
 def test_only_a_runs_own_checkpoints_are_deleted(tmp_path: Path) -> None:
@@ -302,7 +366,7 @@ def test_only_a_runs_own_checkpoints_are_deleted(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     for step in (5, 6, 7):
         write(tmp_path / f"step-0000000{step}")
-    prune(tmp_path, run="this", keep=1, best=None)
+    prune(tmp_path, run="this", keep=1)
     names = names_in(tmp_path)
     assert names == {"notes", *(f"step-0000000{step}" for step in (1, 2, 3, 4, 7))}
 
@@ -311,7 +375,7 @@ def test_damaged_ones_do_not_count_as_kept(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         write(tmp_path / f"step-0000000{step}")
     (tmp_path / "step-00000003" / "model.safetensors").write_text("")
-    prune(tmp_path, run="this", keep=1, best=None)
+    prune(tmp_path, run="this", keep=1)
     assert steps_in(tmp_path) == [2, 3]
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from onefold.batch import ShardedBatch
 from onefold.checkpoint.folder import RUN
 from onefold.checkpoint.resume import Checkpoints, Keeping
+from onefold.position import Position
 from onefold.rundir import Progress
 from onefold.team import Team
 
@@ -17,11 +18,15 @@ __all__ = ["Autosave"]
 class Autosave:
     """Follows the one trainer of a script.
 
+    A checkpoint that falls on the last batch of a pass is written when the next step begins: what
+    the script does at the end of an epoch has then been done.
+
     Args:
         directory: of the checkpoints.
         every: so many steps one is written.
         keep: how many of the newest stay.
         checkpoints: of the trainer.
+        position: of the trainer.
         progress: tells whether the run is to stop.
     """
 
@@ -32,20 +37,31 @@ class Autosave:
         every: int,
         keep: int,
         checkpoints: Checkpoints,
+        position: Position,
         progress: Progress,
     ) -> None:
         self._directory = directory
         self._every = every
-        self._keeping = Keeping(keep, None)
+        self._keeping = Keeping(keep)
         self._checkpoints = checkpoints
+        self._position = position
         self._progress = progress
+        self._saved = position.step
+        self._due = False
+        self._stop = False
 
     @classmethod
-    def of(cls, team: Team, checkpoints: Checkpoints, progress: Progress | None) -> Autosave | None:
+    def of(
+        cls,
+        team: Team,
+        checkpoints: Checkpoints,
+        position: Position,
+        progress: Progress | None,
+    ) -> Autosave | None:
         """What the launcher has asked for, if it has; the run is where it was saved last.
 
         Raises:
-            ValueError: the script makes a second trainer.
+            ValueError: the script makes a second trainer, or the directory is none for this.
             CheckpointError: what was saved does not fit, or cannot be used.
         """
         world = team.world
@@ -62,7 +78,7 @@ class Autosave:
                 f"--checkpoint {directory} is the folder of one checkpoint: expected the directory "
                 f"that holds it, {directory.parent}"
             )
-        found = checkpoints.load(directory, if_any=True)
+        found = checkpoints.load(directory, changed=world.checkpoint_changed, if_any=True)
         if found is not None and 0 in team.own:
             print(f"onefold: going on after step {found.step}: {found.folder}", file=sys.stderr)
         return cls(
@@ -70,6 +86,7 @@ class Autosave:
             every=world.checkpoint_every,
             keep=world.checkpoint_keep,
             checkpoints=checkpoints,
+            position=position,
             progress=progress,
         )
 
@@ -79,10 +96,10 @@ class Autosave:
         return self._progress.stop_requested()
 
     def check(self, batch: ShardedBatch) -> None:
-        """Refuse a batch that the script has cut itself: where to go on could not be known.
+        """Refuse what could not go on as if nothing had happened.
 
         Raises:
-            ValueError: it is one.
+            ValueError: the script cuts its batches itself, uses one twice, or steps a schedule.
         """
         if batch.data_pass is None:
             raise ValueError(
@@ -90,10 +107,50 @@ class Autosave:
                 "not know it for batches of your own: use trainer.loader, or call trainer.save and "
                 "trainer.load in the script and leave out what trainer.steps says is done"
             )
-
-    def after_step(self, step: int, *, stop: bool) -> None:
-        """Save if it is time, or as the run is about to stop: then all is on the disk after."""
-        if stop or step % self._every == 0:
-            self._checkpoints.save(
-                self._directory, scores={}, keeping=self._keeping, wait=stop, extra=None
+        if self._position.has_used(batch):
+            raise ValueError(
+                "onefold run --checkpoint counts a batch as done with its first step, and this one "
+                "is used for a second one: call trainer.save and trainer.load in the script, after "
+                "the last step of a batch"
             )
+        if self._checkpoints.misses_a_schedule():
+            raise ValueError(
+                "a learning-rate schedule is attached to the optimizer that onefold run "
+                "--checkpoint does not save, as the script steps it itself: give it to Trainer as "
+                "schedule=, which steps it once a step, or call trainer.save and trainer.load in "
+                "the script"
+            )
+
+    def before_step(self, batch: ShardedBatch) -> bool:
+        """Save what was put off at the end of the step before; whether to stop now."""
+        if not self._due or not self._position.is_between_batches(batch):
+            return False
+        self._save()
+        return self._stop
+
+    def after_step(self, batch: ShardedBatch, *, stop: bool) -> bool:
+        """Save if it is time or the run is to stop; whether to stop now."""
+        self._stop |= stop
+        self._due |= stop or self._position.step % self._every == 0
+        if not self._due or not self._position.is_between_batches(batch):
+            return False
+        if self._position.ends_pass(batch):
+            if self._stop:
+                self._write()  # in case that the end of the epoch takes longer than there is time
+            return False
+        self._save()
+        return self._stop
+
+    def finish(self) -> None:
+        """Save the end of the run, unless that has been done."""
+        if self._position.step > self._saved:
+            self._stop = True
+            self._save()
+
+    def _save(self) -> None:
+        self._write()
+        self._due = False
+        self._saved = self._position.step
+
+    def _write(self) -> None:
+        self._checkpoints.save(self._directory, keeping=self._keeping, wait=self._stop)

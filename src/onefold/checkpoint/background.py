@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import threading
@@ -43,6 +44,15 @@ class Background:
         if self._thread is not None and not self._thread.is_alive():
             self.wait()
 
+    def done_within(self, limit_s: float) -> bool:
+        """Whether the job has ended; waits for it so long, and raises what it has raised."""
+        if self._thread is not None:
+            self._thread.join(limit_s)
+            if self._thread.is_alive():
+                return False
+        self.wait()
+        return True
+
     def wait(self) -> None:
         """Wait for the job, and raise what it has raised."""
         if self._thread is not None:
@@ -60,13 +70,19 @@ class Background:
             _log.error("%s failed: %s: %s", self._what, type(failure).__name__, failure)
 
     def _run(self, job: Callable[[], None]) -> None:
-        thread = threading.get_native_id()
-        lower = max(os.getpriority(os.PRIO_PROCESS, thread), _NICENESS)
-        os.setpriority(os.PRIO_PROCESS, thread, lower)
         try:
+            _give_way()
             job()
         except BaseException as failure:
             self._failure = failure
+
+
+def _give_way() -> None:
+    """Lower the priority of this thread, where the system lets it."""
+    thread = threading.get_native_id()
+    with contextlib.suppress(OSError):
+        lower = max(os.getpriority(os.PRIO_PROCESS, thread), _NICENESS)
+        os.setpriority(os.PRIO_PROCESS, thread, lower)
 
 
 def finish_all() -> None:

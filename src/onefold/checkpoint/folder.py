@@ -32,9 +32,11 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from onefold.checkpoint.jsonvalue import from_json
 from onefold.checkpoint.tensorfile import Seal, TensorParts, digest_file, write_tensors
 from onefold.errors import CheckpointError
 
@@ -126,16 +128,15 @@ def write_checkpoint(
     _check_ours(folder)
     directory.mkdir(parents=True, exist_ok=True)
     _sweep(directory)
-    saved = 1 + max((r.get("saved", 0) for r in _readable(directory).values()), default=0)
-    aside = _beside(folder, "part")
-    aside.mkdir()
-    with _held(aside):
+    serial = 1 + max((r.get("serial", 0) for r in _readable(directory).values()), default=0)
+    with _new_folder_beside(folder) as aside:
         try:
             seals = {name: write_tensors(aside / name, files[name]) for name in files}
-            record = {**describe(), "saved": saved, "files": {n: asdict(seals[n]) for n in seals}}
+            told = {"serial": serial, "time": datetime.now(UTC).isoformat(timespec="seconds")}
+            record = {**describe(), **told, "files": {n: asdict(seals[n]) for n in seals}}
             _write_record(aside / RUN, record)
             _sync(aside)
-            _put_in_place(aside, folder)
+            _put_in_place(aside, folder, record)
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)
             raise
@@ -187,14 +188,16 @@ def has_checkpoints(directory: Path) -> bool:
     return bool(_places(directory))
 
 
-def prune(directory: Path, *, run: str, keep: int, best: Best | None) -> None:
+def prune(directory: Path, *, run: str, keep: int) -> None:
     """Delete the older checkpoints of one run.
+
+    Those stay as well that were the best by a rule under which one of them was saved, and those
+    that were saved under ``keep`` of None.
 
     Args:
         directory: where they lie; what another run or anybody else put there is left alone.
         run: which run's.
         keep: how many of the newest stay.
-        best: this one stays as well.
     """
     records = {
         folder: record
@@ -203,8 +206,9 @@ def prune(directory: Path, *, run: str, keep: int, best: Best | None) -> None:
     }
     ordered = sorted(records, key=lambda folder: _age(records[folder]))
     kept = set(ordered[-keep:])
-    if best is not None:
-        kept |= _best_of(records, best)
+    kept |= {folder for folder, record in records.items() if record["keep"] is None}
+    for rule in {record["best"] for record in records.values() if record["best"]}:
+        kept |= _best_of(records, Best.read(rule))
     for folder in ordered:
         if folder not in kept:
             _delete(folder)
@@ -240,7 +244,7 @@ def _name_of(folder: Path) -> str:
 
 
 def _age(record: Mapping[str, Any]) -> tuple[int, int]:
-    return record.get("saved", 0), record.get("step", 0)
+    return record.get("serial", 0), record.get("step", 0)
 
 
 def _verified(folder: Path) -> StoredCheckpoint:
@@ -323,7 +327,7 @@ def _what_is(path: Path) -> str:
 
 
 def _write_record(path: Path, record: Mapping[str, object]) -> None:
-    text = json.dumps({"sha256": _NO_SEAL, **record}, indent=2).encode() + b"\n"
+    text = json.dumps({"sha256": _NO_SEAL, **record}, indent=2, allow_nan=False).encode() + b"\n"
     seal = hashlib.sha256(text).hexdigest()
     with path.open("xb") as file:
         file.write(text.replace(_NO_SEAL.encode(), seal.encode(), 1))
@@ -331,9 +335,16 @@ def _write_record(path: Path, record: Mapping[str, object]) -> None:
         os.fsync(file.fileno())
 
 
-def _put_in_place(aside: Path, folder: Path) -> None:
+def _put_in_place(aside: Path, folder: Path, record: Mapping[str, object]) -> None:
     if not folder.exists():
         os.rename(aside, folder)
+        return
+    run = _run_of(folder)
+    if run not in (None, record.get("run")):
+        other = folder.with_name(f"{folder.name}.of-another-run-{uuid.uuid4().hex[:8]}")
+        os.rename(folder, other)
+        os.rename(aside, folder)
+        _log.warning("%s was there from another run: it is now %s", folder, other.name)
         return
     old = _beside(folder, "old")
     with _held(folder):
@@ -342,22 +353,30 @@ def _put_in_place(aside: Path, folder: Path) -> None:
         shutil.rmtree(old)
 
 
+def _run_of(folder: Path) -> object:
+    """Which run wrote a checkpoint; None if that cannot be read."""
+    try:
+        return _read_record(folder).get("run")
+    except CheckpointError:
+        return None
+
+
 def _delete(folder: Path) -> None:
     if folder.is_symlink() or _strange_files(folder):
         return
     gone = _beside(folder, "gone")
-    with _held(folder):
+    with contextlib.suppress(_InUse), _held(folder):
         os.rename(folder, gone)
         shutil.rmtree(gone)
 
 
 def _sweep(directory: Path) -> None:
-    """Tidy up what processes that were killed at it have left."""
+    """Tidy up what processes that were killed at it have left; what cannot be, stays."""
     for path in list(directory.iterdir()):
         match = _BESIDE.fullmatch(path.name)
         if match is None:
             continue
-        with contextlib.suppress(_InUse), _held(path, wait=False):
+        with contextlib.suppress(_InUse, OSError), _held(path, wait=False):
             place = directory / match[1]
             if match[2] == "old" and not place.exists():
                 os.rename(path, place)
@@ -370,7 +389,22 @@ def _beside(folder: Path, what: str) -> Path:
 
 
 class _InUse(Exception):
-    """Another process works on the folder."""
+    """Another process works on the folder, or has just tidied it up."""
+
+
+@contextlib.contextmanager
+def _new_folder_beside(folder: Path) -> Iterator[Path]:
+    """A new folder of this process, held."""
+    while True:
+        aside = _beside(folder, "part")
+        aside.mkdir()
+        with contextlib.suppress(_InUse), contextlib.ExitStack() as stack:
+            # Another process may sweep it up before it is held.
+            stack.enter_context(_held(aside))
+            kept = stack.pop_all()
+            break
+    with kept:
+        yield aside
 
 
 @contextlib.contextmanager
@@ -379,7 +413,7 @@ def _held(folder: Path, *, wait: bool = True) -> Iterator[None]:
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except FileNotFoundError:
-        raise _InUse from None  # another process has just tidied it up
+        raise _InUse from None
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -391,10 +425,15 @@ def _held(folder: Path, *, wait: bool = True) -> Iterator[None]:
                 raise _InUse from error
         yield
     finally:
+        # A process that was forked meanwhile has the file open as well, and the lock with it.
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
 
 
 def _check_ours(folder: Path) -> None:
+    if folder.is_symlink():
+        raise FileExistsError(f"{folder} is a link: expected a folder of its own. Save elsewhere")
     if folder.exists() and (strange := _strange_files(folder)):
         raise FileExistsError(
             f"{folder} holds {', '.join(strange)}, which is no part of a checkpoint: expected a "
@@ -416,7 +455,7 @@ def _best_of(records: Mapping[Path, Mapping[str, Any]], best: Best) -> set[Path]
     scored = [
         (sign * value, _age(record), folder)
         for folder, record in records.items()
-        if not math.isnan(value := record.get("scores", {}).get(best.score, math.nan))
+        if not math.isnan(value := from_json(record["scores"]).get(best.score, math.nan))
     ]
     return {max(scored)[2]} if scored else set()
 

@@ -16,7 +16,6 @@ import torch
 
 from onefold.checkpoint.jsonvalue import from_bytes, from_json, to_bytes, to_json
 from onefold.checkpoint.tensorfile import DTYPES, TensorParts
-from onefold.errors import CheckpointError
 from onefold.flat import Layout, Piece, aligned, laid_out, storage_order
 
 __all__ = ["JoinedState", "PieceState", "join", "pack", "take_apart", "unpack"]
@@ -153,7 +152,7 @@ def take_apart(
         layout: of the trained parameters.
 
     Raises:
-        CheckpointError: a tensor has neither a number for each element of its parameter nor does it
+        ValueError: a tensor has neither a number for each element of its parameter nor does it
             belong to a whole one.
     """
     laid: dict[str, torch.Tensor] = {}
@@ -172,7 +171,7 @@ def take_apart(
             if by_element:
                 tensor = storage_order(tensor)[piece.start : piece.stop]
             elif not piece.whole and tensor.dim():
-                raise CheckpointError(
+                raise ValueError(
                     f"{name} has shape {tuple(tensor.shape)}, expected that of its parameter, "
                     f"{entry.shape}"
                 )

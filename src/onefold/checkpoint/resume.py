@@ -13,13 +13,12 @@ out what each process needs.
 
 from __future__ import annotations
 
-import json
 import logging
 import platform
 import uuid
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
 from itertools import chain
@@ -41,7 +40,7 @@ from onefold.checkpoint.folder import (
     prune,
     write_checkpoint,
 )
-from onefold.checkpoint.jsonvalue import from_json, to_json
+from onefold.checkpoint.jsonvalue import from_bytes, from_json, to_bytes, to_json
 from onefold.checkpoint.model import ModelCopy, ModelFiles, copy_model
 from onefold.checkpoint.optimizer import join, pack, take_apart, unpack
 from onefold.engine import Engine
@@ -56,6 +55,12 @@ __all__ = ["Checkpoint", "Checkpoints", "Keeping"]
 
 _log = logging.getLogger("onefold")
 
+_LOOK_S = 1.0
+"""How often the devices that wait for a checkpoint hear that it is still being written."""
+_WITH_SCHEDULE = ("lr", "initial_lr")
+"""Settings of an optimizer that a schedule owns."""
+_OF_THE_SCRIPT = ("capturable", "differentiable", "foreach", "fused")
+"""Settings that say how a device computes, and so stay those of the run that goes on."""
 _LIBRARIES = ("onefold", "torch", "numpy", "safetensors")
 
 
@@ -77,12 +82,35 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Keeping:
-    """Which checkpoints of a run stay in their directory."""
+    """What tells later which checkpoints of a run stay in their directory."""
 
     newest: int | None
-    """How many; None for all."""
-    best: Best | None
-    """And this one."""
+    """How many of the newest stay; with None, this one stays for good."""
+    best: str | None = None
+    """The rule by which another one stays, as `Best.read` has it."""
+    scores: Mapping[str, float] = field(default_factory=dict)
+    """Of this checkpoint."""
+
+    @classmethod
+    def checked(cls, newest: int | None, best: str | None, scores: Mapping[str, float]) -> Keeping:
+        """From what a user gives.
+
+        Raises:
+            TypeError, ValueError: it is not usable.
+        """
+        if newest is not None and (isinstance(newest, bool) or not isinstance(newest, int)):
+            raise TypeError(f"expected keep to be a whole number or None, got {newest!r}")
+        if newest is not None and newest < 1:
+            raise ValueError(f"expected keep of at least 1, got {newest}")
+        for name, value in scores.items():
+            if not isinstance(name, str) or not isinstance(value, int | float):
+                raise TypeError(f"expected scores to be numbers by name, got {name!r}: {value!r}")
+        if best is not None and Best.read(best).score not in scores:
+            raise ValueError(
+                f"best is {best!r}: expected a score of that name among scores, which has "
+                f"{list(scores)}"
+            )
+        return cls(newest, best, {name: float(value) for name, value in scores.items()})
 
 
 class Checkpoints:
@@ -110,7 +138,7 @@ class Checkpoints:
         self._position = position
         self._schedule = schedule
         self._run = uuid.uuid4().hex
-        self._begun_with = _begun_with(self._optimizer)
+        self._settings_at_start = _settings_if_any(self._optimizer)
         self._writing = Background("writing a checkpoint")
         self._model_room: torch.Tensor | None = None
 
@@ -118,14 +146,20 @@ class Checkpoints:
         self,
         directory: Path,
         *,
-        scores: Mapping[str, float],
         keeping: Keeping,
         wait: bool,
-        extra: object,
+        extra: object = None,
     ) -> Path:
-        """Write a checkpoint of the run as it is now; see `Trainer.save`."""
+        """Write a checkpoint of the run as it is now; see `Trainer.save`.
+
+        Args:
+            directory: of the checkpoints of the run.
+            keeping: which of them stay.
+            wait: until it is on the disk.
+            extra: of the user, as JSON.
+        """
         folder = folder_of(directory, self._position.step)
-        record = self._record(scores, extra)
+        record = self._record(keeping, extra)
         self._engine.check_last_step()
         self._writing.wait()
         self._meet()  # until the lead has written what lies in everybody's rooms
@@ -134,9 +168,9 @@ class Checkpoints:
         if self._leads:
             model = copy_model(self._module, self._room)
             self._writing.start(partial(self._write, folder, record, model, brought, keeping))
-        if wait:
-            self._writing.wait()
-            self._meet()
+        while wait and not self._is_written():
+            pass  # however long it takes: the others wait for word, and not for the writing
+        self._position.note_save()
         return folder
 
     def load(
@@ -154,28 +188,30 @@ class Checkpoints:
             raise ValueError(f"expected changed to name some of {list(PROMISES)}, got {unknown}")
         self._writing.wait()
         with ExitStack() as stack:
-            found, files = self._find(path, changed, if_any, stack) if self._leads else (None, None)
-            told = _told(found) if self._leads else None
-            stored = _heard(self._engine.exchange.hand_out(told))
+            told, files = self._find(path, changed, if_any, stack) if self._leads else (None, None)
+            stored = self._agree_on(told)
             if stored is None:
                 return None
             self._take_model(files)
-            if "optimizer" not in changed:
-                self._take_optimizer(stored.run["optimizer"], files)
+            self._take_optimizer(stored.run["optimizer"], files, changed)
         if self._schedule is not None and "schedule" not in changed:
             read_schedule(self._schedule, stored.run["schedule"])
         self._position.go_to(stored.run, changed)
         self._run = stored.run["run"]
+        self._check_fingerprint(stored)
         if self._leads:
-            self._check_fingerprint(stored)
             self._warn_of_differences(stored)
         return Checkpoint(
             folder=stored.folder,
             step=self._position.step,
             epoch=self._position.epoch,
-            scores=stored.run["scores"],
-            extra=stored.run["extra"],
+            scores=from_json(stored.run["scores"]),
+            extra=from_json(stored.run["extra"]),
         )
+
+    def misses_a_schedule(self) -> bool:
+        """Whether a schedule is attached to the optimizer that checkpoints do not hold."""
+        return self._schedule is None and hasattr(self._optimizer.step, "_wrapped_by_lr_sched")
 
     def check(self) -> None:
         """Raise what has failed in the background; does not wait."""
@@ -203,19 +239,31 @@ class Checkpoints:
             {n: torch.zeros(1, dtype=torch.float64, device=d) for n, d in devices.items()}
         )
 
+    def _is_written(self) -> bool:
+        """Whether the lead has written its checkpoint; all devices ask, and hear the same."""
+        done = self._writing.done_within(_LOOK_S) if self._leads else True
+        devices = self._team.own_devices
+        row = {
+            n: torch.tensor([float(done)], dtype=torch.float64, device=d)
+            for n, d in devices.items()
+        }
+        return bool(self._engine.exchange.share(row)[0] > 0)
+
     def _room(self, nbytes: int) -> torch.Tensor:
         self._model_room = roomy(self._model_room, nbytes, self._engine.replicas[0].device)
         return self._model_room
 
     # Saving
 
-    def _record(self, scores: Mapping[str, float], extra: object) -> dict[str, Any]:
+    def _record(self, keeping: Keeping, extra: object) -> dict[str, Any]:
         """What ``run.json`` says, but for what is known only when the files are written."""
         return {
             "format": FORMAT,
             "run": self._run,
             **self._state(),
-            "scores": dict(scores),
+            "scores": to_json(dict(keeping.scores), "scores"),
+            "keep": keeping.newest,
+            "best": keeping.best,
             "extra": extra,
             "threads": torch.get_num_threads(),
             "device": self._team.devices[0].type,
@@ -235,13 +283,13 @@ class Checkpoints:
             "optimizer": {
                 "class": type(self._optimizer).__name__,
                 "parameters": self._group_names(),
-                "groups": _groups(self._optimizer),
-                "begun_with": self._begun_with,
+                "settings": _settings(self._optimizer),
+                "settings_at_start": self._settings_at_start,
             },
         }
 
     def _group_names(self) -> list[list[str]]:
-        names = {id(p): name for name, p in self._module.named_parameters()}
+        names = {id(p): name for name, p in named_tensors(self._module).items()}
         return [[names[id(p)] for p in g["params"]] for g in self._optimizer.param_groups]
 
     def _write(
@@ -256,32 +304,43 @@ class Checkpoints:
         storage = self._engine.update.storage
         states = chain.from_iterable(map(unpack, rooms))
         joined = join(states, storage.pieces, storage.trained)
-        record["optimizer"] |= {"tensors": joined.keys, "values": joined.values}
+        record["optimizer"] |= {"tensors": joined.keys, "other_state": joined.values}
         saved, rest = model.parts()
         files = {"model.safetensors": saved, "optimizer.safetensors": joined.tensors}
         if rest:
             files["buffers.safetensors"] = rest
         write_checkpoint(folder, files, lambda: {**record, "fingerprint": model.fingerprint()})
         if keeping.newest is not None:
-            prune(folder.parent, run=record["run"], keep=keeping.newest, best=keeping.best)
+            prune(folder.parent, run=record["run"], keep=keeping.newest)
 
     # Going on
 
     def _find(
         self, path: Path, changed: Collection[str], if_any: bool, stack: ExitStack
-    ) -> tuple[StoredCheckpoint | None, _Files | None]:
-        """On the lead: the checkpoint, checked, and its files."""
+    ) -> tuple[Callable[[int], torch.Tensor], _Files | None]:
+        """On the lead: the checkpoint, checked, or why there is none; for all to hear."""
         if if_any and not has_checkpoints(path):
-            return None, None
-        found = find_checkpoint(path)
+            return _told(None), None
         try:
-            self._check_fits(found.run, changed)
+            found = find_checkpoint(path)
             files = _Files(found, stack)
-            files.model.check(self._module)
+            try:
+                files.model.check(self._module)
+                self._check_fits(found.run, changed)
+            except CheckpointError as error:
+                raise CheckpointError(f"{found.folder} does not fit: {error}") from None
         except CheckpointError as error:
-            error.add_note(f"the checkpoint is {found.folder}")
-            raise
-        return found, files
+            return _told({"error": str(error)}), None
+        return _told({"folder": str(found.folder), "run": found.run}), files
+
+    def _agree_on(self, told: Callable[[int], torch.Tensor] | None) -> StoredCheckpoint | None:
+        """What the lead has found; if that is an error, all raise it alike."""
+        said, _ = from_bytes(self._engine.exchange.hand_out(told))
+        if said is None:
+            return None
+        if "error" in said:
+            raise CheckpointError(said["error"])
+        return StoredCheckpoint(Path(said["folder"]), said["run"])
 
     def _check_fits(self, run: Mapping[str, Any], changed: Collection[str]) -> None:
         here = self._state()
@@ -289,6 +348,8 @@ class Checkpoints:
             check_same(name, run[name], here[name], changed, name)
         one, other = run["optimizer"], here["optimizer"]
         check_same("optimizer", one["class"], other["class"], changed, "optimizer")
+        groups = len(one["settings"]), len(other["settings"])
+        check_same("optimizer", *groups, changed=changed, name="a number of parameter groups of")
         before, after = map(_grouped, (one["parameters"], other["parameters"]))
         for name in {**before, **after}:
             said = f"parameter {name} in the optimizer's group"
@@ -309,11 +370,23 @@ class Checkpoints:
             files.model.fill(self._module)
         self._engine.exchange.follow_lead(self._engine.replicas[0].buffers.flat)
 
-    def _take_optimizer(self, saved: Mapping[str, Any], files: _Files | None) -> None:
-        make = None if files is None else partial(self._pieces_for, saved, files)
-        self._engine.update.take_states(unpack(self._engine.exchange.hand_out(make)))
-        for group, values in zip(self._optimizer.param_groups, saved["groups"], strict=True):
-            group.update({key: from_json(value) for key, value in values.items()})
+    def _take_optimizer(
+        self, saved: Mapping[str, Any], files: _Files | None, changed: Collection[str]
+    ) -> None:
+        """State and settings; those that a schedule owns come and go with the schedule."""
+        kept = set(_OF_THE_SCRIPT)
+        if "optimizer" in changed:
+            self._engine.update.take_states(())
+            only = set(_WITH_SCHEDULE) if self._schedule is not None else set()
+        else:
+            make = None if files is None else partial(self._pieces_for, saved, files)
+            self._engine.update.take_states(unpack(self._engine.exchange.hand_out(make)))
+            only = {key for values in saved["settings"] for key in values}
+        if "schedule" in changed:
+            kept |= set(_WITH_SCHEDULE)
+        for group, values in zip(self._optimizer.param_groups, saved["settings"], strict=False):
+            taken = {key: from_json(v) for key, v in values.items() if key in only - kept}
+            group.update(taken)
 
     def _pieces_for(self, saved: Mapping[str, Any], files: _Files, first: int) -> torch.Tensor:
         """What the process whose first device this is needs of the optimizer's state."""
@@ -322,7 +395,7 @@ class Checkpoints:
         owned = chain.from_iterable(storage.spans[device] for device in devices)
         states = take_apart(
             saved["tensors"],
-            saved["values"],
+            saved["other_state"],
             files.optimizer.read,
             owned,
             storage.pieces,
@@ -340,7 +413,7 @@ class Checkpoints:
     def _check_fingerprint(self, stored: StoredCheckpoint) -> None:
         now = fingerprint_of(tensor_digests(named_tensors(self._module)))
         if now != stored.run["fingerprint"]:
-            raise CheckpointError(
+            raise RuntimeError(
                 f"{stored.folder} was loaded and the model's fingerprint is {now}, "
                 f"{stored.run['fingerprint']} was expected: the model changes the values that are "
                 f"written to it"
@@ -362,7 +435,7 @@ class Checkpoints:
                     saved[name],
                     now,
                 )
-        pairs = zip(run["optimizer"]["begun_with"], self._begun_with, strict=False)
+        pairs = zip(run["optimizer"]["settings_at_start"], self._settings_at_start, strict=False)
         for number, (began, begins) in enumerate(pairs):
             for key in began.keys() & begins.keys():
                 if began[key] != begins[key]:
@@ -395,7 +468,7 @@ def _grouped(names: list[list[str]]) -> dict[str, int]:
     return {name: number for number, group in enumerate(names) for name in group}
 
 
-def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """The settings of an optimizer's groups, as JSON."""
     return [
         {
@@ -407,23 +480,15 @@ def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     ]
 
 
-def _begun_with(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def _settings_if_any(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """The settings with which a run begins; what cannot be saved is refused when it is."""
     try:
-        return _groups(optimizer)
+        return _settings(optimizer)
     except TypeError:
         return []
 
 
-def _told(stored: StoredCheckpoint | None) -> Callable[[int], torch.Tensor]:
-    """What the lead says of the checkpoint to everybody."""
-    said = None if stored is None else [str(stored.folder), stored.run]
-    text = json.dumps(said).encode()
-    sized = len(text).to_bytes(8, "little") + text
-    return lambda device: torch.frombuffer(bytearray(sized), dtype=torch.uint8)
-
-
-def _heard(memory: torch.Tensor) -> StoredCheckpoint | None:
-    length = int.from_bytes(bytes(memory[:8].tolist()), "little")
-    said = json.loads(memory[8 : 8 + length].numpy().tobytes())
-    return None if said is None else StoredCheckpoint(Path(said[0]), said[1])
+def _told(said: object) -> Callable[[int], torch.Tensor]:
+    """The same for everybody."""
+    text = to_bytes(said)
+    return lambda device: torch.frombuffer(bytearray(text), dtype=torch.uint8)

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from onefold.devices import select_devices
 from onefold.errors import LaunchError, OnefoldError
-from onefold.launch import DEFAULT_STOP_S, LaunchOptions, Outcome, supervise
+from onefold.launch import LaunchOptions, Outcome, supervise
 from onefold.world import DEFAULT_TIMEOUT_S
 
 __all__ = ["app", "main"]
@@ -56,14 +56,23 @@ def run(
         Path | None,
         typer.Option(help="Go on from the newest checkpoint in this folder, and write new ones."),
     ] = None,
-    every: Annotated[int, typer.Option(help="Steps from one checkpoint to the next.")] = 200,
-    keep: Annotated[int, typer.Option(help="How many of the newest checkpoints stay.")] = 3,
+    every: Annotated[
+        int | None, typer.Option(help="Steps from one checkpoint to the next, 200 by default.")
+    ] = None,
+    keep: Annotated[
+        int | None, typer.Option(help="How many of the newest checkpoints stay, 3 by default.")
+    ] = None,
     grace: Annotated[
-        float, typer.Option(help="Seconds for saving after SIGTERM or Ctrl-C, with --checkpoint.")
-    ] = DEFAULT_STOP_S,
+        float | None,
+        typer.Option(help="Seconds for saving after SIGTERM or Ctrl-C, 60 by default."),
+    ] = None,
+    changed: Annotated[
+        str | None,
+        typer.Option(help="What differs on purpose from the run that was saved, such as seed."),
+    ] = None,
     restarts: Annotated[
-        int, typer.Option(help="Start again so many times after a crash, from the last checkpoint.")
-    ] = 0,
+        int | None, typer.Option(help="Start again so many times after a crash, 0 by default.")
+    ] = None,
 ) -> None:
     """Run a script on the devices of this machine.
 
@@ -75,16 +84,24 @@ def run(
         raise LaunchError(f"--trace {trace}: there is no folder {trace.absolute().parent}")
     if profile is not None:
         profile.mkdir(parents=True, exist_ok=True)
+    chosen = {
+        "every": every,
+        "keep": keep,
+        "grace_s": grace,
+        "changed": tuple(changed.split(",")) if changed else None,
+        "restarts": restarts,
+    }
+    saving = {name: value for name, value in chosen.items() if value is not None}
     if checkpoint is not None:
         checkpoint.mkdir(parents=True, exist_ok=True)
+    elif saving:
+        given = ", ".join(f"--{name.removesuffix('_s')}" for name in saving)
+        raise LaunchError(f"{given}: expected with --checkpoint, which names the directory")
     options = LaunchOptions(
         exchange=exchange,  # type: ignore[arg-type]  # LaunchOptions checks it
         timeout_s=timeout,
         checkpoint=str(checkpoint.absolute()) if checkpoint else "",
-        every=every,
-        keep=keep,
-        stop_s=grace,
-        restarts=restarts,
+        **saving,  # type: ignore[arg-type]  # LaunchOptions checks them
         trace=str(trace.absolute()) if trace else "",
         profile=str(profile.absolute()) if profile else "",
         logs=str(logs.absolute()) if logs else "",

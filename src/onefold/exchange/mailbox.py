@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from onefold.errors import DisagreementError, PeerFailed, PeerLost, PeerTimeout
+from onefold.errors import DisagreementError, OnefoldError, PeerFailed, PeerLost, PeerTimeout
 from onefold.process import stopped_process
 
 __all__ = ["Mailbox"]
@@ -66,6 +66,7 @@ class Mailbox:
         """What the run is at, for errors; its user sets it."""
         self._spin_s = _SPIN_S if size <= len(os.sched_getaffinity(0)) else 0.0
         self._peers: dict[int, _Peer] = {}
+        self._closed = False
         try:
             self._connect(address, time.monotonic() + timeout_s)
         except BaseException:
@@ -78,7 +79,13 @@ class Mailbox:
 
         Raises:
             PeerLost, PeerFailed, PeerTimeout: somebody will not come.
+            OnefoldError: this process has hung up.
         """
+        if self._closed:
+            raise OnefoldError(
+                "this trainer has left its run, closed by the script or after a failure, and the "
+                "other devices go on without it: make a new run"
+            )
         for peer in self._peers.values():
             self._send(peer, _ARRIVED)
         self._await(self._peers.keys(), _ARRIVED)
@@ -132,6 +139,7 @@ class Mailbox:
 
     def close(self) -> None:
         """Hang up."""
+        self._closed = True
         for peer in self._peers.values():
             peer.socket.close()
             if peer.pidfd is not None:
@@ -176,7 +184,7 @@ class Mailbox:
         except BlockingIOError:
             return
         except ConnectionError:
-            frame = b""
+            frame = _last_words(peer)
         if frame.startswith(_FAILED):
             self._raise_failed(peer, frame)
         if not frame:
@@ -310,6 +318,14 @@ class Mailbox:
             device=missing[0],
             step=0,
         )
+
+
+def _last_words(peer: _Peer) -> bytes:
+    """What a peer said before it hung up; that it did so is told first where frames are unread."""
+    try:
+        return peer.socket.recv(_FRAME_BYTES, socket.MSG_DONTWAIT)
+    except OSError:
+        return b""
 
 
 _open_mailboxes: weakref.WeakSet[Mailbox] = weakref.WeakSet()
