@@ -438,6 +438,8 @@ def test_a_batch_that_was_used_and_one_that_waits_are_known() -> None:
     assert not position.is_between_batches(one)
     script.step(other)
     assert position.is_between_batches(other)
-    assert not position.ends_pass(one)
-    last = [*first][-1]
-    assert position.ends_pass(last)
+    assert not position.is_at_an_end()
+    for batch in first:
+        script.step(batch)
+        assert position.is_at_an_end() == (batch.stop == 10)
+    assert not position.is_at_an_end(), "the script knows that the pass is over"

@@ -150,6 +150,10 @@ class LoaderTrack:
         """Whether samples of a pass that goes on have been handed out and not been used."""
         return any(p.given > p.used and not p.over for p in self._passes)
 
+    def is_at_an_end(self) -> bool:
+        """Whether all samples of a pass have been used, and it is not over yet."""
+        return any(p.used >= p.end and not p.over for p in self._passes)
+
     def go_to(self, saved: Mapping[str, Any]) -> None:
         """Begin with the passes that `to_json` told of; those under way can no longer be used."""
         for each in self._passes:
@@ -273,9 +277,9 @@ class Position:
         """Whether a step has used this batch before."""
         return batch.data_pass is not None and batch.stop <= batch.data_pass.used
 
-    def ends_pass(self, batch: ShardedBatch) -> bool:
-        """Whether a batch is the last of its pass."""
-        return batch.data_pass is not None and batch.stop >= batch.data_pass.end
+    def is_at_an_end(self) -> bool:
+        """Whether a pass has been used up and the script does not know it yet."""
+        return any(track.is_at_an_end() for track in self._tracks.values())
 
     def is_between_batches(self, batch: ShardedBatch) -> bool:
         """Whether, after the step with this batch, no other loader's batch waits to be used."""

@@ -427,7 +427,7 @@ class Trainer:
             if self._autosave is None:
                 return False
             self._autosave.check(batch)
-            return self._autosave.before_step(batch)
+            return self._autosave.before_step()
 
     def _after_step(self, batch: ShardedBatch, *, stop: bool) -> bool:
         """Save if it is time; whether the process is to stop."""

@@ -116,7 +116,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(
 def test_checkpoints_come_every_so_many_steps(runs: Runs) -> None:
     code, *_ = runs.start("steps", "0", "11", options="--every 2 --keep 4").finish()
     assert code == 0
-    assert steps_in(runs.directory) == [4, 6, 8, 10]
+    assert steps_in(runs.directory) == [6, 8, 10, 11], "the end is saved as well"
 
 
 @pytest.mark.parametrize("wait_s", [0.0, 0.8])
@@ -156,6 +156,45 @@ def test_a_run_that_is_at_its_end_ends_well(runs: Runs) -> None:
     assert run.finish()[0] in (0, 75)  # in its one step, or after it
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_a_device_does_the_same(runs: Runs, number: signal.Signals) -> None:
+    run = runs.start("steps", "0.05", "1000", options="--every 1000")
+    run.wait_until_ready()
+    time.sleep(0.3)
+    path = Path(f"/proc/{run.process.pid}/task/{run.process.pid}/children")
+    for worker in path.read_text().split():
+        os.kill(int(worker), number)
+    code, _, errors = run.finish()
+    assert code == 75, errors
+    assert len(steps_in(runs.directory)) == 1
+    assert "onefold: stopped by a signal to a device after step" in errors
+
+
+def test_two_loaders_side_by_side_go_on_together(runs: Runs) -> None:
+    """No checkpoint is made between the two steps of a pair of batches."""
+    (runs.folder / "crashes").mkdir()
+    arguments = ["zip", str(runs.folder / "crashes")]
+    options = "--every 3 --restarts 1"
+    code, fingerprint, errors = runs.start(*arguments, "1", options=options).finish()
+    assert code == 0
+    assert all(int(step) % 2 == 0 for step in re.findall(r"going on after step (\d+)", errors))
+    runs.directory = runs.folder / "others"
+    assert runs.start(*arguments, "0", options=options).finish()[:2] == (0, fingerprint)
+
+
+def test_the_end_of_an_epoch_is_gone_through_as_ever(runs: Runs) -> None:
+    """A checkpoint that falls on an epoch's last step leaves no empty epoch to go on with."""
+    (runs.folder / "crashes").mkdir()
+    arguments = ["crash", str(runs.folder / "crashes"), "1"]
+    options = "--every 5 --restarts 1"
+    run = runs.start(*arguments, options=options)
+    code, fingerprint, errors = run.finish()
+    means = re.findall(r"mean loss \S+", run.output.read_text())
+    assert len(means) in (3, 4)  # the first epoch ended twice if nothing was written before
+    assert errors.count("starting again") == 1
+    assert (code, fingerprint) == (0, runs.whole(15))
+
+
 @pytest.mark.parametrize("exchange", ["shared", "collective"])
 def test_a_crash_is_survived_as_often_as_was_said(runs: Runs, exchange: str) -> None:
     whole = runs.whole(15)
@@ -184,6 +223,8 @@ def test_a_crash_too_many_ends_the_run(runs: Runs) -> None:
 REFUSED = {
     "own": "ValueError: onefold run --checkpoint goes on at the very sample where a run stopped",
     "two": "ValueError: onefold run --checkpoint follows one Trainer",
+    "twice": "ValueError: onefold run --checkpoint counts a batch as done with its first step",
+    "schedule": "ValueError: a learning-rate schedule is attached to the optimizer",
 }
 
 
@@ -194,10 +235,10 @@ def test_what_could_not_go_on_is_refused_at_the_start(runs: Runs, kind: str) -> 
     assert REFUSED[kind] in errors
 
 
-def test_a_directory_of_another_run_is_refused(runs: Runs, tmp_path: Path) -> None:
+def test_a_directory_of_nothing_good_is_refused(runs: Runs) -> None:
     assert runs.start("steps", "0", "4").finish()[0] == 0
-    path = runs.directory / "step-00000003" / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-1])
+    for path in runs.directory.glob("*/model.safetensors"):
+        path.write_bytes(path.read_bytes()[:-1])
     code, _, errors = runs.start("steps", "0", "4").finish()
     assert code == 1
     assert "CheckpointError: no checkpoint of" in errors
@@ -212,13 +253,28 @@ def test_the_folder_of_one_checkpoint_is_no_directory_for_others(runs: Runs) -> 
     assert "step-00000003 is the folder of one checkpoint: expected the directory that" in errors
 
 
+def test_what_was_changed_on_purpose_may_be_said(runs: Runs) -> None:
+    assert runs.start("steps", "0", "4").finish()[0] == 0
+    script = runs.folder / "other.py"
+    script.write_text(SCRIPT.read_text().replace("shards=4", "shards=2"))
+    options = ["--devices", "cpu:2", "--checkpoint", str(runs.directory)]
+    for more, expected in (([], 1), (["--changed", "shards,seed"], 0)):
+        command = [sys.executable, "-m", "onefold", "run", *options, *more, str(script)]
+        done = subprocess.run(
+            [*command, "steps", "0", "6"], capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == expected, done.stderr
+    assert "going on after step 4" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (["--restarts", "2"], "restarts go on from the last checkpoint: name a directory for them"),
+        (["--restarts", "2"], "--restarts: expected with --checkpoint, which names the directory"),
+        (["--every", "2", "--grace", "1"], "--every, --grace: expected with --checkpoint"),
         (["--checkpoint", "c", "--every", "0"], "expected every of at least 1, got 0"),
         (["--checkpoint", "c", "--keep", "0"], "expected keep of at least 1, got 0"),
-        (["--checkpoint", "c", "--grace", "0"], "the time for stopping must be more than 0 s"),
+        (["--checkpoint", "c", "--grace", "0"], "the grace must be more than 0 s, got 0.0"),
     ],
 )
 def test_bad_options_are_told(

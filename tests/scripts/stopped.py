@@ -1,7 +1,9 @@
 """Trains a small model under ``onefold run --checkpoint``: ``stopped.py KIND [ARGUMENT ...]``.
 
-``steps SECONDS``: each step takes so long. ``crash FOLDER TIMES``: device 0 is killed in step 7 so
-many times. ``own``: batches that the script cuts itself. ``two``: two trainers.
+``steps SECONDS LAST``: each step takes so long. ``crash FOLDER TIMES``: device 0 is killed in step
+7 so many times; each epoch ends with the mean of its losses. ``zip FOLDER TIMES``: likewise, with
+two loaders side by side. ``own``: batches that the script cuts itself. ``two``: two trainers.
+``twice``: two steps with one batch. ``schedule``: one that the script steps itself.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import os
 import signal
 import sys
 import time
+from itertools import repeat
 from pathlib import Path
 
 import torch
@@ -18,12 +21,16 @@ from torch import nn
 import onefold
 
 STEPS_OF_AN_EPOCH = 5
+CRASHES = {"crash": 7, "zip": 14}
+"""In which step."""
 
 
 def trainer_of(seed: int) -> onefold.Trainer:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    if sys.argv[1] == "schedule":
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 / (epoch + 1))
 
     def loss(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
         return model(batch[0]).square().mean(dim=1)
@@ -50,17 +57,26 @@ def main() -> None:
         trainer.step((inputs,))
     data = torch.utils.data.TensorDataset(inputs)
     train = trainer.loader(data, batch_size=40 // STEPS_OF_AN_EPOCH, shuffle=True)
+    other = trainer.loader(data, batch_size=3, shuffle=True)
     print("ready", flush=True)
     for _ in trainer.epochs(3 if kind != "steps" else 100):
-        for batch in train:
+        losses = []
+        for batch, beside in zip(train, other if kind == "zip" else repeat(None), strict=False):
             step = trainer.step(batch)
+            losses.append(step.loss)
+            if kind == "twice":
+                trainer.step(batch)
+            if kind == "zip":
+                step = trainer.step(beside)
             if kind == "steps":
                 time.sleep(float(arguments[0]))
-            if kind == "crash" and trainer.is_lead and step.number == 7:
+            if kind in CRASHES and trainer.is_lead and step.number == CRASHES[kind]:
                 crash(Path(arguments[0]), int(arguments[1]))
             if kind == "steps" and step.number == int(arguments[1]):
                 print(trainer.fingerprint(), flush=True)
                 return
+        if trainer.is_lead:
+            print(f"mean loss {sum(losses) / len(losses)}", flush=True)
     print(trainer.fingerprint(), flush=True)
 
 

@@ -18,8 +18,9 @@ __all__ = ["Autosave"]
 class Autosave:
     """Follows the one trainer of a script.
 
-    A checkpoint that falls on the last batch of a pass is written when the next step begins: what
-    the script does at the end of an epoch has then been done.
+    A checkpoint that falls on the last batch of a pass is put off until the next step begins: what
+    the script does at the end of an epoch has then been done. So is one that falls between the
+    steps of several loaders' batches that were read side by side.
 
     Args:
         directory: of the checkpoints.
@@ -48,6 +49,8 @@ class Autosave:
         self._progress = progress
         self._saved = position.step
         self._due = False
+        self._at_end = False
+        """What is due was put off, as a pass has been used up."""
         self._stop = False
 
     @classmethod
@@ -121,9 +124,9 @@ class Autosave:
                 "the script"
             )
 
-    def before_step(self, batch: ShardedBatch) -> bool:
-        """Save what was put off at the end of the step before; whether to stop now."""
-        if not self._due or not self._position.is_between_batches(batch):
+    def before_step(self) -> bool:
+        """Save what was put off at the end of a pass; whether to stop now."""
+        if not self._at_end or self._position.is_at_an_end():
             return False
         self._save()
         return self._stop
@@ -132,14 +135,16 @@ class Autosave:
         """Save if it is time or the run is to stop; whether to stop now."""
         self._stop |= stop
         self._due |= stop or self._position.step % self._every == 0
+        self._at_end = False
         if not self._due or not self._position.is_between_batches(batch):
             return False
-        if self._position.ends_pass(batch):
-            if self._stop:
-                self._write()  # in case that the end of the epoch takes longer than there is time
-            return False
-        self._save()
-        return self._stop
+        self._at_end = self._position.is_at_an_end()
+        if not self._at_end:
+            self._save()
+            return self._stop
+        if self._stop:
+            self._write()  # in case that the end of the epoch takes longer than there is time
+        return False
 
     def finish(self) -> None:
         """Save the end of the run, unless that has been done."""
@@ -149,7 +154,7 @@ class Autosave:
 
     def _save(self) -> None:
         self._write()
-        self._due = False
+        self._due = self._at_end = False
         self._saved = self._position.step
 
     def _write(self) -> None:
