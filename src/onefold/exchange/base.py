@@ -29,7 +29,16 @@ from onefold.flat import FlatTensors, Layout, Piece, cut_spans
 from onefold.fold import max_blocks
 from onefold.shard import Plan
 
-__all__ = ["Board", "BoardShape", "Exchange", "LoneExchange", "Start", "Storage", "roomy"]
+__all__ = [
+    "Board",
+    "BoardShape",
+    "Courier",
+    "Exchange",
+    "LoneExchange",
+    "Start",
+    "Storage",
+    "roomy",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +210,46 @@ def _typed(memory: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> 
     return memory[: numel * dtype.itemsize].view(dtype).view(shape)
 
 
-class Exchange(ABC):
+class Courier(ABC):
+    """What goes between the lead and the other processes between steps."""
+
+    @abstractmethod
+    def follow_lead(self, buffers: FlatTensors) -> None:
+        """Give every process the parameters that the lead's process has, and its ``buffers``.
+
+        Args:
+            buffers: of this process's first device; written to where it is not the lead.
+        """
+
+    @abstractmethod
+    def room(self, nbytes: int) -> torch.Tensor:
+        """Memory to fill for `bring`: (at least nbytes,) uint8 on the host.
+
+        The same memory again and again, so what came of an earlier `bring` is no longer valid.
+        """
+
+    @abstractmethod
+    def bring(self) -> list[torch.Tensor]:
+        """Bring what lies in each process's `room` to the lead's process.
+
+        Returns:
+            There, each process's room in the order of their devices; elsewhere, nothing.
+        """
+
+    @abstractmethod
+    def hand_out(self, make: Callable[[int], torch.Tensor] | None) -> torch.Tensor:
+        """Bring each process what the lead's process has for it.
+
+        Args:
+            make: where the lead is: takes the number of a process's first device, and returns
+                (k,) uint8 on the host for that process.
+
+        Returns:
+            What was made for this process; there may be bytes behind it.
+        """
+
+
+class Exchange(Courier):
     """Moves bytes between the devices of one run; the order of calls is in the note above."""
 
     board: Board
@@ -247,41 +295,6 @@ class Exchange(ABC):
     @abstractmethod
     def spread(self) -> None:
         """Wait until the updated spans are in every device's parameters."""
-
-    @abstractmethod
-    def follow_lead(self, buffers: FlatTensors) -> None:
-        """Give every process the parameters that the lead's process has, and its ``buffers``.
-
-        Args:
-            buffers: of this process's first device; written to where it is not the lead.
-        """
-
-    @abstractmethod
-    def room(self, nbytes: int) -> torch.Tensor:
-        """Memory to fill for `bring`: (at least nbytes,) uint8 on the host.
-
-        The same memory again and again, so what came of an earlier `bring` is no longer valid.
-        """
-
-    @abstractmethod
-    def bring(self) -> list[torch.Tensor]:
-        """Bring what lies in each process's `room` to the lead's process.
-
-        Returns:
-            There, each process's room in the order of their devices; elsewhere, nothing.
-        """
-
-    @abstractmethod
-    def hand_out(self, make: Callable[[int], torch.Tensor] | None) -> torch.Tensor:
-        """Bring each process what the lead's process has for it.
-
-        Args:
-            make: where the lead is: takes the number of a process's first device, and returns
-                (k,) uint8 on the host for that process.
-
-        Returns:
-            What was made for this process; there may be bytes behind it.
-        """
 
     @abstractmethod
     def close(self, failure: BaseException | None = None) -> None:
