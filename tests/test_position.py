@@ -443,3 +443,17 @@ def test_a_batch_that_was_used_and_one_that_waits_are_known() -> None:
         script.step(batch)
         assert position.is_at_an_end() == (batch.stop == 10)
     assert not position.is_at_an_end(), "the script knows that the pass is over"
+
+
+def test_an_iterator_that_is_kept_from_before_the_epochs_holds_nothing_up() -> None:
+    script = Script()
+    peeked, warm = iter(script.loader(samples=4)), iter(script.loader(samples=3))
+    next(peeked)
+    script.step(next(warm))
+    assert script.position.is_at_an_end()
+    train = script.loader()
+    for _ in script.position.epochs(1):
+        for batch in train:
+            script.step(batch)
+            assert script.position.is_between_batches(batch)
+            assert script.position.is_at_an_end() == (batch.stop == 10)

@@ -124,8 +124,7 @@ class LoaderTrack:
         while self._passes and self._passes[0].epoch is None and self._is_used_up(self._passes[0]):
             del self._passes[0]
             self._used_up += 1
-        here = self._position
-        epoch = here.epoch if here is not None and here.inside else None
+        epoch = None if self._position is None else self._position.here
         left_out = (self.size.samples - used) % self.size.batch_size if self.size.drop_last else 0
         end = self.size.samples - left_out
         self._passes.append(DataPass(number, used, epoch, end, given=used))
@@ -146,13 +145,16 @@ class LoaderTrack:
         """Whether a batch is of one of the passes under way."""
         return any(each is batch.data_pass for each in self._passes)
 
-    def is_ahead(self) -> bool:
-        """Whether samples of a pass that goes on have been handed out and not been used."""
-        return any(p.given > p.used and not p.over for p in self._passes)
+    def is_ahead(self, epoch: int | None) -> bool:
+        """Whether samples of a pass that was begun in this epoch wait to be used."""
+        return any(p.given > p.used for p in self._under_way(epoch))
 
-    def is_at_an_end(self) -> bool:
-        """Whether all samples of a pass have been used, and it is not over yet."""
-        return any(p.used >= p.end and not p.over for p in self._passes)
+    def is_at_an_end(self, epoch: int | None) -> bool:
+        """Whether all samples of a pass that was begun in this epoch have been used."""
+        return any(p.used >= p.end for p in self._under_way(epoch))
+
+    def _under_way(self, epoch: int | None) -> list[DataPass]:
+        return [p for p in self._passes if p.epoch == epoch and not p.over]
 
     def go_to(self, saved: Mapping[str, Any]) -> None:
         """Begin with the passes that `to_json` told of; those under way can no longer be used."""
@@ -219,6 +221,11 @@ class Position:
         self._waiting: dict[tuple[int | None, int], dict[str, Any]] = {}
         self._changed: Collection[str] = ()
 
+    @property
+    def here(self) -> int | None:
+        """The epoch that the run is in now; None outside."""
+        return self.epoch if self.inside else None
+
     def epochs(self, number: int) -> Iterator[int]:
         """Count epochs from where the run is up to ``number``."""
         while self.epoch < number:
@@ -250,7 +257,7 @@ class Position:
         Raises:
             CheckpointError: it is another one than was saved.
         """
-        where = self.epoch if self.inside else None
+        where = self.here
         place = where, self._made.get(where, 0)
         if place in self._waiting:
             saved = self._waiting[place]
@@ -279,11 +286,12 @@ class Position:
 
     def is_at_an_end(self) -> bool:
         """Whether a pass has been used up and the script does not know it yet."""
-        return any(track.is_at_an_end() for track in self._tracks.values())
+        return any(track.is_at_an_end(self.here) for track in self._tracks.values())
 
     def is_between_batches(self, batch: ShardedBatch) -> bool:
         """Whether, after the step with this batch, no other loader's batch waits to be used."""
-        return not any(track.is_ahead() for track in self._tracks.values() if not track.made(batch))
+        others = [track for track in self._tracks.values() if not track.made(batch)]
+        return not any(track.is_ahead(self.here) for track in others)
 
     def note_step(self, batch: ShardedBatch) -> None:
         """A batch has been used."""
