@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -439,7 +440,8 @@ class Trainer:
     def _finish(self) -> None:
         """Bring everything that is to be saved to the disk."""
         with self._telling_others():
-            if self._autosave is not None:
+            # Where the script is about to fail, the other devices would not take part.
+            if self._autosave is not None and sys.exc_info()[0] is None:
                 self._autosave.finish()
             self._checkpoints.finish()
 

@@ -17,7 +17,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from onefold.checkpoint.background import finish_all
 from onefold.errors import PeerError
@@ -61,9 +61,18 @@ def _take_requests_to_stop() -> None:
     directory = current_world().run_directory
     if directory is None or not current_world().checkpoint:
         return
-    progress = directory.progress()
+    progress, process = directory.progress(), os.getpid()
+    before: dict[int, Any] = {}
+
+    def request(number: int, frame: object) -> None:
+        if os.getpid() == process:
+            progress.request_stop()
+            return
+        signal.signal(number, before[number])  # a child of the script is ended like any other
+        os.kill(os.getpid(), number)
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: progress.request_stop())
+        before[number] = signal.signal(number, request)
 
 
 def _fail(error: BaseException) -> NoReturn:

@@ -170,6 +170,23 @@ def test_a_signal_to_a_device_does_the_same(runs: Runs, number: signal.Signals) 
     assert "onefold: stopped by a signal to a device after step" in errors
 
 
+def test_a_child_of_the_script_is_ended_like_any_other(runs: Runs) -> None:
+    run = runs.start("child")
+    code, _, errors = run.finish()
+    assert (code, errors) == (0, "")
+    assert run.output.read_text().startswith(f"exit code {-signal.SIGTERM}\n")
+
+
+@pytest.mark.parametrize("exchange", ["shared", "collective"])
+def test_a_trainer_that_is_closed_by_a_failing_device_hides_nothing(
+    runs: Runs, exchange: str
+) -> None:
+    code, _, errors = runs.start("fail", options=f"--every 3 --exchange {exchange}").finish()
+    assert code == 1
+    assert "device 1" in errors
+    assert "ArithmeticError: the fault that was asked for" in errors
+
+
 def test_two_loaders_side_by_side_go_on_together(runs: Runs) -> None:
     """No checkpoint is made between the two steps of a pair of batches."""
     (runs.folder / "crashes").mkdir()

@@ -3,11 +3,14 @@
 ``steps SECONDS LAST``: each step takes so long. ``crash FOLDER TIMES``: device 0 is killed in step
 7 so many times; each epoch ends with the mean of its losses. ``zip FOLDER TIMES``: likewise, with
 two loaders side by side. ``own``: batches that the script cuts itself. ``two``: two trainers.
-``twice``: two steps with one batch. ``schedule``: one that the script steps itself.
+``twice``: two steps with one batch. ``schedule``: one that the script steps itself. ``fail``: an
+exception in step 7 of device 1, with the trainer closed whatever happens. ``child``: a process of
+its own that is ended.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -58,6 +61,12 @@ def main() -> None:
     data = torch.utils.data.TensorDataset(inputs)
     train = trainer.loader(data, batch_size=40 // STEPS_OF_AN_EPOCH, shuffle=True)
     other = trainer.loader(data, batch_size=3, shuffle=True)
+    if kind == "child":
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        child.start()
+        child.terminate()
+        child.join(20)
+        print(f"exit code {child.exitcode}", flush=True)
     print("ready", flush=True)
     for _ in trainer.epochs(3 if kind != "steps" else 100):
         losses = []
@@ -68,6 +77,11 @@ def main() -> None:
                 trainer.step(batch)
             if kind == "zip":
                 step = trainer.step(beside)
+            if kind == "fail" and step.number == 7 and not trainer.is_lead:
+                try:
+                    raise ArithmeticError("the fault that was asked for")
+                finally:
+                    trainer.close()
             if kind == "steps":
                 time.sleep(float(arguments[0]))
             if kind in CRASHES and trainer.is_lead and step.number == CRASHES[kind]:
