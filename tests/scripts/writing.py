@@ -36,9 +36,10 @@ def write(directory: Path, number: int) -> None:
     data = values.view(torch.uint8).numpy()
     parts = [TensorParts("values", values.dtype, (NUMEL,), (1,), [data])]
     files = {"model.safetensors": parts, "optimizer.safetensors": parts}
-    run = {"format": 1, "run": "one", "step": step, "number": number}
+    keeping = {"scores": {}, "keep": 2, "best": None}
+    run = {"format": 1, "run": "one", "step": step, "number": number, **keeping}
     write_checkpoint(folder_of(directory, step), files, lambda: run)
-    prune(directory, run="one", keep=2, best=None)
+    prune(directory, run="one", keep=2)
 
 
 def kill_before(changes: int) -> None:
