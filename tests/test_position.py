@@ -189,6 +189,17 @@ def looking_first(script: Script) -> Iterator[None]:
         yield
 
 
+def peeking(script: Script) -> Iterator[None]:
+    """One look at the data before the first epoch."""
+    train = script.loader()
+    next(iter(train))
+    for _ in script.position.epochs(3):
+        for batch in train:
+            script.step(batch)
+            yield
+        yield
+
+
 SCRIPTS: dict[str, Callable[[Script], Iterator[None]]] = {
     script.__name__: script
     for script in (
@@ -203,6 +214,7 @@ SCRIPTS: dict[str, Callable[[Script], Iterator[None]]] = {
         warming_up,
         several_passes_an_epoch,
         looking_first,
+        peeking,
     )
 }
 

@@ -257,7 +257,9 @@ class _StopRequests:
 
     def check(self) -> None:
         """End the run if its time for stopping is over."""
-        if self.signal is not None and time.monotonic() > self._deadline_s:
+        if self.came and not self._deadline_s:  # a device has been asked
+            self._deadline_s = time.monotonic() + self._limit_s
+        if self._deadline_s and time.monotonic() > self._deadline_s:
             raise _StoppedAtOnce
 
     def _take(self, number: int, frame: object) -> None:
@@ -401,8 +403,8 @@ class _Crew:
             return replace(failed, final=True)
         why = "a second signal came" if requests.twice else "its time for saving was over"
         text = (
-            f"stopped by {name} in step {self._step_text(0)} (device 0) without saving, as {why}; "
-            f"earlier checkpoints, if any, are in {checkpoint}"
+            f"stopped by {name} in step {self._step_text(0)} (device 0) before it had saved itself, "
+            f"as {why}; earlier checkpoints, if any, are in {checkpoint}"
         )
         return Outcome(128 + (requests.signal or signal.SIGTERM), text, final=True)
 

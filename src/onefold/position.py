@@ -132,14 +132,14 @@ class LoaderTrack:
 
     def end(self, this: DataPass, *, broken_off: bool) -> None:
         """No more batches of a pass will come."""
-        this.over, this.broken_off = True, broken_off
+        this.over, this.broken_off = True, broken_off and this.used < this.end
         if self._position is None or this.abandoned:
             return
         if this.epoch is not None and this.epoch != self._position.epoch:
             # One of an epoch before, which was held until now.
             self._passes = [each for each in self._passes if each is not this]
         elif this.used:
-            self._position.note_pass_end(broken_off=broken_off)
+            self._position.note_pass_end(broken_off=this.broken_off)
 
     def made(self, batch: ShardedBatch) -> bool:
         """Whether a batch is of one of the passes under way."""
@@ -181,6 +181,8 @@ class LoaderTrack:
             first, empty, told = self._next - len(told), len(told) + self._empty, []
         else:
             first, empty = (told[0][0] if told else self._next), 0
+        if told and not self._coming and told[-1][0] + 1 != self._next:
+            told.append([self._next, 0])  # passes of epochs that are done lie between
         return {
             "first_pass": first - self._used_up,
             "empty_passes": empty + self._used_up,

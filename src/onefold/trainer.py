@@ -115,6 +115,7 @@ class Trainer:
         self._loss = loss
         self._engine = assemble(model, optimizer, settings=settings, team=self._team)
         self._schedule = schedule
+        self._left = False
         self._position = Position()
         self._checkpoints = Checkpoints(
             self._engine, settings, self._team, self._position, schedule
@@ -419,6 +420,7 @@ class Trainer:
             OSError: a checkpoint could not be written in the background.
         """
         self._finish()
+        self._left = True
         self._engine.exchange.close()
 
     def _before_step(self, batch: ShardedBatch) -> bool:
@@ -441,7 +443,7 @@ class Trainer:
         """Bring everything that is to be saved to the disk."""
         with self._telling_others():
             # Where the script is about to fail, the other devices would not take part.
-            if self._autosave is not None and sys.exc_info()[0] is None:
+            if self._autosave is not None and not self._left and not _is_failing():
                 self._autosave.finish()
             self._checkpoints.finish()
 
@@ -480,6 +482,7 @@ class Trainer:
             yield
         except BaseException as error:
             if but is None or not isinstance(error, but):
+                self._left = True
                 self._engine.exchange.close(error)
             raise
 
@@ -487,3 +490,10 @@ class Trainer:
         """What comes before a step ends badly is told as a failure in that step."""
         if self._progress is not None:
             self._progress.set_step(self._world.rank, self._position.step + 1)
+
+
+def _is_failing() -> bool:
+    """Whether an exception is under way that ends the script, and not in order."""
+    error = sys.exc_info()[1]
+    ends_well = isinstance(error, SystemExit) and error.code in (None, 0)
+    return error is not None and not ends_well

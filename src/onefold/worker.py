@@ -64,11 +64,15 @@ def _take_requests_to_stop() -> None:
     progress, process = directory.progress(), os.getpid()
     before: dict[int, Any] = {}
 
+    asked: list[int] = []
+
     def request(number: int, frame: object) -> None:
-        if os.getpid() == process:
+        if os.getpid() == process and not asked:
+            asked.append(number)
             progress.request_stop()
             return
-        signal.signal(number, before[number])  # a child of the script is ended like any other
+        # The second time; or a child of the script, which is ended like any other.
+        signal.signal(number, before[number])
         os.kill(os.getpid(), number)
 
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -132,7 +132,7 @@ def test_a_second_signal_ends_it_at_once(runs: Runs, wait_s: float) -> None:
     code, _, errors = run.finish()
     assert time.monotonic() - began < 5
     assert code == 130
-    assert "without saving, as a second signal came" in errors
+    assert "before it had saved itself, as a second signal came" in errors
     assert "Traceback" not in errors
 
 
@@ -145,7 +145,7 @@ def test_a_step_that_takes_too_long_is_not_waited_for(runs: Runs) -> None:
     code, _, errors = run.finish()
     assert 1 <= time.monotonic() - began < 8
     assert code == 143
-    assert "without saving, as its time for saving was over" in errors
+    assert "before it had saved itself, as its time for saving was over" in errors
 
 
 def test_a_run_that_is_at_its_end_ends_well(runs: Runs) -> None:

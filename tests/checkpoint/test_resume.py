@@ -133,6 +133,9 @@ def test_a_run_that_may_be_the_first_begins_without_a_checkpoint(tmp_path: Path)
     found = again.load(tmp_path / "run", if_any=True)
     assert found is not None
     assert found.step == again.steps == 1
+    one = make_trainer().load(tmp_path / "run" / "step-00000001", if_any=True)
+    assert one is not None
+    assert one.step == 1
     for path in (tmp_path / "run").rglob("model.safetensors"):
         path.unlink()
     with pytest.raises(CheckpointError, match=r"model.safetensors is missing"):

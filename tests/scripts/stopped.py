@@ -64,6 +64,7 @@ def main() -> None:
     if kind == "child":
         child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
         child.start()
+        time.sleep(1)  # a signal that comes while it is being made is lost to Python
         child.terminate()
         child.join(20)
         print(f"exit code {child.exitcode}", flush=True)

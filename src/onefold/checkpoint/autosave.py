@@ -15,6 +15,10 @@ from onefold.team import Team
 __all__ = ["Autosave"]
 
 
+_MOST_PUT_OFF = 100
+"""Steps; an iterator that the script keeps and never goes on with would put it off for ever."""
+
+
 class Autosave:
     """Follows the one trainer of a script.
 
@@ -51,6 +55,8 @@ class Autosave:
         self._due = False
         self._at_end = False
         """What is due was put off, as a pass has been used up."""
+        self._put_off = 0
+        """For so many steps."""
         self._stop = False
 
     @classmethod
@@ -136,9 +142,13 @@ class Autosave:
         self._stop |= stop
         self._due |= stop or self._position.step % self._every == 0
         self._at_end = False
-        if not self._due or not self._position.is_between_batches(batch):
+        if not self._due:
             return False
-        self._at_end = self._position.is_at_an_end()
+        self._put_off += 1
+        if self._put_off <= _MOST_PUT_OFF:
+            if not self._position.is_between_batches(batch):
+                return False
+            self._at_end = self._position.is_at_an_end()
         if not self._at_end:
             self._save()
             return self._stop
@@ -155,6 +165,7 @@ class Autosave:
     def _save(self) -> None:
         self._write()
         self._due = self._at_end = False
+        self._put_off = 0
         self._saved = self._position.step
 
     def _write(self) -> None:

@@ -185,7 +185,7 @@ def find_checkpoint(path: Path) -> StoredCheckpoint:
 
 def has_checkpoints(directory: Path) -> bool:
     """Whether there is anything that `find_checkpoint` would look at."""
-    return bool(_places(directory))
+    return _is_named(directory) or bool(_places(directory))
 
 
 def prune(directory: Path, *, run: str, keep: int) -> None:

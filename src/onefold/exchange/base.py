@@ -30,6 +30,7 @@ from onefold.fold import max_blocks
 from onefold.shard import Plan
 
 __all__ = [
+    "LEFT",
     "Board",
     "BoardShape",
     "Courier",
@@ -39,6 +40,13 @@ __all__ = [
     "Storage",
     "roomy",
 ]
+
+
+LEFT = (
+    "this trainer has left its run, closed by the script or after a failure, and the other devices "
+    "go on without it: make a new run"
+)
+"""What an exchange that has been closed says."""
 
 
 @dataclass(frozen=True, slots=True)

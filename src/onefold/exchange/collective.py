@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from onefold.errors import PeerError, PeerFailed, PeerLost
-from onefold.exchange.base import Board, Exchange, Start, Storage, roomy
+from onefold.errors import OnefoldError, PeerError, PeerFailed, PeerLost
+from onefold.exchange.base import LEFT, Board, Exchange, Start, Storage, roomy
 from onefold.exchange.group import break_off, who_left
 from onefold.exchange.spans import Partial, SpanFold, Spanned, SpanTensors
 from onefold.flat import Chunk, FlatTensors, cut_chunks
@@ -55,7 +55,7 @@ class CollectiveExchange(Exchange):
     ) -> None:
         self._storage = storage
         self._device = device
-        self._group = group
+        self._joined: dist.ProcessGroup | None = group
         self._store = store
         self._rank = group.rank()
         self._step = 1
@@ -203,7 +203,14 @@ class CollectiveExchange(Exchange):
             dist.recv(tensor, group=self._group, group_src=peer)
         return tensor
 
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        if self._joined is None:
+            raise OnefoldError(LEFT)
+        return self._joined
+
     def close(self, failure: BaseException | None = None) -> None:
+        self._joined = None  # its threads end with the last who holds it, while Python still runs
         if failure is None:
             return
         break_off()

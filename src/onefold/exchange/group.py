@@ -109,6 +109,7 @@ def _leave() -> None:
         except RuntimeError as error:
             _log.info("the other devices did not end in order: %s", error)
             return
+        join_group.cache_clear()  # or its threads would go on while Python is taken apart
         dist.destroy_process_group()
 
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from onefold.errors import DisagreementError, OnefoldError, PeerFailed, PeerLost, PeerTimeout
+from onefold.exchange.base import LEFT
 from onefold.process import stopped_process
 
 __all__ = ["Mailbox"]
@@ -82,10 +83,7 @@ class Mailbox:
             OnefoldError: this process has hung up.
         """
         if self._closed:
-            raise OnefoldError(
-                "this trainer has left its run, closed by the script or after a failure, and the "
-                "other devices go on without it: make a new run"
-            )
+            raise OnefoldError(LEFT)
         for peer in self._peers.values():
             self._send(peer, _ARRIVED)
         self._await(self._peers.keys(), _ARRIVED)
