@@ -403,8 +403,8 @@ class _Crew:
             return replace(failed, final=True)
         why = "a second signal came" if requests.twice else "its time for saving was over"
         text = (
-            f"stopped by {name} in step {self._step_text(0)} (device 0) before it had saved itself, "
-            f"as {why}; earlier checkpoints, if any, are in {checkpoint}"
+            f"stopped by {name} in step {self._step_text(0)} (device 0) before it had saved "
+            f"itself, as {why}; earlier checkpoints, if any, are in {checkpoint}"
         )
         return Outcome(128 + (requests.signal or signal.SIGTERM), text, final=True)
 
