@@ -9,6 +9,7 @@
     ├── LossError              a loss of the wrong kind or shape, or one that is not finite
     ├── GradientError          a gradient that cannot be folded (sparse, another dtype)
     ├── SampleError            a data set item that could not be read
+    ├── DataError              files of a data set that cannot be used, found before training
     ├── CheckpointError        a checkpoint or file of weights that is damaged, or does not fit
     └── PeerError              this device is sound, another one is not
         ├── PeerLost           it was killed, was stopped, or left the run
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 __all__ = [
     "CheckpointError",
+    "DataError",
     "DisagreementError",
     "GradientError",
     "LaunchError",
@@ -66,6 +68,10 @@ class GradientError(OnefoldError, ValueError):
 
 class SampleError(OnefoldError):
     """Reading one sample of a data set raised; the message names the sample."""
+
+
+class DataError(OnefoldError, ValueError):
+    """Files of a data set that cannot be used; the message names each file, and line."""
 
 
 class CheckpointError(OnefoldError):

@@ -1,0 +1,49 @@
+"""What in a data set cannot be used: told all at once before training, or left out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from onefold.errors import DataError
+
+__all__ = ["BadFile", "refuse"]
+
+_TOLD = 5
+
+
+@dataclass(frozen=True, slots=True)
+class BadFile:
+    """A file, or a line of one, that cannot be used.
+
+    >>> str(BadFile(Path("train.tsv"), "there is no tab", line=3))
+    'train.tsv, line 3: there is no tab'
+    """
+
+    path: Path
+    """Of the file."""
+    reason: str
+    """What was expected and what came."""
+    line: int | None = None
+    """Counted from 1."""
+
+    def __str__(self) -> str:
+        place = f"{self.path}" if self.line is None else f"{self.path}, line {self.line}"
+        return f"{place}: {self.reason}"
+
+
+def refuse(bad: Sequence[BadFile]) -> None:
+    """Raise one error that names what is bad, if anything is.
+
+    Raises:
+        DataError: there is something.
+    """
+    if not bad:
+        return
+    told = "\n".join(f"  {each}" for each in bad[:_TOLD])
+    more = f"\n  and {len(bad) - _TOLD} more" if len(bad) > _TOLD else ""
+    raise DataError(
+        f"{len(bad)} of the data cannot be used:\n{told}{more}\n"
+        f"mend or remove them, or leave them out with --skip-bad"
+    )
