@@ -204,10 +204,10 @@ def test_names_that_differ_between_shards_are_refused(devices: int) -> None:
 @pytest.mark.parametrize(
     ("result", "words"),
     [
-        (torch.ones(2), "expected the score function to return a dict .* got Tensor"),
+        (torch.ones(2), "expected the function to return a dict .* got Tensor"),
         (None, "a dict of values by name, .* got NoneType"),
         ([("loss", torch.ones(2))], "got list"),
-        ({}, "expected the score function to return a dict of values by name"),
+        ({}, "expected the function to return a dict of values by name"),
         ({"accuracy": 0.5}, "^the value 'accuracy' of batch 0 .*, shard 0: .* got float"),
         ({"accuracy": torch.ones(2, 1)}, r"^the value 'accuracy' of .* got shape \(2, 1\)"),
     ],

@@ -16,7 +16,7 @@ from onefold.mean import weigh
 from onefold.randomness import derive_seed, seed_generators
 from onefold.replica import Replica
 
-__all__ = ["ScoreFunction", "evaluate"]
+__all__ = ["ScoreFunction", "agree_on_lines", "evaluate", "values_of_shard"]
 
 ScoreFunction = Callable[[torch.nn.Module, Any], object]
 """Takes the model and one shard; returns a dict of values as `onefold.mean.weigh` reads them."""
@@ -57,9 +57,6 @@ class _Tally:
                 f"the same names for every shard"
             )
         self.names = names
-        for name in names:
-            if not isinstance(name, str) or not name or "\n" in name:
-                raise LossError(f"{where}: expected names of one line for values, got {name!r}")
         parts = [
             weigh(value, samples, f"the value {name!r} of {where}")
             for name, value in values.items()
@@ -87,23 +84,51 @@ def _score_shards(
 ) -> None:
     tally.batches.append({})
     for shard in batch.plan.shards_of(replica.number):
-        if shard not in batch.shards:
-            continue
-        where = f"batch {number} of an evaluation, shard {shard}"
-        payload = move(batch.shards[shard], replica.device)
-        replica.buffers.begin_shard()
-        seed_generators(derive_seed("evaluate", seed, number, shard), replica.device)
-        values = score(replica.module, payload)
-        if not isinstance(values, dict) or not values:
-            raise LossError(
-                f"{where}: expected the score function to return a dict of values by name, such "
-                f'as {{"loss": ..., "accuracy": ...}}, got {type(values).__name__}'
-            )
-        tally.add(shard, values, batch.size_of(shard), where)
+        if shard in batch.shards:
+            where = f"batch {number} of an evaluation, shard {shard}"
+            values = values_of_shard(replica, score, batch, (number, shard), seed, where)
+            tally.add(shard, values, batch.size_of(shard), where)
+
+
+def values_of_shard(
+    replica: Replica,
+    function: ScoreFunction,
+    batch: ShardedBatch,
+    place: tuple[int, int],
+    seed: int,
+    where: str,
+) -> dict[str, Any]:
+    """What a function returns for one shard, checked to be values by name.
+
+    Args:
+        replica: computes it.
+        function: the user's.
+        batch: holds the shard.
+        place: numbers of the batch and the shard.
+        seed: of the run.
+        where: for errors.
+
+    Raises:
+        LossError: it is something else.
+    """
+    number, shard = place
+    payload = move(batch.shards[shard], replica.device)
+    replica.buffers.begin_shard()
+    seed_generators(derive_seed("evaluate", seed, number, shard), replica.device)
+    values = function(replica.module, payload)
+    if not isinstance(values, dict) or not values:
+        raise LossError(
+            f"{where}: expected the function to return a dict of values by name, such as "
+            f'{{"loss": ..., "accuracy": ...}}, got {type(values).__name__}'
+        )
+    for name in values:
+        if not isinstance(name, str) or not name or "\n" in name:
+            raise LossError(f"{where}: expected names of one line for values, got {name!r}")
+    return values
 
 
 def _combine(exchange: Exchange, tallies: dict[int, _Tally], shards: int) -> dict[str, float]:
-    names = _agree_on_names(exchange, {number: t.names for number, t in tallies.items()})
+    names = agree_on_lines(exchange, {number: t.names for number, t in tallies.items()})
     tables = {number: tally.table(shards, len(names)) for number, tally in tallies.items()}
     shape = next(iter(tables.values())).shape
     rows = exchange.share({number: table.flatten() for number, table in tables.items()})
@@ -116,8 +141,16 @@ def _combine(exchange: Exchange, tallies: dict[int, _Tally], shards: int) -> dic
     }
 
 
-def _agree_on_names(exchange: Exchange, own: dict[int, list[str]]) -> list[str]:
-    """The names of the values; a device whose shards were all empty learns them from the others."""
+def agree_on_lines(exchange: Exchange, own: dict[int, list[str]]) -> list[str]:
+    """What all devices say alike; one whose shards were all empty learns it from the others.
+
+    Args:
+        exchange: of the run.
+        own: for each own device the names of its values, or other lines; none if it has no values.
+
+    Raises:
+        DisagreementError: two devices say something else.
+    """
     texts = {number: "\n".join(names).encode() for number, names in own.items()}
     lengths = exchange.share(
         {number: torch.tensor([float(len(t))], dtype=torch.float64) for number, t in texts.items()}
@@ -133,7 +166,7 @@ def _agree_on_names(exchange: Exchange, own: dict[int, list[str]]) -> list[str]:
     for number, text in enumerate(said):
         if text and text != spoken[0]:
             raise DisagreementError(
-                f"device {number} scored {text.split()} and another one {spoken[0].split()}: "
-                f"expected the same names for every shard"
+                f"device {number} has {text.splitlines()} and another one "
+                f"{spoken[0].splitlines()}: expected the same names for every shard"
             )
     return spoken[0].split("\n")

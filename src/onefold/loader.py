@@ -3,6 +3,7 @@ number of devices and with any number of worker processes."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,13 @@ from onefold.batch import ShardedBatch
 from onefold.errors import SampleError
 from onefold.position import LoaderSize, LoaderTrack
 from onefold.process import die_with_parent
-from onefold.randomness import derive_seed, kept_generators, sample_order, seed_generators
+from onefold.randomness import (
+    derive_seed,
+    kept_generators,
+    order_by_length,
+    sample_order,
+    seed_generators,
+)
 from onefold.shard import Plan, cut_bounds
 from onefold.timing import host_now_s
 
@@ -75,6 +82,7 @@ class Loader:
         dataset: has a length and an item for each index.
         batch_size: samples of a whole batch, over all devices.
         shuffle: visit the samples in another order in each pass.
+        lengths: of every sample; those of near length come into one batch. None if of no matter.
         workers: processes that read ahead; 0 reads in this process.
         drop_last: leave out a last batch that is short.
         collate: makes a shard's payload from a list of samples; PyTorch's default if None.
@@ -92,6 +100,7 @@ class Loader:
         *,
         batch_size: int,
         shuffle: bool,
+        lengths: Sequence[int] | None = None,
         workers: int,
         drop_last: bool,
         collate: Collate | None,
@@ -108,12 +117,17 @@ class Loader:
         if collate is not None and not callable(collate):
             raise TypeError(f"expected collate to be a function of a list of samples: {collate!r}")
         self._reader = _Reader(dataset, collate, seed)
+        by_length = None if lengths is None else _checked_lengths(lengths, len(dataset), shuffle)
         size = LoaderSize(
-            samples=len(dataset), batch_size=batch_size, drop_last=drop_last, shuffle=shuffle
+            samples=len(dataset),
+            batch_size=batch_size,
+            drop_last=drop_last,
+            shuffle=shuffle,
+            lengths="" if by_length is None else _digest(by_length),
         )
         self.track = LoaderTrack(size, first_epoch)
         """Which passes were gone through."""
-        self._requests = _Requests(size, seed=seed, plan=plan, own=own)
+        self._requests = _Requests(size, by_length, seed=seed, plan=plan, own=own)
         self._workers: DataLoader[Any] | None = None
         if workers:
             self._workers = DataLoader(
@@ -176,9 +190,16 @@ class _Requests(Sampler[_Request]):
     """
 
     def __init__(
-        self, size: LoaderSize, *, seed: int, plan: Callable[[], Plan], own: Sequence[int]
+        self,
+        size: LoaderSize,
+        lengths: torch.Tensor | None,
+        *,
+        seed: int,
+        plan: Callable[[], Plan],
+        own: Sequence[int],
     ) -> None:
         self._size = size
+        self._lengths = lengths
         self._seed = seed
         self._plan = plan
         self._own = own
@@ -191,13 +212,18 @@ class _Requests(Sampler[_Request]):
 
     def __iter__(self) -> Iterator[_Request]:
         (number, first, last), size = self.position, self._size
-        if size.shuffle:
-            order = sample_order(size.samples, seed=self._seed, epoch=number)
-        else:
-            order = torch.arange(size.samples)
+        order = self._order(number)
         for start in range(first, last, size.batch_size):
             stop = min(start + size.batch_size, last)
             yield self._request(number, order[start:stop], stop)
+
+    def _order(self, epoch: int) -> torch.Tensor:  # (samples,) int64
+        size, seed = self._size, self._seed
+        if not size.shuffle:
+            return torch.arange(size.samples)
+        if self._lengths is None:
+            return sample_order(size.samples, seed=seed, epoch=epoch)
+        return order_by_length(self._lengths, batch_size=size.batch_size, seed=seed, epoch=epoch)
 
     def _request(self, epoch: int, batch: torch.Tensor, stop: int) -> _Request:
         plan = self._plan()
@@ -287,6 +313,20 @@ def _check_dataset(dataset: object) -> None:
         )
     if len(cast(SizedDataset, dataset)) == 0:
         raise ValueError("the data set is empty: expected at least one sample")
+
+
+def _checked_lengths(lengths: Sequence[int], samples: int, shuffle: bool) -> torch.Tensor:
+    if not shuffle:
+        raise ValueError("batches by length are made of shuffled samples: expected shuffle=True")
+    if len(lengths) != samples:
+        raise ValueError(
+            f"expected one length for each of the {samples} samples, got {len(lengths)} lengths"
+        )
+    return torch.tensor(lengths, dtype=torch.int64)
+
+
+def _digest(lengths: torch.Tensor) -> str:
+    return hashlib.blake2b(lengths.numpy().tobytes(), digest_size=8).hexdigest()
 
 
 def _check_count(name: str, value: int, *, least: int) -> None:

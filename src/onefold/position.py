@@ -74,6 +74,8 @@ class LoaderSize:
     batch_size: int
     drop_last: bool
     shuffle: bool
+    lengths: str = ""
+    """A digest of the samples' lengths where batches are made by them."""
 
     def check_same(self, now: LoaderSize, changed: Collection[str]) -> None:
         """Refuse another loader than was saved.
@@ -86,6 +88,7 @@ class LoaderSize:
         check_same("batch_size", self.batch_size, now.batch_size, changed, "batch_size")
         check_same("batch_size", self.drop_last, now.drop_last, changed, "drop_last")
         check_same("dataset", self.shuffle, now.shuffle, changed, "shuffle")
+        check_same("dataset", self.lengths, now.lengths, changed, "lengths of samples, as a digest")
 
 
 class LoaderTrack:
@@ -363,7 +366,8 @@ class Position:
 
 
 def _size_of(saved: Mapping[str, Any]) -> LoaderSize:
-    return LoaderSize(**{field.name: saved[field.name] for field in fields(LoaderSize)})
+    known = {field.name for field in fields(LoaderSize)}
+    return LoaderSize(**{name: value for name, value in saved.items() if name in known})
 
 
 def _by_place(saved: Mapping[str, Any]) -> dict[tuple[int | None, int], dict[str, Any]]:

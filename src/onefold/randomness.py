@@ -12,7 +12,16 @@ import numpy as np
 import torch
 from numpy.random import mtrand
 
-__all__ = ["derive_seed", "kept_generators", "sample_order", "seed_generators"]
+__all__ = [
+    "derive_seed",
+    "kept_generators",
+    "order_by_length",
+    "sample_order",
+    "seed_generators",
+]
+
+_POOL_BATCHES = 32
+"""Batches among which samples of near length are brought together."""
 
 _stand_ins: list[np.random.MT19937] = []
 """NumPy generators to use again: making one takes longer than all the rest of a step's seeding."""
@@ -75,3 +84,29 @@ def sample_order(samples: int, *, seed: int, epoch: int) -> torch.Tensor:  # (sa
     """The order in which the samples of one epoch are visited."""
     generator = torch.Generator().manual_seed(derive_seed("order", seed, epoch))
     return torch.randperm(samples, generator=generator)
+
+
+def order_by_length(
+    lengths: torch.Tensor, *, batch_size: int, seed: int, epoch: int
+) -> torch.Tensor:  # (samples,) int64
+    """An order like `sample_order`, in whose batches samples of near length come together.
+
+    The samples of a last batch that is short are drawn from all, so that leaving it out favours no
+    length; the others are shuffled, sorted by length within pools of a few batches, and the batches
+    are shuffled.
+
+    Args:
+        lengths: (samples,) int64.
+        batch_size: samples of a batch.
+        seed: of the run.
+        epoch: number of the pass.
+    """
+    order = sample_order(len(lengths), seed=seed, epoch=epoch)
+    whole = len(order) // batch_size
+    pools = torch.split(order[: whole * batch_size], _POOL_BATCHES * batch_size)
+    sorted_pools = [pool[lengths[pool].argsort(stable=True)] for pool in pools]
+    batches = torch.cat([*sorted_pools, order[:0]]).view(whole, batch_size)
+    generator = torch.Generator().manual_seed(derive_seed("batches", seed, epoch))
+    rest = order[whole * batch_size :]
+    rest = rest[lengths[rest].argsort(stable=True)]
+    return torch.cat([batches[torch.randperm(whole, generator=generator)].flatten(), rest])

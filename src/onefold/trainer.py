@@ -24,6 +24,7 @@ from onefold.membership import at_good_end
 from onefold.modelcheck import check_model
 from onefold.observers import observers_of
 from onefold.position import Position
+from onefold.prediction import gather, predict
 from onefold.replica import LossFunction
 from onefold.rundir import STOPPED_CODE
 from onefold.schedule import check_schedule
@@ -175,6 +176,7 @@ class Trainer:
         *,
         batch_size: int,
         shuffle: bool = False,
+        lengths: Sequence[int] | None = None,
         workers: int = 0,
         drop_last: bool = False,
         collate: Collate | None = None,
@@ -188,6 +190,8 @@ class Trainer:
             dataset: has a length and an item for each index.
             batch_size: samples of a whole batch, over all devices.
             shuffle: visit the samples in another order in each pass.
+            lengths: of every sample, with ``shuffle``: those of near length come together, so that
+                little is padded.
             workers: processes that read ahead, for each device.
             drop_last: leave out a last batch that is short.
             collate: makes a shard's payload from a list of samples; PyTorch's default if None.
@@ -202,6 +206,7 @@ class Trainer:
             dataset,
             batch_size=batch_size,
             shuffle=shuffle,
+            lengths=lengths,
             workers=workers,
             drop_last=drop_last,
             collate=collate,
@@ -215,6 +220,7 @@ class Trainer:
         *,
         batch_size: int,
         shuffle: bool = False,
+        lengths: Sequence[int] | None = None,
         workers: int,
         drop_last: bool = False,
         collate: Collate | None,
@@ -223,6 +229,7 @@ class Trainer:
             dataset,
             batch_size=batch_size,
             shuffle=shuffle,
+            lengths=lengths,
             workers=workers,
             drop_last=drop_last,
             collate=collate,
@@ -309,6 +316,60 @@ class Trainer:
         with self._telling_others():
             self._checkpoints.check()
             return evaluate(self._engine, score, batches)
+
+    def predict(
+        self,
+        function: ScoreFunction,
+        dataset: SizedDataset,
+        *,
+        batch_size: int,
+        workers: int = 0,
+        collate: Collate | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """What the model says of every sample, in the data set's order, on every device.
+
+        Args:
+            function: ``function(model, batch)`` for one shard; returns a dict of names to tensors
+                (n, ...), one row a sample, alike in dtype and shape for all samples. The model is
+                in evaluation mode and no gradient is recorded.
+            dataset: as for `loader`.
+            batch_size: samples of a whole batch, over all devices.
+            workers: processes that read ahead, for each device.
+            collate: as for `loader`.
+
+        Returns:
+            For each name a tensor (samples, ...) on the host, in memory as a whole.
+
+        Raises:
+            LossError: a value is no tensor with one row a sample.
+            DisagreementError: names, dtypes or shapes differ between shards.
+
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> trainer = Trainer(model, optimizer, lambda m, x: m(x).square().mean(dim=1), shards=2)
+        >>> said = trainer.predict(lambda m, x: {"sum": x.sum(1)}, torch.ones(5, 2), batch_size=4)
+        >>> said["sum"]
+        tensor([2., 2., 2., 2., 2.])
+        """
+        batches = self._loader(dataset, batch_size=batch_size, workers=workers, collate=collate)
+        with self._telling_others():
+            self._checkpoints.check()
+            return predict(self._engine, function, batches)
+
+    def gather(self, numbers: Mapping[str, float]) -> list[dict[str, float]]:
+        """Numbers of every device, such as seconds or bytes; called on every device.
+
+        Args:
+            numbers: of this process, by name; the same names on every device.
+
+        Returns:
+            One dict for each of `devices`, in their order, on every device.
+
+        Raises:
+            DisagreementError: the names differ between devices.
+        """
+        with self._telling_others():
+            return gather(self._engine.exchange, dict.fromkeys(self._team.own, numbers))
 
     def fingerprint(self) -> str:
         """16 hexadecimal digits over parameters and buffers: the same for the same bits."""
