@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import TensorDataset
 
-__all__ = ["mnist", "read_idx"]
+__all__ = ["find_file", "mnist", "read_idx", "read_labelled"]
 
 GZIP_MAGIC = b"\x1f\x8b"
 NUMBER_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
@@ -131,9 +131,27 @@ def mnist(directory: str | PathLike[str], train: bool = True) -> TensorDataset:
         FileNotFoundError: a file is missing; the message lists the names looked for.
         ValueError: a file is damaged, or the two do not belong together.
     """
-    prefix = "train" if train else "t10k"
-    images_path = find_file(Path(directory), f"{prefix}-images-idx3-ubyte")
-    labels_path = find_file(Path(directory), f"{prefix}-labels-idx1-ubyte")
+    images, labels = read_labelled(Path(directory), "train" if train else "t10k")
+    pixels = images.unsqueeze(1).to(torch.float32).div_(255)
+    return TensorDataset(pixels.sub_(MNIST_MEAN).div_(MNIST_STD), labels)
+
+
+def read_labelled(directory: Path, prefix: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Images and labels that belong together.
+
+    Args:
+        directory: folder of the four files.
+        prefix: ``train`` or ``t10k``.
+
+    Returns:
+        (n, h, w) uint8 and (n,) int64.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: a file is damaged or empty, or the two do not belong together.
+    """
+    images_path = find_file(directory, f"{prefix}-images-idx3-ubyte")
+    labels_path = find_file(directory, f"{prefix}-labels-idx1-ubyte")
     images, labels = read_idx(images_path), read_idx(labels_path)
     expect_bytes(images, images_path, dimensions=3)
     expect_bytes(labels, labels_path, dimensions=1)
@@ -142,8 +160,9 @@ def mnist(directory: str | PathLike[str], train: bool = True) -> TensorDataset:
             f"{labels_path}: expected {len(images)} labels, one for each image of "
             f"{images_path.name}, got {len(labels)}"
         )
-    pixels = images.unsqueeze(1).to(torch.float32).div_(255)
-    return TensorDataset(pixels.sub_(MNIST_MEAN).div_(MNIST_STD), labels.to(torch.int64))
+    if not len(images):
+        raise ValueError(f"{images_path}: expected at least one image, got none")
+    return images, labels.to(torch.int64)
 
 
 def find_file(directory: Path, name: str) -> Path:

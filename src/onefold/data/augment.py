@@ -1,0 +1,176 @@
+"""Turns pictures into tensors: augmented for training, cut from the middle for testing.
+
+What is drawn comes from PyTorch's global generator, which a Trainer's loader seeds for each sample:
+so it depends neither on the number of workers nor on that of devices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from onefold.data.pictures import Pictures
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+__all__ = [
+    "CentreCrop",
+    "LabelledPictures",
+    "Normalise",
+    "RandomFlip",
+    "RandomResizedCrop",
+    "RandomShift",
+    "chain",
+]
+
+Change = Callable[["Image"], "Image"]
+
+_TRIES = 10
+"""So often a box is drawn before the middle is taken."""
+_ASPECTS = (3 / 4, 4 / 3)
+"""Width over height of a random box."""
+_MARGIN = 8 / 7
+"""How much larger than the crop a test picture is made: 256 for 224."""
+
+
+@dataclass(frozen=True, slots=True)
+class RandomResizedCrop:
+    """A random box of the picture, resized to a square (Szegedy et al., 2014, "Going deeper")."""
+
+    size: int
+    """Pixels of the square's side."""
+    least_area: float
+    """The smallest share of the picture that a box may have."""
+
+    def __call__(self, picture: Image) -> Image:
+        box = self._box(*picture.size)
+        return picture.resize((self.size, self.size), _bilinear(), box=box, reducing_gap=2.0)
+
+    def _box(self, width: int, height: int) -> tuple[float, float, float, float]:
+        for _ in range(_TRIES):
+            area = width * height * _between(self.least_area, 1.0)
+            aspect = math.exp(_between(math.log(_ASPECTS[0]), math.log(_ASPECTS[1])))
+            w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+            if 0 < w <= width and 0 < h <= height:
+                left, top = _below(width - w + 1), _below(height - h + 1)
+                return (left, top, left + w, top + h)
+        side = min(width, height)
+        left, top = (width - side) // 2, (height - side) // 2
+        return (left, top, left + side, top + side)
+
+
+@dataclass(frozen=True, slots=True)
+class RandomShift:
+    """The picture on a square, moved by up to an eighth of its side; what comes in is black."""
+
+    size: int
+    """Pixels of the square's side."""
+
+    def __call__(self, picture: Image) -> Image:
+        whole = CentreCrop(self.size, margin=1.0)(picture)
+        most = max(1, self.size // 8)
+        left, top = _below(2 * most + 1) - most, _below(2 * most + 1) - most
+        return whole.crop((left, top, left + self.size, top + self.size))
+
+
+@dataclass(frozen=True, slots=True)
+class RandomFlip:
+    """Left and right change places in every second picture."""
+
+    def __call__(self, picture: Image) -> Image:
+        from PIL import Image
+
+        if _below(2):
+            return picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        return picture
+
+
+@dataclass(frozen=True, slots=True)
+class CentreCrop:
+    """The shorter side resized, and the middle cut out."""
+
+    size: int
+    """Pixels of the square's side."""
+    margin: float = _MARGIN
+    """How many times as long as the square's the shorter side is made."""
+
+    def __call__(self, picture: Image) -> Image:
+        shorter = round(self.size * self.margin)
+        if min(picture.size) != shorter:
+            scale = shorter / min(picture.size)
+            sides = [max(shorter, round(side * scale)) for side in picture.size]
+            picture = picture.resize((sides[0], sides[1]), _bilinear(), reducing_gap=2.0)
+        left, top = ((side - self.size) // 2 for side in picture.size)
+        return picture.crop((left, top, left + self.size, top + self.size))
+
+
+@dataclass(frozen=True, slots=True)
+class Normalise:
+    """Pixels to numbers of mean 0 and standard deviation 1, by channel."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def __call__(self, picture: Image) -> torch.Tensor:
+        """(c, h, w) float32."""
+        pixels = torch.from_numpy(np.array(picture, dtype=np.uint8))
+        channels = pixels.unsqueeze(0) if pixels.dim() == 2 else pixels.permute(2, 0, 1)
+        mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (self.mean, self.std))
+        return (channels.to(torch.float32) / 255 - mean) / std
+
+
+class LabelledPictures(Dataset[tuple[torch.Tensor, int]]):
+    """Pictures and their labels, changed anew at every reading.
+
+    Args:
+        pictures: the pictures.
+        labels: one number for each.
+        changes: in turn.
+        normalise: at last.
+    """
+
+    def __init__(
+        self,
+        pictures: Pictures,
+        labels: Sequence[int],
+        changes: Sequence[Change],
+        normalise: Normalise,
+    ) -> None:
+        self.pictures = pictures
+        self.labels = labels
+        self.changes = changes
+        self.normalise = normalise
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return self.normalise(chain(self.changes, self.pictures[index])), self.labels[index]
+
+
+def chain(changes: Sequence[Change], picture: Image) -> Image:
+    """A picture after all changes."""
+    for change in changes:
+        picture = change(picture)
+    return picture
+
+
+def _between(low: float, high: float) -> float:
+    return low + (high - low) * torch.rand(()).item()
+
+
+def _below(limit: int) -> int:
+    return int(torch.randint(limit, ()).item())
+
+
+def _bilinear() -> int:
+    from PIL import Image
+
+    return Image.Resampling.BILINEAR

@@ -1,0 +1,274 @@
+"""Data sets of pictures with one label each, in the layouts that users have.
+
+A folder with ``train/CLASS/...`` and ``test/CLASS/...``; a folder of class folders, of which a
+share is held out; the IDX files of MNIST and its relatives; scikit-learn's digits.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from onefold.data.bad import BadFile, refuse
+from onefold.data.idx import find_file, read_labelled
+from onefold.data.pictures import (
+    ArrayPictures,
+    Mode,
+    PictureFiles,
+    Pictures,
+    Sums,
+    is_picture,
+    scan_pictures,
+)
+from onefold.errors import DataError, LaunchError
+
+__all__ = ["PictureClasses", "Split", "read_digits", "read_folders", "read_idx_folder"]
+
+_TEST_NAMES = ("test", "val", "valid", "validation")
+_MODE: dict[bool, Mode] = {True: "L", False: "RGB"}
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """The training or the test pictures."""
+
+    pictures: Pictures
+    labels: list[int]
+    """Number of each picture's class."""
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PictureClasses:
+    """A data set of pictures with one label each."""
+
+    train: Split
+    test: Split
+    classes: tuple[str, ...]
+    """Names, by number."""
+    mode: Mode
+    """Of all pictures."""
+    sizes: list[tuple[int, int]]
+    """Width and height of the training pictures, in pixels."""
+    sums: Sums
+    """Over the pixels of the training pictures."""
+    left_out: list[BadFile]
+    """What cannot be used."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Labelled:
+    paths: list[Path]
+    labels: list[str]
+    bad: list[BadFile]
+
+    def only(self, kept: Sequence[int], bad: Sequence[BadFile]) -> _Labelled:
+        return _Labelled(
+            [self.paths[i] for i in kept],
+            [self.labels[i] for i in kept],
+            [*self.bad, *bad],
+        )
+
+
+def read_folders(directory: Path, *, holdout: float, seed: int, skip_bad: bool) -> PictureClasses:
+    """Pictures in class folders; every picture is read once, to see whether it can be.
+
+    Args:
+        directory: holds ``train`` and ``test`` (or ``val``) with a folder for each class, or the
+            class folders themselves.
+        holdout: share of each class that becomes the test set where there is none.
+        seed: draws that share.
+        skip_bad: leave out what cannot be used; otherwise it is refused.
+
+    Raises:
+        DataError: the folder has no such layout, or something in it cannot be used.
+    """
+    train_folder = directory / "train"
+    if train_folder.is_dir():
+        test_folder = _test_folder(directory)
+        parts = (
+            _looked_through(_class_files(train_folder)),
+            _looked_through(_class_files(test_folder)),
+        )
+        (train, sizes, grey, sums), (test, _, test_grey, _) = parts
+        grey = grey and test_grey
+        classes = tuple(sorted(set(train.labels)))
+        test = _of_known_classes(test, classes, train_folder)
+        bad = [*train.bad, *test.bad]
+    else:
+        whole, sizes, grey, sums = _looked_through(_class_files(directory))
+        classes = tuple(sorted(set(whole.labels)))
+        held = _held_out(whole.labels, share=holdout, seed=seed)
+        train = whole.only([i for i in range(len(whole.labels)) if i not in held], [])
+        test = whole.only(sorted(held), [])
+        bad = whole.bad
+    if not skip_bad:
+        refuse(bad)
+    _check_enough(directory, classes, train, test)
+    mode = _MODE[grey]
+    if mode == "RGB" and len(sums.totals) == 1:  # only a test picture has colours
+        sums = Sums(sums.count, sums.totals * 3, sums.squares * 3)
+
+    def split(part: _Labelled) -> Split:
+        files = PictureFiles(part.paths, mode, directory)
+        return Split(files, [classes.index(label) for label in part.labels])
+
+    return PictureClasses(
+        train=split(train),
+        test=split(test),
+        classes=classes,
+        mode=mode,
+        sizes=sizes,
+        sums=sums,
+        left_out=bad,
+    )
+
+
+def read_idx_folder(directory: Path, names: Sequence[str] | None = None) -> PictureClasses:
+    """Grey pictures from MNIST's four IDX files.
+
+    Args:
+        directory: holds them, plain or as ``.gz``.
+        names: of the classes; their numbers if None.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: a file is damaged.
+    """
+    train_pixels, train_labels = read_labelled(directory, "train")
+    test_pixels, test_labels = read_labelled(directory, "t10k")
+    count = int(train_labels.max()) + 1
+    if int(test_labels.max()) >= count:
+        raise DataError(
+            f"{find_file(directory, 't10k-labels-idx1-ubyte')}: expected labels of the training "
+            f"set, 0 to {count - 1}, got {int(test_labels.max())}"
+        )
+    classes = tuple(names) if names else tuple(map(str, range(count)))
+    return _of_arrays(train_pixels, train_labels, test_pixels, test_labels, classes)
+
+
+def read_digits(*, holdout: float, seed: int) -> PictureClasses:
+    """The 1,797 digits of 8x8 pixels that come with scikit-learn.
+
+    Args:
+        holdout: share of each class that becomes the test set.
+        seed: draws that share.
+
+    Raises:
+        LaunchError: scikit-learn is not installed.
+    """
+    if importlib.util.find_spec("sklearn") is None:
+        raise LaunchError(
+            "the digits come with scikit-learn, which is not installed here: "
+            'pip install "onefold[demo]"'
+        )
+    from sklearn.datasets import load_digits
+
+    source = load_digits()
+    pixels = torch.from_numpy(source.images * (255 / 16)).to(torch.uint8)
+    labels = torch.from_numpy(source.target).to(torch.int64)
+    held = _held_out([str(label) for label in labels.tolist()], share=holdout, seed=seed)
+    test = torch.tensor(sorted(held))
+    train = torch.tensor([i for i in range(len(labels)) if i not in held])
+    classes = tuple(map(str, range(10)))
+    return _of_arrays(pixels[train], labels[train], pixels[test], labels[test], classes)
+
+
+def _of_arrays(
+    train_pixels: torch.Tensor,
+    train_labels: torch.Tensor,
+    test_pixels: torch.Tensor,
+    test_labels: torch.Tensor,
+    classes: tuple[str, ...],
+) -> PictureClasses:
+    sums = Sums()
+    sums.add(train_pixels.unsqueeze(-1).numpy())
+    height, width = train_pixels.shape[1:]
+    return PictureClasses(
+        train=Split(ArrayPictures(train_pixels, "training picture"), train_labels.tolist()),
+        test=Split(ArrayPictures(test_pixels, "test picture"), test_labels.tolist()),
+        classes=classes,
+        mode="L",
+        sizes=[(width, height)] * len(train_pixels),
+        sums=sums,
+        left_out=[],
+    )
+
+
+def _test_folder(directory: Path) -> Path:
+    for name in _TEST_NAMES:
+        if (directory / name).is_dir():
+            return directory / name
+    raise DataError(
+        f"{directory} has a folder train, and none of {', '.join(_TEST_NAMES)}: expected both, or "
+        f"only class folders, of which --holdout sets a share aside"
+    )
+
+
+def _class_files(directory: Path) -> _Labelled:
+    """All pictures beneath the class folders, in the order of their paths."""
+    found = _Labelled([], [], [])
+    folders = sorted(path for path in directory.iterdir() if _is_visible_folder(path))
+    if not folders:
+        raise DataError(f"{directory}: expected a folder for each class, found none")
+    for folder in folders:
+        paths = sorted(path for path in folder.rglob("*") if path.is_file() and is_picture(path))
+        if not paths:
+            found.bad.append(BadFile(folder, "expected pictures of the class, found none"))
+        found.paths.extend(paths)
+        found.labels.extend([folder.name] * len(paths))
+    return found
+
+
+def _is_visible_folder(path: Path) -> bool:
+    return path.is_dir() and not path.name.startswith(".")
+
+
+def _looked_through(
+    files: _Labelled,
+) -> tuple[_Labelled, list[tuple[int, int]], bool, Sums]:
+    facts = scan_pictures(files.paths)
+    return files.only(facts.sound, facts.bad), facts.sizes, facts.grey, facts.sums
+
+
+def _of_known_classes(test: _Labelled, classes: Sequence[str], train_folder: Path) -> _Labelled:
+    known = [i for i, label in enumerate(test.labels) if label in classes]
+    bad = [
+        BadFile(path, f"its class {label!r} is not in {train_folder}")
+        for path, label in zip(test.paths, test.labels, strict=True)
+        if label not in classes
+    ]
+    return test.only(known, bad)
+
+
+def _held_out(labels: Sequence[str], *, share: float, seed: int) -> set[int]:
+    """Numbers of the samples to set aside: the same share of each class, one at the least."""
+    generator = torch.Generator().manual_seed(seed)
+    by_label: dict[str, list[int]] = {}
+    for number, label in enumerate(labels):
+        by_label.setdefault(label, []).append(number)
+    held: set[int] = set()
+    for _, members in sorted(by_label.items()):
+        count = min(max(1, round(share * len(members))), len(members) - 1)
+        chosen = torch.randperm(len(members), generator=generator)[:count]
+        held.update(members[i] for i in chosen.tolist())
+    return held
+
+
+def _check_enough(
+    directory: Path, classes: Sequence[str], train: _Labelled, test: _Labelled
+) -> None:
+    if len(classes) < 2:
+        listed = f"only {classes[0]!r}" if classes else "none"
+        raise DataError(f"{directory}: expected pictures of two classes or more, found {listed}")
+    if not train.paths or not test.paths:
+        raise DataError(
+            f"{directory}: expected pictures to train and to test with, found {len(train.paths)} "
+            f"and {len(test.paths)}"
+        )

@@ -1,0 +1,227 @@
+"""Options of the ready-made jobs: each with a name, a help, a default and a check.
+
+They come from a config file and the command line, which goes before it. What is left open is
+settled once the data are known (`dataclasses.replace`), and all of it is saved with the run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+import types
+import typing
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import tomli_w
+
+__all__ = [
+    "RUN_OPTIONS",
+    "Augment",
+    "Optimizer",
+    "ScaleRate",
+    "Schedule",
+    "TrainOptions",
+    "expect",
+    "from_mapping",
+    "given_options",
+    "option",
+    "read_config",
+    "write_config",
+]
+
+Optimizer = Literal["sgd", "adam", "adamw"]
+Schedule = Literal["constant", "step", "cosine"]
+ScaleRate = Literal["none", "linear", "sqrt"]
+Augment = Literal["auto", "none", "shift", "crop"]
+
+_Options = TypeVar("_Options", bound="TrainOptions")
+
+
+def option(default: Any, help: str, *, shown: str | None = None) -> Any:
+    """A field of options.
+
+    Args:
+        default: its value where nobody gave one.
+        help: one line.
+        shown: how the default is told; as it is if None.
+    """
+    return dataclasses.field(default=default, metadata={"help": help, "shown": shown})
+
+
+def expect(condition: bool, name: str, value: object, expected: str) -> None:
+    """Refuse an option's value.
+
+    Raises:
+        ValueError: the condition does not hold.
+    """
+    if not condition:
+        raise ValueError(f"--{name.replace('_', '-')} {value}: expected {expected}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainOptions:
+    """What all jobs have in common."""
+
+    data: str = option("", "Where the data are.", shown="none, it must be given")
+    name: str = option("", "Name of the run and its folder.", shown="the job and a number")
+    runs: str = option("runs", "Folder of all runs.")
+    resume: bool = option(False, "Go on with the run of this name from its last checkpoint.")
+    devices: str = option("auto", "N, auto, cpu:N, or a list of GPUs such as cuda:1,cuda:3.")
+    shards: int = option(8, "Parts of every batch: the most devices that may share one.")
+    batch_size: int = option(64, "Samples of a batch, over all devices.")
+    epochs: int | None = option(None, "Times that the training set is read.", shown="10")
+    lr: float | None = option(None, "Learning rate.", shown="0.05 with sgd, else 0.001")
+    optimizer: Optimizer = option("sgd", "How the parameters are updated.")
+    momentum: float = option(0.9, "Of sgd.")
+    weight_decay: float = option(5e-4, "Pull of the parameters towards zero.")
+    clip_norm: float | None = option(
+        None, "Scale larger gradients down to this norm.", shown="no limit"
+    )
+    schedule: Schedule = option("cosine", "How the learning rate goes on after the warm-up.")
+    warmup_epochs: float = option(0.5, "Epochs in which the learning rate rises to its full value.")
+    decay_epochs: int | None = option(
+        None, "With --schedule step: epochs from one decay to the next.", shown="a third of all"
+    )
+    decay: float = option(0.1, "With --schedule step: what the learning rate is multiplied by.")
+    scale_lr: ScaleRate = option(
+        "none", "Scale the learning rate with batch size / base batch size, or its square root."
+    )
+    base_batch_size: int = option(256, "With --scale-lr: the batch size that --lr is meant for.")
+    seed: int = option(0, "Of first weights, order, augmentation and dropout.")
+    workers: int = option(0, "Processes that read ahead, for each device.")
+    save_every: int = option(200, "Steps from one checkpoint to the next within an epoch.")
+    skip_bad: bool = option(False, "Leave out files and lines that cannot be used, and say so.")
+    pretrained: str | None = option(
+        None, "Begin with the weights of a file or of a run's folder.", shown="none"
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("shards", "batch_size", "base_batch_size", "save_every"):
+            expect(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
+        for name in ("epochs", "decay_epochs"):
+            value = getattr(self, name)
+            expect(value is None or value >= 1, name, value, "1 or more")
+        for name in ("lr", "clip_norm"):
+            value = getattr(self, name)
+            expect(value is None or value > 0, name, value, "more than 0")
+        for name in ("weight_decay", "warmup_epochs", "workers"):
+            expect(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
+        expect(0 <= self.momentum < 1, "momentum", self.momentum, "0 or more and less than 1")
+        expect(0 < self.decay <= 1, "decay", self.decay, "more than 0 and at most 1")
+        expect(bool(self.runs), "runs", self.runs, "the name of a folder")
+        expect(
+            self.name == Path(self.name).name and self.name not in (".", ".."),
+            "name",
+            self.name,
+            "a name without slashes",
+        )
+        expect(not self.resume or bool(self.name), "resume", "", "with --name, which run it is")
+
+    @property
+    def folder(self) -> Path:
+        """Of the run; its name must be settled."""
+        return Path(self.runs) / self.name
+
+
+RUN_OPTIONS = frozenset({"resume", "devices", "workers", "save_every", "epochs", "runs"})
+"""What may be another when a run goes on."""
+
+
+def from_mapping(kind: type[_Options], values: Mapping[str, Any], source: str) -> _Options:
+    """Options from names and values.
+
+    Args:
+        kind: of options.
+        values: by name; what is not there keeps its default.
+        source: for errors.
+
+    Raises:
+        ValueError: a name is not known, or a value is of another type or out of range.
+    """
+    hints = typing.get_type_hints(kind)
+    fields = [field.name for field in dataclasses.fields(kind)]
+    unknown = [name for name in values if name not in fields]
+    if unknown:
+        raise ValueError(
+            f"{source}: there is no option {', '.join(unknown)}; known are {', '.join(fields)}"
+        )
+    checked = {name: _typed(name, value, hints[name], source) for name, value in values.items()}
+    return kind(**checked)
+
+
+def _typed(name: str, value: Any, hint: Any, source: str) -> Any:
+    """A value as its option holds it, or an error."""
+    choices = _parts(hint)
+    for choice in choices:
+        if typing.get_origin(choice) is Literal:
+            if value in typing.get_args(choice):
+                return value
+        elif typing.get_origin(choice) is tuple:
+            if isinstance(value, list | tuple) and all(isinstance(part, str) for part in value):
+                return tuple(value)
+        elif choice is float and isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+        elif choice is types.NoneType and value is None:
+            return None
+        elif isinstance(choice, type) and type(value) is choice:
+            return value
+    expected = " or ".join(_told(choice) for choice in choices if choice is not types.NoneType)
+    raise ValueError(f"{source}: {name}: expected {expected}, got {value!r}")
+
+
+def _parts(hint: Any) -> tuple[Any, ...]:
+    """The alternatives of a type."""
+    return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+
+
+def _told(choice: Any) -> str:
+    if typing.get_origin(choice) is Literal:
+        return ", ".join(typing.get_args(choice))
+    if typing.get_origin(choice) is tuple:
+        return "a list of texts"
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    return names[choice]
+
+
+def read_config(path: Path, job: str) -> dict[str, Any]:
+    """Names and values of a config file.
+
+    Args:
+        path: a TOML file.
+        job: whose options are wanted; a file that says ``job`` must say this one.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is not TOML, or of another job.
+    """
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: expected a TOML file: {error}") from error
+    found = values.pop("job", job)
+    if found != job:
+        raise ValueError(f"{path}: expected options of onefold train {job}, got those of {found}")
+    return values
+
+
+def write_config(options: TrainOptions, job: str, path: Path) -> None:
+    """Write what `read_config` reads; options without a value are left out."""
+    values = {"job": job, **given_options(options, ())}
+    path.write_text(tomli_w.dumps(values), encoding="utf-8")
+
+
+def given_options(options: TrainOptions, without: Collection[str]) -> dict[str, Any]:
+    """Names and values that a config file can hold."""
+    values = {
+        field.name: getattr(options, field.name)
+        for field in dataclasses.fields(options)
+        if field.name not in without
+    }
+    return {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in values.items()
+        if value is not None
+    }

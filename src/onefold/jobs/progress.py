@@ -1,0 +1,113 @@
+"""What a training shows while it runs: a bar, and a line for each epoch."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
+
+import onefold
+
+__all__ = ["SpeedColumn", "TrainingBar", "counted", "epoch_line"]
+
+_COMPUTING = ("forward", "backward", "update")
+
+
+def counted(number: int, noun: str) -> str:
+    """A number and its noun.
+
+    >>> counted(1, "device"), counted(2, "device")
+    ('1 device', '2 devices')
+    """
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+class SpeedColumn(ProgressColumn):
+    """Samples a second."""
+
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed
+        return Text("" if speed is None else f"{speed:,.0f} samples/s")
+
+
+@final
+class TrainingBar:
+    """The progress of one training, shown by the lead alone, while the context lasts.
+
+    Args:
+        trainer: of the run.
+        samples: size of the training set.
+        epochs: how many times it will be read.
+        done: samples that the run had been through before, where it goes on.
+    """
+
+    def __init__(
+        self, trainer: onefold.Trainer, *, samples: int, epochs: int, done: int = 0
+    ) -> None:
+        self.epochs = epochs
+        self.progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[state]}"),
+            SpeedColumn(),
+            TimeRemainingColumn(),
+            disable=not trainer.is_lead,
+        )
+        devices = counted(len(trainer.devices), "device")
+        self.task = self.progress.add_task(
+            devices, total=samples * epochs, completed=done, state=""
+        )
+
+    def __enter__(self) -> TrainingBar:
+        self.progress.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.progress.stop()
+
+    def advance(self, step: onefold.Step, *, mean_loss: float) -> None:
+        """One step is done; ``mean_loss`` is that of the epoch so far."""
+        state = f"epoch {step.epoch + 1}/{self.epochs}  loss {mean_loss:.3f}"
+        self.progress.update(self.task, advance=step.samples, state=state)
+
+    def say(self, text: str) -> None:
+        """Print a line above the bar."""
+        if not self.progress.disable:
+            self.progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def epoch_line(line: dict[str, Any], epochs: int) -> str:
+    """An epoch in one line of text: losses, scores, rate, seconds and where they went."""
+    scores = "  ".join(f"{_score(name, value)}" for name, value in line["scores"].items())
+    shares = phase_shares(line["devices"])
+    return (
+        f"epoch {line['epoch'] + 1:>{len(str(epochs))}}/{epochs}  loss {line['loss']:.4f}  "
+        f"{scores}  lr {line['lr']:.2g}  {line['train_s'] + line['evaluate_s']:.1f} s  "
+        f"data {shares['data']:.0%}, computing {shares['computing']:.0%}, "
+        f"exchange {shares['exchange']:.0%}"
+    )
+
+
+def phase_shares(devices: list[dict[str, Any]]) -> dict[str, float]:
+    """Shares of the devices' time: waiting for data, computing, exchanging."""
+    sums = {
+        "data": sum(device["data"] for device in devices),
+        "computing": sum(device[phase] for device in devices for phase in _COMPUTING),
+        "exchange": sum(device["exchange"] for device in devices),
+    }
+    whole = sum(sums.values()) or 1.0
+    return {name: value / whole for name, value in sums.items()}
+
+
+def _score(name: str, value: float) -> str:
+    if name == "loss":
+        return f"test loss {value:.4f}"
+    return f"{name} {value:.2%}"

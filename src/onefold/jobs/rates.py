@@ -1,0 +1,71 @@
+"""Learning rates: the rules for larger batches, and how the rate goes on over a run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from onefold.jobs.options import TrainOptions
+
+__all__ = ["make_optimizer", "rate_factor", "scaled_rate"]
+
+
+def scaled_rate(options: TrainOptions) -> float:
+    """The learning rate for the batch size.
+
+    Linear as of Goyal et al., 2017, "Accurate, large minibatch SGD"; by the square root as of
+    Krizhevsky, 2014, "One weird trick".
+    """
+    rate = options.lr if options.lr is not None else _DEFAULT_RATES[options.optimizer]
+    ratio = options.batch_size / options.base_batch_size
+    scale = {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}
+    return rate * scale[options.scale_lr]
+
+
+_DEFAULT_RATES = {"sgd": 0.05, "adam": 1e-3, "adamw": 1e-3}
+
+
+def rate_factor(options: TrainOptions, *, epochs: int, steps: int) -> Callable[[int], float]:
+    """What the full learning rate is multiplied by, as a function of the steps done.
+
+    Args:
+        options: of the run.
+        epochs: of the run.
+        steps: of an epoch.
+    """
+    warmup = options.warmup_epochs * steps
+    total = epochs * steps
+    every = (options.decay_epochs or max(1, epochs // 3)) * steps
+
+    def factor(done: int) -> float:
+        if done < warmup:
+            return (done + 1) / (warmup + 1)
+        if options.schedule == "cosine":
+            share = min(1.0, (done - warmup) / max(1.0, total - warmup))
+            return 0.5 * (1 + math.cos(math.pi * share))
+        if options.schedule == "step":
+            return float(options.decay ** (done // every))
+        return 1.0
+
+    return factor
+
+
+def make_optimizer(
+    options: TrainOptions, groups: Iterable[dict[str, Any]]
+) -> torch.optim.Optimizer:
+    """The optimizer of a run.
+
+    Args:
+        options: of the run.
+        groups: parameters, each with the ``lr`` that it is trained at.
+    """
+    parameters = list(groups)
+    if options.optimizer == "sgd":
+        return torch.optim.SGD(
+            parameters, momentum=options.momentum, weight_decay=options.weight_decay
+        )
+    kind = torch.optim.AdamW if options.optimizer == "adamw" else torch.optim.Adam
+    return kind(parameters, weight_decay=options.weight_decay)

@@ -1,0 +1,191 @@
+"""The folder of a run: what it was asked for, how it went, what it made.
+
+``config.toml`` holds all options, ``run.json`` what the run is and its best epoch,
+``metrics.jsonl`` one line every few steps and every epoch, ``tensorboard/`` the same as events,
+``checkpoints/`` the last and the best state, ``examples.json`` and ``pictures/`` what the report
+shows, ``report.html`` the report. Only the lead writes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from onefold.errors import DataError, LaunchError
+from onefold.jobs.options import TrainOptions, read_config, write_config
+
+__all__ = ["CHECKPOINTS", "RunFolder", "check_folder", "next_name", "read_run"]
+
+CHECKPOINTS = "checkpoints"
+
+
+def next_name(runs: Path, job: str) -> str:
+    """The first name of a job and a number that no run has."""
+    number = 1
+    while (runs / f"{job}-{number}").exists():
+        number += 1
+    return f"{job}-{number}"
+
+
+def check_folder(folder: Path, *, resume: bool) -> None:
+    """Refuse to write over a run, or to go on with one that is not there.
+
+    Raises:
+        LaunchError: so it would be.
+    """
+    there = (folder / "config.toml").is_file()
+    if resume and not there:
+        raise LaunchError(f"--resume: there is no run in {folder}; leave --resume out to begin one")
+    if not resume and folder.exists():
+        raise LaunchError(
+            f"{folder} is there already: --resume goes on with it, another --name begins a new run"
+        )
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """What a run's ``run.json`` says.
+
+    Raises:
+        DataError: the folder is not that of a run, or the file is damaged.
+    """
+    path = folder / "run.json"
+    if not path.is_file():
+        raise DataError(f"{folder}: expected the folder of a run, with run.json in it")
+    try:
+        said: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(f"{path}: expected JSON: {error}") from error
+    return said
+
+
+class RunFolder:
+    """Writes a run's folder, on the lead; elsewhere it does nothing.
+
+    Args:
+        path: of the folder.
+        is_lead: whether to write.
+    """
+
+    def __init__(self, path: Path, *, is_lead: bool) -> None:
+        self.path = path
+        self._is_lead = is_lead
+        self._events: Any = None
+        self._said: dict[str, Any] = {}
+
+    def create(self, options: TrainOptions, job: str, files: Mapping[str, str]) -> None:
+        """Make the folder, with the options and the files that belong to the model."""
+        if not self._is_lead:
+            return
+        self.path.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            _write_whole(self.path / name, content)
+        write_config(options, job, self.path / "config.toml")
+
+    def go_on(self, options: TrainOptions, job: str, *, steps: int, epochs: int) -> None:
+        """Take back what came after the checkpoint from which the run goes on.
+
+        Args:
+            options: of now.
+            job: of the run.
+            steps: done at the checkpoint.
+            epochs: done there, evaluation included.
+        """
+        if not self._is_lead:
+            return
+        lines = [
+            line
+            for line in self.lines()
+            if (line["epoch"] < epochs if line["kind"] == "epoch" else line["step"] <= steps)
+        ]
+        _write_whole(self._metrics, "".join(json.dumps(line) + "\n" for line in lines))
+        self._said = read_run(self.path)
+        write_config(options, job, self.path / "config.toml")
+
+    def open_events(self, step: int) -> None:
+        """Begin to write events for TensorBoard, if that is installed; later ones are dropped."""
+        if self._is_lead and importlib.util.find_spec("tensorboard") is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._events = SummaryWriter(str(self.path / "tensorboard"), purge_step=step)
+
+    def close(self) -> None:
+        """Bring all events to the disk."""
+        if self._events is not None:
+            self._events.close()
+            self._events = None
+
+    def say(self, **facts: Any) -> None:
+        """Note in ``run.json`` what is known now."""
+        if self._is_lead:
+            self._said.update(facts)
+            _write_whole(self.path / "run.json", json.dumps(self._said, indent=1))
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Add a line to the metrics, and the same to the events."""
+        if not self._is_lead:
+            return
+        with self._metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(_finite(line)) + "\n")
+        if self._events is not None:
+            for name, value in _scalars(line):
+                self._events.add_scalar(name, value, line["step"])
+
+    def lines(self) -> list[dict[str, Any]]:
+        """The metrics so far; a last line that was cut off is left out."""
+        if not self._metrics.is_file():
+            return []
+        whole = self._metrics.read_text(encoding="utf-8").rpartition("\n")[0]
+        return [json.loads(line) for line in whole.splitlines()]
+
+    def write_examples(self, examples: dict[str, Any]) -> None:
+        """Note what the report shows of the model at work."""
+        if self._is_lead:
+            _write_whole(self.path / "examples.json", json.dumps(examples))
+
+    @property
+    def pictures(self) -> Path:
+        """Folder of the pictures that the examples name."""
+        return self.path / "pictures"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the last and the best checkpoint."""
+        return self.path / CHECKPOINTS
+
+    @property
+    def _metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+
+def saved_options(folder: Path, job: str) -> dict[str, Any]:
+    """Names and values of the options of a run."""
+    return read_config(folder / "config.toml", job)
+
+
+def _write_whole(path: Path, content: str) -> None:
+    aside = path.with_name(f".{path.name}.new")
+    aside.write_text(content, encoding="utf-8")
+    os.replace(aside, path)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinities."""
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _scalars(line: dict[str, Any]) -> Iterable[tuple[str, float]]:
+    where = "train" if line["kind"] == "steps" else "epoch"
+    for name in ("loss", "lr", "samples_per_s", "train_s", "evaluate_s"):
+        if name in line:
+            yield f"{where}/{name}", line[name]
+    for name, value in line.get("scores", {}).items():
+        yield f"test/{name}", value

@@ -1,0 +1,317 @@
+"""The training that all jobs have in common: epochs, evaluation, checkpoints, what is told.
+
+It uses nothing but the public interface, so it is also an example of how to use that.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import onefold
+from onefold.jobs.options import TrainOptions
+from onefold.jobs.progress import TrainingBar, epoch_line
+from onefold.jobs.rates import make_optimizer, rate_factor
+from onefold.jobs.runfolder import RunFolder
+
+__all__ = ["Task", "train"]
+
+_LINES = 20
+"""Lines of metrics in an epoch, beside that of the epoch itself."""
+_LOOK_S = 0.5
+"""So often losses and times are looked at, which on a GPU has to wait."""
+_PHASES = ("data", "forward", "backward", "exchange", "update")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What a job makes of its options and data."""
+
+    model: nn.Module
+    groups: Sequence[dict[str, Any]]
+    """Parameters to train, each group with its full learning rate ``lr``."""
+    loss: Callable[[nn.Module, Any], Any]
+    """As `onefold.Trainer` takes it."""
+    score: Callable[[nn.Module, Any], dict[str, Any]]
+    """As ``Trainer.evaluate`` takes it."""
+    best: str
+    """Which checkpoint is the best, as ``Trainer.save`` takes it: ``"highest accuracy"``."""
+    train_set: Any
+    test_set: Any
+    collate: Callable[[list[Any]], Any] | None = None
+    lengths: Sequence[int] | None = None
+    """Of the training samples, where batches are made by them."""
+    evaluation_batch_size: int = 256
+    examples: Callable[[onefold.Trainer, RunFolder], dict[str, Any]]
+    """What the report shows of the trained model; called on every device."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """For ``run.json``: classes, the model's name, what was left out."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """What else the model needs to be used: name and content."""
+
+
+def train(options: TrainOptions, job: str, task: Task) -> dict[str, Any]:
+    """Train on the devices of this run, and leave everything in the run's folder.
+
+    Args:
+        options: settled ones.
+        job: whose run it is.
+        task: what to train.
+
+    Returns:
+        What ``run.json`` says in the end.
+    """
+    epochs = options.epochs or 1
+    steps = -(-len(task.train_set) // options.batch_size)
+    optimizer = make_optimizer(options, task.groups)
+    factor = rate_factor(options, epochs=epochs, steps=steps)
+    trainer = onefold.Trainer(
+        task.model,
+        optimizer,
+        task.loss,
+        shards=options.shards,
+        seed=options.seed,
+        schedule=torch.optim.lr_scheduler.LambdaLR(optimizer, factor),
+        clip_norm=options.clip_norm,
+    )
+    folder = RunFolder(options.folder, is_lead=trainer.is_lead)
+    run = _Run(options, job, task, trainer, folder, optimizer, epochs)
+    run.begin()
+    try:
+        run.train()
+        return run.finish()
+    finally:
+        folder.close()
+
+
+class _Meter:
+    """Adds up what the steps of an epoch come to, and looks at them only now and then.
+
+    Args:
+        so_far: what `saved` gave, where the run goes on in the middle of an epoch.
+    """
+
+    def __init__(self, so_far: Mapping[str, float]) -> None:
+        self.total = so_far.get("total", 0.0)
+        self.samples = int(so_far.get("samples", 0))
+        self._before_s = so_far.get("seconds", 0.0)
+        self.phases = dict.fromkeys(_PHASES, 0.0)
+        self._start_s = self._looked_s = time.perf_counter()
+        self._pending: list[onefold.Step] = []
+        self._line = (0.0, 0, self._start_s)
+
+    def add(self, step: onefold.Step) -> None:
+        self._pending.append(step)
+        if time.perf_counter() - self._looked_s > _LOOK_S:
+            self.look()
+
+    def look(self) -> None:
+        """Read what has not been read."""
+        line_total, line_samples, line_start_s = self._line
+        for step in self._pending:
+            total = float(step.loss) * step.samples
+            self.total, self.samples = self.total + total, self.samples + step.samples
+            line_total, line_samples = line_total + total, line_samples + step.samples
+            for phase, seconds in asdict(step.seconds).items():
+                self.phases[phase] += seconds
+        self._line = line_total, line_samples, line_start_s
+        self._pending.clear()
+        self._looked_s = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """Since the epoch began."""
+        return self._before_s + time.perf_counter() - self._start_s
+
+    @property
+    def mean_loss(self) -> float:
+        """Of the samples looked at."""
+        return self.total / self.samples if self.samples else float("nan")
+
+    def take_line(self) -> dict[str, float]:
+        """Mean loss and speed since the last line."""
+        self.look()
+        total, samples, start_s = self._line
+        now_s = time.perf_counter()
+        self._line = (0.0, 0, now_s)
+        speed = samples / max(now_s - start_s, 1e-9)
+        return {"loss": total / samples if samples else float("nan"), "samples_per_s": speed}
+
+    def saved(self) -> dict[str, float]:
+        """What a checkpoint in the middle of the epoch keeps."""
+        self.look()
+        return {"total": self.total, "samples": float(self.samples), "seconds": self.seconds}
+
+
+class _Run:
+    """One training from where it is to its end."""
+
+    def __init__(
+        self,
+        options: TrainOptions,
+        job: str,
+        task: Task,
+        trainer: onefold.Trainer,
+        folder: RunFolder,
+        optimizer: torch.optim.Optimizer,
+        epochs: int,
+    ) -> None:
+        self._options = options
+        self._job = job
+        self._task = task
+        self._trainer = trainer
+        self._folder = folder
+        self._optimizer = optimizer
+        self._epochs = epochs
+        self._part: dict[str, float] = {}
+        self._epochs_done = 0
+        self._best: dict[str, Any] | None = None
+
+    def begin(self) -> None:
+        """Make the folder, or go on from its last checkpoint."""
+        loaded = None
+        if self._options.resume:
+            loaded = self._trainer.load(self._folder.checkpoints, if_any=True)
+        if loaded is not None:
+            saved: Any = loaded.extra
+            self._part, self._epochs_done = saved["part"], saved["epochs_done"]
+            self._best = saved["best"]
+        if self._options.resume:
+            self._folder.go_on(
+                self._options, self._job, steps=self._trainer.steps, epochs=self._epochs_done
+            )
+        else:
+            self._folder.create(self._options, self._job, self._task.files)
+            self._folder.say(started=_now())
+        self._folder.open_events(self._trainer.steps + 1)
+        self._folder.say(**self._facts())
+
+    def train(self) -> None:
+        """All epochs that are left."""
+        task, options, trainer = self._task, self._options, self._trainer
+        batches = trainer.loader(
+            task.train_set,
+            batch_size=options.batch_size,
+            shuffle=True,
+            lengths=task.lengths,
+            workers=options.workers,
+            collate=task.collate,
+        )
+        done = self._epochs_done * len(task.train_set) + int(self._part.get("samples", 0))
+        with TrainingBar(
+            trainer, samples=len(task.train_set), epochs=self._epochs, done=done
+        ) as bar:
+            for epoch in trainer.epochs(self._epochs):
+                meter = _Meter(self._part)
+                self._train_epoch(epoch, batches, meter, bar)
+                self._evaluate(epoch, meter, bar)
+
+    def finish(self) -> dict[str, Any]:
+        """Show the model at work, and note the end."""
+        self._folder.write_examples(self._task.examples(self._trainer, self._folder))
+        end = {
+            "finished": _now(),
+            "fingerprint": self._trainer.fingerprint(),
+            "best": self._best,
+        }
+        self._folder.say(**end)
+        return {**self._facts(), **end}
+
+    def _train_epoch(self, epoch: int, batches: Any, meter: _Meter, bar: TrainingBar) -> None:
+        every = max(1, len(batches) // _LINES)
+        for batch in batches:
+            rate = self._optimizer.param_groups[0]["lr"]
+            step = self._trainer.step(batch)
+            meter.add(step)
+            bar.advance(step, mean_loss=meter.mean_loss)
+            if step.number % every == 0:
+                where = {"kind": "steps", "epoch": epoch, "step": step.number}
+                self._folder.add({**where, **meter.take_line(), "lr": rate})
+            if step.number % self._options.save_every == 0:
+                extra = self._extra(self._epochs_done, meter.saved())
+                self._trainer.save(self._folder.checkpoints, keep=1, wait=False, extra=extra)
+        meter.look()
+
+    def _evaluate(self, epoch: int, meter: _Meter, bar: TrainingBar) -> None:
+        train_s, task = meter.seconds, self._task
+        scores = self._trainer.evaluate(
+            task.score,
+            task.test_set,
+            batch_size=task.evaluation_batch_size,
+            workers=self._options.workers,
+            collate=task.collate,
+        )
+        names = [str(device) for device in self._trainer.devices]
+        phases = self._trainer.gather(meter.phases)
+        line = {
+            "kind": "epoch",
+            "epoch": epoch,
+            "step": self._trainer.steps,
+            "loss": meter.mean_loss,
+            "scores": scores,
+            "lr": self._optimizer.param_groups[0]["lr"],
+            "train_s": train_s,
+            "evaluate_s": meter.seconds - train_s,
+            "samples_per_s": meter.samples / train_s,
+            "devices": [
+                {"device": name, **seconds} for name, seconds in zip(names, phases, strict=True)
+            ],
+        }
+        self._note_best(epoch, scores)
+        self._folder.add(line)
+        bar.say(epoch_line(line, self._epochs))
+        self._epochs_done, self._part = epoch + 1, {}
+        self._trainer.save(
+            self._folder.checkpoints,
+            scores=scores,
+            keep=1,
+            best=task.best,
+            extra=self._extra(epoch + 1, {}),
+        )
+        self._folder.say(best=self._best)
+
+    def _note_best(self, epoch: int, scores: Mapping[str, float]) -> None:
+        direction, _, name = self._task.best.partition(" ")
+        value = scores[name]
+        sign = 1 if direction == "highest" else -1
+        if self._best is None or sign * value > sign * self._best["value"]:
+            checkpoint = Path(self._folder.checkpoints.name) / f"step-{self._trainer.steps:08d}"
+            self._best = {
+                "epoch": epoch,
+                "score": name,
+                "value": value,
+                "checkpoint": str(checkpoint),
+            }
+
+    def _extra(self, epochs_done: int, part: dict[str, float]) -> dict[str, Any]:
+        return {"epochs_done": epochs_done, "part": part, "best": self._best}
+
+    def _facts(self) -> dict[str, Any]:
+        model = self._trainer.model
+        return {
+            "job": self._job,
+            "name": self._options.name,
+            "onefold": onefold.__version__,
+            "torch": torch.__version__,
+            "devices": [str(device) for device in self._trainer.devices],
+            "shards": self._options.shards,
+            "train_samples": len(self._task.train_set),
+            "test_samples": len(self._task.test_set),
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+            "score": self._task.best,
+            "best": self._best,
+            "finished": None,
+            "fingerprint": None,
+            **self._task.facts,
+        }
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
