@@ -13,14 +13,29 @@ from torch import nn
 from onefold import models
 
 IMAGES = torch.linspace(-1, 1, 3 * 28 * 28).view(3, 1, 28, 28)
+COLOUR_IMAGES = torch.linspace(-1, 1, 3 * 3 * 32 * 32).view(3, 3, 32, 32)
 TOKENS = torch.arange(3 * 12).view(3, 12) % 50
 
 CLASSIFIERS: dict[str, tuple[Callable[[], nn.Module], torch.Tensor]] = {
     "LeNet": (lambda: models.LeNet(num_classes=7), IMAGES),
     "DenseCNN": (lambda: models.DenseCNN(num_classes=7), IMAGES),
+    "LeNet, colour": (
+        lambda: models.LeNet(num_classes=7, in_channels=3, image_size=32),
+        COLOUR_IMAGES,
+    ),
+    "DenseCNN, colour": (
+        lambda: models.DenseCNN(num_classes=7, in_channels=3, image_size=32),
+        COLOUR_IMAGES,
+    ),
     "ResNet": (lambda: models.ResNet(blocks=(1, 2), num_classes=7, in_channels=1, width=8), IMAGES),
     "ResNet, large images": (
         lambda: models.resnet18(num_classes=7, in_channels=1, small_images=False, width=8),
+        IMAGES,
+    ),
+    "ResNet, bottlenecks": (
+        lambda: models.ResNet(
+            blocks=(1, 2), num_classes=7, in_channels=1, width=8, bottleneck=True
+        ),
         IMAGES,
     ),
     "TransformerClassifier": (
@@ -91,7 +106,36 @@ def test_the_transformer_tells_orders_of_the_same_tokens_apart() -> None:
     assert not torch.allclose(model(TOKENS), model(TOKENS.flip(1)), atol=1e-3)
 
 
-@pytest.mark.parametrize("module", ["dense_cnn", "lenet", "lstm", "resnet", "transformer"])
+@pytest.mark.parametrize("size", [8, 10, 13, 30, 0, -4])
+def test_lenet_refuses_a_size_that_its_pools_do_not_divide(size: int) -> None:
+    with pytest.raises(ValueError, match=f"multiple of 4 and at least 12, got {size}$"):
+        models.LeNet(image_size=size)
+
+
+@pytest.mark.parametrize("size", [12, 16, 20, 36])
+def test_lenet_takes_any_size_that_its_pools_divide(size: int) -> None:
+    assert models.LeNet(image_size=size)(torch.zeros(2, 1, size, size)).shape == (2, 10)
+
+
+@pytest.mark.parametrize("size", [27, 0, -2])
+def test_the_dense_cnn_refuses_a_size_that_is_not_even(size: int) -> None:
+    with pytest.raises(ValueError, match=f"positive even number, got {size}$"):
+        models.DenseCNN(image_size=size)
+
+
+MODULES = [
+    "catalog",
+    "dense_cnn",
+    "lenet",
+    "lstm",
+    "resnet",
+    "transformer",
+    "unet",
+    "vgg",
+]
+
+
+@pytest.mark.parametrize("module", MODULES)
 def test_examples_in_docstrings_run(module: str) -> None:
     result = doctest.testmod(import_module(f"onefold.models.{module}"))
     assert result.attempted > 0

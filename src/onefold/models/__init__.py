@@ -1,9 +1,30 @@
-"""Small models for the examples, the benchmarks and the tests; plain `torch.nn.Module`s."""
+"""Models for the examples, the benchmarks, the jobs and the tests; plain `torch.nn.Module`s."""
 
+from onefold.models.catalog import MODELS, ModelKind, build_model, head_name, head_of
 from onefold.models.dense_cnn import DenseCNN
 from onefold.models.lenet import LeNet
 from onefold.models.lstm import LSTMClassifier
-from onefold.models.resnet import ResNet, resnet18
+from onefold.models.resnet import ResNet, resnet18, resnet34, resnet50, resnet101
 from onefold.models.transformer import TransformerClassifier
+from onefold.models.unet import UNet
+from onefold.models.vgg import VGG, vgg16
 
-__all__ = ["DenseCNN", "LSTMClassifier", "LeNet", "ResNet", "TransformerClassifier", "resnet18"]
+__all__ = [
+    "MODELS",
+    "VGG",
+    "DenseCNN",
+    "LSTMClassifier",
+    "LeNet",
+    "ModelKind",
+    "ResNet",
+    "TransformerClassifier",
+    "UNet",
+    "build_model",
+    "head_name",
+    "head_of",
+    "resnet18",
+    "resnet34",
+    "resnet50",
+    "resnet101",
+    "vgg16",
+]

@@ -1,4 +1,4 @@
-"""A CNN of 26 million parameters, nearly all in one dense layer.
+"""A CNN of 26 million parameters for 28x28 grey images, nearly all in one dense layer.
 
 Its gradients are large beside the arithmetic that makes them, so it is the model to measure
 how fast gradients travel between devices. It is not the model to classify digits well with.
@@ -13,11 +13,16 @@ __all__ = ["DenseCNN"]
 
 
 class DenseCNN(nn.Module):
-    """Two 3x3 convolutions, one max pool and a dense layer of 25.7 million weights.
+    """Two 3x3 convolutions, one max pool and a dense layer; at 28x28 it has 25.7 million weights.
 
     Args:
         num_classes: number of logits for each image.
         dropout: share of the dense layer's outputs set to zero in training.
+        in_channels: channels of the images.
+        image_size: height and width of the images in pixels, a positive even number.
+
+    Raises:
+        ValueError: the image size is not a positive even number.
 
     Example:
         >>> import torch
@@ -28,10 +33,19 @@ class DenseCNN(nn.Module):
         torch.Size([2, 10])
     """
 
-    def __init__(self, num_classes: int = 10, dropout: float = 0.5) -> None:
+    def __init__(
+        self,
+        num_classes: int = 10,
+        dropout: float = 0.5,
+        in_channels: int = 1,
+        image_size: int = 28,
+    ) -> None:
         super().__init__()
+        if image_size < 2 or image_size % 2:
+            raise ValueError(f"image_size must be a positive even number, got {image_size}")
+        pooled_size = image_size // 2
         self.features = nn.Sequential(
-            nn.Conv2d(1, 64, kernel_size=3, padding=1),
+            nn.Conv2d(in_channels, 64, kernel_size=3, padding=1),
             nn.ReLU(),
             nn.Conv2d(64, 128, kernel_size=3, padding=1),
             nn.ReLU(),
@@ -39,13 +53,13 @@ class DenseCNN(nn.Module):
         )
         self.classifier = nn.Sequential(
             nn.Flatten(),
-            nn.Linear(128 * 14 * 14, 1024),
+            nn.Linear(128 * pooled_size**2, 1024),
             nn.ReLU(),
             nn.Dropout(dropout),
             nn.Linear(1024, num_classes),
         )
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Logits (n, num_classes) float32 for images (n, 1, 28, 28) float32."""
+        """Logits (n, num_classes) for images (n, in_channels, image_size, image_size), float32."""
         logits: torch.Tensor = self.classifier(self.features(images))
         return logits

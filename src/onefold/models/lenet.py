@@ -1,4 +1,4 @@
-"""LeNet-5 for 28x28 grey images: the smallest model worth training, for examples and tests."""
+"""LeNet-5: the smallest model worth training, for examples and tests."""
 
 from __future__ import annotations
 
@@ -13,6 +13,12 @@ class LeNet(nn.Module):
 
     Args:
         num_classes: number of logits for each image.
+        in_channels: channels of the images.
+        image_size: height and width of the images in pixels: 12, 16, 20, 24, 28 and so on, so that
+            no max pool leaves a row out.
+
+    Raises:
+        ValueError: the image size is less than 12 or no multiple of 4.
 
     Example:
         >>> import torch
@@ -20,10 +26,15 @@ class LeNet(nn.Module):
         torch.Size([2, 10])
     """
 
-    def __init__(self, num_classes: int = 10) -> None:
+    def __init__(self, num_classes: int = 10, in_channels: int = 1, image_size: int = 28) -> None:
         super().__init__()
+        if image_size < 12 or image_size % 4:
+            raise ValueError(
+                f"image_size must be a multiple of 4 and at least 12, got {image_size}"
+            )
+        pooled_size = (image_size // 2 - 4) // 2
         self.features = nn.Sequential(
-            nn.Conv2d(1, 6, kernel_size=5, padding=2),
+            nn.Conv2d(in_channels, 6, kernel_size=5, padding=2),
             nn.ReLU(),
             nn.MaxPool2d(2),
             nn.Conv2d(6, 16, kernel_size=5),
@@ -32,7 +43,7 @@ class LeNet(nn.Module):
         )
         self.classifier = nn.Sequential(
             nn.Flatten(),
-            nn.Linear(16 * 5 * 5, 120),
+            nn.Linear(16 * pooled_size**2, 120),
             nn.ReLU(),
             nn.Linear(120, 84),
             nn.ReLU(),
@@ -40,6 +51,6 @@ class LeNet(nn.Module):
         )
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Logits (n, num_classes) float32 for images (n, 1, 28, 28) float32."""
+        """Logits (n, num_classes) for images (n, in_channels, image_size, image_size), float32."""
         logits: torch.Tensor = self.classifier(self.features(images))
         return logits

@@ -1,7 +1,7 @@
-"""Residual networks of basic blocks (He et al., 2015, "Deep residual learning").
+"""Residual networks (He et al., 2015, "Deep residual learning for image recognition").
 
 Parameters and buffers carry the names of torchvision's ResNet, so weights move between the two
-where the shapes agree: a stem for large images, width 64 and four stages of two blocks.
+where the shapes agree: a stem for large images, width 64 and the blocks of one of its networks.
 """
 
 from __future__ import annotations
@@ -11,12 +11,25 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-__all__ = ["BasicBlock", "ResNet", "resnet18"]
+__all__ = ["BasicBlock", "Bottleneck", "ResNet", "resnet18", "resnet34", "resnet50", "resnet101"]
 
 
 def conv3x3(in_channels: int, out_channels: int, *, stride: int = 1) -> nn.Conv2d:
     """A 3x3 convolution that keeps the image's size (at stride 1); batch norm brings the bias."""
     return nn.Conv2d(in_channels, out_channels, 3, stride=stride, padding=1, bias=False)
+
+
+def conv1x1(in_channels: int, out_channels: int, *, stride: int = 1) -> nn.Conv2d:
+    """A 1x1 convolution; batch norm brings the bias."""
+    return nn.Conv2d(in_channels, out_channels, 1, stride=stride, bias=False)
+
+
+def projection(in_channels: int, out_channels: int, *, stride: int) -> nn.Sequential | None:
+    """What gives a block's input the shape of its output; None where it has that shape already."""
+    if stride == 1 and in_channels == out_channels:
+        return None
+    convolution = conv1x1(in_channels, out_channels, stride=stride)
+    return nn.Sequential(convolution, nn.BatchNorm2d(out_channels))
 
 
 class BasicBlock(nn.Module):
@@ -28,6 +41,8 @@ class BasicBlock(nn.Module):
         stride: stride of the first convolution.
     """
 
+    expansion = 1
+
     def __init__(self, in_channels: int, out_channels: int, *, stride: int = 1) -> None:
         super().__init__()
         self.conv1 = conv3x3(in_channels, out_channels, stride=stride)
@@ -35,12 +50,7 @@ class BasicBlock(nn.Module):
         self.relu = nn.ReLU(inplace=True)
         self.conv2 = conv3x3(out_channels, out_channels)
         self.bn2 = nn.BatchNorm2d(out_channels)
-        self.downsample: nn.Sequential | None = None
-        if stride != 1 or in_channels != out_channels:
-            self.downsample = nn.Sequential(
-                nn.Conv2d(in_channels, out_channels, 1, stride=stride, bias=False),
-                nn.BatchNorm2d(out_channels),
-            )
+        self.downsample = projection(in_channels, out_channels, stride=stride)
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         """(n, in_channels, h, w) to (n, out_channels, h / stride, w / stride), float32."""
@@ -50,59 +60,132 @@ class BasicBlock(nn.Module):
         return summed
 
 
+class Bottleneck(nn.Module):
+    """A 1x1, a 3x3 and a 1x1 convolution with batch norm, added to the block's input.
+
+    The first convolution narrows to a quarter of ``out_channels``, the last widens again. The
+    stride is that of the 3x3 convolution, as in torchvision; in the paper the first one has it.
+
+    Args:
+        in_channels: channels of the input.
+        out_channels: channels of the output, a multiple of 4.
+        stride: stride of the 3x3 convolution.
+    """
+
+    expansion = 4
+
+    def __init__(self, in_channels: int, out_channels: int, *, stride: int = 1) -> None:
+        super().__init__()
+        narrow = out_channels // self.expansion
+        self.conv1 = conv1x1(in_channels, narrow)
+        self.bn1 = nn.BatchNorm2d(narrow)
+        self.conv2 = conv3x3(narrow, narrow, stride=stride)
+        self.bn2 = nn.BatchNorm2d(narrow)
+        self.conv3 = conv1x1(narrow, out_channels)
+        self.bn3 = nn.BatchNorm2d(out_channels)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample = projection(in_channels, out_channels, stride=stride)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        """(n, in_channels, h, w) to (n, out_channels, h / stride, w / stride), float32."""
+        shortcut = features if self.downsample is None else self.downsample(features)
+        residual = self.relu(self.bn1(self.conv1(features)))
+        residual = self.relu(self.bn2(self.conv2(residual)))
+        summed: torch.Tensor = self.relu(self.bn3(self.conv3(residual)) + shortcut)
+        return summed
+
+
 class ResNet(nn.Module):
-    """A residual network: stage ``i`` has ``blocks[i]`` basic blocks of ``width * 2**i`` channels.
+    """A residual network; its stage ``i`` has ``blocks[i]`` blocks.
+
+    The blocks of stage ``i`` are basic ones of ``width * 2**i`` channels, or bottlenecks that
+    narrow to as many and give four times as many.
 
     Args:
         blocks: number of blocks of each stage; every stage after the first halves the image.
-        num_classes: number of logits for each image.
+        num_classes: number of logits for each image; None for a network without the last layer,
+            which gives the mean of the last stage's features instead.
         in_channels: channels of the images.
         small_images: True for a 3x3 stem of stride 1 without max pool (images of 8 to 64 pixels),
             False for the 7x7 stem of stride 2 with max pool (images of 224 pixels).
-        width: channels of the first stage.
+        width: channels of the stem.
+        bottleneck: True for `Bottleneck` blocks, False for `BasicBlock`.
+
+    Attributes:
+        channels: channels of each of the `feature_maps`.
+        strides: how many pixels of the image lie side by side in one of each of them.
 
     Raises:
         ValueError: there is no stage, or a stage without a block.
 
     Example:
         >>> import torch
-        >>> ResNet(blocks=(1, 1), in_channels=1, width=8)(torch.zeros(2, 1, 8, 8)).shape
+        >>> model = ResNet(blocks=(1, 1), in_channels=1, width=8)
+        >>> model(torch.zeros(2, 1, 8, 8)).shape
         torch.Size([2, 10])
+        >>> [tuple(features.shape) for features in model.feature_maps(torch.zeros(2, 1, 8, 8))]
+        [(2, 8, 8, 8), (2, 8, 8, 8), (2, 16, 4, 4)]
     """
 
     def __init__(
         self,
         *,
         blocks: Sequence[int],
-        num_classes: int = 10,
+        num_classes: int | None = 10,
         in_channels: int = 3,
         small_images: bool = True,
         width: int = 64,
+        bottleneck: bool = False,
     ) -> None:
         super().__init__()
         if not blocks or min(blocks) < 1:
             raise ValueError(f"blocks must be one or more positive numbers, got {tuple(blocks)}")
+        block = Bottleneck if bottleneck else BasicBlock
+        outputs = tuple(width * 2**index * block.expansion for index in range(len(blocks)))
+        self.channels = (width, *outputs)
+        self.strides = map_strides(len(blocks), small_images=small_images)
         self.conv1 = stem(in_channels, width, small_images=small_images)
         self.bn1 = nn.BatchNorm2d(width)
         self.relu = nn.ReLU(inplace=True)
         self.maxpool = nn.Identity() if small_images else nn.MaxPool2d(3, stride=2, padding=1)
         self.stages = tuple(f"layer{number}" for number in range(1, len(blocks) + 1))
-        channels = width
         for index, (name, count) in enumerate(zip(self.stages, blocks, strict=True)):
+            before, after = self.channels[index : index + 2]
             stride = 1 if index == 0 else 2
-            self.add_module(name, stage(channels, width * 2**index, count=count, stride=stride))
-            channels = width * 2**index
+            self.add_module(name, stage(block, before, after, count=count, stride=stride))
         self.avgpool = nn.AdaptiveAvgPool2d(1)
-        self.fc = nn.Linear(channels, num_classes)
+        self.fc = nn.Identity() if num_classes is None else nn.Linear(outputs[-1], num_classes)
         self.apply(initialise)
+
+    def feature_maps(self, images: torch.Tensor) -> list[torch.Tensor]:
+        """The stem's output before the max pool, and then that of each stage.
+
+        Args:
+            images: (n, in_channels, h, w) float32.
+
+        Returns:
+            For each of ``channels`` and ``strides`` a tensor (n, channels, h / stride,
+            w / stride) float32, quotients rounded up.
+        """
+        maps = [self.relu(self.bn1(self.conv1(images)))]
+        features = self.maxpool(maps[0])
+        for name in self.stages:
+            features = self.get_submodule(name)(features)
+            maps.append(features)
+        return maps
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Logits (n, num_classes) float32 for images (n, in_channels, h, w) float32."""
-        features = self.maxpool(self.relu(self.bn1(self.conv1(images))))
-        for name in self.stages:
-            features = self.get_submodule(name)(features)
-        logits: torch.Tensor = self.fc(self.avgpool(features).flatten(1))
+        last = self.feature_maps(images)[-1]
+        logits: torch.Tensor = self.fc(self.avgpool(last).flatten(1))
         return logits
+
+
+def map_strides(stages: int, *, small_images: bool) -> tuple[int, ...]:
+    """The strides of the stem's output and of each stage's."""
+    first = 1 if small_images else 4
+    of_stem = 1 if small_images else 2
+    return (of_stem, *(first * 2**index for index in range(stages)))
 
 
 def stem(in_channels: int, width: int, *, small_images: bool) -> nn.Conv2d:
@@ -112,10 +195,17 @@ def stem(in_channels: int, width: int, *, small_images: bool) -> nn.Conv2d:
     return nn.Conv2d(in_channels, width, 7, stride=2, padding=3, bias=False)
 
 
-def stage(in_channels: int, out_channels: int, *, count: int, stride: int) -> nn.Sequential:
+def stage(
+    block: type[BasicBlock] | type[Bottleneck],
+    in_channels: int,
+    out_channels: int,
+    *,
+    count: int,
+    stride: int,
+) -> nn.Sequential:
     """``count`` blocks, of which the first changes the number of channels and the size."""
-    first = BasicBlock(in_channels, out_channels, stride=stride)
-    return nn.Sequential(first, *(BasicBlock(out_channels, out_channels) for _ in range(count - 1)))
+    first = block(in_channels, out_channels, stride=stride)
+    return nn.Sequential(first, *(block(out_channels, out_channels) for _ in range(count - 1)))
 
 
 def initialise(module: nn.Module) -> None:
@@ -125,15 +215,15 @@ def initialise(module: nn.Module) -> None:
 
 
 def resnet18(
-    num_classes: int = 10, in_channels: int = 3, small_images: bool = True, width: int = 64
+    num_classes: int | None = 10, in_channels: int = 3, small_images: bool = True, width: int = 64
 ) -> ResNet:
     """ResNet-18: four stages of two basic blocks.
 
     Args:
-        num_classes: number of logits for each image.
+        num_classes: number of logits for each image; None for no last layer, see `ResNet`.
         in_channels: channels of the images.
         small_images: see `ResNet`.
-        width: channels of the first stage.
+        width: channels of the stem and of the first stage.
 
     Returns:
         The network, with fresh weights from PyTorch's global generator.
@@ -148,4 +238,63 @@ def resnet18(
         in_channels=in_channels,
         small_images=small_images,
         width=width,
+    )
+
+
+def resnet34(
+    num_classes: int | None = 10, in_channels: int = 3, small_images: bool = True, width: int = 64
+) -> ResNet:
+    """ResNet-34: stages of 3, 4, 6 and 3 basic blocks; see `resnet18` for the arguments.
+
+    Example:
+        >>> sum(p.numel() for p in resnet34(num_classes=1000, small_images=False).parameters())
+        21797672
+    """
+    return ResNet(
+        blocks=(3, 4, 6, 3),
+        num_classes=num_classes,
+        in_channels=in_channels,
+        small_images=small_images,
+        width=width,
+    )
+
+
+def resnet50(
+    num_classes: int | None = 10, in_channels: int = 3, small_images: bool = True, width: int = 64
+) -> ResNet:
+    """ResNet-50: stages of 3, 4, 6 and 3 bottlenecks; see `resnet18` for the arguments.
+
+    Example:
+        >>> sum(p.numel() for p in resnet50(num_classes=1000, small_images=False).parameters())
+        25557032
+    """
+    return ResNet(
+        blocks=(3, 4, 6, 3),
+        num_classes=num_classes,
+        in_channels=in_channels,
+        small_images=small_images,
+        width=width,
+        bottleneck=True,
+    )
+
+
+def resnet101(
+    num_classes: int | None = 10, in_channels: int = 3, small_images: bool = True, width: int = 64
+) -> ResNet:
+    """ResNet-101: stages of 3, 4, 23 and 3 bottlenecks; see `resnet18` for the arguments.
+
+    Example:
+        >>> import torch
+        >>> with torch.device("meta"):  # shapes without weights
+        ...     model = resnet101(num_classes=1000, small_images=False)
+        >>> sum(parameter.numel() for parameter in model.parameters())
+        44549160
+    """
+    return ResNet(
+        blocks=(3, 4, 23, 3),
+        num_classes=num_classes,
+        in_channels=in_channels,
+        small_images=small_images,
+        width=width,
+        bottleneck=True,
     )

@@ -1,0 +1,181 @@
+"""Models of images by name, and the name of a model's last layer.
+
+A name is a key of `MODELS`, or ``timm:NAME`` for a model of the timm library, which is imported
+only then. All models begin with fresh weights from PyTorch's global generator.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from torch import nn
+
+from onefold.errors import LaunchError
+from onefold.models.dense_cnn import DenseCNN
+from onefold.models.lenet import LeNet
+from onefold.models.lstm import LSTMClassifier
+from onefold.models.resnet import ResNet, resnet18, resnet34, resnet50, resnet101
+from onefold.models.transformer import TransformerClassifier
+from onefold.models.unet import UNet
+
+__all__ = ["MODELS", "ModelKind", "build_model", "head_name", "head_of"]
+
+TIMM_PREFIX = "timm:"
+LARGEST_SMALL_IMAGE = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelKind:
+    """One model of the catalog."""
+
+    build: Callable[..., nn.Module]
+    """Makes it from the keywords ``num_classes`` and ``in_channels``, and from one of the two that
+    ``any_size`` chooses."""
+
+    any_size: bool
+    """True: it takes images of any size, and ``build`` takes ``small_images``, the kind of stem.
+    False: it is made for one size, and ``build`` takes ``image_size``."""
+
+
+MODELS: Mapping[str, ModelKind] = MappingProxyType(
+    {
+        "lenet": ModelKind(build=LeNet, any_size=False),
+        "mnist-cnn": ModelKind(build=DenseCNN, any_size=False),
+        "resnet18": ModelKind(build=resnet18, any_size=True),
+        "resnet34": ModelKind(build=resnet34, any_size=True),
+        "resnet50": ModelKind(build=resnet50, any_size=True),
+        "resnet101": ModelKind(build=resnet101, any_size=True),
+    }
+)
+
+HEADS: Mapping[type[nn.Module], str] = MappingProxyType(
+    {
+        LeNet: "classifier.5",
+        DenseCNN: "classifier.4",
+        ResNet: "fc",
+        TransformerClassifier: "head",
+        LSTMClassifier: "head",
+        UNet: "head",
+    }
+)
+
+
+def build_model(
+    name: str,
+    *,
+    num_classes: int,
+    in_channels: int,
+    image_size: int,
+    small_images: bool | None = None,
+) -> nn.Module:
+    """The model of that name, with fresh weights from PyTorch's global generator.
+
+    Args:
+        name: a key of `MODELS`, or ``timm:NAME``.
+        num_classes: number of logits for each image.
+        in_channels: channels of the images.
+        image_size: height and width of the images in pixels. A timm model is made for the size
+            that timm gives it, whatever this says.
+        small_images: for ResNets only: the stem for small images or that for large ones, see
+            `ResNet`; None for the small one up to 64 pixels.
+
+    Returns:
+        A model of images (n, in_channels, image_size, image_size) float32 that gives logits
+        (n, num_classes) float32.
+
+    Raises:
+        ValueError: the name is not known, a number is not positive or does not suit the model, or
+            ``small_images`` is given for a model that has one stem only.
+        LaunchError: a timm model is asked for and timm cannot be imported.
+
+    Example:
+        >>> model = build_model("lenet", num_classes=10, in_channels=3, image_size=32)
+        >>> head_name(model), head_of(model)
+        ('classifier.5', Linear(in_features=84, out_features=10, bias=True))
+    """
+    check_positive(num_classes=num_classes, in_channels=in_channels, image_size=image_size)
+    kind = MODELS.get(name)
+    if small_images is not None and not (kind and kind.any_size):
+        raise ValueError(f"small_images is for ResNets only, got {small_images} for {name!r}")
+    if kind is None:
+        return timm_model(name, num_classes=num_classes, in_channels=in_channels)
+    size: dict[str, Any] = {"image_size": image_size}
+    if kind.any_size:
+        small = image_size <= LARGEST_SMALL_IMAGE if small_images is None else small_images
+        size = {"small_images": small}
+    return kind.build(num_classes=num_classes, in_channels=in_channels, **size)
+
+
+def check_positive(**numbers: int) -> None:
+    """Refuse a number below one, by its name."""
+    for name, number in numbers.items():
+        if number < 1:
+            raise ValueError(f"{name} must be positive, got {number}")
+
+
+def timm_model(name: str, *, num_classes: int, in_channels: int) -> nn.Module:
+    """The model that timm calls what follows ``timm:``; timm has its own error for unknown ones."""
+    timm_name = name.removeprefix(TIMM_PREFIX)
+    if timm_name in ("", name):
+        known = ", ".join(MODELS)
+        raise ValueError(f"the model must be one of {known} or {TIMM_PREFIX}NAME, got {name!r}")
+    model: nn.Module = import_timm(name).create_model(
+        timm_name, pretrained=False, num_classes=num_classes, in_chans=in_channels
+    )
+    return model
+
+
+def import_timm(name: str) -> Any:
+    """The timm library, for the model ``name``."""
+    try:
+        return importlib.import_module("timm")
+    except ImportError as error:
+        raise LaunchError(
+            f"{name} needs the timm library, which cannot be imported ({error}); "
+            "install it with: pip install timm"
+        ) from error
+
+
+def head_name(model: nn.Module) -> str:
+    """The dotted name of a model's last layer, the one whose outputs are the logits.
+
+    Args:
+        model: a model of this package or of timm.
+
+    Returns:
+        Its name in ``model.named_modules()``, "fc" for example.
+
+    Raises:
+        ValueError: the model is of another kind, or has no last layer of its own, or several.
+    """
+    known = (name for kind, name in HEADS.items() if isinstance(model, kind))
+    name = next(known, None) or timm_head_name(model)
+    if isinstance(model.get_submodule(name), nn.Identity):
+        raise ValueError(f"this {type(model).__name__} was made without a classification layer")
+    return name
+
+
+def timm_head_name(model: nn.Module) -> str:
+    """The name of the layer that a timm model calls its classifier."""
+    get_classifier = getattr(model, "get_classifier", None)
+    if get_classifier is None:
+        known = ", ".join(kind.__name__ for kind in HEADS)
+        raise ValueError(
+            f"the last layer is known for {known} and timm's models, not for {type(model).__name__}"
+        )
+    head: object = get_classifier()
+    names: list[str] = [name for name, module in model.named_modules() if module is head]
+    if not names:
+        raise ValueError(
+            f"{type(model).__name__} must have one last layer, its get_classifier() gave {head}"
+        )
+    return names[0]
+
+
+def head_of(model: nn.Module) -> nn.Module:
+    """The layer that `head_name` names; it raises the same errors."""
+    return model.get_submodule(head_name(model))

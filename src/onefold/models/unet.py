@@ -1,0 +1,161 @@
+"""U-Nets: one logit for each pixel (Ronneberger et al., 2015, "U-Net: convolutional networks").
+
+The way down is a network made for classification, without its last layer, so published weights
+of that network give it a start. It differs from the paper in this, and in padded convolutions
+and batch norm on the way up: the output is as large as the input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from onefold.models.resnet import ResNet, conv3x3, initialise, resnet18, resnet34, resnet101
+from onefold.models.vgg import VGG, vgg16
+
+__all__ = ["ENCODERS", "UNet"]
+
+Encoder = ResNet | VGG
+
+
+def without_last_layer(build: Callable[..., ResNet]) -> Callable[[int, int], Encoder]:
+    """A builder of a ResNet for large images from ``in_channels`` and ``width``."""
+    return lambda in_channels, width: build(None, in_channels, small_images=False, width=width)
+
+
+ENCODERS: Mapping[str, Callable[[int, int], Encoder]] = MappingProxyType(
+    {
+        "resnet18": without_last_layer(resnet18),
+        "resnet34": without_last_layer(resnet34),
+        "resnet101": without_last_layer(resnet101),
+        "vgg16": vgg16,
+    }
+)
+
+
+class UNet(nn.Module):
+    """An encoder, and a decoder that brings its features back to the size of the images.
+
+    The encoder's parameters and buffers are those of torchvision's network of that name, without
+    the last layers (``fc`` or ``classifier``), after ``encoder.``: to start from published
+    weights, leave those out and load the others into ``model.encoder``.
+
+    No operation here is one that `torch.use_deterministic_algorithms` refuses, on a CPU or, by
+    its documentation, on a CUDA device.
+
+    Args:
+        encoder: one of "vgg16", "resnet18", "resnet34", "resnet101".
+        in_channels: channels of the images.
+        out_channels: number of logits for each pixel.
+        width: channels of the encoder's first layer, and half of it the decoder's at full
+            resolution; an even number. Published weights need 64.
+
+    Attributes:
+        stride: height and width of the images must be multiples of it.
+
+    Raises:
+        ValueError: the encoder is not known, or the width is not a positive even number.
+
+    Example:
+        >>> import torch
+        >>> model = UNet("resnet18", width=8)
+        >>> model.stride
+        32
+        >>> model(torch.zeros(2, 3, 64, 96)).shape
+        torch.Size([2, 1, 64, 96])
+    """
+
+    def __init__(
+        self,
+        encoder: str = "resnet34",
+        *,
+        in_channels: int = 3,
+        out_channels: int = 1,
+        width: int = 64,
+    ) -> None:
+        super().__init__()
+        if encoder not in ENCODERS:
+            raise ValueError(f"encoder must be one of {', '.join(ENCODERS)}, got {encoder!r}")
+        if width < 2 or width % 2:
+            raise ValueError(f"width must be a positive even number, got {width}")
+        self.encoder = ENCODERS[encoder](in_channels, width)
+        self.stride = self.encoder.strides[-1]
+        self.decoder = decoder(self.encoder, width)
+        self.head = nn.Conv2d(width // 2, out_channels, 1)
+        self.decoder.apply(initialise)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """One logit, or ``out_channels``, for each pixel.
+
+        Args:
+            images: (n, in_channels, h, w) float32.
+
+        Returns:
+            Logits (n, out_channels, h, w) float32.
+
+        Raises:
+            ValueError: h or w is no multiple of ``stride``.
+        """
+        self._check_size(images)
+        features, *skips = reversed(self.encoder.feature_maps(images))
+        for index, step in enumerate(self.decoder):
+            features = step(features, skips[index] if index < len(skips) else None)
+        logits: torch.Tensor = self.head(features)
+        return logits
+
+    def _check_size(self, images: torch.Tensor) -> None:
+        height, width = images.shape[-2:]
+        if height % self.stride or width % self.stride:
+            raise ValueError(
+                f"height and width of the images must be multiples of {self.stride}, got "
+                f"{height}x{width} pixels; pad or crop the images"
+            )
+
+
+class DecoderStep(nn.Module):
+    """Double the resolution, put the encoder's features beside, and convolve twice.
+
+    Nearest neighbours, not bilinear: the bilinear CUDA kernel adds up gradients in any order.
+
+    Args:
+        in_channels: channels of the features from the step before.
+        skip_channels: channels of the encoder's features, 0 for none.
+        out_channels: channels of the output.
+    """
+
+    def __init__(self, in_channels: int, skip_channels: int, out_channels: int) -> None:
+        super().__init__()
+        self.conv1 = conv3x3(in_channels + skip_channels, out_channels)
+        self.bn1 = nn.BatchNorm2d(out_channels)
+        self.conv2 = conv3x3(out_channels, out_channels)
+        self.bn2 = nn.BatchNorm2d(out_channels)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, features: torch.Tensor, skip: torch.Tensor | None) -> torch.Tensor:
+        """(n, out_channels, 2h, 2w) of features (n, in_channels, h, w) and skip, all float32."""
+        joined = F.interpolate(features, scale_factor=2, mode="nearest")
+        if skip is not None:
+            joined = torch.cat([joined, skip], dim=1)
+        once = self.relu(self.bn1(self.conv1(joined)))
+        twice: torch.Tensor = self.relu(self.bn2(self.conv2(once)))
+        return twice
+
+
+def decoder(encoder: Encoder, width: int) -> nn.ModuleList:
+    """One step for each resolution from the encoder's last but one to that of the images.
+
+    The output of a step has ``width * stride / 2`` channels, and at most ``4 * width``.
+    """
+    skips = dict(zip(encoder.strides[:-1], encoder.channels[:-1], strict=True))
+    steps = nn.ModuleList()
+    channels, stride = encoder.channels[-1], encoder.strides[-1]
+    while stride > 1:
+        stride //= 2
+        out_channels = min(width * stride // 2, 4 * width)
+        steps.append(DecoderStep(channels, skips.get(stride, 0), out_channels))
+        channels = out_channels
+    return steps
