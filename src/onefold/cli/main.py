@@ -158,9 +158,19 @@ def demo(
     raise typer.Exit(run_demo(output, devices=devices))
 
 
+train_app = typer.Typer(
+    help="Train a ready-made job on your own data, with one command.", no_args_is_help=True
+)
+app.add_typer(train_app, name="train")
+
+
 def main() -> None:
     """Entry point: errors that we foresaw are one line, not a traceback."""
     try:
+        if sys.argv[1:2] == ["train"]:  # its commands are made from options that load PyTorch
+            from onefold.cli.train import add_jobs
+
+            add_jobs(train_app)
         app()
     except (OnefoldError, ValueError) as error:
         print(f"onefold: {error}", file=sys.stderr)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from onefold.data.pictures import Pictures
+from onefold.data.pictures import Mode, Pictures
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -132,6 +132,7 @@ class LabelledPictures(Dataset[tuple[torch.Tensor, int]]):
     Args:
         pictures: the pictures.
         labels: one number for each.
+        mode: that they are brought to.
         changes: in turn.
         normalise: at last.
     """
@@ -140,11 +141,13 @@ class LabelledPictures(Dataset[tuple[torch.Tensor, int]]):
         self,
         pictures: Pictures,
         labels: Sequence[int],
+        mode: Mode,
         changes: Sequence[Change],
         normalise: Normalise,
     ) -> None:
         self.pictures = pictures
         self.labels = labels
+        self.mode = mode
         self.changes = changes
         self.normalise = normalise
 
@@ -152,7 +155,8 @@ class LabelledPictures(Dataset[tuple[torch.Tensor, int]]):
         return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        return self.normalise(chain(self.changes, self.pictures[index])), self.labels[index]
+        picture = self.pictures[index].convert(self.mode)
+        return self.normalise(chain(self.changes, picture)), self.labels[index]
 
 
 def chain(changes: Sequence[Change], picture: Image) -> Image:

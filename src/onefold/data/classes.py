@@ -111,19 +111,16 @@ def read_folders(directory: Path, *, holdout: float, seed: int, skip_bad: bool) 
     if not skip_bad:
         refuse(bad)
     _check_enough(directory, classes, train, test)
-    mode = _MODE[grey]
-    if mode == "RGB" and len(sums.totals) == 1:  # only a test picture has colours
-        sums = Sums(sums.count, sums.totals * 3, sums.squares * 3)
 
     def split(part: _Labelled) -> Split:
-        files = PictureFiles(part.paths, mode, directory)
+        files = PictureFiles(part.paths, directory)
         return Split(files, [classes.index(label) for label in part.labels])
 
     return PictureClasses(
         train=split(train),
         test=split(test),
         classes=classes,
-        mode=mode,
+        mode=_MODE[grey],
         sizes=sizes,
         sums=sums,
         left_out=bad,

@@ -61,20 +61,18 @@ class PictureFiles:
 
     Args:
         paths: one for each picture.
-        mode: in which they are read.
         root: names are told from here on.
     """
 
-    def __init__(self, paths: Sequence[Path], mode: Mode, root: Path) -> None:
+    def __init__(self, paths: Sequence[Path], root: Path) -> None:
         self.paths = paths
-        self._mode = mode
         self._root = root
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def __getitem__(self, index: int) -> Image:
-        return open_picture(self.paths[index], self._mode)
+        return open_picture(self.paths[index])
 
     def name(self, index: int) -> str:
         """The path from the root of the data."""
@@ -180,12 +178,8 @@ def is_picture(path: Path) -> bool:
     return path.suffix.lower() in _SUFFIXES and not path.name.startswith(".")
 
 
-def open_picture(path: Path, mode: Mode | None = None) -> Image:
-    """Read a picture as a whole.
-
-    Args:
-        path: of the file.
-        mode: None for ``L`` if it is grey, or else ``RGB``.
+def open_picture(path: Path) -> Image:
+    """Read a picture as a whole, to mode ``L`` if it is grey, or else ``RGB``.
 
     Raises:
         DataError: it cannot be read; the message names the file.
@@ -200,7 +194,7 @@ def open_picture(path: Path, mode: Mode | None = None) -> Image:
         raise DataError(f"{path}: expected a picture that can be read: {error}") from error
     if turned.mode.startswith(("I", "F")):
         turned = _to_bytes(turned)
-    return turned.convert(mode or ("L" if turned.mode in _GREY_MODES else "RGB"))
+    return turned.convert("L" if turned.mode in _GREY_MODES else "RGB")
 
 
 def _to_bytes(picture: Image) -> Image:

@@ -94,8 +94,12 @@ class TrainOptions:
     workers: int = option(0, "Processes that read ahead, for each device.")
     save_every: int = option(200, "Steps from one checkpoint to the next within an epoch.")
     skip_bad: bool = option(False, "Leave out files and lines that cannot be used, and say so.")
-    pretrained: str | None = option(
-        None, "Begin with the weights of a file or of a run's folder.", shown="none"
+    head_lr_scale: float = option(1.0, "How much faster the model's last layer learns.")
+    freeze: tuple[str, ...] = option(
+        (), "Parts of the model that keep their values, by the beginning of their name.", shown=""
+    )
+    freeze_until: str | None = option(
+        None, "Freeze all that comes before this part of the model.", shown=""
     )
 
     def __post_init__(self) -> None:
@@ -104,7 +108,7 @@ class TrainOptions:
         for name in ("epochs", "decay_epochs"):
             value = getattr(self, name)
             expect(value is None or value >= 1, name, value, "1 or more")
-        for name in ("lr", "clip_norm"):
+        for name in ("lr", "clip_norm", "head_lr_scale"):
             value = getattr(self, name)
             expect(value is None or value > 0, name, value, "more than 0")
         for name in ("weight_decay", "warmup_epochs", "workers"):
@@ -209,7 +213,7 @@ def read_config(path: Path, job: str) -> dict[str, Any]:
 
 def write_config(options: TrainOptions, job: str, path: Path) -> None:
     """Write what `read_config` reads; options without a value are left out."""
-    values = {"job": job, **given_options(options, ())}
+    values = {"job": job, **given_options(options, ("resume",))}
     path.write_text(tomli_w.dumps(values), encoding="utf-8")
 
 

@@ -173,6 +173,7 @@ class _Run:
         self._part: dict[str, float] = {}
         self._epochs_done = 0
         self._best: dict[str, Any] | None = None
+        self._rate = 0.0
 
     def begin(self) -> None:
         """Make the folder, or go on from its last checkpoint."""
@@ -227,13 +228,13 @@ class _Run:
     def _train_epoch(self, epoch: int, batches: Any, meter: _Meter, bar: TrainingBar) -> None:
         every = max(1, len(batches) // _LINES)
         for batch in batches:
-            rate = self._optimizer.param_groups[0]["lr"]
+            self._rate = self._optimizer.param_groups[0]["lr"]
             step = self._trainer.step(batch)
             meter.add(step)
             bar.advance(step, mean_loss=meter.mean_loss)
             if step.number % every == 0:
                 where = {"kind": "steps", "epoch": epoch, "step": step.number}
-                self._folder.add({**where, **meter.take_line(), "lr": rate})
+                self._folder.add({**where, **meter.take_line(), "lr": self._rate})
             if step.number % self._options.save_every == 0:
                 extra = self._extra(self._epochs_done, meter.saved())
                 self._trainer.save(self._folder.checkpoints, keep=1, wait=False, extra=extra)
@@ -256,7 +257,7 @@ class _Run:
             "step": self._trainer.steps,
             "loss": meter.mean_loss,
             "scores": scores,
-            "lr": self._optimizer.param_groups[0]["lr"],
+            "lr": self._rate,
             "train_s": train_s,
             "evaluate_s": meter.seconds - train_s,
             "samples_per_s": meter.samples / train_s,
@@ -281,7 +282,7 @@ class _Run:
         direction, _, name = self._task.best.partition(" ")
         value = scores[name]
         sign = 1 if direction == "highest" else -1
-        if self._best is None or sign * value > sign * self._best["value"]:
+        if self._best is None or sign * value >= sign * self._best["value"]:
             checkpoint = Path(self._folder.checkpoints.name) / f"step-{self._trainer.steps:08d}"
             self._best = {
                 "epoch": epoch,

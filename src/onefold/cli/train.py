@@ -1,0 +1,108 @@
+"""``onefold train``: one command for each job, made from the fields of its options."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import types
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from onefold.jobs.catalog import JOBS
+from onefold.jobs.options import TrainOptions
+from onefold.jobs.run import Job, read_options, run_job
+
+__all__ = ["add_jobs"]
+
+_COMMON = frozenset(field.name for field in dataclasses.fields(TrainOptions))
+
+
+def add_jobs(app: typer.Typer) -> None:
+    """Add a command for each job."""
+    for job in JOBS:
+        app.command(job.name, help=job.help)(_command(job))
+
+
+def _command(job: Job) -> Callable[..., None]:
+    """A function with one parameter for each option, as typer reads them."""
+
+    def command(config: Path | None, **chosen: Any) -> None:
+        given = {name: value for name, value in chosen.items() if value not in (None, [])}
+        result = run_job(job, read_options(job, _split(job, given), config))
+        _tell(result, Path(result["folder"]))
+
+    hints = typing.get_type_hints(job.options)
+    fields = sorted(dataclasses.fields(job.options), key=lambda field: field.name in _COMMON)
+    parameters = [_config_parameter()]
+    parameters += [_parameter(field, hints[field.name], job) for field in fields]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {each.name: each.annotation for each in parameters}
+    return command
+
+
+def _config_parameter() -> inspect.Parameter:
+    hint = Annotated[
+        Path | None,
+        typer.Option(
+            exists=True, dir_okay=False, help="TOML file of the same names as these options."
+        ),
+    ]
+    return _keyword("config", hint)
+
+
+def _parameter(field: dataclasses.Field[Any], hint: Any, job: Job) -> inspect.Parameter:
+    shown = field.metadata["shown"]
+    default = _shown(field.default) if shown is None else shown
+    note = f" [default: {default}]" if default else ""
+    told = typer.Option(
+        help=escape(f"{field.metadata['help']}{note}"),
+        rich_help_panel="Options of all jobs" if field.name in _COMMON else f"{job.name}",
+    )
+    return _keyword(field.name, Annotated[_asked(hint), told])
+
+
+def _keyword(name: str, hint: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint)
+
+
+def _asked(hint: Any) -> Any:
+    """The type of a parameter: None is for an option that was not given."""
+    if typing.get_origin(hint) is tuple:
+        return list[str] | None
+    alternatives = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    return hint if types.NoneType in alternatives else hint | None
+
+
+def _shown(default: Any) -> str:
+    if isinstance(default, bool):
+        return "yes" if default else "no"
+    return str(default)
+
+
+def _split(job: Job, given: dict[str, Any]) -> dict[str, Any]:
+    """Lists may be given with commas as well."""
+    return {
+        name: tuple(part for each in value for part in each.split(",") if part)
+        if isinstance(value, list)
+        else value
+        for name, value in given.items()
+    }
+
+
+def _tell(result: dict[str, Any], folder: Path) -> None:
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    best = result["best"]
+    if best:
+        console.print(
+            f"Best: {best['score']} {best['value']:.4f} after epoch {best['epoch'] + 1}, kept in "
+            f"{folder / best['checkpoint']}"
+        )
+    console.print(f"Fingerprint: {result['fingerprint']}")
+    if result["report"]:
+        console.print(f"Report: {result['report']}")

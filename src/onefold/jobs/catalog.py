@@ -1,0 +1,32 @@
+"""The ready-made jobs by name."""
+
+from __future__ import annotations
+
+from onefold.jobs import classify
+from onefold.jobs.run import Job
+
+__all__ = ["JOBS", "job_of"]
+
+JOBS = (
+    Job(
+        name=classify.JOB,
+        help="Pictures with one label each: from class folders, IDX files or digits.",
+        options=classify.ClassifyOptions,
+        prepare=classify.prepare,
+        settle=classify.settle,
+        make_task=classify.make_task,
+    ),
+)
+
+
+def job_of(name: str) -> Job:
+    """The job of a name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    for job in JOBS:
+        if job.name == name:
+            return job
+    known = ", ".join(job.name for job in JOBS)
+    raise ValueError(f"there is no job {name}: expected one of {known}")

@@ -1,0 +1,437 @@
+"""Pictures with one label each: the options, the data, the model, and what is shown of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import onefold
+from onefold.data.augment import (
+    CentreCrop,
+    LabelledPictures,
+    Normalise,
+    RandomFlip,
+    RandomResizedCrop,
+    RandomShift,
+)
+from onefold.data.classes import (
+    PictureClasses,
+    Split,
+    read_digits,
+    read_folders,
+    read_idx_folder,
+)
+from onefold.data.pictures import Mode, require_pillow
+from onefold.errors import DataError, LaunchError
+from onefold.jobs.examples import choose_examples, confusion_matrix, save_picture
+from onefold.jobs.finetune import (
+    best_checkpoint,
+    freeze,
+    is_run,
+    load_body,
+    new_head,
+    parameter_groups,
+    reuse_rows,
+)
+from onefold.jobs.options import Augment, TrainOptions, expect, option
+from onefold.jobs.rates import scaled_rate
+from onefold.jobs.runfolder import RunFolder, read_run
+from onefold.jobs.training import Task
+from onefold.models.catalog import MODELS, build_model, head_name, head_of
+
+__all__ = ["JOB", "ClassifyOptions", "PictureModel", "make_task", "prepare"]
+
+JOB = "classify"
+FETCHED = ("mnist", "fashion-mnist")
+FASHION_CLASSES = (
+    "T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "boot",
+)  # fmt: skip
+IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+SMALL = 64
+"""Pictures up to this side are shifted rather than cut, and tested as a whole."""
+USUAL_SIDE = 224
+FIXED_SIDE = 28
+
+Flip = Literal["auto", "yes", "no"]
+Normalisation = Literal["auto", "imagenet", "data", "none"]
+Stem = Literal["auto", "small", "large"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassifyOptions(TrainOptions):
+    """Options of ``onefold train classify``."""
+
+    model: str = option("resnet18", f"{', '.join(MODELS)}, or timm:NAME where timm is installed.")
+    holdout: float = option(0.1, "Share of each class to test with, where there is no test set.")
+    image_size: int | None = option(
+        None, "Side of the square that pictures are brought to, in pixels.", shown="by the data"
+    )
+    stem: Stem = option(
+        "auto", "Beginning of a ResNet: for small pictures (up to 64 pixels) or large ones."
+    )
+    augment: Augment = option(
+        "auto", "shift (moves a little) or crop (random resized crop); auto: by the picture's size."
+    )
+    least_area: float = option(0.35, "With --augment crop: the smallest share that is cut out.")
+    flip: Flip = option("auto", "Mirror every second picture; auto: if they have colours.")
+    normalise: Normalisation = option(
+        "auto",
+        "By the numbers of ImageNet or of the data; auto: as pretrained weights want it.",
+    )
+    label_smoothing: float = option(0.0, "Share of a label that is spread over all classes.")
+    pretrained: str | None = option(
+        None, "Begin with the weights of a file, or of the folder of a run.", shown="none"
+    )
+    pretrained_key: str | None = option(
+        None, "Where the file keeps its weights, such as state_dict.", shown="at the top"
+    )
+    pretrained_classes: str | None = option(
+        None, "File of the pretrained model's class names, one a line.", shown="those of the run"
+    )
+    reuse_classes: bool = option(
+        False, "Begin with the pretrained last layer for the classes that both label sets have."
+    )
+
+    def __post_init__(self) -> None:
+        TrainOptions.__post_init__(self)
+        expect(0 < self.holdout < 1, "holdout", self.holdout, "more than 0 and less than 1")
+        expect(0 < self.least_area <= 1, "least_area", self.least_area, "more than 0, at most 1")
+        expect(
+            0 <= self.label_smoothing < 1, "label_smoothing", self.label_smoothing, "0 to below 1"
+        )
+        size = self.image_size
+        expect(size is None or size >= 8, "image_size", size, "8 or more")
+        known = self.model in MODELS or self.model.startswith("timm:")
+        expect(known, "model", self.model, f"{', '.join(MODELS)} or timm:NAME")
+        if self.pretrained is None:
+            wanting = [
+                name
+                for name in ("pretrained_key", "pretrained_classes", "reuse_classes")
+                if getattr(self, name)
+            ]
+            for name in wanting:
+                expect(False, name, "", "with --pretrained")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PictureModel:
+    """What a model needs to know of its pictures; kept in ``run.json``."""
+
+    name: str
+    """Of the model."""
+    classes: tuple[str, ...]
+    image_size: int
+    mode: Mode
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    small_stem: bool | None
+    """None for a model of one stem."""
+
+    @classmethod
+    def of_run(cls, run: Path) -> PictureModel:
+        """As a run has kept it.
+
+        Raises:
+            DataError: it is no run of this job.
+        """
+        said = read_run(run)
+        if said.get("job") != JOB:
+            raise DataError(f"{run}: expected a run of onefold train {JOB}, got {said.get('job')}")
+        kept = said["picture_model"]
+        lists = {name: tuple(kept[name]) for name in ("classes", "mean", "std")}
+        return cls(**{**kept, **lists})
+
+    def build(self, *, small_stem: bool | None = None) -> nn.Module:
+        """The model with fresh weights."""
+        return build_model(
+            self.name,
+            num_classes=len(self.classes),
+            in_channels=1 if self.mode == "L" else 3,
+            image_size=self.image_size,
+            small_images=self.small_stem if small_stem is None else small_stem,
+        )
+
+    @property
+    def normalise(self) -> Normalise:
+        """Of its pictures."""
+        return Normalise(self.mean, self.std)
+
+    @property
+    def test_changes(self) -> list[CentreCrop]:
+        """What is done to a picture that is looked at."""
+        margin = 1.0 if self.image_size <= SMALL else 8 / 7
+        return [CentreCrop(self.image_size, margin)]
+
+
+def prepare(options: ClassifyOptions) -> PictureClasses:
+    """Read and check the data.
+
+    Raises:
+        DataError, FileNotFoundError, ValueError: they cannot be used.
+        LaunchError: a library is missing.
+    """
+    require_pillow()
+    if options.data == "digits":
+        return read_digits(holdout=options.holdout, seed=options.seed)
+    directory = Path(options.data)
+    if options.data in FETCHED and not directory.is_dir():
+        from onefold.data.fetch import fetch_dataset
+
+        directory = fetch_dataset(options.data)
+    if not directory.is_dir():
+        raise DataError(
+            f"--data {options.data}: expected a folder, or digits, {', '.join(FETCHED)}; there is "
+            f"no such folder from {Path.cwd()}"
+        )
+    if any(directory.glob("*-images-idx3-ubyte*")):
+        names = FASHION_CLASSES if options.data == "fashion-mnist" else None
+        return read_idx_folder(directory, names)
+    return read_folders(
+        directory, holdout=options.holdout, seed=options.seed, skip_bad=options.skip_bad
+    )
+
+
+def settle(options: ClassifyOptions, data: PictureClasses) -> ClassifyOptions:
+    """Fill in what was left to the data."""
+    size = options.image_size or _side(options, data)
+    fine = options.pretrained is not None
+    chosen = replace(
+        options,
+        image_size=size,
+        epochs=options.epochs or (5 if fine else 10),
+        augment=_augment(options.augment, size),
+        flip=_flip(options.flip, data.mode),
+    )
+    rate = options.lr if options.lr is not None else default_rate(chosen) * (0.2 if fine else 1.0)
+    return replace(chosen, lr=rate)
+
+
+def default_rate(options: TrainOptions) -> float:
+    """The learning rate of an optimizer for training from scratch."""
+    return 0.05 if options.optimizer == "sgd" else 0.001
+
+
+def _side(options: ClassifyOptions, data: PictureClasses) -> int:
+    if options.pretrained and is_run(Path(options.pretrained)):
+        return PictureModel.of_run(Path(options.pretrained)).image_size
+    shorter = [min(size) for size in data.sizes]
+    usual = round(median(shorter))
+    if options.model in MODELS and not MODELS[options.model].any_size:
+        fits = len(set(data.sizes)) == 1 and usual % 4 == 0 and 12 <= usual <= SMALL
+        return usual if fits else FIXED_SIDE
+    return usual if usual <= SMALL else min(usual, USUAL_SIDE)
+
+
+def _augment(chosen: Augment, size: int) -> Augment:
+    if chosen != "auto":
+        return chosen
+    return "shift" if size <= SMALL else "crop"
+
+
+def _flip(chosen: Flip, mode: Mode) -> Flip:
+    if chosen != "auto":
+        return chosen
+    return "yes" if mode == "RGB" else "no"
+
+
+def make_task(options: ClassifyOptions, data: PictureClasses) -> Task:
+    """The model, the data sets and the scores of a run.
+
+    Args:
+        options: settled ones.
+        data: of `prepare`.
+
+    Raises:
+        CheckpointError: the pretrained weights do not fit.
+        LaunchError, ValueError: an option does not suit the model.
+    """
+    torch.manual_seed(options.seed)
+    kind = _picture_model(options, data)
+    model, kind = _with_weights(options, kind) if options.pretrained else (kind.build(), kind)
+    head = head_name(model)
+    frozen = freeze(model, options, head)
+    smoothing = options.label_smoothing
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        images, labels = batch
+        return F.cross_entropy(model(images), labels, reduction="none", label_smoothing=smoothing)
+
+    test_set = LabelledPictures(
+        data.test.pictures, data.test.labels, kind.mode, kind.test_changes, kind.normalise
+    )
+    kept = {name: getattr(kind, name) for name in kind.__dataclass_fields__}
+    return Task(
+        model=model,
+        groups=parameter_groups(
+            model, rate=scaled_rate(options), head=head, head_scale=options.head_lr_scale
+        ),
+        loss=loss,
+        score=score,
+        best="highest accuracy",
+        train_set=LabelledPictures(
+            data.train.pictures,
+            data.train.labels,
+            kind.mode,
+            _train_changes(options, kind.image_size),
+            kind.normalise,
+        ),
+        test_set=test_set,
+        examples=lambda trainer, folder: _examples(
+            trainer, folder, test_set, data.test, kind.classes, options.workers
+        ),
+        facts={
+            "classes": list(kind.classes),
+            "model": kind.name,
+            "picture_model": kept,
+            "frozen": frozen,
+            "left_out": [str(each) for each in data.left_out],
+        },
+    )
+
+
+def score(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+    """Loss and whether the label is right, for every picture of a shard."""
+    images, labels = batch
+    logits = model(images)
+    return {
+        "loss": F.cross_entropy(logits, labels, reduction="none"),
+        "accuracy": logits.argmax(dim=1) == labels,
+    }
+
+
+def confidences(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+    """The probability of every class, (n, classes) float32, for every picture of a shard."""
+    images = batch[0]
+    return {"confidence": model(images).softmax(dim=1)}
+
+
+def _picture_model(options: ClassifyOptions, data: PictureClasses) -> PictureModel:
+    mode, run = data.mode, Path(options.pretrained or "")
+    mean, std = data.sums.mean_and_std()
+    normalise = options.normalise
+    if options.pretrained and is_run(run):
+        before = PictureModel.of_run(run)
+        mode = before.mode
+        if normalise == "auto":
+            mean, std = before.mean, before.std
+    elif options.pretrained:
+        mode = "RGB"
+        normalise = "imagenet" if normalise == "auto" else normalise
+    if normalise == "imagenet":
+        mode, (mean, std) = "RGB", IMAGENET
+    elif normalise == "none":
+        mean, std = (0.0,), (1.0,)
+    channels = 1 if mode == "L" else 3
+    size = options.image_size or 0
+    resnet = options.model in MODELS and MODELS[options.model].any_size
+    stem = size <= SMALL if options.stem == "auto" else options.stem == "small"
+    return PictureModel(
+        name=options.model,
+        classes=data.classes,
+        image_size=size,
+        mode=mode,
+        mean=_for_channels(mean, channels),
+        std=_for_channels(std, channels),
+        small_stem=stem if resnet else None,
+    )
+
+
+def _for_channels(values: tuple[float, ...], channels: int) -> tuple[float, ...]:
+    if len(values) == channels:
+        return values
+    return values * channels if len(values) == 1 else (sum(values) / len(values),)
+
+
+def _with_weights(options: ClassifyOptions, kind: PictureModel) -> tuple[nn.Module, PictureModel]:
+    """A model with pretrained weights and a new last layer, of whichever stem they have."""
+    path = Path(options.pretrained or "")
+    run = path if is_run(path) else None
+    weights = best_checkpoint(path) if run else path
+    stems = [kind.small_stem]
+    if kind.small_stem is not None and options.stem == "auto":
+        stems.append(not kind.small_stem)
+    kinds = [replace(kind, small_stem=stem) for stem in stems]
+
+    def fresh(each: PictureModel) -> nn.Module:
+        torch.manual_seed(options.seed)
+        return each.build()
+
+    head = head_name(fresh(kind))
+    model = load_body(
+        [lambda each=each: fresh(each) for each in kinds],  # type: ignore[misc]
+        weights,
+        head,
+        key=options.pretrained_key,
+    )
+    if len(kinds) == 2:
+        first = dict(model.named_parameters())["conv1.weight"]
+        kind = kinds[0] if (first.shape[-1] == 3) == kinds[0].small_stem else kinds[1]
+    torch.manual_seed(options.seed)
+    new_head(model.get_submodule(head))
+    if options.reuse_classes:
+        old_classes = _old_classes(options, run)
+        old = replace(kind, classes=tuple(old_classes)).build()
+        onefold.load_weights(old, weights, key=options.pretrained_key)
+        reuse_rows(model.get_submodule(head), kind.classes, head_of(old), old_classes)
+    return model, kind
+
+
+def _old_classes(options: ClassifyOptions, run: Path | None) -> list[str]:
+    if options.pretrained_classes:
+        lines = Path(options.pretrained_classes).read_text(encoding="utf-8").splitlines()
+        return [line.strip() for line in lines if line.strip()]
+    if run is None:
+        raise LaunchError(
+            "--reuse-classes: a file of weights does not say its classes: expected "
+            "--pretrained-classes with a file of their names, one a line, in order"
+        )
+    return list(PictureModel.of_run(run).classes)
+
+
+def _train_changes(options: ClassifyOptions, size: int) -> list[Any]:
+    changes: dict[str, list[Any]] = {
+        "none": [CentreCrop(size, 1.0)],
+        "shift": [RandomShift(size)],
+        "crop": [RandomResizedCrop(size, options.least_area)],
+    }
+    return [*changes[options.augment], *([RandomFlip()] if options.flip == "yes" else [])]
+
+
+def _examples(
+    trainer: onefold.Trainer,
+    folder: RunFolder,
+    test_set: LabelledPictures,
+    test: Split,
+    classes: tuple[str, ...],
+    workers: int,
+) -> dict[str, Any]:
+    """What the trained model says of the test pictures."""
+    said = trainer.predict(confidences, test_set, batch_size=256, workers=workers)["confidence"]
+    sure, predicted = said.max(dim=1)
+    truth = torch.tensor(test.labels)
+    samples, worst = choose_examples(truth, predicted, sure)
+
+    def told(number: int) -> dict[str, Any]:
+        entry = {
+            "name": test.pictures.name(number),
+            "label": classes[int(truth[number])],
+            "predicted": classes[int(predicted[number])],
+            "confidence": float(sure[number]),
+        }
+        if trainer.is_lead:
+            entry["picture"] = save_picture(test.pictures[number], folder.pictures, number)
+        return entry
+
+    return {
+        "kind": JOB,
+        "classes": list(classes),
+        "confusion": confusion_matrix(truth, predicted, len(classes)),
+        "samples": [told(number) for number in samples],
+        "worst": [told(number) for number in worst],
+    }

@@ -1,0 +1,229 @@
+"""Begins with somebody's weights: a new last layer, frozen parts, and rates of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+import onefold
+from onefold.errors import CheckpointError, LaunchError
+from onefold.jobs.options import TrainOptions
+from onefold.jobs.runfolder import CHECKPOINTS, read_run
+
+__all__ = [
+    "best_checkpoint",
+    "freeze",
+    "is_run",
+    "load_body",
+    "new_head",
+    "parameter_groups",
+    "reuse_rows",
+]
+
+_TOLD = 5
+
+
+def is_run(path: Path) -> bool:
+    """Whether a path is the folder of a run of onefold, rather than a file of weights."""
+    return (path / "run.json").is_file()
+
+
+def best_checkpoint(run: Path) -> Path:
+    """The folder of a run's best weights.
+
+    Raises:
+        DataError: it is not the folder of a run.
+        CheckpointError: the run has not come to the end of an epoch, or the folder is gone.
+    """
+    best = read_run(run).get("best")
+    if not best:
+        raise CheckpointError(
+            f"{run} has not come to the end of an epoch yet, so it has no best weights; what it "
+            f"has saved is in {run / CHECKPOINTS}"
+        )
+    folder = run / str(best["checkpoint"])
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: expected the run's best weights there, found nothing")
+    return folder
+
+
+def load_body(
+    build: Sequence[Callable[[], nn.Module]], weights: Path, head: str, *, key: str | None
+) -> nn.Module:
+    """A model with the weights of a file in all but its last layer.
+
+    Args:
+        build: how the model may be made: the first that fits is taken.
+        weights: a file, or the folder of a checkpoint.
+        head: name of the last layer, whose values are left to the caller.
+        key: where the file keeps the weights, if it is in a dict.
+
+    Raises:
+        CheckpointError: the file fits none of them.
+    """
+    reasons = []
+    for make in build:
+        model = make()
+        try:
+            loaded = onefold.load_weights(model, weights, key=key, strict=False)
+        except CheckpointError as error:
+            reasons.append(str(error))
+            continue
+        lacking = [
+            name
+            for name in loaded.missing
+            if not _is_under(name, head) and not name.endswith("num_batches_tracked")
+        ]
+        if not lacking:
+            return model
+        more = f" and {len(lacking) - _TOLD} more" if len(lacking) > _TOLD else ""
+        reasons.append(
+            f"{weights}: expected values of the right shape for the whole model but {head}, it has "
+            f"none for {', '.join(lacking[:_TOLD])}{more}"
+        )
+    raise CheckpointError(reasons[0])
+
+
+def new_head(head: nn.Module) -> None:
+    """Draw a last layer anew: Xavier for weights (Glorot and Bengio, 2010), 0 for biases."""
+    for parameter in head.parameters():
+        if parameter.dim() > 1:
+            nn.init.xavier_uniform_(parameter)
+        else:
+            nn.init.zeros_(parameter)
+
+
+def reuse_rows(
+    new: nn.Module, classes: Sequence[str], old: nn.Module, old_classes: Sequence[str]
+) -> list[str]:
+    """Copy a last layer's rows for the classes that both label sets have.
+
+    Args:
+        new: to copy to, one row a class.
+        classes: its classes.
+        old: to copy from.
+        old_classes: its classes.
+
+    Returns:
+        The classes that were copied.
+
+    Raises:
+        LaunchError: the label sets have no class in common.
+    """
+    shared = [name for name in classes if name in old_classes]
+    if not shared:
+        raise LaunchError(
+            f"--reuse-classes: no class of the data ({_listed(classes)}) is one of the pretrained "
+            f"model ({_listed(old_classes)})"
+        )
+    source = dict(old.named_parameters())
+    with torch.no_grad():
+        for name, parameter in new.named_parameters():
+            for label in shared:
+                row = source[name][old_classes.index(label)]
+                parameter[classes.index(label)].copy_(row)
+    return shared
+
+
+class _StillBatchNorm(_BatchNorm):
+    """A batch norm that uses and keeps its statistics, in training too."""
+
+    def train(self, mode: bool = True) -> _StillBatchNorm:
+        super().train(False)
+        return self
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected features (n, c, ...), got shape {tuple(input.shape)}")
+
+
+def freeze(model: nn.Module, options: TrainOptions, head: str) -> list[str]:
+    """Freeze what the options name; the statistics of frozen batch norms are kept as well.
+
+    Args:
+        model: of the run.
+        options: ``freeze`` and ``freeze_until``.
+        head: name of the last layer, which must stay trainable.
+
+    Returns:
+        Names of the frozen parameters.
+
+    Raises:
+        ValueError: a name is no part of the model, or nothing would be left to train.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    frozen = {name for prefix in options.freeze for name in _names_under(prefix, names, "freeze")}
+    if options.freeze_until:
+        first = _names_under(options.freeze_until, names, "freeze-until")[0]
+        frozen.update(names[: names.index(first)])
+    if any(_is_under(name, head) for name in frozen):
+        raise ValueError(
+            f"--freeze and --freeze-until would freeze the model's last layer, {head}: expected "
+            f"names of what comes before it"
+        )
+    for name, parameter in model.named_parameters():
+        if name in frozen:
+            parameter.requires_grad_(False)
+    _still_batch_norms(model, frozen)
+    return [name for name in names if name in frozen]
+
+
+def _still_batch_norms(model: nn.Module, frozen: set[str]) -> None:
+    for path, module in list(model.named_modules()):
+        own = [f"{path}.{name}" for name, _ in module.named_parameters()]
+        if isinstance(module, _BatchNorm) and own and all(name in frozen for name in own):
+            still = _StillBatchNorm(module.num_features, module.eps, module.momentum, module.affine)
+            still.load_state_dict(module.state_dict())
+            still.requires_grad_(False).train(False)
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, still)
+
+
+def parameter_groups(
+    model: nn.Module, *, rate: float, head: str, head_scale: float
+) -> list[dict[str, Any]]:
+    """Groups for an optimizer: the last layer at a rate of its own; frozen parameters are left out.
+
+    Args:
+        model: of the run.
+        rate: learning rate of all but the last layer.
+        head: name of the last layer.
+        head_scale: how many times as high the last layer's rate is.
+    """
+    parts: Mapping[bool, list[nn.Parameter]] = {False: [], True: []}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parts[_is_under(name, head)].append(parameter)
+    if head_scale == 1.0:
+        return [{"params": parts[False] + parts[True], "lr": rate}]
+    groups = [
+        {"params": parts[False], "lr": rate},
+        {"params": parts[True], "lr": rate * head_scale},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _names_under(prefix: str, names: Sequence[str], option: str) -> list[str]:
+    found = [name for name in names if _is_under(name, prefix)]
+    if not found:
+        parts = dict.fromkeys(name.partition(".")[0] for name in names)
+        raise ValueError(
+            f"--{option} {prefix}: the model has no such part; its parts are {', '.join(parts)}, "
+            f"and names such as {names[0]}"
+        )
+    return found
+
+
+def _is_under(name: str, part: str) -> bool:
+    return name == part or name.startswith(f"{part}.")
+
+
+def _listed(names: Iterable[str]) -> str:
+    told = list(names)
+    more = f" and {len(told) - _TOLD} more" if len(told) > _TOLD else ""
+    return ", ".join(told[:_TOLD]) + more

@@ -1,0 +1,115 @@
+"""From options to a finished run: checks, starts the devices, and says how it ended."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import onefold
+from onefold.errors import RunFailed
+from onefold.jobs.options import (
+    RUN_OPTIONS,
+    TrainOptions,
+    from_mapping,
+    read_config,
+)
+from onefold.jobs.runfolder import check_folder, next_name
+from onefold.jobs.training import Task, train
+
+__all__ = ["Job", "read_options", "run_job"]
+
+_INTERRUPTED = 130
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A ready-made job."""
+
+    name: str
+    help: str
+    """One line."""
+    options: type[Any]
+    """A kind of `TrainOptions`."""
+    prepare: Callable[[Any], Any]
+    """Reads and checks the data; raises before any training."""
+    settle: Callable[[Any, Any], Any]
+    """Fills in options that were left to the data."""
+    make_task: Callable[[Any, Any], Task]
+    """Builds the model and the rest, on every device."""
+
+
+def read_options(job: Job, given: dict[str, Any], config: Path | None) -> TrainOptions:
+    """Options from a config file, what the command line gave, and what a run was begun with.
+
+    Raises:
+        ValueError: one of them is not right; ``--resume`` with another value than the run has.
+        LaunchError: there is no such run, or one of that name.
+    """
+    values = read_config(config, job.name) if config else {}
+    asked: TrainOptions = from_mapping(job.options, {**values, **given}, str(config or "options"))
+    if not asked.data and not asked.resume:
+        raise ValueError("--data: expected where the data are")
+    if not asked.name:
+        asked = replace(asked, name=next_name(Path(asked.runs), job.name))
+    check_folder(asked.folder, resume=asked.resume)
+    if not asked.resume:
+        return asked
+    source = asked.folder / "config.toml"
+    saved = read_config(source, job.name)
+    named = {**values, **given}
+    before: TrainOptions = from_mapping(job.options, saved, str(source))
+    for field in fields(asked):
+        now, then = getattr(asked, field.name), getattr(before, field.name)
+        if field.name in named and field.name not in RUN_OPTIONS | {"name"} and now != then:
+            raise ValueError(
+                f"--{field.name.replace('_', '-')} {now}: the run {asked.name} was begun with "
+                f"{then}, and --resume goes on with the same; a new --name begins another run"
+            )
+    kept = {**saved, **{name: value for name, value in named.items() if name in RUN_OPTIONS}}
+    resumed: TrainOptions = from_mapping(job.options, {**kept, "resume": True}, str(source))
+    return resumed
+
+
+def run_job(job: Job, options: TrainOptions) -> dict[str, Any]:
+    """Train on the devices that the options name.
+
+    Returns:
+        What ``run.json`` says in the end.
+
+    Raises:
+        DataError: the data cannot be used.
+        LaunchError: a device or a library is not there.
+        RunFailed: a device failed, or the run was stopped.
+    """
+    data = job.prepare(options)
+    settled = job.settle(options, data)
+    try:
+        result: dict[str, Any] = onefold.launch(
+            _train, devices=options.devices, args=(job, settled, data)
+        )
+    except RunFailed as failure:
+        if failure.exit_code != _INTERRUPTED:
+            raise
+        raise RunFailed(
+            f"{failure}: onefold train {job.name} --runs {options.runs} --name {options.name} "
+            f"--resume goes on from its last checkpoint",
+            failure.exit_code,
+        ) from None
+    report = _report(settled.folder)
+    return {**result, "folder": str(settled.folder), "report": report}
+
+
+def _report(folder: Path) -> str | None:
+    """The run's report, or None where the library that draws it is missing."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return None
+    from onefold.jobs.report import build_report
+
+    return str(build_report(folder))
+
+
+def _train(job: Job, options: TrainOptions, data: Any) -> dict[str, Any]:
+    return train(options, job.name, job.make_task(options, data))
