@@ -1,0 +1,193 @@
+"""Reads texts and their classes from TSV files: on each line a text, a tab and a label, no header.
+
+What is wrong with a line is told and never guessed at; whether the others are used is the caller's
+decision (`onefold.data.bad.refuse`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+
+from onefold.data.bad import BadFile
+from onefold.errors import DataError
+
+__all__ = ["Line", "TextSplits", "read_splits", "read_tsv"]
+
+_BOM = b"\xef\xbb\xbf"
+_SHOWN_CHARACTERS = 40
+_SHOWN_CLASSES = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One sample of a file."""
+
+    text: str
+    """As it stands in the file."""
+    label: str
+    """Without spaces round it."""
+    line_number: int
+    """Counted from 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextSplits:
+    """A training and a development set with the same classes."""
+
+    train: list[Line]
+    """To learn from."""
+    dev: list[Line]
+    """To score on."""
+    classes: list[str]
+    """Labels of the training set in order: by value if all are whole numbers, else by letter."""
+    bad: list[BadFile]
+    """Lines of either file that are in neither list."""
+
+
+def read_tsv(path: str | PathLike[str]) -> tuple[list[Line], list[BadFile]]:
+    """Read one file: UTF-8 with or without a byte order mark, lines ended by LF or CRLF.
+
+    Args:
+        path: the file; blank lines at its end are left out.
+
+    Returns:
+        The lines that are sound, and what is wrong with the others, both in the file's order.
+
+    Raises:
+        OSError: the file cannot be read.
+        DataError: it has no sound line.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> file = pathlib.Path(tempfile.mkdtemp()) / "train.tsv"
+        >>> _ = file.write_bytes(b"a fine film\\t1\\nno label\\n")
+        >>> lines, bad = read_tsv(file)
+        >>> lines
+        [Line(text='a fine film', label='1', line_number=1)]
+        >>> bad[0].reason
+        "expected a text, a tab and a label, got no tab in 'no label'"
+    """
+    path = Path(path)
+    lines, bad = [], []
+    for number, content in enumerate(_split(path.read_bytes()), start=1):
+        try:
+            lines.append(_read_line(content, number))
+        except ValueError as wrong:
+            bad.append(BadFile(path, str(wrong), number))
+    if not lines:
+        raise DataError(f"{path}: expected lines of text, tab and label, got {_none_of(bad)}")
+    return lines, bad
+
+
+def read_splits(train: str | PathLike[str], dev: str | PathLike[str]) -> TextSplits:
+    """Read a training and a development set.
+
+    Args:
+        train: the file that says which classes there are.
+        dev: a file with labels of the same classes; a line with another label is bad.
+
+    Returns:
+        The sound lines of both, the classes, and the bad lines of both.
+
+    Raises:
+        OSError: a file cannot be read.
+        DataError: a file has no sound line, or there are fewer than two classes.
+    """
+    train, dev = Path(train), Path(dev)
+    train_lines, train_bad = read_tsv(train)
+    classes = _in_order({line.label for line in train_lines})
+    if len(classes) < 2:
+        raise DataError(
+            f"{train}: expected labels of two classes or more, got {classes[0]!r} on all "
+            f"{len(train_lines)} sound lines"
+        )
+    dev_lines, dev_bad = read_tsv(dev)
+    known, strange = _part_by_label(dev_lines, dev, classes)
+    if not known:
+        raise DataError(f"{dev}: expected a line that can be used, got {_none_of(strange)}")
+    dev_bad = sorted(dev_bad + strange, key=lambda each: each.line or 0)
+    return TextSplits(train_lines, known, classes, train_bad + dev_bad)
+
+
+def _split(content: bytes) -> list[bytes]:
+    """The lines without their ends, and without blank ones after the last."""
+    lines = [line.removesuffix(b"\r") for line in content.removeprefix(_BOM).split(b"\n")]
+    while lines and not lines[-1].strip():
+        lines.pop()
+    return lines
+
+
+def _read_line(content: bytes, number: int) -> Line:
+    """A sound line; ValueError says what is wrong with another."""
+    text, label = _cut(_decode(content))
+    if number == 1 and label.casefold() == "label":
+        raise ValueError(f"expected no header, got {_shown(content.decode())}; remove this line")
+    return Line(text, label, number)
+
+
+def _decode(content: bytes) -> str:
+    try:
+        line = content.decode()
+    except UnicodeDecodeError as wrong:
+        byte = f"{content[wrong.start]:02x}"
+        raise ValueError(f"expected UTF-8, got {byte} as byte {wrong.start + 1}") from None
+    if "\0" in line:
+        raise ValueError(f"expected text, got a NUL as character {line.index(chr(0)) + 1}")
+    return line
+
+
+def _cut(line: str) -> tuple[str, str]:
+    """Text and label."""
+    text, *labels = line.split("\t")
+    if len(labels) != 1:
+        count = f"{len(labels)} tabs" if labels else "no tab"
+        raise ValueError(f"expected a text, a tab and a label, got {count} in {_shown(line)}")
+    label = labels[0].strip()
+    if not text.strip():
+        raise ValueError(f"expected a text before the tab, got nothing in {_shown(line)}")
+    if not label:
+        raise ValueError(f"expected a label after the tab, got nothing in {_shown(line)}")
+    return text, label
+
+
+def _part_by_label(
+    lines: Iterable[Line], path: Path, classes: list[str]
+) -> tuple[list[Line], list[BadFile]]:
+    """The lines of these classes, and what is wrong with the others."""
+    known, strange, allowed = [], [], set(classes)
+    for line in lines:
+        if line.label in allowed:
+            known.append(line)
+        else:
+            reason = (
+                f"expected a label of the training set ({_listed(classes)}), "
+                f"got {_shown(line.label)}"
+            )
+            strange.append(BadFile(path, reason, line.line_number))
+    return known, strange
+
+
+def _in_order(labels: Collection[str]) -> list[str]:
+    if all(label.removeprefix("-").isdecimal() for label in labels):
+        return sorted(labels, key=lambda label: (int(label), label))
+    return sorted(labels)
+
+
+def _listed(classes: list[str]) -> str:
+    more = len(classes) - _SHOWN_CLASSES
+    told = ", ".join(classes[:_SHOWN_CLASSES])
+    return f"{told} and {more} more" if more > 0 else told
+
+
+def _none_of(bad: list[BadFile]) -> str:
+    if not bad:
+        return "an empty file"
+    return f"none; of {len(bad)} bad ones the first is line {bad[0].line}: {bad[0].reason}"
+
+
+def _shown(text: str) -> str:
+    """The beginning of a text, in quotes."""
+    return repr(text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "…")

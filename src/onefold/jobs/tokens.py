@@ -1,0 +1,402 @@
+"""What the text job is made of: a tokenizer, texts as token ids, a RoBERTa that classifies them.
+
+The packages ``tokenizers`` and ``transformers`` (extra ``[text]``) are loaded only where needed:
+neither reading encoded texts nor making shards of them takes either.
+
+Note: the same tokenizer everywhere
+-----------------------------------
+Every device may train the tokenizer by itself. Counting runs on several threads and goes through
+hash tables in no certain order, but only whole numbers are added up, the base alphabet is all 256
+bytes in a fixed order, and pairs of equal count are taken by their ids. What does depend on the
+order of a hash table are the ids of pieces with a prefix or suffix of their own ("##ing"): none are
+used here. The order of the texts does not matter either.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Dataset
+
+from onefold.errors import CheckpointError, LaunchError
+
+__all__ = [
+    "MASK_ID",
+    "PAD_ID",
+    "SPECIAL_TOKENS",
+    "EncodedTexts",
+    "build_classifier",
+    "encode_texts",
+    "load_pretrained",
+    "pad_shard",
+    "train_tokenizer",
+]
+
+SPECIAL_TOKENS = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
+"""Of a trained tokenizer; their ids are their places."""
+START_ID, PAD_ID, END_ID, _, MASK_ID = range(len(SPECIAL_TOKENS))
+
+_SMALLEST_VOCABULARY = len(SPECIAL_TOKENS) + 256
+_WEIGHTS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+_TOKENIZERS = ("tokenizer.json", "vocab.json", "vocab.txt")
+
+
+def train_tokenizer(texts: Sequence[str], vocabulary_size: int) -> str:
+    """Train a byte-level BPE tokenizer, which has a token for every byte and so for every text.
+
+    The same texts give the same tokenizer, on any number of threads and in any process.
+
+    Args:
+        texts: of the training set.
+        vocabulary_size: tokens at most, with the 5 of `SPECIAL_TOKENS` and the 256 bytes; fewer if
+            the texts give fewer.
+
+    Returns:
+        The tokenizer as JSON, for `encode_texts`.
+
+    Raises:
+        LaunchError: ``tokenizers`` is not installed.
+        ValueError: the vocabulary is too small, or there are no texts.
+
+    Source: Sennrich et al., Neural Machine Translation of Rare Words with Subword Units, 2016;
+    over bytes: Radford et al., Language Models are Unsupervised Multitask Learners, 2019.
+    """
+    _require("tokenizers")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    if vocabulary_size < _SMALLEST_VOCABULARY:
+        raise ValueError(
+            f"expected a vocabulary of {_SMALLEST_VOCABULARY} tokens or more (the bytes and the "
+            f"special tokens), got {vocabulary_size}"
+        )
+    if not texts:
+        raise ValueError("expected texts to train a tokenizer on, got none")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", START_ID), ("</s>", END_ID)]
+    )
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer=trainer)
+    trained: str = tokenizer.to_str()
+    return trained
+
+
+def encode_texts(
+    texts: Sequence[str], tokenizer: str, *, max_length: int
+) -> list[torch.Tensor]:  # (t,) int64, t at most max_length
+    """Token ids of texts, each between the tokenizer's special tokens, such as <s> and </s>.
+
+    Args:
+        texts: that stand for themselves: "</s>" in one of them is four characters.
+        tokenizer: JSON, from `train_tokenizer` or `load_pretrained`.
+        max_length: tokens at most, with the special ones; what is beyond is cut off.
+
+    Raises:
+        LaunchError: ``tokenizers`` is not installed.
+        ValueError: there is no room for a token of the text.
+    """
+    _require("tokenizers")
+    from tokenizers import Tokenizer
+
+    encoder = Tokenizer.from_str(tokenizer)
+    least = encoder.num_special_tokens_to_add(is_pair=False) + 1
+    if max_length < least:
+        raise ValueError(f"expected max_length of {least} or more, got {max_length}")
+    encoder.encode_special_tokens = True
+    encoder.no_padding()
+    encoder.enable_truncation(max_length)
+    # One by one: a batch starts threads, and some releases complain of forks after that.
+    return [torch.tensor(encoder.encode(text).ids, dtype=torch.int64) for text in texts]
+
+
+class EncodedTexts(Dataset[tuple[torch.Tensor, int]]):
+    """Texts as token ids, with labels; an item is ``(ids, label)``, ids (t,) int64.
+
+    Args:
+        ids: of each text, (t,) int64, from `encode_texts`.
+        labels: of each text, counted from 0.
+        token_dropout: share of the tokens that become ``mask_id``, drawn anew at every reading
+            from PyTorch's global generator; for training.
+        mask_id: stands for a token that was dropped.
+        special_ids: tokens that are never dropped.
+
+    Raises:
+        ValueError: there are more of one than of the other, or the share is not in [0, 1).
+
+    Example:
+        >>> texts = EncodedTexts([torch.tensor([0, 65, 66, 2]), torch.tensor([0, 67, 2])], [1, 0])
+        >>> texts[1], texts.lengths
+        ((tensor([ 0, 67,  2]), 0), tensor([4, 3]))
+    """
+
+    def __init__(
+        self,
+        ids: Sequence[torch.Tensor],
+        labels: Sequence[int],
+        *,
+        token_dropout: float = 0.0,
+        mask_id: int = MASK_ID,
+        special_ids: Collection[int] = range(len(SPECIAL_TOKENS)),
+    ) -> None:
+        if len(ids) != len(labels):
+            raise ValueError(f"expected a label for each text, got {len(labels)} for {len(ids)}")
+        if not 0 <= token_dropout < 1:
+            raise ValueError(f"expected token_dropout from 0 to below 1, got {token_dropout}")
+        self._ids = list(ids)
+        self._labels = list(labels)
+        self._token_dropout = token_dropout
+        self._mask_id = mask_id
+        self._special_ids = torch.tensor(sorted(special_ids), dtype=torch.int64)
+
+    @property
+    def lengths(self) -> torch.Tensor:  # (n,) int64
+        """Number of tokens of each text."""
+        return torch.tensor([len(ids) for ids in self._ids], dtype=torch.int64)
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        ids = self._ids[index]
+        if self._token_dropout:
+            drawn = torch.rand(len(ids)) < self._token_dropout
+            ids = ids.masked_fill(drawn & ~torch.isin(ids, self._special_ids), self._mask_id)
+        return ids, self._labels[index]
+
+
+def pad_shard(
+    samples: Sequence[tuple[torch.Tensor, int]], pad_id: int = PAD_ID
+) -> dict[str, torch.Tensor]:
+    """Make a shard of texts, all as long as its longest.
+
+    Args:
+        samples: of `EncodedTexts`, one or more.
+        pad_id: fills the shorter ones up.
+
+    Returns:
+        ``input_ids`` (n, t) int64, ``attention_mask`` (n, t) int64, 1 where there is text, and
+        ``labels`` (n,) int64.
+
+    Example:
+        >>> shard = pad_shard([(torch.tensor([0, 65, 66, 2]), 1), (torch.tensor([0, 67, 2]), 0)])
+        >>> shard["input_ids"]
+        tensor([[ 0, 65, 66,  2],
+                [ 0, 67,  2,  1]])
+        >>> shard["attention_mask"].sum(dim=1), shard["labels"]
+        (tensor([4, 3]), tensor([1, 0]))
+    """
+    texts = [ids for ids, _ in samples]
+    lengths = torch.tensor([len(ids) for ids in texts])
+    padded = pad_sequence(texts, batch_first=True, padding_value=pad_id)
+    return {
+        "input_ids": padded,
+        "attention_mask": (torch.arange(padded.shape[1]) < lengths.unsqueeze(1)).to(torch.int64),
+        "labels": torch.tensor([label for _, label in samples], dtype=torch.int64),
+    }
+
+
+def build_classifier(
+    vocabulary_size: int,
+    num_classes: int,
+    *,
+    width: int,
+    layers: int,
+    heads: int,
+    max_length: int,
+    dropout: float,
+    pad_id: int = PAD_ID,
+) -> nn.Module:
+    """A RoBERTa with a head for classes, its weights drawn from PyTorch's global generator.
+
+    Args:
+        vocabulary_size: one more than the largest token id.
+        num_classes: logits of a text.
+        width: size of the embeddings, a multiple of ``heads``.
+        layers: number of encoder layers.
+        heads: attention heads of each layer.
+        max_length: tokens of the longest text.
+        dropout: rate everywhere, in attention too.
+        pad_id: token id of the padding.
+
+    Returns:
+        ``model(input_ids=..., attention_mask=...).logits`` is (n, num_classes) float32.
+
+    Raises:
+        LaunchError: ``transformers`` is not installed.
+        ValueError: ``width`` is no multiple of ``heads``.
+
+    Source: Liu et al., RoBERTa: A Robustly Optimized BERT Pretraining Approach, 2019.
+    """
+    _require("transformers")
+    from transformers import RobertaConfig, RobertaForSequenceClassification
+
+    if width % heads:
+        raise ValueError(f"expected width to be a multiple of {heads} heads, got {width}")
+    config = RobertaConfig(
+        vocab_size=vocabulary_size,
+        num_labels=num_classes,
+        problem_type="single_label_classification",
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        # RoBERTa counts places from pad_id + 1.
+        max_position_embeddings=max_length + pad_id + 1,
+        type_vocab_size=1,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+        bos_token_id=START_ID,
+        pad_token_id=pad_id,
+        eos_token_id=END_ID,
+    )
+    model: nn.Module = RobertaForSequenceClassification(config)
+    return model
+
+
+def load_pretrained(directory: str | PathLike[str], num_classes: int) -> tuple[nn.Module, str]:
+    """A model that was trained before, from a folder on this machine, with a head for classes.
+
+    Args:
+        directory: holds ``config.json``, the weights (``model.safetensors`` or
+            ``pytorch_model.bin``) and the tokenizer (``tokenizer.json``, or the older files).
+        num_classes: logits of a text. A head that is not in the folder, or is for another number
+            of classes, is drawn from PyTorch's global generator.
+
+    Returns:
+        The model in float32, set to train, and its tokenizer as JSON for `encode_texts`. Its
+        ``config`` says how long a text may be.
+
+    Raises:
+        LaunchError: ``transformers`` or ``tokenizers`` is not installed.
+        CheckpointError: the folder lacks something, it cannot be read, or its parts do not fit.
+    """
+    _require("transformers", "tokenizers")
+    directory = Path(directory)
+    _check_files(directory)
+    try:
+        with _quiet():
+            model, told = _load_model(directory, num_classes)
+            tokenizer, tokens = _load_tokenizer(directory)
+    except Exception as failure:  # of many kinds: the files are read by another library
+        raise CheckpointError(
+            f"{directory}: expected a model and a tokenizer that transformers can load, got "
+            f"{type(failure).__name__}: {failure}"
+        ) from failure
+    _check_weights(directory, model, told)
+    _check_vocabulary(directory, model, tokens)
+    return model.train(), tokenizer
+
+
+def _check_files(directory: Path) -> None:
+    for names in (("config.json",), _WEIGHTS, _TOKENIZERS):
+        if not any((directory / name).is_file() for name in names):
+            raise CheckpointError(
+                f"{directory}: expected {' or '.join(names)}, found none; name a folder that "
+                f"save_pretrained has written for both the model and the tokenizer"
+            )
+
+
+def _load_model(directory: Path, num_classes: int) -> tuple[Any, dict[str, Any]]:
+    """The model, and which of its weights were not in the folder or did not fit."""
+    from transformers import AutoModelForSequenceClassification
+
+    model, told = AutoModelForSequenceClassification.from_pretrained(
+        directory,
+        num_labels=num_classes,
+        problem_type="single_label_classification",
+        dtype=torch.float32,
+        local_files_only=True,
+        trust_remote_code=False,
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+    )
+    return model, told
+
+
+def _load_tokenizer(directory: Path) -> tuple[str, int]:
+    """The tokenizer as JSON, made from older files if need be, and how many tokens it has."""
+    from tokenizers import Tokenizer
+    from transformers import AutoTokenizer
+
+    whole = directory / "tokenizer.json"
+    if whole.is_file():
+        tokenizer = Tokenizer.from_file(str(whole))
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        ).backend_tokenizer
+    return tokenizer.to_str(), tokenizer.get_vocab_size()
+
+
+def _check_weights(directory: Path, model: Any, told: dict[str, Any]) -> None:
+    """Refuse a folder without the weights of the encoder: only a head may be new."""
+    body = f"{model.base_model_prefix}."
+    missing = [str(name) for name in told["missing_keys"]]
+    missing += [str(name) for name, *_ in told["mismatched_keys"]]
+    lacking = sorted(n for n in missing if n.startswith(body) and ".pooler." not in n)
+    if lacking:
+        raise CheckpointError(
+            f"{directory}: expected weights for all of the encoder that config.json describes, got "
+            f"none that fit for {len(lacking)} of them, the first {lacking[0]}; see whether both "
+            f"files are of the same model"
+        )
+
+
+def _check_vocabulary(directory: Path, model: Any, tokens: int) -> None:
+    if tokens > model.config.vocab_size:
+        raise CheckpointError(
+            f"{directory}: expected a tokenizer of at most {model.config.vocab_size} tokens, as "
+            f"many as the model embeds, got {tokens}; see whether both are of the same model"
+        )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' progress bars, its table of new weights and its own deprecated calls.
+
+    Or each device would show them.
+    """
+    from transformers.utils import logging
+
+    bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _require(*packages: str) -> None:
+    """Refuse to go on without packages of the extra, and say how to get them."""
+    missing = [package for package in packages if importlib.util.find_spec(package) is None]
+    if missing:
+        raise LaunchError(
+            f"the text job needs packages that are not installed here ({', '.join(missing)}); "
+            f'run: pip install "onefold[text]"'
+        )

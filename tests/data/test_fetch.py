@@ -1,0 +1,250 @@
+from __future__ import annotations
+
+import hashlib
+import http.server
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from onefold.data.fetch import SETS, RemoteSet, default_cache, fetch_dataset
+from onefold.errors import DataError, LaunchError
+
+FILES = {"images.gz": b"images" * 1000, "labels.gz": b"labels"}
+SUMS = {name: hashlib.sha256(content).hexdigest() for name, content in FILES.items()}
+
+Answer = Callable[[http.server.BaseHTTPRequestHandler], None]
+
+
+def send(content: bytes, *, length_bytes: int | None = None, status: int = 200) -> Answer:
+    """Answer with this content, announced with another length if one is given."""
+
+    def answer(handler: http.server.BaseHTTPRequestHandler) -> None:
+        handler.send_response(status)
+        handler.send_header("Content-Length", str(length_bytes or len(content)))
+        handler.end_headers()
+        handler.wfile.write(content)
+
+    return answer
+
+
+def drip(handler: http.server.BaseHTTPRequestHandler) -> None:
+    """Answer byte after byte, for longer than the test waits."""
+    handler.send_response(200)
+    handler.end_headers()
+    end = time.monotonic() + 3
+    while time.monotonic() < end:
+        try:
+            handler.wfile.write(b".")
+        except OSError:  # nobody listens any more
+            return
+        time.sleep(0.05)
+
+
+def hang_up(handler: http.server.BaseHTTPRequestHandler) -> None:
+    """Answer nothing at all."""
+    handler.connection.shutdown(socket.SHUT_RDWR)
+
+
+class Server:
+    """An HTTP server on this machine that notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.answers = {f"/{name}": send(content) for name, content in FILES.items()}
+        self.asked: list[str] = []
+        server = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                server.asked.append(self.path)
+                server.answers.get(self.path, send(b"", status=404))(self)
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        self._server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
+        self._thread.start()
+        self.address = f"http://127.0.0.1:{self._server.server_port}/"
+
+    def stop(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+@pytest.fixture(autouse=True)
+def _without_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    server = Server()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def mirror() -> Iterator[Server]:
+    """A second server."""
+    server = Server()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def nobody() -> str:
+    """An address where nobody listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{free.getsockname()[1]}/"
+
+
+def fetch(cache: Path, *mirrors: str, timeout_s: float = 10) -> Path:
+    """Fetch the set of this test."""
+    return fetch_dataset(
+        "small",
+        cache,
+        sets={"small": RemoteSet(mirrors=mirrors, sums=SUMS)},
+        timeout_s=timeout_s,
+    )
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """All that lies in a folder."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_files_are_fetched_once(tmp_path: Path, server: Server) -> None:
+    folder = fetch(tmp_path / "made" / "cache", server.address)
+    assert folder == tmp_path / "made" / "cache" / "small"
+    assert contents(folder) == FILES
+    assert fetch(tmp_path / "made" / "cache", server.address) == folder
+    assert server.asked == ["/images.gz", "/labels.gz"]
+
+
+def test_only_what_is_missing_is_fetched(tmp_path: Path, server: Server) -> None:
+    folder = fetch(tmp_path, server.address)
+    (folder / "labels.gz").unlink()
+    fetch(tmp_path, server.address)
+    assert server.asked == ["/images.gz", "/labels.gz", "/labels.gz"]
+
+
+def test_files_put_there_by_hand_need_no_network(tmp_path: Path, nobody: str) -> None:
+    folder = tmp_path / "small"
+    folder.mkdir()
+    for name, content in FILES.items():
+        (folder / name).write_bytes(content)
+    assert fetch(tmp_path, nobody) == folder
+
+
+FAULTS = [
+    pytest.param(send(b"", status=404), "HTTP 404 Not Found", id="not there"),
+    pytest.param(send(b"busy", status=503), "HTTP 503 Service Unavailable", id="busy"),
+    pytest.param(
+        send(b"half", length_bytes=8),
+        "expected 8 bytes as announced, got 4|IncompleteRead",
+        id="cut short",
+    ),
+    pytest.param(
+        send(b"<html>log in</html>"),
+        f"expected SHA-256 {SUMS['images.gz']}, got [0-9a-f]{{64}} of 19 bytes",
+        id="something else",
+    ),
+    pytest.param(send(b""), "got [0-9a-f]{64} of 0 bytes", id="empty"),
+    pytest.param(hang_up, "closed connection|Connection reset", id="no answer"),
+    pytest.param(drip, r"expected the whole file within 1 s, got \d+ bytes", id="too slow"),
+]
+
+
+@pytest.mark.parametrize(("fault", "complaint"), FAULTS)
+def test_the_next_mirror_is_tried(
+    tmp_path: Path, server: Server, mirror: Server, fault: Answer, complaint: str
+) -> None:
+    server.answers["/images.gz"] = fault
+    assert contents(fetch(tmp_path, server.address, mirror.address, timeout_s=1)) == FILES
+    assert (server.asked, mirror.asked) == (["/images.gz", "/labels.gz"], ["/images.gz"])
+
+
+@pytest.mark.parametrize(("fault", "complaint"), FAULTS)
+def test_without_a_mirror_that_answers_it_is_told_why(
+    tmp_path: Path, server: Server, nobody: str, fault: Answer, complaint: str
+) -> None:
+    server.answers["/images.gz"] = fault
+    with pytest.raises(DataError, match=complaint) as error:
+        fetch(tmp_path, nobody, server.address, timeout_s=1)
+    first, refused, failed, advice = str(error.value).splitlines()
+    assert first == "images.gz could not be fetched:"
+    assert re.fullmatch(rf"  {nobody}images\.gz: .*Connection refused", refused)
+    assert failed.startswith(f"  {server.address}images.gz: ")
+    folder = tmp_path / "small"
+    assert advice.endswith(f"put the files by hand in {folder}: images.gz, labels.gz")
+    assert contents(folder) == {}
+
+
+def test_a_server_that_says_nothing_is_not_waited_for(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}/"
+        with pytest.raises(DataError, match=f"{address}images.gz: timed out"):
+            fetch(tmp_path, address, timeout_s=0.2)
+
+
+def test_another_file_that_is_there_is_refused_and_left(tmp_path: Path, server: Server) -> None:
+    path = fetch(tmp_path, server.address) / "labels.gz"
+    path.write_bytes(b"mine")
+    got = hashlib.sha256(b"mine").hexdigest()
+    complaint = f"{path}: expected a file with SHA-256 {SUMS['labels.gz']}, got {got}; remove it"
+    with pytest.raises(DataError, match=re.escape(complaint)):
+        fetch(tmp_path, server.address)
+    assert path.read_bytes() == b"mine"
+    assert len(server.asked) == 2
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path, server: Server) -> None:
+    (tmp_path / "small").write_bytes(b"not a folder")
+    with pytest.raises(FileExistsError, match="small"):
+        fetch(tmp_path, server.address)
+    assert server.asked == []
+
+
+def test_a_set_of_another_name_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match="expected a data set of mnist, fashion-mnist, got 'mnits'"
+    ):
+        fetch_dataset("mnits", tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_known_sets_are_the_four_files_of_mnist_each() -> None:
+    names = [f"{part}-idx3-ubyte.gz" for part in ("train-images", "t10k-images")]
+    names += [f"{part}-idx1-ubyte.gz" for part in ("train-labels", "t10k-labels")]
+    for known in SETS.values():
+        assert set(known.sums) == set(names)
+        assert all(re.fullmatch("[0-9a-f]{64}", each) for each in known.sums.values())
+        assert all(re.fullmatch("https?://.*/", mirror) for mirror in known.mirrors)
+        assert len(known.mirrors) == 2
+    assert len({each for known in SETS.values() for each in known.sums.values()}) == 8
+
+
+@pytest.mark.parametrize(
+    ("environment", "cache"),
+    [
+        ({"HOME": "/home/ada"}, "/home/ada/.cache/onefold"),
+        ({"HOME": "/home/ada", "XDG_CACHE_HOME": "/fast"}, "/fast/onefold"),
+        ({"HOME": "/home/ada", "XDG_CACHE_HOME": ""}, "/home/ada/.cache/onefold"),
+        ({"HOME": "/home/ada", "XDG_CACHE_HOME": "near"}, "/home/ada/.cache/onefold"),
+        ({"XDG_CACHE_HOME": "/fast"}, "/fast/onefold"),
+    ],
+)
+def test_the_default_cache(environment: dict[str, str], cache: str) -> None:
+    assert default_cache(environment) == Path(cache)
+
+
+def test_without_a_home_there_is_no_default_cache() -> None:
+    with pytest.raises(LaunchError, match="neither XDG_CACHE_HOME nor HOME; set one of them"):
+        default_cache({})

@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onefold.data.bad import BadFile
+from onefold.data.tsv import Line, read_splits, read_tsv
+from onefold.errors import DataError
+
+UNSPLIT = st.characters(exclude_categories=["Cs"], exclude_characters="\t\n\r\0\ufeff")
+TEXTS = st.text(UNSPLIT, min_size=1).filter(str.strip)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "train.tsv"
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One file that many examples of hypothesis write in turn."""
+    return tmp_path_factory.mktemp("tsv") / "train.tsv"
+
+
+@given(
+    samples=st.lists(st.tuples(TEXTS, st.sampled_from(["0", "1", "très bon"])), min_size=1),
+    end=st.sampled_from(["\n", "\r\n"]),
+    mark=st.sampled_from(["", "\ufeff"]),
+    blank=st.integers(0, 2),
+    last_end=st.booleans(),
+)
+def test_what_was_written_is_read(
+    scratch: Path,
+    samples: list[tuple[str, str]],
+    end: str,
+    mark: str,
+    blank: int,
+    last_end: bool,
+) -> None:
+    content = mark + end.join(f"{text}\t{label}" for text, label in samples)
+    scratch.write_bytes((content + end * (last_end + blank)).encode())
+    lines, bad = read_tsv(str(scratch))
+    assert [(line.text, line.label) for line in lines] == samples
+    assert [line.line_number for line in lines] == list(range(1, len(samples) + 1))
+    assert bad == []
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"no tab", "expected a text, a tab and a label, got no tab in 'no tab'"),
+        (b"a\tb\t1", r"expected a text, a tab and a label, got 2 tabs in 'a\tb\t1'"),
+        (b"\t1", r"expected a text before the tab, got nothing in '\t1'"),
+        (b"  \t1", r"expected a text before the tab, got nothing in '  \t1'"),
+        (b"fine\t ", r"expected a label after the tab, got nothing in 'fine\t '"),
+        (b"", "expected a text, a tab and a label, got no tab in ''"),
+        (b"caf\xe9\t1", "expected UTF-8, got e9 as byte 4"),
+        (b"a\0b\t1", "expected text, got a NUL as character 2"),
+        (b"x" * 99, f"expected a text, a tab and a label, got no tab in '{'x' * 40}…'"),
+    ],
+)
+@pytest.mark.parametrize("end", [b"\n", b"\r\n"])
+def test_a_bad_line_is_told_and_the_others_are_read(
+    file: Path, content: bytes, reason: str, end: bytes
+) -> None:
+    file.write_bytes(end.join([b"good\t1", content, b"better\t 2 "]))
+    lines, bad = read_tsv(file)
+    assert lines == [Line("good", "1", 1), Line("better", "2", 3)]
+    assert bad == [BadFile(file, reason, 2)]
+
+
+def test_a_header_is_not_a_sample(file: Path) -> None:
+    file.write_text("sentence\tLabel\ngood\t1\nof a bottle\tlabel\n")
+    lines, bad = read_tsv(file)
+    assert [line.label for line in lines] == ["1", "label"]
+    assert [str(each) for each in bad] == [
+        rf"{file}, line 1: expected no header, got 'sentence\tLabel'; remove this line"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (b"", "got an empty file"),
+        (b"\xef\xbb\xbf\r\n \n", "got an empty file"),
+        (b"one\ntwo\n", "none; of 2 bad ones the first is line 1: .* no tab in 'one'"),
+        ("fine\t1\n".encode("utf-16"), "the first is line 1: expected UTF-8, got ff as byte 1"),
+    ],
+)
+def test_a_file_without_a_sound_line_is_refused(file: Path, content: bytes, complaint: str) -> None:
+    file.write_bytes(content)
+    with pytest.raises(DataError, match=rf"train\.tsv: expected lines of .*{complaint}"):
+        read_tsv(file)
+
+
+def test_a_missing_file_is_said_to_be_missing(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        read_tsv(tmp_path / "nowhere")
+
+
+def splits(folder: Path, train: str, dev: str) -> tuple[Path, Path]:
+    """The two files, written."""
+    paths = folder / "train.tsv", folder / "dev.tsv"
+    for path, content in zip(paths, (train, dev), strict=True):
+        path.write_text(content)
+    return paths
+
+
+@pytest.mark.parametrize(
+    ("labels", "classes"),
+    [
+        (["10", "9", "-1"], ["-1", "9", "10"]),
+        (["10", "9", "good"], ["10", "9", "good"]),
+        (["b", "a", "b"], ["a", "b"]),
+        (["1", "01"], ["01", "1"]),
+        (["-", "--1"], ["-", "--1"]),
+    ],
+)
+def test_classes_are_in_order(tmp_path: Path, labels: list[str], classes: list[str]) -> None:
+    content = "".join(f"text\t{label}\n" for label in labels)
+    assert read_splits(*splits(tmp_path, content, content)).classes == classes
+
+
+def test_bad_lines_of_both_files_are_told_in_order(tmp_path: Path) -> None:
+    train, dev = splits(tmp_path, "a\t0\nb\t1\nc\n", "a\t1\nb\t7\nc\nd\t8\n")
+    read = read_splits(train, dev)
+    assert [line.text for line in read.train] == ["a", "b"]
+    assert [line.text for line in read.dev] == ["a"]
+    assert [(each.path, each.line) for each in read.bad] == [
+        (train, 3),
+        (dev, 2),
+        (dev, 3),
+        (dev, 4),
+    ]
+    assert read.bad[1].reason == "expected a label of the training set (0, 1), got '7'"
+
+
+def test_of_many_classes_some_are_named(tmp_path: Path) -> None:
+    content = "".join(f"text\t{label}\n" for label in range(12))
+    bad = read_splits(*splits(tmp_path, content, content + "text\t12\n")).bad
+    assert "(0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 2 more), got '12'" in bad[0].reason
+
+
+@pytest.mark.parametrize(
+    ("train", "dev", "complaint"),
+    [
+        (
+            "a\t1\nb\t1\n",
+            "a\t1\n",
+            r"train.tsv: expected labels of two .* '1' on all 2 sound lines",
+        ),
+        ("a\t1\nb\t0\n", "", r"dev.tsv: expected lines of text, tab and label, got an empty file"),
+        ("a\t1\nb\t0\n", "a\t2\n", r"dev.tsv: expected a line that can .* \(0, 1\), got '2'"),
+    ],
+)
+def test_splits_that_cannot_be_trained_on_are_refused(
+    tmp_path: Path, train: str, dev: str, complaint: str
+) -> None:
+    with pytest.raises(DataError, match=complaint):
+        read_splits(*splits(tmp_path, train, dev))
+
+
+def test_the_real_sst2_reads(shared_data: Path) -> None:
+    folder = shared_data / "sst2"
+    read = read_splits(folder / "train.tsv", folder / "dev.tsv")
+    assert (len(read.train), len(read.dev)) == (6920, 872)
+    assert (read.classes, read.bad) == (["0", "1"], [])
+    assert not any(re.search(r"[\t\r\n]", line.text) for line in read.train)

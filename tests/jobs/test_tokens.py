@@ -1,0 +1,386 @@
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from onefold.errors import CheckpointError, LaunchError
+from onefold.jobs import tokens
+from onefold.jobs.tokens import (
+    EncodedTexts,
+    build_classifier,
+    encode_texts,
+    load_pretrained,
+    pad_shard,
+    train_tokenizer,
+)
+
+NEEDS = 'needs pip install "onefold[text]"'
+tokenizers = pytest.importorskip("tokenizers", reason=NEEDS)
+# Some of what it imports sets variables of the environment: here, before any test looks.
+roberta = pytest.importorskip("transformers.models.roberta.modeling_roberta", reason=NEEDS)
+
+VOCABULARY_SIZE = 300
+TEXTS = [
+    "".join(random.Random(number).choices("fine dull film été", k=50)) for number in range(200)
+]
+HEAD = {"classifier.out_proj.weight", "classifier.out_proj.bias"}
+TRAIN_ELSEWHERE = """
+import json, sys
+from onefold.jobs.tokens import train_tokenizer
+sys.stdout.write(train_tokenizer(json.load(sys.stdin), 300))
+"""
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> str:
+    return train_tokenizer(TEXTS, VOCABULARY_SIZE)
+
+
+def small(num_classes: int = 2, **changed: Any) -> nn.Module:
+    """A classifier of the least size, always with the same weights."""
+    options = {"width": 16, "layers": 2, "heads": 2, "max_length": 12, "dropout": 0.1} | changed
+    torch.manual_seed(3)
+    return build_classifier(VOCABULARY_SIZE, num_classes, **options)
+
+
+def shard(tokenizer: str) -> dict[str, torch.Tensor]:
+    """Three texts, each shorter than the one before it."""
+    texts = [TEXTS[number][: 30 - 10 * number] for number in range(3)]
+    ids = encode_texts(texts, tokenizer, max_length=12)
+    return pad_shard([(each, number % 2) for number, each in enumerate(ids)])
+
+
+def logits(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    answer: torch.Tensor = model(**inputs).logits
+    return answer
+
+
+# The tokenizer.
+
+
+def test_special_tokens_come_first(tokenizer: str) -> None:
+    vocabulary = json.loads(tokenizer)["model"]["vocab"]
+    special = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, "<mask>": 4}
+    assert {name: vocabulary[name] for name in tokens.SPECIAL_TOKENS} == special
+    assert (tokens.PAD_ID, tokens.MASK_ID) == (1, 4)
+    assert len(vocabulary) == VOCABULARY_SIZE
+
+
+def test_training_again_gives_the_same(tokenizer: str) -> None:
+    assert train_tokenizer(TEXTS, VOCABULARY_SIZE) == tokenizer
+
+
+def test_the_order_of_the_texts_does_not_matter(tokenizer: str) -> None:
+    assert train_tokenizer(TEXTS[::-1], VOCABULARY_SIZE) == tokenizer
+
+
+def test_ties_are_always_broken_alike() -> None:
+    pairs = [first + second for first in "abcdefgh" for second in "abcdefgh"]
+    trained = {train_tokenizer(pairs[turn:] + pairs[:turn], 280) for turn in range(20)}
+    assert len(trained) == 1
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "settings",
+    [{"RAYON_NUM_THREADS": "5"}, {"TOKENIZERS_PARALLELISM": "false", "PYTHONHASHSEED": "7"}],
+    ids=["five threads", "one thread"],
+)
+def test_another_process_trains_the_same(tokenizer: str, settings: dict[str, str]) -> None:
+    answer = subprocess.run(
+        [sys.executable, "-c", TRAIN_ELSEWHERE],
+        input=json.dumps(TEXTS),
+        env=os.environ | settings,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert answer.stdout == tokenizer
+    assert answer.stderr == ""
+
+
+def test_encoded_texts_decode_to_themselves(tokenizer: str) -> None:
+    texts = [*TEXTS[:3], "never seen: 漢字 🙂", " spaces  and\ttabs "]
+    decoder = tokenizers.Tokenizer.from_str(tokenizer)
+    for text, ids in zip(texts, encode_texts(texts, tokenizer, max_length=99), strict=True):
+        assert (ids.dtype, ids[0].item(), ids[-1].item()) == (torch.int64, 0, 2)
+        assert ids[1:-1].min() > tokens.MASK_ID
+        assert decoder.decode(ids.tolist()) == text
+
+
+def test_special_tokens_in_a_text_are_text(tokenizer: str) -> None:
+    (ids,) = encode_texts(["a </s> b <mask>"], tokenizer, max_length=99)
+    assert ids[1:-1].min() > tokens.MASK_ID
+
+
+@pytest.mark.parametrize("max_length", [3, 5])
+def test_long_texts_are_cut_and_keep_their_end(tokenizer: str, max_length: int) -> None:
+    (whole,), (cut,) = (
+        encode_texts([TEXTS[0]], tokenizer, max_length=length) for length in (99, max_length)
+    )
+    assert cut.tolist() == [*whole[: max_length - 1].tolist(), 2]
+
+
+@pytest.mark.parametrize(
+    ("texts", "vocabulary_size", "complaint"),
+    [
+        (["a"], 260, "expected a vocabulary of 261 tokens or more .*, got 260"),
+        ([], 300, "expected texts .* got none"),
+    ],
+)
+def test_what_no_tokenizer_comes_of_is_refused(
+    texts: list[str], vocabulary_size: int, complaint: str
+) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        train_tokenizer(texts, vocabulary_size)
+
+
+def test_texts_without_room_for_a_token_are_refused(tokenizer: str) -> None:
+    with pytest.raises(ValueError, match="expected max_length of 3 or more, got 2"):
+        encode_texts(["a"], tokenizer, max_length=2)
+
+
+# The data set and its shards.
+
+
+def test_items_are_ids_and_label() -> None:
+    ids = [torch.tensor([0, 9, 8, 2]), torch.tensor([0, 7, 2])]
+    texts = EncodedTexts(ids, [1, 0])
+    assert len(texts) == 2
+    assert texts[0] == (ids[0], 1)
+    assert (texts.lengths.tolist(), texts.lengths.dtype) == ([4, 3], torch.int64)
+
+
+def test_token_dropout_masks_its_share_and_nothing_special() -> None:
+    ids = torch.cat([torch.arange(5), torch.full((20_000,), 9), torch.arange(5)])
+    texts = EncodedTexts([ids], [0], token_dropout=0.25)
+    torch.manual_seed(0)
+    first, second = texts[0][0], texts[0][0]
+    torch.manual_seed(0)
+    again = texts[0][0]
+    assert torch.equal(first, again)
+    assert not torch.equal(first, second)
+    assert (first[5:-5] == tokens.MASK_ID).float().mean() == pytest.approx(0.25, abs=0.02)
+    assert ((first == ids) | (first == tokens.MASK_ID)).all()
+    assert first[:5].tolist() == first[-5:].tolist() == list(range(5))
+    assert (ids[5:-5] == 9).all()
+
+
+def test_other_special_tokens_can_be_named() -> None:
+    texts = EncodedTexts(
+        [torch.tensor([101, 4, 5, 102])] * 50, [0] * 50,
+        token_dropout=0.99, mask_id=103, special_ids={101, 102},
+    )  # fmt: skip
+    read = torch.stack([texts[number][0] for number in range(50)])
+    assert read[:, [0, 3]].unique().tolist() == [101, 102]
+    assert (read[:, 1:3] == 103).float().mean() > 0.8
+
+
+def test_without_token_dropout_nothing_is_drawn() -> None:
+    texts = EncodedTexts([torch.tensor([0, 9, 2])], [0])
+    before = torch.get_rng_state()
+    assert texts[0][0].tolist() == [0, 9, 2]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("labels", "token_dropout", "complaint"),
+    [
+        ([0, 1], 0.0, "a label for each text, got 2 for 1"),
+        ([0], 1.0, "token_dropout from 0 to below 1, got 1.0"),
+        ([0], -0.1, "token_dropout from 0 to below 1, got -0.1"),
+    ],
+)
+def test_texts_that_do_not_fit_are_refused(
+    labels: list[int], token_dropout: float, complaint: str
+) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        EncodedTexts([torch.tensor([0, 2])], labels, token_dropout=token_dropout)
+
+
+@pytest.mark.parametrize("pad_id", [1, 0])
+def test_a_shard_is_as_long_as_its_longest_text(pad_id: int) -> None:
+    made = pad_shard([(torch.tensor([0, 2]), 3), (torch.tensor([0, 9, 9, 2]), 1)], pad_id)
+    assert made["input_ids"].tolist() == [[0, 2, pad_id, pad_id], [0, 9, 9, 2]]
+    assert made["attention_mask"].tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
+    assert made["labels"].tolist() == [3, 1]
+    assert {tensor.dtype for tensor in made.values()} == {torch.int64}
+
+
+# The models.
+
+
+@pytest.fixture
+def _deterministic() -> Any:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("_deterministic")
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_a_step_gives_the_same_bits_again(tokenizer: str, attention: str) -> None:
+    batch = shard(tokenizer)
+
+    def gradients() -> list[torch.Tensor]:
+        model = small(num_classes=2)
+        model.set_attn_implementation(attention)
+        torch.manual_seed(5)
+        F.cross_entropy(logits(model, batch), batch["labels"]).backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    first, second = gradients(), gradients()
+    assert all(map(torch.equal, first, second))
+    assert sum(gradient.abs().max() > 0 for gradient in first) > len(first) / 2
+
+
+def test_the_longest_text_fits_and_padding_changes_little(tokenizer: str) -> None:
+    model = small(num_classes=3).eval()
+    batch = shard(tokenizer)
+    assert batch["input_ids"].shape == (3, 12)
+    length = int(batch["attention_mask"][2].sum())
+    assert length < 12
+    alone = {name: batch[name][2:, :length] for name in ("input_ids", "attention_mask")}
+    answer = logits(model, batch)
+    assert (answer.shape, answer.dtype) == ((3, 3), torch.float32)
+    torch.testing.assert_close(logits(model, alone), answer[2:])
+
+
+def test_a_small_model_learns(tokenizer: str) -> None:
+    model, batch = small(), shard(tokenizer)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    for _ in range(30):
+        optimizer.zero_grad()
+        F.cross_entropy(logits(model, batch), batch["labels"]).backward()
+        optimizer.step()
+    assert logits(model.eval(), batch).argmax(dim=1).tolist() == batch["labels"].tolist()
+
+
+def test_a_width_that_the_heads_do_not_divide_is_refused() -> None:
+    with pytest.raises(ValueError, match="expected width to be a multiple of 3 heads, got 16"):
+        small(heads=3)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tokenizer: str) -> Path:
+    """A model that was trained before, for four classes."""
+    save(small(num_classes=4), tmp_path)
+    (tmp_path / "tokenizer.json").write_text(tokenizer)
+    return tmp_path
+
+
+def save(model: Any, folder: Path) -> None:
+    """As its author would have, without a progress bar."""
+    with tokens._quiet():
+        model.save_pretrained(folder)
+
+
+@pytest.mark.parametrize("num_classes", [2, 4])
+def test_what_was_trained_before_is_loaded(
+    folder: Path, tokenizer: str, num_classes: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(1)
+    model, read = load_pretrained(str(folder), num_classes)
+    torch.manual_seed(1)
+    again, _ = load_pretrained(folder, num_classes)
+    assert read == tokenizer
+    assert model.training
+    assert logits(model, shard(tokenizer)).shape == (3, num_classes)
+    original, loaded, second = (each.state_dict() for each in (small(4), model, again))
+    assert all(torch.equal(loaded[name], second[name]) for name in loaded)
+    new = {name for name in loaded if not torch.equal(loaded[name], original[name])}
+    assert new == (set() if num_classes == 4 else HEAD)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_weights_of_half_precision_are_loaded_in_full(folder: Path) -> None:
+    save(small(num_classes=4).half(), folder)
+    model, _ = load_pretrained(folder, 2)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+def test_an_older_tokenizer_is_made_anew(folder: Path, tokenizer: str) -> None:
+    trained = json.loads((folder / "tokenizer.json").read_text())["model"]
+    (folder / "tokenizer.json").unlink()
+    (folder / "vocab.json").write_text(json.dumps(trained["vocab"]))
+    merges = [" ".join(pair) for pair in trained["merges"]]
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]))
+    _, made = load_pretrained(folder, 2)
+    ours, theirs = (encode_texts(TEXTS, each, max_length=12) for each in (tokenizer, made))
+    assert all(map(torch.equal, ours, theirs))
+
+
+def without(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def weights_of(**changed: Any) -> Callable[[Path], object]:
+    """Put the weights of another model there."""
+
+    def put(folder: Path) -> None:
+        save(small(num_classes=4, **changed), folder / "other")
+        (folder / "other" / "model.safetensors").rename(folder / "model.safetensors")
+
+    return put
+
+
+def more_tokens(folder: Path) -> None:
+    """The tokenizer of another model."""
+    (folder / "tokenizer.json").write_text(train_tokenizer(TEXTS, VOCABULARY_SIZE + 5))
+
+
+def spoil(name: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_text("{")
+
+
+@pytest.mark.parametrize(
+    ("damage", "complaint"),
+    [
+        (without("config.json"), r"expected config\.json, found none; name a folder"),
+        (without("model.safetensors"), r"expected model\.safetensors or .*\.bin.*, found none"),
+        (without("tokenizer.json"), r"expected tokenizer\.json or .*, found none"),
+        (spoil("config.json"), "that transformers can load, got OSError: "),
+        (spoil("model.safetensors"), "that transformers can load, got "),
+        (spoil("tokenizer.json"), "that transformers can load, got "),
+        (weights_of(width=8), r"none that fit for \d+ of them, the first roberta\.embeddings"),
+        (weights_of(layers=1), r"for 16 of them, the first roberta\.encoder\.layer\.1\."),
+        (more_tokens, "a tokenizer of at most 300 tokens, as many as the model embeds, got 305"),
+    ],
+)
+def test_a_folder_that_lacks_something_is_refused(
+    folder: Path, damage: Callable[[Path], object], complaint: str
+) -> None:
+    damage(folder)
+    with pytest.raises(CheckpointError, match=complaint):
+        load_pretrained(folder, 2)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        pytest.param(lambda: train_tokenizer(["a"], 300), id="train_tokenizer"),
+        pytest.param(lambda: encode_texts(["a"], "{}", max_length=9), id="encode_texts"),
+        pytest.param(small, id="build_classifier"),
+        pytest.param(lambda: load_pretrained("nowhere", 2), id="load_pretrained"),
+    ],
+)
+def test_missing_packages_are_named(
+    call: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(LaunchError, match=r'ers\); run: pip install "onefold\[text\]"'):
+        call()
