@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from onefold.data.fetch import SETS, RemoteSet, default_cache, fetch_dataset
-from onefold.errors import DataError, LaunchError
+from onefold.data.fetch import SETS, RemoteSet, fetch_dataset
+from onefold.errors import DataError
 
 FILES = {"images.gz": b"images" * 1000, "labels.gz": b"labels"}
 SUMS = {name: hashlib.sha256(content).hexdigest() for name, content in FILES.items()}
@@ -229,22 +229,3 @@ def test_the_known_sets_are_the_four_files_of_mnist_each() -> None:
         assert all(re.fullmatch("https?://.*/", mirror) for mirror in known.mirrors)
         assert len(known.mirrors) == 2
     assert len({each for known in SETS.values() for each in known.sums.values()}) == 8
-
-
-@pytest.mark.parametrize(
-    ("environment", "cache"),
-    [
-        ({"HOME": "/home/ada"}, "/home/ada/.cache/onefold"),
-        ({"HOME": "/home/ada", "XDG_CACHE_HOME": "/fast"}, "/fast/onefold"),
-        ({"HOME": "/home/ada", "XDG_CACHE_HOME": ""}, "/home/ada/.cache/onefold"),
-        ({"HOME": "/home/ada", "XDG_CACHE_HOME": "near"}, "/home/ada/.cache/onefold"),
-        ({"XDG_CACHE_HOME": "/fast"}, "/fast/onefold"),
-    ],
-)
-def test_the_default_cache(environment: dict[str, str], cache: str) -> None:
-    assert default_cache(environment) == Path(cache)
-
-
-def test_without_a_home_there_is_no_default_cache() -> None:
-    with pytest.raises(LaunchError, match="neither XDG_CACHE_HOME nor HOME; set one of them"):
-        default_cache({})

@@ -17,9 +17,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from onefold.errors import DataError, LaunchError
+from onefold.errors import DataError
 
-__all__ = ["SETS", "RemoteSet", "default_cache", "fetch_dataset"]
+__all__ = ["SETS", "RemoteSet", "fetch_dataset"]
 
 _CHUNK_BYTES = 1 << 20
 _LARGEST_BYTES = 1 << 30
@@ -82,29 +82,6 @@ SETS: Mapping[str, RemoteSet] = {
 """The data sets that can be fetched, by name."""
 
 
-def default_cache(environment: Mapping[str, str]) -> Path:
-    """The folder for fetched data sets, by the XDG Base Directory Specification.
-
-    Raises:
-        LaunchError: the environment names neither a cache folder nor a home.
-
-    >>> default_cache({"HOME": "/home/ada"}).as_posix()
-    '/home/ada/.cache/onefold'
-    >>> default_cache({"HOME": "/home/ada", "XDG_CACHE_HOME": "/fast"}).as_posix()
-    '/fast/onefold'
-    """
-    cache = environment.get("XDG_CACHE_HOME", "")
-    if cache.startswith("/"):  # the specification has any other ignored
-        return Path(cache) / "onefold"
-    home = environment.get("HOME")
-    if not home:
-        raise LaunchError(
-            "expected a folder for fetched data sets, got neither XDG_CACHE_HOME nor HOME; "
-            "set one of them, or name a folder of data"
-        )
-    return Path(home) / ".cache" / "onefold"
-
-
 def fetch_dataset(
     name: str, cache: Path, *, sets: Mapping[str, RemoteSet] = SETS, timeout_s: float = 600.0
 ) -> Path:
@@ -114,7 +91,7 @@ def fetch_dataset(
 
     Args:
         name: of the data set, ``"mnist"`` or ``"fashion-mnist"``.
-        cache: holds one folder for each data set; made if it is missing. See `default_cache`.
+        cache: holds one folder for each data set; made if it is missing.
         sets: the data sets that are known.
         timeout_s: the longest time for one file from one address.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from onefold.jobs import classify
+from onefold.jobs import classify, text
 from onefold.jobs.run import Job
 
 __all__ = ["JOBS", "job_of"]
@@ -15,6 +15,14 @@ JOBS = (
         prepare=classify.prepare,
         settle=classify.settle,
         make_task=classify.make_task,
+    ),
+    Job(
+        name=text.JOB,
+        help="Texts with one label each, from TSV files.",
+        options=text.TextOptions,
+        prepare=text.prepare,
+        settle=text.settle,
+        make_task=text.make_task,
     ),
 )
 

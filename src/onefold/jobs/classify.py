@@ -27,9 +27,10 @@ from onefold.data.classes import (
     read_folders,
     read_idx_folder,
 )
+from onefold.data.fetch import fetch_dataset
 from onefold.data.pictures import Mode, require_pillow
 from onefold.errors import DataError, LaunchError
-from onefold.jobs.examples import choose_examples, confusion_matrix, save_picture
+from onefold.jobs.examples import classifier_examples, save_picture
 from onefold.jobs.finetune import (
     best_checkpoint,
     freeze,
@@ -53,6 +54,7 @@ FASHION_CLASSES = (
     "T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "boot",
 )  # fmt: skip
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+EVALUATION_BATCH_SIZE = 256
 SMALL = 64
 """Pictures up to this side are shifted rather than cut, and tested as a whole."""
 USUAL_SIDE = 224
@@ -68,6 +70,7 @@ class ClassifyOptions(TrainOptions):
     """Options of ``onefold train classify``."""
 
     model: str = option("resnet18", f"{', '.join(MODELS)}, or timm:NAME where timm is installed.")
+    cache: str = option("~/.cache/onefold", "Where mnist and fashion-mnist are fetched to.")
     holdout: float = option(0.1, "Share of each class to test with, where there is no test set.")
     image_size: int | None = option(
         None, "Side of the square that pictures are brought to, in pixels.", shown="by the data"
@@ -181,9 +184,7 @@ def prepare(options: ClassifyOptions) -> PictureClasses:
         return read_digits(holdout=options.holdout, seed=options.seed)
     directory = Path(options.data)
     if options.data in FETCHED and not directory.is_dir():
-        from onefold.data.fetch import fetch_dataset
-
-        directory = fetch_dataset(options.data)
+        directory = fetch_dataset(options.data, Path(options.cache).expanduser())
     if not directory.is_dir():
         raise DataError(
             f"--data {options.data}: expected a folder, or digits, {', '.join(FETCHED)}; there is "
@@ -412,26 +413,14 @@ def _examples(
     workers: int,
 ) -> dict[str, Any]:
     """What the trained model says of the test pictures."""
-    said = trainer.predict(confidences, test_set, batch_size=256, workers=workers)["confidence"]
-    sure, predicted = said.max(dim=1)
-    truth = torch.tensor(test.labels)
-    samples, worst = choose_examples(truth, predicted, sure)
+    said = trainer.predict(
+        confidences, test_set, batch_size=EVALUATION_BATCH_SIZE, workers=workers
+    )["confidence"]
 
-    def told(number: int) -> dict[str, Any]:
-        entry = {
-            "name": test.pictures.name(number),
-            "label": classes[int(truth[number])],
-            "predicted": classes[int(predicted[number])],
-            "confidence": float(sure[number]),
-        }
+    def show(number: int) -> dict[str, Any]:
+        entry = {"name": test.pictures.name(number)}
         if trainer.is_lead:
             entry["picture"] = save_picture(test.pictures[number], folder.pictures, number)
         return entry
 
-    return {
-        "kind": JOB,
-        "classes": list(classes),
-        "confusion": confusion_matrix(truth, predicted, len(classes)),
-        "samples": [told(number) for number in samples],
-        "worst": [told(number) for number in worst],
-    }
+    return classifier_examples(JOB, said, test.labels, classes, show)

@@ -2,20 +2,58 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["choose_examples", "confusion_matrix", "save_picture"]
+__all__ = ["choose_examples", "classifier_examples", "confusion_matrix", "save_picture"]
 
 SHOWN = 24
 """Examples of each kind."""
 _LARGEST = 224
 """Pixels of a picture's longer side in a report."""
+
+
+def classifier_examples(
+    kind: str,
+    said: torch.Tensor,
+    labels: Sequence[int],
+    classes: Sequence[str],
+    show: Callable[[int], dict[str, Any]],
+) -> dict[str, Any]:
+    """What a trained classifier says of its test set.
+
+    Args:
+        kind: name of the job.
+        said: (n, classes) float32, the probability of every class.
+        labels: of the n samples.
+        classes: their names.
+        show: what is shown of the sample of a number.
+    """
+    sure, predicted = said.max(dim=1)
+    truth = torch.tensor(labels)
+    samples, worst = choose_examples(truth, predicted, sure)
+
+    def told(number: int) -> dict[str, Any]:
+        return {
+            **show(number),
+            "label": classes[int(truth[number])],
+            "predicted": classes[int(predicted[number])],
+            "confidence": float(sure[number]),
+        }
+
+    return {
+        "kind": kind,
+        "classes": list(classes),
+        "confusion": confusion_matrix(truth, predicted, len(classes)),
+        "samples": [told(number) for number in samples],
+        "worst": [told(number) for number in worst],
+    }
 
 
 def choose_examples(

@@ -15,6 +15,7 @@ used here. The order of the texts does not matter either.
 from __future__ import annotations
 
 import importlib.util
+import json
 import warnings
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,9 +36,11 @@ __all__ = [
     "SPECIAL_TOKENS",
     "EncodedTexts",
     "build_classifier",
+    "build_from_config",
     "encode_texts",
     "load_pretrained",
     "pad_shard",
+    "token_roles",
     "train_tokenizer",
 ]
 
@@ -128,6 +131,22 @@ def encode_texts(
     encoder.enable_truncation(max_length)
     # One by one: a batch starts threads, and some releases complain of forks after that.
     return [torch.tensor(encoder.encode(text).ids, dtype=torch.int64) for text in texts]
+
+
+def token_roles(tokenizer: str) -> tuple[int, set[int]]:
+    """Which token stands for a hidden one, and which are special: never hidden.
+
+    Args:
+        tokenizer: JSON, from `train_tokenizer` or `load_pretrained`.
+
+    Returns:
+        The id of the mask (of the unknown token where there is no mask), and all special ids.
+    """
+    said = json.loads(tokenizer)
+    special = {token["content"]: int(token["id"]) for token in said["added_tokens"]}
+    names = ("<mask>", "[MASK]", "<unk>", "[UNK]")
+    mask = next((special[name] for name in names if name in special), MASK_ID)
+    return mask, set(special.values())
 
 
 class EncodedTexts(Dataset[tuple[torch.Tensor, int]]):
@@ -271,6 +290,24 @@ def build_classifier(
         eos_token_id=END_ID,
     )
     model: nn.Module = RobertaForSequenceClassification(config)
+    return model
+
+
+def build_from_config(config: str) -> nn.Module:
+    """A classifier of the shape of a ``config.json``, with weights from the global generator.
+
+    Args:
+        config: what ``model.config.to_json_string(use_diff=False)`` gave.
+
+    Raises:
+        LaunchError: ``transformers`` is not installed.
+    """
+    _require("transformers")
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    values = json.loads(config)
+    described = AutoConfig.for_model(values.pop("model_type"), **values)
+    model: nn.Module = AutoModelForSequenceClassification.from_config(described)
     return model
 
 

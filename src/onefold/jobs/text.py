@@ -1,0 +1,290 @@
+"""Texts with one label each: the options, the data, the model, and what is shown of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import onefold
+from onefold.data.bad import refuse
+from onefold.data.tsv import Line, TextSplits, read_splits
+from onefold.errors import DataError
+from onefold.jobs.examples import classifier_examples
+from onefold.jobs.finetune import freeze, parameter_groups
+from onefold.jobs.options import Optimizer, TrainOptions, expect, option
+from onefold.jobs.rates import scaled_rate
+from onefold.jobs.runfolder import read_run
+from onefold.jobs.tokens import (
+    PAD_ID,
+    EncodedTexts,
+    build_classifier,
+    build_from_config,
+    encode_texts,
+    load_pretrained,
+    pad_shard,
+    token_roles,
+    train_tokenizer,
+)
+from onefold.jobs.training import Task
+
+__all__ = ["JOB", "TextModel", "TextOptions", "make_task", "prepare", "settle"]
+
+JOB = "text"
+TINY = "tiny"
+HEAD = "classifier"
+EVALUATION_BATCH_SIZE = 256
+CONFIG_FILE = "model_config.json"
+TOKENIZER_FILE = "tokenizer.json"
+SHOWN_CHARACTERS = 400
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextOptions(TrainOptions):
+    """Options of ``onefold train text``."""
+
+    lr: float | None = option(None, "Learning rate.", shown="0.0005, or 0.00003 for --model DIR")
+    epochs: int | None = option(
+        None, "Times that the training set is read.", shown="10, or 3 for --model DIR"
+    )
+    optimizer: Optimizer = option("adamw", "How the parameters are updated.")
+    weight_decay: float = option(0.01, "Pull of the parameters towards zero.")
+    clip_norm: float | None = option(1.0, "Scale larger gradients down to this norm.")
+    dev: str | None = option(
+        None, "TSV file to score on, if --data is a file.", shown="dev.tsv in the folder"
+    )
+    model: str = option(
+        TINY, "tiny, made from the options below, or a folder with a pretrained model."
+    )
+    vocabulary: int = option(4000, "Tokens that the tokenizer learns from the training texts.")
+    width: int = option(128, "Size of the tiny model's embeddings.")
+    layers: int = option(2, "Of the tiny model.")
+    heads: int = option(4, "Attention heads in each layer of the tiny model.")
+    dropout: float = option(0.1, "Of the tiny model.")
+    max_length: int = option(128, "Tokens of a text at most; what is beyond is cut off.")
+    token_dropout: float = option(0.0, "Share of tokens hidden in training, anew at every reading.")
+    label_smoothing: float = option(0.0, "Share of a label that is spread over all classes.")
+
+    def __post_init__(self) -> None:
+        TrainOptions.__post_init__(self)
+        for name, least in (
+            ("vocabulary", 261),
+            ("width", 1),
+            ("layers", 1),
+            ("heads", 1),
+            ("max_length", 3),
+        ):
+            value = getattr(self, name)
+            expect(value >= least, name, value, f"{least} or more")
+        expect(self.width % self.heads == 0, "width", self.width, f"a multiple of {self.heads}")
+        for name in ("dropout", "token_dropout", "label_smoothing"):
+            value = getattr(self, name)
+            expect(0 <= value < 1, name, value, "0 or more and less than 1")
+
+
+def prepare(options: TextOptions) -> TextSplits:
+    """Read and check the data.
+
+    Raises:
+        DataError: they cannot be used.
+    """
+    path = Path(options.data)
+    train, dev = (path / "train.tsv", path / "dev.tsv") if path.is_dir() else (path, None)
+    dev = Path(options.dev) if options.dev else dev
+    if dev is None:
+        raise DataError(f"--data {path}: expected --dev with it, the TSV file to score on")
+    for each in (train, dev):
+        if not each.is_file():
+            raise DataError(f"{each}: expected a TSV file of text and label, there is none")
+    splits = read_splits(train, dev)
+    if not options.skip_bad:
+        refuse(splits.bad)
+    return splits
+
+
+def settle(options: TextOptions, data: TextSplits) -> TextOptions:
+    """Fill in what was left open."""
+    fine = options.model != TINY
+    return replace(
+        options,
+        epochs=options.epochs or (3 if fine else 10),
+        lr=options.lr if options.lr is not None else (3e-5 if fine else 5e-4),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextModel:
+    """What a model needs to know of its texts; kept in the run's folder."""
+
+    tokenizer: str
+    """As JSON."""
+    max_length: int
+    pad_id: int
+    classes: tuple[str, ...]
+
+    @classmethod
+    def of_run(cls, run: Path) -> TextModel:
+        """As a run has kept it.
+
+        Raises:
+            DataError: it is no run of this job.
+        """
+        said = read_run(run)
+        if said.get("job") != JOB:
+            raise DataError(f"{run}: expected a run of onefold train {JOB}, got {said.get('job')}")
+        return cls(
+            tokenizer=(run / TOKENIZER_FILE).read_text(encoding="utf-8"),
+            classes=tuple(said["classes"]),
+            **said["text_model"],
+        )
+
+    def encode(self, texts: Sequence[str]) -> list[torch.Tensor]:
+        """Token ids of each text, (t,) int64."""
+        return encode_texts(texts, self.tokenizer, max_length=self.max_length)
+
+    @property
+    def collate(self) -> Any:
+        """Makes a shard of texts."""
+        return partial(pad_shard, pad_id=self.pad_id)
+
+
+def make_task(options: TextOptions, data: TextSplits) -> Task:
+    """The model, the data sets and the scores of a run.
+
+    Args:
+        options: settled ones.
+        data: of `prepare`.
+
+    Raises:
+        CheckpointError: the pretrained model cannot be used.
+        LaunchError, ValueError: a library is missing, or an option does not suit the model.
+    """
+    torch.manual_seed(options.seed)
+    model, kind = _build(options, data)
+    frozen = freeze(model, options, HEAD)
+    smoothing = options.label_smoothing
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(
+            logits(model, batch), batch["labels"], reduction="none", label_smoothing=smoothing
+        )
+
+    mask_id, special_ids = token_roles(kind.tokenizer)
+    train_set = EncodedTexts(
+        kind.encode([line.text for line in data.train]),
+        _labels(data.train, kind.classes),
+        token_dropout=options.token_dropout,
+        mask_id=mask_id,
+        special_ids=special_ids,
+    )
+    dev_labels = _labels(data.dev, kind.classes)
+    dev_set = EncodedTexts(kind.encode([line.text for line in data.dev]), dev_labels)
+    config: Any = model.config
+    return Task(
+        model=model,
+        groups=parameter_groups(
+            model, rate=scaled_rate(options), head=HEAD, head_scale=options.head_lr_scale
+        ),
+        loss=loss,
+        score=score,
+        best="highest accuracy",
+        train_set=train_set,
+        test_set=dev_set,
+        collate=kind.collate,
+        lengths=train_set.lengths.tolist(),
+        evaluation_batch_size=EVALUATION_BATCH_SIZE,
+        examples=lambda trainer, folder: _examples(trainer, dev_set, data.dev, kind, dev_labels),
+        facts={
+            "classes": list(kind.classes),
+            "model": options.model,
+            "text_model": {"max_length": kind.max_length, "pad_id": kind.pad_id},
+            "frozen": frozen,
+            "left_out": [str(each) for each in data.bad],
+        },
+        files={
+            TOKENIZER_FILE: kind.tokenizer,
+            CONFIG_FILE: config.to_json_string(use_diff=False),
+        },
+    )
+
+
+def build_of_run(run: Path) -> nn.Module:
+    """A run's model with fresh weights."""
+    return build_from_config((run / CONFIG_FILE).read_text(encoding="utf-8"))
+
+
+def logits(model: nn.Module, batch: Any) -> torch.Tensor:
+    """(n, classes) float32 for a shard of texts."""
+    said = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+    values: torch.Tensor = said.logits
+    return values
+
+
+def score(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+    """Loss and whether the label is right, for every text of a shard."""
+    said, labels = logits(model, batch), batch["labels"]
+    return {
+        "loss": F.cross_entropy(said, labels, reduction="none"),
+        "accuracy": said.argmax(dim=1) == labels,
+    }
+
+
+def confidences(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+    """The probability of every class, (n, classes) float32, for every text of a shard."""
+    return {"confidence": logits(model, batch).softmax(dim=1)}
+
+
+def _build(options: TextOptions, data: TextSplits) -> tuple[nn.Module, TextModel]:
+    classes = tuple(data.classes)
+    if options.model != TINY:
+        model, tokenizer = load_pretrained(options.model, len(classes))
+        config: Any = model.config
+        pad_id = config.pad_token_id if config.pad_token_id is not None else PAD_ID
+        longest = getattr(config, "max_position_embeddings", options.max_length) - pad_id - 1
+        length = min(options.max_length, longest)
+        kind = TextModel(tokenizer=tokenizer, max_length=length, pad_id=pad_id, classes=classes)
+        return model, kind
+    tokenizer = train_tokenizer([line.text for line in data.train], options.vocabulary)
+    model = build_classifier(
+        options.vocabulary,
+        len(classes),
+        width=options.width,
+        layers=options.layers,
+        heads=options.heads,
+        max_length=options.max_length,
+        dropout=options.dropout,
+    )
+    kind = TextModel(
+        tokenizer=tokenizer, max_length=options.max_length, pad_id=PAD_ID, classes=classes
+    )
+    return model, kind
+
+
+def _labels(lines: Sequence[Line], classes: Sequence[str]) -> list[int]:
+    numbers = {name: number for number, name in enumerate(classes)}
+    return [numbers[line.label] for line in lines]
+
+
+def _examples(
+    trainer: onefold.Trainer,
+    dev_set: EncodedTexts,
+    dev: Sequence[Line],
+    kind: TextModel,
+    labels: Sequence[int],
+) -> dict[str, Any]:
+    """What the trained model says of the texts to score on."""
+    said = trainer.predict(
+        confidences, dev_set, batch_size=EVALUATION_BATCH_SIZE, collate=kind.collate
+    )["confidence"]
+
+    def show(number: int) -> dict[str, Any]:
+        line = dev[number]
+        return {"name": f"line {line.line_number}", "text": line.text[:SHOWN_CHARACTERS]}
+
+    return classifier_examples(JOB, said, labels, kind.classes, show)
