@@ -178,7 +178,7 @@ def _draw(axes: Axes, line: Line, *, depth: int) -> None:
         [y for _, y in points],
         color=_INKS[line.colour],
         linewidth=line.width,
-        alpha=0.65 if line.faint else 1.0,
+        alpha=0.5 if line.faint else 1.0,
         linestyle=(0, dashes) if dashes else "-",
         marker="o" if marked or len(points) == 1 else "",
         markersize=2.0 + line.width,

@@ -65,9 +65,9 @@ def _results(runs: Sequence[Run], folder: Path) -> Markup:
         [_linked(run, label, folder), *_result(run)]
         for run, label in zip(runs, _labels(runs), strict=True)
     ]
-    headings = ["run", "job", "model", "devices", "chosen by", "best", "in epoch", "last", "epochs"]
+    headings = ["run", "job, model", "devices", "chosen by", "best", "in epoch", "last", "epochs"]
     headings += ["time", "samples/s", "fingerprint"]
-    return table(headings, rows, caption="Scores are those of the test set", words=5)
+    return table(headings, rows, caption="Scores are those of the test set", words=4)
 
 
 def _linked(run: Run, label: str, folder: Path) -> str:
@@ -83,8 +83,7 @@ def _result(run: Run) -> list[str]:
     best = run.best
     fingerprint = run.facts.get("fingerprint")
     return [
-        str(run.facts.get("job") or NOTHING),
-        str(run.facts.get("model") or NOTHING),
+        f"{run.facts.get('job') or NOTHING}, {run.facts.get('model') or NOTHING}",
         devices_in_words(run),
         str(run.facts.get("score") or NOTHING),
         score(name, best[1]) if best else NOTHING,

@@ -99,8 +99,8 @@ th, td {
   vertical-align: top;
 }
 th { font-weight: 600; }
-th.number, td.number { text-align: right; white-space: nowrap; padding: 5px 0 5px 16px; }
-td { overflow-wrap: break-word; max-width: 44ch; }
+th.number, td.number { text-align: right; white-space: nowrap; padding: 5px 0 5px 14px; }
+table:not(.confusion) :is(th, td):not(.number) { overflow-wrap: anywhere; min-width: 12.5ch; }
 .bars { display: grid; gap: 10px; margin: 4px 0 10px; }
 .bars ~ .scroll { margin-top: 20px; }
 .bar { display: flex; height: 28px; border-radius: 6px; overflow: hidden; }
