@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -287,6 +288,17 @@ def test_a_line_that_was_cut_short_is_left_out(tmp_path: Path, cut: str) -> None
     page = Page(build_report(folder))
     assert "1 line of metrics.jsonl cut short and left out" in page.text
     assert figure(page, "Last test accuracy").split() == ["60.0%", "after", "2", "epochs"]
+
+
+def test_a_line_behind_one_that_was_cut_short_is_read(tmp_path: Path) -> None:
+    """The run went on in the file as it was."""
+    folder = runs.write_run(tmp_path / "run", runs.facts_of("text"), metrics=runs.metrics_of(1))
+    line = json.dumps(runs.epoch_line(1, scores={"accuracy": 0.75}))
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "steps", "epo' + line + "\n")
+    page = Page(build_report(folder))
+    assert "1 line of metrics.jsonl cut short and left out" in page.text
+    assert figure(page, "Last test accuracy").split() == ["75.0%", "after", "2", "epochs"]
 
 
 def test_a_character_that_was_cut_in_two_is_left_out(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ from typing import Any, TypeVar
 from onefold.errors import DataError
 
 __all__ = ["PHASES", "EpochLine", "Run", "StepsLine", "finite_or_zero", "number", "read_run"]
+
+_BEGINNING = re.compile(r'(?=\{"kind":)')
+"""Of a line; a text inside one would have its quotes escaped."""
 
 PHASES = ("data", "forward", "backward", "exchange", "update")
 """What a device does in a step of training, in order."""
@@ -218,9 +222,11 @@ def _read_lines(path: Path) -> tuple[tuple[StepsLine, ...], tuple[EpochLine, ...
 
 
 def _lines(path: Path) -> Iterator[str]:
+    """The lines; what a resumed run wrote right behind a line that was cut is one of its own."""
     if path.is_file():
         with path.open(encoding="utf-8", errors="replace") as file:
-            yield from (line for line in file if line.strip())
+            for line in file:
+                yield from filter(str.strip, _BEGINNING.split(line))
 
 
 def _parsed(line: str) -> dict[str, Any] | None:
