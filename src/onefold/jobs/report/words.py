@@ -1,0 +1,113 @@
+"""Numbers, times and names as a reader wants them."""
+
+from __future__ import annotations
+
+import math
+from datetime import UTC, datetime
+
+__all__ = [
+    "NOTHING",
+    "capitalised",
+    "counted",
+    "duration",
+    "percent",
+    "plain",
+    "score",
+    "speed",
+    "when",
+]
+
+NOTHING = "–"  # noqa: RUF001 (a dash that is as wide as a digit)
+"""Stands for a number that is not there, or was not finite."""
+
+
+def plain(value: float) -> str:
+    """A number to four digits.
+
+    >>> plain(0.123456), plain(12345678.0), plain(float("nan"))
+    ('0.1235', '1.235e+07', '–')
+    """
+    return f"{value:.4g}" if math.isfinite(value) else NOTHING
+
+
+def percent(share: float) -> str:
+    """A share of 1; a small one does not look like nothing.
+
+    >>> percent(0.1234), percent(0.0004), percent(1.0)
+    ('12.3%', '<0.1%', '100.0%')
+    """
+    if not math.isfinite(share):
+        return NOTHING
+    return "<0.1%" if 0 < share < 0.0005 else f"{share:.1%}"
+
+
+def score(name: str, value: float) -> str:
+    """A score of the test set: accuracies in percent, others as they are.
+
+    >>> score("accuracy", 0.61), score("dice", 0.5812345)
+    ('61.0%', '0.5812')
+    """
+    return percent(value) if is_share(name) else plain(value)
+
+
+def is_share(name: str) -> bool:
+    """Whether a score is shown in percent."""
+    return "accuracy" in name.lower()
+
+
+def speed(samples_per_s: float) -> str:
+    """Training speed, without its unit.
+
+    >>> speed(61.96), speed(12345.6)
+    ('62.0', '12,346')
+    """
+    if not math.isfinite(samples_per_s):
+        return NOTHING
+    return f"{samples_per_s:,.0f}" if samples_per_s >= 100 else f"{samples_per_s:.1f}"
+
+
+def duration(time_s: float) -> str:
+    """A time in its two largest units.
+
+    >>> duration(6.24), duration(80.1), duration(7260), duration(200_000)
+    ('6.2 s', '1 min 20 s', '2 h 1 min', '2 d 7 h')
+    """
+    if not math.isfinite(time_s):
+        return NOTHING
+    if time_s < 59.95:
+        return f"{time_s:.1f} s"
+    minutes, seconds = divmod(round(time_s), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours} h"
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s"
+
+
+def when(moment: object) -> str:
+    """A moment that a file gives as text of ISO 8601.
+
+    >>> when("2026-11-21T14:02:03+00:00")
+    '2026-11-21 14:02 UTC'
+    """
+    try:
+        parsed = datetime.fromisoformat(str(moment))
+    except ValueError:
+        return NOTHING
+    if parsed.tzinfo is None:
+        return f"{parsed:%Y-%m-%d %H:%M}"
+    return f"{parsed.astimezone(UTC):%Y-%m-%d %H:%M} UTC"
+
+
+def counted(amount: int, noun: str) -> str:
+    """The noun with its number.
+
+    >>> counted(1, "device"), counted(5000, "image")
+    ('1 device', '5,000 images')
+    """
+    return f"{amount:,} {noun}" if amount == 1 else f"{amount:,} {noun}s"
+
+
+def capitalised(text: str) -> str:
+    """The text with a large first letter; the others stay as they are."""
+    return text[:1].upper() + text[1:]
