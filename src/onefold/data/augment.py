@@ -27,6 +27,8 @@ __all__ = [
     "RandomFlip",
     "RandomResizedCrop",
     "RandomShift",
+    "below",
+    "between",
     "chain",
 ]
 
@@ -55,11 +57,11 @@ class RandomResizedCrop:
 
     def _box(self, width: int, height: int) -> tuple[float, float, float, float]:
         for _ in range(_TRIES):
-            area = width * height * _between(self.least_area, 1.0)
-            aspect = math.exp(_between(math.log(_ASPECTS[0]), math.log(_ASPECTS[1])))
+            area = width * height * between(self.least_area, 1.0)
+            aspect = math.exp(between(math.log(_ASPECTS[0]), math.log(_ASPECTS[1])))
             w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
             if 0 < w <= width and 0 < h <= height:
-                left, top = _below(width - w + 1), _below(height - h + 1)
+                left, top = below(width - w + 1), below(height - h + 1)
                 return (left, top, left + w, top + h)
         side = min(width, height)
         left, top = (width - side) // 2, (height - side) // 2
@@ -76,7 +78,7 @@ class RandomShift:
     def __call__(self, picture: Image) -> Image:
         whole = CentreCrop(self.size, margin=1.0)(picture)
         most = max(1, self.size // 8)
-        left, top = _below(2 * most + 1) - most, _below(2 * most + 1) - most
+        left, top = below(2 * most + 1) - most, below(2 * most + 1) - most
         return whole.crop((left, top, left + self.size, top + self.size))
 
 
@@ -87,7 +89,7 @@ class RandomFlip:
     def __call__(self, picture: Image) -> Image:
         from PIL import Image
 
-        if _below(2):
+        if below(2):
             return picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
         return picture
 
@@ -166,11 +168,13 @@ def chain(changes: Sequence[Change], picture: Image) -> Image:
     return picture
 
 
-def _between(low: float, high: float) -> float:
+def between(low: float, high: float) -> float:
+    """A number drawn from a range."""
     return low + (high - low) * torch.rand(()).item()
 
 
-def _below(limit: int) -> int:
+def below(limit: int) -> int:
+    """A whole number drawn from those below a limit."""
     return int(torch.randint(limit, ()).item())
 
 

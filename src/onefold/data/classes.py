@@ -26,7 +26,15 @@ from onefold.data.pictures import (
 )
 from onefold.errors import DataError, LaunchError
 
-__all__ = ["PictureClasses", "Split", "read_digits", "read_folders", "read_idx_folder"]
+__all__ = [
+    "PictureClasses",
+    "Split",
+    "held_out",
+    "read_digits",
+    "read_folders",
+    "read_idx_folder",
+    "test_folder",
+]
 
 _TEST_NAMES = ("test", "val", "valid", "validation")
 _MODE: dict[bool, Mode] = {True: "L", False: "RGB"}
@@ -91,10 +99,9 @@ def read_folders(directory: Path, *, holdout: float, seed: int, skip_bad: bool) 
     """
     train_folder = directory / "train"
     if train_folder.is_dir():
-        test_folder = _test_folder(directory)
         parts = (
             _looked_through(_class_files(train_folder)),
-            _looked_through(_class_files(test_folder)),
+            _looked_through(_class_files(test_folder(directory))),
         )
         (train, sizes, grey, sums), (test, _, test_grey, _) = parts
         grey = grey and test_grey
@@ -104,7 +111,7 @@ def read_folders(directory: Path, *, holdout: float, seed: int, skip_bad: bool) 
     else:
         whole, sizes, grey, sums = _looked_through(_class_files(directory))
         classes = tuple(sorted(set(whole.labels)))
-        held = _held_out(whole.labels, share=holdout, seed=seed)
+        held = held_out(whole.labels, share=holdout, seed=seed)
         train = whole.only([i for i in range(len(whole.labels)) if i not in held], [])
         test = whole.only(sorted(held), [])
         bad = whole.bad
@@ -170,7 +177,7 @@ def read_digits(*, holdout: float, seed: int) -> PictureClasses:
     source = load_digits()
     pixels = torch.from_numpy(source.images * (255 / 16)).to(torch.uint8)
     labels = torch.from_numpy(source.target).to(torch.int64)
-    held = _held_out([str(label) for label in labels.tolist()], share=holdout, seed=seed)
+    held = held_out([str(label) for label in labels.tolist()], share=holdout, seed=seed)
     test = torch.tensor(sorted(held))
     train = torch.tensor([i for i in range(len(labels)) if i not in held])
     classes = tuple(map(str, range(10)))
@@ -198,7 +205,12 @@ def _of_arrays(
     )
 
 
-def _test_folder(directory: Path) -> Path:
+def test_folder(directory: Path) -> Path:
+    """The folder beside ``train`` that holds the test set.
+
+    Raises:
+        DataError: there is none.
+    """
     for name in _TEST_NAMES:
         if (directory / name).is_dir():
             return directory / name
@@ -244,7 +256,7 @@ def _of_known_classes(test: _Labelled, classes: Sequence[str], train_folder: Pat
     return test.only(known, bad)
 
 
-def _held_out(labels: Sequence[str], *, share: float, seed: int) -> set[int]:
+def held_out(labels: Sequence[str], *, share: float, seed: int) -> set[int]:
     """Numbers of the samples to set aside: the same share of each class, one at the least."""
     generator = torch.Generator().manual_seed(seed)
     by_label: dict[str, list[int]] = {}

@@ -19,6 +19,8 @@ __all__ = [
     "best_checkpoint",
     "freeze",
     "is_run",
+    "lacking_names",
+    "listed",
     "load_body",
     "new_head",
     "parameter_groups",
@@ -74,19 +76,23 @@ def load_body(
         except CheckpointError as error:
             reasons.append(str(error))
             continue
-        lacking = [
-            name
-            for name in loaded.missing
-            if not _is_under(name, head) and not name.endswith("num_batches_tracked")
-        ]
+        lacking = lacking_names(loaded.missing, head)
         if not lacking:
             return model
-        more = f" and {len(lacking) - _TOLD} more" if len(lacking) > _TOLD else ""
         reasons.append(
             f"{weights}: expected values of the right shape for the whole model but {head}, it has "
-            f"none for {', '.join(lacking[:_TOLD])}{more}"
+            f"none for {listed(lacking)}"
         )
     raise CheckpointError(reasons[0])
+
+
+def lacking_names(missing: Iterable[str], head: str) -> list[str]:
+    """Names that weights should have had: all but the last layer's and counts of batches."""
+    return [
+        name
+        for name in missing
+        if not _is_under(name, head) and not name.endswith("num_batches_tracked")
+    ]
 
 
 def new_head(head: nn.Module) -> None:
@@ -118,8 +124,8 @@ def reuse_rows(
     shared = [name for name in classes if name in old_classes]
     if not shared:
         raise LaunchError(
-            f"--reuse-classes: no class of the data ({_listed(classes)}) is one of the pretrained "
-            f"model ({_listed(old_classes)})"
+            f"--reuse-classes: no class of the data ({listed(classes)}) is one of the pretrained "
+            f"model ({listed(old_classes)})"
         )
     source = dict(old.named_parameters())
     with torch.no_grad():
@@ -223,7 +229,8 @@ def _is_under(name: str, part: str) -> bool:
     return name == part or name.startswith(f"{part}.")
 
 
-def _listed(names: Iterable[str]) -> str:
+def listed(names: Iterable[str]) -> str:
+    """The first names, and how many more there are."""
     told = list(names)
     more = f" and {len(told) - _TOLD} more" if len(told) > _TOLD else ""
     return ", ".join(told[:_TOLD]) + more
