@@ -97,6 +97,11 @@ def prepare(options: TextOptions) -> TextSplits:
         DataError: they cannot be used.
     """
     path = Path(options.data)
+    if not path.exists():
+        raise DataError(
+            f"--data {path}: expected a folder with train.tsv and dev.tsv, or a TSV file; there is "
+            f"none from {Path.cwd()}"
+        )
     train, dev = (path / "train.tsv", path / "dev.tsv") if path.is_dir() else (path, None)
     dev = Path(options.dev) if options.dev else dev
     if dev is None:
