@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from onefold.devices import select_devices
-from onefold.errors import LaunchError, OnefoldError
+from onefold.errors import LaunchError, OnefoldError, RunFailed
 from onefold.launch import LaunchOptions, Outcome, supervise
 from onefold.world import DEFAULT_TIMEOUT_S, current_world
 
@@ -242,7 +242,7 @@ def main() -> None:
         if current_world().launched:
             raise  # the launcher tells the user
         print(f"onefold: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(error.exit_code if isinstance(error, RunFailed) else 2)
 
 
 def _command(script: str | None, module: str | None, rest: list[str]) -> list[str]:
