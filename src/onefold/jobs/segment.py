@@ -95,7 +95,7 @@ class SegmentOptions(TrainOptions):
         expect(0 <= self.jitter < 1, "jitter", self.jitter, "0 or more and less than 1")
         expect(self.width >= 2 and self.width % 2 == 0, "width", self.width, "an even number")
         crop, many = self.crop, self.evaluation_batch_size
-        expect(crop is None or crop >= 32, "crop", crop, "32 or more")
+        expect(crop is None or crop >= 64, "crop", crop, "64 or more")
         expect(many >= 1, "evaluation_batch_size", many, "1 or more")
         known = self.pos_weight == "auto" or _is_positive(self.pos_weight)
         expect(known, "pos_weight", self.pos_weight, "auto, or a number above 0")
@@ -133,7 +133,7 @@ def settle(options: SegmentOptions, data: MaskedPictures) -> SegmentOptions:
     """Fill in what was left to the data."""
     fine = options.pretrained is not None
     rate = 0.05 if options.optimizer == "sgd" else 0.001
-    crop = min(LARGEST_CROP, max(32, data.shortest // 32 * 32))
+    crop = min(LARGEST_CROP, max(64, data.shortest // 32 * 32))
     return replace(
         options,
         crop=options.crop or crop,
