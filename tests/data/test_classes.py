@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from onefold.data.classes import (
     PictureClasses,
     Split,
-    _held_out,
+    held_out,
     read_digits,
     read_folders,
     read_idx_folder,
@@ -350,12 +350,12 @@ def test_the_parts_are_the_whole_and_share_nothing(unsplit: Path) -> None:
     share=st.floats(0.001, 0.999),
     seed=st.integers(0, 2**31),
 )
-def test_of_every_class_a_share_is_held_out_never_none_never_all(
+def test_of_every_class_a_share_isheld_out_never_none_never_all(
     labels: list[str], share: float, seed: int
 ) -> None:
     before = torch.get_rng_state()
-    held = _held_out(labels, share=share, seed=seed)
-    assert held == _held_out(labels, share=share, seed=seed)
+    held = held_out(labels, share=share, seed=seed)
+    assert held == held_out(labels, share=share, seed=seed)
     assert torch.equal(torch.get_rng_state(), before)
     out = Counter(labels[i] for i in held)
     for label, count in Counter(labels).items():
