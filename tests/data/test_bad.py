@@ -20,7 +20,9 @@ def test_nothing_bad_is_not_refused() -> None:
 
 @pytest.mark.parametrize("count", [1, 4, 5])
 def test_up_to_five_are_all_named(count: int) -> None:
-    with pytest.raises(DataError, match=f"^{count} of the data cannot be used") as caught:
+    with pytest.raises(
+        DataError, match=f"^{count} of the files and lines cannot be used"
+    ) as caught:
         refuse(bad_files(count))
     _, *told, advice = str(caught.value).splitlines()
     assert told == [f"  {number}.png: reason {number}" for number in range(count)]
@@ -29,7 +31,9 @@ def test_up_to_five_are_all_named(count: int) -> None:
 
 @pytest.mark.parametrize(("count", "more"), [(6, 1), (1005, 1000)])
 def test_of_many_five_are_named_and_the_others_counted(count: int, more: int) -> None:
-    with pytest.raises(DataError, match=f"^{count} of the data cannot be used") as caught:
+    with pytest.raises(
+        DataError, match=f"^{count} of the files and lines cannot be used"
+    ) as caught:
         refuse(bad_files(count))
     _, *told, rest, _ = str(caught.value).splitlines()
     assert told == [f"  {number}.png: reason {number}" for number in range(5)]

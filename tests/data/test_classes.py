@@ -203,7 +203,7 @@ def test_what_is_bad_is_refused_by_name(given_test: Path) -> None:
     for number in range(4):
         write_cut_jpeg(given_test / f"train/cat/{number}.jpg")
         write_page(given_test / f"test/dog/{number}.jpg")
-    with pytest.raises(DataError, match=r"^8 of the data cannot be used:") as caught:
+    with pytest.raises(DataError, match=r"^8 of the files and lines cannot be used:") as caught:
         read(given_test)
     told = str(caught.value)
     assert [f"train/cat/{n}.jpg" in told for n in range(4)] == [True] * 4

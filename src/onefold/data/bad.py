@@ -52,6 +52,6 @@ def refuse(bad: Sequence[BadFile]) -> None:
     told = "\n".join(f"  {each}" for each in bad[:_TOLD])
     more = f"\n  and {len(bad) - _TOLD} more" if len(bad) > _TOLD else ""
     raise DataError(
-        f"{len(bad)} of the data cannot be used:\n{told}{more}\n"
+        f"{len(bad)} of the files and lines cannot be used:\n{told}{more}\n"
         f"mend or remove them, or leave them out with --skip-bad"
     )
