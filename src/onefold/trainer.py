@@ -6,7 +6,7 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -214,25 +214,10 @@ class Trainer:
         self._position.add(made.track)
         return made
 
-    def _loader(
-        self,
-        dataset: SizedDataset,
-        *,
-        batch_size: int,
-        shuffle: bool = False,
-        lengths: Sequence[int] | None = None,
-        workers: int,
-        drop_last: bool = False,
-        collate: Collate | None,
-    ) -> Loader:
+    def _loader(self, dataset: SizedDataset, **choices: Any) -> Loader:
         return Loader(
             dataset,
-            batch_size=batch_size,
-            shuffle=shuffle,
-            lengths=lengths,
-            workers=workers,
-            drop_last=drop_last,
-            collate=collate,
+            **choices,
             seed=self._settings.seed,
             plan=lambda: self._plan,
             own=self._team.own,
