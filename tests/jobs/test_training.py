@@ -184,3 +184,15 @@ def test_the_command_trains_and_predicts(tmp_path: Path) -> None:
     rows = told.stdout.splitlines()
     assert rows[0] == "file,class,confidence"
     assert len(rows) == 13
+
+
+def test_the_events_are_those_of_the_metrics(tmp_path: Path) -> None:
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    data = write_pictures(tmp_path / "data")
+    folder, _ = run_here("classify", data, tmp_path / "runs", epochs=2)
+    read = events.EventAccumulator(str(folder / "tensorboard"))
+    read.Reload()
+    told = [(event.step, event.value) for event in read.Scalars("test/accuracy")]
+    epochs = lines(folder, "epoch")
+    assert told == [(line["step"], pytest.approx(line["scores"]["accuracy"])) for line in epochs]
+    assert len(read.Scalars("train/loss")) == len(lines(folder, "steps"))
