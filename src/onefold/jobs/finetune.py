@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ __all__ = [
     "best_checkpoint",
     "freeze",
     "is_run",
+    "lacking_names",
+    "listed",
     "load_body",
     "new_head",
     "parameter_groups",
@@ -26,6 +29,8 @@ __all__ = [
 ]
 
 _TOLD = 5
+_WRAPPERS = ("module", "_orig_mod")
+"""Words that DataParallel and torch.compile put into names."""
 
 
 def is_run(path: Path) -> bool:
@@ -74,19 +79,34 @@ def load_body(
         except CheckpointError as error:
             reasons.append(str(error))
             continue
-        lacking = [
-            name
-            for name in loaded.missing
-            if not _is_under(name, head) and not name.endswith("num_batches_tracked")
-        ]
-        if not lacking:
+        lacking = lacking_names(loaded.missing, head)
+        strange = _strange(loaded.unexpected, model, head)
+        if not lacking and not strange:
             return model
-        more = f" and {len(lacking) - _TOLD} more" if len(lacking) > _TOLD else ""
+        told = f"none for {listed(lacking)}" if lacking else f"also some for {listed(strange)}"
         reasons.append(
             f"{weights}: expected values of the right shape for the whole model but {head}, it has "
-            f"none for {', '.join(lacking[:_TOLD])}{more}"
+            f"{told}"
         )
     raise CheckpointError(reasons[0])
+
+
+def lacking_names(missing: Iterable[str], head: str) -> list[str]:
+    """Names that weights should have had: all but the last layer's and counts of batches."""
+    return [
+        name
+        for name in missing
+        if not _is_under(name, head) and not name.endswith("num_batches_tracked")
+    ]
+
+
+def _strange(unexpected: Iterable[str], model: nn.Module, head: str) -> list[str]:
+    """Names of a file that say that its model is another: of layers that this one's parts lack."""
+    parts = {name.partition(".")[0] for name in model.state_dict() if not _is_under(name, head)}
+    plain = [
+        ".".join(word for word in name.split(".") if word not in _WRAPPERS) for name in unexpected
+    ]
+    return [name for name in lacking_names(plain, head) if name.partition(".")[0] in parts]
 
 
 def new_head(head: nn.Module) -> None:
@@ -118,8 +138,8 @@ def reuse_rows(
     shared = [name for name in classes if name in old_classes]
     if not shared:
         raise LaunchError(
-            f"--reuse-classes: no class of the data ({_listed(classes)}) is one of the pretrained "
-            f"model ({_listed(old_classes)})"
+            f"--reuse-classes: no class of the data ({listed(classes)}) is one of the pretrained "
+            f"model ({listed(old_classes)})"
         )
     source = dict(old.named_parameters())
     with torch.no_grad():
@@ -130,16 +150,18 @@ def reuse_rows(
     return shared
 
 
-class _StillBatchNorm(_BatchNorm):
+class _Still(nn.Module):
     """A batch norm that uses and keeps its statistics, in training too."""
 
-    def train(self, mode: bool = True) -> _StillBatchNorm:
+    def train(self, mode: bool = True) -> _Still:
         super().train(False)
         return self
 
-    def _check_input_dim(self, input: torch.Tensor) -> None:
-        if input.dim() < 2:
-            raise ValueError(f"expected features (n, c, ...), got shape {tuple(input.shape)}")
+
+@cache
+def _still(kind: type[nn.Module]) -> type[nn.Module]:
+    """The same kind of batch norm, but still; it may do more than normalise, as some of timm do."""
+    return type(f"Still{kind.__name__}", (_Still, kind), {})
 
 
 def freeze(model: nn.Module, options: TrainOptions, head: str) -> list[str]:
@@ -174,14 +196,11 @@ def freeze(model: nn.Module, options: TrainOptions, head: str) -> list[str]:
 
 
 def _still_batch_norms(model: nn.Module, frozen: set[str]) -> None:
-    for path, module in list(model.named_modules()):
+    for path, module in model.named_modules():
         own = [f"{path}.{name}" for name, _ in module.named_parameters()]
         if isinstance(module, _BatchNorm) and own and all(name in frozen for name in own):
-            still = _StillBatchNorm(module.num_features, module.eps, module.momentum, module.affine)
-            still.load_state_dict(module.state_dict())
-            still.requires_grad_(False).train(False)
-            parent, _, name = path.rpartition(".")
-            setattr(model.get_submodule(parent), name, still)
+            module.__class__ = _still(type(module))  # type: ignore[assignment, arg-type]
+            module.train(False)
 
 
 def parameter_groups(
@@ -223,7 +242,8 @@ def _is_under(name: str, part: str) -> bool:
     return name == part or name.startswith(f"{part}.")
 
 
-def _listed(names: Iterable[str]) -> str:
+def listed(names: Iterable[str]) -> str:
+    """The first names, and how many more there are."""
     told = list(names)
     more = f" and {len(told) - _TOLD} more" if len(told) > _TOLD else ""
     return ", ".join(told[:_TOLD]) + more
