@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onefold.jobs.examples import (
@@ -27,6 +27,7 @@ def answers(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.tensor(draw(labels)), torch.tensor(draw(labels)), torch.tensor(draw(sure))
 
 
+@settings(max_examples=30)
 @given(answers())
 def test_samples_are_from_all_over_the_test_set(given_: tuple[torch.Tensor, ...]) -> None:
     samples, _ = choose_examples(*given_)
@@ -38,6 +39,7 @@ def test_samples_are_from_all_over_the_test_set(given_: tuple[torch.Tensor, ...]
     assert max(gaps) - min(gaps) <= 1
 
 
+@settings(max_examples=30)
 @given(answers())
 def test_the_worst_are_the_mistakes_that_it_was_surest_of(
     given_: tuple[torch.Tensor, ...],
@@ -48,6 +50,7 @@ def test_the_worst_are_the_mistakes_that_it_was_surest_of(
     assert worst == sorted(wrong, key=lambda number: (-float(sure[number]), number))[:SHOWN]
 
 
+@settings(max_examples=30)
 @given(answers())
 def test_the_matrix_counts_every_sample_once(given_: tuple[torch.Tensor, ...]) -> None:
     truth, predicted, _ = given_

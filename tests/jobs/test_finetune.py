@@ -336,16 +336,17 @@ def test_a_batch_norm_whose_bias_is_trained_goes_on_to_follow_its_data() -> None
     assert names_under(model, "bn1") - changed(before, model) == {"bn1.weight"}
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_a_frozen_batch_norm_normalises_with_its_kept_statistics(training: bool) -> None:
+@pytest.mark.parametrize("training", [True, False, None])
+def test_a_frozen_batch_norm_normalises_with_its_kept_statistics(training: bool | None) -> None:
     model = small()
     images, _ = pictures()
     kept = copy.deepcopy(model.bn1).eval()
     freeze(model, TrainOptions(freeze=("bn1",)), "fc")
-    model.train(training)
+    if training is not None:
+        model.train(training)
     features = model.conv1(images)
     assert torch.equal(model.bn1(features), kept(features))
-    assert model.layer2.training is training
+    assert model.layer2.training is (training is not False)
 
 
 class Activated(nn.BatchNorm2d):

@@ -34,6 +34,11 @@ def test_the_cosine_without_a_warm_up_has_these_values() -> None:
     assert found == pytest.approx([1.0, (1 + half) / 2, 0.5, (1 - half) / 2, 0.0], abs=1e-12)
 
 
+def test_after_its_end_the_cosine_does_not_rise_again() -> None:
+    factor = rate_factor(TrainOptions(schedule="cosine"), epochs=2, steps=8)
+    assert {factor(done) for done in range(16, 40)} == {0.0}
+
+
 def test_the_rate_decays_every_so_many_epochs() -> None:
     found = factors(schedule="step", decay=0.5, decay_epochs=2, warmup_epochs=0, epochs=5, steps=3)
     assert found == [1.0] * 6 + [0.5] * 6 + [0.25] * 4
