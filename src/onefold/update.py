@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from onefold.checkpoint.optimizer import PieceState
+from onefold.checkpoint.optimizer import PieceState, is_by_element
 from onefold.exchange.base import Storage
 from onefold.flat import Layout, Piece, laid_out, storage_order
 
@@ -203,11 +203,7 @@ class SpanOptimizer:
         found = []
         for item in self._owned:
             for key, value in self.optimizer.state.get(item.values, {}).items():
-                by_element = (
-                    isinstance(value, torch.Tensor)
-                    and value.shape == item.values.shape
-                    and (value.dim() > 0 or key != "step")
-                )
+                by_element = is_by_element(key, value, item.values.shape)
                 if by_element:
                     value = storage_order(laid_out(value, item.values.stride()))
                 found.append(PieceState(item.number, key, value, by_element))

@@ -1,6 +1,6 @@
 """A process of a launched run: runs the user's script or function and leaves word if it fails.
 
-Started as ``python -m onefold.worker LAUNCHER_PID SCRIPT [ARGUMENT ...]``, or with
+Started as ``python -m onefold.worker LAUNCHER_PID SCRIPT [ARGUMENT ...]``, or with ``-m MODULE`` or
 ``--call PAYLOAD RESULT`` in place of the script.
 """
 
@@ -100,6 +100,11 @@ def _load_torch() -> None:
 
 
 def _run_script(command: list[str]) -> None:
+    if command[0] == "-m":
+        sys.argv = command[1:]
+        sys.path[0] = os.getcwd()
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+        return
     script = command[0]
     sys.argv = command
     sys.path[0] = os.path.dirname(os.path.abspath(script))

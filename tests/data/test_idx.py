@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import doctest
 import gzip
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -14,6 +15,7 @@ from hypothesis.extra import numpy as numbers
 from torch.utils.data import TensorDataset
 
 from onefold.data import idx, mnist, read_idx
+from onefold.data.idx import read_labelled
 
 CODES = {
     "uint8": 0x08,
@@ -150,6 +152,25 @@ def test_labels_of_another_set_are_refused(folder: Path) -> None:
     (folder / "t10k-labels-idx1-ubyte").write_bytes(encode_bytes((5,)))
     with pytest.raises(ValueError, match=r"expected 4 labels, one for each image .*, got 5"):
         mnist(folder, train=False)
+
+
+@pytest.mark.parametrize(("prefix", "samples"), [("train", 6), ("t10k", 4)])
+def test_images_and_labels_are_read_as_they_were_stored(
+    folder: Path, prefix: str, samples: int
+) -> None:
+    images, labels = read_labelled(folder, prefix)
+    assert (images.shape, images.dtype) == ((samples, 28, 28), torch.uint8)
+    assert images.flatten().tolist() == [n % 256 % 10 for n in range(samples * 28 * 28)]
+    assert (labels.tolist(), labels.dtype) == (list(range(samples)), torch.int64)
+
+
+@pytest.mark.parametrize("shape", [(0, 28, 28), (4, 0, 28), (4, 28, 0)])
+def test_images_without_a_pixel_are_refused(folder: Path, shape: tuple[int, int, int]) -> None:
+    (folder / "t10k-images-idx3-ubyte").write_bytes(encode_bytes(shape))
+    (folder / "t10k-labels-idx1-ubyte").write_bytes(encode_bytes(shape[:1]))
+    words = re.escape(f"one image of at least one pixel, got shape {shape}")
+    with pytest.raises(ValueError, match=f"t10k-images-idx3-ubyte: expected .*{words}"):
+        read_labelled(folder, "t10k")
 
 
 @pytest.mark.parametrize(

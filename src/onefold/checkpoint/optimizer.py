@@ -18,9 +18,24 @@ from onefold.checkpoint.jsonvalue import from_bytes, from_json, to_bytes, to_jso
 from onefold.checkpoint.tensorfile import DTYPES, TensorParts
 from onefold.flat import Layout, Piece, aligned, laid_out, storage_order
 
-__all__ = ["JoinedState", "PieceState", "join", "pack", "take_apart", "unpack"]
+__all__ = ["JoinedState", "PieceState", "is_by_element", "join", "pack", "take_apart", "unpack"]
 
 _DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+
+
+def is_by_element(key: str, value: object, shape: Sequence[int]) -> bool:
+    """Whether a value of an optimizer's state goes element by element with its parameter.
+
+    A count of steps does not, even where the parameter is a single number as well.
+
+    Args:
+        key: of the value.
+        value: any.
+        shape: of the parameter.
+    """
+    if not isinstance(value, torch.Tensor) or tuple(value.shape) != tuple(shape):
+        return False
+    return value.dim() > 0 or key != "step"
 
 
 class PieceState(NamedTuple):
@@ -167,7 +182,7 @@ def take_apart(
                 shaped = tuple(whole.shape) == entry.shape
                 laid[name] = laid_out(whole, entry.stride) if shaped else whole
             tensor = laid[name]
-            by_element = tuple(tensor.shape) == entry.shape and _is_by_element(key, tensor)
+            by_element = is_by_element(key, tensor, entry.shape)
             if by_element:
                 tensor = storage_order(tensor)[piece.start : piece.stop]
             elif not piece.whole and tensor.dim():
@@ -178,8 +193,3 @@ def take_apart(
             yield PieceState(number, key, tensor, by_element)
         for key, value in values.get(entry.name, {}).items():
             yield PieceState(number, key, from_json(value), False)
-
-
-def _is_by_element(key: str, tensor: torch.Tensor) -> bool:
-    """A count of steps is none, even where the parameter is a single number as well."""
-    return tensor.dim() > 0 or key != "step"

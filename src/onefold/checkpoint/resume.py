@@ -234,20 +234,19 @@ class Checkpoints:
         return self._engine.update.optimizer
 
     def _meet(self) -> None:
+        self._share(0.0)
+
+    def _share(self, number: float) -> torch.Tensor:
+        """A number of each device, (D, 1) float64; waits for all of them."""
         devices = self._team.own_devices
-        self._engine.exchange.share(
-            {n: torch.zeros(1, dtype=torch.float64, device=d) for n, d in devices.items()}
+        return self._engine.exchange.share(
+            {n: torch.tensor([number], dtype=torch.float64, device=d) for n, d in devices.items()}
         )
 
     def _is_written(self) -> bool:
         """Whether the lead has written its checkpoint; all devices ask, and hear the same."""
         done = self._writing.done_within(_LOOK_S) if self._leads else True
-        devices = self._team.own_devices
-        row = {
-            n: torch.tensor([float(done)], dtype=torch.float64, device=d)
-            for n, d in devices.items()
-        }
-        return bool(self._engine.exchange.share(row)[0] > 0)
+        return bool(self._share(float(done))[0] > 0)
 
     def _room(self, nbytes: int) -> torch.Tensor:
         self._model_room = roomy(self._model_room, nbytes, self._engine.replicas[0].device)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
 
 from onefold.devices import select_devices
-from onefold.errors import LaunchError, OnefoldError
+from onefold.errors import LaunchError, OnefoldError, RunFailed
 from onefold.launch import LaunchOptions, Outcome, supervise
-from onefold.world import DEFAULT_TIMEOUT_S
+from onefold.world import DEFAULT_TIMEOUT_S, current_world
 
 __all__ = ["app", "main"]
 
@@ -30,7 +30,10 @@ _SCRIPT = {
     "allow_interspersed_args": False,
 }
 
-Script = Annotated[Path, typer.Argument(help="The script; what follows it are its own arguments.")]
+Script = Annotated[
+    str | None, typer.Argument(help="The script; what follows it are its own arguments.")
+]
+Module = Annotated[str | None, typer.Option("-m", help="Run a module instead, as python -m does.")]
 Devices = Annotated[
     str, typer.Option(help="N, auto, cpu:N, or a list of GPUs such as cuda:1,cuda:3.")
 ]
@@ -41,7 +44,8 @@ Timeout = Annotated[float, typer.Option(help="Seconds that a device waits for an
 @app.command(context_settings=_SCRIPT)
 def run(
     context: typer.Context,
-    script: Script,
+    script: Script = None,
+    module: Module = None,
     devices: Devices = "auto",
     exchange: Exchange = "auto",
     timeout: Timeout = DEFAULT_TIMEOUT_S,
@@ -79,7 +83,7 @@ def run(
     With --checkpoint, the first SIGTERM or Ctrl-C has the run save itself at the end of its step
     and end with exit code 75; the same command goes on. The second one ends it at once.
     """
-    _check_script(script)
+    command = _command(script, module, context.args)
     if trace is not None and not trace.absolute().parent.is_dir():
         raise LaunchError(f"--trace {trace}: there is no folder {trace.absolute().parent}")
     if profile is not None:
@@ -106,7 +110,7 @@ def run(
         profile=str(profile.absolute()) if profile else "",
         logs=str(logs.absolute()) if logs else "",
     )
-    outcome = supervise([str(script), *context.args], select_devices(devices), options)
+    outcome = supervise(command, select_devices(devices), options)
     _tell(outcome)
     raise typer.Exit(outcome.exit_code)
 
@@ -114,7 +118,8 @@ def run(
 @app.command(context_settings=_SCRIPT)
 def verify(
     context: typer.Context,
-    script: Script,
+    script: Script = None,
+    module: Module = None,
     devices: Annotated[str, typer.Option(help="Device counts to compare, such as 1,2,3.")] = "1,2",
     steps: Annotated[int, typer.Option(help="Steps to compare.")] = 5,
     exchange: Exchange = "auto",
@@ -126,8 +131,7 @@ def verify(
     """
     from onefold.cli.verify import verify_script
 
-    _check_script(script)
-    command = [str(script), *context.args]
+    command = _command(script, module, context.args)
     options = LaunchOptions(
         exchange=exchange,  # type: ignore[arg-type]  # LaunchOptions checks it
         timeout_s=timeout,
@@ -158,6 +162,68 @@ def demo(
     raise typer.Exit(run_demo(output, devices=devices))
 
 
+@app.command()
+def predict(
+    run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a trained run.")],
+    paths: Annotated[
+        list[Path],
+        typer.Argument(help="Pictures or folders of them; for texts, files of one text a line."),
+    ],
+    devices: Devices = "auto",
+    output: Annotated[
+        Path | None,
+        typer.Option(help="File for the predictions, or folder for masks; else the screen."),
+    ] = None,
+    format: Annotated[
+        Literal["csv", "json"] | None, typer.Option(help="Else by the ending of --output, or csv.")
+    ] = None,
+    weights: Annotated[
+        Literal["best", "last"], typer.Option(help="Which checkpoint of the run.")
+    ] = "best",
+    top: Annotated[int, typer.Option(help="How many classes to tell, the surest first.")] = 1,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Samples of a batch, over all devices.")
+    ] = None,
+    workers: Annotated[int, typer.Option(help="Processes that read ahead, for each device.")] = 0,
+    skip_bad: Annotated[bool, typer.Option(help="Leave out what cannot be read.")] = False,
+) -> None:
+    """Use a trained run on files or folders: classes to CSV or JSON, masks to PNG."""
+    from onefold.jobs.predict import PredictOptions, predict_run, write_prediction
+
+    options = PredictOptions(
+        devices=devices,
+        output=output,
+        format=format,
+        weights=weights,
+        top=top,
+        batch_size=batch_size,
+        workers=workers,
+        skip_bad=skip_bad,
+    )
+    prediction = predict_run(run_folder, paths, options)
+    for each in prediction.left_out:
+        print(f"onefold: left out: {each}", file=sys.stderr)
+    written = write_prediction(prediction, options, sys.stdout)
+    if written is not None:
+        print(f"onefold: {len(prediction.rows)} predictions: {written}", file=sys.stderr)
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.")],
+    output: Annotated[
+        Path, typer.Option(help="With several runs: the page that compares them.")
+    ] = Path("runs/comparison.html"),
+) -> None:
+    """Build the report of each run again; of several, a page that compares them as well."""
+    from onefold.jobs.report import build_report, compare_runs
+
+    for run_folder in runs:
+        print(build_report(run_folder))
+    if len(runs) > 1:
+        print(compare_runs(runs, output))
+
+
 train_app = typer.Typer(
     help="Train a ready-made job on your own data, with one command.", no_args_is_help=True
 )
@@ -172,17 +238,25 @@ def main() -> None:
 
             add_jobs(train_app)
         app()
-    except (OnefoldError, ValueError) as error:
+    except (OnefoldError, ValueError, FileNotFoundError) as error:
+        if current_world().launched:
+            raise  # the launcher tells the user
         print(f"onefold: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(error.exit_code if isinstance(error, RunFailed) else 2)
 
 
-def _check_script(script: Path) -> None:
-    if not script.is_file():
+def _command(script: str | None, module: str | None, rest: list[str]) -> list[str]:
+    """What a worker is to run, checked."""
+    if module is not None:
+        return ["-m", module, *([script] if script is not None else []), *rest]
+    if script is None:
+        raise LaunchError("expected a script, or -m and the name of a module")
+    if not Path(script).is_file():
         raise LaunchError(
             f"there is no script {script}: expected the path of a Python file, from this folder "
             f"({Path.cwd()})"
         )
+    return [script, *rest]
 
 
 def _tell(outcome: Outcome) -> None:

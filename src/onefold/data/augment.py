@@ -27,13 +27,15 @@ __all__ = [
     "RandomFlip",
     "RandomResizedCrop",
     "RandomShift",
+    "below",
+    "between",
     "chain",
 ]
 
 Change = Callable[["Image"], "Image"]
 
 _TRIES = 10
-"""So often a box is drawn before the middle is taken."""
+"""So often a box is drawn before the middle is taken, as large as the aspects allow."""
 _ASPECTS = (3 / 4, 4 / 3)
 """Width over height of a random box."""
 _MARGIN = 8 / 7
@@ -47,7 +49,7 @@ class RandomResizedCrop:
     size: int
     """Pixels of the square's side."""
     least_area: float
-    """The smallest share of the picture that a box may have."""
+    """The smallest share of the picture that a box may have, unless the picture is too long."""
 
     def __call__(self, picture: Image) -> Image:
         box = self._box(*picture.size)
@@ -55,15 +57,15 @@ class RandomResizedCrop:
 
     def _box(self, width: int, height: int) -> tuple[float, float, float, float]:
         for _ in range(_TRIES):
-            area = width * height * _between(self.least_area, 1.0)
-            aspect = math.exp(_between(math.log(_ASPECTS[0]), math.log(_ASPECTS[1])))
+            area = width * height * between(self.least_area, 1.0)
+            aspect = math.exp(between(math.log(_ASPECTS[0]), math.log(_ASPECTS[1])))
             w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
             if 0 < w <= width and 0 < h <= height:
-                left, top = _below(width - w + 1), _below(height - h + 1)
+                left, top = below(width - w + 1), below(height - h + 1)
                 return (left, top, left + w, top + h)
-        side = min(width, height)
-        left, top = (width - side) // 2, (height - side) // 2
-        return (left, top, left + side, top + side)
+        w, h = min(width, round(height * _ASPECTS[1])), min(height, round(width / _ASPECTS[0]))
+        left, top = (width - w) // 2, (height - h) // 2
+        return (left, top, left + w, top + h)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +77,8 @@ class RandomShift:
 
     def __call__(self, picture: Image) -> Image:
         whole = CentreCrop(self.size, margin=1.0)(picture)
-        most = max(1, self.size // 8)
-        left, top = _below(2 * most + 1) - most, _below(2 * most + 1) - most
+        most = self.size // 8
+        left, top = below(2 * most + 1) - most, below(2 * most + 1) - most
         return whole.crop((left, top, left + self.size, top + self.size))
 
 
@@ -87,7 +89,7 @@ class RandomFlip:
     def __call__(self, picture: Image) -> Image:
         from PIL import Image
 
-        if _below(2):
+        if below(2):
             return picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
         return picture
 
@@ -102,13 +104,16 @@ class CentreCrop:
     """How many times as long as the square's the shorter side is made."""
 
     def __call__(self, picture: Image) -> Image:
+        (left, right), (top, bottom) = (self._edges(picture, side) for side in picture.size)
+        box = (left, top, right, bottom)
+        return picture.resize((self.size, self.size), _bilinear(), box=box, reducing_gap=2.0)
+
+    def _edges(self, picture: Image, side: int) -> tuple[float, float]:
+        """Where the cut lies along a side; nothing is resized but what it holds."""
         shorter = round(self.size * self.margin)
-        if min(picture.size) != shorter:
-            scale = shorter / min(picture.size)
-            sides = [max(shorter, round(side * scale)) for side in picture.size]
-            picture = picture.resize((sides[0], sides[1]), _bilinear(), reducing_gap=2.0)
-        left, top = ((side - self.size) // 2 for side in picture.size)
-        return picture.crop((left, top, left + self.size, top + self.size))
+        resized = max(shorter, round(side * shorter / min(picture.size)))
+        start = (resized - self.size) // 2
+        return start * side / resized, (start + self.size) * side / resized
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +127,10 @@ class Normalise:
         """(c, h, w) float32."""
         pixels = torch.from_numpy(np.array(picture, dtype=np.uint8))
         channels = pixels.unsqueeze(0) if pixels.dim() == 2 else pixels.permute(2, 0, 1)
-        mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (self.mean, self.std))
+        mean, std = (
+            torch.tensor(values, dtype=torch.float32).view(-1, 1, 1)
+            for values in (self.mean, self.std)
+        )
         return (channels.to(torch.float32) / 255 - mean) / std
 
 
@@ -166,11 +174,13 @@ def chain(changes: Sequence[Change], picture: Image) -> Image:
     return picture
 
 
-def _between(low: float, high: float) -> float:
+def between(low: float, high: float) -> float:
+    """A number drawn from a range."""
     return low + (high - low) * torch.rand(()).item()
 
 
-def _below(limit: int) -> int:
+def below(limit: int) -> int:
+    """A whole number drawn from those below a limit."""
     return int(torch.randint(limit, ()).item())
 
 

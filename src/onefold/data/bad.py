@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from onefold.errors import DataError
 
-__all__ = ["BadFile", "refuse"]
+__all__ = ["BadFile", "readable", "refuse"]
 
 _TOLD = 5
 
@@ -29,8 +30,15 @@ class BadFile:
     """Counted from 1."""
 
     def __str__(self) -> str:
-        place = f"{self.path}" if self.line is None else f"{self.path}, line {self.line}"
+        place = readable(self.path)
+        if self.line is not None:
+            place = f"{place}, line {self.line}"
         return f"{place}: {self.reason}"
+
+
+def readable(path: Path) -> str:
+    """A path that can be printed and written, even if its name is not UTF-8."""
+    return os.fsencode(path).decode(errors="replace")
 
 
 def refuse(bad: Sequence[BadFile]) -> None:
@@ -44,6 +52,6 @@ def refuse(bad: Sequence[BadFile]) -> None:
     told = "\n".join(f"  {each}" for each in bad[:_TOLD])
     more = f"\n  and {len(bad) - _TOLD} more" if len(bad) > _TOLD else ""
     raise DataError(
-        f"{len(bad)} of the data cannot be used:\n{told}{more}\n"
+        f"{len(bad)} of the files and lines cannot be used:\n{told}{more}\n"
         f"mend or remove them, or leave them out with --skip-bad"
     )

@@ -7,26 +7,36 @@ share is held out; the IDX files of MNIST and its relatives; scikit-learn's digi
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from onefold.data.bad import BadFile, refuse
+from onefold.data.bad import BadFile, readable, refuse
 from onefold.data.idx import find_file, read_labelled
 from onefold.data.pictures import (
     ArrayPictures,
+    Look,
     Mode,
     PictureFiles,
     Pictures,
     Sums,
     is_picture,
     scan_pictures,
+    sum_looks,
 )
 from onefold.errors import DataError, LaunchError
 
-__all__ = ["PictureClasses", "Split", "read_digits", "read_folders", "read_idx_folder"]
+__all__ = [
+    "PictureClasses",
+    "Split",
+    "held_out",
+    "read_digits",
+    "read_folders",
+    "read_idx_folder",
+    "test_folder",
+]
 
 _TEST_NAMES = ("test", "val", "valid", "validation")
 _MODE: dict[bool, Mode] = {True: "L", False: "RGB"}
@@ -63,17 +73,32 @@ class PictureClasses:
 
 
 @dataclass(frozen=True, slots=True)
-class _Labelled:
+class _Found:
+    """Files of class folders."""
+
     paths: list[Path]
     labels: list[str]
     bad: list[BadFile]
 
-    def only(self, kept: Sequence[int], bad: Sequence[BadFile]) -> _Labelled:
-        return _Labelled(
+
+@dataclass(frozen=True, slots=True)
+class _Sound:
+    """Those that can be read."""
+
+    paths: list[Path]
+    labels: list[str]
+    looks: list[Look]
+
+    def only(self, kept: Sequence[int]) -> _Sound:
+        return _Sound(
             [self.paths[i] for i in kept],
             [self.labels[i] for i in kept],
-            [*self.bad, *bad],
+            [self.looks[i] for i in kept],
         )
+
+    @property
+    def grey(self) -> bool:
+        return all(look.grey for look in self.looks)
 
 
 def read_folders(directory: Path, *, holdout: float, seed: int, skip_bad: bool) -> PictureClasses:
@@ -91,38 +116,29 @@ def read_folders(directory: Path, *, holdout: float, seed: int, skip_bad: bool) 
     """
     train_folder = directory / "train"
     if train_folder.is_dir():
-        test_folder = _test_folder(directory)
-        parts = (
-            _looked_through(_class_files(train_folder)),
-            _looked_through(_class_files(test_folder)),
-        )
-        (train, sizes, grey, sums), (test, _, test_grey, _) = parts
-        grey = grey and test_grey
-        classes = tuple(sorted(set(train.labels)))
-        test = _of_known_classes(test, classes, train_folder)
-        bad = [*train.bad, *test.bad]
+        train, test, bad = _given_parts(train_folder, test_folder(directory))
     else:
-        whole, sizes, grey, sums = _looked_through(_class_files(directory))
-        classes = tuple(sorted(set(whole.labels)))
-        held = _held_out(whole.labels, share=holdout, seed=seed)
-        train = whole.only([i for i in range(len(whole.labels)) if i not in held], [])
-        test = whole.only(sorted(held), [])
-        bad = whole.bad
+        whole, bad = _looked_through(_class_files(directory))
+        held = held_out(whole.labels, share=holdout, seed=seed)
+        train = whole.only([i for i in range(len(whole.labels)) if i not in held])
+        test = whole.only(sorted(held))
     if not skip_bad:
         refuse(bad)
+    classes = tuple(sorted(set(train.labels)))
     _check_enough(directory, classes, train, test)
+    numbers = {name: number for number, name in enumerate(classes)}
 
-    def split(part: _Labelled) -> Split:
+    def split(part: _Sound) -> Split:
         files = PictureFiles(part.paths, directory)
-        return Split(files, [classes.index(label) for label in part.labels])
+        return Split(files, [numbers[label] for label in part.labels])
 
     return PictureClasses(
         train=split(train),
         test=split(test),
         classes=classes,
-        mode=_MODE[grey],
-        sizes=sizes,
-        sums=sums,
+        mode=_MODE[train.grey and test.grey],
+        sizes=[look.size for look in train.looks],
+        sums=sum_looks(train.looks, grey=train.grey and test.grey),
         left_out=bad,
     )
 
@@ -136,11 +152,16 @@ def read_idx_folder(directory: Path, names: Sequence[str] | None = None) -> Pict
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: a file is damaged.
+        ValueError: a file is damaged, or there are fewer than two classes.
     """
     train_pixels, train_labels = read_labelled(directory, "train")
     test_pixels, test_labels = read_labelled(directory, "t10k")
     count = int(train_labels.max()) + 1
+    labels_path = find_file(directory, "train-labels-idx1-ubyte")
+    if count < 2:
+        raise DataError(f"{labels_path}: expected two classes or more, found only 0")
+    if names and count > len(names):
+        raise DataError(f"{labels_path}: expected labels 0 to {len(names) - 1}, got {count - 1}")
     if int(test_labels.max()) >= count:
         raise DataError(
             f"{find_file(directory, 't10k-labels-idx1-ubyte')}: expected labels of the training "
@@ -170,7 +191,7 @@ def read_digits(*, holdout: float, seed: int) -> PictureClasses:
     source = load_digits()
     pixels = torch.from_numpy(source.images * (255 / 16)).to(torch.uint8)
     labels = torch.from_numpy(source.target).to(torch.int64)
-    held = _held_out([str(label) for label in labels.tolist()], share=holdout, seed=seed)
+    held = held_out([str(label) for label in labels.tolist()], share=holdout, seed=seed)
     test = torch.tensor(sorted(held))
     train = torch.tensor([i for i in range(len(labels)) if i not in held])
     classes = tuple(map(str, range(10)))
@@ -198,7 +219,12 @@ def _of_arrays(
     )
 
 
-def _test_folder(directory: Path) -> Path:
+def test_folder(directory: Path) -> Path:
+    """The folder beside ``train`` that holds the test set.
+
+    Raises:
+        DataError: there is none.
+    """
     for name in _TEST_NAMES:
         if (directory / name).is_dir():
             return directory / name
@@ -208,43 +234,67 @@ def _test_folder(directory: Path) -> Path:
     )
 
 
-def _class_files(directory: Path) -> _Labelled:
+def _given_parts(train_folder: Path, test_folder: Path) -> tuple[_Sound, _Sound, list[BadFile]]:
+    """The two sets, and what cannot be used of either, such as a test picture of no class."""
+    train, train_bad = _looked_through(_class_files(train_folder))
+    test, test_bad = _looked_through(_class_files(test_folder))
+    classes = set(train.labels)
+    strange = [
+        BadFile(path, f"no picture of its class {label!r} in {readable(train_folder)} can be used")
+        for path, label in zip(test.paths, test.labels, strict=True)
+        if label not in classes
+    ]
+    known = [i for i, label in enumerate(test.labels) if label in classes]
+    return train, test.only(known), [*train_bad, *test_bad, *strange]
+
+
+def _class_files(directory: Path) -> _Found:
     """All pictures beneath the class folders, in the order of their paths."""
-    found = _Labelled([], [], [])
+    if not directory.is_dir():
+        raise DataError(f"{readable(directory)}: expected a folder with one folder for each class")
+    found = _Found([], [], [])
     folders = sorted(path for path in directory.iterdir() if _is_visible_folder(path))
     if not folders:
-        raise DataError(f"{directory}: expected a folder for each class, found none")
+        raise DataError(f"{readable(directory)}: expected a folder for each class, found none")
     for folder in folders:
-        paths = sorted(path for path in folder.rglob("*") if path.is_file() and is_picture(path))
-        if not paths:
+        before = len(found.bad)
+        paths = sorted(_picture_paths(folder, found.bad, frozenset()))
+        if not paths and len(found.bad) == before:
             found.bad.append(BadFile(folder, "expected pictures of the class, found none"))
         found.paths.extend(paths)
-        found.labels.extend([folder.name] * len(paths))
+        found.labels.extend([readable(Path(folder.name))] * len(paths))
     return found
+
+
+def _picture_paths(folder: Path, bad: list[BadFile], above: frozenset[Path]) -> Iterator[Path]:
+    """Also in folders within, and where links lead; not into a folder that this one lies in."""
+    real = folder.resolve()
+    if real in above:
+        return
+    try:
+        entries = sorted(folder.iterdir())
+    except OSError as error:
+        bad.append(BadFile(folder, f"expected a folder that can be read, got {error.strerror}"))
+        return
+    for path in entries:
+        if _is_visible_folder(path):
+            yield from _picture_paths(path, bad, above | {real})
+        elif is_picture(path) and (path.is_file() or path.is_symlink()):
+            yield path  # or a link that leads nowhere, which is told when it is read
 
 
 def _is_visible_folder(path: Path) -> bool:
     return path.is_dir() and not path.name.startswith(".")
 
 
-def _looked_through(
-    files: _Labelled,
-) -> tuple[_Labelled, list[tuple[int, int]], bool, Sums]:
+def _looked_through(files: _Found) -> tuple[_Sound, list[BadFile]]:
     facts = scan_pictures(files.paths)
-    return files.only(facts.sound, facts.bad), facts.sizes, facts.grey, facts.sums
+    paths = [files.paths[i] for i in facts.sound]
+    labels = [files.labels[i] for i in facts.sound]
+    return _Sound(paths, labels, facts.looks), [*files.bad, *facts.bad]
 
 
-def _of_known_classes(test: _Labelled, classes: Sequence[str], train_folder: Path) -> _Labelled:
-    known = [i for i, label in enumerate(test.labels) if label in classes]
-    bad = [
-        BadFile(path, f"its class {label!r} is not in {train_folder}")
-        for path, label in zip(test.paths, test.labels, strict=True)
-        if label not in classes
-    ]
-    return test.only(known, bad)
-
-
-def _held_out(labels: Sequence[str], *, share: float, seed: int) -> set[int]:
+def held_out(labels: Sequence[str], *, share: float, seed: int) -> set[int]:
     """Numbers of the samples to set aside: the same share of each class, one at the least."""
     generator = torch.Generator().manual_seed(seed)
     by_label: dict[str, list[int]] = {}
@@ -258,9 +308,7 @@ def _held_out(labels: Sequence[str], *, share: float, seed: int) -> set[int]:
     return held
 
 
-def _check_enough(
-    directory: Path, classes: Sequence[str], train: _Labelled, test: _Labelled
-) -> None:
+def _check_enough(directory: Path, classes: Sequence[str], train: _Sound, test: _Sound) -> None:
     if len(classes) < 2:
         listed = f"only {classes[0]!r}" if classes else "none"
         raise DataError(f"{directory}: expected pictures of two classes or more, found {listed}")

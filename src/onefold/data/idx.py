@@ -160,8 +160,11 @@ def read_labelled(directory: Path, prefix: str) -> tuple[torch.Tensor, torch.Ten
             f"{labels_path}: expected {len(images)} labels, one for each image of "
             f"{images_path.name}, got {len(labels)}"
         )
-    if not len(images):
-        raise ValueError(f"{images_path}: expected at least one image, got none")
+    if not images.numel():
+        raise ValueError(
+            f"{images_path}: expected at least one image of at least one pixel, got shape "
+            f"{tuple(images.shape)}"
+        )
     return images, labels.to(torch.int64)
 
 

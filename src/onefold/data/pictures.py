@@ -6,16 +6,19 @@ A picture here is a ``PIL.Image`` of mode ``L`` (grey) or ``RGB``, turned as its
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import sqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 import torch
 
-from onefold.data.bad import BadFile
+from onefold.data.bad import BadFile, readable
 from onefold.errors import DataError, LaunchError
 
 if TYPE_CHECKING:
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ArrayPictures",
+    "Look",
     "Mode",
     "PictureFacts",
     "PictureFiles",
@@ -32,16 +36,23 @@ __all__ = [
     "open_picture",
     "require_pillow",
     "scan_pictures",
+    "sum_looks",
 ]
 
 Mode = Literal["L", "RGB"]
 
-_SUFFIXES = frozenset(
-    (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
-)
-_GREY_MODES = frozenset({"1", "L", "LA", "I", "I;16", "F"})
+_SUFFIXES = frozenset({
+    ".avif", ".bmp", ".gif", ".heic", ".jfif", ".jpe", ".jpeg", ".jpg", ".pgm", ".png", ".ppm",
+    ".tif", ".tiff", ".webp",
+})  # fmt: skip
+"""Also of formats that not every Pillow reads: such a file is told, not passed over."""
+_GREY_MODES = frozenset({"1", "L", "LA"})
 _READERS = 4
 """Threads that look through the pictures: decoding leaves Python to the others."""
+_FILES_AT_ONCE = 16
+"""What a thread is given in turn: an entry in its queue is larger than what is kept of a file."""
+_PIXELS_AT_ONCE = 1 << 20
+"""What is counted in turn: counting takes eight bytes for each."""
 
 
 class Pictures(Protocol):
@@ -76,7 +87,7 @@ class PictureFiles:
 
     def name(self, index: int) -> str:
         """The path from the root of the data."""
-        return str(self.paths[index].relative_to(self._root))
+        return readable(self.paths[index].relative_to(self._root))
 
 
 class ArrayPictures:
@@ -121,8 +132,7 @@ class Sums:
     def add(self, pixels: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]) -> None:
         """Add pictures, (..., c) uint8."""
         levels = np.arange(256)
-        channels = np.moveaxis(pixels, -1, 0)
-        counts = [np.bincount(channel.ravel(), minlength=256) for channel in channels]
+        counts = [_count_levels(channel) for channel in np.moveaxis(pixels, -1, 0)]
         totals = [int(count @ levels) for count in counts]
         squares = [int(count @ (levels * levels)) for count in counts]
         self.join(Sums(int(counts[0].sum()), totals, squares))
@@ -136,13 +146,25 @@ class Sums:
         self.squares = [a + b for a, b in zip(self.squares, other.squares, strict=True)]
 
     def mean_and_std(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Of pixels in [0, 1], by channel."""
-        means = tuple(total / self.count / 255 for total in self.totals)
+        """Of pixels in [0, 1], by channel; 1/255 for a smaller standard deviation."""
+        means = tuple(total / (self.count * 255) for total in self.totals)
+        # Whole numbers up to the last division: nothing is lost between two large squares.
         variances = [
-            max(0.0, square / self.count / 255**2 - mean**2)
-            for square, mean in zip(self.squares, means, strict=True)
+            (self.count * square - total**2) / (self.count * 255) ** 2
+            for total, square in zip(self.totals, self.squares, strict=True)
         ]
-        return means, tuple(max(variance**0.5, 1 / 255) for variance in variances)
+        return means, tuple(max(sqrt(variance), 1 / 255) for variance in variances)
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What is kept of a picture that has been read: a few numbers."""
+
+    size: tuple[int, int]
+    """Width and height, in pixels."""
+    grey: bool
+    sums: Sums
+    """Over its pixels, of one channel if it is grey."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,12 +174,13 @@ class PictureFacts:
     sound: list[int]
     """Numbers of those that can be read."""
     bad: list[BadFile]
-    sizes: list[tuple[int, int]]
-    """Width and height of the sound ones, in pixels."""
-    grey: bool
-    """All sound ones are grey."""
-    sums: Sums
-    """Over the pixels of the sound ones as RGB, or as grey if all are."""
+    looks: list[Look]
+    """What is kept of each sound one."""
+
+    @property
+    def grey(self) -> bool:
+        """All sound ones are grey."""
+        return bool(self.looks) and all(look.grey for look in self.looks)
 
 
 def require_pillow() -> None:
@@ -184,26 +207,64 @@ def open_picture(path: Path) -> Image:
     Raises:
         DataError: it cannot be read; the message names the file.
     """
+    with _pillow_quiet():
+        return _open(path)
+
+
+@contextmanager
+def _pillow_quiet() -> Iterator[None]:
+    """Without Pillow's warnings, of a damaged EXIF note or of a large picture: it has been read.
+
+    What this sets holds for all threads, so no thread of several may set it on its own.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"PIL\.")
+        yield
+
+
+def _open(path: Path) -> Image:
     from PIL import Image, ImageOps
 
     try:
         with Image.open(path) as opened:
             opened.load()
             turned = ImageOps.exif_transpose(opened)
-    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
-        raise DataError(f"{path}: expected a picture that can be read: {error}") from error
-    if turned.mode.startswith(("I", "F")):
-        turned = _to_bytes(turned)
-    return turned.convert("L" if turned.mode in _GREY_MODES else "RGB")
+        if turned.mode.startswith(("I", "F")):
+            turned = _to_bytes(turned)
+        return turned.convert("L" if turned.mode in _GREY_MODES else "RGB")
+    except MemoryError:
+        raise
+    except Exception as error:  # a damaged file may raise anything, by its format
+        came = _what_came(path, error)
+        raise DataError(f"{readable(path)}: expected a picture that can be read: {came}") from error
+
+
+def _what_came(path: Path, error: Exception) -> str:
+    from PIL import UnidentifiedImageError
+
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    if not isinstance(error, UnidentifiedImageError):
+        return f"{error}" or type(error).__name__
+    with path.open("rb") as file:
+        start = file.read(16)
+    return f"a file of no known format that begins with {start!r}" if start else "an empty file"
 
 
 def _to_bytes(picture: Image) -> Image:
-    """A grey picture of more than 8 bits a pixel, scaled as a whole to 8."""
+    """A grey picture of more than 8 bits a pixel, scaled as a whole to 8.
+
+    Only 16 bits say what white is. Other numbers go up to 1 (fractions), 255 or 65535, whichever
+    holds them all; what is not finite is black.
+    """
     from PIL import Image
 
-    values = np.asarray(picture, dtype=np.float64)
-    largest = 65535.0 if values.max() > 255 else 255.0
-    return Image.fromarray((values.clip(0, largest) * (255 / largest)).astype(np.uint8))
+    values = np.nan_to_num(np.asarray(picture, dtype=np.float64), posinf=0, neginf=0)
+    whites = [65535] if picture.mode.startswith("I;16") else [255, 65535]
+    if picture.mode == "F":
+        whites.insert(0, 1)
+    white = next((white for white in whites if values.max() <= white), 65535)
+    return Image.fromarray((values.clip(0, white) * (255 / white)).astype(np.uint8))
 
 
 def scan_pictures(paths: Sequence[Path]) -> PictureFacts:
@@ -212,47 +273,50 @@ def scan_pictures(paths: Sequence[Path]) -> PictureFacts:
     Args:
         paths: of the files.
     """
-    with ThreadPoolExecutor(_READERS) as readers:
-        looks = list(readers.map(_look, paths))
-    sound = [number for number, look in enumerate(looks) if isinstance(look, _Look)]
-    found = [look for look in looks if isinstance(look, _Look)]
-    grey = bool(found) and all(look.grey for look in found)
+    from PIL import Image
+
+    Image.init()  # or threads that load formats at the same time may take one for unknown
+    groups = [paths[i : i + _FILES_AT_ONCE] for i in range(0, len(paths), _FILES_AT_ONCE)]
+    with _pillow_quiet(), ThreadPoolExecutor(_READERS) as readers:
+        looks = [look for group in readers.map(_look_at_all, groups) for look in group]
     return PictureFacts(
-        sound=sound,
+        sound=[number for number, look in enumerate(looks) if isinstance(look, Look)],
         bad=[look for look in looks if isinstance(look, BadFile)],
-        sizes=[look.size for look in found],
-        grey=grey,
-        sums=_joined(look.sums for look in found) if grey else _joined(_in_rgb(found)),
+        looks=[look for look in looks if isinstance(look, Look)],
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Look:
-    size: tuple[int, int]
-    grey: bool
-    sums: Sums
+def sum_looks(looks: Iterable[Look], *, grey: bool) -> Sums:
+    """Over the pixels of pictures as RGB, or as grey where all are."""
+    whole = Sums()
+    for look in looks:
+        # A grey picture in RGB has its one channel three times.
+        times = 3 if look.grey and not grey else 1
+        whole.join(Sums(look.sums.count, look.sums.totals * times, look.sums.squares * times))
+    return whole
 
 
-def _look(path: Path) -> _Look | BadFile:
+def _look_at_all(paths: Sequence[Path]) -> list[Look | BadFile]:
+    return [_look(path) for path in paths]
+
+
+def _look(path: Path) -> Look | BadFile:
     try:
-        picture = open_picture(path)
+        picture = _open(path)
     except DataError as error:
-        return BadFile(path, str(error).removeprefix(f"{path}: "))
+        return BadFile(path, str(error).removeprefix(f"{readable(path)}: "))
     pixels = np.asarray(picture)
     sums = Sums()
     sums.add(pixels[..., None] if pixels.ndim == 2 else pixels)
-    return _Look(picture.size, picture.mode == "L", sums)
+    return Look(picture.size, picture.mode == "L", sums)
 
 
-def _in_rgb(looks: Iterable[_Look]) -> Iterable[Sums]:
-    """A grey picture in RGB has its one channel three times."""
-    for look in looks:
-        times = 3 if look.grey else 1
-        yield Sums(look.sums.count, look.sums.totals * times, look.sums.squares * times)
-
-
-def _joined(parts: Iterable[Sums]) -> Sums:
-    whole = Sums()
-    for part in parts:
-        whole.join(part)
-    return whole
+def _count_levels(
+    channel: np.ndarray[tuple[int, ...], np.dtype[np.uint8]],
+) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """How many pixels there are of each of the 256 levels."""
+    flat = channel.reshape(-1)
+    counts = np.zeros(256, np.int64)
+    for start in range(0, flat.size, _PIXELS_AT_ONCE):
+        counts += np.bincount(flat[start : start + _PIXELS_AT_ONCE], minlength=256)
+    return counts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from onefold.jobs import classify, text
+from onefold.jobs import classify, segment, text
 from onefold.jobs.run import Job
 
 __all__ = ["JOBS", "job_of"]
@@ -15,6 +15,14 @@ JOBS = (
         prepare=classify.prepare,
         settle=classify.settle,
         make_task=classify.make_task,
+    ),
+    Job(
+        name=segment.JOB,
+        help="Pictures with a mask each, by a U-Net.",
+        options=segment.SegmentOptions,
+        prepare=segment.prepare,
+        settle=segment.settle,
+        make_task=segment.make_task,
     ),
     Job(
         name=text.JOB,

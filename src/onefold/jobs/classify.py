@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 import onefold
 from onefold.data.augment import (
@@ -275,6 +276,7 @@ def make_task(options: ClassifyOptions, data: PictureClasses) -> Task:
         loss=loss,
         score=score,
         best="highest accuracy",
+        least_shard=2 if any(isinstance(part, _BatchNorm) for part in model.modules()) else 1,
         train_set=LabelledPictures(
             data.train.pictures,
             data.train.labels,

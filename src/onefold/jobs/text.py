@@ -66,9 +66,11 @@ class TextOptions(TrainOptions):
     width: int = option(128, "Size of the tiny model's embeddings.")
     layers: int = option(2, "Of the tiny model.")
     heads: int = option(4, "Attention heads in each layer of the tiny model.")
-    dropout: float = option(0.1, "Of the tiny model.")
+    dropout: float = option(0.2, "Of the tiny model.")
     max_length: int = option(128, "Tokens of a text at most; what is beyond is cut off.")
-    token_dropout: float = option(0.0, "Share of tokens hidden in training, anew at every reading.")
+    token_dropout: float = option(
+        0.15, "Share of tokens hidden in training, anew at every reading."
+    )
     label_smoothing: float = option(0.0, "Share of a label that is spread over all classes.")
 
     def __post_init__(self) -> None:
@@ -95,6 +97,11 @@ def prepare(options: TextOptions) -> TextSplits:
         DataError: they cannot be used.
     """
     path = Path(options.data)
+    if not path.exists():
+        raise DataError(
+            f"--data {path}: expected a folder with train.tsv and dev.tsv, or a TSV file; there is "
+            f"none from {Path.cwd()}"
+        )
     train, dev = (path / "train.tsv", path / "dev.tsv") if path.is_dir() else (path, None)
     dev = Path(options.dev) if options.dev else dev
     if dev is None:

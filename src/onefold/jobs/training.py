@@ -48,6 +48,8 @@ class Task:
     collate: Callable[[list[Any]], Any] | None = None
     lengths: Sequence[int] | None = None
     """Of the training samples, where batches are made by them."""
+    least_shard: int = 1
+    """Samples that every shard must have, as for batch norm; a last batch of fewer is left out."""
     evaluation_batch_size: int = 256
     examples: Callable[[onefold.Trainer, RunFolder], dict[str, Any]]
     """What the report shows of the trained model; called on every device."""
@@ -69,7 +71,7 @@ def train(options: TrainOptions, job: str, task: Task) -> dict[str, Any]:
         What ``run.json`` says in the end.
     """
     epochs = options.epochs or 1
-    steps = -(-len(task.train_set) // options.batch_size)
+    steps = _steps_of_epoch(options, task)
     optimizer = make_optimizer(options, task.groups)
     factor = rate_factor(options, epochs=epochs, steps=steps)
     trainer = onefold.Trainer(
@@ -82,13 +84,31 @@ def train(options: TrainOptions, job: str, task: Task) -> dict[str, Any]:
         clip_norm=options.clip_norm,
     )
     folder = RunFolder(options.folder, is_lead=trainer.is_lead)
-    run = _Run(options, job, task, trainer, folder, optimizer, epochs)
+    run = _Run(options, job, task, trainer, folder, optimizer, epochs, steps)
     run.begin()
     try:
         run.train()
         return run.finish()
     finally:
         folder.close()
+
+
+def _steps_of_epoch(options: TrainOptions, task: Task) -> int:
+    """Batches of a pass over the training set.
+
+    Raises:
+        ValueError: a batch has too few samples for its shards.
+    """
+    least = task.least_shard * options.shards
+    most = min(options.batch_size, len(task.train_set))
+    if most < least:
+        raise ValueError(
+            f"a batch has {most} samples at most (--batch-size {options.batch_size}, "
+            f"{len(task.train_set)} samples to train with): this model needs {task.least_shard} or "
+            f"more in each of its {options.shards} shards; give fewer --shards or a larger batch"
+        )
+    whole, rest = divmod(len(task.train_set), options.batch_size)
+    return whole + (1 if rest >= max(least, 1) else 0)
 
 
 class _Meter:
@@ -162,6 +182,7 @@ class _Run:
         folder: RunFolder,
         optimizer: torch.optim.Optimizer,
         epochs: int,
+        steps: int,
     ) -> None:
         self._options = options
         self._job = job
@@ -170,6 +191,7 @@ class _Run:
         self._folder = folder
         self._optimizer = optimizer
         self._epochs = epochs
+        self._steps = steps
         self._part: dict[str, float] = {}
         self._epochs_done = 0
         self._best: dict[str, Any] | None = None
@@ -201,6 +223,7 @@ class _Run:
             task.train_set,
             batch_size=options.batch_size,
             shuffle=True,
+            drop_last=self._steps * options.batch_size <= len(task.train_set),
             lengths=task.lengths,
             workers=options.workers,
             collate=task.collate,

@@ -1,0 +1,269 @@
+from __future__ import annotations
+
+import pickle
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from onefold.data.augment import (
+    CentreCrop,
+    LabelledPictures,
+    Normalise,
+    RandomFlip,
+    RandomResizedCrop,
+    RandomShift,
+    chain,
+)
+from onefold.data.pictures import ArrayPictures, Mode
+from tests.data.pictures import noise
+
+MEAN, STD = (0.5, 0.25, 0.125), (0.5, 0.25, 2.0)
+TO_A_SQUARE: dict[str, Callable[[int], Callable[[Image.Image], Image.Image]]] = {
+    "crop": lambda size: RandomResizedCrop(size, 0.35),
+    "small crop": lambda size: RandomResizedCrop(size, 0.01),
+    "whole crop": lambda size: RandomResizedCrop(size, 1.0),
+    "shift": RandomShift,
+    "centre": CentreCrop,
+    "centre without margin": lambda size: CentreCrop(size, 1.0),
+}
+RANDOM = ["crop", "small crop", "shift"]
+SIDES = st.integers(1, 90) | st.sampled_from([1, 2, 400])
+
+
+def pixels_of(picture: Image.Image) -> np.ndarray:
+    return np.array(picture).astype(int)
+
+
+def normalise(mode: Mode) -> Normalise:
+    return Normalise(MEAN, STD) if mode == "RGB" else Normalise(MEAN[:1], STD[:1])
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    width=SIDES,
+    height=SIDES,
+    size=st.integers(1, 40) | st.just(224),
+    mode=st.sampled_from(["L", "RGB"]),
+    name=st.sampled_from(sorted(TO_A_SQUARE)),
+    seed=st.integers(0, 99),
+)
+@example(width=1, height=1, size=224, mode="RGB", name="centre", seed=0)
+@example(width=20_000, height=1, size=224, mode="RGB", name="centre", seed=0)
+@example(width=1, height=20_000, size=32, mode="L", name="shift", seed=0)
+@example(width=20_000, height=1, size=32, mode="L", name="small crop", seed=0)
+def test_every_picture_becomes_a_square_of_numbers(
+    width: int, height: int, size: int, mode: Mode, name: str, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    changes = [TO_A_SQUARE[name](size), RandomFlip()]
+    tensor = normalise(mode)(chain(changes, Image.new(mode, (width, height), "white")))
+    assert tensor.shape == (3 if mode == "RGB" else 1, size, size)
+    assert tensor.dtype == torch.float32
+    assert tensor.isfinite().all()
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    width=SIDES,
+    height=SIDES,
+    size=st.integers(1, 40),
+    name=st.sampled_from(sorted(TO_A_SQUARE.keys() - {"shift"})),
+)
+def test_nothing_but_the_picture_is_in_what_is_cut_out(
+    width: int, height: int, size: int, name: str
+) -> None:
+    cut = TO_A_SQUARE[name](size)(Image.new("L", (width, height), 200))
+    assert set(cut.tobytes()) == {200}
+
+
+@pytest.mark.parametrize("name", [*RANDOM, "flip"])
+def test_the_same_seed_gives_the_same_bits_and_others_give_others(name: str) -> None:
+    change = RandomFlip() if name == "flip" else TO_A_SQUARE[name](16)
+    picture = noise((40, 30))
+
+    def drawn(seed: int) -> list[bytes]:
+        torch.manual_seed(seed)
+        return [change(picture).tobytes() for _ in range(8)]
+
+    assert drawn(1) == drawn(1)
+    assert drawn(1) != drawn(2)
+    assert len(set(drawn(1))) > 1
+
+
+@pytest.mark.parametrize("name", [*RANDOM, "flip"])
+def test_only_pytorchs_generator_is_drawn_from(name: str) -> None:
+    change = RandomFlip() if name == "flip" else TO_A_SQUARE[name](16)
+
+    def others() -> tuple[object, str]:
+        return random.getstate(), str(np.random.get_state(legacy=False))
+
+    before, drawn_before = others(), torch.get_rng_state()
+    change(noise((40, 30)))
+    assert others() == before
+    assert not torch.equal(torch.get_rng_state(), drawn_before)
+
+
+@pytest.mark.parametrize("name", ["centre", "centre without margin"])
+def test_the_middle_is_cut_out_without_drawing(name: str) -> None:
+    before = torch.get_rng_state()
+    TO_A_SQUARE[name](16)(noise((40, 30)))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("size", [1, 7, 8, 12, 28, 64])
+def test_a_shift_is_an_eighth_at_the_most_and_black_comes_in(size: int) -> None:
+    torch.manual_seed(0)
+    picture = noise((size, size), "L", seed=size)
+    pixels, most = pixels_of(picture), size // 8
+    around = np.pad(pixels, most)
+    moved = {
+        (top - most, left - most): around[top : top + size, left : left + size].tobytes()
+        for top in range(2 * most + 1)
+        for left in range(2 * most + 1)
+    }
+    drawn = {pixels_of(RandomShift(size)(picture)).tobytes() for _ in range(60 * (most + 1))}
+    assert drawn <= set(moved.values())
+    shifts = [shift for shift, content in moved.items() if content in drawn]
+    assert {abs(top) for top, _ in shifts} == set(range(most + 1))
+    assert {abs(left) for _, left in shifts} == set(range(most + 1))
+
+
+def test_a_shift_of_a_coloured_picture_brings_black_in() -> None:
+    torch.manual_seed(1)
+    white = Image.new("RGB", (16, 16), "white")
+    drawn = [pixels_of(RandomShift(16)(white)) for _ in range(40)]
+    assert {int(value) for pixels in drawn for value in np.unique(pixels)} == {0, 255}
+    assert min(pixels.mean() for pixels in drawn) >= 255 * (14 / 16) ** 2
+
+
+def test_half_of_the_pictures_are_flipped() -> None:
+    torch.manual_seed(0)
+    picture = noise((5, 4))
+    flipped = pixels_of(picture)[:, ::-1].tobytes()
+    drawn = [pixels_of(RandomFlip()(picture)).tobytes() for _ in range(1000)]
+    assert set(drawn) == {pixels_of(picture).tobytes(), flipped}
+    assert 440 < drawn.count(flipped) < 560
+
+
+@pytest.mark.parametrize("mode", ["L", "RGB"])
+def test_a_picture_of_the_right_size_is_not_changed(mode: str) -> None:
+    picture = noise((32, 32), mode)
+    assert CentreCrop(32, 1.0)(picture).tobytes() == picture.tobytes()
+
+
+@pytest.mark.parametrize("size", [(45, 32), (32, 45), (32, 33), (1000, 32)])
+def test_a_picture_with_a_right_side_is_only_cut(size: tuple[int, int]) -> None:
+    picture = noise(size)
+    left, top = (size[0] - 32) // 2, (size[1] - 32) // 2
+    expected = picture.crop((left, top, left + 32, top + 32))
+    assert CentreCrop(32, 1.0)(picture).tobytes() == expected.tobytes()
+
+
+def test_a_test_picture_is_256_for_224() -> None:
+    picture = noise((256, 256))
+    assert CentreCrop(224)(picture).tobytes() == picture.crop((16, 16, 240, 240)).tobytes()
+
+
+@pytest.mark.parametrize("size", [(70, 90), (200, 100), (301, 77), (20, 20), (9, 31)])
+def test_the_middle_is_that_of_the_whole_picture_resized(size: tuple[int, int]) -> None:
+    picture = noise(size).resize(size, Image.Resampling.BILINEAR)
+    scale = 32 / min(size)
+    whole = picture.resize(
+        (max(32, round(size[0] * scale)), max(32, round(size[1] * scale))),
+        Image.Resampling.BILINEAR,
+        reducing_gap=2.0,
+    )
+    left, top = (whole.width - 28) // 2, (whole.height - 28) // 2
+    expected = whole.crop((left, top, left + 28, top + 28))
+    difference = np.abs(pixels_of(CentreCrop(28)(picture)) - pixels_of(expected))
+    assert difference.mean() < 1
+    assert difference.max() <= 8
+
+
+@pytest.mark.parametrize("least_area", [0.05, 0.35, 0.9])
+def test_a_random_box_is_large_enough_and_within_the_picture(least_area: float) -> None:
+    torch.manual_seed(0)
+    crop = RandomResizedCrop(8, least_area)
+    for _ in range(100):
+        left, top, right, bottom = crop._box(200, 150)
+        assert 0 <= left < right <= 200
+        assert 0 <= top < bottom <= 150
+        assert (right - left) * (bottom - top) >= least_area * 200 * 150 * 0.97
+        assert 0.7 < (right - left) / (bottom - top) < 1.4
+
+
+@pytest.mark.parametrize(
+    ("size", "box"),
+    [
+        ((500, 3), (248, 0, 252, 3)),
+        ((3, 500), (0, 248, 3, 252)),
+        ((1, 1), (0, 0, 1, 1)),
+        ((11, 10), (0, 0, 11, 10)),
+    ],
+)
+def test_where_no_box_fits_the_middle_is_taken(
+    size: tuple[int, int], box: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("onefold.data.augment._TRIES", 0)
+    assert RandomResizedCrop(8, 0.9)._box(*size) == box
+
+
+def test_the_normalised_pixels_are_those_computed_by_hand() -> None:
+    picture = Image.new("RGB", (2, 1))
+    picture.putpixel((0, 0), (0, 255, 51))
+    picture.putpixel((1, 0), (255, 0, 102))
+    expected = torch.tensor([[[-1.0, 1.0]], [[3.0, -1.0]], [[0.0375, 0.1375]]])
+    torch.testing.assert_close(Normalise(MEAN, STD)(picture), expected)
+
+
+def test_a_grey_picture_is_normalised_to_one_channel() -> None:
+    expected = torch.tensor([[[-1.0, 1.0]]])
+    picture = Image.fromarray(np.array([[0, 255]], dtype=np.uint8))
+    torch.testing.assert_close(Normalise((0.5,), (0.5,))(picture), expected)
+
+
+def test_normalising_does_not_follow_the_default_type() -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert Normalise(MEAN, STD)(noise((2, 2))).dtype == torch.float32
+    finally:
+        torch.set_default_dtype(before)
+
+
+def labelled(mode: Mode, changes: list[Any]) -> LabelledPictures:
+    pixels = torch.arange(5 * 12, dtype=torch.uint8).view(5, 3, 4)
+    return LabelledPictures(
+        ArrayPictures(pixels, "digit"), [3, 1, 4, 1, 5], mode, changes, normalise(mode)
+    )
+
+
+@pytest.mark.parametrize(("mode", "channels"), [("L", 1), ("RGB", 3)])
+def test_a_sample_is_a_picture_of_the_mode_and_its_label(mode: Mode, channels: int) -> None:
+    data = labelled(mode, [CentreCrop(8, 1.0)])
+    samples = [data[i] for i in range(len(data))]
+    assert [label for _, label in samples] == [3, 1, 4, 1, 5]
+    assert {picture.shape for picture, _ in samples} == {(channels, 8, 8)}
+
+
+def test_reading_a_sample_leaves_the_pictures_as_they_are() -> None:
+    data = labelled("L", [])
+    first = data[2][0].clone()
+    data[2][0].zero_()
+    assert torch.equal(data[2][0], first)
+
+
+def test_samples_reach_other_processes_with_their_changes() -> None:
+    data = labelled("RGB", [RandomResizedCrop(6, 0.3), RandomShift(6), RandomFlip()])
+    copy = pickle.loads(pickle.dumps(data))
+    torch.manual_seed(4)
+    expected = [data[i][0] for i in range(5)]
+    torch.manual_seed(4)
+    assert all(torch.equal(copy[i][0], expected[i]) for i in range(5))

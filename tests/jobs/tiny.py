@@ -1,0 +1,83 @@
+"""Data sets of a few small files, and runs on them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from onefold.jobs.catalog import job_of
+from onefold.jobs.run import read_options
+from onefold.jobs.training import train
+
+CLASSES = ("apple", "pear", "plum")
+
+
+def write_pictures(root: Path, *, train: int = 8, test: int = 4) -> Path:
+    """Squares whose colour tells their class, as ``train/CLASS/*.png`` and ``test/CLASS/*.png``."""
+    draw = np.random.default_rng(0)
+    for part, count in (("train", train), ("test", test)):
+        for channel, name in enumerate(CLASSES):
+            folder = root / part / name
+            folder.mkdir(parents=True)
+            for number in range(count):
+                pixels = draw.integers(0, 120, (16, 16, 3), dtype=np.uint8)
+                pixels[..., channel] += 100
+                Image.fromarray(pixels).save(folder / f"{number}.png")
+    return root
+
+
+def write_masks(root: Path, *, train: int = 6, test: int = 3) -> Path:
+    """Bright rectangles on dark ground, and masks of them."""
+    draw = np.random.default_rng(1)
+    for part, count in (("train", train), ("test", test)):
+        for kind in ("images", "masks"):
+            (root / part / kind).mkdir(parents=True)
+        for number in range(count):
+            mask = np.zeros((40, 48), dtype=np.uint8)
+            top, left = draw.integers(0, 24, 2)
+            mask[top : top + 16, left : left + 16] = 255
+            image = (mask[..., None] // 2 + draw.integers(0, 60, (40, 48, 3))).astype(np.uint8)
+            Image.fromarray(image).save(root / part / "images" / f"{number}.png")
+            Image.fromarray(mask).save(root / part / "masks" / f"{number}.png")
+    return root
+
+
+def write_texts(root: Path, *, train: int = 40, dev: int = 12) -> Path:
+    """Sentences of a good or a bad word among others."""
+    draw = np.random.default_rng(2)
+    words = ("the", "film", "was", "seen", "by", "many", "people")
+    root.mkdir(parents=True, exist_ok=True)
+    for name, count in (("train", train), ("dev", dev)):
+        lines = []
+        for number in range(count):
+            chosen = list(draw.choice(words, size=int(draw.integers(2, 9))))
+            chosen.insert(1, "fine" if number % 2 else "dull")
+            lines.append(f"{' '.join(chosen)}\t{'good' if number % 2 else 'bad'}\n")
+        (root / f"{name}.tsv").write_text("".join(lines))
+    return root
+
+
+SMALL: dict[str, dict[str, Any]] = {
+    "classify": {"model": "resnet18", "augment": "crop", "shards": 3, "batch_size": 8},
+    "segment": {"encoder": "resnet18", "width": 4, "crop": 64, "shards": 3, "batch_size": 4},
+    "text": {"vocabulary": 300, "width": 16, "heads": 2, "shards": 3, "batch_size": 8},
+}
+"""Options that make a run of a job short."""
+
+WRITERS = {"classify": write_pictures, "segment": write_masks, "text": write_texts}
+
+
+def run_here(job: str, data: Path | str, runs: Path, **options: Any) -> tuple[Path, dict[str, Any]]:
+    """Train in this process on one device: the run's folder and what it says in the end."""
+    kind = job_of(job)
+    given = {"data": str(data), "runs": str(runs), "epochs": 1, **SMALL[job], **options}
+    if given.get("resume"):
+        given = {"runs": str(runs), **options}
+    asked = read_options(kind, given, None)
+    prepared = kind.prepare(asked)
+    settled = kind.settle(asked, prepared)
+    said = train(settled, kind.name, kind.make_task(settled, prepared))
+    return settled.folder, said
