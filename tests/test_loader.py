@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_co
 from onefold.batch import ShardedBatch
 from onefold.errors import SampleError
 from onefold.loader import Loader
-from onefold.randomness import sample_order
+from onefold.randomness import order_by_length, sample_order
 from onefold.shard import Plan, cut_bounds
 from tests.small import make_trainer
 
@@ -138,6 +138,65 @@ def test_the_devices_together_read_every_sample_once_and_in_order(
             sizes = [stop - start for start, stop in cut_bounds(batch.samples, plan.shards)]
             read = [len(batch.shards.get(s, ())) for s in range(plan.shards)]  # type: ignore[arg-type]
             assert read == sizes
+
+
+LENGTHS = [3 * n % 11 for n in range(30)]
+
+
+@settings(deadline=None)
+@given(plan=plans(), batch_size=st.integers(1, 40), drop_last=st.booleans(), seed=st.integers(0, 9))
+def test_batches_by_length_are_the_same_on_any_number_of_devices(
+    plan: Plan, batch_size: int, drop_last: bool, seed: int
+) -> None:
+    choices = {"batch_size": batch_size, "drop_last": drop_last, "seed": seed, "lengths": LENGTHS}
+    loaders = [make_loader(range(30), plan, [device], **choices) for device in range(plan.devices)]
+    whole = 30 - 30 % batch_size if drop_last else 30
+    orders = []
+    for epoch in range(2):
+        order = order_by_length(
+            torch.tensor(LENGTHS), batch_size=batch_size, seed=seed, epoch=epoch
+        )
+        found = samples_in(united([list(loader) for loader in loaders]))
+        assert found == order[:whole].tolist()
+        orders.append(found)
+    assert orders[0] != orders[1] or whole == 0
+
+
+@with_workers
+def test_batches_by_length_are_the_same_with_workers(workers: int) -> None:
+    loader = make_loader(range(30), Plan((2,)), lengths=LENGTHS, workers=workers)
+    for epoch in range(2):
+        order = order_by_length(torch.tensor(LENGTHS), batch_size=6, seed=3, epoch=epoch)
+        assert samples_in(list(loader)) == order.tolist()
+
+
+def test_within_a_batch_lengths_are_near() -> None:
+    loader = make_loader(range(30), Plan((2,)), lengths=LENGTHS)
+    spans = sorted(
+        sorted(LENGTHS[sample] for shard in batch.shards.values() for sample in shard)  # type: ignore[attr-defined]
+        for batch in loader
+    )
+    assert [length for batch in spans for length in batch] == sorted(LENGTHS)
+
+
+@pytest.mark.parametrize("lengths", [tuple(LENGTHS), np.array(LENGTHS)])
+def test_lengths_may_be_any_row_of_numbers(lengths: Any) -> None:
+    loaders = [make_loader(range(30), Plan((2,)), lengths=each) for each in (LENGTHS, lengths)]
+    assert samples_in(list(loaders[0])) == samples_in(list(loaders[1]))
+    assert loaders[0].track.size == loaders[1].track.size
+
+
+@pytest.mark.parametrize(
+    ("choices", "words"),
+    [
+        ({"lengths": LENGTHS[1:]}, "one length for each of the 30 samples, got 29 lengths"),
+        ({"lengths": []}, "one length for each of the 30 samples, got 0 lengths"),
+        ({"lengths": LENGTHS, "shuffle": False}, "expected shuffle=True"),
+    ],
+)
+def test_lengths_that_cannot_be_used_are_refused(choices: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make_trainer().loader(range(30), **{"batch_size": 4, "shuffle": True, **choices})
 
 
 def test_a_device_reads_its_own_shards_alone() -> None:

@@ -200,10 +200,23 @@ def peeking(script: Script) -> Iterator[None]:
         yield
 
 
+LENGTHS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
+
+
+def by_length(script: Script) -> Iterator[None]:
+    train = script.loader(lengths=LENGTHS)
+    for _ in script.position.epochs(3):
+        for batch in train:
+            script.step(batch)
+            yield
+        yield
+
+
 SCRIPTS: dict[str, Callable[[Script], Iterator[None]]] = {
     script.__name__: script
     for script in (
         simple,
+        by_length,
         dropping,
         made_in_the_loop,
         two_in_turn,
@@ -324,6 +337,7 @@ def test_a_run_may_go_back_within_its_epochs() -> None:
         ({"batch_size": 4}, "batch_size", "batch_size 3, this run has 4"),
         ({"drop_last": True}, "batch_size", "drop_last False, this run has True"),
         ({"shuffle": False}, "dataset", "shuffle True, this run has False"),
+        ({"lengths": LENGTHS}, "dataset", "lengths of samples, as a digest , this run has"),
     ],
 )
 def test_another_loader_is_refused_by_name(
@@ -341,6 +355,20 @@ def test_another_loader_is_refused_by_name(
     early.position.go_to(saves[1], (changed,))
     next_pass = made.track.begin()
     assert (next_pass.number, next_pass.used) == (0, 6)
+
+
+@pytest.mark.parametrize("lengths", [None, [*LENGTHS[:-1], 4], LENGTHS[::-1]])
+def test_other_lengths_of_as_many_samples_are_refused(lengths: list[int] | None) -> None:
+    _, saves = saves_of(by_length)
+    words = "was saved with lengths of samples, as a digest [0-9a-f]{16}, this run has .*then "
+    early = Script()
+    early.loader(lengths=lengths)
+    with pytest.raises(CheckpointError, match=words):
+        early.position.check_fits(saves[1], ())
+    early.position.check_fits(saves[1], ("dataset",))
+    late = Script(saves[1])
+    with pytest.raises(CheckpointError, match=words):
+        late.loader(lengths=lengths)
 
 
 def test_another_batch_size_still_gives_each_sample_once() -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -11,7 +12,13 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from numpy.random import mtrand
 
-from onefold.randomness import derive_seed, kept_generators, sample_order, seed_generators
+from onefold.randomness import (
+    derive_seed,
+    kept_generators,
+    order_by_length,
+    sample_order,
+    seed_generators,
+)
 
 WORDS = st.tuples(
     st.sampled_from(["shard", "sample", "order"]),
@@ -28,6 +35,8 @@ def test_seeds_stay_what_they_are() -> None:
     """Another value would change every run that anybody has made."""
     assert derive_seed("shard", 0, 7, 3) == 1163020914672860810
     assert sample_order(8, seed=0, epoch=1).tolist() == [6, 7, 5, 1, 2, 0, 4, 3]
+    order = order_by_length(torch.tensor([3, 1, 2, 1, 3, 2, 1, 9]), batch_size=3, seed=0, epoch=1)
+    assert order.tolist() == [2, 0, 7, 6, 1, 5, 3, 4]
 
 
 @given(one=WORDS, other=WORDS)
@@ -115,3 +124,89 @@ def test_an_order_depends_on_seed_and_epoch_alone() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert not torch.equal(sample_order(50, seed=1, epoch=3), first)
     assert not torch.equal(sample_order(50, seed=2, epoch=2), first)
+
+
+def lengths_of(*, most: int = 20) -> st.SearchStrategy[torch.Tensor]:
+    """Of a few hundred samples at most, often alike."""
+    one = st.integers(0, most)
+    return st.lists(one, max_size=300).map(lambda drawn: torch.tensor(drawn, dtype=torch.int64))
+
+
+@given(
+    lengths=lengths_of(),
+    batch_size=st.integers(1, 310),
+    seed=st.integers(0, 2**63 - 1),
+    epoch=st.integers(0, 1000),
+)
+def test_an_order_by_length_visits_every_sample_once(
+    lengths: torch.Tensor, batch_size: int, seed: int, epoch: int
+) -> None:
+    order = order_by_length(lengths, batch_size=batch_size, seed=seed, epoch=epoch)
+    assert sorted(order.tolist()) == list(range(len(lengths)))
+
+
+@given(lengths=lengths_of(), batch_size=st.integers(10, 40), seed=st.integers(0, 9))
+def test_no_length_lies_between_those_of_a_batch_it_is_not_in(
+    lengths: torch.Tensor, batch_size: int, seed: int
+) -> None:
+    """So it is among a few batches; each is sorted, so that its shards are even more alike."""
+    order = order_by_length(lengths, batch_size=batch_size, seed=seed, epoch=0)
+    whole = len(order) - len(order) % batch_size
+    batches = sorted(lengths[order[:whole]].view(-1, batch_size).tolist())
+    assert all(batch == sorted(batch) for batch in batches)
+    assert all(one[-1] <= next_one[0] for one, next_one in pairwise(batches))
+
+
+def test_among_many_batches_little_is_padded() -> None:
+    lengths = torch.randint(1, 1000, (10_000,), generator=torch.Generator().manual_seed(1))
+
+    def padded(order: torch.Tensor) -> int:
+        batches = lengths[order].view(-1, 10)
+        return int((batches.amax(dim=1, keepdim=True) - batches).sum())
+
+    by_length = order_by_length(lengths, batch_size=10, seed=0, epoch=0)
+    assert padded(by_length) < 0.05 * padded(sample_order(10_000, seed=0, epoch=0))
+
+
+@given(
+    lengths=lengths_of(),
+    batch_size=st.integers(1, 310),
+    seed=st.integers(0, 9),
+    epoch=st.integers(0, 9),
+)
+def test_the_short_last_batch_has_the_samples_that_it_would_have_without_lengths(
+    lengths: torch.Tensor, batch_size: int, seed: int, epoch: int
+) -> None:
+    """So to leave it out favours no length."""
+    rest = len(lengths) % batch_size
+    plain = sample_order(len(lengths), seed=seed, epoch=epoch)[len(lengths) - rest :]
+    last = order_by_length(lengths, batch_size=batch_size, seed=seed, epoch=epoch)
+    assert sorted(last[len(lengths) - rest :].tolist()) == sorted(plain.tolist())
+
+
+def test_the_longest_samples_come_at_no_fixed_time() -> None:
+    """Or a rate that falls over an epoch would favour some lengths."""
+    lengths = torch.arange(60)
+    first = {
+        int(order_by_length(lengths, batch_size=10, seed=0, epoch=epoch)[0]) // 10
+        for epoch in range(50)
+    }
+    assert first == set(range(6))
+
+
+def test_an_order_by_length_depends_on_seed_epoch_batch_size_and_lengths_alone() -> None:
+    lengths = torch.arange(50) % 7
+    state = torch.get_rng_state()
+
+    def order(seed: int = 1, epoch: int = 2, batch_size: int = 8) -> list[int]:
+        torch.rand(3)
+        found = order_by_length(lengths, batch_size=batch_size, seed=seed, epoch=epoch)
+        return found.tolist()
+
+    assert order() == order()
+    torch.set_rng_state(state)
+    order_by_length(lengths, batch_size=8, seed=1, epoch=2)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert len({tuple(each) for each in (order(), order(epoch=3), order(seed=2))}) == 3
+    assert order(batch_size=9) != order()
+    assert torch.equal(lengths, torch.arange(50) % 7)

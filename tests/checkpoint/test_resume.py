@@ -405,6 +405,21 @@ def test_the_loaders_of_a_run_are_compared(tmp_path: Path) -> None:
     early.load(tmp_path, changed=["batch_size"])
 
 
+def test_other_lengths_of_as_many_samples_are_another_data_set(tmp_path: Path) -> None:
+    data = torch.utils.data.TensorDataset(*points(12))
+    trainer = make_trainer()
+    for batch in trainer.loader(data, batch_size=5, shuffle=True, lengths=range(12)):
+        trainer.step(batch)
+        trainer.save(tmp_path)
+        break
+    early = make_trainer()
+    early.loader(data, batch_size=5, shuffle=True, lengths=range(1, 13))
+    with pytest.raises(CheckpointError, match="saved with lengths of samples, as a digest"):
+        early.load(tmp_path)
+    assert early.steps == 0
+    early.load(tmp_path, changed=["dataset"])
+
+
 class Remembered(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """Notes which samples are read."""
 
@@ -420,16 +435,19 @@ class Remembered(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return torch.full((3,), index / 40), torch.zeros(1)
 
 
-def test_nothing_is_read_that_came_before(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lengths", [None, [n % 7 for n in range(40)]], ids=["", "by length"])
+def test_nothing_is_read_that_came_before(tmp_path: Path, lengths: list[int] | None) -> None:
     first, second = Remembered(40), Remembered(40)
     trainer = make_trainer()
-    for number, batch in enumerate(trainer.loader(first, batch_size=4, shuffle=True)):
+    for number, batch in enumerate(
+        trainer.loader(first, batch_size=4, shuffle=True, lengths=lengths)
+    ):
         trainer.step(batch)
         if number == 6:
             trainer.save(tmp_path)
     again = make_trainer()
     again.load(tmp_path)
-    for batch in again.loader(second, batch_size=4, shuffle=True):
+    for batch in again.loader(second, batch_size=4, shuffle=True, lengths=lengths):
         again.step(batch)
     assert second.read == first.read[28:]
     assert again.fingerprint() == trainer.fingerprint()

@@ -201,7 +201,7 @@ def test_too_many_shards_for_batch_norm_are_refused(data: Path, tmp_path: Path) 
         ({"holdout": 1.0}, "--holdout 1.0: expected more than 0 and less than 1"),
         ({"model": "resnet"}, "--model resnet: expected lenet, .* or timm:NAME"),
         ({"image_size": 4}, "--image-size 4: expected 8 or more"),
-        ({"reuse_classes": True}, "--reuse-classes : expected with --pretrained"),
+        ({"reuse_classes": True}, "--reuse-classes: expected with --pretrained"),
         ({"label_smoothing": 1.0}, "--label-smoothing 1.0: expected"),
     ],
 )

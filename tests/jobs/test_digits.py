@@ -11,7 +11,7 @@ from rich.console import Console
 import onefold
 from onefold.errors import LaunchError
 from onefold.jobs import digits
-from onefold.jobs.digits_report import Epoch, Run, counted, draw_curves, results_table, verdict
+from onefold.jobs.digits_report import Epoch, Run, draw_curves, results_table, verdict
 
 # scikit-learn sets variables of the environment when it is imported: here, before any test looks.
 pytest.importorskip("sklearn", reason='needs pip install "onefold[demo]"')
@@ -131,11 +131,6 @@ def test_a_run_of_one_epoch_can_be_drawn(tmp_path: Path) -> None:
     single = Run(devices=("cpu",), samples=1, epochs=run(1).epochs[:1], fingerprint="0" * 16)
     draw_curves([single], tmp_path / "one.png")
     assert (tmp_path / "one.png").read_bytes().startswith(PNG_MAGIC)
-
-
-@pytest.mark.parametrize(("number", "text"), [(1, "1 device"), (2, "2 devices"), (0, "0 devices")])
-def test_nouns_follow_their_number(number: int, text: str) -> None:
-    assert counted(number, "device") == text
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,7 @@ def test_a_run_may_be_given_more_epochs(tmp_path: Path) -> None:
     ("given", "error", "words"),
     [
         ({}, ValueError, "--data: expected where the data are"),
-        ({"resume": True}, ValueError, "--resume : expected with --name"),
+        ({"resume": True}, ValueError, "--resume: expected with --name"),
         ({"data": "x", "name": "new", "resume": True}, LaunchError, "there is no run in"),
         ({"data": "x", "name": "old"}, LaunchError, "is there already: --resume goes on with it"),
     ],
@@ -138,6 +138,7 @@ def test_what_cannot_begin_is_refused(
     given: dict[str, Any], error: type[Exception], words: str, tmp_path: Path
 ) -> None:
     (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "config.toml").touch()
     with pytest.raises(error, match=words):
         read_options(job_of("classify"), {"runs": str(tmp_path), **given}, None)
 

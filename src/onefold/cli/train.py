@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import types
 import typing
 from collections.abc import Callable
 from pathlib import Path
@@ -75,8 +74,7 @@ def _asked(hint: Any) -> Any:
     """The type of a parameter: None is for an option that was not given."""
     if typing.get_origin(hint) is tuple:
         return list[str] | None
-    alternatives = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    return hint if types.NoneType in alternatives else hint | None
+    return hint | None
 
 
 def _shown(default: Any) -> str:

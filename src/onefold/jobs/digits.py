@@ -10,31 +10,22 @@ import importlib.util
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    ProgressColumn,
-    Task,
-    TextColumn,
-    TimeRemainingColumn,
-)
-from rich.text import Text
 from torch.utils.data import Dataset, TensorDataset
 
 import onefold
 from onefold.jobs.digits_report import (
     Epoch,
     Run,
-    counted,
     draw_curves,
     results_table,
     verdict,
 )
+from onefold.jobs.progress import TrainingBar, counted
 from onefold.models.resnet import ResNet
 
 __all__ = ["ShiftedDigits", "demo", "digits", "loss", "score", "train"]
@@ -163,50 +154,6 @@ def train_epoch(
         total, samples = total + float(step.loss) * step.samples, samples + step.samples
         bar.advance(step, mean_loss=total / samples)
     return total / samples, time.perf_counter() - start_s
-
-
-class SpeedColumn(ProgressColumn):
-    """Samples a second."""
-
-    def render(self, task: Task) -> Text:
-        speed = task.finished_speed or task.speed
-        return Text("" if speed is None else f"{speed:,.0f} samples/s")
-
-
-@final
-class TrainingBar:
-    """The progress of one training, shown by the lead alone, while the context lasts.
-
-    Args:
-        trainer: of the run.
-        samples: size of the training set.
-        epochs: how many times it will be read.
-    """
-
-    def __init__(self, trainer: onefold.Trainer, *, samples: int, epochs: int) -> None:
-        self.epochs = epochs
-        self.progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.fields[state]}"),
-            SpeedColumn(),
-            TimeRemainingColumn(),
-            disable=not trainer.is_lead,
-        )
-        devices = counted(len(trainer.devices), "device")
-        self.task = self.progress.add_task(devices, total=samples * epochs, state="")
-
-    def __enter__(self) -> TrainingBar:
-        self.progress.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.progress.stop()
-
-    def advance(self, step: onefold.Step, *, mean_loss: float) -> None:
-        """One step is done; ``mean_loss`` is that of the epoch so far."""
-        state = f"epoch {step.epoch + 1}/{self.epochs}  loss {mean_loss:.3f}"
-        self.progress.update(self.task, advance=step.samples, state=state)
 
 
 def one_of(devices: str) -> str:

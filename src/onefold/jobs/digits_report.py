@@ -12,7 +12,7 @@ from statistics import median
 
 from rich.table import Table
 
-__all__ = ["Epoch", "Run", "counted", "draw_curves", "results_table", "verdict"]
+__all__ = ["Epoch", "Run", "draw_curves", "results_table", "verdict"]
 
 CURVE_STYLES = (
     {"linewidth": 6, "alpha": 0.3, "marker": "o", "markersize": 9},
@@ -64,11 +64,6 @@ class Run:
     def name(self) -> str:
         """Number and kind of the devices, such as ``2 x cpu``."""
         return f"{len(self.devices)} x {self.devices[0].partition(':')[0]}"
-
-
-def counted(number: int, noun: str) -> str:
-    """The noun with its number: ``1 device``, ``2 devices``."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def results_table(runs: Sequence[Run]) -> Table:

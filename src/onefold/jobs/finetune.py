@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ __all__ = [
 ]
 
 _TOLD = 5
+_WRAPPERS = ("module", "_orig_mod")
+"""Words that DataParallel and torch.compile put into names."""
 
 
 def is_run(path: Path) -> bool:
@@ -77,11 +80,13 @@ def load_body(
             reasons.append(str(error))
             continue
         lacking = lacking_names(loaded.missing, head)
-        if not lacking:
+        strange = _strange(loaded.unexpected, model, head)
+        if not lacking and not strange:
             return model
+        told = f"none for {listed(lacking)}" if lacking else f"also some for {listed(strange)}"
         reasons.append(
             f"{weights}: expected values of the right shape for the whole model but {head}, it has "
-            f"none for {listed(lacking)}"
+            f"{told}"
         )
     raise CheckpointError(reasons[0])
 
@@ -93,6 +98,15 @@ def lacking_names(missing: Iterable[str], head: str) -> list[str]:
         for name in missing
         if not _is_under(name, head) and not name.endswith("num_batches_tracked")
     ]
+
+
+def _strange(unexpected: Iterable[str], model: nn.Module, head: str) -> list[str]:
+    """Names of a file that say that its model is another: of layers that this one's parts lack."""
+    parts = {name.partition(".")[0] for name in model.state_dict() if not _is_under(name, head)}
+    plain = [
+        ".".join(word for word in name.split(".") if word not in _WRAPPERS) for name in unexpected
+    ]
+    return [name for name in lacking_names(plain, head) if name.partition(".")[0] in parts]
 
 
 def new_head(head: nn.Module) -> None:
@@ -136,16 +150,18 @@ def reuse_rows(
     return shared
 
 
-class _StillBatchNorm(_BatchNorm):
+class _Still(nn.Module):
     """A batch norm that uses and keeps its statistics, in training too."""
 
-    def train(self, mode: bool = True) -> _StillBatchNorm:
+    def train(self, mode: bool = True) -> _Still:
         super().train(False)
         return self
 
-    def _check_input_dim(self, input: torch.Tensor) -> None:
-        if input.dim() < 2:
-            raise ValueError(f"expected features (n, c, ...), got shape {tuple(input.shape)}")
+
+@cache
+def _still(kind: type[nn.Module]) -> type[nn.Module]:
+    """The same kind of batch norm, but still; it may do more than normalise, as some of timm do."""
+    return type(f"Still{kind.__name__}", (_Still, kind), {})
 
 
 def freeze(model: nn.Module, options: TrainOptions, head: str) -> list[str]:
@@ -180,14 +196,11 @@ def freeze(model: nn.Module, options: TrainOptions, head: str) -> list[str]:
 
 
 def _still_batch_norms(model: nn.Module, frozen: set[str]) -> None:
-    for path, module in list(model.named_modules()):
+    for path, module in model.named_modules():
         own = [f"{path}.{name}" for name, _ in module.named_parameters()]
         if isinstance(module, _BatchNorm) and own and all(name in frozen for name in own):
-            still = _StillBatchNorm(module.num_features, module.eps, module.momentum, module.affine)
-            still.load_state_dict(module.state_dict())
-            still.requires_grad_(False).train(False)
-            parent, _, name = path.rpartition(".")
-            setattr(model.get_submodule(parent), name, still)
+            module.__class__ = _still(type(module))  # type: ignore[assignment, arg-type]
+            module.train(False)
 
 
 def parameter_groups(

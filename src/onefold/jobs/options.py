@@ -7,6 +7,7 @@ settled once the data are known (`dataclasses.replace`), and all of it is saved 
 from __future__ import annotations
 
 import dataclasses
+import math
 import tomllib
 import types
 import typing
@@ -58,7 +59,8 @@ def expect(condition: bool, name: str, value: object, expected: str) -> None:
         ValueError: the condition does not hold.
     """
     if not condition:
-        raise ValueError(f"--{name.replace('_', '-')} {value}: expected {expected}")
+        told = f"--{name.replace('_', '-')} {value}".rstrip()
+        raise ValueError(f"{told}: expected {expected}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,13 +98,19 @@ class TrainOptions:
     skip_bad: bool = option(False, "Leave out files and lines that cannot be used, and say so.")
     head_lr_scale: float = option(1.0, "How much faster the model's last layer learns.")
     freeze: tuple[str, ...] = option(
-        (), "Parts of the model that keep their values, by the beginning of their name.", shown=""
+        (),
+        "Parts of the model that keep their values, by the beginning of their name.",
+        shown="none",
     )
     freeze_until: str | None = option(
-        None, "Freeze all that comes before this part of the model.", shown=""
+        None, "Freeze all that comes before this part of the model.", shown="none"
     )
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            finite = not isinstance(value, float) or math.isfinite(value)
+            expect(finite, field.name, value, "a finite number")
         for name in ("shards", "batch_size", "base_batch_size", "save_every"):
             expect(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
         for name in ("epochs", "decay_epochs"):
@@ -113,6 +121,7 @@ class TrainOptions:
             expect(value is None or value > 0, name, value, "more than 0")
         for name in ("weight_decay", "warmup_epochs", "workers"):
             expect(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
+        expect(-(2**63) <= self.seed < 2**63, "seed", self.seed, "a number of 64 bits")
         expect(0 <= self.momentum < 1, "momentum", self.momentum, "0 or more and less than 1")
         expect(0 < self.decay <= 1, "decay", self.decay, "more than 0 and at most 1")
         expect(bool(self.runs), "runs", self.runs, "the name of a folder")
@@ -178,7 +187,8 @@ def _typed(name: str, value: Any, hint: Any, source: str) -> Any:
 
 def _parts(hint: Any) -> tuple[Any, ...]:
     """The alternatives of a type."""
-    return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    united = typing.get_origin(hint) in (types.UnionType, typing.Union)
+    return typing.get_args(hint) if united else (hint,)
 
 
 def _told(choice: Any) -> str:

@@ -16,7 +16,7 @@ from rich.text import Text
 
 import onefold
 
-__all__ = ["SpeedColumn", "TrainingBar", "counted", "epoch_line"]
+__all__ = ["SpeedColumn", "TrainingBar", "counted", "epoch_line", "phase_shares"]
 
 _COMPUTING = ("forward", "backward", "update")
 

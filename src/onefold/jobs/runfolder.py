@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from onefold.errors import DataError, LaunchError
-from onefold.jobs.options import TrainOptions, read_config, write_config
+from onefold.jobs.options import TrainOptions, write_config
 
 __all__ = ["CHECKPOINTS", "RunFolder", "check_folder", "next_name", "read_run"]
 
 CHECKPOINTS = "checkpoints"
+CONFIG = "config.toml"
+RUN = "run.json"
 
 
 def next_name(runs: Path, job: str) -> str:
@@ -38,13 +40,15 @@ def check_folder(folder: Path, *, resume: bool) -> None:
     Raises:
         LaunchError: so it would be.
     """
-    there = (folder / "config.toml").is_file()
-    if resume and not there:
-        raise LaunchError(f"--resume: there is no run in {folder}; leave --resume out to begin one")
-    if not resume and folder.exists():
+    begun = (folder / CONFIG).is_file()
+    if begun and not resume:
         raise LaunchError(
             f"{folder} is there already: --resume goes on with it, another --name begins a new run"
         )
+    if not begun and folder.exists():
+        raise LaunchError(f"{folder} is there, but holds no run: another --name begins one")
+    if not begun and resume:
+        raise LaunchError(f"--resume: there is no run in {folder}; leave --resume out to begin one")
 
 
 def read_run(folder: Path) -> dict[str, Any]:
@@ -53,7 +57,7 @@ def read_run(folder: Path) -> dict[str, Any]:
     Raises:
         DataError: the folder is not that of a run, or the file is damaged.
     """
-    path = folder / "run.json"
+    path = folder / RUN
     if not path.is_file():
         raise DataError(f"{folder}: expected the folder of a run, with run.json in it")
     try:
@@ -84,7 +88,7 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
             _write_whole(self.path / name, content)
-        write_config(options, job, self.path / "config.toml")
+        self._write_config(options, job)
 
     def go_on(self, options: TrainOptions, job: str, *, steps: int, epochs: int) -> None:
         """Take back what came after the checkpoint from which the run goes on.
@@ -103,8 +107,9 @@ class RunFolder:
             if (line["epoch"] < epochs if line["kind"] == "epoch" else line["step"] <= steps)
         ]
         _write_whole(self._metrics, "".join(json.dumps(line) + "\n" for line in lines))
-        self._said = read_run(self.path)
-        write_config(options, job, self.path / "config.toml")
+        if (self.path / RUN).is_file():  # or the run was stopped before it said anything
+            self._said = read_run(self.path)
+        self._write_config(options, job)
 
     def open_events(self, step: int) -> None:
         """Begin to write events for TensorBoard, if that is installed; later ones are dropped."""
@@ -123,7 +128,7 @@ class RunFolder:
         """Note in ``run.json`` what is known now."""
         if self._is_lead:
             self._said.update(facts)
-            _write_whole(self.path / "run.json", json.dumps(self._said, indent=1))
+            _write_whole(self.path / RUN, json.dumps(_finite(self._said), indent=1))
 
     def add(self, line: dict[str, Any]) -> None:
         """Add a line to the metrics, and the same to the events."""
@@ -145,7 +150,7 @@ class RunFolder:
     def write_examples(self, examples: dict[str, Any]) -> None:
         """Note what the report shows of the model at work."""
         if self._is_lead:
-            _write_whole(self.path / "examples.json", json.dumps(examples))
+            _write_whole(self.path / "examples.json", json.dumps(_finite(examples)))
 
     @property
     def pictures(self) -> Path:
@@ -161,15 +166,18 @@ class RunFolder:
     def _metrics(self) -> Path:
         return self.path / "metrics.jsonl"
 
-
-def saved_options(folder: Path, job: str) -> dict[str, Any]:
-    """Names and values of the options of a run."""
-    return read_config(folder / "config.toml", job)
+    def _write_config(self, options: TrainOptions, job: str) -> None:
+        aside = self.path / f".{CONFIG}.new"
+        write_config(options, job, aside)
+        os.replace(aside, self.path / CONFIG)
 
 
 def _write_whole(path: Path, content: str) -> None:
     aside = path.with_name(f".{path.name}.new")
-    aside.write_text(content, encoding="utf-8")
+    with aside.open("w", encoding="utf-8") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(aside, path)
 
 
@@ -177,7 +185,7 @@ def _finite(value: Any) -> Any:
     """JSON has no infinities."""
     if isinstance(value, dict):
         return {name: _finite(part) for name, part in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [_finite(part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
