@@ -381,3 +381,8 @@ def test_a_process_that_says_something_else_is_named() -> None:
     words = r"DisagreementError: device 1 has \['odd'\] and another one \['even'\]"
     with pytest.raises(RunFailed, match=words):
         onefold.launch(disagree, devices="cpu:2")
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_nothing_is_gathered_of_nothing(devices: int) -> None:
+    assert make_trainer(devices=devices).gather({}) == [{}] * devices

@@ -156,6 +156,8 @@ def agree_on_lines(exchange: Exchange, own: dict[int, list[str]]) -> list[str]:
         {number: torch.tensor([float(len(t))], dtype=torch.float64) for number, t in texts.items()}
     )
     longest = int(lengths.max())
+    if not longest:
+        return []
     padded = {
         n: torch.tensor(list(t.ljust(longest, b"\0")), dtype=torch.float64)
         for n, t in texts.items()

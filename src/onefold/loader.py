@@ -322,7 +322,7 @@ def _checked_lengths(lengths: Sequence[int], samples: int, shuffle: bool) -> tor
         raise ValueError(
             f"expected one length for each of the {samples} samples, got {len(lengths)} lengths"
         )
-    return torch.tensor(lengths, dtype=torch.int64)
+    return torch.as_tensor(lengths).to(torch.int64)
 
 
 def _digest(lengths: torch.Tensor) -> str:

@@ -86,6 +86,9 @@ class LoaderSize:
         samples = "a data set of length"
         check_same("dataset", self.samples, now.samples, changed, samples)
         check_same("batch_size", self.batch_size, now.batch_size, changed, "batch_size")
+        if self.lengths:  # then the order depends on it
+            name = "batches by length, of batch_size"
+            check_same("dataset", self.batch_size, now.batch_size, changed, name)
         check_same("batch_size", self.drop_last, now.drop_last, changed, "drop_last")
         check_same("dataset", self.shuffle, now.shuffle, changed, "shuffle")
         check_same("dataset", self.lengths, now.lengths, changed, "lengths of samples, as a digest")

@@ -405,6 +405,20 @@ def test_the_loaders_of_a_run_are_compared(tmp_path: Path) -> None:
     early.load(tmp_path, changed=["batch_size"])
 
 
+def test_with_lengths_another_batch_size_is_another_order(tmp_path: Path) -> None:
+    data = torch.utils.data.TensorDataset(*points(12))
+    trainer = make_trainer()
+    for batch in trainer.loader(data, batch_size=5, shuffle=True, lengths=range(12)):
+        trainer.step(batch)
+        trainer.save(tmp_path)
+        break
+    again = make_trainer()
+    again.loader(data, batch_size=4, shuffle=True, lengths=range(12))
+    with pytest.raises(CheckpointError, match="saved with batches by length, of batch_size 5"):
+        again.load(tmp_path, changed=["batch_size"])
+    assert again.load(tmp_path, changed=["batch_size", "dataset"]).step == 1
+
+
 def test_other_lengths_of_as_many_samples_are_another_data_set(tmp_path: Path) -> None:
     data = torch.utils.data.TensorDataset(*points(12))
     trainer = make_trainer()

@@ -197,3 +197,30 @@ def test_the_events_are_those_of_the_metrics(tmp_path: Path) -> None:
     epochs = lines(folder, "epoch")
     assert told == [(line["step"], pytest.approx(line["scores"]["accuracy"])) for line in epochs]
     assert len(read.Scalars("train/loss")) == len(lines(folder, "steps"))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("--freeze=layer9", "--freeze layer9: the model has no such part"),
+        ("--pretrained=nothing.pth", "nothing.pth"),
+        ("--shards=30", "this model needs 2 or more in each of its 30 shards"),
+    ],
+)
+def test_what_does_not_suit_the_model_is_told_in_one_line(
+    option: str, words: str, tmp_path: Path
+) -> None:
+    data = write_pictures(tmp_path / "data")
+    options = ["--data", str(data), "--runs", str(tmp_path / "runs"), "--devices", "cpu:2", option]
+    done = subprocess.run(
+        [sys.executable, "-m", "onefold", "train", "classify", *options],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert done.stderr.startswith("onefold: ")
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "runs").exists()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import onefold
-from onefold.errors import RunFailed
+from onefold.errors import OnefoldError, RunFailed
 from onefold.jobs.options import (
     RUN_OPTIONS,
     TrainOptions,
@@ -17,7 +17,7 @@ from onefold.jobs.options import (
     read_config,
 )
 from onefold.jobs.runfolder import check_folder, next_name
-from onefold.jobs.training import Task, train
+from onefold.jobs.training import Task, check_task, train
 
 __all__ = ["Job", "read_options", "run_job"]
 
@@ -63,7 +63,8 @@ def read_options(job: Job, given: dict[str, Any], config: Path | None) -> TrainO
     before: TrainOptions = from_mapping(job.options, saved, str(source))
     for field in fields(asked):
         now, then = getattr(asked, field.name), getattr(before, field.name)
-        if field.name in named and field.name not in RUN_OPTIONS | {"name"} and now != then:
+        asked_for = field.name in named and now != "auto"
+        if asked_for and field.name not in RUN_OPTIONS | {"name"} and now != then:
             raise ValueError(
                 f"--{field.name.replace('_', '-')} {now}: the run {asked.name} was begun with "
                 f"{then}, and --resume goes on with the same; a new --name begins another run"
@@ -87,7 +88,7 @@ def run_job(job: Job, options: TrainOptions) -> dict[str, Any]:
     data = job.prepare(options)
     settled = job.settle(options, data)
     try:
-        result: dict[str, Any] = onefold.launch(
+        result: dict[str, Any] | Exception = onefold.launch(
             _train, devices=options.devices, args=(job, settled, data)
         )
     except RunFailed as failure:
@@ -98,6 +99,8 @@ def run_job(job: Job, options: TrainOptions) -> dict[str, Any]:
             f"--resume goes on from its last checkpoint",
             failure.exit_code,
         ) from None
+    if isinstance(result, Exception):
+        raise result
     report = _report(settled.folder)
     return {**result, "folder": str(settled.folder), "report": report}
 
@@ -111,5 +114,11 @@ def _report(folder: Path) -> str | None:
     return str(build_report(folder))
 
 
-def _train(job: Job, options: TrainOptions, data: Any) -> dict[str, Any]:
-    return train(options, job.name, job.make_task(options, data))
+def _train(job: Job, options: TrainOptions, data: Any) -> dict[str, Any] | Exception:
+    """On every device; options that do not suit the model come back, alike from all of them."""
+    try:
+        task = job.make_task(options, data)
+        check_task(options, task)
+    except (OnefoldError, ValueError, OSError) as error:
+        return error
+    return train(options, job.name, task)

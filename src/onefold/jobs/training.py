@@ -5,6 +5,7 @@ It uses nothing but the public interface, so it is also an example of how to use
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -21,7 +22,7 @@ from onefold.jobs.progress import TrainingBar, epoch_line
 from onefold.jobs.rates import make_optimizer, rate_factor
 from onefold.jobs.runfolder import RunFolder
 
-__all__ = ["Task", "train"]
+__all__ = ["Task", "check_task", "train"]
 
 _LINES = 20
 """Lines of metrics in an epoch, beside that of the epoch itself."""
@@ -93,22 +94,27 @@ def train(options: TrainOptions, job: str, task: Task) -> dict[str, Any]:
         folder.close()
 
 
-def _steps_of_epoch(options: TrainOptions, task: Task) -> int:
-    """Batches of a pass over the training set.
+def check_task(options: TrainOptions, task: Task) -> None:
+    """Refuse a batch that has too few samples for its shards.
 
     Raises:
-        ValueError: a batch has too few samples for its shards.
+        ValueError: it has.
     """
     least = task.least_shard * options.shards
     most = min(options.batch_size, len(task.train_set))
-    if most < least:
+    if most < least and task.least_shard > 1:
         raise ValueError(
             f"a batch has {most} samples at most (--batch-size {options.batch_size}, "
             f"{len(task.train_set)} samples to train with): this model needs {task.least_shard} or "
             f"more in each of its {options.shards} shards; give fewer --shards or a larger batch"
         )
+
+
+def _steps_of_epoch(options: TrainOptions, task: Task) -> int:
+    """Batches of a pass over the training set, without a last one that is too short."""
     whole, rest = divmod(len(task.train_set), options.batch_size)
-    return whole + (1 if rest >= max(least, 1) else 0)
+    least = task.least_shard * options.shards if task.least_shard > 1 else 1
+    return whole + (1 if rest >= least else 0)
 
 
 class _Meter:
@@ -305,7 +311,8 @@ class _Run:
         direction, _, name = self._task.best.partition(" ")
         value = scores[name]
         sign = 1 if direction == "highest" else -1
-        if self._best is None or sign * value >= sign * self._best["value"]:
+        before = self._best["value"] if self._best else math.nan
+        if math.isnan(before) or sign * value >= sign * before:
             checkpoint = Path(self._folder.checkpoints.name) / f"step-{self._trainer.steps:08d}"
             self._best = {
                 "epoch": epoch,
