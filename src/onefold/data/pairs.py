@@ -1,12 +1,13 @@
 """Pictures with a mask each: ``images/`` and ``masks/`` with the same names.
 
 A mask has a part that is meant, and the rest. Its pixels are meant where they are brighter than
-half; in a mask without any value above 1, where they are 1.
+half; in a mask without any value above 1, where they are 1. A coloured pixel is as bright as its
+brightest channel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["MaskedPictures", "Pair", "read_mask", "read_pairs"]
 
 _READERS = 4
+_HALF = 127
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,11 @@ def read_pairs(directory: Path, *, holdout: float, seed: int, skip_bad: bool) ->
             f"{directory}: expected pictures with masks to train and to test with, found "
             f"{len(sound[0])} and {len(sound[1])}"
         )
+    if not any(look.meant for look in sound[1]):
+        raise DataError(
+            f"{directory}: expected masks to score with, none of the {len(sound[1])} to test with "
+            f"has a pixel that is meant"
+        )
     sums = Sums()
     for look in sound[0]:
         sums.join(look.sums)
@@ -108,12 +115,20 @@ def read_mask(path: Path) -> Image:
     """A mask of mode ``L``, 255 where it is meant and 0 elsewhere.
 
     Raises:
-        DataError: it cannot be read.
+        DataError: it cannot be read, or has numbers of classes, or only dark pixels.
     """
     from PIL import Image
 
-    values = np.asarray(open_picture(path).convert("L"))
-    limit = 127 if values.max(initial=0) > 1 else 0
+    values = np.asarray(open_picture(path))
+    if values.ndim == 3:
+        values = values.max(axis=2)
+    brightest = int(values.max(initial=0))
+    if 1 < brightest <= _HALF:
+        raise DataError(
+            f"{path}: expected a mask of 0 and 1, or of 0 and 255, the brightest pixel of this one "
+            f"has {brightest}"
+        )
+    limit = _HALF if brightest > 1 else 0
     return Image.fromarray(np.where(values > limit, 255, 0).astype(np.uint8))
 
 
@@ -141,28 +156,47 @@ def _pairs(directory: Path) -> _Found:
     images, masks = (_by_stem(directory / name) for name in ("images", "masks"))
     if not images:
         raise DataError(f"{directory / 'images'}: expected pictures, found none")
-    lonely = [
-        BadFile(path, f"there is no mask of that name in {directory / 'masks'}")
-        for stem, path in images.items()
-        if stem not in masks
+    bad = [*_doubles(images), *_doubles(masks)]
+    bad += [
+        BadFile(paths[0], f"there is no mask of that name in {directory / 'masks'}")
+        for stem, paths in images.items()
+        if stem not in masks and len(paths) == 1
     ]
-    lonely += [
-        BadFile(path, f"there is no picture of that name in {directory / 'images'}")
-        for stem, path in masks.items()
-        if stem not in images
+    bad += [
+        BadFile(paths[0], f"there is no picture of that name in {directory / 'images'}")
+        for stem, paths in masks.items()
+        if stem not in images and len(paths) == 1
     ]
-    both = [Pair(path, masks[stem]) for stem, path in images.items() if stem in masks]
-    return _Found(both, lonely)
+    both = [
+        Pair(paths[0], masks[stem][0])
+        for stem, paths in images.items()
+        if len(paths) == len(masks.get(stem, ())) == 1
+    ]
+    return _Found(both, bad)
 
 
-def _by_stem(directory: Path) -> dict[str, Path]:
+def _doubles(by_stem: Mapping[str, Sequence[Path]]) -> list[BadFile]:
+    """Files of which nobody knows which one is meant: all of a name but for the ending."""
+    return [
+        BadFile(path, f"expected one file of that name, there is {other.name} as well")
+        for paths in by_stem.values()
+        if len(paths) > 1
+        for path, other in zip(paths, [*paths[1:], paths[0]], strict=True)
+    ]
+
+
+def _by_stem(directory: Path) -> dict[str, list[Path]]:
+    """Pictures by their path without the ending."""
     if not directory.is_dir():
         raise DataError(
             f"{directory.parent}: expected the folders images and masks, there is no "
             f"{directory.name}"
         )
     paths = sorted(path for path in directory.rglob("*") if path.is_file() and is_picture(path))
-    return {str(path.relative_to(directory).with_suffix("")): path for path in paths}
+    found: dict[str, list[Path]] = {}
+    for path in paths:
+        found.setdefault(str(path.relative_to(directory).with_suffix("")), []).append(path)
+    return found
 
 
 def _looked_at(pairs: Sequence[Pair]) -> list[_Look | BadFile]:

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+from codecs import BOM_UTF8
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -110,40 +111,46 @@ def predict_run(run: Path, paths: Sequence[Path], options: PredictOptions) -> Pr
     job = str(read_run(run).get("job"))
     if job not in _PREDICTORS:
         raise DataError(f"{run}: expected a run of {', '.join(_PREDICTORS)}, got {job}")
-    weights = best_checkpoint(run) if options.weights == "best" else run / CHECKPOINTS
-    if not weights.is_dir():
-        raise CheckpointError(f"{weights}: expected the run's checkpoints, there are none yet")
-    if options.output is None and job == segment.JOB:
-        raise ValueError("--output: expected a folder for the masks")
-    inputs = _read_texts(paths) if job == text.JOB else _read_pictures(paths)
+    weights = best_checkpoint(run) if options.weights == "best" else _last_checkpoint(run)
+    _check_output(job, options.output)
+    inputs = _read(job, paths)
     if not options.skip_bad:
         refuse(inputs.left_out)
     if not inputs.paths:
         raise DataError(f"{', '.join(map(str, paths))}: expected something to look at, found none")
-    if job == segment.JOB:
-        _check_masks(inputs)
+    _check_inputs_stay(job, inputs, options.output)
     rows: list[dict[str, Any]] = onefold.launch(
         _predict, devices=options.devices, args=(job, run, weights, inputs, options)
     )
     return Prediction(rows, inputs.left_out)
 
 
+def _last_checkpoint(run: Path) -> Path:
+    """The folder of a run's newest weights."""
+    folders = [path.parent for path in (run / CHECKPOINTS).glob("step-*/model.safetensors")]
+    if not folders:
+        raise CheckpointError(f"{run / CHECKPOINTS}: expected the run's checkpoints, found none")
+    return max(folders, key=lambda folder: int(folder.name.removeprefix("step-")))
+
+
 def write_prediction(
     prediction: Prediction, options: PredictOptions, screen: TextIO
 ) -> Path | None:
     """Write the rows where the options say: the file, or None for the screen."""
-    content = (
-        _as_json(prediction.rows) if options.chosen_format == "json" else _as_csv(prediction.rows)
-    )
+    json_wanted = options.chosen_format == "json"
+    content = _as_json(prediction.rows) if json_wanted else _as_csv(prediction.rows)
     if options.output is None:
-        screen.write(content)
+        screen.write(content.encode(errors="backslashreplace").decode())
         return None
     path = options.output
     if prediction.rows and "mask" in prediction.rows[0]:
         path = path / f"masks.{options.chosen_format}"
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.new")
-    aside.write_text(content, encoding="utf-8")
+    # Names of files may be no UTF-8: CSV takes their bytes as they are, JSON cannot.
+    aside.write_bytes(
+        content.encode(errors="backslashreplace" if json_wanted else "surrogateescape")
+    )
     os.replace(aside, path)
     return path
 
@@ -171,20 +178,30 @@ def _flat(row: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _read_pictures(paths: Sequence[Path]) -> _Inputs:
+def _read(job: str, paths: Sequence[Path]) -> _Inputs:
+    if job == text.JOB:
+        return _read_texts(paths)
+    return _read_pictures(paths, masks=job == segment.JOB)
+
+
+def _read_pictures(paths: Sequence[Path], *, masks: bool) -> _Inputs:
     """All pictures of files and folders; each is read once, to see whether it can be."""
     require_pillow()
     found: dict[Path, str] = {}
     for path in paths:
         if path.is_dir():
             below = sorted(p for p in path.rglob("*") if p.is_file() and is_picture(p))
-            found.update({each: str(each.relative_to(path)) for each in below})
+            for each in below:
+                found.setdefault(each, str(each.relative_to(path)))
         elif path.is_file():
-            found[path] = path.name
+            found.setdefault(path, path.name)
         else:
             raise DataError(f"{path}: expected a file or folder, there is none")
-    facts = scan_pictures(list(found))
-    sound = [list(found)[number] for number in facts.sound]
+    if not masks and len(set(found.values())) < len(found):
+        found = {path: str(path) for path in found}  # or nobody could tell them apart
+    files = list(found)
+    facts = scan_pictures(files)
+    sound = [files[number] for number in facts.sound]
     return _Inputs(sound, [found[path] for path in sound], left_out=facts.bad)
 
 
@@ -194,13 +211,13 @@ def _read_texts(paths: Sequence[Path]) -> _Inputs:
     for path in paths:
         if not path.is_file():
             raise DataError(f"{path}: expected a file with one text a line, there is none")
-        for number, content in enumerate(path.read_bytes().splitlines(), start=1):
+        for number, content in enumerate(_lines(path), start=1):
             try:
-                line = content.decode().removeprefix("\ufeff").partition("\t")[0].strip()
+                line = content.decode().partition("\t")[0]
             except UnicodeDecodeError:
                 inputs.left_out.append(BadFile(path, "expected UTF-8", number))
                 continue
-            if not line:
+            if not line.strip():
                 inputs.left_out.append(BadFile(path, "expected a text, got none", number))
                 continue
             inputs.paths.append(path)
@@ -208,6 +225,41 @@ def _read_texts(paths: Sequence[Path]) -> _Inputs:
             inputs.texts.append(line)
             inputs.lines.append(number)
     return inputs
+
+
+def _lines(path: Path) -> list[bytes]:
+    """As training reads them: LF or CRLF ends a line, blank lines at the end are none."""
+    lines = path.read_bytes().removeprefix(BOM_UTF8).split(b"\n")
+    while lines and not lines[-1].strip():
+        lines.pop()
+    return [line.removesuffix(b"\r") for line in lines]
+
+
+def _check_output(job: str, output: Path | None) -> None:
+    """Refuse now what could not be written after all the work."""
+    if job != segment.JOB:
+        if output is not None and output.is_dir():
+            raise ValueError(
+                f"--output {output}: expected a file for the predictions, not a folder"
+            )
+    elif output is None:
+        raise ValueError("--output: expected a folder for the masks")
+    elif output.exists() and not output.is_dir():
+        raise ValueError(f"--output {output}: expected a folder for the masks, this is a file")
+
+
+def _check_inputs_stay(job: str, inputs: _Inputs, output: Path | None) -> None:
+    """Refuse to write over what is read."""
+    if output is None:
+        return
+    if job == segment.JOB:
+        _check_masks(inputs)
+        written = {(output / _mask_name(name)).resolve() for name in inputs.names}
+    else:
+        written = {output.resolve()}
+    for path in inputs.paths:
+        if path.resolve() in written:
+            raise ValueError(f"--output {output}: expected another place, {path} would be lost")
 
 
 def _check_masks(inputs: _Inputs) -> None:
@@ -327,17 +379,21 @@ def _predict_masks(
     model = kind.build()
     trainer = _trainer(model, run, weights)
     folder = options.output or Path()
+    padded = segment.Padded(model.stride)
 
     def draw(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
         """Write the masks of a shard where it is computed; the share of each that is meant."""
-        said = model(batch["images"]).squeeze(1).sigmoid() >= kind.threshold
+        said = segment.whole_logits(model, batch, padded.stride).sigmoid() >= kind.threshold
         shares = []
         numbers = batch["masks"][:, 0, 0].to(torch.int64).tolist()
         for mask, number, size in zip(said, numbers, batch["sizes"].tolist(), strict=True):
             pixels = mask[: size[0], : size[1]].cpu()
             path = folder / _mask_name(inputs.names[number])
             path.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(np.where(pixels.numpy(), 255, 0).astype(np.uint8)).save(path)
+            drawn = Image.fromarray(np.where(pixels.numpy(), 255, 0).astype(np.uint8))
+            aside = path.with_name(f".{path.name}.new")
+            drawn.save(aside, format="PNG")
+            os.replace(aside, path)
             shares.append(pixels.to(torch.float64).mean())
         return {"share": torch.stack(shares)}
 
@@ -346,7 +402,7 @@ def _predict_masks(
         _NumberedPictures(inputs.paths, kind.normalise),
         batch_size=options.batch_size or 8,
         workers=options.workers,
-        collate=segment.Padded(model.stride),
+        collate=padded,
     )["share"]
     return [
         {"file": name, "mask": _mask_name(name), "share": share}

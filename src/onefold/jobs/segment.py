@@ -130,7 +130,12 @@ def prepare(options: SegmentOptions) -> MaskedPictures:
 
 
 def settle(options: SegmentOptions, data: MaskedPictures) -> SegmentOptions:
-    """Fill in what was left to the data."""
+    """Fill in what was left to the data.
+
+    Raises:
+        DataError: an option does not suit them.
+    """
+    _pos_weight(options.pos_weight, data)
     fine = options.pretrained is not None
     rate = 0.05 if options.optimizer == "sgd" else 0.001
     crop = min(LARGEST_CROP, max(64, data.shortest // 32 * 32))
@@ -178,6 +183,8 @@ class MaskModel:
 class Crops(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """Squares out of pictures and the same out of their masks, changed together.
 
+    A picture that is smaller is taken as it is, in that direction.
+
     Args:
         pairs: the pictures and masks.
         options: settled ones.
@@ -195,7 +202,7 @@ class Crops(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return len(self._pairs)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(3, crop, crop) and (crop, crop) float32."""
+        """(3, h, w) and (h, w) float32, where h and w are at most ``crop``."""
         pair, options = self._pairs[index], self._options
         image, mask = open_picture(pair.image).convert("RGB"), read_mask(pair.mask)
         image, mask = _cut_both(image, mask, options.crop or LARGEST_CROP)
@@ -229,22 +236,33 @@ class Padded:
     """Makes a shard of pictures of any size: padded on the right and below, to a common size.
 
     Args:
-        stride: of which the common height and width are multiples.
+        stride: of which the common height and width are multiples; they are two of it at least, or
+            batch norm would find a single value in a channel of a single picture.
     """
 
     def __init__(self, stride: int) -> None:
-        self._stride = stride
+        self.stride = stride
 
     def __call__(self, samples: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, torch.Tensor]:
         """``images`` (n, 3, h, w) and ``masks`` (n, h, w) float32, ``sizes`` (n, 2) int64."""
         sizes = torch.tensor([image.shape[1:] for image, _ in samples])
-        height, width = (-(-int(most) // self._stride) * self._stride for most in sizes.amax(dim=0))
+        height, width = padded_size(sizes.amax(dim=0).tolist(), self.stride)
         images = torch.zeros(len(samples), samples[0][0].shape[0], height, width)
         masks = torch.zeros(len(samples), height, width)
         for row, (image, mask) in enumerate(samples):
             images[row, :, : image.shape[1], : image.shape[2]] = image
             masks[row, : mask.shape[0], : mask.shape[1]] = mask
         return {"images": images, "masks": masks, "sizes": sizes}
+
+
+def padded_size(size: Sequence[int], stride: int) -> tuple[int, int]:
+    """Height and width as multiples of the stride.
+
+    >>> padded_size([33, 20], 32)
+    (64, 64)
+    """
+    height, width = (max(2, -(-side // stride)) * stride for side in size)
+    return height, width
 
 
 def inside(sizes: torch.Tensor, height: int, width: int) -> torch.Tensor:
@@ -291,7 +309,7 @@ def make_task(options: SegmentOptions, data: MaskedPictures) -> Task:
         return mean_loss(model(batch["images"]).squeeze(1), batch)
 
     def score(model: nn.Module, batch: Any) -> dict[str, onefold.Mean]:
-        logits = model(batch["images"]).squeeze(1)
+        logits = whole_logits(model, batch, padded.stride)
         overlap, said, meant = (part.sum() for part in overlaps(logits, batch, threshold))
         return {
             "loss": mean_loss(logits, batch),
@@ -322,6 +340,31 @@ def make_task(options: SegmentOptions, data: MaskedPictures) -> Task:
             "left_out": [str(each) for each in data.left_out],
         },
     )
+
+
+def whole_logits(model: nn.Module, batch: Any, stride: int) -> torch.Tensor:
+    """Logits of whole pictures, each padded for itself: what is said does not depend on the others.
+
+    Padding to the size of a larger one would change the borders, and with them what a deep network
+    says all over the picture. Those of one size go through the model together.
+
+    Args:
+        model: in evaluation mode.
+        batch: of `Padded`.
+        stride: of which height and width are multiples.
+
+    Returns:
+        (n, h, w) float32, 0 in what padding there is beyond a picture's own.
+    """
+    images = batch["images"]
+    alike: dict[tuple[int, int], list[int]] = {}
+    for row, size in enumerate(batch["sizes"].tolist()):
+        alike.setdefault(padded_size(size, stride), []).append(row)
+    logits: torch.Tensor = images.new_zeros(len(images), *images.shape[2:])
+    for (height, width), rows in alike.items():
+        said = model(images[rows, :, :height, :width]).squeeze(1)
+        logits[rows, :height, :width] = said.to(logits.dtype)
+    return logits
 
 
 def overlaps(
@@ -384,16 +427,20 @@ def _load(model: UNet, path: Path, key: str | None) -> None:
 def _pos_weight(chosen: str, data: MaskedPictures) -> float:
     if chosen != "auto":
         return float(chosen)
-    if not data.meant:
-        raise DataError("--pos-weight auto: no training mask has a pixel that is meant")
+    if data.meant in (0, data.pixels):
+        which = "every" if data.meant else "no"
+        raise DataError(
+            f"--pos-weight auto: expected masks with two kinds of pixels to train with, {which} "
+            f"pixel is meant"
+        )
     return (data.pixels - data.meant) / data.meant
 
 
 def _cut_both(image: Image, mask: Image, side: int) -> tuple[Image, Image]:
-    """The same square out of both; where a picture is smaller, black and nothing meant."""
+    """The same square out of both, or as much of it as there is."""
     left = below(max(1, image.width - side + 1))
     top = below(max(1, image.height - side + 1))
-    box = (left, top, left + side, top + side)
+    box = (left, top, min(left + side, image.width), min(top + side, image.height))
     return image.crop(box), mask.crop(box)
 
 
@@ -431,7 +478,7 @@ def _examples(
     """Pictures, masks and predictions: some from all over the test set, and the worst."""
 
     def measure(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
-        logits = model(batch["images"]).squeeze(1)
+        logits = whole_logits(model, batch, padded.stride)
         names = ("overlap", "said", "meant")
         return dict(zip(names, overlaps(logits, batch, options.threshold), strict=True))
 
@@ -449,7 +496,8 @@ def _examples(
     samples = [number * len(test_set) // count for number in range(count)]
     worst = iou.argsort(stable=True)[:count].tolist()
     shown = sorted({*samples, *worst})
-    drawn = trainer.predict(_Drawing(options.threshold), Subset(test_set, shown), **reading)
+    draw = _Drawing(options.threshold, padded.stride)
+    drawn = trainer.predict(draw, Subset(test_set, shown), **reading)
 
     def told(number: int) -> dict[str, Any]:
         pair = test_set.pairs[number]
@@ -472,14 +520,16 @@ class _Drawing:
 
     Args:
         threshold: probability from which a pixel is in the mask.
+        stride: of the model.
     """
 
-    def __init__(self, threshold: float) -> None:
+    def __init__(self, threshold: float, stride: int) -> None:
         self._threshold = threshold
+        self._stride = stride
 
     def __call__(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
         """``mask`` (n, side, side) uint8, of which ``size`` (n, 2) int64 is the mask."""
-        logits = model(batch["images"])
+        logits = whole_logits(model, batch, self._stride).unsqueeze(1)
         masks = (logits.sigmoid() >= self._threshold).to(torch.float32)
         canvas = torch.zeros(len(masks), LARGEST_SHOWN, LARGEST_SHOWN, dtype=torch.uint8)
         sizes = torch.zeros(len(masks), 2, dtype=torch.int64)
