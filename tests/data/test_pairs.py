@@ -188,7 +188,9 @@ def test_what_is_bad_is_named_and_refused(split: Path, spoil: Any, part: str) ->
     for folder in ("images", "masks"):
         (split / part / folder / f"{first}.png").rename(split / part / folder / "0.png")
     told = spoil(split / part)
-    with pytest.raises(DataError, match=f"^{len(told)} of the data cannot be used") as caught:
+    with pytest.raises(
+        DataError, match=f"^{len(told)} of the files and lines cannot be used"
+    ) as caught:
         read(split)
     for path, reason in told.items():
         assert re.search(f"{split / part / path}: {reason}", str(caught.value))
@@ -209,7 +211,7 @@ def test_all_that_is_bad_is_told_at_once(whole: Path) -> None:
     (whole / "masks" / "0.png").unlink()
     (whole / "masks" / "1.png").write_bytes(b"")
     (whole / "images" / "2.png").write_bytes(b"")
-    with pytest.raises(DataError, match=r"^3 of the data cannot be used") as caught:
+    with pytest.raises(DataError, match=r"^3 of the files and lines cannot") as caught:
         read(whole)
     for path in ("images/0.png", "masks/1.png", "images/2.png"):
         assert f"{whole / path}: " in str(caught.value)

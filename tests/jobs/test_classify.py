@@ -13,7 +13,6 @@ from onefold.errors import CheckpointError, DataError, LaunchError
 from onefold.jobs.classify import (
     ClassifyOptions,
     PictureModel,
-    default_rate,
     make_task,
     prepare,
     settle,
@@ -51,7 +50,7 @@ def facts_of(data: Path, **choices: Any) -> Any:
 def test_small_pictures_are_kept_and_shifted(data: Path) -> None:
     options, _ = settled(data)
     assert (options.image_size, options.augment, options.flip) == (16, "shift", "yes")
-    assert (options.epochs, options.lr) == (10, default_rate(options))
+    assert (options.epochs, options.lr) == (10, 0.05)
 
 
 @pytest.mark.parametrize(
@@ -170,6 +169,7 @@ def test_a_run_brings_its_size_and_its_numbers(data: Path, run: Path, tmp_path: 
     mine, before = facts_of(other, pretrained=str(run)), PictureModel.of_run(run)
     assert (mine["mean"], mine["std"]) == (before.mean, before.std)
     assert mine["image_size"] == before.image_size
+    assert mine["name"] == before.name
 
 
 def test_the_rate_of_the_last_layer_and_what_is_frozen(data: Path, run: Path) -> None:

@@ -384,7 +384,7 @@ def test_auto_needs_two_kinds_of_pixels(folder: Path, meant: int, which: str) ->
         ({"pos_weight": "nan"}, "--pos-weight nan"),
         ({"pos_weight": "inf"}, "--pos-weight inf"),
         ({"pos_weight": "many"}, "--pos-weight many"),
-        ({"pretrained_key": "model"}, "--pretrained-key : expected with --pretrained"),
+        ({"pretrained_key": "model"}, "--pretrained-key: expected with --pretrained"),
         ({"shards": 0}, "--shards 0: expected 1 or more"),
     ],
 )

@@ -21,7 +21,7 @@ from tests.jobs.tiny import SMALL, WRITERS, run_here, write_pictures
 BAD: dict[str, Callable[[Path], object]] = {
     "classify": lambda data: (data / "train" / "pear" / "3.png").write_bytes(b"no picture"),
     "segment": lambda data: (data / "train" / "masks" / "2.png").unlink(),
-    "text": lambda data: (data / "train.tsv").open("a").write("no tab\n"),
+    "text": lambda data: (data / "dev.tsv").write_text(f"no tab\n{(data / 'dev.tsv').read_text()}"),
 }
 """Ways to make one sample of a data set useless."""
 

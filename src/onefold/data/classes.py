@@ -7,7 +7,7 @@ share is held out; the IDX files of MNIST and its relatives; scikit-learn's digi
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,10 +22,10 @@ from onefold.data.pictures import (
     PictureFiles,
     Pictures,
     Sums,
-    is_picture,
     scan_pictures,
     sum_looks,
 )
+from onefold.data.walk import is_visible_folder, picture_paths
 from onefold.errors import DataError, LaunchError
 
 __all__ = [
@@ -253,38 +253,17 @@ def _class_files(directory: Path) -> _Found:
     if not directory.is_dir():
         raise DataError(f"{readable(directory)}: expected a folder with one folder for each class")
     found = _Found([], [], [])
-    folders = sorted(path for path in directory.iterdir() if _is_visible_folder(path))
+    folders = sorted(path for path in directory.iterdir() if is_visible_folder(path))
     if not folders:
         raise DataError(f"{readable(directory)}: expected a folder for each class, found none")
     for folder in folders:
         before = len(found.bad)
-        paths = sorted(_picture_paths(folder, found.bad, frozenset()))
+        paths = picture_paths(folder, found.bad)
         if not paths and len(found.bad) == before:
             found.bad.append(BadFile(folder, "expected pictures of the class, found none"))
         found.paths.extend(paths)
         found.labels.extend([readable(Path(folder.name))] * len(paths))
     return found
-
-
-def _picture_paths(folder: Path, bad: list[BadFile], above: frozenset[Path]) -> Iterator[Path]:
-    """Also in folders within, and where links lead; not into a folder that this one lies in."""
-    real = folder.resolve()
-    if real in above:
-        return
-    try:
-        entries = sorted(folder.iterdir())
-    except OSError as error:
-        bad.append(BadFile(folder, f"expected a folder that can be read, got {error.strerror}"))
-        return
-    for path in entries:
-        if _is_visible_folder(path):
-            yield from _picture_paths(path, bad, above | {real})
-        elif is_picture(path) and (path.is_file() or path.is_symlink()):
-            yield path  # or a link that leads nowhere, which is told when it is read
-
-
-def _is_visible_folder(path: Path) -> bool:
-    return path.is_dir() and not path.name.startswith(".")
 
 
 def _looked_through(files: _Found) -> tuple[_Sound, list[BadFile]]:

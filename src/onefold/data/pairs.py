@@ -8,7 +8,6 @@ brightest channel.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +17,8 @@ import torch
 
 from onefold.data.bad import BadFile, refuse
 from onefold.data.classes import held_out, test_folder
-from onefold.data.pictures import Sums, is_picture, open_picture
+from onefold.data.pictures import Sums, decode_picture, look_through, open_picture
+from onefold.data.walk import picture_paths
 from onefold.errors import DataError
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 __all__ = ["MaskedPictures", "Pair", "read_mask", "read_pairs"]
 
-_READERS = 4
 _HALF = 127
 
 
@@ -81,7 +80,7 @@ def read_pairs(directory: Path, *, holdout: float, seed: int, skip_bad: bool) ->
         held = held_out(["pair"] * len(whole.pairs), share=holdout, seed=seed)
         train = _Found([p for i, p in enumerate(whole.pairs) if i not in held], whole.bad)
         test = _Found([p for i, p in enumerate(whole.pairs) if i in held], [])
-    looks = _looked_at(train.pairs), _looked_at(test.pairs)
+    looks = look_through(_look, train.pairs), look_through(_look, test.pairs)
     bad = [*train.bad, *test.bad]
     bad += [look for part in looks for look in part if isinstance(look, BadFile)]
     if not skip_bad:
@@ -117,9 +116,13 @@ def read_mask(path: Path) -> Image:
     Raises:
         DataError: it cannot be read, or has numbers of classes, or only dark pixels.
     """
+    return _binary(open_picture(path, scaled=False), path)
+
+
+def _binary(mask: Image, path: Path) -> Image:
     from PIL import Image
 
-    values = np.asarray(open_picture(path))
+    values = np.asarray(mask)
     if values.ndim == 3:
         values = values.max(axis=2)
     brightest = int(values.max(initial=0))
@@ -153,10 +156,11 @@ class _Look:
 
 def _pairs(directory: Path) -> _Found:
     """Pictures with a mask of the same name, whatever the ending."""
-    images, masks = (_by_stem(directory / name) for name in ("images", "masks"))
+    bad: list[BadFile] = []
+    images, masks = (_by_stem(directory / name, bad) for name in ("images", "masks"))
     if not images:
         raise DataError(f"{directory / 'images'}: expected pictures, found none")
-    bad = [*_doubles(images), *_doubles(masks)]
+    bad += [*_doubles(images), *_doubles(masks)]
     bad += [
         BadFile(paths[0], f"there is no mask of that name in {directory / 'masks'}")
         for stem, paths in images.items()
@@ -185,31 +189,25 @@ def _doubles(by_stem: Mapping[str, Sequence[Path]]) -> list[BadFile]:
     ]
 
 
-def _by_stem(directory: Path) -> dict[str, list[Path]]:
+def _by_stem(directory: Path, bad: list[BadFile]) -> dict[str, list[Path]]:
     """Pictures by their path without the ending."""
     if not directory.is_dir():
         raise DataError(
             f"{directory.parent}: expected the folders images and masks, there is no "
             f"{directory.name}"
         )
-    paths = sorted(path for path in directory.rglob("*") if path.is_file() and is_picture(path))
     found: dict[str, list[Path]] = {}
-    for path in paths:
+    for path in picture_paths(directory, bad):
         found.setdefault(str(path.relative_to(directory).with_suffix("")), []).append(path)
     return found
-
-
-def _looked_at(pairs: Sequence[Pair]) -> list[_Look | BadFile]:
-    with ThreadPoolExecutor(_READERS) as readers:
-        return list(readers.map(_look, pairs))
 
 
 def _look(pair: Pair) -> _Look | BadFile:
     path = pair.image
     try:
-        image = open_picture(path).convert("RGB")
+        image = decode_picture(path).convert("RGB")
         path = pair.mask
-        mask = read_mask(path)
+        mask = _binary(decode_picture(path, scaled=False), path)
     except DataError as error:
         return BadFile(path, str(error).removeprefix(f"{path}: "))
     if mask.size != image.size:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import sqrt
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -32,7 +32,9 @@ __all__ = [
     "PictureFiles",
     "Pictures",
     "Sums",
+    "decode_picture",
     "is_picture",
+    "look_through",
     "open_picture",
     "require_pillow",
     "scan_pictures",
@@ -40,6 +42,8 @@ __all__ = [
 ]
 
 Mode = Literal["L", "RGB"]
+_Item = TypeVar("_Item")
+_Seen = TypeVar("_Seen")
 
 _SUFFIXES = frozenset({
     ".avif", ".bmp", ".gif", ".heic", ".jfif", ".jpe", ".jpeg", ".jpg", ".pgm", ".png", ".ppm",
@@ -201,14 +205,14 @@ def is_picture(path: Path) -> bool:
     return path.suffix.lower() in _SUFFIXES and not path.name.startswith(".")
 
 
-def open_picture(path: Path) -> Image:
+def open_picture(path: Path, *, scaled: bool = True) -> Image:
     """Read a picture as a whole, to mode ``L`` if it is grey, or else ``RGB``.
 
     Raises:
         DataError: it cannot be read; the message names the file.
     """
     with _pillow_quiet():
-        return _open(path)
+        return decode_picture(path, scaled=scaled)
 
 
 @contextmanager
@@ -222,7 +226,13 @@ def _pillow_quiet() -> Iterator[None]:
         yield
 
 
-def _open(path: Path) -> Image:
+def decode_picture(path: Path, *, scaled: bool = True) -> Image:
+    """As `open_picture`, for threads that run within `look_through`.
+
+    Args:
+        path: of the file.
+        scaled: bring more than 8 bits to 8 as a whole; otherwise what is above 255 becomes 255.
+    """
     from PIL import Image, ImageOps
 
     try:
@@ -230,7 +240,7 @@ def _open(path: Path) -> Image:
             opened.load()
             turned = ImageOps.exif_transpose(opened)
         if turned.mode.startswith(("I", "F")):
-            turned = _to_bytes(turned)
+            turned = _to_bytes(turned, scaled=scaled)
         return turned.convert("L" if turned.mode in _GREY_MODES else "RGB")
     except MemoryError:
         raise
@@ -251,7 +261,7 @@ def _what_came(path: Path, error: Exception) -> str:
     return f"a file of no known format that begins with {start!r}" if start else "an empty file"
 
 
-def _to_bytes(picture: Image) -> Image:
+def _to_bytes(picture: Image, *, scaled: bool) -> Image:
     """A grey picture of more than 8 bits a pixel, scaled as a whole to 8.
 
     Only 16 bits say what white is. Other numbers go up to 1 (fractions), 255 or 65535, whichever
@@ -263,6 +273,8 @@ def _to_bytes(picture: Image) -> Image:
     whites = [65535] if picture.mode.startswith("I;16") else [255, 65535]
     if picture.mode == "F":
         whites.insert(0, 1)
+    if not scaled:
+        return Image.fromarray(values.clip(0, 255).astype(np.uint8))
     white = next((white for white in whites if values.max() <= white), 65535)
     return Image.fromarray((values.clip(0, white) * (255 / white)).astype(np.uint8))
 
@@ -273,17 +285,30 @@ def scan_pictures(paths: Sequence[Path]) -> PictureFacts:
     Args:
         paths: of the files.
     """
-    from PIL import Image
-
-    Image.init()  # or threads that load formats at the same time may take one for unknown
-    groups = [paths[i : i + _FILES_AT_ONCE] for i in range(0, len(paths), _FILES_AT_ONCE)]
-    with _pillow_quiet(), ThreadPoolExecutor(_READERS) as readers:
-        looks = [look for group in readers.map(_look_at_all, groups) for look in group]
+    looks = look_through(_look, paths)
     return PictureFacts(
         sound=[number for number, look in enumerate(looks) if isinstance(look, Look)],
         bad=[look for look in looks if isinstance(look, BadFile)],
         looks=[look for look in looks if isinstance(look, Look)],
     )
+
+
+def look_through(look: Callable[[_Item], _Seen], items: Sequence[_Item]) -> list[_Seen]:
+    """What a function says of each of many things that it reads pictures for, by several threads.
+
+    Args:
+        look: reads by `decode_picture`.
+        items: what it is called with.
+    """
+    from PIL import Image
+
+    def look_at_all(group: Sequence[_Item]) -> list[_Seen]:
+        return [look(item) for item in group]
+
+    Image.init()  # or threads that load formats at the same time may take one for unknown
+    groups = [items[i : i + _FILES_AT_ONCE] for i in range(0, len(items), _FILES_AT_ONCE)]
+    with _pillow_quiet(), ThreadPoolExecutor(_READERS) as readers:
+        return [seen for group in readers.map(look_at_all, groups) for seen in group]
 
 
 def sum_looks(looks: Iterable[Look], *, grey: bool) -> Sums:
@@ -296,13 +321,9 @@ def sum_looks(looks: Iterable[Look], *, grey: bool) -> Sums:
     return whole
 
 
-def _look_at_all(paths: Sequence[Path]) -> list[Look | BadFile]:
-    return [_look(path) for path in paths]
-
-
 def _look(path: Path) -> Look | BadFile:
     try:
-        picture = _open(path)
+        picture = decode_picture(path)
     except DataError as error:
         return BadFile(path, str(error).removeprefix(f"{readable(path)}: "))
     pixels = np.asarray(picture)

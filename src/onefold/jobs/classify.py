@@ -42,7 +42,7 @@ from onefold.jobs.finetune import (
     reuse_rows,
 )
 from onefold.jobs.options import Augment, TrainOptions, expect, option
-from onefold.jobs.rates import scaled_rate
+from onefold.jobs.rates import scaled_rate, usual_rate
 from onefold.jobs.runfolder import RunFolder, read_run
 from onefold.jobs.training import Task
 from onefold.models.catalog import MODELS, build_model, head_name, head_of
@@ -56,6 +56,7 @@ FASHION_CLASSES = (
 )  # fmt: skip
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 EVALUATION_BATCH_SIZE = 256
+USUAL_MODEL = "resnet18"
 SMALL = 64
 """Pictures up to this side are shifted rather than cut, and tested as a whole."""
 USUAL_SIDE = 224
@@ -70,7 +71,11 @@ Stem = Literal["auto", "small", "large"]
 class ClassifyOptions(TrainOptions):
     """Options of ``onefold train classify``."""
 
-    model: str = option("resnet18", f"{', '.join(MODELS)}, or timm:NAME where timm is installed.")
+    model: str | None = option(
+        None,
+        f"{', '.join(MODELS)}, or timm:NAME where timm is installed.",
+        shown="resnet18, or that of the pretrained run",
+    )
     cache: str = option("~/.cache/onefold", "Where mnist and fashion-mnist are fetched to.")
     holdout: float = option(0.1, "Share of each class to test with, where there is no test set.")
     image_size: int | None = option(
@@ -111,7 +116,7 @@ class ClassifyOptions(TrainOptions):
         )
         size = self.image_size
         expect(size is None or size >= 8, "image_size", size, "8 or more")
-        known = self.model in MODELS or self.model.startswith("timm:")
+        known = self.model is None or self.model in MODELS or self.model.startswith("timm:")
         expect(known, "model", self.model, f"{', '.join(MODELS)} or timm:NAME")
         if self.pretrained is None:
             wanting = [
@@ -201,30 +206,32 @@ def prepare(options: ClassifyOptions) -> PictureClasses:
 
 def settle(options: ClassifyOptions, data: PictureClasses) -> ClassifyOptions:
     """Fill in what was left to the data."""
-    size = options.image_size or _side(options, data)
+    run = _run_of(options)
+    before = PictureModel.of_run(run) if run else None
+    model = options.model or (before.name if before else USUAL_MODEL)
+    size = options.image_size or (before.image_size if before else _side(model, data))
     fine = options.pretrained is not None
-    chosen = replace(
+    return replace(
         options,
+        model=model,
         image_size=size,
         epochs=options.epochs or (5 if fine else 10),
+        lr=usual_rate(options, fine=fine) if options.lr is None else options.lr,
         augment=_augment(options.augment, size),
         flip=_flip(options.flip, data.mode),
     )
-    rate = options.lr if options.lr is not None else default_rate(chosen) * (0.2 if fine else 1.0)
-    return replace(chosen, lr=rate)
 
 
-def default_rate(options: TrainOptions) -> float:
-    """The learning rate of an optimizer for training from scratch."""
-    return 0.05 if options.optimizer == "sgd" else 0.001
+def _run_of(options: ClassifyOptions) -> Path | None:
+    """The run whose weights are the beginning, if it is one."""
+    path = Path(options.pretrained or "")
+    return path if options.pretrained and is_run(path) else None
 
 
-def _side(options: ClassifyOptions, data: PictureClasses) -> int:
-    if options.pretrained and is_run(Path(options.pretrained)):
-        return PictureModel.of_run(Path(options.pretrained)).image_size
+def _side(model: str, data: PictureClasses) -> int:
     shorter = [min(size) for size in data.sizes]
     usual = round(median(shorter))
-    if options.model in MODELS and not MODELS[options.model].any_size:
+    if model in MODELS and not MODELS[model].any_size:
         fits = len(set(data.sizes)) == 1 and usual % 4 == 0 and 12 <= usual <= SMALL
         return usual if fits else FIXED_SIDE
     return usual if usual <= SMALL else min(usual, USUAL_SIDE)
@@ -315,10 +322,10 @@ def confidences(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
 
 
 def _picture_model(options: ClassifyOptions, data: PictureClasses) -> PictureModel:
-    mode, run = data.mode, Path(options.pretrained or "")
+    mode, run = data.mode, _run_of(options)
     mean, std = data.sums.mean_and_std()
     normalise = options.normalise
-    if options.pretrained and is_run(run):
+    if run:
         before = PictureModel.of_run(run)
         mode = before.mode
         if normalise == "auto":
@@ -331,11 +338,11 @@ def _picture_model(options: ClassifyOptions, data: PictureClasses) -> PictureMod
     elif normalise == "none":
         mean, std = (0.0,), (1.0,)
     channels = 1 if mode == "L" else 3
-    size = options.image_size or 0
-    resnet = options.model in MODELS and MODELS[options.model].any_size
+    size, model = options.image_size or USUAL_SIDE, options.model or USUAL_MODEL
+    resnet = model in MODELS and MODELS[model].any_size
     stem = size <= SMALL if options.stem == "auto" else options.stem == "small"
     return PictureModel(
-        name=options.model,
+        name=model,
         classes=data.classes,
         image_size=size,
         mode=mode,
@@ -353,9 +360,8 @@ def _for_channels(values: tuple[float, ...], channels: int) -> tuple[float, ...]
 
 def _with_weights(options: ClassifyOptions, kind: PictureModel) -> tuple[nn.Module, PictureModel]:
     """A model with pretrained weights and a new last layer, of whichever stem they have."""
-    path = Path(options.pretrained or "")
-    run = path if is_run(path) else None
-    weights = best_checkpoint(path) if run else path
+    run = _run_of(options)
+    weights = best_checkpoint(run) if run else Path(options.pretrained or "")
     stems = [kind.small_stem]
     if kind.small_stem is not None and options.stem == "auto":
         stems.append(not kind.small_stem)

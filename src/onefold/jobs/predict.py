@@ -22,11 +22,11 @@ from onefold.data.augment import LabelledPictures, Normalise
 from onefold.data.bad import BadFile, refuse
 from onefold.data.pictures import (
     PictureFiles,
-    is_picture,
     open_picture,
     require_pillow,
     scan_pictures,
 )
+from onefold.data.walk import picture_paths
 from onefold.errors import CheckpointError, DataError
 from onefold.jobs import classify, segment, text
 from onefold.jobs.finetune import best_checkpoint
@@ -188,10 +188,10 @@ def _read_pictures(paths: Sequence[Path], *, masks: bool) -> _Inputs:
     """All pictures of files and folders; each is read once, to see whether it can be."""
     require_pillow()
     found: dict[Path, str] = {}
+    bad: list[BadFile] = []
     for path in paths:
         if path.is_dir():
-            below = sorted(p for p in path.rglob("*") if p.is_file() and is_picture(p))
-            for each in below:
+            for each in picture_paths(path, bad):
                 found.setdefault(each, str(each.relative_to(path)))
         elif path.is_file():
             found.setdefault(path, path.name)
@@ -202,7 +202,7 @@ def _read_pictures(paths: Sequence[Path], *, masks: bool) -> _Inputs:
     files = list(found)
     facts = scan_pictures(files)
     sound = [files[number] for number in facts.sound]
-    return _Inputs(sound, [found[path] for path in sound], left_out=facts.bad)
+    return _Inputs(sound, [found[path] for path in sound], left_out=[*bad, *facts.bad])
 
 
 def _read_texts(paths: Sequence[Path]) -> _Inputs:

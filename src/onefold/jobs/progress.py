@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, final
 
 from rich.progress import (
@@ -75,7 +76,9 @@ class TrainingBar:
 
     def advance(self, step: onefold.Step, *, mean_loss: float) -> None:
         """One step is done; ``mean_loss`` is that of the epoch so far."""
-        state = f"epoch {step.epoch + 1}/{self.epochs}  loss {mean_loss:.3f}"
+        state = f"epoch {step.epoch + 1}/{self.epochs}"
+        if not math.isnan(mean_loss):  # or none has been looked at yet
+            state += f"  loss {mean_loss:.3f}"
         self.progress.update(self.task, advance=step.samples, state=state)
 
     def say(self, text: str) -> None:

@@ -29,7 +29,7 @@ from onefold.jobs.finetune import (
     parameter_groups,
 )
 from onefold.jobs.options import TrainOptions, expect, option
-from onefold.jobs.rates import scaled_rate
+from onefold.jobs.rates import scaled_rate, usual_rate
 from onefold.jobs.runfolder import RunFolder, read_run
 from onefold.jobs.training import Task
 from onefold.models.unet import UNet
@@ -43,6 +43,8 @@ JOB = "segment"
 HEAD = "head"
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 LARGEST_CROP = 256
+USUAL_ENCODER = "resnet34"
+USUAL_WIDTH = 64
 LARGEST_SHOWN = 512
 """Pixels of a prediction's longer side in a report."""
 
@@ -62,8 +64,16 @@ class SegmentOptions(TrainOptions):
     optimizer: Literal["sgd", "adam", "adamw"] = option("adamw", "How the parameters are updated.")
     weight_decay: float = option(0.01, "Pull of the parameters towards zero.")
     warmup_epochs: float = option(1.0, "Epochs in which the learning rate rises to its full value.")
-    encoder: Encoder = option("resnet34", "The half of the U-Net that looks at the picture.")
-    width: int = option(64, "Channels of its first layer; published weights need 64.")
+    encoder: Encoder | None = option(
+        None,
+        "The half of the U-Net that looks at the picture.",
+        shown="resnet34, or that of the pretrained run",
+    )
+    width: int | None = option(
+        None,
+        "Channels of its first layer; published weights need 64.",
+        shown="64, or that of the pretrained run",
+    )
     holdout: float = option(0.1, "Share to test with, where there is no test set.")
     crop: int | None = option(
         None, "Side of the squares that are cut out for training.", shown="256, or what there is"
@@ -93,9 +103,10 @@ class SegmentOptions(TrainOptions):
         expect(0 < self.holdout < 1, "holdout", self.holdout, "more than 0 and less than 1")
         expect(0 < self.threshold < 1, "threshold", self.threshold, "more than 0 and less than 1")
         expect(0 <= self.jitter < 1, "jitter", self.jitter, "0 or more and less than 1")
-        expect(self.width >= 2 and self.width % 2 == 0, "width", self.width, "an even number")
+        even = self.width is None or (self.width >= 2 and self.width % 2 == 0)
+        expect(even, "width", self.width, "an even number above 0")
         crop, many = self.crop, self.evaluation_batch_size
-        expect(crop is None or crop >= 64, "crop", crop, "64 or more")
+        expect(crop is None or crop >= 32, "crop", crop, "32 or more")
         expect(many >= 1, "evaluation_batch_size", many, "1 or more")
         known = self.pos_weight == "auto" or _is_positive(self.pos_weight)
         expect(known, "pos_weight", self.pos_weight, "auto, or a number above 0")
@@ -137,14 +148,24 @@ def settle(options: SegmentOptions, data: MaskedPictures) -> SegmentOptions:
     """
     _pos_weight(options.pos_weight, data)
     fine = options.pretrained is not None
-    rate = 0.05 if options.optimizer == "sgd" else 0.001
-    crop = min(LARGEST_CROP, max(64, data.shortest // 32 * 32))
+    run = _run_of(options)
+    before = MaskModel.of_run(run) if run else None
+    encoder: Any = before.encoder if before else USUAL_ENCODER
+    crop = min(LARGEST_CROP, max(32, data.shortest // 32 * 32))
     return replace(
         options,
+        encoder=options.encoder or encoder,
+        width=options.width or (before.width if before else USUAL_WIDTH),
         crop=options.crop or crop,
         epochs=options.epochs or 40,
-        lr=options.lr if options.lr is not None else rate * (0.2 if fine else 1.0),
+        lr=usual_rate(options, fine=fine) if options.lr is None else options.lr,
     )
+
+
+def _run_of(options: SegmentOptions) -> Path | None:
+    """The run whose weights are the beginning, if it is one."""
+    path = Path(options.pretrained or "")
+    return path if options.pretrained and is_run(path) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -390,9 +411,9 @@ def overlaps(
 
 def _mask_model(options: SegmentOptions, data: MaskedPictures) -> MaskModel:
     mean, std = data.sums.mean_and_std()
-    run, normalise = Path(options.pretrained or ""), options.normalise
+    run, normalise = _run_of(options), options.normalise
     if normalise == "auto" and options.pretrained:
-        if is_run(run):
+        if run:
             before = MaskModel.of_run(run)
             mean, std = before.mean, before.std
         else:
@@ -402,8 +423,8 @@ def _mask_model(options: SegmentOptions, data: MaskedPictures) -> MaskModel:
     elif normalise == "none":
         mean, std = (0.0,) * 3, (1.0,) * 3
     return MaskModel(
-        encoder=options.encoder,
-        width=options.width,
+        encoder=options.encoder or USUAL_ENCODER,
+        width=options.width or USUAL_WIDTH,
         mean=mean,
         std=std,
         threshold=options.threshold,

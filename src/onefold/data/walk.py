@@ -1,0 +1,43 @@
+"""Finds the pictures beneath a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from onefold.data.bad import BadFile
+from onefold.data.pictures import is_picture
+
+__all__ = ["is_visible_folder", "picture_paths"]
+
+
+def picture_paths(folder: Path, bad: list[BadFile]) -> list[Path]:
+    """All pictures beneath a folder, in the order of their paths; hidden ones are left out.
+
+    Args:
+        folder: to look through.
+        bad: takes folders that cannot be read.
+    """
+    return sorted(_below(folder, bad, frozenset()))
+
+
+def is_visible_folder(path: Path) -> bool:
+    """Whether it is a folder, or a link to one, and not hidden."""
+    return path.is_dir() and not path.name.startswith(".")
+
+
+def _below(folder: Path, bad: list[BadFile], above: frozenset[Path]) -> Iterator[Path]:
+    """Also in folders within, and where links lead; not into a folder that this one lies in."""
+    real = folder.resolve()
+    if real in above:
+        return
+    try:
+        entries = sorted(folder.iterdir())
+    except OSError as error:
+        bad.append(BadFile(folder, f"expected a folder that can be read, got {error.strerror}"))
+        return
+    for path in entries:
+        if is_visible_folder(path):
+            yield from _below(path, bad, above | {real})
+        elif is_picture(path) and (path.is_file() or path.is_symlink()):
+            yield path  # or a link that leads nowhere, which is told when it is read
