@@ -17,21 +17,17 @@ from hypothesis import strategies as st
 from torch import nn
 
 import onefold
-from onefold.data.augment import Normalise
+from onefold.data.augment import IMAGENET, Normalise
 from onefold.data.pairs import MaskedPictures, Pair
 from onefold.errors import CheckpointError, DataError
 from onefold.jobs import segment
 from onefold.jobs.finetune import best_checkpoint
 from onefold.jobs.segment import (
-    Crops,
     MaskModel,
-    Padded,
     SegmentOptions,
-    WholePictures,
-    inside,
     overlaps,
-    whole_logits,
 )
+from onefold.jobs.segment_pictures import Crops, Padded, WholePictures, inside, whole_logits
 from onefold.jobs.training import Task
 from onefold.models.unet import UNet
 from tests.masked import black_and_white, grey, run_here, save, save_pairs
@@ -445,7 +441,7 @@ def test_the_encoder_begins_with_a_file_of_torchvisions_names(tmp_path: Path, fo
     loaded = task.model.get_submodule("encoder").state_dict()
     assert all(torch.equal(loaded[name], value) for name, value in state.items())
     assert {"conv1.weight", "layer4.1.bn2.running_var"} <= set(state)
-    assert task.facts["mask_model"]["mean"] == segment.IMAGENET[0]
+    assert task.facts["mask_model"]["mean"] == IMAGENET[0]
 
 
 def test_weights_may_be_under_a_key(tmp_path: Path, folder: Path) -> None:
@@ -488,8 +484,8 @@ def test_a_whole_run_is_gone_on_from(folder: Path, run: Path) -> None:
     kept = UNet("resnet18", width=4)
     onefold.load_weights(kept, best_checkpoint(run))
     assert bits(task.model) == bits(kept) != bits(task_of(folder).model)
-    assert task.facts["mask_model"]["mean"] == segment.IMAGENET[0]
-    assert task.facts["mask_model"]["std"] == segment.IMAGENET[1]
+    assert task.facts["mask_model"]["mean"] == IMAGENET[0]
+    assert task.facts["mask_model"]["std"] == IMAGENET[1]
 
 
 def test_a_run_of_another_shape_is_refused(folder: Path, run: Path) -> None:
@@ -505,7 +501,7 @@ def test_a_run_of_another_job_is_refused(tmp_path: Path, folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("normalise", "mean", "std"),
-    [("imagenet", *segment.IMAGENET), ("none", (0.0,) * 3, (1.0,) * 3)],
+    [("imagenet", *IMAGENET), ("none", (0.0,) * 3, (1.0,) * 3)],
 )
 def test_pictures_are_normalised_as_asked(
     folder: Path, normalise: Any, mean: tuple[float, ...], std: tuple[float, ...]
@@ -558,8 +554,8 @@ def test_what_cannot_be_frozen_is_refused(
 def test_a_run_keeps_what_its_model_needs(run: Path) -> None:
     kind = MaskModel.of_run(run)
     assert (kind.encoder, kind.width, kind.threshold) == ("resnet18", 4, 0.5)
-    assert (kind.mean, kind.std) == segment.IMAGENET
-    assert kind.normalise == Normalise(*segment.IMAGENET)
+    assert (kind.mean, kind.std) == IMAGENET
+    assert kind.normalise == Normalise(*IMAGENET)
     assert kind.build().state_dict().keys() == UNet("resnet18", width=4).state_dict().keys()
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 __all__ = [
+    "IMAGENET",
     "CentreCrop",
     "LabelledPictures",
     "Normalise",
@@ -31,6 +32,9 @@ __all__ = [
     "between",
     "chain",
 ]
+
+IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+"""Mean and standard deviation of ImageNet's pixels in [0, 1], which published weights expect."""
 
 Change = Callable[["Image"], "Image"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 import onefold
 from onefold.data.augment import (
+    IMAGENET,
     CentreCrop,
     LabelledPictures,
     Normalise,
@@ -31,17 +32,18 @@ from onefold.data.classes import (
 from onefold.data.fetch import fetch_dataset
 from onefold.data.pictures import Mode, require_pillow
 from onefold.errors import DataError, LaunchError
+from onefold.jobs.classify_options import ClassifyOptions, Flip
 from onefold.jobs.examples import classifier_examples, save_picture
 from onefold.jobs.finetune import (
     best_checkpoint,
     freeze,
-    is_run,
     load_body,
     new_head,
     parameter_groups,
     reuse_rows,
+    run_of,
 )
-from onefold.jobs.options import Augment, TrainOptions, expect, option
+from onefold.jobs.options import Augment
 from onefold.jobs.rates import scaled_rate, usual_rate
 from onefold.jobs.runfolder import RunFolder, read_run
 from onefold.jobs.training import Task
@@ -54,78 +56,12 @@ FETCHED = ("mnist", "fashion-mnist")
 FASHION_CLASSES = (
     "T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "boot",
 )  # fmt: skip
-IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 EVALUATION_BATCH_SIZE = 256
 USUAL_MODEL = "resnet18"
 SMALL = 64
 """Pictures up to this side are shifted rather than cut, and tested as a whole."""
 USUAL_SIDE = 224
 FIXED_SIDE = 28
-
-Flip = Literal["auto", "yes", "no"]
-Normalisation = Literal["auto", "imagenet", "data", "none"]
-Stem = Literal["auto", "small", "large"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClassifyOptions(TrainOptions):
-    """Options of ``onefold train classify``."""
-
-    model: str | None = option(
-        None,
-        f"{', '.join(MODELS)}, or timm:NAME where timm is installed.",
-        shown="resnet18, or that of the pretrained run",
-    )
-    cache: str = option("~/.cache/onefold", "Where mnist and fashion-mnist are fetched to.")
-    holdout: float = option(0.1, "Share of each class to test with, where there is no test set.")
-    image_size: int | None = option(
-        None, "Side of the square that pictures are brought to, in pixels.", shown="by the data"
-    )
-    stem: Stem = option(
-        "auto", "Beginning of a ResNet: for small pictures (up to 64 pixels) or large ones."
-    )
-    augment: Augment = option(
-        "auto", "shift (moves a little) or crop (random resized crop); auto: by the picture's size."
-    )
-    least_area: float = option(0.35, "With --augment crop: the smallest share that is cut out.")
-    flip: Flip = option("auto", "Mirror every second picture; auto: if they have colours.")
-    normalise: Normalisation = option(
-        "auto",
-        "By the numbers of ImageNet or of the data; auto: as pretrained weights want it.",
-    )
-    label_smoothing: float = option(0.0, "Share of a label that is spread over all classes.")
-    pretrained: str | None = option(
-        None, "Begin with the weights of a file, or of the folder of a run.", shown="none"
-    )
-    pretrained_key: str | None = option(
-        None, "Where the file keeps its weights, such as state_dict.", shown="at the top"
-    )
-    pretrained_classes: str | None = option(
-        None, "File of the pretrained model's class names, one a line.", shown="those of the run"
-    )
-    reuse_classes: bool = option(
-        False, "Begin with the pretrained last layer for the classes that both label sets have."
-    )
-
-    def __post_init__(self) -> None:
-        TrainOptions.__post_init__(self)
-        expect(0 < self.holdout < 1, "holdout", self.holdout, "more than 0 and less than 1")
-        expect(0 < self.least_area <= 1, "least_area", self.least_area, "more than 0, at most 1")
-        expect(
-            0 <= self.label_smoothing < 1, "label_smoothing", self.label_smoothing, "0 to below 1"
-        )
-        size = self.image_size
-        expect(size is None or size >= 8, "image_size", size, "8 or more")
-        known = self.model is None or self.model in MODELS or self.model.startswith("timm:")
-        expect(known, "model", self.model, f"{', '.join(MODELS)} or timm:NAME")
-        if self.pretrained is None:
-            wanting = [
-                name
-                for name in ("pretrained_key", "pretrained_classes", "reuse_classes")
-                if getattr(self, name)
-            ]
-            for name in wanting:
-                expect(False, name, "", "with --pretrained")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,7 +142,7 @@ def prepare(options: ClassifyOptions) -> PictureClasses:
 
 def settle(options: ClassifyOptions, data: PictureClasses) -> ClassifyOptions:
     """Fill in what was left to the data."""
-    run = _run_of(options)
+    run = run_of(options.pretrained)
     before = PictureModel.of_run(run) if run else None
     model = options.model or (before.name if before else USUAL_MODEL)
     size = options.image_size or (before.image_size if before else _side(model, data))
@@ -220,12 +156,6 @@ def settle(options: ClassifyOptions, data: PictureClasses) -> ClassifyOptions:
         augment=_augment(options.augment, size),
         flip=_flip(options.flip, data.mode),
     )
-
-
-def _run_of(options: ClassifyOptions) -> Path | None:
-    """The run whose weights are the beginning, if it is one."""
-    path = Path(options.pretrained or "")
-    return path if options.pretrained and is_run(path) else None
 
 
 def _side(model: str, data: PictureClasses) -> int:
@@ -322,7 +252,7 @@ def confidences(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
 
 
 def _picture_model(options: ClassifyOptions, data: PictureClasses) -> PictureModel:
-    mode, run = data.mode, _run_of(options)
+    mode, run = data.mode, run_of(options.pretrained)
     mean, std = data.sums.mean_and_std()
     normalise = options.normalise
     if run:
@@ -360,7 +290,7 @@ def _for_channels(values: tuple[float, ...], channels: int) -> tuple[float, ...]
 
 def _with_weights(options: ClassifyOptions, kind: PictureModel) -> tuple[nn.Module, PictureModel]:
     """A model with pretrained weights and a new last layer, of whichever stem they have."""
-    run = _run_of(options)
+    run = run_of(options.pretrained)
     weights = best_checkpoint(run) if run else Path(options.pretrained or "")
     stems = [kind.small_stem]
     if kind.small_stem is not None and options.stem == "auto":

@@ -26,6 +26,7 @@ __all__ = [
     "new_head",
     "parameter_groups",
     "reuse_rows",
+    "run_of",
 ]
 
 _TOLD = 5
@@ -36,6 +37,12 @@ _WRAPPERS = ("module", "_orig_mod")
 def is_run(path: Path) -> bool:
     """Whether a path is the folder of a run of onefold, rather than a file of weights."""
     return (path / "run.json").is_file()
+
+
+def run_of(pretrained: str | None) -> Path | None:
+    """The run whose weights are the beginning, if it is one and not a file."""
+    path = Path(pretrained or "")
+    return path if pretrained and is_run(path) else None
 
 
 def best_checkpoint(run: Path) -> Path:

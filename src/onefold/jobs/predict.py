@@ -31,6 +31,7 @@ from onefold.errors import CheckpointError, DataError
 from onefold.jobs import classify, segment, text
 from onefold.jobs.finetune import best_checkpoint
 from onefold.jobs.runfolder import CHECKPOINTS, read_run
+from onefold.jobs.segment_pictures import Padded, whole_logits
 from onefold.jobs.tokens import EncodedTexts
 
 __all__ = ["Format", "PredictOptions", "Prediction", "predict_run", "write_prediction"]
@@ -379,11 +380,11 @@ def _predict_masks(
     model = kind.build()
     trainer = _trainer(model, run, weights)
     folder = options.output or Path()
-    padded = segment.Padded(model.stride)
+    padded = Padded(model.stride)
 
     def draw(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
         """Write the masks of a shard where it is computed; the share of each that is meant."""
-        said = segment.whole_logits(model, batch, padded.stride).sigmoid() >= kind.threshold
+        said = whole_logits(model, batch, padded.stride).sigmoid() >= kind.threshold
         shares = []
         numbers = batch["masks"][:, 0, 0].to(torch.int64).tolist()
         for mask, number, size in zip(said, numbers, batch["sizes"].tolist(), strict=True):

@@ -21,13 +21,11 @@ from onefold.jobs.finetune import freeze, parameter_groups
 from onefold.jobs.options import Optimizer, TrainOptions, expect, option
 from onefold.jobs.rates import scaled_rate
 from onefold.jobs.runfolder import read_run
+from onefold.jobs.text_models import build_classifier, build_from_config, load_pretrained
 from onefold.jobs.tokens import (
     PAD_ID,
     EncodedTexts,
-    build_classifier,
-    build_from_config,
     encode_texts,
-    load_pretrained,
     pad_shard,
     token_roles,
     train_tokenizer,

@@ -16,30 +16,22 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import warnings
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
-from os import PathLike
-from pathlib import Path
-from typing import Any
+from collections.abc import Collection, Sequence
 
 import torch
-from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
-from onefold.errors import CheckpointError, LaunchError
+from onefold.errors import LaunchError
 
 __all__ = [
     "MASK_ID",
     "PAD_ID",
     "SPECIAL_TOKENS",
     "EncodedTexts",
-    "build_classifier",
-    "build_from_config",
     "encode_texts",
-    "load_pretrained",
     "pad_shard",
+    "require",
     "token_roles",
     "train_tokenizer",
 ]
@@ -49,13 +41,6 @@ SPECIAL_TOKENS = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
 START_ID, PAD_ID, END_ID, _, MASK_ID = range(len(SPECIAL_TOKENS))
 
 _SMALLEST_VOCABULARY = len(SPECIAL_TOKENS) + 256
-_WEIGHTS = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
-_TOKENIZERS = ("tokenizer.json", "vocab.json", "vocab.txt")
 
 
 def train_tokenizer(texts: Sequence[str], vocabulary_size: int) -> str:
@@ -78,7 +63,7 @@ def train_tokenizer(texts: Sequence[str], vocabulary_size: int) -> str:
     Source: Sennrich et al., Neural Machine Translation of Rare Words with Subword Units, 2016;
     over bytes: Radford et al., Language Models are Unsupervised Multitask Learners, 2019.
     """
-    _require("tokenizers")
+    require("tokenizers")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     if vocabulary_size < _SMALLEST_VOCABULARY:
@@ -119,7 +104,7 @@ def encode_texts(
         LaunchError: ``tokenizers`` is not installed.
         ValueError: there is no room for a token of the text.
     """
-    _require("tokenizers")
+    require("tokenizers")
     from tokenizers import Tokenizer
 
     encoder = Tokenizer.from_str(tokenizer)
@@ -235,201 +220,7 @@ def pad_shard(
     }
 
 
-def build_classifier(
-    vocabulary_size: int,
-    num_classes: int,
-    *,
-    width: int,
-    layers: int,
-    heads: int,
-    max_length: int,
-    dropout: float,
-    pad_id: int = PAD_ID,
-) -> nn.Module:
-    """A RoBERTa with a head for classes, its weights drawn from PyTorch's global generator.
-
-    Args:
-        vocabulary_size: one more than the largest token id.
-        num_classes: logits of a text.
-        width: size of the embeddings, a multiple of ``heads``.
-        layers: number of encoder layers.
-        heads: attention heads of each layer.
-        max_length: tokens of the longest text.
-        dropout: rate everywhere, in attention too.
-        pad_id: token id of the padding.
-
-    Returns:
-        ``model(input_ids=..., attention_mask=...).logits`` is (n, num_classes) float32.
-
-    Raises:
-        LaunchError: ``transformers`` is not installed.
-        ValueError: ``width`` is no multiple of ``heads``.
-
-    Source: Liu et al., RoBERTa: A Robustly Optimized BERT Pretraining Approach, 2019.
-    """
-    _require("transformers")
-    from transformers import RobertaConfig, RobertaForSequenceClassification
-
-    if width % heads:
-        raise ValueError(f"expected width to be a multiple of {heads} heads, got {width}")
-    config = RobertaConfig(
-        vocab_size=vocabulary_size,
-        num_labels=num_classes,
-        problem_type="single_label_classification",
-        hidden_size=width,
-        intermediate_size=4 * width,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        # RoBERTa counts places from pad_id + 1.
-        max_position_embeddings=max_length + pad_id + 1,
-        type_vocab_size=1,
-        hidden_dropout_prob=dropout,
-        attention_probs_dropout_prob=dropout,
-        bos_token_id=START_ID,
-        pad_token_id=pad_id,
-        eos_token_id=END_ID,
-    )
-    model: nn.Module = RobertaForSequenceClassification(config)
-    return model
-
-
-def build_from_config(config: str) -> nn.Module:
-    """A classifier of the shape of a ``config.json``, with weights from the global generator.
-
-    Args:
-        config: what ``model.config.to_json_string(use_diff=False)`` gave.
-
-    Raises:
-        LaunchError: ``transformers`` is not installed.
-    """
-    _require("transformers")
-    from transformers import AutoConfig, AutoModelForSequenceClassification
-
-    values = json.loads(config)
-    described = AutoConfig.for_model(values.pop("model_type"), **values)
-    model: nn.Module = AutoModelForSequenceClassification.from_config(described)
-    return model
-
-
-def load_pretrained(directory: str | PathLike[str], num_classes: int) -> tuple[nn.Module, str]:
-    """A model that was trained before, from a folder on this machine, with a head for classes.
-
-    Args:
-        directory: holds ``config.json``, the weights (``model.safetensors`` or
-            ``pytorch_model.bin``) and the tokenizer (``tokenizer.json``, or the older files).
-        num_classes: logits of a text. A head that is not in the folder, or is for another number
-            of classes, is drawn from PyTorch's global generator.
-
-    Returns:
-        The model in float32, set to train, and its tokenizer as JSON for `encode_texts`. Its
-        ``config`` says how long a text may be.
-
-    Raises:
-        LaunchError: ``transformers`` or ``tokenizers`` is not installed.
-        CheckpointError: the folder lacks something, it cannot be read, or its parts do not fit.
-    """
-    _require("transformers", "tokenizers")
-    directory = Path(directory)
-    _check_files(directory)
-    try:
-        with _quiet():
-            model, told = _load_model(directory, num_classes)
-            tokenizer, tokens = _load_tokenizer(directory)
-    except Exception as failure:  # of many kinds: the files are read by another library
-        raise CheckpointError(
-            f"{directory}: expected a model and a tokenizer that transformers can load, got "
-            f"{type(failure).__name__}: {failure}"
-        ) from failure
-    _check_weights(directory, model, told)
-    _check_vocabulary(directory, model, tokens)
-    return model.train(), tokenizer
-
-
-def _check_files(directory: Path) -> None:
-    for names in (("config.json",), _WEIGHTS, _TOKENIZERS):
-        if not any((directory / name).is_file() for name in names):
-            raise CheckpointError(
-                f"{directory}: expected {' or '.join(names)}, found none; name a folder that "
-                f"save_pretrained has written for both the model and the tokenizer"
-            )
-
-
-def _load_model(directory: Path, num_classes: int) -> tuple[Any, dict[str, Any]]:
-    """The model, and which of its weights were not in the folder or did not fit."""
-    from transformers import AutoModelForSequenceClassification
-
-    model, told = AutoModelForSequenceClassification.from_pretrained(
-        directory,
-        num_labels=num_classes,
-        problem_type="single_label_classification",
-        dtype=torch.float32,
-        local_files_only=True,
-        trust_remote_code=False,
-        ignore_mismatched_sizes=True,
-        output_loading_info=True,
-    )
-    return model, told
-
-
-def _load_tokenizer(directory: Path) -> tuple[str, int]:
-    """The tokenizer as JSON, made from older files if need be, and how many tokens it has."""
-    from tokenizers import Tokenizer
-    from transformers import AutoTokenizer
-
-    whole = directory / "tokenizer.json"
-    if whole.is_file():
-        tokenizer = Tokenizer.from_file(str(whole))
-    else:
-        tokenizer = AutoTokenizer.from_pretrained(
-            directory, local_files_only=True, trust_remote_code=False
-        ).backend_tokenizer
-    return tokenizer.to_str(), tokenizer.get_vocab_size()
-
-
-def _check_weights(directory: Path, model: Any, told: dict[str, Any]) -> None:
-    """Refuse a folder without the weights of the encoder: only a head may be new."""
-    body = f"{model.base_model_prefix}."
-    missing = [str(name) for name in told["missing_keys"]]
-    missing += [str(name) for name, *_ in told["mismatched_keys"]]
-    lacking = sorted(n for n in missing if n.startswith(body) and ".pooler." not in n)
-    if lacking:
-        raise CheckpointError(
-            f"{directory}: expected weights for all of the encoder that config.json describes, got "
-            f"none that fit for {len(lacking)} of them, the first {lacking[0]}; see whether both "
-            f"files are of the same model"
-        )
-
-
-def _check_vocabulary(directory: Path, model: Any, tokens: int) -> None:
-    if tokens > model.config.vocab_size:
-        raise CheckpointError(
-            f"{directory}: expected a tokenizer of at most {model.config.vocab_size} tokens, as "
-            f"many as the model embeds, got {tokens}; see whether both are of the same model"
-        )
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without transformers' progress bars, its table of new weights and its own deprecated calls.
-
-    Or each device would show them.
-    """
-    from transformers.utils import logging
-
-    bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
-
-
-def _require(*packages: str) -> None:
+def require(*packages: str) -> None:
     """Refuse to go on without packages of the extra, and say how to get them."""
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:

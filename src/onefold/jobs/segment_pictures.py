@@ -1,0 +1,184 @@
+"""The pictures of segment: squares to train on, whole ones to test on, and shards of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from onefold.data.augment import Normalise, below, between
+from onefold.data.pairs import Pair, mask_tensor, read_mask
+from onefold.data.pictures import open_picture
+from onefold.jobs.segment_options import SegmentOptions
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+__all__ = [
+    "LARGEST_CROP",
+    "Crops",
+    "Padded",
+    "WholePictures",
+    "inside",
+    "padded_size",
+    "whole_logits",
+]
+
+LARGEST_CROP = 256
+
+
+class Crops(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Squares out of pictures and the same out of their masks, changed together.
+
+    A picture that is smaller is taken as it is, in that direction.
+
+    Args:
+        pairs: the pictures and masks.
+        options: settled ones.
+        normalise: of the pictures.
+    """
+
+    def __init__(
+        self, pairs: Sequence[Pair], options: SegmentOptions, normalise: Normalise
+    ) -> None:
+        self._pairs = pairs
+        self._options = options
+        self._normalise = normalise
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(3, h, w) and (h, w) float32, where h and w are at most ``crop``."""
+        pair, options = self._pairs[index], self._options
+        image, mask = open_picture(pair.image).convert("RGB"), read_mask(pair.mask)
+        image, mask = _cut_both(image, mask, options.crop or LARGEST_CROP)
+        image, mask = _turn_both(image, mask, options)
+        return self._normalise(_jittered(image, options.jitter)), mask_tensor(mask)
+
+
+class WholePictures(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Pictures and masks as they are.
+
+    Args:
+        pairs: the pictures and masks.
+        normalise: of the pictures.
+    """
+
+    def __init__(self, pairs: Sequence[Pair], normalise: Normalise) -> None:
+        self.pairs = pairs
+        self._normalise = normalise
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(3, h, w) and (h, w) float32."""
+        pair = self.pairs[index]
+        image = self._normalise(open_picture(pair.image).convert("RGB"))
+        return image, mask_tensor(read_mask(pair.mask))
+
+
+class Padded:
+    """Makes a shard of pictures of any size: padded on the right and below, to a common size.
+
+    Args:
+        stride: of which the common height and width are multiples; they are two of it at least, or
+            batch norm would find a single value in a channel of a single picture.
+    """
+
+    def __init__(self, stride: int) -> None:
+        self.stride = stride
+
+    def __call__(self, samples: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """``images`` (n, 3, h, w) and ``masks`` (n, h, w) float32, ``sizes`` (n, 2) int64."""
+        sizes = torch.tensor([image.shape[1:] for image, _ in samples])
+        height, width = padded_size(sizes.amax(dim=0).tolist(), self.stride)
+        images = torch.zeros(len(samples), samples[0][0].shape[0], height, width)
+        masks = torch.zeros(len(samples), height, width)
+        for row, (image, mask) in enumerate(samples):
+            images[row, :, : image.shape[1], : image.shape[2]] = image
+            masks[row, : mask.shape[0], : mask.shape[1]] = mask
+        return {"images": images, "masks": masks, "sizes": sizes}
+
+
+def padded_size(size: Sequence[int], stride: int) -> tuple[int, int]:
+    """Height and width as multiples of the stride.
+
+    >>> padded_size([33, 20], 32)
+    (64, 64)
+    """
+    height, width = (max(2, -(-side // stride)) * stride for side in size)
+    return height, width
+
+
+def inside(sizes: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """(n, height, width) bool: True where there is a picture and not its padding.
+
+    >>> inside(torch.tensor([[1, 2]]), 2, 3).int()
+    tensor([[[1, 1, 0],
+             [0, 0, 0]]], dtype=torch.int32)
+    """
+    rows = torch.arange(height, device=sizes.device) < sizes[:, :1]
+    columns = torch.arange(width, device=sizes.device) < sizes[:, 1:]
+    return rows.unsqueeze(2) & columns.unsqueeze(1)
+
+
+def whole_logits(model: nn.Module, batch: Any, stride: int) -> torch.Tensor:
+    """Logits of whole pictures, each padded for itself: what is said does not depend on the others.
+
+    Padding to the size of a larger one would change the borders, and with them what a deep network
+    says all over the picture. Those of one size go through the model together.
+
+    Args:
+        model: in evaluation mode.
+        batch: of `Padded`.
+        stride: of which height and width are multiples.
+
+    Returns:
+        (n, h, w) float32, 0 in what padding there is beyond a picture's own.
+    """
+    images = batch["images"]
+    alike: dict[tuple[int, int], list[int]] = {}
+    for row, size in enumerate(batch["sizes"].tolist()):
+        alike.setdefault(padded_size(size, stride), []).append(row)
+    logits: torch.Tensor = images.new_zeros(len(images), *images.shape[2:])
+    for (height, width), rows in alike.items():
+        said = model(images[rows, :, :height, :width]).squeeze(1)
+        logits[rows, :height, :width] = said.to(logits.dtype)
+    return logits
+
+
+def _cut_both(image: Image, mask: Image, side: int) -> tuple[Image, Image]:
+    """The same square out of both, or as much of it as there is."""
+    left = below(max(1, image.width - side + 1))
+    top = below(max(1, image.height - side + 1))
+    box = (left, top, min(left + side, image.width), min(top + side, image.height))
+    return image.crop(box), mask.crop(box)
+
+
+def _turn_both(image: Image, mask: Image, options: SegmentOptions) -> tuple[Image, Image]:
+    from PIL import Image
+
+    turned = Image.Transpose
+    ways = []
+    if options.flip == "yes" and below(2):
+        ways.append(turned.FLIP_LEFT_RIGHT)
+    if options.turns == "yes" and (quarters := below(4)):
+        ways.append([turned.ROTATE_90, turned.ROTATE_180, turned.ROTATE_270][quarters - 1])
+    for way in ways:
+        image, mask = image.transpose(way), mask.transpose(way)
+    return image, mask
+
+
+def _jittered(image: Image, most: float) -> Image:
+    """Brightness and contrast changed by a share up to ``most``."""
+    if not most:
+        return image
+    from PIL import ImageEnhance
+
+    image = ImageEnhance.Brightness(image).enhance(between(1 - most, 1 + most))
+    return ImageEnhance.Contrast(image).enhance(between(1 - most, 1 + most))

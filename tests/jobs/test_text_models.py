@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from onefold.errors import CheckpointError
+from onefold.jobs import text_models
+from onefold.jobs.text_models import load_pretrained
+from onefold.jobs.tokens import encode_texts, train_tokenizer
+from tests.jobs.sentences import TEXTS, VOCABULARY_SIZE, logits, shard, small
+
+NEEDS = 'needs pip install "onefold[text]"'
+tokenizers = pytest.importorskip("tokenizers", reason=NEEDS)
+# Some of what it imports sets variables of the environment: here, before any test looks.
+roberta = pytest.importorskip("transformers.models.roberta.modeling_roberta", reason=NEEDS)
+
+HEAD = {"classifier.out_proj.weight", "classifier.out_proj.bias"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> str:
+    return train_tokenizer(TEXTS, VOCABULARY_SIZE)
+
+
+@pytest.fixture
+def _deterministic() -> Any:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("_deterministic")
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_a_step_gives_the_same_bits_again(tokenizer: str, attention: str) -> None:
+    batch = shard(tokenizer)
+
+    def gradients() -> list[torch.Tensor]:
+        model = small(num_classes=2)
+        model.set_attn_implementation(attention)
+        torch.manual_seed(5)
+        F.cross_entropy(logits(model, batch), batch["labels"]).backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    first, second = gradients(), gradients()
+    assert all(map(torch.equal, first, second))
+    assert sum(gradient.abs().max() > 0 for gradient in first) > len(first) / 2
+
+
+def test_the_longest_text_fits_and_padding_changes_little(tokenizer: str) -> None:
+    model = small(num_classes=3).eval()
+    batch = shard(tokenizer)
+    assert batch["input_ids"].shape == (3, 12)
+    length = int(batch["attention_mask"][2].sum())
+    assert length < 12
+    alone = {name: batch[name][2:, :length] for name in ("input_ids", "attention_mask")}
+    answer = logits(model, batch)
+    assert (answer.shape, answer.dtype) == ((3, 3), torch.float32)
+    torch.testing.assert_close(logits(model, alone), answer[2:])
+
+
+def test_a_small_model_learns(tokenizer: str) -> None:
+    model, batch = small(), shard(tokenizer)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    for _ in range(30):
+        optimizer.zero_grad()
+        F.cross_entropy(logits(model, batch), batch["labels"]).backward()
+        optimizer.step()
+    assert logits(model.eval(), batch).argmax(dim=1).tolist() == batch["labels"].tolist()
+
+
+def test_a_width_that_the_heads_do_not_divide_is_refused() -> None:
+    with pytest.raises(ValueError, match="expected width to be a multiple of 3 heads, got 16"):
+        small(heads=3)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tokenizer: str) -> Path:
+    """A model that was trained before, for four classes."""
+    save(small(num_classes=4), tmp_path)
+    (tmp_path / "tokenizer.json").write_text(tokenizer)
+    return tmp_path
+
+
+def save(model: Any, folder: Path) -> None:
+    """As its author would have, without a progress bar."""
+    with text_models._quiet():
+        model.save_pretrained(folder)
+
+
+@pytest.mark.parametrize("num_classes", [2, 4])
+def test_what_was_trained_before_is_loaded(
+    folder: Path, tokenizer: str, num_classes: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(1)
+    model, read = load_pretrained(str(folder), num_classes)
+    torch.manual_seed(1)
+    again, _ = load_pretrained(folder, num_classes)
+    assert read == tokenizer
+    assert model.training
+    assert logits(model, shard(tokenizer)).shape == (3, num_classes)
+    original, loaded, second = (each.state_dict() for each in (small(4), model, again))
+    assert all(torch.equal(loaded[name], second[name]) for name in loaded)
+    new = {name for name in loaded if not torch.equal(loaded[name], original[name])}
+    assert new == (set() if num_classes == 4 else HEAD)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_weights_of_half_precision_are_loaded_in_full(folder: Path) -> None:
+    save(small(num_classes=4).half(), folder)
+    model, _ = load_pretrained(folder, 2)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+def test_an_older_tokenizer_is_made_anew(folder: Path, tokenizer: str) -> None:
+    trained = json.loads((folder / "tokenizer.json").read_text())["model"]
+    (folder / "tokenizer.json").unlink()
+    (folder / "vocab.json").write_text(json.dumps(trained["vocab"]))
+    merges = [" ".join(pair) for pair in trained["merges"]]
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]))
+    _, made = load_pretrained(folder, 2)
+    ours, theirs = (encode_texts(TEXTS, each, max_length=12) for each in (tokenizer, made))
+    assert all(map(torch.equal, ours, theirs))
+
+
+def without(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def weights_of(**changed: Any) -> Callable[[Path], object]:
+    """Put the weights of another model there."""
+
+    def put(folder: Path) -> None:
+        save(small(num_classes=4, **changed), folder / "other")
+        (folder / "other" / "model.safetensors").rename(folder / "model.safetensors")
+
+    return put
+
+
+def more_tokens(folder: Path) -> None:
+    """The tokenizer of another model."""
+    (folder / "tokenizer.json").write_text(train_tokenizer(TEXTS, VOCABULARY_SIZE + 5))
+
+
+def spoil(name: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_text("{")
+
+
+@pytest.mark.parametrize(
+    ("damage", "complaint"),
+    [
+        (without("config.json"), r"expected config\.json, found none; name a folder"),
+        (without("model.safetensors"), r"expected model\.safetensors or .*\.bin.*, found none"),
+        (without("tokenizer.json"), r"expected tokenizer\.json or .*, found none"),
+        (spoil("config.json"), "that transformers can load, got OSError: "),
+        (spoil("model.safetensors"), "that transformers can load, got "),
+        (spoil("tokenizer.json"), "that transformers can load, got "),
+        (weights_of(width=8), r"none that fit for \d+ of them, the first roberta\.embeddings"),
+        (weights_of(layers=1), r"for 16 of them, the first roberta\.encoder\.layer\.1\."),
+        (more_tokens, "a tokenizer of at most 300 tokens, as many as the model embeds, got 305"),
+    ],
+)
+def test_a_folder_that_lacks_something_is_refused(
+    folder: Path, damage: Callable[[Path], object], complaint: str
+) -> None:
+    damage(folder)
+    with pytest.raises(CheckpointError, match=complaint):
+        load_pretrained(folder, 2)
