@@ -85,9 +85,7 @@ class PictureModel:
         Raises:
             DataError: it is no run of this job.
         """
-        said = read_run(run)
-        if said.get("job") != JOB:
-            raise DataError(f"{run}: expected a run of onefold train {JOB}, got {said.get('job')}")
+        said = read_run(run, JOB)
         kept = said["picture_model"]
         lists = {name: tuple(kept[name]) for name in ("classes", "mean", "std")}
         return cls(**{**kept, **lists})

@@ -51,11 +51,15 @@ def check_folder(folder: Path, *, resume: bool) -> None:
         raise LaunchError(f"--resume: there is no run in {folder}; leave --resume out to begin one")
 
 
-def read_run(folder: Path) -> dict[str, Any]:
+def read_run(folder: Path, job: str | None = None) -> dict[str, Any]:
     """What a run's ``run.json`` says.
 
+    Args:
+        folder: of the run.
+        job: whose run it must be.
+
     Raises:
-        DataError: the folder is not that of a run, or the file is damaged.
+        DataError: the folder is not that of a run, or of another job's, or the file is damaged.
     """
     path = folder / RUN
     if not path.is_file():
@@ -64,6 +68,8 @@ def read_run(folder: Path) -> dict[str, Any]:
         said: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise DataError(f"{path}: expected JSON: {error}") from error
+    if job is not None and said.get("job") != job:
+        raise DataError(f"{folder}: expected a run of onefold train {job}, got {said.get('job')}")
     return said
 
 

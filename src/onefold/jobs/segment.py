@@ -112,9 +112,7 @@ class MaskModel:
         Raises:
             DataError: it is no run of this job.
         """
-        said = read_run(run)
-        if said.get("job") != JOB:
-            raise DataError(f"{run}: expected a run of onefold train {JOB}, got {said.get('job')}")
+        said = read_run(run, JOB)
         kept = said["mask_model"]
         return cls(**{**kept, "mean": tuple(kept["mean"]), "std": tuple(kept["std"])})
 

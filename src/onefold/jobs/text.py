@@ -140,9 +140,7 @@ class TextModel:
         Raises:
             DataError: it is no run of this job.
         """
-        said = read_run(run)
-        if said.get("job") != JOB:
-            raise DataError(f"{run}: expected a run of onefold train {JOB}, got {said.get('job')}")
+        said = read_run(run, JOB)
         return cls(
             tokenizer=(run / TOKENIZER_FILE).read_text(encoding="utf-8"),
             classes=tuple(said["classes"]),
