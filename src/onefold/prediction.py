@@ -60,6 +60,9 @@ def gather(exchange: Exchange, own: Mapping[int, Mapping[str, float]]) -> list[d
     Raises:
         DisagreementError: the names differ between devices.
     """
+    for name in next(iter(own.values())):
+        if "\n" in name or not name:
+            raise ValueError(f"expected names of one line for numbers, got {name!r}")
     names = agree_on_lines(exchange, {number: list(values) for number, values in own.items()})
     rows = {
         number: torch.tensor([values[name] for name in names], dtype=torch.float64)
@@ -87,7 +90,7 @@ class _Rows:
                     f"{samples} samples, got {came}"
                 )
             kind = [name, str(value.dtype).removeprefix("torch."), list(value.shape[1:])]
-            rows[json.dumps(kind)] = value.detach().cpu()
+            rows[json.dumps(kind)] = value.detach().to("cpu", copy=True)
         columns = list(rows)
         if self.columns and columns != self.columns:
             raise DisagreementError(

@@ -191,7 +191,7 @@ class Trainer:
             batch_size: samples of a whole batch, over all devices.
             shuffle: visit the samples in another order in each pass.
             lengths: of every sample, with ``shuffle``: those of near length come together, so that
-                little is padded.
+                little is padded. The order depends on them and on the batch size.
             workers: processes that read ahead, for each device.
             drop_last: leave out a last batch that is short.
             collate: makes a shard's payload from a list of samples; PyTorch's default if None.
@@ -313,6 +313,8 @@ class Trainer:
     ) -> dict[str, torch.Tensor]:
         """What the model says of every sample, in the data set's order, on every device.
 
+        Called on every device.
+
         Args:
             function: ``function(model, batch)`` for one shard; returns a dict of names to tensors
                 (n, ...), one row a sample, alike in dtype and shape for all samples. The model is
@@ -342,16 +344,18 @@ class Trainer:
             return predict(self._engine, function, batches)
 
     def gather(self, numbers: Mapping[str, float]) -> list[dict[str, float]]:
-        """Numbers of every device, such as seconds or bytes; called on every device.
+        """Numbers of every device's process, such as seconds or bytes; called on every device.
 
         Args:
-            numbers: of this process, by name; the same names on every device.
+            numbers: of this process, by name; the same names in all processes. Where one process
+                drives several devices, each of them has these.
 
         Returns:
             One dict for each of `devices`, in their order, on every device.
 
         Raises:
             DisagreementError: the names differ between devices.
+            ValueError: a name is empty, or of several lines.
         """
         with self._telling_others():
             return gather(self._engine.exchange, dict.fromkeys(self._team.own, numbers))

@@ -34,7 +34,8 @@ def _command(job: Job) -> Callable[..., None]:
     def command(config: Path | None, **chosen: Any) -> None:
         given = {name: value for name, value in chosen.items() if value not in (None, [])}
         result = run_job(job, read_options(job, _split(job, given), config))
-        _tell(result, Path(result["folder"]))
+        if result["is_lead"]:
+            _tell(result, Path(result["folder"]))
 
     hints = typing.get_type_hints(job.options)
     fields = sorted(dataclasses.fields(job.options), key=lambda field: field.name in _COMMON)

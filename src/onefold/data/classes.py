@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from onefold.data.bad import BadFile, readable, refuse
+from onefold.data.digest import digest_of
 from onefold.data.idx import find_file, read_labelled
 from onefold.data.pictures import (
     ArrayPictures,
@@ -70,6 +71,15 @@ class PictureClasses:
     """Over the pixels of the training pictures."""
     left_out: list[BadFile]
     """What cannot be used."""
+
+    @property
+    def digest(self) -> str:
+        """The same for the same pictures, by their names, sums and labels."""
+        splits = [
+            [[split.pictures.name(i) for i in range(len(split))], split.labels]
+            for split in (self.train, self.test)
+        ]
+        return digest_of(splits, self.classes, self.sums.totals, self.sums.squares)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ import torch
 
 from onefold.data.bad import BadFile, refuse
 from onefold.data.classes import held_out, test_folder
+from onefold.data.digest import digest_of
 from onefold.data.pictures import Sums, decode_picture, look_through, open_picture
 from onefold.data.walk import picture_paths
 from onefold.errors import DataError
@@ -58,6 +59,12 @@ class MaskedPictures:
     """The shortest side of a training picture, in pixels."""
     left_out: list[BadFile]
     """What cannot be used."""
+
+    @property
+    def digest(self) -> str:
+        """The same for the same pictures, by their names and sums."""
+        names = [[pair.name for pair in split] for split in (self.train, self.test)]
+        return digest_of(names, self.sums.totals, self.sums.squares, self.meant)
 
 
 def read_pairs(directory: Path, *, holdout: float, seed: int, skip_bad: bool) -> MaskedPictures:
@@ -130,6 +137,11 @@ def _binary(mask: Image, path: Path) -> Image:
         raise DataError(
             f"{path}: expected a mask of 0 and 1, or of 0 and 255, the brightest pixel of this one "
             f"has {brightest}"
+        )
+    if brightest > 1 and set(np.unique(values).tolist()) <= {0, 1, brightest} and 1 in values:
+        raise DataError(
+            f"{path}: expected a mask of 0 and 1, or of 0 and 255, this one has 1 and {brightest}, "
+            f"so that nobody knows which is meant"
         )
     limit = _HALF if brightest > 1 else 0
     return Image.fromarray(np.where(values > limit, 255, 0).astype(np.uint8))

@@ -12,6 +12,7 @@ from os import PathLike
 from pathlib import Path
 
 from onefold.data.bad import BadFile
+from onefold.data.digest import digest_of
 from onefold.errors import DataError
 
 __all__ = ["Line", "TextSplits", "read_splits", "read_tsv"]
@@ -45,6 +46,11 @@ class TextSplits:
     """Labels of the training set in order: by value if all are whole numbers, else by letter."""
     bad: list[BadFile]
     """Lines of either file that are in neither list."""
+
+    @property
+    def digest(self) -> str:
+        """The same for the same texts and labels."""
+        return digest_of(*([[x.text, x.label] for x in lines] for lines in (self.train, self.dev)))
 
 
 def read_tsv(path: str | PathLike[str]) -> tuple[list[Line], list[BadFile]]:

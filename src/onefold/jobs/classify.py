@@ -224,6 +224,7 @@ def make_task(options: ClassifyOptions, data: PictureClasses) -> Task:
             trainer, folder, test_set, data.test, kind.classes, options.workers
         ),
         facts={
+            "data": data.digest,
             "classes": list(kind.classes),
             "model": kind.name,
             "picture_model": kept,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -28,6 +29,9 @@ __all__ = [
     "reuse_rows",
     "run_of",
 ]
+
+Head = str | tuple[str, ...]
+"""Names of the parts that make the last layer, mostly one."""
 
 _TOLD = 5
 _WRAPPERS = ("module", "_orig_mod")
@@ -59,9 +63,24 @@ def best_checkpoint(run: Path) -> Path:
             f"has saved is in {run / CHECKPOINTS}"
         )
     folder = run / str(best["checkpoint"])
-    if not folder.is_dir():
+    if folder.is_dir():
+        return folder
+    # The run was killed after a better checkpoint had taken its place, and before it said so.
+    scored = _scored_checkpoints(run / CHECKPOINTS, str(best["score"]))
+    if not scored:
         raise CheckpointError(f"{folder}: expected the run's best weights there, found nothing")
-    return folder
+    highest = str(read_run(run).get("score", "highest")).startswith("highest")
+    return max(scored)[1] if highest else min(scored)[1]
+
+
+def _scored_checkpoints(folder: Path, score: str) -> list[tuple[float, Path]]:
+    """The checkpoints that were saved with a score."""
+    found = []
+    for file in sorted(folder.glob("step-*/run.json")):
+        scores = json.loads(file.read_text(encoding="utf-8")).get("scores", {})
+        if isinstance(scores.get(score), float | int):
+            found.append((float(scores[score]), file.parent))
+    return found
 
 
 def load_body(
@@ -171,7 +190,7 @@ def _still(kind: type[nn.Module]) -> type[nn.Module]:
     return type(f"Still{kind.__name__}", (_Still, kind), {})
 
 
-def freeze(model: nn.Module, options: TrainOptions, head: str) -> list[str]:
+def freeze(model: nn.Module, options: TrainOptions, head: Head) -> list[str]:
     """Freeze what the options name; the statistics of frozen batch norms are kept as well.
 
     Args:
@@ -211,7 +230,7 @@ def _still_batch_norms(model: nn.Module, frozen: set[str]) -> None:
 
 
 def parameter_groups(
-    model: nn.Module, *, rate: float, head: str, head_scale: float
+    model: nn.Module, *, rate: float, head: Head, head_scale: float
 ) -> list[dict[str, Any]]:
     """Groups for an optimizer: the last layer at a rate of its own; frozen parameters are left out.
 
@@ -225,6 +244,8 @@ def parameter_groups(
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             parts[_is_under(name, head)].append(parameter)
+    if not parts[True]:
+        raise ValueError(f"the model has no last layer {head} that could be trained")
     if head_scale == 1.0:
         return [{"params": parts[False] + parts[True], "lr": rate}]
     groups = [
@@ -245,8 +266,9 @@ def _names_under(prefix: str, names: Sequence[str], option: str) -> list[str]:
     return found
 
 
-def _is_under(name: str, part: str) -> bool:
-    return name == part or name.startswith(f"{part}.")
+def _is_under(name: str, parts: Head) -> bool:
+    named = (parts,) if isinstance(parts, str) else parts
+    return any(name == part or name.startswith(f"{part}.") for part in named)
 
 
 def listed(names: Iterable[str]) -> str:

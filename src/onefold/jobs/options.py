@@ -99,7 +99,7 @@ class TrainOptions:
     head_lr_scale: float = option(1.0, "How much faster the model's last layer learns.")
     freeze: tuple[str, ...] = option(
         (),
-        "Parts of the model that keep their values, by the beginning of their name.",
+        "Parts of the model that keep their values, such as layer1 or layer2.0.",
         shown="none",
     )
     freeze_until: str | None = option(

@@ -128,7 +128,8 @@ def predict_run(run: Path, paths: Sequence[Path], options: PredictOptions) -> Pr
 
 def _last_checkpoint(run: Path) -> Path:
     """The folder of a run's newest weights."""
-    folders = [path.parent for path in (run / CHECKPOINTS).glob("step-*/model.safetensors")]
+    files = (run / CHECKPOINTS).glob("step-*/model.safetensors")
+    folders = [file.parent for file in files if file.parent.name[len("step-") :].isdecimal()]
     if not folders:
         raise CheckpointError(f"{run / CHECKPOINTS}: expected the run's checkpoints, found none")
     return max(folders, key=lambda folder: int(folder.name.removeprefix("step-")))

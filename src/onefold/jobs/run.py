@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import onefold
-from onefold.errors import OnefoldError, RunFailed
+from onefold.errors import DataError, OnefoldError, RunFailed
 from onefold.jobs.options import (
     RUN_OPTIONS,
     TrainOptions,
     from_mapping,
     read_config,
 )
-from onefold.jobs.runfolder import check_folder, next_name
+from onefold.jobs.runfolder import check_folder, next_name, read_run
 from onefold.jobs.training import Task, check_task, train
 
 __all__ = ["Job", "read_options", "run_job"]
@@ -86,6 +86,8 @@ def run_job(job: Job, options: TrainOptions) -> dict[str, Any]:
         RunFailed: a device failed, or the run was stopped.
     """
     data = job.prepare(options)
+    if options.resume:
+        _check_same_data(options, data.digest)
     settled = job.settle(options, data)
     try:
         result: dict[str, Any] | Exception = onefold.launch(
@@ -101,8 +103,19 @@ def run_job(job: Job, options: TrainOptions) -> dict[str, Any]:
         ) from None
     if isinstance(result, Exception):
         raise result
-    report = _report(settled.folder)
+    report = _report(settled.folder) if result["is_lead"] else None
     return {**result, "folder": str(settled.folder), "report": report}
+
+
+def _check_same_data(options: TrainOptions, digest: str) -> None:
+    before = read_run(options.folder).get("data", digest)
+    if before != digest:
+        raise DataError(
+            f"{options.data}: expected the data that the run {options.name} was begun with, these "
+            f"are others (digest {digest}, then {before}): samples were added, left out, renamed "
+            f"or changed, and a test set may now hold what was trained with. A new --name begins "
+            f"another run; --pretrained {options.folder} begins it with these weights"
+        )
 
 
 def _report(folder: Path) -> str | None:

@@ -8,6 +8,7 @@ shows, ``report.html`` the report. Only the lead writes.
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import json
 import math
@@ -24,6 +25,7 @@ __all__ = ["CHECKPOINTS", "RunFolder", "check_folder", "next_name", "read_run"]
 CHECKPOINTS = "checkpoints"
 CONFIG = "config.toml"
 RUN = "run.json"
+LOCK = ".lock"
 
 
 def next_name(runs: Path, job: str) -> str:
@@ -40,15 +42,25 @@ def check_folder(folder: Path, *, resume: bool) -> None:
     Raises:
         LaunchError: so it would be.
     """
+    if not resume:
+        check_folder_is_free(folder)
     begun = (folder / CONFIG).is_file()
-    if begun and not resume:
-        raise LaunchError(
-            f"{folder} is there already: --resume goes on with it, another --name begins a new run"
-        )
     if not begun and folder.exists():
         raise LaunchError(f"{folder} is there, but holds no run: another --name begins one")
     if not begun and resume:
         raise LaunchError(f"--resume: there is no run in {folder}; leave --resume out to begin one")
+
+
+def check_folder_is_free(folder: Path) -> None:
+    """Refuse to write over a run.
+
+    Raises:
+        LaunchError: there is one.
+    """
+    if (folder / CONFIG).is_file():
+        raise LaunchError(
+            f"{folder} is there already: --resume goes on with it, another --name begins a new run"
+        )
 
 
 def read_run(folder: Path, job: str | None = None) -> dict[str, Any]:
@@ -85,6 +97,7 @@ class RunFolder:
         self.path = path
         self._is_lead = is_lead
         self._events: Any = None
+        self._locked: int | None = None
         self._said: dict[str, Any] = {}
 
     def create(self, options: TrainOptions, job: str, files: Mapping[str, str]) -> None:
@@ -92,6 +105,8 @@ class RunFolder:
         if not self._is_lead:
             return
         self.path.mkdir(parents=True, exist_ok=True)
+        self._lock()
+        check_folder_is_free(self.path)
         for name, content in files.items():
             _write_whole(self.path / name, content)
         self._write_config(options, job)
@@ -107,6 +122,7 @@ class RunFolder:
         """
         if not self._is_lead:
             return
+        self._lock()
         lines = [
             line
             for line in self.lines()
@@ -124,8 +140,22 @@ class RunFolder:
 
             self._events = SummaryWriter(str(self.path / "tensorboard"), purge_step=step)
 
+    def _lock(self) -> None:
+        """Keep other processes from this run while it lasts; a process that ends lets go of it."""
+        self._locked = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.lockf(self._locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise LaunchError(
+                f"{self.path}: another process is at work in this folder ({error.strerror}); wait "
+                f"for its end, or give this run another --name"
+            ) from error
+
     def close(self) -> None:
-        """Bring all events to the disk."""
+        """Bring all events to the disk, and let others go on with the run."""
+        if self._locked is not None:
+            os.close(self._locked)
+            self._locked = None
         if self._events is not None:
             self._events.close()
             self._events = None

@@ -90,7 +90,7 @@ def settle(options: SegmentOptions, data: MaskedPictures) -> SegmentOptions:
         encoder=options.encoder or encoder,
         width=options.width or (before.width if before else USUAL_WIDTH),
         crop=options.crop or crop,
-        epochs=options.epochs or 40,
+        epochs=options.epochs or (20 if fine else 40),
         lr=usual_rate(options, fine=fine) if options.lr is None else options.lr,
     )
 
@@ -182,6 +182,7 @@ def make_task(options: SegmentOptions, data: MaskedPictures) -> Task:
         evaluation_batch_size=options.evaluation_batch_size,
         examples=lambda trainer, folder: _examples(trainer, folder, test_set, padded, options),
         facts={
+            "data": data.digest,
             "model": f"U-Net, {kind.encoder}",
             "mask_model": {name: getattr(kind, name) for name in kind.__dataclass_fields__},
             "pos_weight": float(weight),

@@ -21,7 +21,9 @@ class SegmentOptions(TrainOptions):
 
     shards: int = option(4, "Parts of every batch: the most devices that may share one.")
     batch_size: int = option(8, "Pictures of a batch, over all devices.")
-    epochs: int | None = option(None, "Times that the training set is read.", shown="40")
+    epochs: int | None = option(
+        None, "Times that the training set is read.", shown="40, or 20 with --pretrained"
+    )
     lr: float | None = option(None, "Learning rate.", shown="0.001, or 0.0002 with --pretrained")
     optimizer: Optimizer = option("adamw", "How the parameters are updated.")
     weight_decay: float = option(0.01, "Pull of the parameters towards zero.")

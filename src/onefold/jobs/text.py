@@ -21,7 +21,12 @@ from onefold.jobs.finetune import freeze, parameter_groups
 from onefold.jobs.options import Optimizer, TrainOptions, expect, option
 from onefold.jobs.rates import scaled_rate
 from onefold.jobs.runfolder import read_run
-from onefold.jobs.text_models import build_classifier, build_from_config, load_pretrained
+from onefold.jobs.text_models import (
+    build_classifier,
+    build_from_config,
+    head_parts,
+    load_pretrained,
+)
 from onefold.jobs.tokens import (
     PAD_ID,
     EncodedTexts,
@@ -36,7 +41,6 @@ __all__ = ["JOB", "TextModel", "TextOptions", "make_task", "prepare", "settle"]
 
 JOB = "text"
 TINY = "tiny"
-HEAD = "classifier"
 EVALUATION_BATCH_SIZE = 256
 CONFIG_FILE = "model_config.json"
 TOKENIZER_FILE = "tokenizer.json"
@@ -170,7 +174,8 @@ def make_task(options: TextOptions, data: TextSplits) -> Task:
     """
     torch.manual_seed(options.seed)
     model, kind = _build(options, data)
-    frozen = freeze(model, options, HEAD)
+    head = head_parts(model)
+    frozen = freeze(model, options, head)
     smoothing = options.label_smoothing
 
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -192,7 +197,7 @@ def make_task(options: TextOptions, data: TextSplits) -> Task:
     return Task(
         model=model,
         groups=parameter_groups(
-            model, rate=scaled_rate(options), head=HEAD, head_scale=options.head_lr_scale
+            model, rate=scaled_rate(options), head=head, head_scale=options.head_lr_scale
         ),
         loss=loss,
         score=score,
@@ -204,6 +209,7 @@ def make_task(options: TextOptions, data: TextSplits) -> Task:
         evaluation_batch_size=EVALUATION_BATCH_SIZE,
         examples=lambda trainer, folder: _examples(trainer, dev_set, data.dev, kind, dev_labels),
         facts={
+            "data": data.digest,
             "classes": list(kind.classes),
             "model": options.model,
             "text_model": {"max_length": kind.max_length, "pad_id": kind.pad_id},

@@ -16,7 +16,7 @@ from torch import nn
 from onefold.errors import CheckpointError
 from onefold.jobs.tokens import END_ID, PAD_ID, START_ID, require
 
-__all__ = ["build_classifier", "build_from_config", "load_pretrained"]
+__all__ = ["build_classifier", "build_from_config", "head_parts", "load_pretrained"]
 
 _WEIGHTS = (
     "model.safetensors",
@@ -83,6 +83,16 @@ def build_classifier(
     )
     model: nn.Module = RobertaForSequenceClassification(config)
     return model
+
+
+def head_parts(model: nn.Module) -> tuple[str, ...]:
+    """Names of what a classifier of transformers has beside its body: what gives the classes.
+
+    Args:
+        model: of `build_classifier`, `build_from_config` or `load_pretrained`.
+    """
+    body: Any = model.base_model_prefix
+    return tuple(name for name, _ in model.named_children() if name != body)
 
 
 def build_from_config(config: str) -> nn.Module:

@@ -24,6 +24,8 @@ from onefold.jobs.runfolder import RunFolder
 
 __all__ = ["Task", "check_task", "train"]
 
+_KEPT = 2
+"""Newest checkpoints that stay, beside the best: if one is damaged, the other is near."""
 _LINES = 20
 """Lines of metrics in an epoch, beside that of the epoch itself."""
 _LOOK_S = 0.5
@@ -128,26 +130,29 @@ class _Meter:
         self.total = so_far.get("total", 0.0)
         self.samples = int(so_far.get("samples", 0))
         self._before_s = so_far.get("seconds", 0.0)
-        self.phases = dict.fromkeys(_PHASES, 0.0)
+        self.phases = {phase: so_far.get(phase, 0.0) for phase in _PHASES}
+        self.rate = so_far.get("rate", 0.0)
         self._start_s = self._looked_s = time.perf_counter()
         self._pending: list[onefold.Step] = []
-        self._line = (0.0, 0, self._start_s)
+        self._line = (so_far.get("line_total", 0.0), int(so_far.get("line_samples", 0)))
+        self._line_start_s = self._start_s - so_far.get("line_seconds", 0.0)
 
-    def add(self, step: onefold.Step) -> None:
+    def add(self, step: onefold.Step, rate: float) -> None:
+        self.rate = rate
         self._pending.append(step)
         if time.perf_counter() - self._looked_s > _LOOK_S:
             self.look()
 
     def look(self) -> None:
         """Read what has not been read."""
-        line_total, line_samples, line_start_s = self._line
+        line_total, line_samples = self._line
         for step in self._pending:
             total = float(step.loss) * step.samples
             self.total, self.samples = self.total + total, self.samples + step.samples
             line_total, line_samples = line_total + total, line_samples + step.samples
             for phase, seconds in asdict(step.seconds).items():
                 self.phases[phase] += seconds
-        self._line = line_total, line_samples, line_start_s
+        self._line = line_total, line_samples
         self._pending.clear()
         self._looked_s = time.perf_counter()
 
@@ -164,16 +169,26 @@ class _Meter:
     def take_line(self) -> dict[str, float]:
         """Mean loss and speed since the last line."""
         self.look()
-        total, samples, start_s = self._line
+        total, samples = self._line
         now_s = time.perf_counter()
-        self._line = (0.0, 0, now_s)
-        speed = samples / max(now_s - start_s, 1e-9)
-        return {"loss": total / samples if samples else float("nan"), "samples_per_s": speed}
+        speed = samples / max(now_s - self._line_start_s, 1e-9)
+        self._line, self._line_start_s = (0.0, 0), now_s
+        loss = total / samples if samples else math.nan
+        return {"loss": loss, "samples_per_s": speed, "lr": self.rate}
 
     def saved(self) -> dict[str, float]:
         """What a checkpoint in the middle of the epoch keeps."""
         self.look()
-        return {"total": self.total, "samples": float(self.samples), "seconds": self.seconds}
+        return {
+            "total": self.total,
+            "samples": float(self.samples),
+            "seconds": self.seconds,
+            "rate": self.rate,
+            "line_total": self._line[0],
+            "line_samples": float(self._line[1]),
+            "line_seconds": time.perf_counter() - self._line_start_s,
+            **self.phases,
+        }
 
 
 class _Run:
@@ -201,7 +216,6 @@ class _Run:
         self._part: dict[str, float] = {}
         self._epochs_done = 0
         self._best: dict[str, Any] | None = None
-        self._rate = 0.0
 
     def begin(self) -> None:
         """Make the folder, or go on from its last checkpoint."""
@@ -252,21 +266,21 @@ class _Run:
             "best": self._best,
         }
         self._folder.say(**end)
-        return {**self._facts(), **end}
+        return {**self._facts(), **end, "is_lead": self._trainer.is_lead}
 
     def _train_epoch(self, epoch: int, batches: Any, meter: _Meter, bar: TrainingBar) -> None:
         every = max(1, len(batches) // _LINES)
         for batch in batches:
-            self._rate = self._optimizer.param_groups[0]["lr"]
+            rate = self._optimizer.param_groups[0]["lr"]
             step = self._trainer.step(batch)
-            meter.add(step)
+            meter.add(step, rate)
             bar.advance(step, mean_loss=meter.mean_loss)
             if step.number % every == 0:
                 where = {"kind": "steps", "epoch": epoch, "step": step.number}
-                self._folder.add({**where, **meter.take_line(), "lr": self._rate})
+                self._folder.add({**where, **meter.take_line()})
             if step.number % self._options.save_every == 0:
                 extra = self._extra(self._epochs_done, meter.saved())
-                self._trainer.save(self._folder.checkpoints, keep=1, wait=False, extra=extra)
+                self._trainer.save(self._folder.checkpoints, keep=_KEPT, wait=False, extra=extra)
         meter.look()
 
     def _evaluate(self, epoch: int, meter: _Meter, bar: TrainingBar) -> None:
@@ -286,7 +300,7 @@ class _Run:
             "step": self._trainer.steps,
             "loss": meter.mean_loss,
             "scores": scores,
-            "lr": self._rate,
+            "lr": meter.rate,
             "train_s": train_s,
             "evaluate_s": meter.seconds - train_s,
             "samples_per_s": meter.samples / train_s,
@@ -301,7 +315,7 @@ class _Run:
         self._trainer.save(
             self._folder.checkpoints,
             scores=scores,
-            keep=1,
+            keep=_KEPT,
             best=task.best,
             extra=self._extra(epoch + 1, {}),
         )
