@@ -386,3 +386,19 @@ def test_a_process_that_says_something_else_is_named() -> None:
 @pytest.mark.parametrize("devices", [1, 3])
 def test_nothing_is_gathered_of_nothing(devices: int) -> None:
     assert make_trainer(devices=devices).gather({}) == [{}] * devices
+
+
+def test_a_buffer_that_is_used_again_is_copied() -> None:
+    buffer = torch.zeros(2)
+
+    def function(model: nn.Module, batch: torch.Tensor) -> dict[str, torch.Tensor]:
+        buffer.copy_(batch)
+        return {"number": buffer}
+
+    said = make_trainer().predict(function, range(8), batch_size=8)
+    assert said["number"].tolist() == list(range(8))
+
+
+def test_names_that_are_gathered_have_one_line() -> None:
+    with pytest.raises(ValueError, match="expected names of one line for numbers"):
+        make_trainer().gather({"two\nlines": 1.0})

@@ -26,6 +26,7 @@ RESULT: dict[str, Any] = {
     "best": {"score": "accuracy", "value": 0.9876, "epoch": 4, "checkpoint": "checkpoints/step-9"},
     "fingerprint": "0123456789abcdef",
     "report": None,
+    "is_lead": True,
 }
 
 Train = Callable[..., Any]

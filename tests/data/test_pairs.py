@@ -318,3 +318,20 @@ def test_what_is_left_out_is_not_counted(split: Path) -> None:
     data = read(split, skip_bad=True)
     assert data.pixels == 5 * 3 + 8 * 8
     assert data.meant == int((np.asarray(pillow.open(data.train[1].mask)) == 255).sum())
+
+
+@pytest.mark.parametrize("void", [200, 255])
+def test_a_mask_of_two_meanings_is_refused(tmp_path: Path, void: int) -> None:
+    path = save(tmp_path / "mask.png", np.array([[0, 1], [void, 0]], dtype=np.uint8))
+    with pytest.raises(DataError, match=f"this one has 1 and {void}, so that nobody knows"):
+        read_mask(path)
+
+
+def test_other_data_have_another_digest(tmp_path: Path) -> None:
+    save_pairs(tmp_path / "a", [SQUARE] * 8)
+    first = read(tmp_path / "a").digest
+    assert read(tmp_path / "a").digest == first
+    assert read(tmp_path / "a", seed=1).digest != first
+    (tmp_path / "a" / "images" / "0.png").rename(tmp_path / "a" / "images" / "x.png")
+    (tmp_path / "a" / "masks" / "0.png").rename(tmp_path / "a" / "masks" / "x.png")
+    assert read(tmp_path / "a").digest != first

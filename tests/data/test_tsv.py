@@ -130,18 +130,18 @@ def test_bad_lines_of_both_files_are_told_in_order(tmp_path: Path) -> None:
     read = read_splits(train, dev)
     assert [line.text for line in read.train] == ["a", "b"]
     assert [line.text for line in read.dev] == ["a"]
-    assert [(each.path, each.line) for each in read.bad] == [
+    assert [(each.path, each.line) for each in read.left_out] == [
         (train, 3),
         (dev, 2),
         (dev, 3),
         (dev, 4),
     ]
-    assert read.bad[1].reason == "expected a label of the training set (0, 1), got '7'"
+    assert read.left_out[1].reason == "expected a label of the training set (0, 1), got '7'"
 
 
 def test_of_many_classes_some_are_named(tmp_path: Path) -> None:
     content = "".join(f"text\t{label}\n" for label in range(12))
-    bad = read_splits(*splits(tmp_path, content, content + "text\t12\n")).bad
+    bad = read_splits(*splits(tmp_path, content, content + "text\t12\n")).left_out
     assert "(0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 2 more), got '12'" in bad[0].reason
 
 
@@ -168,5 +168,5 @@ def test_the_real_sst2_reads(shared_data: Path) -> None:
     folder = shared_data / "sst2"
     read = read_splits(folder / "train.tsv", folder / "dev.tsv")
     assert (len(read.train), len(read.dev)) == (6920, 872)
-    assert (read.classes, read.bad) == (["0", "1"], [])
+    assert (read.classes, read.left_out) == (["0", "1"], [])
     assert not any(re.search(r"[\t\r\n]", line.text) for line in read.train)

@@ -468,7 +468,7 @@ def test_a_run_without_weights_is_refused(tmp_path: Path, weights: Any) -> None:
 @nowhere
 def test_best_weights_that_are_gone_are_refused(classifier: Path, tmp_path: Path) -> None:
     run = shutil.copytree(classifier, tmp_path / "run")
-    shutil.rmtree(best_checkpoint(run))
+    shutil.rmtree(run / "checkpoints")
     message = f"{run}/checkpoints/step-.*: expected the run's best weights there, found nothing"
     with pytest.raises(CheckpointError, match=message):
         predicted(run, tmp_path)
@@ -476,7 +476,7 @@ def test_best_weights_that_are_gone_are_refused(classifier: Path, tmp_path: Path
 
 @nowhere
 def test_masks_need_a_folder(segmenter: Path, pairs: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="--output: expected a folder for the masks"):
+    with pytest.raises(ValueError, match="expected --output with a folder for the masks"):
         predicted(segmenter, pairs / "test")
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(ValueError, match="expected a folder for the masks, this is a file"):

@@ -77,7 +77,7 @@ def test_what_is_no_run_is_left_alone(tmp_path: Path, resume: bool, kind: str) -
 
 def test_a_run_begins_with_its_options_and_files(tmp_path: Path) -> None:
     begun(tmp_path / "a" / "b")
-    assert tree(tmp_path / "a" / "b") == ["config.toml", "run.json", "words.json"]
+    assert tree(tmp_path / "a" / "b") == [".lock", "config.toml", "run.json", "words.json"]
     values = read_config(tmp_path / "a" / "b" / "config.toml", "classify")
     assert from_mapping(TrainOptions, values, "it") == OPTIONS
     assert (tmp_path / "a" / "b" / "words.json").read_text() == "[1]"
@@ -132,7 +132,7 @@ def test_what_was_there_stays_whole_if_writing_fails(
     with pytest.raises(OSError, match="no space left"):
         folder.say(notes="x" * 9000)
     with pytest.raises(OSError, match="no space left"):
-        folder.create(TrainOptions(name="other"), "text", {"run.json": "{}"})
+        folder.go_on(TrainOptions(name="other"), "text", steps=0, epochs=0)
     assert {path: (tmp_path / path).read_bytes() for path in before} == before
 
 

@@ -171,3 +171,12 @@ def test_a_folder_that_lacks_something_is_refused(
     damage(folder)
     with pytest.raises(CheckpointError, match=complaint):
         load_pretrained(folder, 2)
+
+
+def test_the_parts_beside_the_body_are_the_head() -> None:
+    assert text_models.head_parts(small()) == ("classifier",)
+    distil = pytest.importorskip("transformers.models.distilbert.modeling_distilbert")
+    config = distil.DistilBertConfig(vocab_size=300, dim=8, n_heads=2, n_layers=1, hidden_dim=8)
+    model = distil.DistilBertForSequenceClassification(config)
+    assert {"pre_classifier", "classifier"} <= set(text_models.head_parts(model))
+    assert "distilbert" not in text_models.head_parts(model)

@@ -199,6 +199,65 @@ def test_the_events_are_those_of_the_metrics(tmp_path: Path) -> None:
     assert len(read.Scalars("train/loss")) == len(lines(folder, "steps"))
 
 
+def test_a_run_goes_on_with_its_own_data_alone(tmp_path: Path) -> None:
+    data = write_pictures(tmp_path / "data")
+    run_here("classify", data, tmp_path / "runs", name="it")
+    kind = job_of("classify")
+    given = {"runs": str(tmp_path / "runs"), "name": "it", "resume": True, "epochs": 2}
+    (data / "train" / "pear" / "0.png").rename(data / "train" / "pear" / "99.png")
+    with pytest.raises(DataError, match="expected the data that the run it was begun with"):
+        run_job(kind, read_options(kind, given, None))
+
+
+def test_a_finished_run_is_left_alone(tmp_path: Path) -> None:
+    data = write_pictures(tmp_path / "data")
+    folder, _ = run_here("classify", data, tmp_path / "runs", name="it")
+    before = {path: path.read_bytes() for path in folder.glob("*.*")}
+    kind = job_of("classify")
+    again = {"runs": str(tmp_path / "runs"), "name": "it", "resume": True}
+    with pytest.raises(LaunchError, match="the run has finished its 1 epochs; --resume with more"):
+        run_job(kind, read_options(kind, again, None))
+    assert {path: path.read_bytes() for path in folder.glob("*.*")} == before
+
+
+HOLD = """
+import fcntl, sys
+lock = open(sys.argv[1], "r+")
+fcntl.lockf(lock, fcntl.LOCK_EX)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.processes
+def test_two_processes_cannot_be_at_work_in_one_run(tmp_path: Path) -> None:
+    data = write_pictures(tmp_path / "data")
+    folder, _ = run_here("classify", data, tmp_path / "runs", name="it")
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder / ".lock")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(LaunchError, match="another process is at work in this folder"):
+            run_here("classify", data, tmp_path / "runs", name="it", resume=True, epochs=2)
+        holder.kill()
+    run_here("classify", data, tmp_path / "runs", name="it", resume=True, epochs=2)
+    assert len(lines(folder, "epoch")) == 2
+
+
+def test_the_best_is_found_where_a_run_was_killed_before_it_said_so(tmp_path: Path) -> None:
+    data = write_pictures(tmp_path / "data")
+    folder, said = run_here("classify", data, tmp_path / "runs", epochs=2)
+    best = folder / said["best"]["checkpoint"]
+    assert best_checkpoint(folder) == best
+    record = json.loads((folder / "run.json").read_text())
+    record["best"]["checkpoint"] = "checkpoints/step-00000001"
+    (folder / "run.json").write_text(json.dumps(record))
+    assert best_checkpoint(folder) == best
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("option", "words"),

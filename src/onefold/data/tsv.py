@@ -44,7 +44,7 @@ class TextSplits:
     """To score on."""
     classes: list[str]
     """Labels of the training set in order: by value if all are whole numbers, else by letter."""
-    bad: list[BadFile]
+    left_out: list[BadFile]
     """Lines of either file that are in neither list."""
 
     @property

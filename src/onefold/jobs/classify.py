@@ -139,10 +139,25 @@ def prepare(options: ClassifyOptions) -> PictureClasses:
 
 
 def settle(options: ClassifyOptions, data: PictureClasses) -> ClassifyOptions:
-    """Fill in what was left to the data."""
+    """Fill in what was left to the data.
+
+    Raises:
+        ValueError: an option does not suit the pretrained run.
+    """
     run = run_of(options.pretrained)
     before = PictureModel.of_run(run) if run else None
+    if before and options.model not in (None, before.name):
+        raise ValueError(
+            f"--model {options.model}: the run {run} is of {before.name}; leave --model out to "
+            f"begin with its weights"
+        )
     model = options.model or (before.name if before else USUAL_MODEL)
+    fixed = before and not (model in MODELS and MODELS[model].any_size)
+    if before and fixed and options.image_size not in (None, before.image_size):
+        raise ValueError(
+            f"--image-size {options.image_size}: the run {run} is of {model}, which has one size, "
+            f"{before.image_size}; leave --image-size out"
+        )
     size = options.image_size or (before.image_size if before else _side(model, data))
     fine = options.pretrained is not None
     return replace(

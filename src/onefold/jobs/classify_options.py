@@ -19,6 +19,12 @@ Stem = Literal["auto", "small", "large"]
 class ClassifyOptions(TrainOptions):
     """Options of ``onefold train classify``."""
 
+    epochs: int | None = option(
+        None, "Times that the training set is read.", shown="10, or 5 with --pretrained"
+    )
+    lr: float | None = option(
+        None, "Learning rate.", shown="0.05 with sgd, else 0.001; a fifth with --pretrained"
+    )
     model: str | None = option(
         None,
         f"{', '.join(MODELS)}, or timm:NAME where timm is installed.",

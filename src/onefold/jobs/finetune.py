@@ -66,7 +66,7 @@ def best_checkpoint(run: Path) -> Path:
     if folder.is_dir():
         return folder
     # The run was killed after a better checkpoint had taken its place, and before it said so.
-    scored = _scored_checkpoints(run / CHECKPOINTS, str(best["score"]))
+    scored = _scored_checkpoints(run / CHECKPOINTS, str(best.get("score")))
     if not scored:
         raise CheckpointError(f"{folder}: expected the run's best weights there, found nothing")
     highest = str(read_run(run).get("score", "highest")).startswith("highest")

@@ -212,7 +212,8 @@ def _read_texts(paths: Sequence[Path]) -> _Inputs:
     inputs = _Inputs([], [])
     for path in paths:
         if not path.is_file():
-            raise DataError(f"{path}: expected a file with one text a line, there is none")
+            came = "a folder" if path.is_dir() else "nothing there"
+            raise DataError(f"{path}: expected a file with one text a line, got {came}")
         for number, content in enumerate(_lines(path), start=1):
             try:
                 line = content.decode().partition("\t")[0]
@@ -245,7 +246,7 @@ def _check_output(job: str, output: Path | None) -> None:
                 f"--output {output}: expected a file for the predictions, not a folder"
             )
     elif output is None:
-        raise ValueError("--output: expected a folder for the masks")
+        raise ValueError("expected --output with a folder for the masks")
     elif output.exists() and not output.is_dir():
         raise ValueError(f"--output {output}: expected a folder for the masks, this is a file")
 

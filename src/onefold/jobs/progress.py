@@ -28,7 +28,9 @@ def counted(number: int, noun: str) -> str:
     >>> counted(1, "device"), counted(2, "device")
     ('1 device', '2 devices')
     """
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    if number == 1:
+        return f"{number} {noun}"
+    return f"{number:,} {noun}{'es' if noun.endswith('s') else 's'}"
 
 
 class SpeedColumn(ProgressColumn):

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import onefold
-from onefold.errors import DataError, OnefoldError, RunFailed
+from onefold.errors import DataError, LaunchError, OnefoldError, RunFailed
 from onefold.jobs.options import (
     RUN_OPTIONS,
     TrainOptions,
     from_mapping,
     read_config,
 )
-from onefold.jobs.runfolder import check_folder, next_name, read_run
+from onefold.jobs.runfolder import RUN, check_folder, next_name, read_run
 from onefold.jobs.training import Task, check_task, train
 
 __all__ = ["Job", "read_options", "run_job"]
@@ -85,7 +86,11 @@ def run_job(job: Job, options: TrainOptions) -> dict[str, Any]:
         LaunchError: a device or a library is not there.
         RunFailed: a device failed, or the run was stopped.
     """
+    if options.resume:
+        _check_unfinished(options)
     data = job.prepare(options)
+    for each in data.left_out:
+        print(f"onefold: left out: {each}", file=sys.stderr)
     if options.resume:
         _check_same_data(options, data.digest)
     settled = job.settle(options, data)
@@ -107,7 +112,20 @@ def run_job(job: Job, options: TrainOptions) -> dict[str, Any]:
     return {**result, "folder": str(settled.folder), "report": report}
 
 
+def _check_unfinished(options: TrainOptions) -> None:
+    if not (options.folder / RUN).is_file():
+        return  # it was stopped before it said anything
+    said = read_run(options.folder)
+    if said.get("finished") and (options.epochs or 0) <= said.get("epochs", 0):
+        raise LaunchError(
+            f"{options.folder}: the run has finished its {said['epochs']} epochs; --resume with "
+            f"more --epochs goes on with it"
+        )
+
+
 def _check_same_data(options: TrainOptions, digest: str) -> None:
+    if not (options.folder / RUN).is_file():
+        return
     before = read_run(options.folder).get("data", digest)
     if before != digest:
         raise DataError(

@@ -113,7 +113,7 @@ def prepare(options: TextOptions) -> TextSplits:
             raise DataError(f"{each}: expected a TSV file of text and label, there is none")
     splits = read_splits(train, dev)
     if not options.skip_bad:
-        refuse(splits.bad)
+        refuse(splits.left_out)
     return splits
 
 
@@ -214,7 +214,7 @@ def make_task(options: TextOptions, data: TextSplits) -> Task:
             "model": options.model,
             "text_model": {"max_length": kind.max_length, "pad_id": kind.pad_id},
             "frozen": frozen,
-            "left_out": [str(each) for each in data.bad],
+            "left_out": [str(each) for each in data.left_out],
         },
         files={
             TOKENIZER_FILE: kind.tokenizer,

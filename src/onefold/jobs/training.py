@@ -18,7 +18,7 @@ from torch import nn
 
 import onefold
 from onefold.jobs.options import TrainOptions
-from onefold.jobs.progress import TrainingBar, epoch_line
+from onefold.jobs.progress import TrainingBar, counted, epoch_line
 from onefold.jobs.rates import make_optimizer, rate_factor
 from onefold.jobs.runfolder import RunFolder
 
@@ -28,6 +28,8 @@ _KEPT = 2
 """Newest checkpoints that stay, beside the best: if one is damaged, the other is near."""
 _LINES = 20
 """Lines of metrics in an epoch, beside that of the epoch itself."""
+_FEW_STEPS = 100
+"""Hardly anything is learnt in fewer."""
 _LOOK_S = 0.5
 """So often losses and times are looked at, which on a GPU has to wait."""
 _PHASES = ("data", "forward", "backward", "exchange", "update")
@@ -236,6 +238,24 @@ class _Run:
         self._folder.open_events(self._trainer.steps + 1)
         self._folder.say(**self._facts())
 
+    def _opening(self) -> list[str]:
+        """What the run is about, in a line; and what may be amiss."""
+        facts, trainer = self._facts(), self._trainer
+        classes = f" in {counted(len(facts['classes']), 'class')}" if "classes" in facts else ""
+        opening = (
+            f"{self._folder.path}: {facts['train_samples']:,} samples to train with, "
+            f"{facts['test_samples']:,} to test with{classes}; {facts['model']} of "
+            f"{facts['parameters']:,} parameters; {counted(len(trainer.devices), 'device')}"
+        )
+        lines = [opening]
+        if trainer.steps:
+            epoch = self._epochs_done + 1
+            lines.append(f"goes on after step {trainer.steps:,}, in epoch {epoch}")
+        total = self._steps * self._epochs
+        if total < _FEW_STEPS:
+            lines.append(f"only {total} steps in all: a smaller --batch-size gives more of them")
+        return lines
+
     def train(self) -> None:
         """All epochs that are left."""
         task, options, trainer = self._task, self._options, self._trainer
@@ -252,6 +272,8 @@ class _Run:
         with TrainingBar(
             trainer, samples=len(task.train_set), epochs=self._epochs, done=done
         ) as bar:
+            for line in self._opening():
+                bar.say(line)
             for epoch in trainer.epochs(self._epochs):
                 meter = _Meter(self._part)
                 self._train_epoch(epoch, batches, meter, bar)
@@ -347,6 +369,7 @@ class _Run:
             "torch": torch.__version__,
             "devices": [str(device) for device in self._trainer.devices],
             "shards": self._options.shards,
+            "epochs": self._epochs,
             "train_samples": len(self._task.train_set),
             "test_samples": len(self._task.test_set),
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
