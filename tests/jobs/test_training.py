@@ -265,6 +265,7 @@ def test_the_best_is_found_where_a_run_was_killed_before_it_said_so(tmp_path: Pa
         ("--freeze=layer9", "--freeze layer9: the model has no such part"),
         ("--pretrained=nothing.pth", "nothing.pth"),
         ("--shards=30", "this model needs 2 or more in each of its 30 shards"),
+        ("--shards=1", "2 devices cannot share 1 shards"),
     ],
 )
 def test_what_does_not_suit_the_model_is_told_in_one_line(

@@ -10,7 +10,7 @@ from PIL import Image
 
 from onefold.jobs.catalog import job_of
 from onefold.jobs.run import read_options
-from onefold.jobs.training import check_task, train
+from onefold.jobs.training import train
 
 CLASSES = ("apple", "pear", "plum")
 
@@ -79,6 +79,4 @@ def run_here(job: str, data: Path | str, runs: Path, **options: Any) -> tuple[Pa
     asked = read_options(kind, given, None)
     prepared = kind.prepare(asked)
     settled = kind.settle(asked, prepared)
-    task = kind.make_task(settled, prepared)
-    check_task(settled, task)
-    return settled.folder, train(settled, kind.name, task)
+    return settled.folder, train(settled, kind.name, kind.make_task(settled, prepared))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import onefold
-from onefold.errors import DataError, LaunchError, OnefoldError, RunFailed
+from onefold.errors import CheckpointError, DataError, LaunchError, RunFailed
 from onefold.jobs.options import (
     RUN_OPTIONS,
     TrainOptions,
@@ -18,7 +18,7 @@ from onefold.jobs.options import (
     read_config,
 )
 from onefold.jobs.runfolder import RUN, check_folder, next_name, read_run
-from onefold.jobs.training import Task, check_task, train
+from onefold.jobs.training import Task, begin_training
 
 __all__ = ["Job", "read_options", "run_job"]
 
@@ -149,7 +149,7 @@ def _train(job: Job, options: TrainOptions, data: Any) -> dict[str, Any] | Excep
     """On every device; options that do not suit the model come back, alike from all of them."""
     try:
         task = job.make_task(options, data)
-        check_task(options, task)
-    except (OnefoldError, ValueError, OSError) as error:
+        training = begin_training(options, job.name, task)
+    except (LaunchError, DataError, CheckpointError, ValueError, OSError) as error:
         return error
-    return train(options, job.name, task)
+    return training.run()

@@ -22,7 +22,7 @@ from onefold.jobs.progress import TrainingBar, counted, epoch_line
 from onefold.jobs.rates import make_optimizer, rate_factor
 from onefold.jobs.runfolder import RunFolder
 
-__all__ = ["Task", "check_task", "train"]
+__all__ = ["Task", "Training", "begin_training", "train"]
 
 _KEPT = 2
 """Newest checkpoints that stay, beside the best: if one is damaged, the other is near."""
@@ -75,6 +75,21 @@ def train(options: TrainOptions, job: str, task: Task) -> dict[str, Any]:
     Returns:
         What ``run.json`` says in the end.
     """
+    return begin_training(options, job, task).run()
+
+
+def begin_training(options: TrainOptions, job: str, task: Task) -> Training:
+    """Form the devices' run, and write nothing yet; called on every device.
+
+    Args:
+        options: settled ones.
+        job: whose run it is.
+        task: what to train.
+
+    Raises:
+        ValueError: the options do not suit the task, or the devices.
+    """
+    _check_task(options, task)
     epochs = options.epochs or 1
     steps = _steps_of_epoch(options, task)
     optimizer = make_optimizer(options, task.groups)
@@ -89,16 +104,10 @@ def train(options: TrainOptions, job: str, task: Task) -> dict[str, Any]:
         clip_norm=options.clip_norm,
     )
     folder = RunFolder(options.folder, is_lead=trainer.is_lead)
-    run = _Run(options, job, task, trainer, folder, optimizer, epochs, steps)
-    run.begin()
-    try:
-        run.train()
-        return run.finish()
-    finally:
-        folder.close()
+    return Training(options, job, task, trainer, folder, optimizer, epochs, steps)
 
 
-def check_task(options: TrainOptions, task: Task) -> None:
+def _check_task(options: TrainOptions, task: Task) -> None:
     """Refuse a batch that has too few samples for its shards.
 
     Raises:
@@ -193,8 +202,8 @@ class _Meter:
         }
 
 
-class _Run:
-    """One training from where it is to its end."""
+class Training:
+    """One training from where it is to its end. Made by `begin_training`."""
 
     def __init__(
         self,
@@ -219,7 +228,16 @@ class _Run:
         self._epochs_done = 0
         self._best: dict[str, Any] | None = None
 
-    def begin(self) -> None:
+    def run(self) -> dict[str, Any]:
+        """All of it; returns what ``run.json`` says in the end."""
+        self._begin()
+        try:
+            self._train()
+            return self._finish()
+        finally:
+            self._folder.close()
+
+    def _begin(self) -> None:
         """Make the folder, or go on from its last checkpoint."""
         loaded = None
         if self._options.resume:
@@ -256,7 +274,7 @@ class _Run:
             lines.append(f"only {total} steps in all: a smaller --batch-size gives more of them")
         return lines
 
-    def train(self) -> None:
+    def _train(self) -> None:
         """All epochs that are left."""
         task, options, trainer = self._task, self._options, self._trainer
         batches = trainer.loader(
@@ -279,7 +297,7 @@ class _Run:
                 self._train_epoch(epoch, batches, meter, bar)
                 self._evaluate(epoch, meter, bar)
 
-    def finish(self) -> dict[str, Any]:
+    def _finish(self) -> dict[str, Any]:
         """Show the model at work, and note the end."""
         self._folder.write_examples(self._task.examples(self._trainer, self._folder))
         end = {
