@@ -15,7 +15,7 @@ from onefold.data.bad import BadFile
 from onefold.data.digest import digest_of
 from onefold.errors import DataError
 
-__all__ = ["Line", "TextSplits", "read_splits", "read_tsv"]
+__all__ = ["Line", "TextSplits", "read_splits", "read_tsv", "split_lines"]
 
 _BOM = b"\xef\xbb\xbf"
 _SHOWN_CHARACTERS = 40
@@ -78,7 +78,7 @@ def read_tsv(path: str | PathLike[str]) -> tuple[list[Line], list[BadFile]]:
     """
     path = Path(path)
     lines, bad = [], []
-    for number, content in enumerate(_split(path.read_bytes()), start=1):
+    for number, content in enumerate(split_lines(path.read_bytes()), start=1):
         try:
             lines.append(_read_line(content, number))
         except ValueError as wrong:
@@ -118,7 +118,7 @@ def read_splits(train: str | PathLike[str], dev: str | PathLike[str]) -> TextSpl
     return TextSplits(train_lines, known, classes, train_bad + dev_bad)
 
 
-def _split(content: bytes) -> list[bytes]:
+def split_lines(content: bytes) -> list[bytes]:
     """The lines without their ends, and without blank ones after the last."""
     lines = [line.removesuffix(b"\r") for line in content.removeprefix(_BOM).split(b"\n")]
     while lines and not lines[-1].strip():

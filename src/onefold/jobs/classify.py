@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -217,7 +217,6 @@ def make_task(options: ClassifyOptions, data: PictureClasses) -> Task:
     test_set = LabelledPictures(
         data.test.pictures, data.test.labels, kind.mode, kind.test_changes, kind.normalise
     )
-    kept = {name: getattr(kind, name) for name in kind.__dataclass_fields__}
     return Task(
         model=model,
         groups=parameter_groups(
@@ -242,7 +241,7 @@ def make_task(options: ClassifyOptions, data: PictureClasses) -> Task:
             "data": data.digest,
             "classes": list(kind.classes),
             "model": kind.name,
-            "picture_model": kept,
+            "picture_model": asdict(kind),
             "frozen": frozen,
             "left_out": [str(each) for each in data.left_out],
         },

@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import os
-from codecs import BOM_UTF8
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +25,7 @@ from onefold.data.pictures import (
     require_pillow,
     scan_pictures,
 )
+from onefold.data.tsv import split_lines
 from onefold.data.walk import picture_paths
 from onefold.errors import CheckpointError, DataError
 from onefold.jobs import classify, segment, text
@@ -214,7 +214,7 @@ def _read_texts(paths: Sequence[Path]) -> _Inputs:
         if not path.is_file():
             came = "a folder" if path.is_dir() else "nothing there"
             raise DataError(f"{path}: expected a file with one text a line, got {came}")
-        for number, content in enumerate(_lines(path), start=1):
+        for number, content in enumerate(split_lines(path.read_bytes()), start=1):
             try:
                 line = content.decode().partition("\t")[0]
             except UnicodeDecodeError:
@@ -228,14 +228,6 @@ def _read_texts(paths: Sequence[Path]) -> _Inputs:
             inputs.texts.append(line)
             inputs.lines.append(number)
     return inputs
-
-
-def _lines(path: Path) -> list[bytes]:
-    """As training reads them: LF or CRLF ends a line, blank lines at the end are none."""
-    lines = path.read_bytes().removeprefix(BOM_UTF8).split(b"\n")
-    while lines and not lines[-1].strip():
-        lines.pop()
-    return [line.removesuffix(b"\r") for line in lines]
 
 
 def _check_output(job: str, output: Path | None) -> None:

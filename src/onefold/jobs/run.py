@@ -17,7 +17,7 @@ from onefold.jobs.options import (
     from_mapping,
     read_config,
 )
-from onefold.jobs.runfolder import RUN, check_folder, next_name, read_run
+from onefold.jobs.runfolder import CONFIG, RUN, check_folder, next_name, read_run
 from onefold.jobs.training import Task, begin_training
 
 __all__ = ["Job", "read_options", "run_job"]
@@ -58,7 +58,7 @@ def read_options(job: Job, given: dict[str, Any], config: Path | None) -> TrainO
     check_folder(asked.folder, resume=asked.resume)
     if not asked.resume:
         return asked
-    source = asked.folder / "config.toml"
+    source = asked.folder / CONFIG
     saved = read_config(source, job.name)
     named = {**values, **given}
     before: TrainOptions = from_mapping(job.options, saved, str(source))
@@ -86,13 +86,12 @@ def run_job(job: Job, options: TrainOptions) -> dict[str, Any]:
         LaunchError: a device or a library is not there.
         RunFailed: a device failed, or the run was stopped.
     """
-    if options.resume:
-        _check_unfinished(options)
+    before = _said_before(options)
+    _check_unfinished(options, before)
     data = job.prepare(options)
     for each in data.left_out:
         print(f"onefold: left out: {each}", file=sys.stderr)
-    if options.resume:
-        _check_same_data(options, data.digest)
+    _check_same_data(options, before, data.digest)
     settled = job.settle(options, data)
     try:
         result: dict[str, Any] | Exception = onefold.launch(
@@ -112,25 +111,27 @@ def run_job(job: Job, options: TrainOptions) -> dict[str, Any]:
     return {**result, "folder": str(settled.folder), "report": report}
 
 
-def _check_unfinished(options: TrainOptions) -> None:
-    if not (options.folder / RUN).is_file():
-        return  # it was stopped before it said anything
-    said = read_run(options.folder)
-    if said.get("finished") and (options.epochs or 0) <= said.get("epochs", 0):
+def _said_before(options: TrainOptions) -> dict[str, Any]:
+    """What the run said that is to go on; nothing if it is new, or was stopped too early."""
+    if options.resume and (options.folder / RUN).is_file():
+        return read_run(options.folder)
+    return {}
+
+
+def _check_unfinished(options: TrainOptions, before: dict[str, Any]) -> None:
+    if before.get("finished") and (options.epochs or 0) <= before.get("epochs", 0):
         raise LaunchError(
-            f"{options.folder}: the run has finished its {said['epochs']} epochs; --resume with "
+            f"{options.folder}: the run has finished its {before['epochs']} epochs; --resume with "
             f"more --epochs goes on with it"
         )
 
 
-def _check_same_data(options: TrainOptions, digest: str) -> None:
-    if not (options.folder / RUN).is_file():
-        return
-    before = read_run(options.folder).get("data", digest)
-    if before != digest:
+def _check_same_data(options: TrainOptions, before: dict[str, Any], digest: str) -> None:
+    then = before.get("data", digest)
+    if then != digest:
         raise DataError(
             f"{options.data}: expected the data that the run {options.name} was begun with, these "
-            f"are others (digest {digest}, then {before}): samples were added, left out, renamed "
+            f"are others (digest {digest}, then {then}): samples were added, left out, renamed "
             f"or changed, and a test set may now hold what was trained with. A new --name begins "
             f"another run; --pretrained {options.folder} begins it with these weights"
         )

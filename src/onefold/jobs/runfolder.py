@@ -20,7 +20,7 @@ from typing import Any
 from onefold.errors import DataError, LaunchError
 from onefold.jobs.options import TrainOptions, write_config
 
-__all__ = ["CHECKPOINTS", "RUN", "RunFolder", "check_folder", "next_name", "read_run"]
+__all__ = ["CHECKPOINTS", "CONFIG", "RUN", "RunFolder", "check_folder", "next_name", "read_run"]
 
 CHECKPOINTS = "checkpoints"
 CONFIG = "config.toml"

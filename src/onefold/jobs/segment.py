@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -184,7 +184,7 @@ def make_task(options: SegmentOptions, data: MaskedPictures) -> Task:
         facts={
             "data": data.digest,
             "model": f"U-Net, {kind.encoder}",
-            "mask_model": {name: getattr(kind, name) for name in kind.__dataclass_fields__},
+            "mask_model": asdict(kind),
             "pos_weight": float(weight),
             "frozen": frozen,
             "left_out": [str(each) for each in data.left_out],

@@ -113,9 +113,8 @@ def _check_task(options: TrainOptions, task: Task) -> None:
     Raises:
         ValueError: it has.
     """
-    least = task.least_shard * options.shards
     most = min(options.batch_size, len(task.train_set))
-    if most < least and task.least_shard > 1:
+    if most < _least_batch(options, task):
         raise ValueError(
             f"a batch has {most} samples at most (--batch-size {options.batch_size}, "
             f"{len(task.train_set)} samples to train with): this model needs {task.least_shard} or "
@@ -126,8 +125,12 @@ def _check_task(options: TrainOptions, task: Task) -> None:
 def _steps_of_epoch(options: TrainOptions, task: Task) -> int:
     """Batches of a pass over the training set, without a last one that is too short."""
     whole, rest = divmod(len(task.train_set), options.batch_size)
-    least = task.least_shard * options.shards if task.least_shard > 1 else 1
-    return whole + (1 if rest >= least else 0)
+    return whole + (1 if rest >= _least_batch(options, task) else 0)
+
+
+def _least_batch(options: TrainOptions, task: Task) -> int:
+    """Samples that a batch must have: shards may be empty where the model does not mind."""
+    return task.least_shard * options.shards if task.least_shard > 1 else 1
 
 
 class _Meter:
