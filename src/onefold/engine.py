@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from torch.utils import deterministic as torch_deterministic
 
 from onefold.batch import ShardedBatch
-from onefold.errors import DisagreementError, LossError
+from onefold.errors import DisagreementError, LossError, StateError
 from onefold.exchange.base import Board, Exchange
+from onefold.flat import same_bits
 from onefold.fold import fold_shards
+from onefold.guard import Samples, ValueGuard, is_due
+from onefold.head import Call, Said, StepHead, checksum, read_said
+from onefold.kernels import Compilers, repeatable_kernels
+from onefold.mean import Contribution
+from onefold.modes import evaluating
+from onefold.outside import OutsideModules
 from onefold.randomness import kept_generators
-from onefold.replica import LossFunction, Replica
+from onefold.replica import Gradients, LossFunction, Replica, ShardTask
+from onefold.settings import GroupSettings
 from onefold.timing import Span
 from onefold.update import SpanOptimizer
+from onefold.weights_of_step import StepWeight, total_weight
 
 __all__ = ["Engine", "Outcome"]
+
+_log = logging.getLogger("onefold")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +52,7 @@ class Engine:
         replicas: of this process's devices.
         exchange: with all devices.
         update: the optimizer on this process's spans.
+        loss: of one shard.
         seed: of the run.
         clip_norm: the largest norm of the whole gradient, or None.
         deterministic: whether kernels that do not repeat their bits are refused.
@@ -53,6 +65,7 @@ class Engine:
         replicas: Sequence[Replica],
         exchange: Exchange,
         update: SpanOptimizer,
+        loss: LossFunction,
         seed: int,
         clip_norm: float | None,
         deterministic: bool,
@@ -62,54 +75,166 @@ class Engine:
         self.exchange = exchange
         self.seed = seed
         self.update = update
+        self._loss = loss
         self._clip_norm = clip_norm
         self._deterministic = deterministic
         self._frozen = frozen
-        self._marks = replicas[0].marks()
+        first = replicas[0]
+        self._parts = first.parts
+        self._module = first.module
+        self._guard = ValueGuard(self._parts.named, [first.trained, first.other])
+        self._buffer_samples = Samples([first.buffers.flat])
+        self._settings = GroupSettings(update.optimizer)
+        self._outside = OutsideModules(self._module)
+        self._compilers = Compilers(self._module, loss)
         self._unread: tuple[int, torch.Tensor] | None = None
+        self._several_terms = False
+        self._changing = False
+        self._warned_of_mode = False
 
-    def step(
-        self, batch: ShardedBatch, loss: LossFunction, number: int, *, asked_to_stop: bool = False
-    ) -> Outcome:
+    @property
+    def with_others(self) -> bool:
+        """Whether other processes take part."""
+        return len(self.replicas) < self.exchange.board.shape.devices
+
+    def step(self, batch: ShardedBatch, number: int, *, asked_to_stop: bool = False) -> Outcome:
         """One update of the parameters.
 
         Args:
             batch: this process's shards of it.
-            loss: of one shard.
             number: of the step.
             asked_to_stop: whether this process has been; all devices are told.
 
         Raises:
+            DisagreementError: another device is somewhere else, or was given something else.
             LossError: a loss is of the wrong kind, or not finite.
+            StateError: a shard has changed what it must not.
             PeerError: another device is lost or has failed.
         """
         watch = self.replicas[0].watch
         self._check_frozen()
-        with self.computing(training=True):
-            for replica in self.replicas:
-                replica.run(batch, loss, seed=self.seed, step=number, exchange=self.exchange)
-                self.exchange.board.heads[replica.number, 2] = asked_to_stop
         start = watch.now()
-        self.exchange.collect(batch.plan)
-        watch.note("exchange", "collect", start)
-        board = self.exchange.board
-        _check_heads(board)
-        self._check_finite(board, number)
-        outcome = Outcome(
-            board.totals.clone(),
-            fold_shards(board.weights.tolist(), _add),
-            bool(board.heads[:, 2].any()),
+        said = self.agree(
+            Call.STEP,
+            number,
+            samples=batch.samples,
+            plan=_plan_number(batch),
+            loader=batch.loader,
+            data_pass=batch.pass_number,
+            place=batch.stop,
+            data=batch.data_digest,
+            batch=batch.digest,
+            stop=asked_to_stop,
         )
-        if outcome.weight > 0:
-            self._apply(batch, outcome.weight)
+        watch.note("exchange", "agree", start)
+        self._warn_of_mode()
+        weight = self._run(batch, number)
+        board = self.exchange.board
+        self._check_finite(board, number)
+        outcome = Outcome(board.totals.clone(), weight.value, said.stop)
+        if weight.value > 0:
+            self._apply(batch, weight, number)
         for replica in self.replicas:
             replica.buffers.end_step(board, batch)
         start = watch.now()
         self.exchange.spread()  # from here on the board is no longer ours to read
         watch.note("exchange", "spread", start)
-        if len(self.replicas) > 1:
-            self._marks = self.replicas[0].marks()
+        self._note_values()
         return outcome
+
+    def agree(
+        self,
+        call: Call,
+        step: int,
+        *,
+        samples: int = 0,
+        batch_size: int = 0,
+        plan: int = 0,
+        loader: int = 0,
+        data_pass: int = 0,
+        place: int = 0,
+        data: int = 0,
+        batch: int = 0,
+        arguments: object = None,
+        stop: bool = False,
+    ) -> Said:
+        """Wait for all devices to have begun the same call, in the same state.
+
+        Args:
+            call: what is to be done together.
+            step: those done, and one.
+            arguments: of the call, alike on all devices; anything with a repr that tells.
+
+        The others are fields of `onefold.head.StepHead`.
+
+        Raises:
+            DisagreementError: a device is somewhere else, or its parameters were changed.
+        """
+        if self._changing and call is not Call.CHANGED:
+            raise RuntimeError(
+                f"{call.words} was called inside `with trainer.changing():`, where devices may "
+                f"differ: expected the block to end first"
+            )
+        if not self.with_others:
+            return Said((0,), stop)
+        due = call is not Call.STEP or is_due(step)
+        # What is being loaded or was changed in the block makes all else equal.
+        settles = call in (Call.LOAD, Call.CHANGED)
+        self.replicas[0].buffers.absorb()
+        head = StepHead(
+            call=call,
+            step=step,
+            samples=samples,
+            batch_size=batch_size,
+            plan=plan,
+            loader=loader,
+            data_pass=data_pass,
+            place=place,
+            data=data,
+            batch=batch,
+            settings=0 if settles else self._settings.checksum(due=due),
+            modes=self._modes_checksum(),
+            values=0 if settles else self._guard.checksum(also=self._buffer_samples, due=due),
+            arguments=0 if arguments is None else checksum(repr(arguments).encode()),
+            outside=self._outside.checksum() if due else 0,
+        )
+        changed = 0 if settles else self._guard.changed()
+        said = read_said(self.exchange.agree(step, head.word(changed=changed, stop=stop)))
+        if any(said.changed):
+            raise DisagreementError(self._words_of_change(said, head))
+        return said
+
+    @contextmanager
+    def changing(self, step: int) -> Iterator[None]:
+        """A block in which the lead's changes of the model and of settings become everybody's.
+
+        Args:
+            step: those done, and one.
+        """
+        self.agree(Call.CHANGING, step)
+        self._changing = True
+        private = self.exchange.one_memory and self.replicas[0].number != 0
+        if private:  # what this process writes is nobody's business
+            for parameter in self._parts.named.values():
+                parameter.data = parameter.data.clone()
+        try:
+            yield
+        finally:
+            self._changing = False
+            if private:
+                self.replicas[0].attach()
+        first = self.replicas[0]
+        first.check_places()
+        first.buffers.places.check()
+        first.buffers.absorb()
+        self._changing = True
+        try:
+            self.agree(Call.CHANGED, step)
+        finally:
+            self._changing = False
+        self.exchange.follow_lead(first.buffers.flat)
+        self._follow_first()
+        self._note_values()
 
     def check_last_step(self) -> None:
         """Wait for the last step's loss where nobody has looked at it yet.
@@ -126,48 +251,190 @@ class Engine:
         return {replica.number: replica.watch.take() for replica in self.replicas}
 
     @contextmanager
-    def computing(self, *, training: bool) -> Iterator[None]:
-        """The state in which models run; generators, modes and buffers are put back afterwards."""
+    def evaluating(self) -> Iterator[None]:
+        """The state in which models are evaluated; all is put back afterwards."""
+        with self._computing(), evaluating(self._module), torch.no_grad():
+            yield
+
+    @contextmanager
+    def attached(self, replica: Replica) -> Iterator[None]:
+        """Have the module compute on one of this process's devices."""
+        if replica is not self.replicas[0]:
+            replica.attach()
+        try:
+            yield
+        finally:
+            replica.buffers.restore()
+            if replica is not self.replicas[0]:
+                self.replicas[0].attach()
+
+    def model_changed(self) -> None:
+        """The model was given other values by onefold itself."""
         self._follow_first()
-        modules = [replica.module for replica in self.replicas]
+        self._note_values()
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        """The state in which models run; generators and buffers are put back afterwards."""
+        first = self.replicas[0]
+        first.check_places()
         with (
             kept_generators(*(replica.device for replica in self.replicas)),
-            _kernels(deterministic=self._deterministic),
-            _modes(modules, training=training),
+            repeatable_kernels(deterministic=self._deterministic),
+            self._compilers.settled(),
         ):
-            for replica in self.replicas:
-                replica.buffers.begin_step()
-            try:
-                yield
-            finally:
-                for replica in self.replicas:
-                    replica.buffers.restore()
+            first.buffers.begin_step()
+            if len(self.replicas) > 1:
+                self._follow_first()
+            yield
+
+    def _run(self, batch: ShardedBatch, number: int) -> StepWeight:
+        """All shards' gradients and losses; begins again where several divisors are found."""
+        due = is_due(number)
+        if due:
+            self._parts.modes.refresh()
+        task = ShardTask(self._loss, self.seed, number, self._parts.modes.read())
+        with self._computing(), self._outside.noting(wanted=due):
+            while True:
+                if self._several_terms and batch.plan.shards > 1:
+                    task = replace(task, divisors=self._trade_divisors(batch, task))
+                self._gradients = self._run_shards(batch, task)
+                board = self.exchange.board
+                weight = total_weight(board.weights.tolist(), batch.sizes, number)
+                if weight.terms == 1:
+                    break
+                self._several_terms = True
+                self.exchange.spread()  # nothing was updated; the board is free again
+        self._outside.check(number)
+        if weight.value > 0 and not board.gave.any():
+            raise LossError(
+                f"the loss of step {number} does not depend on any parameter that requires a "
+                f"gradient, in any shard: was it computed under no_grad, or detached?"
+            )
+        return weight
+
+    def _run_shards(self, batch: ShardedBatch, task: ShardTask) -> Gradients:
+        gradients: Gradients = []
+        for replica in self.replicas:
+            with self.attached(replica):
+                gradients = replica.run(batch, task, self.exchange)
+        self._parts.modes.restore(task.modes)
+        self._refuse_writing(batch, task.step)
+        watch = self.replicas[0].watch
+        start = watch.now()
+        self.exchange.collect(batch.plan)
+        watch.note("exchange", "collect", start)
+        return gradients
+
+    def _trade_divisors(self, batch: ShardedBatch, task: ShardTask) -> tuple[float, ...] | None:
+        """The whole batch's weight of each term of the loss, None if it has one term."""
+        found: dict[int, dict[int, Contribution]] = {}
+        for replica in self.replicas:
+            with self.attached(replica):
+                found[replica.number] = dict(replica.weigh_shards(batch, task))
+        numbers = {n: {s: float(len(p.parts)) for s, p in own.items()} for n, own in found.items()}
+        counts = self._share_by_shard(batch, numbers)
+        terms = int(max(counts))
+        wrong = next((s for s, c in enumerate(counts) if batch.size_of(s) and c != terms), None)
+        if wrong is not None:
+            raise LossError(
+                f"the loss of step {task.step}, shard {wrong} has {int(counts[wrong])} terms and "
+                f"that of another shard {terms}: expected the same terms for every shard; one in "
+                f"which there is nothing to count has the weight 0"
+            )
+        if terms == 1:
+            return None
+        divisors = []
+        for term in range(terms):
+            weights = {
+                n: {s: p.parts[term].weight for s, p in own.items()} for n, own in found.items()
+            }
+            kinds = {p.parts[term].kind for own in found.values() for p in own.values()}
+            total = fold_shards(self._share_by_shard(batch, weights), _add)
+            divisors.append(self._divisor_of(total, kinds, batch))
+        return tuple(divisors)
+
+    def _divisor_of(self, total: float, kinds: set[str], batch: ShardedBatch) -> float:
+        """1 for a term that is not divided, on every device."""
+        rows = {
+            replica.number: torch.tensor(
+                [float("sum" in kinds)], dtype=torch.float64, device=replica.device
+            )
+            for replica in self.replicas
+        }
+        return 1.0 if bool(self.exchange.share(rows).any()) else total
+
+    def _share_by_shard(
+        self, batch: ShardedBatch, own: Mapping[int, Mapping[int, float]]
+    ) -> list[float]:
+        """(V,) a number of each shard, 0 of empty ones, on every device."""
+        rows = {}
+        for replica in self.replicas:
+            row = torch.zeros(batch.plan.shards, dtype=torch.float64)
+            for shard, value in own[replica.number].items():
+                row[shard] = value
+            rows[replica.number] = row.to(replica.device)
+        shared = self.exchange.share(rows).sum(dim=0)  # a shard has one device: adding zeros is exact
+        values: list[float] = shared.tolist()
+        return values
+
+    def _refuse_writing(self, batch: ShardedBatch, step: int) -> None:
+        """Parameters belong to the optimizer while shards run."""
+        if batch.plan.shards == 1:
+            return  # as in a plain loop
+        changed = self._guard.changed()
+        if changed:
+            raise StateError(
+                f"step {step}: {self._guard.name_of(changed)} was written to while the loss was "
+                f"computed (max_norm of an embedding, a masked weight, a momentum encoder do so): "
+                f"the shards that follow on the same device would see it, and others would not. "
+                f"Write to parameters between steps, in `with trainer.changing():`, or keep what "
+                f"changes with every batch in a buffer"
+            )
 
     def _follow_first(self) -> None:
-        """Bring what the user did to the model since the last step to its copies as well."""
-        first, *copies = self.replicas
-        changed = bool(copies) and first.marks() != self._marks
-        for replica in copies:
-            replica.follow(first, values=changed)
+        """Bring what the user did to the model since the last step to the other devices."""
+        first, *others = self.replicas
+        if not others:
+            return
+        changed = bool(self._guard.changed()) or not _same_memory(first, others)
+        for replica in others:
+            replica.buffers.begin_as(first.buffers)
+            if changed:
+                for mine, theirs in (
+                    (replica.trained, first.trained),
+                    (replica.other, first.other),
+                ):
+                    for target, source in zip(mine.sections, theirs.sections, strict=True):
+                        target.copy_(source)
+        if changed:
+            self._guard.note()
 
-    def _apply(self, batch: ShardedBatch, weight: float) -> None:
+    def _note_values(self) -> None:
+        self._guard.note()
+
+    def _apply(self, batch: ShardedBatch, weight: StepWeight, step: int) -> None:
         watch = self.replicas[0].watch
         start = watch.now()
         totals = [t for replica in self.replicas for t in self.exchange.totals(replica.number)]
         gave = self.exchange.board.gave
         counts = (gave[0] if len(gave) == 1 else gave.sum(axis=0)).tolist()
         self.update.take(totals, counts, shards=batch.plan.shards)
-        divisor = batch.divisor(weight)
-        if divisor != weight:
-            self.update.scale(divisor / weight)
+        divisor = batch.divisor(weight.value) if weight.divided else 1.0
+        if divisor != weight.value:
+            self.update.scale(divisor / weight.value)
         if self._clip_norm is not None:
-            self._clip(self._clip_norm)
+            self._clip(self._clip_norm, batch)
         self.update.step()
         watch.note("update", "update", start)
 
-    def _clip(self, clip_norm: float) -> None:
-        norms = self.exchange.share(self.update.squared_norms())
-        norm = norms.sum(dim=0).sum().sqrt()  # a piece has one owner: adding zeros is exact
+    def _clip(self, clip_norm: float, batch: ShardedBatch) -> None:
+        if batch.plan.shards == 1:  # as torch.nn.utils.clip_grad_norm_ does, to the last bit
+            given = [g for g in self._gradients if g is not None]
+            norm = torch.nn.utils.get_total_norm(given) if given else torch.zeros(())
+        else:
+            norms = self.exchange.share(self.update.squared_norms())
+            norm = norms.sum(dim=0).sum().sqrt()  # a piece has one owner: adding zeros is exact
         self.update.scale((clip_norm / (norm + 1e-6)).clamp(max=1.0))
 
     def _check_frozen(self) -> None:
@@ -186,72 +453,58 @@ class Engine:
         self.check_last_step()
         self._unread = (step, board.totals.clone())
 
+    def _warn_of_mode(self) -> None:
+        if not self._module.training and not self._warned_of_mode:
+            self._warned_of_mode = True
+            if self.replicas[0].number == 0:
+                _log.warning(
+                    "the model is in evaluation mode: dropout and batch norm do not train. Modes "
+                    "are yours; call model.train() before the steps if that was not meant"
+                )
+
+    def _modes_checksum(self) -> int:
+        frozen = bytes([p.requires_grad for p in self._parts.named.values()])
+        return checksum(self._parts.modes.read() + frozen)
+
+    def _words_of_change(self, said: Said, head: StepHead) -> str:
+        device, changed = next((n, c) for n, c in enumerate(said.changed) if c)
+        who = f"device {device}"
+        if self.exchange.one_memory and changed > len(self._parts.named):
+            who = "a device"  # which of them wrote to the common memory cannot be seen
+        return (
+            f"step {head.step}, {Call(head.call).words}: {self._guard.name_of(changed)} changed "
+            f"since the call before, on {who}, outside of `with trainer.changing():`. With several "
+            f"devices the order of such changes is left to chance; inside that block, what the "
+            f"lead changes becomes everybody's"
+        )
+
+
+def _plan_number(batch: ShardedBatch) -> int:
+    return checksum(repr(batch.plan.counts).encode())
+
+
+def _same_memory(first: Replica, others: Sequence[Replica]) -> bool:
+    """Whether the devices have the same parameters; where that can be seen without waiting."""
+    if first.device.type != "cpu":
+        return True
+    return all(
+        same_bits(mine, theirs)
+        for replica in others
+        for flat, other in ((first.trained, replica.trained), (first.other, replica.other))
+        for mine, theirs in zip(flat.sections, other.sections, strict=True)
+    )
+
 
 def _raise_if_not_finite(totals: torch.Tensor, step: int) -> None:
     for shard, total in enumerate(totals.tolist()):
         if not math.isfinite(total):
             raise LossError(
                 f"the loss of step {step}, shard {shard} is {total}: expected a finite number. "
-                f"Look at the samples of that shard, lower the learning rate, or set clip_norm"
-            )
-
-
-def _check_heads(board: Board) -> None:
-    """All devices must be in the same step of the same batch."""
-    heads = board.heads[:, :2].tolist()
-    for device, head in enumerate(heads):
-        if head != heads[0]:
-            raise DisagreementError(
-                f"device {device} is in step {head[0]} with a batch of {head[1]} samples, device 0 "
-                f"in step {heads[0][0]} with {heads[0][1]}: every device must be given the same "
-                f"whole batch, or batches of trainer.loader"
+                f"Look at the samples of that shard: a mean over nothing (targets that are all "
+                f"ignored, an empty mask) is not a number, which onefold.losses and onefold.Mean "
+                f"get right. Else lower the learning rate, or set clip_norm"
             )
 
 
 def _add(left: float, right: float) -> float:
     return left + right
-
-
-@contextmanager
-def _modes(modules: Sequence[torch.nn.Module], *, training: bool) -> Iterator[None]:
-    """Training or evaluation mode, and each submodule's own mode again afterwards."""
-    before: list[tuple[torch.nn.Module, bool]] = []
-    for module in modules:
-        parts = list(module.modules())
-        before += [(part, part.training) for part in parts]
-        if not all(part.training is training and _is_plain(part) for part in parts):
-            module.train(training)
-    try:
-        yield
-    finally:
-        for part, mode in before:
-            if part.training is not mode:
-                part.training = mode
-
-
-def _is_plain(module: torch.nn.Module) -> bool:
-    """Whether setting a module's mode sets the flag and nothing else."""
-    return type(module).train is torch.nn.Module.train and "train" not in module.__dict__
-
-
-@contextmanager
-def _kernels(*, deterministic: bool) -> Iterator[None]:
-    """Kernels that repeat their bits, where asked for; the caller's settings again afterwards."""
-    if not deterministic:
-        yield
-        return
-    before = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = torch_deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    benchmark = torch.backends.cudnn.benchmark
-    # The public function would load the compiler, for a second or two, to tell it as well.
-    choose = torch._C._set_deterministic_algorithms
-    choose(True, warn_only=False)
-    torch_deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    torch.backends.cudnn.benchmark = False
-    try:
-        yield
-    finally:
-        choose(before, warn_only=warn_only)
-        torch_deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
-        torch.backends.cudnn.benchmark = benchmark

@@ -8,6 +8,7 @@
     ├── DisagreementError      the devices of one run do not run the same program
     ├── LossError              a loss of the wrong kind or shape, or one that is not finite
     ├── GradientError          a gradient that cannot be folded (sparse, another dtype)
+    ├── StateError             state that a shard changes and that cannot be folded
     ├── SampleError            a data set item that could not be read
     ├── DataError              files of a data set that cannot be used, found before training
     ├── CheckpointError        a checkpoint or file of weights that is damaged, or does not fit
@@ -35,6 +36,7 @@ __all__ = [
     "PeerTimeout",
     "RunFailed",
     "SampleError",
+    "StateError",
 ]
 
 
@@ -55,7 +57,7 @@ class RunFailed(OnefoldError):
 
 
 class DisagreementError(OnefoldError):
-    """Devices of one run built different models, optimizers or batches."""
+    """Devices of one run differ in what must be alike; the message names who and in what."""
 
 
 class LossError(OnefoldError, ValueError):
@@ -64,6 +66,10 @@ class LossError(OnefoldError, ValueError):
 
 class GradientError(OnefoldError, ValueError):
     """A gradient that cannot be added up in dense buffers."""
+
+
+class StateError(OnefoldError, ValueError):
+    """State that a shard changes outside the fold, or in a way that no rule covers."""
 
 
 class SampleError(OnefoldError):

@@ -1,29 +1,69 @@
-"""One device's model: runs shards, and keeps the partial sums of their gradients."""
+"""The model on one device: runs shards, and adds up their gradients.
+
+Note: one module for all devices of a process
+---------------------------------------------
+The user's module exists once. Where one process drives several devices, each has memory of its own
+for parameters and buffers, and the module's are pointed at it while that device's shards run. So
+hooks, attributes, modes and a loss that closes over the model are the same for every device: there
+is no copy that could stay behind. Between calls the module points at the first device.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
 
-import numpy as np
 import torch
 
 from onefold.batch import ShardedBatch, move
 from onefold.buffers import BufferSet
-from onefold.errors import GradientError, LossError
+from onefold.errors import GradientError
 from onefold.exchange.base import Exchange
+from onefold.flat import FlatTensors
 from onefold.fold import Block, blocks_of, fold
+from onefold.gradients import Gradients, add_gradients, drop_gradients, take_gradients
 from onefold.mean import Contribution, weigh
+from onefold.modes import Modes
 from onefold.randomness import derive_seed, seed_generators
 from onefold.timing import Stopwatch
+from onefold.weights_of_step import SUM, several
 
-__all__ = ["LossFunction", "Replica"]
+__all__ = ["LossFunction", "ModelParts", "Replica", "ShardTask"]
 
 LossFunction = Callable[[torch.nn.Module, Any], object]
 """Takes the model and one shard; see `onefold.mean.weigh` for what it may return."""
 
-Gradients = list[torch.Tensor | None]
-Counts = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
+
+class ModelParts:
+    """The user's module, with its parameters sorted; tied ones count once.
+
+    Args:
+        module: the user's own.
+        trained_names: of the parameters that the optimizer updates.
+    """
+
+    def __init__(self, module: torch.nn.Module, trained_names: Sequence[str]) -> None:
+        self.named = dict(module.named_parameters())
+        self.module = module
+        self.modes = Modes(module)
+        self.trained = {name: self.named[name] for name in trained_names}
+        self.other = {name: p for name, p in self.named.items() if name not in self.trained}
+
+
+@dataclass(frozen=True, slots=True)
+class ShardTask:
+    """What all shards of a step have in common."""
+
+    loss: LossFunction
+    seed: int
+    """Of the run."""
+    step: int
+    modes: bytes
+    """Of the module's parts, for every shard to begin with."""
+    divisors: Sequence[float] | None = None
+    """Of the loss's terms, where it has several; None while they are not known."""
 
 
 class Replica:
@@ -32,243 +72,188 @@ class Replica:
     Args:
         number: of the device, among all of the run.
         device: where it computes.
-        module: the model, already there.
-        trained: names of the parameters that the optimizer updates.
-        buffers: the module's buffers.
+        parts: the user's module.
+        trained: memory of the trained parameters on this device.
+        other: of the other parameters.
+        buffers: the module's buffers on this device.
     """
 
     def __init__(
         self,
         number: int,
         device: torch.device,
-        module: torch.nn.Module,
-        trained: Sequence[str],
+        parts: ModelParts,
+        trained: FlatTensors,
+        other: FlatTensors,
         buffers: BufferSet,
     ) -> None:
-        named = dict(module.named_parameters())
         self.number = number
         self.device = device
-        self.module = module
+        self.parts = parts
+        self.trained = trained
+        self.other = other
         self.buffers = buffers
         self.watch = Stopwatch(device)
-        self._names = list(trained)
-        self._trained = [named[name] for name in trained]
-        self._all = named
-        self._placed = {name: p for name, p in named.items() if p.numel()}
-        self._places = _places(self._placed)
+        self._names = list(parts.trained)
+        self._parameters = list(parts.trained.values())
+        views = [*zip(parts.trained, trained.views, strict=True)]
+        views += zip(parts.other, other.views, strict=True)
+        self._places = {name: view.data_ptr() for name, view in views if view.numel()}
 
-    def run(
-        self, batch: ShardedBatch, loss: LossFunction, *, seed: int, step: int, exchange: Exchange
-    ) -> None:
+    @property
+    def module(self) -> torch.nn.Module:
+        """The user's own, the same for all devices of this process."""
+        return self.parts.module
+
+    def attach(self) -> None:
+        """Have the module compute in this device's memory; parameters keep their identity."""
+        for parameters, flat in (
+            (self.parts.trained, self.trained),
+            (self.parts.other, self.other),
+        ):
+            for parameter, view in zip(parameters.values(), flat.views, strict=True):
+                parameter.data = view
+                parameter.grad = None
+        self.buffers.attach()
+
+    def check_places(self) -> None:
+        """Refuse parameters that have been moved elsewhere.
+
+        Raises:
+            ValueError: one has been.
+        """
+        named = self.parts.named
+        for name, place in self._places.items():
+            if named[name].data_ptr() != place:
+                raise ValueError(
+                    f"parameter {name} has been given other memory since Trainer was made, by "
+                    f"model.to(), .data = ... or a second Trainer. Change values in place, or make "
+                    f"Trainer afterwards"
+                )
+
+    def run(self, batch: ShardedBatch, task: ShardTask, exchange: Exchange) -> Gradients:
         """Forward and backward of this device's shards; publishes one partial sum a block.
+
+        Returns:
+            The gradients of the last block: of the whole batch, where there is one shard.
 
         Raises:
             LossError: the loss is of the wrong kind.
-            GradientError: a gradient is sparse.
+            GradientError: a gradient cannot be added up.
         """
-        self._check_places()
-        self._drop_gradients()
-        board = exchange.board
         shards_run = batch.plan.shards_of(self.number)
-        board.clear_rows(self.number, shards_run)
-        board.heads[self.number] = step, batch.samples, 0
-        run = _StepRun(self, batch, loss, seed, step)
+        exchange.board.clear_rows(self.number, shards_run)
+        gradients: Gradients = []
         for slot, block in enumerate(blocks_of(shards_run, batch.plan.shards)):
-            gradients = run.sum_of(block, exchange)
+            gradients = self._sum_of(block, batch, task, exchange)
             start = self.watch.now()
             exchange.publish(self.number, slot, gradients)
             self.watch.note("exchange", "publish", start)
-        self._drop_gradients()
-
-    def marks(self) -> list[int]:
-        """Numbers that differ once somebody has changed a parameter in place."""
-        return [parameter._version for parameter in self._all.values()]
-
-    def follow(self, first: Replica, *, values: bool) -> None:
-        """Be a copy of the first device's model again, as the user has made it."""
-        self.buffers.follow(first.buffers)
-        for name, parameter in self._all.items():
-            original = first._all[name]
-            parameter.requires_grad_(original.requires_grad)
-            if values:
-                parameter.data.copy_(original.data)
-
-    def _check_places(self) -> None:
-        places = _places(self._placed)
-        if places != self._places:
-            pairs = zip(self._placed, places, self._places, strict=True)
-            moved = next(name for name, now, before in pairs if now != before)
-            raise ValueError(
-                f"parameter {moved} has been given other memory since Trainer was made, by "
-                f"model.to(), .data = ... or a second Trainer. Change values in place, or make "
-                f"Trainer afterwards"
-            )
-
-    def _drop_gradients(self) -> None:
-        for parameter in self._all.values():
-            if parameter.grad is not None:
-                parameter.grad = None
-
-    def gradients(self) -> Gradients:
-        """What backward has left in ``.grad``."""
-        return [parameter.grad for parameter in self._trained]
-
-    def take_gradients(self) -> Gradients:
-        """Hand over what backward left in ``.grad``, and leave nothing there."""
-        gradients = self.gradients()
-        for parameter in self._trained:
-            parameter.grad = None
+        drop_gradients(list(self.parts.other.values()))
         return gradients
 
-    def count_gradients(self, before: Gradients, gave: Counts, where: str) -> None:
-        """Count one more shard for every parameter that backward gave a gradient.
+    def weigh_shards(self, batch: ShardedBatch, task: ShardTask) -> Mapping[int, Contribution]:
+        """What the loss returns for each of this device's shards, without gradients."""
+        found = {}
+        for shard in batch.plan.shards_of(self.number):
+            if shard in batch.shards:
+                with torch.no_grad(), self._running(shard, task) as where:
+                    payload = move(batch.shards[shard], self.device)
+                    result = task.loss(self.module, payload)
+                    found[shard] = weigh(result, batch.size_of(shard), f"the loss of {where}")
+        return found
 
-        Args:
-            before: what lay in ``.grad`` before backward, of version 0.
-            gave: (P,) int32, one count a parameter.
-            where: step and shard, for errors.
-        """
-        after = self._unshared(self.gradients())
-        if any(new is not None and new.layout is not torch.strided for new in after):
-            self._refuse_sparse(after, where)
-        pairs = list(zip(before, after, strict=True))
-        if any(new is not None and new is old and new._version > 1 for old, new in pairs):
-            self._refuse_portions(pairs, where)
-        given = [new is not None and (new is not old or new._version > 0) for old, new in pairs]
-        gave += 1 if all(given) else given
-
-    def _unshared(self, gradients: Gradients) -> Gradients:
-        """Give each parameter a gradient in memory of its own, where backward gave two the same.
-
-        It does so where parameters are added up through views, for instance. Whatever is added to
-        one of the gradients later would be added to the other as well.
-        """
-        places = [g.data_ptr() for g in gradients if g is not None and g.layout is torch.strided]
-        if len(set(places)) == len(places):
-            return gradients
-        seen: set[int] = set()
-        for number, gradient in enumerate(gradients):
-            if gradient is None or gradient.layout is not torch.strided or not gradient.numel():
-                continue
-            if gradient.data_ptr() in seen:
-                gradients[number] = self._trained[number].grad = gradient.clone()
-            seen.add(gradient.data_ptr())
-        return gradients
-
-    def _refuse_sparse(self, gradients: Gradients, where: str) -> NoReturn:
-        name = next(
-            name
-            for name, gradient in zip(self._names, gradients, strict=True)
-            if gradient is not None and gradient.layout is not torch.strided
-        )
-        raise GradientError(
-            f"{where}: parameter {name} got a sparse gradient, a dense one is expected. Make its "
-            f"layer with sparse=False"
-        )
-
-    def _refuse_portions(
-        self, pairs: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]], where: str
-    ) -> NoReturn:
-        name = next(
-            name
-            for name, (old, new) in zip(self._names, pairs, strict=True)
-            if new is not None and new is old and new._version > 1
-        )
-        raise GradientError(
-            f"{where}: the gradient of parameter {name} came in several portions, unlike that of "
-            f"the shard before. Use checkpoints with use_reentrant=False"
-        )
-
-
-def _places(parameters: Mapping[str, torch.Tensor]) -> list[int]:
-    return [parameter.data_ptr() for parameter in parameters.values()]
-
-
-def _came_in_portions(gradients: Gradients) -> bool:
-    """Whether backward may have added up a gradient of one shard bit by bit.
-
-    It does so where a part of the model runs again in backward (reentrant checkpoints). Were the
-    next shard's portions added to this one's sum, the order would not be the fold's.
-    """
-    return any(gradient is not None and gradient._version > 0 for gradient in gradients)
-
-
-class _StepRun:
-    """The shards of one device in one step."""
-
-    def __init__(
-        self, replica: Replica, batch: ShardedBatch, loss: LossFunction, seed: int, step: int
-    ) -> None:
-        self._replica = replica
-        self._batch = batch
-        self._loss = loss
-        self._seed = seed
-        self._step = step
-
-    def sum_of(self, block: Block, exchange: Exchange) -> Gradients:
+    def _sum_of(
+        self, block: Block, batch: ShardedBatch, task: ShardTask, exchange: Exchange
+    ) -> Gradients:
         """Add up the gradients of a block's shards in the fold's order."""
 
-        def pair(node: Block) -> Gradients | None:
-            if node.stop - node.start > 2:
+        def leaf(node: Block) -> Gradients | None:
+            if node.stop - node.start > 1:
                 return None
-            filled = [s for s in range(node.start, node.stop) if s in self._batch.shards]
-            left: Gradients | None = None
-            for shard in filled:
-                before = replica.gradients()
-                if _came_in_portions(before):
-                    left = replica.take_gradients()
-                    before = replica.gradients()
-                self._run_shard(shard, before, exchange)
-            # Where nothing was set aside, autograd itself has added the second shard's gradients.
-            right = replica.take_gradients()
-            return right if left is None else _add(left, right)
+            if node.start not in batch.shards:
+                return [None] * len(self._parameters)
+            return self._run_shard(node.start, batch, task, exchange)
 
-        replica = self._replica
-        return fold(pair, block, _add)
+        return fold(leaf, block, add_gradients)
 
-    def _run_shard(self, shard: int, before: Gradients, exchange: Exchange) -> None:
-        replica, watch, where = self._replica, self._replica.watch, self._where(shard)
-        board = exchange.board
-        payload = self._batch.shards[shard]
+    def _run_shard(
+        self, shard: int, batch: ShardedBatch, task: ShardTask, exchange: Exchange
+    ) -> Gradients:
+        watch, board = self.watch, exchange.board
+        payload = batch.shards[shard]
         there = watch.now()
-        if replica.device.type != "cpu":
-            payload, start = move(payload, replica.device), there
+        if self.device.type != "cpu":
+            payload, start = move(payload, self.device), there
             there = watch.now()
             watch.note("data", f"move shard {shard}", start, there)
-        replica.buffers.begin_shard()
-        seed_generators(derive_seed("shard", self._seed, self._step, shard), replica.device)
-        try:
-            result = self._loss(replica.module, payload)
-            part = weigh(result, self._batch.size_of(shard), f"the loss of {where}")
+        with self._running(shard, task) as where:
+            result = task.loss(self.module, payload)
+            self._refuse_leftovers(where)
+            part = weigh(result, batch.size_of(shard), f"the loss of {where}")
+            if part.kind == "means":
+                part = self._of_one_divisor(part, batch, task)
             middle = watch.now()
             watch.note("forward", f"forward shard {shard}", there, middle)
-            self._backward(part, where)
-        except Exception as error:
-            error.add_note(f"raised in {where}, on device {replica.number} ({replica.device})")
-            raise
+            _backward(part, batch)
         watch.note("backward", f"backward shard {shard}", middle)
-        replica.buffers.end_shard(shard, board)
-        board.weights[shard] = part.weight
-        board.set_total(shard, part.total())
-        replica.count_gradients(before, board.gave[replica.number], where)
+        self.buffers.end_shard(shard, board)
+        gradients = take_gradients(self._parameters, self._names, where)
+        board.weights[shard] = _code(part)
+        if part.kind != "means":
+            board.set_total(shard, part.total())
+        given = [gradient is not None for gradient in gradients]
+        board.gave[self.number] += 1 if all(given) else given
+        return gradients
 
-    def _backward(self, part: Contribution, where: str) -> None:
-        if not part.root.requires_grad:
-            raise LossError(
-                f"the loss of {where} does not depend on any parameter that requires a gradient: "
-                f"was it computed under no_grad, or detached?"
-            )
-        divisor = self._batch.divisor(part.weight)
-        if divisor:
-            part.backward(divisor)
+    @contextmanager
+    def _running(self, shard: int, task: ShardTask) -> Iterator[str]:
+        """A shard's surroundings, the same whatever was run before it; yields what to call it."""
+        where = f"step {task.step}, shard {shard}"
+        self.buffers.restore()
+        self.parts.modes.restore(task.modes)
+        drop_gradients(self._parameters)
+        seed_generators(derive_seed("shard", task.seed, task.step, shard), self.device)
+        try:
+            yield where
+        except Exception as error:
+            error.add_note(f"raised in {where}, on device {self.number} ({self.device})")
+            raise
 
-    def _where(self, shard: int) -> str:
-        return f"step {self._step}, shard {shard}"
+    def _refuse_leftovers(self, where: str) -> None:
+        """An inner backward must leave nothing: it would be added to the shard's gradient."""
+        for name, parameter in zip(self._names, self._parameters, strict=True):
+            gradient = parameter.grad
+            if gradient is not None and bool(gradient.count_nonzero()):
+                raise GradientError(
+                    f"{where}: the loss function has left a gradient in {name}.grad, by a backward "
+                    f"of its own; added to the shard's gradient, it would count another number of "
+                    f"times for every number of shards. Call model.zero_grad() before returning, "
+                    f"or use torch.autograd.grad"
+                )
+
+    def _of_one_divisor(
+        self, part: Contribution, batch: ShardedBatch, task: ShardTask
+    ) -> Contribution:
+        """The finished loss of several terms, where the batch's weights are known."""
+        alone = batch.plan.shards == 1
+        divisors = [each.weight for each in part.parts] if alone else task.divisors
+        if divisors is None:
+            return part
+        whole = part.combine(divisors)
+        return whole if any(divisors) else replace(whole, kind="mean", weight=0.0)
 
 
-def _add(left: Gradients, right: Gradients) -> Gradients:
-    """Add two lists of gradients, in place of the left one where both have one."""
-    both = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
-    if both:
-        torch._foreach_add_([a for a, _ in both], [b for _, b in both])
-    return [b if a is None else a for a, b in zip(left, right, strict=True)]
+def _backward(part: Contribution, batch: ShardedBatch) -> None:
+    """Where nothing depends on a parameter there is no gradient, as for a shard of no positives."""
+    if part.kind == "means" or not part.root.requires_grad:
+        return
+    divisor = 1.0 if part.kind == "sum" else batch.divisor(part.weight)
+    if divisor:
+        part.backward(divisor)
+
+
+def _code(part: Contribution) -> float:
+    if part.kind == "means":
+        return several(len(part.parts))
+    return SUM if part.kind == "sum" else part.weight

@@ -2,15 +2,18 @@
 
 Note: what happens in a step, and who may touch what
 ----------------------------------------------------
-1. Every device *publishes* its partial sums and fills its own rows of the `Board`.
-2. ``collect`` returns when all have published. From then on the board may be read as a whole, and
+1. ``agree`` returns when every device has begun the same call, with what each of them says of it
+   (see `onefold.head`). Until then nobody computes with the parameters: whoever changed them
+   between two calls has finished.
+2. Every device *publishes* its partial sums and fills its own rows of the `Board`.
+3. ``collect`` returns when all have published. From then on the board may be read as a whole, and
    the totals of this process's own spans stand ready.
-3. The owner updates its spans of the parameters, and nobody else touches them.
-4. ``spread`` returns when every device has every span. From then on partial sums and board may be
-   written again. Between two ``collect`` calls nobody waits for anybody, except in ``share``.
+4. The owner updates its spans of the parameters, and nobody else touches them.
+5. ``spread`` returns when every device has every span. From then on partial sums and board may be
+   written again.
 
-Every device of the run makes the same calls in the same order. ``collect``, ``share`` and
-``spread`` may block, for ``timeout_s`` seconds at the most; they raise `PeerError` when another
+Every device of the run makes the same calls in the same order. ``agree``, ``collect``, ``share``
+and ``spread`` may block, for ``timeout_s`` seconds at the most; they raise `PeerError` when another
 device is lost, has failed, or does not arrive. So do, between steps, ``follow_lead``, ``bring`` and
 ``hand_out``, through which checkpoints go.
 """
@@ -98,9 +101,9 @@ class BoardShape:
 
     @property
     def host_bytes(self) -> tuple[int, ...]:
-        """Bytes of heads, weights, gave and changed, each rounded up to 64."""
+        """Bytes of weights, gave and changed, each rounded up to 64."""
         changed = self.shards * len(self.buffers.entries)
-        sizes = (self.devices * 24, self.shards * 8, self.devices * self.parameters * 4, changed)
+        sizes = (self.shards * 8, self.devices * self.parameters * 4, changed)
         return tuple(-(-size // 64) * 64 for size in sizes)
 
     @property
@@ -122,7 +125,7 @@ class Start:
 class Board:
     """What every device tells the others in a step, beside its partial sums.
 
-    A device writes its own row of ``heads`` and ``gave`` and its own shards' rows of the rest. What
+    A device writes its own row of ``gave`` and its own shards' rows of the rest. What
     the host knows lies on the host, as NumPy arrays: single numbers are written to them, which
     costs a tensor far more. What a device computes lies where ``computed`` lies, so that nobody has
     to wait for a device to know it.
@@ -138,14 +141,12 @@ class Board:
         self.known = known
         parts = torch.split(known, list(shape.host_bytes))
         devices, shards = shape.devices, shape.shards
-        self.heads = _typed(parts[0], torch.int64, (devices, 3)).numpy()
-        """(D, 3) int64: the step and the batch's samples, as each device sees them, and whether it
-        has been asked to stop."""
-        self.weights = _typed(parts[1], torch.float64, (shards,)).numpy()
-        """(V,) float64: each shard's part of the divisor."""
-        self.gave = _typed(parts[2], torch.int32, (devices, shape.parameters)).numpy()
+        self.weights = _typed(parts[0], torch.float64, (shards,)).numpy()
+        """(V,) float64: each shard's part of the divisor, or a code below 0 that says why there is
+        none, see `onefold.weights_of_step`."""
+        self.gave = _typed(parts[1], torch.int32, (devices, shape.parameters)).numpy()
         """(D, P) int32: how many of a device's shards gave a gradient to each parameter."""
-        self.changed = _typed(parts[3], torch.uint8, (shards, len(shape.buffers.entries))).numpy()
+        self.changed = _typed(parts[2], torch.uint8, (shards, len(shape.buffers.entries))).numpy()
         """(V, B) uint8: whether a shard changed a buffer."""
         rows = shape.buffers.nbytes
         first = shape.device_bytes - shards * rows
@@ -209,7 +210,7 @@ class Board:
 
     def _row_parts(self, device: int, shards: range) -> list[np.ndarray[Any, Any]]:
         rows = slice(shards.start, shards.stop)
-        parts = [self.heads[device], self.gave[device], self.weights[rows], self.changed[rows]]
+        parts = [self.gave[device], self.weights[rows], self.changed[rows]]
         return [*parts, self.totals[rows].numpy()] if self.on_host else parts
 
 
@@ -266,6 +267,20 @@ class Exchange(Courier):
     """For each device of this process, the trained parameters."""
     other: dict[int, FlatTensors]
     """For each device of this process, the other parameters."""
+    one_memory: bool = False
+    """All processes compute with the very same memory of the parameters."""
+
+    @abstractmethod
+    def agree(self, step: int, word: bytes) -> Sequence[bytes]:
+        """Wait for every process to have begun the same call.
+
+        Args:
+            step: that the run is at, for errors.
+            word: what this process says of its call, of the same length everywhere.
+
+        Returns:
+            The words of all processes, in the order of their devices.
+        """
 
     @abstractmethod
     def publish(self, device: int, slot: int, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -313,6 +328,9 @@ class LoneExchange(Exchange):
     """An exchange inside one process: there is nobody to bring anything to, or to leave."""
 
     _room: torch.Tensor | None = None
+
+    def agree(self, step: int, word: bytes) -> Sequence[bytes]:
+        return (word,)
 
     def follow_lead(self, buffers: FlatTensors) -> None:
         pass  # copies of the first device's model follow it at the next step

@@ -76,7 +76,14 @@ class CollectiveExchange(Exchange):
         with self._naming_the_lost():
             for flat in (self.trained[self._rank], self.other[self._rank], buffers):
                 for section in flat.sections:
-                    dist.broadcast(section, group=self._group, group_src=0)
+                    # As bytes: backends know fewer types than tensors have.
+                    dist.broadcast(section.view(torch.uint8), group=self._group, group_src=0)
+
+    def agree(self, step: int, word: bytes) -> Sequence[bytes]:
+        self._step = step
+        own = torch.frombuffer(bytearray(word), dtype=torch.uint8)
+        with self._naming_the_lost():
+            return [bytes(said.numpy()) for said in self._gather(own)]
 
     def publish(self, device: int, slot: int, gradients: Sequence[torch.Tensor | None]) -> None:
         self._slot(slot).write(gradients)
@@ -87,7 +94,6 @@ class CollectiveExchange(Exchange):
         return self._own[slot]
 
     def collect(self, plan: Plan) -> None:
-        self._step = int(self.board.heads[self._rank, 0])
         own = self.board.row(self._rank, plan.shards_of(self._rank))
         rows = {peer: self.board.empty_row(peer, plan.shards_of(peer)) for peer in self._peers()}
         partials = self._partials_to_move(plan)
@@ -164,7 +170,6 @@ class CollectiveExchange(Exchange):
         self._fold.release()
         for partial in self._own.values():
             partial.release()
-        self._step += 1
 
     def room(self, nbytes: int) -> torch.Tensor:
         self._room = roomy(self._room, nbytes, self._device)
@@ -241,7 +246,8 @@ class CollectiveExchange(Exchange):
             key=lambda op: (-1 if op.chunk is None else op.chunk, op.kind is dist.isend),
         )
         started = [
-            dist.P2POp(op.kind, op.part, group=self._group, group_peer=op.peer) for op in ordered
+            dist.P2POp(op.kind, op.part.view(torch.uint8), group=self._group, group_peer=op.peer)
+            for op in ordered
         ]
         works = dist.batch_isend_irecv(started) if started else []
         return _Moving(ordered, works)
@@ -285,7 +291,7 @@ class CollectiveExchange(Exchange):
 
     def _gone(self) -> list[int]:
         try:
-            return who_left(self._store, self._storage.devices)
+            return who_left()
         except RuntimeError:  # the store went with the device that is lost
             return []
 

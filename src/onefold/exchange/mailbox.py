@@ -75,8 +75,11 @@ class Mailbox:
             raise
         _let_go_in_children(self)
 
-    def meet(self) -> None:
-        """Return when every process has called it.
+    def meet(self, word: bytes = b"") -> list[bytes]:
+        """Return when every process has called it, with the words of all in their order.
+
+        Args:
+            word: of this process; short.
 
         Raises:
             PeerLost, PeerFailed, PeerTimeout: somebody will not come.
@@ -84,9 +87,12 @@ class Mailbox:
         """
         if self._closed:
             raise OnefoldError(LEFT)
+        frame = _ARRIVED + word
         for peer in self._peers.values():
-            self._send(peer, _ARRIVED)
-        self._await(self._peers.keys(), _ARRIVED)
+            self._send(peer, frame)
+        frames = self._await(self._peers.keys(), _ARRIVED)
+        frames[self.rank] = frame
+        return [frames[rank][1:] for rank in range(self.size)]
 
     def send_note(self, rank: int, note: bytes) -> None:
         """Send bytes of any length to one process; it must be receiving."""

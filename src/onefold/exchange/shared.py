@@ -39,6 +39,7 @@ class SharedExchange(Exchange):
     def __init__(self, storage: Storage, start: Start, mailbox: Mailbox) -> None:
         self._mailbox = mailbox
         self._rank = mailbox.rank
+        self.one_memory = True
         shape = storage.board
         sizes = [
             storage.trained.nbytes,
@@ -80,11 +81,14 @@ class SharedExchange(Exchange):
         buffers.write(row.views)
         self._mailbox.meet()
 
+    def agree(self, step: int, word: bytes) -> Sequence[bytes]:
+        self._mailbox.step = step
+        return self._mailbox.meet(word)
+
     def publish(self, device: int, slot: int, gradients: Sequence[torch.Tensor | None]) -> None:
         self._own[slot].write(gradients)
 
     def collect(self, plan: Plan) -> None:
-        self._mailbox.step = int(self.board.heads[self._rank, 0])
         self._mailbox.meet()
         self._fold.fold(plan, self._partials.__getitem__)
 
@@ -107,7 +111,6 @@ class SharedExchange(Exchange):
         self._fold.release()
         for partial in self._own:
             partial.release()
-        self._mailbox.step += 1
 
     def room(self, nbytes: int) -> torch.Tensor:
         if self._room is None or self._room[1].numel() < nbytes:

@@ -1,0 +1,111 @@
+"""What backward leaves behind: one shard's gradients, each in memory of its own.
+
+Note: who owns a gradient
+-------------------------
+A shard begins with nothing in ``.grad`` and its gradients are taken away before the next one
+begins, so the user's code (hooks, an inner backward, ``zero_grad()``) only ever sees its own
+shard's. From then on they are onefold's, which adds to them in place: in the fold, and in the
+exchange. That is why no two of them may share memory. Autograd does give two parameters views of
+one tensor, where they went through ``torch.cat`` or a sum, and a hook may hand over a tensor that
+it keeps; such gradients are copied first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+
+from onefold.errors import GradientError
+
+__all__ = ["Gradients", "add_gradients", "drop_gradients", "take_gradients"]
+
+Gradients = list[torch.Tensor | None]
+"""One for each trained parameter; None where a shard gave none."""
+
+
+def drop_gradients(parameters: Sequence[torch.nn.Parameter]) -> None:
+    """Leave nothing in ``.grad``."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad = None
+
+
+def take_gradients(
+    parameters: Sequence[torch.nn.Parameter], names: Sequence[str], where: str
+) -> Gradients:
+    """Hand over what backward left in ``.grad``, and leave nothing there.
+
+    Args:
+        parameters: the trained ones.
+        names: of them.
+        where: step and shard, for errors.
+
+    Raises:
+        GradientError: a gradient is sparse.
+    """
+    gradients = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    dense = [g for g in gradients if g is not None and g.layout is torch.strided]
+    if len(dense) < len(gradients) and any(
+        g is not None and g.layout is not torch.strided for g in gradients
+    ):
+        _refuse_sparse(gradients, names, where)
+    # Only views of a tensor begin elsewhere than at its start, or where another one begins.
+    if len({g.data_ptr() for g in dense}) < len(dense) or any(g.storage_offset() for g in dense):
+        return _apart(gradients)
+    return gradients
+
+
+def add_gradients(left: Gradients, right: Gradients) -> Gradients:
+    """Add two lists of gradients, in place of the left one where both have one."""
+    pairs = list(zip(left, right, strict=True))
+    both = [(a, b) for a, b in pairs if a is not None and b is not None]
+    if any(a is b for a, b in both):  # a hook has given the same tensor twice
+        raise GradientError(
+            "a hook of a parameter put the same tensor into .grad for two shards: give each of "
+            "them a tensor of its own (clone what you keep)"
+        )
+    if both:
+        torch._foreach_add_([a for a, _ in both], [b for _, b in both])
+    return [b if a is None else a for a, b in pairs]
+
+
+def _apart(gradients: Gradients) -> Gradients:
+    """Copy every gradient whose memory another one before it has a part of."""
+    taken: list[tuple[int, int]] = []
+    result: Gradients = []
+    for gradient in gradients:
+        if gradient is None or not gradient.numel():
+            result.append(gradient)
+            continue
+        start, stop = _extent(gradient)
+        dense = stop - start == gradient.numel() * gradient.element_size()
+        if not dense or any(start < last and first < stop for first, last in taken):
+            result.append(gradient.clone())
+            continue
+        taken.append((start, stop))
+        result.append(gradient)
+    return result
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """First and past-the-last address that a tensor may touch."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in pairs)
+    start = tensor.data_ptr()
+    return start, start + (last + 1) * tensor.element_size()
+
+
+def _refuse_sparse(gradients: Gradients, names: Sequence[str], where: str) -> NoReturn:
+    name = next(
+        name
+        for name, gradient in zip(names, gradients, strict=True)
+        if gradient is not None and gradient.layout is not torch.strided
+    )
+    raise GradientError(
+        f"{where}: parameter {name} got a sparse gradient, a dense one is expected. Make its "
+        f"layer with sparse=False"
+    )

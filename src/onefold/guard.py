@@ -1,0 +1,126 @@
+"""Notices values that somebody else has changed since the engine looked at them last.
+
+Note: what can be seen, and what it costs
+-----------------------------------------
+PyTorch counts what happens to a parameter in place, but not what happens through ``.data``. So a
+few hundred values, spread over all parameters, are looked at as well: an average that is swapped
+in, or a scaling, changes nearly all of them. A change through ``.data`` of a few values elsewhere
+stays unseen. On a GPU a look would wait for the work that is under way, so there the values are
+looked at only when they are `due`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from onefold.flat import FlatTensors
+from onefold.head import checksum
+
+__all__ = ["Samples", "ValueGuard", "is_due"]
+
+_SPREAD = 192
+"""Values looked at in each section, spread evenly over it."""
+_OF_ENTRIES = 256
+"""Entries whose middle value is looked at as well."""
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_FIRST_STEPS = 3
+_EVERY_STEPS = 50
+
+
+def is_due(step: int) -> bool:
+    """Whether values on a GPU are looked at in a step: the first few, and then now and then."""
+    return step <= _FIRST_STEPS or step % _EVERY_STEPS == 0
+
+
+class Samples:
+    """A few values of flat memory, always the same ones.
+
+    Args:
+        flats: what to look at.
+    """
+
+    def __init__(self, flats: Sequence[FlatTensors]) -> None:
+        self._parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.on_host = all(flat.device.type == "cpu" for flat in flats)
+        for flat in flats:
+            for number, section in enumerate(flat.sections):
+                places = _places(flat, number)
+                if places:
+                    # Complex numbers count as two words.
+                    words = section.view(_WORDS[min(8, section.element_size())])
+                    scale = section.element_size() // words.element_size()
+                    index = torch.tensor(places, device=section.device) * scale
+                    self._parts.append((words, index))
+        self._host = (
+            [(words.numpy(), index.numpy()) for words, index in self._parts] if self.on_host else []
+        )
+
+    def read(self) -> bytes:
+        """Their bytes; on a GPU this waits for the work that is under way."""
+        if self.on_host:
+            return b"".join([words.take(index).tobytes() for words, index in self._host])
+        parts = [words[index].cpu().numpy().tobytes() for words, index in self._parts]
+        return b"".join(parts)
+
+
+def _places(flat: FlatTensors, section: int) -> list[int]:
+    entries = [e for e in flat.layout.entries if e.section == section and e.numel]
+    numel = flat.layout.numels[section]
+    if not entries:
+        return []
+    step = max(1, -(-len(entries) // _OF_ENTRIES))
+    middles = [entry.offset + entry.numel // 2 for entry in entries[::step]]
+    spread = [numel * part // _SPREAD for part in range(_SPREAD)] if numel > _SPREAD else []
+    return sorted({*middles, *(spread or range(numel))})
+
+
+class ValueGuard:
+    """Knows the parameters as the engine left them.
+
+    Args:
+        parameters: of the user's module, by name.
+        flats: the memory in which they lie.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, torch.nn.Parameter], flats: Sequence[FlatTensors]
+    ) -> None:
+        self._names = list(parameters)
+        self._parameters = list(parameters.values())
+        self._samples = Samples(flats)
+        self.note()
+
+    def note(self) -> None:
+        """The parameters are as they ought to be."""
+        self._versions = self._count()
+        self._values = self._samples.read() if self._samples.on_host else b""
+
+    def changed(self) -> int:
+        """The number, from 1, of a parameter that was changed since; 0 for none that is seen.
+
+        Where only values tell it, that of the first parameter.
+        """
+        versions = self._count()
+        if versions != self._versions:
+            pairs = zip(versions, self._versions, strict=True)
+            return next(number for number, (now, then) in enumerate(pairs, 1) if now != then)
+        if self._samples.on_host and self._samples.read() != self._values:
+            return len(self._names) + 1
+        return 0
+
+    def name_of(self, number: int) -> str:
+        """What `changed` has found, for a message."""
+        if number > len(self._names):
+            return "parameters (through .data)"
+        return f"parameter {self._names[number - 1]}"
+
+    def checksum(self, *, also: Samples | None = None, due: bool) -> int:
+        """Of sampled values, 0 where they are on a GPU and it is not due."""
+        if not (self._samples.on_host or due):
+            return 0
+        return checksum(self._samples.read() + (also.read() if also is not None else b""))
+
+    def _count(self) -> list[int]:
+        return [parameter._version for parameter in self._parameters]

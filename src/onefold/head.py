@@ -1,0 +1,208 @@
+"""What every device says first in every call, so that a difference is found before it does harm.
+
+Pure: it knows numbers and words, and neither devices nor tensors.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+from onefold.errors import DisagreementError
+
+__all__ = ["Call", "Said", "StepHead", "checksum", "differing", "read_said"]
+
+
+class Call(IntEnum):
+    """What a device is about to do together with the others."""
+
+    STEP = 1
+    EVALUATE = 2
+    PREDICT = 3
+    GATHER = 4
+    SAVE = 5
+    LOAD = 6
+    CHANGING = 7
+    CHANGED = 8
+    BARRIER = 9
+
+    @property
+    def words(self) -> str:
+        """As a user knows it."""
+        return _CALLS[self]
+
+
+_CALLS = {
+    Call.STEP: "trainer.step",
+    Call.EVALUATE: "trainer.evaluate",
+    Call.PREDICT: "trainer.predict",
+    Call.GATHER: "trainer.gather",
+    Call.SAVE: "trainer.save",
+    Call.LOAD: "trainer.load",
+    Call.CHANGING: "the beginning of trainer.changing",
+    Call.CHANGED: "the end of trainer.changing",
+    Call.BARRIER: "trainer.barrier",
+}
+
+
+class StepHead(NamedTuple):
+    """What must be the same on every device: one number each, 0 where it has no meaning."""
+
+    call: int
+    """One of `Call`."""
+    step: int
+    """Of this call: those done, and one."""
+    samples: int = 0
+    """Of the batch, or of the data set that is evaluated."""
+    batch_size: int = 0
+    """Of an evaluation."""
+    plan: int = 0
+    """Checksum of who runs which shards."""
+    loader: int = 0
+    """Number of the loader that made the batch; -1 for a batch of the script's own."""
+    data_pass: int = 0
+    """Number of the loader's pass."""
+    place: int = 0
+    """Samples of the pass that are used once this batch is."""
+    data: int = 0
+    """Checksum of the data set's length and of a few of its samples."""
+    batch: int = 0
+    """Checksum of a batch of the script's own: shapes, types and sampled values."""
+    settings: int = 0
+    """Checksum of the settings of the optimizer's groups."""
+    modes: int = 0
+    """Checksum of the modules' modes and of which parameters are frozen."""
+    values: int = 0
+    """Checksum of sampled values of parameters and buffers."""
+    arguments: int = 0
+    """Checksum of the call's other arguments."""
+    outside: int = 0
+    """Checksum of sampled values of modules that the loss uses beside the model; 0 if none are
+    known, as on a device that has run no shard yet."""
+
+    def word(self, *, changed: int = 0, stop: bool = False) -> bytes:
+        """As bytes, with what may differ between devices.
+
+        Args:
+            changed: the number of the parameter that was changed between this call and the one
+                before, counted from 1; 0 for none.
+            stop: whether this process has been asked to stop.
+        """
+        return _HEAD.pack(*self, changed, stop)
+
+
+_HEAD = struct.Struct(f"<{len(StepHead._fields) + 2}q")
+_COMPARED = 8 * len(StepHead._fields)
+
+
+class Said(NamedTuple):
+    """What all devices have said, once they agree."""
+
+    changed: tuple[int, ...]
+    """For each process the number of the parameter that was changed, 0 for none."""
+    stop: bool
+    """Whether some device has been asked to stop."""
+
+
+_NOTHING = bytes(16)
+
+
+def read_said(words: Sequence[bytes]) -> Said:
+    """Compare what the devices say.
+
+    Args:
+        words: of `StepHead.word`, of every process in the order of their devices.
+
+    Raises:
+        DisagreementError: they differ; names who and in what.
+    """
+    first = words[0][:_COMPARED]
+    if any(word[:_COMPARED] != first for word in words):
+        said = _changed_and_stop(words)
+        difference = differing(words)
+        # What was changed between two calls says more than that values differ.
+        if difference is not None and not (difference.field == "values" and any(said.changed)):
+            raise DisagreementError(difference.words)
+        return said
+    if all(word[_COMPARED:] == _NOTHING for word in words):
+        return Said((0,) * len(words), False)
+    return _changed_and_stop(words)
+
+
+def _changed_and_stop(words: Sequence[bytes]) -> Said:
+    rests = [_HEAD.unpack(word)[-2:] for word in words]
+    return Said(tuple(changed for changed, _ in rests), any(stop for _, stop in rests))
+
+
+class Difference(NamedTuple):
+    """The first thing in which devices differ."""
+
+    field: str
+    words: str
+
+
+def differing(words: Sequence[bytes]) -> Difference | None:
+    """Which devices differ from device 0, in the first thing that differs."""
+    heads = [StepHead(*_HEAD.unpack(word)[:-2]) for word in words]
+    known = max(head.outside for head in heads)
+    heads = [head if head.outside else head._replace(outside=known) for head in heads]
+    lead = heads[0]
+    places = [i for i, ours in enumerate(lead) if any(head[i] != ours for head in heads)]
+    if not places:
+        return None
+    place = places[0]
+    name = StepHead._fields[place]
+    others = [number for number, head in enumerate(heads) if head[place] != lead[place]]
+    who = f"device{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}"
+    where = f"step {lead.step}, {Call(lead.call).words}"
+    theirs, ours = (_shown(name, head[place]) for head in (heads[others[0]], lead))
+    text = _WORDS[name].format(who=who, where=where, theirs=theirs, ours=ours)
+    return Difference(name, text)
+
+
+def checksum(text: bytes) -> int:
+    """32 bits that differ where the text does, but for one case in four billion."""
+    return zlib.crc32(text)
+
+
+def _shown(name: str, number: int) -> str:
+    if name == "call":
+        return Call(number).words
+    if name == "loader":
+        return "a batch of the script's own" if number < 0 else f"a batch of loader {number}"
+    return f"{number:,}"
+
+
+_SAME = "every device must run the same script on the same data"
+_WORDS = {
+    "call": "{who} calls {theirs} while device 0 calls {ours}: all devices must make the same "
+    "calls of the trainer in the same order. What only the lead does must not call the trainer",
+    "step": "{who} is in step {theirs} and device 0 in step {ours}: " + _SAME,
+    "samples": "{where}: {who} has {theirs} samples and device 0 has {ours}: every device must be "
+    "given the same whole batch, or the same data set",
+    "batch_size": "{where}: {who} has a batch_size of {theirs} and device 0 one of {ours}: " + _SAME,
+    "plan": "{where}: {who} has another plan than device 0: set trainer.plan alike on every "
+    "device, before the same step",
+    "loader": "{where}: {who} has {theirs} and device 0 {ours}: " + _SAME,
+    "data_pass": "{where}: {who} is in pass {theirs} over the data and device 0 in pass {ours}: "
+    + _SAME,
+    "place": "{where}: {who} is at sample {theirs} of a pass over the data and device 0 at sample "
+    "{ours}: every device must use every batch of a loader",
+    "data": "{where}: the data set of {who} has other samples than that of device 0: make it alike "
+    "on every device; seed what is random in it before it is made",
+    "batch": "{where}: {who} was given another batch than device 0: a batch that the script cuts "
+    "itself must be the same whole batch on every device. Did the lead draw a random number more?",
+    "settings": "{where}: the optimizer's settings of {who} (such as the learning rate) differ "
+    "from those of device 0: change them alike on every device, or in trainer.changing()",
+    "modes": "{where}: {who} has modules in another mode (train, eval), or other frozen parameters "
+    "than device 0: set them alike on every device",
+    "values": "{where}: {who} has other parameters or buffers than device 0: they were changed "
+    "between two calls, and not alike. Change them in trainer.changing()",
+    "outside": "{where}: a module that the loss uses beside the model has other values on {who} "
+    "than on device 0: seed what is random in it before it is made",
+    "arguments": "{where}: the arguments of {who} differ from those of device 0: make the call "
+    "alike on every device",
+}

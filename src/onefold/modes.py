@@ -1,0 +1,56 @@
+"""Training and evaluation mode of a module and all its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+__all__ = ["Modes", "evaluating"]
+
+
+class Modes:
+    """Reads the modes of a module's parts, and puts them back.
+
+    Args:
+        module: its parts are listed once, and again at `refresh`.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self.refresh()
+
+    def refresh(self) -> None:
+        """List the parts anew."""
+        self._parts = list(self._module.modules())
+
+    def read(self) -> bytes:
+        """One byte a part: 1 for training mode."""
+        return bytes([part.training for part in self._parts])
+
+    def restore(self, modes: bytes) -> None:
+        """Give every part the mode that `read` found."""
+        for part, mode in zip(self._parts, modes, strict=True):
+            if part.training is not bool(mode):
+                part.training = bool(mode)
+
+
+@contextmanager
+def evaluating(module: torch.nn.Module) -> Iterator[None]:
+    """Evaluation mode, and each part's own mode again afterwards."""
+    parts = list(module.modules())
+    before = [part.training for part in parts]
+    if not all(not part.training and _is_plain(part) for part in parts):
+        module.eval()
+    try:
+        yield
+    finally:
+        for part, mode in zip(parts, before, strict=True):
+            if part.training is not mode:
+                part.training = mode
+
+
+def _is_plain(module: torch.nn.Module) -> bool:
+    """Whether setting a module's mode sets the flag and nothing else."""
+    return type(module).train is torch.nn.Module.train and "train" not in module.__dict__

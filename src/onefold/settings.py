@@ -1,0 +1,45 @@
+"""The settings of an optimizer's groups, as one number that devices can compare."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from onefold.head import checksum
+
+__all__ = ["GroupSettings"]
+
+
+class GroupSettings:
+    """Reads the settings of an optimizer's groups; quick where they are those of the last time.
+
+    Args:
+        optimizer: the user's own.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._last: list[Any] = []
+        self._checksum = 0
+
+    def checksum(self, *, due: bool = True) -> int:
+        """Of all settings but the parameters.
+
+        Args:
+            due: whether to look at numbers that lie on a GPU as well, which waits for it.
+        """
+        now = [
+            value if not isinstance(value, torch.Tensor) else _number(value, due=due)
+            for group in self._optimizer.param_groups
+            for key, value in group.items()
+            if key != "params"
+        ]
+        if now != self._last:
+            self._last = now
+            self._checksum = checksum(repr(now).encode())
+        return self._checksum
+
+
+def _number(value: torch.Tensor, *, due: bool) -> object:
+    return value.tolist() if due or value.device.type == "cpu" else "on a device"
