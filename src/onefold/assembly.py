@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
+import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from importlib.metadata import version
 
+import numpy as np
 import torch
-import torch.distributed as dist
+from torch.optim.lr_scheduler import LRScheduler
 
-from onefold.buffers import BufferSet
+from onefold.buffers import BufferPlaces, BufferRule, BufferSet
 from onefold.engine import Engine
 from onefold.errors import DisagreementError
 from onefold.exchange.base import Exchange, Start, Storage
 from onefold.exchange.collective import CollectiveExchange
-from onefold.exchange.group import join_group
+from onefold.exchange.group import agree_on_kind, gather_bytes, join_group
 from onefold.exchange.local import LocalExchange, SoloExchange
 from onefold.exchange.mailbox import Mailbox
 from onefold.exchange.shared import SharedExchange
-from onefold.flat import FlatTensors, cut_pieces, lay_out
+from onefold.flat import cut_pieces, lay_out
 from onefold.membership import register
 from onefold.names import own_name
-from onefold.replica import Replica
+from onefold.replica import LossFunction, ModelParts, Replica
+from onefold.shard import Plan
 from onefold.team import Team
 from onefold.update import OwnedPiece, SpanOptimizer, updates_by_element
 
@@ -46,6 +49,8 @@ class Settings:
     """The longest wait for another device."""
     threads: int | None
     """Of each CPU device; None for an even share of the cores to each shard."""
+    buffers: Mapping[str, BufferRule] = field(default_factory=dict)
+    """What becomes of buffers, by name or pattern, where it is not the rule of their type."""
 
     def __post_init__(self) -> None:
         _check_whole("shards", self.shards, 1, 2**31)
@@ -75,29 +80,15 @@ def _check_positive(name: str, value: object) -> None:
         raise ValueError(f"expected {name} to be finite, got {value}")
 
 
-class _Parts:
-    """A model, with its parameters sorted; tied ones count once."""
-
-    def __init__(self, module: torch.nn.Module, trained_names: Sequence[str]) -> None:
-        named = dict(module.named_parameters())
-        self.module = module
-        self.trained = {name: named[name] for name in trained_names}
-        self.other = {name: p for name, p in named.items() if name not in self.trained}
-
-    def attach(self, trained: FlatTensors, other: FlatTensors) -> None:
-        """Make the parameters views of flat memory; they keep their identity."""
-        for parameters, flat in ((self.trained, trained), (self.other, other)):
-            for parameter, view in zip(parameters.values(), flat.views, strict=True):
-                parameter.data = view
-                parameter.grad = None
-
-
 def assemble(
     module: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
+    loss: LossFunction,
     *,
     settings: Settings,
     team: Team,
+    plan: Plan,
+    schedule: LRScheduler | None,
 ) -> Engine:
     """Bring model and optimizer into a run; the lead's values become everybody's.
 
@@ -109,38 +100,46 @@ def assemble(
     trained = [n for n, p in module.named_parameters() if id(p) in held and p.requires_grad]
     if not trained:
         raise ValueError("the optimizer holds no parameter that requires a gradient")
-    parts = {number: _Parts(module, trained) for number in team.own[:1]}
-    first = parts[team.own[0]]
-    buffers = {team.own[0]: BufferSet(module, team.devices[team.own[0]])}
-    storage = _storage(first, buffers[team.own[0]], optimizer, settings, team)
+    parts = ModelParts(module, trained)
+    places = BufferPlaces(module, settings.buffers)
+    buffers = {number: BufferSet(places, device) for number, device in team.own_devices.items()}
+    first = buffers[team.own[0]]
+    first.attach()
+    storage = _storage(parts, first, optimizer, settings, team)
     start = Start(
-        [p.detach() for p in first.trained.values()],
-        [p.detach() for p in first.other.values()],
-        buffers[team.own[0]].flat,
+        [p.detach() for p in parts.trained.values()],
+        [p.detach() for p in parts.other.values()],
+        first.flat,
     )
-    exchange = _join(storage, start, _describe(first, optimizer, settings), settings, team)
+    description = _describe(parts, optimizer, settings, team, plan, schedule)
+    exchange = _join(storage, start, description, settings, team)
     register(exchange)
-    for number in team.own[1:]:
-        parts[number] = _Parts(copy.deepcopy(module), trained)
-        buffers[number] = BufferSet(parts[number].module, team.devices[number])
-    for number in team.own:
-        parts[number].attach(exchange.trained[number], exchange.other[number])
+    replicas = [
+        Replica(
+            number,
+            device,
+            parts,
+            exchange.trained[number],
+            exchange.other[number],
+            buffers[number],
+        )
+        for number, device in team.own_devices.items()
+    ]
+    replicas[0].attach()
     return Engine(
-        replicas=[
-            Replica(number, device, parts[number].module, trained, buffers[number])
-            for number, device in team.own_devices.items()
-        ],
+        replicas=replicas,
         exchange=exchange,
         update=_divide(optimizer, storage, exchange, parts, team),
+        loss=loss,
         seed=settings.seed,
         clip_norm=settings.clip_norm,
         deterministic=settings.deterministic,
-        frozen={n: p for n, p in first.other.items() if id(p) in held},
+        frozen={n: p for n, p in parts.other.items() if id(p) in held},
     )
 
 
 def _storage(
-    parts: _Parts,
+    parts: ModelParts,
     buffers: BufferSet,
     optimizer: torch.optim.Optimizer,
     settings: Settings,
@@ -161,18 +160,19 @@ def _divide(
     optimizer: torch.optim.Optimizer,
     storage: Storage,
     exchange: Exchange,
-    parts: Mapping[int, _Parts],
+    parts: ModelParts,
     team: Team,
 ) -> SpanOptimizer:
     """Give the user's optimizer the pieces that this process owns."""
-    users = list(parts[team.own[0]].trained.values())
+    users = list(parts.trained.values())
     owned = []
     for device in team.own:
-        here = list(parts[device].trained.values())
         for number in storage.spans[device]:
             piece = storage.pieces[number]
-            flat = exchange.trained[device]
-            values = here[piece.entry] if piece.whole else flat.piece(piece)
+            values: torch.Tensor = exchange.trained[device].piece(piece)
+            if piece.whole:  # the user's own on the first device, stand-ins on the others
+                first = device == team.own[0]
+                values = users[piece.entry] if first else torch.nn.Parameter(values)
             owned.append(OwnedPiece(number, device, piece, users[piece.entry], values))
     return SpanOptimizer(optimizer, owned, storage, team.own_devices)
 
@@ -187,7 +187,9 @@ def _join(
             if len(devices) == 1
             else LocalExchange(storage, start, devices)
         )
-    kind, world = devices[0].type, team.world
+    kind, world, size = devices[0].type, team.world, len(team.devices)
+    if world.launcher == "torch":  # each process has chosen its device by itself
+        agree_on_kind(world, kind, size, settings.timeout_s)
     can_share = kind == "cpu" and world.one_host
     if world.exchange == "shared" and not can_share:
         raise ValueError(
@@ -195,11 +197,8 @@ def _join(
         )
     if can_share and world.exchange != "collective":
         return _join_shared(storage, start, description, settings, team)
-    group, store = join_group(world, kind, len(team.devices))
-    said: list[dict[str, str] | None] = [None] * len(team.devices)
-    dist.all_gather_object(said, description, group=group)
-    for number, other in enumerate(said):
-        _compare(said[0] or {}, other or {}, number)
+    group, store = join_group(world, kind, size, timeout_s=settings.timeout_s, trainer=team.trainer)
+    _compare_all(gather_bytes(group, json.dumps(description).encode()))
     return CollectiveExchange(storage, start, devices[0], group, store)
 
 
@@ -216,8 +215,8 @@ def _join_shared(
         if mailbox.rank != 0:
             mailbox.send_note(0, json.dumps(description).encode())
         else:
-            for rank in range(1, mailbox.size):
-                _compare(description, json.loads(mailbox.receive_note(rank)), rank)
+            others = [mailbox.receive_note(rank) for rank in range(1, mailbox.size)]
+            _compare_all([json.dumps(description).encode(), *others])
         return SharedExchange(storage, start, mailbox)
     except BaseException as error:
         mailbox.tell_failure(error)
@@ -226,14 +225,26 @@ def _join_shared(
 
 
 def _describe(
-    parts: _Parts, optimizer: torch.optim.Optimizer, settings: Settings
+    parts: ModelParts,
+    optimizer: torch.optim.Optimizer,
+    settings: Settings,
+    team: Team,
+    plan: Plan,
+    schedule: LRScheduler | None,
 ) -> dict[str, str]:
     """Everything that must be the same on every device, in words."""
     said = {
         "shards": str(settings.shards),
         "seed": str(settings.seed),
         "clip_norm": str(settings.clip_norm),
-        "optimizer": type(optimizer).__name__,
+        "deterministic": str(settings.deterministic),
+        "the rules of buffers": str(dict(settings.buffers)),
+        "the plan": str(plan.counts),
+        "the number of Trainers before this one": str(team.trainer),
+        "the optimizer": type(optimizer).__name__,
+        "the schedule": "None" if schedule is None else type(schedule).__name__,
+        "the state of the schedule": "" if schedule is None else _state_of(schedule),
+        **_surroundings(team.devices[team.own[0]]),
     }
     for kind, parameters in (("trained", parts.trained), ("other", parts.other)):
         for name, p in parameters.items():
@@ -247,11 +258,60 @@ def _describe(
     return said
 
 
-def _compare(lead: dict[str, str], other: dict[str, str], number: int) -> None:
-    for what in {**lead, **other}:
-        if lead.get(what) != other.get(what):
-            raise DisagreementError(
-                f"{what} is {lead.get(what, 'absent')} on device 0 and "
-                f"{other.get(what, 'absent')} on device {number}: every device must build the same "
-                f"model, optimizer and Trainer"
-            )
+def _surroundings(device: torch.device) -> dict[str, str]:
+    """What bits depend on beside the script: threads, libraries, processors and their settings."""
+    said = {
+        "the kind of device": device.type,
+        "the version of onefold": version("onefold"),
+        "the version of torch": torch.__version__,
+        "the version of numpy": np.__version__,
+        "the version of Python": platform.python_version(),
+        "the precision of matrix products": torch.get_float32_matmul_precision(),
+        "the default dtype": str(torch.get_default_dtype()),
+    }
+    if device.type == "cpu":
+        said["the threads of a device"] = f"{torch.get_num_threads()} (Trainer(threads=...))"
+        said["the kind of processor"] = (
+            f"{platform.machine()} with {torch.backends.cpu.get_cpu_capability()}"
+        )
+        said["oneDNN"] = str(torch.backends.mkldnn.enabled)
+    else:
+        said["the type of GPU"] = torch.cuda.get_device_name(device)
+        said["the version of CUDA"] = str(torch.version.cuda)
+        said["TF32 in convolutions"] = str(torch.backends.cudnn.allow_tf32)
+    return said
+
+
+def _state_of(schedule: LRScheduler) -> str:
+    """Its numbers; functions and other objects count by their type alone."""
+    state = schedule.state_dict()
+    kept = {k: v if _is_plain(v) else type(v).__name__ for k, v in state.items()}
+    return str(kept)
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _compare_all(descriptions: Sequence[bytes]) -> None:
+    """Refuse a device that differs from device 0.
+
+    Raises:
+        DisagreementError: one does.
+    """
+    lead: dict[str, str] = json.loads(descriptions[0])
+    for number, text in enumerate(descriptions):
+        if text == descriptions[0]:
+            continue
+        other: dict[str, str] = json.loads(text)
+        for what in {**lead, **other}:
+            if lead.get(what) != other.get(what):
+                raise DisagreementError(
+                    f"{what} is {lead.get(what, 'absent')} on device 0 and "
+                    f"{other.get(what, 'absent')} on device {number}: every device must build the "
+                    f"same model, optimizer and Trainer, with the same libraries"
+                )

@@ -333,7 +333,9 @@ def _combine(
     if len(filled) == 1:
         return filled[0]
     if rule == "first":
-        return next(value for value, by_shard in zip(values, run.changed_by, strict=True) if by_shard)
+        return next(
+            value for value, by_shard in zip(values, run.changed_by, strict=True) if by_shard
+        )
     if rule == "max":
         return _largest(filled, start)
     wide = torch.int64 if whole else torch.complex128 if start.is_complex() else torch.float64
@@ -360,9 +362,7 @@ def _mean(
         for value, size in zip(values, sizes, strict=True)
     ]
     mean = (fold_shards(weighted, torch.add) / sum(sizes)).to(start.dtype)
-    left_alone = [
-        _equal(value, start) for value, size in zip(values, sizes, strict=True) if size
-    ]
+    left_alone = [_equal(value, start) for value, size in zip(values, sizes, strict=True) if size]
     return torch.where(torch.stack(left_alone).all(dim=0), start, mean)
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from onefold.batch import ShardedBatch
+from onefold.checkpoint.jsonvalue import from_bytes, to_bytes
 from onefold.errors import DisagreementError, LossError, StateError
 from onefold.exchange.base import Board, Exchange
 from onefold.flat import same_bits
@@ -24,11 +27,12 @@ from onefold.outside import OutsideModules
 from onefold.randomness import kept_generators
 from onefold.replica import Gradients, LossFunction, Replica, ShardTask
 from onefold.settings import GroupSettings
+from onefold.shard import Plan
 from onefold.timing import Span
 from onefold.update import SpanOptimizer
 from onefold.weights_of_step import StepWeight, total_weight
 
-__all__ = ["Engine", "Outcome"]
+__all__ = ["Engine", "Outcome", "plan_number"]
 
 _log = logging.getLogger("onefold")
 
@@ -118,7 +122,7 @@ class Engine:
             Call.STEP,
             number,
             samples=batch.samples,
-            plan=_plan_number(batch),
+            plan=plan_number(batch.plan),
             loader=batch.loader,
             data_pass=batch.pass_number,
             place=batch.stop,
@@ -233,8 +237,19 @@ class Engine:
         finally:
             self._changing = False
         self.exchange.follow_lead(first.buffers.flat)
-        self._follow_first()
-        self._note_values()
+        if self.with_others:
+            self._settings.adopt(self._settings_of_lead())
+        self.model_changed()
+
+    def _settings_of_lead(self) -> list[dict[str, Any]]:
+        leads = self.replicas[0].number == 0
+        text = to_bytes(self._settings.as_json()) if leads else b""
+
+        def make(device: int) -> torch.Tensor:
+            return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+        said: list[dict[str, Any]] = from_bytes(self.exchange.hand_out(make if leads else None))[0]
+        return said
 
     def check_last_step(self) -> None:
         """Wait for the last step's loss where nobody has looked at it yet.
@@ -374,7 +389,9 @@ class Engine:
             for shard, value in own[replica.number].items():
                 row[shard] = value
             rows[replica.number] = row.to(replica.device)
-        shared = self.exchange.share(rows).sum(dim=0)  # a shard has one device: adding zeros is exact
+        shared = self.exchange.share(rows).sum(
+            dim=0
+        )  # a shard has one device: adding zeros is exact
         values: list[float] = shared.tolist()
         return values
 
@@ -479,8 +496,10 @@ class Engine:
         )
 
 
-def _plan_number(batch: ShardedBatch) -> int:
-    return checksum(repr(batch.plan.counts).encode())
+@functools.lru_cache(maxsize=16)
+def plan_number(plan: Plan) -> int:
+    """A plan as one number that devices can compare."""
+    return checksum(repr(plan.counts).encode())
 
 
 def _same_memory(first: Replica, others: Sequence[Replica]) -> bool:

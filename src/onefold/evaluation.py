@@ -2,43 +2,86 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from onefold.batch import ShardedBatch, move
-from onefold.engine import Engine
+from onefold.engine import Engine, plan_number
 from onefold.errors import DisagreementError, LossError
 from onefold.exchange.base import Exchange
 from onefold.fold import fold_shards
+from onefold.head import Call
 from onefold.mean import weigh
 from onefold.randomness import derive_seed, seed_generators
 from onefold.replica import Replica
 
-__all__ = ["ScoreFunction", "agree_on_lines", "evaluate", "values_of_shard"]
+__all__ = ["DataCall", "ScoreFunction", "agree_on_lines", "evaluate", "values_of_shard"]
 
 ScoreFunction = Callable[[torch.nn.Module, Any], object]
 """Takes the model and one shard; returns a dict of values as `onefold.mean.weigh` reads them."""
 
 
 def evaluate(
-    engine: Engine, score: ScoreFunction, batches: Iterable[ShardedBatch]
+    engine: Engine, score: ScoreFunction, batches: Iterable[ShardedBatch], call: DataCall
 ) -> dict[str, float]:
     """Every value's total over its weight, over all samples of all batches.
 
+    Args:
+        engine: the devices of this process.
+        score: the user's.
+        batches: of the data set.
+        call: what all devices must have been given alike.
+
     Raises:
         LossError: a value is of the wrong kind or shape.
-        DisagreementError: the score function does not return the same names for every shard.
+        DisagreementError: the score function does not return the same names for every shard, or
+            another device was given other data.
     """
     tallies = {replica.number: _Tally() for replica in engine.replicas}
     shards = 0
-    with engine.computing(training=False), torch.no_grad():
+    with engine.evaluating():
         for number, batch in enumerate(batches):
+            if number == 0:
+                call.agree(engine, batch)
             shards = batch.plan.shards
             for replica in engine.replicas:
-                _score_shards(replica, score, batch, number, tallies[replica.number], engine.seed)
+                with engine.attached(replica):
+                    _score_shards(
+                        replica, score, batch, number, tallies[replica.number], engine.seed
+                    )
     return _combine(engine.exchange, tallies, shards)
+
+
+@dataclass(frozen=True, slots=True)
+class DataCall:
+    """A call that goes through a data set, as all devices must make it."""
+
+    call: Call
+    step: int
+    """Those done, and one."""
+    samples: int
+    """Of the data set."""
+    batch_size: int
+
+    def agree(self, engine: Engine, batch: ShardedBatch) -> None:
+        """Wait for all devices to have read their first batch, and compare.
+
+        Raises:
+            DisagreementError: another device was given something else.
+        """
+        engine.agree(
+            self.call,
+            self.step,
+            samples=self.samples,
+            batch_size=self.batch_size,
+            plan=plan_number(batch.plan),
+            data=batch.data_digest,
+        )
 
 
 class _Tally:
@@ -46,21 +89,25 @@ class _Tally:
 
     def __init__(self) -> None:
         self.names: list[str] = []
+        """One line for each part of each value: number of the part and name, as JSON."""
         self.batches: list[dict[int, torch.Tensor]] = []
-        """Shard to (names, 2) float64: totals and weights."""
+        """Shard to (lines, 2) float64: totals, and weights; 0 for what is not divided."""
 
     def add(self, shard: int, values: dict[str, object], samples: int, where: str) -> None:
-        names = list(values)
+        found = [
+            (name, part)
+            for name, value in values.items()
+            for part in weigh(value, samples, f"the value {name!r} of {where}").parts
+        ]
+        names = [json.dumps([name, part.kind == "sum"]) for name, part in found]
         if self.names and names != self.names:
             raise DisagreementError(
-                f"{where}: the score function returned {names}, and {self.names} before; expected "
-                f"the same names for every shard"
+                f"{where}: the score function returned {list(values)}, and "
+                f"{list(dict.fromkeys(json.loads(n)[0] for n in self.names))} before; expected "
+                f"the same names, and terms of the same kind, for every shard"
             )
         self.names = names
-        parts = [
-            weigh(value, samples, f"the value {name!r} of {where}")
-            for name, value in values.items()
-        ]
+        parts = [part for _, part in found]
         totals = torch.stack([part.total() for part in parts])
         weights = torch.tensor([part.weight for part in parts], dtype=torch.float64)
         self.batches[-1][shard] = torch.stack([totals, weights.to(totals.device)], dim=1)
@@ -113,7 +160,7 @@ def values_of_shard(
     """
     number, shard = place
     payload = move(batch.shards[shard], replica.device)
-    replica.buffers.begin_shard()
+    replica.buffers.restore()
     seed_generators(derive_seed("evaluate", seed, number, shard), replica.device)
     values = function(replica.module, payload)
     if not isinstance(values, dict) or not values:
@@ -135,10 +182,12 @@ def _combine(exchange: Exchange, tallies: dict[int, _Tally], shards: int) -> dic
     table = rows.cpu().sum(dim=0).view(shape)  # a shard has one device: adding zeros is exact
     by_batch = fold_shards(list(table.unbind(dim=1)), torch.add)  # (batches, names, 2)
     totals = fold_shards(list(by_batch.unbind(dim=0)), torch.add)
-    return {
-        name: float(total / weight) if weight else float("nan")
-        for name, (total, weight) in zip(names, totals.tolist(), strict=True)
-    }
+    scores: dict[str, float] = {}
+    for line, (total, weight) in zip(names, totals.tolist(), strict=True):
+        name, undivided = json.loads(line)
+        value = total if undivided else total / weight if weight else math.nan
+        scores[name] = scores[name] + value if name in scores else value
+    return scores
 
 
 def agree_on_lines(exchange: Exchange, own: dict[int, list[str]]) -> list[str]:

@@ -183,7 +183,8 @@ _WORDS = {
     "step": "{who} is in step {theirs} and device 0 in step {ours}: " + _SAME,
     "samples": "{where}: {who} has {theirs} samples and device 0 has {ours}: every device must be "
     "given the same whole batch, or the same data set",
-    "batch_size": "{where}: {who} has a batch_size of {theirs} and device 0 one of {ours}: " + _SAME,
+    "batch_size": "{where}: {who} has a batch_size of {theirs} and device 0 one of {ours}: "
+    + _SAME,
     "plan": "{where}: {who} has another plan than device 0: set trainer.plan alike on every "
     "device, before the same step",
     "loader": "{where}: {who} has {theirs} and device 0 {ours}: " + _SAME,

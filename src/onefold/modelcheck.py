@@ -7,6 +7,8 @@ from torch.nn.parameter import is_lazy
 
 __all__ = ["check_model"]
 
+_MAY_BE_SPARSE = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+
 
 def check_model(model: object) -> None:
     """Check that every parameter can lie in flat memory and get a dense gradient.
@@ -36,7 +38,13 @@ def check_model(model: object) -> None:
                 f"its real and imaginary part as two real ones (torch.view_as_real)"
             )
     for name, module in model.named_modules():
-        if getattr(module, "sparse", False) is True:
+        if isinstance(module, torch.nn.SyncBatchNorm):
+            raise ValueError(
+                f"layer {name} is a SyncBatchNorm, whose statistics are those of all processes "
+                f"that take part: expected BatchNorm, whose statistics are those of a shard and "
+                f"do not depend on the devices. Leave out convert_sync_batchnorm"
+            )
+        if isinstance(module, _MAY_BE_SPARSE) and module.sparse:
             raise ValueError(
                 f"layer {name} ({type(module).__name__}) gives sparse gradients: expected dense "
                 f"ones. Make it with sparse=False"

@@ -91,8 +91,14 @@ class _Outside:
 
     def sampled(self) -> bytes:
         tensors: list[Any] = [*self._module._parameters.values(), *self._buffers().values()]
-        parts = [t.detach().reshape(-1)[:: max(1, t.numel() // _LOOKED_AT)] for t in tensors if t is not None]
-        return b"".join(p.cpu().contiguous().view(torch.uint8).numpy().tobytes() for p in parts if p.numel())
+        parts = [
+            t.detach().reshape(-1)[:: max(1, t.numel() // _LOOKED_AT)]
+            for t in tensors
+            if t is not None
+        ]
+        return b"".join(
+            p.cpu().contiguous().view(torch.uint8).numpy().tobytes() for p in parts if p.numel()
+        )
 
     def _buffers(self) -> dict[str, torch.Tensor]:
         return {name: b for name, b in self._module._buffers.items() if b is not None}

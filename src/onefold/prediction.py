@@ -13,8 +13,9 @@ import torch
 from onefold.batch import ShardedBatch
 from onefold.engine import Engine
 from onefold.errors import DisagreementError, LossError
-from onefold.evaluation import ScoreFunction, agree_on_lines, values_of_shard
+from onefold.evaluation import DataCall, ScoreFunction, agree_on_lines, values_of_shard
 from onefold.exchange.base import Exchange
+from onefold.replica import Replica
 from onefold.shard import Plan, cut_bounds
 
 __all__ = ["gather", "predict"]
@@ -24,9 +25,15 @@ _NUMBER_BYTES = 8
 
 
 def predict(
-    engine: Engine, function: ScoreFunction, batches: Iterable[ShardedBatch]
+    engine: Engine, function: ScoreFunction, batches: Iterable[ShardedBatch], call: DataCall
 ) -> dict[str, torch.Tensor]:
     """The function's values for all samples of all batches, in their order, on every device.
+
+    Args:
+        engine: the devices of this process.
+        function: the user's.
+        batches: of the data set.
+        call: what all devices must have been given alike.
 
     Raises:
         LossError: a value is no tensor with one row a sample.
@@ -34,17 +41,14 @@ def predict(
     """
     own = {replica.number: _Rows() for replica in engine.replicas}
     cuts: list[tuple[int, Plan]] = []
-    with engine.computing(training=False), torch.no_grad():
+    with engine.evaluating():
         for number, batch in enumerate(batches):
+            if number == 0:
+                call.agree(engine, batch)
             cuts.append((batch.samples, batch.plan))
             for replica in engine.replicas:
-                for shard in batch.plan.shards_of(replica.number):
-                    if shard in batch.shards:
-                        where = f"batch {number} of a prediction, shard {shard}"
-                        values = values_of_shard(
-                            replica, function, batch, (number, shard), engine.seed, where
-                        )
-                        own[replica.number].add(values, number, batch.size_of(shard), where)
+                with engine.attached(replica):
+                    _predict_shards(replica, function, batch, number, own, engine.seed)
     columns = agree_on_lines(engine.exchange, {n: rows.columns for n, rows in own.items()})
     parts = [
         _join_batch(engine.exchange, number, *cut, columns, own) for number, cut in enumerate(cuts)
@@ -52,6 +56,21 @@ def predict(
     return {
         json.loads(column)[0]: torch.cat([part[column] for part in parts]) for column in columns
     }
+
+
+def _predict_shards(
+    replica: Replica,
+    function: ScoreFunction,
+    batch: ShardedBatch,
+    number: int,
+    own: Mapping[int, _Rows],
+    seed: int,
+) -> None:
+    for shard in batch.plan.shards_of(replica.number):
+        if shard in batch.shards:
+            where = f"batch {number} of a prediction, shard {shard}"
+            values = values_of_shard(replica, function, batch, (number, shard), seed, where)
+            own[replica.number].add(values, number, batch.size_of(shard), where)
 
 
 def gather(exchange: Exchange, own: Mapping[int, Mapping[str, float]]) -> list[dict[str, float]]:

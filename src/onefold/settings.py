@@ -6,9 +6,12 @@ from typing import Any
 
 import torch
 
+from onefold.checkpoint.jsonvalue import from_json, to_json
 from onefold.head import checksum
 
 __all__ = ["GroupSettings"]
+
+_KEPT = ("params", "param_names")
 
 
 class GroupSettings:
@@ -39,6 +42,27 @@ class GroupSettings:
             self._last = now
             self._checksum = checksum(repr(now).encode())
         return self._checksum
+
+    def as_json(self) -> list[dict[str, Any]]:
+        """The settings of each group that a script may change, for other devices."""
+        return [
+            {
+                key: to_json(value, f"{key} of the optimizer's group {number}")
+                for key, value in group.items()
+                if key not in _KEPT
+            }
+            for number, group in enumerate(self._optimizer.param_groups)
+        ]
+
+    def adopt(self, settings: list[dict[str, Any]]) -> None:
+        """Take over what `as_json` gave on another device; tensors keep their identity."""
+        for group, values in zip(self._optimizer.param_groups, settings, strict=True):
+            for key, value in values.items():
+                came, here = from_json(value), group.get(key)
+                if isinstance(came, torch.Tensor) and isinstance(here, torch.Tensor):
+                    here.copy_(came)
+                else:
+                    group[key] = came
 
 
 def _number(value: torch.Tensor, *, due: bool) -> object:

@@ -13,12 +13,14 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from onefold.assembly import Settings, assemble
 from onefold.batch import ShardedBatch, cut_batch
+from onefold.buffers import BufferRule
 from onefold.checkpoint.autosave import Autosave
 from onefold.checkpoint.jsonvalue import to_json
 from onefold.checkpoint.resume import Checkpoint, Checkpoints, Keeping
 from onefold.errors import CheckpointError
-from onefold.evaluation import ScoreFunction, evaluate
+from onefold.evaluation import DataCall, ScoreFunction, evaluate
 from onefold.fingerprint import fingerprint_of, named_tensors, tensor_digests
+from onefold.head import Call
 from onefold.loader import Collate, Loader, SizedDataset
 from onefold.membership import at_good_end
 from onefold.modelcheck import check_model
@@ -59,6 +61,9 @@ class Trainer:
             same on any number of devices, and saved with the run.
         clip_norm: scale the whole gradient down to this norm where it is larger.
         deterministic: use kernels that repeat their bits, and refuse those that cannot.
+        buffers: what becomes of buffers that shards change, by name or pattern, where it is not the
+            mean over the shards (floating point) or the largest (other numbers): ``"mean"``,
+            ``"max"``, ``"sum"`` (of what each shard added) or ``"first"`` (that of the first shard).
         timeout_s: the longest that a device waits for another one; 600 s by default.
 
     Raises:
@@ -92,6 +97,7 @@ class Trainer:
         schedule: LRScheduler | None = None,
         clip_norm: float | None = None,
         deterministic: bool = True,
+        buffers: Mapping[str, BufferRule] | None = None,
         timeout_s: float | None = None,
     ) -> None:
         self._world = current_world()
@@ -102,6 +108,7 @@ class Trainer:
             deterministic=deterministic,
             timeout_s=self._world.timeout_s if timeout_s is None else timeout_s,
             threads=threads,
+            buffers=dict(buffers or {}),
         )
         check_model(model)
         check_optimizer(optimizer, model)
@@ -113,8 +120,15 @@ class Trainer:
         self._team = form_team(self._world, devices, shards=shards, module=model)
         self._plan = self._checked_plan(plan)
         settle_process(self._team, shards=shards, threads=threads)
-        self._loss = loss
-        self._engine = assemble(model, optimizer, settings=settings, team=self._team)
+        self._engine = assemble(
+            model,
+            optimizer,
+            loss,
+            settings=settings,
+            team=self._team,
+            plan=self._plan,
+            schedule=schedule,
+        )
         self._schedule = schedule
         self._left = False
         self._position = Position()
@@ -256,7 +270,7 @@ class Trainer:
             raise SystemExit(STOPPED_CODE)
         with self._telling_others():
             asked = self._autosave is not None and self._autosave.asked_to_stop
-            outcome = self._engine.step(cut, self._loss, number, asked_to_stop=asked)
+            outcome = self._engine.step(cut, number, asked_to_stop=asked)
             if self._schedule is not None and outcome.weight > 0:
                 self._schedule.step()
         self._position.note_step(cut)
@@ -300,7 +314,8 @@ class Trainer:
         batches = self._loader(dataset, batch_size=batch_size, workers=workers, collate=collate)
         with self._telling_others():
             self._checkpoints.check()
-            return evaluate(self._engine, score, batches)
+            call = self._data_call(Call.EVALUATE, batches, batch_size)
+            return evaluate(self._engine, score, batches, call)
 
     def predict(
         self,
@@ -341,7 +356,8 @@ class Trainer:
         batches = self._loader(dataset, batch_size=batch_size, workers=workers, collate=collate)
         with self._telling_others():
             self._checkpoints.check()
-            return predict(self._engine, function, batches)
+            call = self._data_call(Call.PREDICT, batches, batch_size)
+            return predict(self._engine, function, batches, call)
 
     def gather(self, numbers: Mapping[str, float]) -> list[dict[str, float]]:
         """Numbers of every device's process, such as seconds or bytes; called on every device.
@@ -358,7 +374,40 @@ class Trainer:
             ValueError: a name is empty, or of several lines.
         """
         with self._telling_others():
+            self._engine.agree(Call.GATHER, self.steps + 1)
             return gather(self._engine.exchange, dict.fromkeys(self._team.own, numbers))
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """A block in which the model may be changed between steps; called on every device.
+
+        When it ends, the parameters and buffers of the lead, and the settings of its optimizer's
+        groups, are everybody's. What other devices write in it is theirs until then and dropped
+        afterwards, so the same lines may run on all of them, or on the lead alone. With several
+        devices, what is changed outside such a block is refused at the next call.
+
+        Raises:
+            DisagreementError: another device is somewhere else.
+            RuntimeError: the trainer is called inside the block.
+
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> trainer = Trainer(model, optimizer, lambda m, x: m(x).square().mean(dim=1), shards=2)
+        >>> with trainer.changing(), torch.no_grad():
+        ...     _ = model.weight.clamp_(-0.1, 0.1)
+        """
+        with self._telling_others(), self._engine.changing(self.steps + 1):
+            yield
+
+    def barrier(self) -> None:
+        """Wait until every device has come to this point of the script.
+
+        Raises:
+            DisagreementError: another device is somewhere else.
+            PeerError: another device failed, is lost or does not come.
+        """
+        with self._telling_others():
+            self._engine.agree(Call.BARRIER, self.steps + 1)
 
     def fingerprint(self) -> str:
         """16 hexadecimal digits over parameters and buffers: the same for the same bits."""
@@ -472,6 +521,9 @@ class Trainer:
         self._finish()
         self._left = True
         self._engine.exchange.close()
+
+    def _data_call(self, call: Call, batches: Loader, batch_size: int) -> DataCall:
+        return DataCall(call, self.steps + 1, batches.track.size.samples, batch_size)
 
     def _before_step(self, batch: ShardedBatch) -> bool:
         """Look after checkpoints; whether the process is to stop, as was asked."""

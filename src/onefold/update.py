@@ -66,6 +66,8 @@ def check_optimizer(optimizer: object, module: torch.nn.Module) -> None:
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise TypeError("SparseAdam works on sparse gradients; use Adam and dense embeddings")
+    if isinstance(optimizer, torch.optim.Adafactor):
+        _check_adafactor(optimizer)
     if optimizer in _taken:
         raise ValueError(
             f"this {name} already belongs to a Trainer, which has divided its state. Make another "
@@ -80,6 +82,19 @@ def check_optimizer(optimizer: object, module: torch.nn.Module) -> None:
                     f"{tuple(parameter.shape)}, is not a parameter of the model. Make the "
                     f"optimizer from this model's parameters() (after moving or changing it)"
                 )
+
+
+def _check_adafactor(optimizer: torch.optim.Adafactor) -> None:
+    """PyTorch takes the first parameter's precision for all that follow in a call of step."""
+    for number, group in enumerate(optimizer.param_groups):
+        dtypes = {parameter.dtype for parameter in group["params"]}
+        if group["eps"][0] is None and len(dtypes) > 1:
+            listed = ", ".join(sorted(map(str, dtypes)))
+            raise ValueError(
+                f"Adafactor: group {number} has parameters of {listed} and the default eps, which "
+                f"then depends on the parameter that is updated first, and so on the device. Give "
+                f"eps=(1e-7, 1e-3) or the like, or a group for each dtype"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +145,10 @@ class SpanOptimizer:
         for item in owned:
             self._divided[group_of[id(item.parameter)]].append(item.values)
         _taken.add(optimizer)
+        self._stepping = False
         self._divide_state(storage.trained)
         self._explain_state_dict()
+        self._refuse_own_steps()
 
     def take(
         self, totals: Sequence[torch.Tensor | None], gave: Sequence[int], *, shards: int
@@ -157,6 +174,8 @@ class SpanOptimizer:
     def scale(self, factor: float | torch.Tensor) -> None:
         """Multiply the gradients."""
         gradients = [g for values in self._values if (g := values.grad) is not None]
+        if not gradients:
+            return  # no parameter of this span got one
         if isinstance(factor, float):
             torch._foreach_mul_(gradients, factor)
             return
@@ -188,11 +207,13 @@ class SpanOptimizer:
         """Run the user's optimizer on the owned pieces with the gradients taken."""
         groups = self.optimizer.param_groups
         users = [group["params"] for group in groups]
+        self._stepping = True
         try:
             for group, pieces in zip(groups, self._divided, strict=True):
                 group["params"] = pieces
             self.optimizer.step()
         finally:
+            self._stepping = False
             for group, parameters in zip(groups, users, strict=True):
                 group["params"] = parameters
             for values in self._values:
@@ -201,6 +222,11 @@ class SpanOptimizer:
     def states(self) -> list[PieceState]:
         """The state of the owned pieces as it is now; the tensors are the optimizer's own."""
         found = []
+        if self._loose():
+            raise TypeError(
+                f"the optimizer keeps {', '.join(map(repr, self._loose()))} in its state, under no "
+                f"parameter, which no checkpoint of onefold holds: expected state by parameter"
+            )
         for item in self._owned:
             for key, value in self.optimizer.state.get(item.values, {}).items():
                 by_element = is_by_element(key, value, item.values.shape)
@@ -228,8 +254,17 @@ class SpanOptimizer:
             elif isinstance(value, torch.Tensor):
                 value = value.to(self._home(state.key, values), copy=True)
             found.setdefault(values, {})[state.key] = value
-        self.optimizer.state.clear()
+        self._forget()
         self.optimizer.state.update(found)
+
+    def _forget(self) -> None:
+        """Drop the state of all parameters; what lies under other keys stays."""
+        for key in [key for key in self.optimizer.state if isinstance(key, torch.Tensor)]:
+            del self.optimizer.state[key]
+
+    def _loose(self) -> list[Any]:
+        """Keys of the optimizer's state that are no parameters; the same on every device."""
+        return [key for key in self.optimizer.state if not isinstance(key, torch.Tensor)]
 
     def _home(self, key: str, values: torch.Tensor) -> torch.device:
         """Where the optimizer wants a value of a state: PyTorch's rule when it loads one."""
@@ -255,7 +290,7 @@ class SpanOptimizer:
     def _divide_state(self, layout: Layout) -> None:
         """Hand over state that the optimizer already has, cut as the parameters are."""
         whole = dict(self.optimizer.state)
-        self.optimizer.state.clear()
+        self._forget()
         for item in self._owned:
             state = whole.get(item.parameter)
             if state:
@@ -274,6 +309,21 @@ class SpanOptimizer:
 
         self.optimizer.register_state_dict_pre_hook(refuse)
         self.optimizer.register_load_state_dict_pre_hook(refuse)
+
+    def _refuse_own_steps(self) -> None:
+        """A line that is left over from a plain loop would update nothing, without a word."""
+        update = weakref.ref(self)
+
+        def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            owner = update()
+            if owner is not None and not owner._stepping:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__}.step() was called by the script: trainer.step() "
+                    f"has made the update already, and there are no gradients left. Remove the "
+                    f"line (and loss.backward(), clip_grad_norm_ and zero_grad with it)"
+                )
+
+        self.optimizer.register_step_pre_hook(refuse)
 
 
 def _cut_state(value: Any, item: OwnedPiece, stride: tuple[int, ...]) -> Any:

@@ -47,6 +47,7 @@ from onefold.engine import Engine
 from onefold.errors import CheckpointError
 from onefold.exchange.base import roomy
 from onefold.fingerprint import fingerprint_of, named_tensors, tensor_digests
+from onefold.head import Call
 from onefold.position import PROMISES, Position, check_same
 from onefold.schedule import read_schedule, write_schedule
 from onefold.team import Team
@@ -159,6 +160,9 @@ class Checkpoints:
             extra: of the user, as JSON.
         """
         folder = folder_of(directory, self._position.step)
+        self._engine.agree(
+            Call.SAVE, self._position.step + 1, arguments=(str(directory), keeping, wait)
+        )
         record = self._record(keeping, extra)
         self._engine.check_last_step()
         self._writing.wait()
@@ -187,6 +191,9 @@ class Checkpoints:
         if unknown:
             raise ValueError(f"expected changed to name some of {list(PROMISES)}, got {unknown}")
         self._writing.wait()
+        self._engine.agree(
+            Call.LOAD, self._position.step + 1, arguments=(str(path), sorted(changed), if_any)
+        )
         with ExitStack() as stack:
             told, files = self._find(path, changed, if_any, stack) if self._leads else (None, None)
             stored = self._agree_on(told)
@@ -363,11 +370,11 @@ class Checkpoints:
         self._position.check_fits(run, changed)
 
     def _take_model(self, files: _Files | None) -> None:
-        for replica in self._engine.replicas:
-            replica.buffers.absorb()
+        self._engine.replicas[0].buffers.absorb()
         if files is not None:
             files.model.fill(self._module)
         self._engine.exchange.follow_lead(self._engine.replicas[0].buffers.flat)
+        self._engine.model_changed()
 
     def _take_optimizer(
         self, saved: Mapping[str, Any], files: _Files | None, changed: Collection[str]

@@ -16,7 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 from onefold.errors import DisagreementError, PeerTimeout
 from onefold.world import World
 
-__all__ = ["agree_on_kind", "break_off", "join_group", "who_left"]
+__all__ = ["agree_on_kind", "break_off", "gather_bytes", "join_group", "who_left"]
 
 _log = logging.getLogger("onefold")
 _FAREWELL = timedelta(seconds=5)
@@ -100,6 +100,19 @@ def join_group(
     if own is None:
         raise RuntimeError("torch.distributed made no process group")
     return own, PrefixStore(f"trainer/{trainer}", store)
+
+
+def gather_bytes(group: dist.ProcessGroup, text: bytes) -> list[bytes]:
+    """What every process of a group has to say, of any length, in the order of their ranks."""
+    size = group.size()
+    lengths = [torch.empty(1, dtype=torch.int64) for _ in range(size)]
+    dist.all_gather(lengths, torch.tensor([len(text)]), group=group)
+    longest = max(int(length) for length in lengths)
+    own = torch.frombuffer(bytearray(text.ljust(longest, b"\0")), dtype=torch.uint8)
+    parts = [torch.empty_like(own) for _ in range(size)]
+    dist.all_gather(parts, own, group=group)
+    pairs = zip(parts, lengths, strict=True)
+    return [bytes(part[: int(length)].numpy()) for part, length in pairs]
 
 
 _stores: dict[tuple[World, int], Store] = {}
