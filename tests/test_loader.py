@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import active_children
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,13 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_co
 from onefold.batch import ShardedBatch
 from onefold.errors import SampleError
 from onefold.loader import Loader
+from onefold.position import LoaderTrack
 from onefold.randomness import order_by_length, sample_order
 from onefold.shard import Plan, cut_bounds
 from tests.small import make_trainer
 
-with_workers = pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.processes)])
+processes = pytest.mark.processes
+with_workers = pytest.mark.parametrize("workers", [0, pytest.param(2, marks=processes)])
 
 
 def make_loader(
@@ -317,11 +320,83 @@ def test_the_callers_generators_are_left_alone(workers: int) -> None:
     assert states() == before
 
 
-def test_batches_keep_the_plan_that_they_were_read_for() -> None:
-    plans = iter([Plan((1, 3)), Plan((2, 2)), Plan((0, 4))])
-    loader = make_loader(range(24), lambda: next(plans), batch_size=8)
-    read = [(batch.plan.counts, set(batch.shards)) for batch in loader]
-    assert read == [((1, 3), {0}), ((2, 2), {0, 1}), ((0, 4), set())]
+def read_with_plans(
+    plans: Sequence[tuple[int, ...]], workers: int, own: Sequence[int] = (0, 1)
+) -> tuple[list[ShardedBatch], LoaderTrack]:
+    """Three passes of 5 batches; before the batch of a number, the plan of that number is set."""
+    now = [Plan(plans[0])]
+    loader = make_loader(Augmented(), lambda: now[0], own, batch_size=4, workers=workers)
+    read: list[ShardedBatch] = []
+    for _ in range(3):
+        for batch in loader:
+            read.append(batch)
+            now[0] = Plan(plans[len(read) % len(plans)])
+    return read, loader.track
+
+
+@pytest.mark.parametrize("workers", [0, *(pytest.param(n, marks=processes) for n in (1, 2))])
+@pytest.mark.parametrize(
+    "plans",
+    [
+        [(1, 3), (2, 2), (0, 4)],
+        [(1, 3), (1, 3), (4, 0)],
+        [*[(2, 2)] * 4, (3, 1)],
+        [*[(2, 2)] * 5, (3, 1)],
+        [(4, 0), (4, 0), (0, 4), (0, 4), (0, 4), (4, 0), (3, 1)],
+    ],
+    ids=["each-batch", "there-and-back", "last-batch", "next-pass", "now-and-then"],
+)
+def test_a_plan_holds_from_the_next_batch_that_is_handed_out(
+    plans: list[tuple[int, ...]], workers: int
+) -> None:
+    read, track = read_with_plans(plans, workers)
+    plain, _ = read_with_plans([(2, 2)], workers=0)
+    assert [b.plan.counts for b in read] == [plans[n % len(plans)] for n in range(15)]
+    assert [dict(b.shards) for b in read] == [dict(b.shards) for b in plain]
+    assert [(b.epoch, b.stop) for b in read] == [(n, 4 * k) for n in range(3) for k in range(1, 6)]
+    assert track.begin().number == 3
+
+
+@pytest.mark.processes
+def test_with_any_workers_a_device_reads_what_the_plan_gives_it() -> None:
+    plans = [(1, 3), (4, 0), (2, 2), (0, 4), (0, 4), (3, 1), (3, 1)]
+    whole, _ = read_with_plans(plans, workers=0)
+    devices = [read_with_plans(plans, workers, [own])[0] for own, workers in enumerate((0, 2))]
+    for number, batch in enumerate(united(devices)):
+        counts = plans[number % len(plans)]
+        assert [len(each[number].shards) for each in devices] == list(counts)
+        assert (batch.plan.counts, batch.shards) == (counts, dict(whole[number].shards))
+
+
+@with_workers
+def test_a_sample_that_another_device_now_reads_is_no_error_here(workers: int) -> None:
+    """Although this one may have tried to read it already."""
+    now = [Plan((1, 0))]
+    loader = make_loader(Broken(), lambda: now[0], shuffle=False, batch_size=5, workers=workers)
+    read = []
+    for batch in loader:
+        read.append(len(batch.shards))
+        now[0] = Plan((1, 0) if len(read) == 3 else (0, 1))
+    assert read == [1, 0, 0, 1]
+
+
+@with_workers
+def test_a_changed_plan_leaves_the_place_in_the_data_as_it_is(workers: int) -> None:
+    now = [Plan((1, 1))]
+    loader = make_loader(range(20), lambda: now[0], [0, 1], batch_size=4, workers=workers)
+    batches = iter(loader)
+    first = [next(batches) for _ in range(2)]
+    now[0] = Plan((2, 0))
+    third = next(batches)
+    assert third.data_pass is not None
+    assert (third.stop, third.data_pass.given, third.data_pass.used) == (12, 12, 0)
+    third.data_pass.used = first[1].stop  # as by a step with each of the first two
+    del batches
+    saved = loader.track.to_json(epoch_done=False)
+    again = make_loader(range(20), Plan((2,)), batch_size=4)
+    again.track.go_to(saved)
+    order = sample_order(20, seed=3, epoch=0).tolist()
+    assert samples_in([*first, *again]) == order
 
 
 def test_a_short_last_batch_may_leave_shards_empty() -> None:
@@ -412,6 +487,23 @@ def test_a_trainers_loader_follows_its_plan() -> None:
     assert counts == [(2, 2), (1, 3), (1, 3)]
 
 
+def test_two_loaders_of_one_data_set_have_two_orders_and_two_augmentations() -> None:
+    """Or a script that mixes the batches of two loaders would mix each sample with itself."""
+    trainer = make_trainer()
+    choices: dict[str, Any] = {"batch_size": 20, "collate": noisy_collate}
+    loaders = [
+        trainer.loader(Augmented(), shuffle=shuffle, **choices) for shuffle in (True, True, False)
+    ]
+    read = [samples_in(list(loader)) for loader in loaders]
+    rows = [[sample for sample in each if isinstance(sample, tuple)] for each in read]
+    orders = [[index for index, _ in each] for each in rows]
+    assert orders[0] != orders[1]
+    assert orders[2] == list(range(20))
+    noises = [noise for each in rows for _, noise in each]
+    noises += [noise for each in read for noise in each if isinstance(noise, float)]  # of collate
+    assert len(set(noises)) == len(noises) == 3 * 20 + 3 * 4 * 3
+
+
 class Deadly(Augmented):
     """One item kills whoever reads it."""
 
@@ -426,3 +518,48 @@ def test_a_worker_that_dies_is_noticed() -> None:
     loader = make_loader(Deadly(), Plan((1,)), shuffle=False, workers=1)
     with pytest.raises(RuntimeError, match=r"worker .*exited unexpectedly"):
         list(loader)
+
+
+class Staged(Augmented):
+    """Its items depend on what the script has set."""
+
+    stage = 0
+
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        return index, self.stage
+
+
+@with_workers
+def test_a_data_set_that_is_changed_between_passes_is_read_as_it_is_then(workers: int) -> None:
+    data = Staged()
+    loader = make_loader(data, Plan((2,)), workers=workers)
+    stages = []
+    for data.stage in range(3):
+        stages.append({stage for _, stage in samples_in(list(loader))})
+    assert stages == [{0}, {1}, {2}]
+
+
+@pytest.mark.processes
+def test_two_passes_may_be_under_way_at_a_time() -> None:
+    loader = make_loader(range(12), Plan((1,)), shuffle=False, workers=1, batch_size=4)
+    pairs = [(one.shards, other.shards) for one, other in zip(loader, loader, strict=True)]
+    assert pairs == [({0: [*range(n, n + 4)]},) * 2 for n in (0, 4, 8)]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("how", ["to its end", "broken off", "failed", "empty"])
+def test_workers_end_with_their_pass(how: str) -> None:
+    data = Broken() if how == "failed" else Augmented()
+    loader = make_loader(data, Plan((1,)), shuffle=False, workers=2)
+    failure = None
+    if how == "empty":
+        loader.track.go_to({"first_pass": 0, "empty_passes": 1, "passes": []})
+    try:
+        for number, _ in enumerate(loader):
+            assert len(active_children()) == 2
+            if how == "broken off" and number == 1:
+                break
+    except SampleError as error:
+        failure = error  # kept, with all that its traceback holds
+    assert (failure is not None) == (how == "failed")
+    assert active_children() == []

@@ -15,6 +15,26 @@ from onefold.randomness import sample_order
 from onefold.shard import Plan
 
 
+def make_loader(samples: int = 10, batch_size: int = 3, **choices: Any) -> Loader:
+    return Loader(
+        [(n,) for n in range(samples)],  # type: ignore[arg-type]
+        **{
+            "batch_size": batch_size,
+            "shuffle": True,
+            "workers": 0,
+            "drop_last": False,
+            "collate": lambda rows: [row[0] for row in rows],
+            "seed": 3,
+            "plan": lambda: Plan((1,)),
+            "own": (0,),
+            "first_epoch": 0,
+            "pin_memory": False,
+            "timeout_s": 60.0,
+            **choices,
+        },
+    )
+
+
 class Script:
     """A trainer without a model: a position, its loaders, and what was used in which step."""
 
@@ -26,23 +46,7 @@ class Script:
         self.used: list[tuple[int, int, tuple[int, ...]]] = []
 
     def loader(self, samples: int = 10, batch_size: int = 3, **choices: Any) -> Loader:
-        loader = Loader(
-            [(n,) for n in range(samples)],  # type: ignore[arg-type]
-            **{
-                "batch_size": batch_size,
-                "shuffle": True,
-                "workers": 0,
-                "drop_last": False,
-                "collate": lambda rows: [row[0] for row in rows],
-                "seed": 3,
-                "plan": lambda: Plan((1,)),
-                "own": (0,),
-                "first_epoch": self.position.epoch,
-                "pin_memory": False,
-                "timeout_s": 60.0,
-                **choices,
-            },
-        )
+        loader = make_loader(samples, batch_size, first_epoch=self.position.epoch, **choices)
         self.position.add(loader.track)
         return loader
 
@@ -212,6 +216,20 @@ def by_length(script: Script) -> Iterator[None]:
         yield
 
 
+def numbered(script: Script) -> Iterator[None]:
+    """Four loaders of one data set, of which every one must find its own order again."""
+    first, second = script.loader(), script.loader()
+    for _ in script.position.epochs(3):
+        third, fourth = script.loader(), script.loader()
+        for batches in zip(first, second, third, fourth, strict=True):
+            assert len({tuple(batch.shards[0]) for batch in batches}) > 1  # type: ignore[arg-type]
+            assert [batch.loader for batch in batches] == [0, 1, 2, 3]
+            for batch in batches:
+                script.step(batch)
+            yield
+        yield
+
+
 SCRIPTS: dict[str, Callable[[Script], Iterator[None]]] = {
     script.__name__: script
     for script in (
@@ -228,6 +246,7 @@ SCRIPTS: dict[str, Callable[[Script], Iterator[None]]] = {
         several_passes_an_epoch,
         looking_first,
         peeking,
+        numbered,
     )
 }
 
@@ -379,6 +398,58 @@ def test_another_batch_size_still_gives_each_sample_once() -> None:
     rest = [sample for batch in train for sample in batch.shards[0]]  # type: ignore[attr-defined]
     used = [sample for _, _, samples in whole.used[:2] for sample in samples]
     assert sorted([*used, *rest]) == list(range(10))
+
+
+def test_loaders_are_numbered_as_they_are_made() -> None:
+    script = Script()
+    outside = [script.loader().track.number for _ in range(2)]
+    inside = []
+    for epoch in script.position.epochs(2):
+        inside.append([script.loader().track.number for _ in range(2)])
+        if epoch:
+            outside.append(script.position.to_json()["position"][-1]["loader"])
+    outside.append(script.loader().track.number)
+    assert inside == [[2, 3], [2, 3]]
+    assert outside == [0, 1, 3, 2]
+
+
+def test_a_loader_that_no_position_follows_is_number_0() -> None:
+    """Such as that of an evaluation."""
+    assert make_loader().track.number == 0
+
+
+def before_numbers(saved: dict[str, Any]) -> dict[str, Any]:
+    """As it was saved before loaders were numbered."""
+    loaders = [{k: v for k, v in each.items() if k != "loader"} for each in saved["position"]]
+    return {**saved, "position": loaders}
+
+
+def test_what_was_saved_before_loaders_had_numbers_loads() -> None:
+    whole, saves = saves_of(simple)
+    for saved in saves:
+        again = Script(before_numbers(saved))
+        for _ in simple(again):
+            pass
+        assert again.used == whole.used[saved["step"] :]
+
+
+def test_a_loader_with_another_number_is_refused_by_name() -> None:
+    """As from a checkpoint of before, in which the second loader had the order of the first."""
+    _, saves = saves_of(two_in_turn)
+    old = before_numbers(saves[1])
+    words = "was saved with the order and random numbers of loader 0, this run has 1: .*changed="
+    script = Script()
+    script.loader()
+    second = script.loader(samples=7, batch_size=2)
+    with pytest.raises(CheckpointError, match=words):
+        script.position.check_fits(old, ())
+    script.position.check_fits(old, ("dataset",))
+    late = Script(old)
+    late.loader()
+    with pytest.raises(CheckpointError, match=words):
+        late.loader(samples=7, batch_size=2)
+    script.position.go_to(old, ("dataset",))
+    assert {batch.loader for batch in second} == {1}
 
 
 def interrupted(script: Script, at: int) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from numpy.random import mtrand
 from onefold.randomness import (
     derive_seed,
     kept_generators,
+    loader_seed,
     order_by_length,
     sample_order,
     seed_generators,
@@ -37,6 +38,8 @@ def test_seeds_stay_what_they_are() -> None:
     assert sample_order(8, seed=0, epoch=1).tolist() == [6, 7, 5, 1, 2, 0, 4, 3]
     order = order_by_length(torch.tensor([3, 1, 2, 1, 3, 2, 1, 9]), batch_size=3, seed=0, epoch=1)
     assert order.tolist() == [2, 0, 7, 6, 1, 5, 3, 4]
+    assert loader_seed("sample", 0, 7, 3, loader=0) == derive_seed("sample", 0, 7, 3)
+    assert loader_seed("sample", 0, 7, 3, loader=2) == derive_seed("sample", 0, 7, 3, 2)
 
 
 @given(one=WORDS, other=WORDS)
@@ -124,6 +127,28 @@ def test_an_order_depends_on_seed_and_epoch_alone() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert not torch.equal(sample_order(50, seed=1, epoch=3), first)
     assert not torch.equal(sample_order(50, seed=2, epoch=2), first)
+
+
+def test_every_loader_has_an_order_of_its_own() -> None:
+    lengths = torch.arange(50) % 7
+    orders = [sample_order(50, seed=1, epoch=2, loader=loader) for loader in range(4)]
+    orders += [
+        order_by_length(lengths, batch_size=8, seed=1, epoch=2, loader=loader)
+        for loader in range(4)
+    ]
+    assert len({tuple(order.tolist()) for order in orders}) == 8
+    assert torch.equal(orders[0], sample_order(50, seed=1, epoch=2))
+    assert torch.equal(orders[4], order_by_length(lengths, batch_size=8, seed=1, epoch=2))
+
+
+def test_only_the_shuffling_of_batches_may_be_what_differs() -> None:
+    """With lengths all alike and batches of one sample, the number must still tell orders apart."""
+    lengths = torch.ones(50, dtype=torch.int64)
+    orders = [
+        order_by_length(lengths, batch_size=1, seed=1, epoch=2, loader=loader).tolist()
+        for loader in range(2)
+    ]
+    assert orders[0] != orders[1]
 
 
 def lengths_of(*, most: int = 20) -> st.SearchStrategy[torch.Tensor]:

@@ -53,6 +53,13 @@ class ShardedBatch:
     """The loader's pass that it belongs to, if a loader made it."""
     stop: int = 0
     """How many samples of that pass are used once this batch is."""
+    loader: int = -1
+    """Number of the loader that made it; -1 if a script cut it itself."""
+
+    @property
+    def pass_number(self) -> int:
+        """Number of the loader's pass that it belongs to; -1 if no loader made it."""
+        return -1 if self.data_pass is None else self.data_pass.number
 
     @property
     def sizes(self) -> list[int]:

@@ -15,18 +15,17 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
-    Sampler,
     TensorDataset,
     default_collate,
 )
 
-from onefold.batch import ShardedBatch
+from onefold.batch import DataPass, ShardedBatch
 from onefold.errors import SampleError
 from onefold.position import LoaderSize, LoaderTrack
 from onefold.process import die_with_parent
 from onefold.randomness import (
-    derive_seed,
     kept_generators,
+    loader_seed,
     order_by_length,
     sample_order,
     seed_generators,
@@ -52,11 +51,14 @@ class SizedDataset(Protocol):
 class _Request:
     """One batch to read: which samples go into which of this process's shards."""
 
+    loader: int
     epoch: int
     samples: int
     stop: int
     """Samples of the pass up to the end of this batch."""
     plan: Plan
+    turn: int
+    """How often the plan had changed in the pass when this was asked for."""
     shards: dict[int, list[int]]
 
 
@@ -71,12 +73,17 @@ class _BadSample:
     traceback: str
 
 
+_Answer = tuple[_Request, dict[int, Any] | _BadSample]
+"""What was asked for, and each shard's payload."""
+
+
 class Loader:
     """Yields the batches of one pass over a data set, this process's shards of them.
 
     Made by ``Trainer.loader``. Every ``iter()`` is a new pass, in a new order if ``shuffle``; the
-    order depends on the seed and the number of the pass alone. Each sample is read under
-    generators seeded by (seed, pass, sample), so that augmentation does not depend on who reads.
+    order depends on the seed and the numbers of the pass and the loader alone. Each sample is read
+    under generators seeded by these and its index, so that augmentation does not depend on who
+    reads. Worker processes are begun for each pass, with the data set as it is then.
 
     Args:
         dataset: has a length and an item for each index.
@@ -87,7 +94,7 @@ class Loader:
         drop_last: leave out a last batch that is short.
         collate: makes a shard's payload from a list of samples; PyTorch's default if None.
         seed: of the run.
-        plan: the plan now, asked for each batch.
+        plan: the plan now; asked when a batch is handed out, whenever it was read.
         own: numbers of this process's devices.
         first_epoch: number of the first pass.
         pin_memory: read into memory that a GPU can fetch from by itself.
@@ -127,25 +134,19 @@ class Loader:
         )
         self.track = LoaderTrack(size, first_epoch)
         """Which passes were gone through."""
-        self._requests = _Requests(size, by_length, seed=seed, plan=plan, own=own)
-        self._workers: DataLoader[Any] | None = None
-        if workers:
-            self._workers = DataLoader(
-                self._reader,
-                batch_size=None,
-                sampler=self._requests,
-                num_workers=workers,
-                collate_fn=_as_it_is,
-                worker_init_fn=_Tied(os.getpid()),
-                persistent_workers=True,
-                pin_memory=pin_memory,
-                timeout=timeout_s,
-                generator=torch.Generator().manual_seed(0),  # or it would draw from the caller's
-            )
+        self._by_length = by_length
+        self._seed = seed
+        self._plan = plan
+        self._own = tuple(own)
+        self._workers = workers
+        self._pin_memory = pin_memory
+        self._timeout_s = timeout_s
 
     def __len__(self) -> int:
         """Batches of a pass."""
-        return len(self._requests)
+        size = self.track.size
+        whole, rest = divmod(size.samples, size.batch_size)
+        return whole + (1 if rest and not size.drop_last else 0)
 
     def __iter__(self) -> Iterator[ShardedBatch]:
         """Begin a pass.
@@ -154,11 +155,24 @@ class Loader:
             SampleError: a sample could not be read.
         """
         this = self.track.begin()
-        self._requests.position = this.number, this.used, this.end
-        answers = self._read() if self._workers is None else iter(self._workers)
-        start = host_now_s()
         try:
-            for request, payloads in answers:
+            if this.given < this.end:
+                yield from self._batches(this)
+        except GeneratorExit:
+            self.track.end(this, broken_off=True)
+            raise
+        self.track.end(this, broken_off=False)
+
+    def _batches(self, this: DataPass) -> Iterator[ShardedBatch]:
+        start = host_now_s()
+        requests = self._requests(this)
+        answers = self._answers(requests)
+        try:
+            while this.given < this.end:
+                requests.follow(self._plan(), this.given)
+                request, payloads = next(answers)
+                while request.turn != requests.turn:  # read ahead for a plan of before
+                    request, payloads = next(answers)
                 this.given = request.stop
                 yield ShardedBatch(
                     request.samples,
@@ -168,22 +182,68 @@ class Loader:
                     (start, host_now_s()),
                     this,
                     request.stop,
+                    request.loader,
                 )
                 start = host_now_s()
-        except GeneratorExit:
-            self.track.end(this, broken_off=True)
-            raise
-        self.track.end(this, broken_off=False)
+        finally:
+            # An exception keeps this frame, and would keep the worker processes with it.
+            del answers
 
-    def _read(self) -> Iterator[tuple[_Request, dict[int, Any] | _BadSample]]:
-        for request in self._requests:
+    def _requests(self, this: DataPass) -> _Requests:
+        return _Requests(
+            this,
+            self._order(this.number),
+            batch_size=self.track.size.batch_size,
+            loader=self.track.number,
+            plan=self._plan(),
+            own=self._own,
+        )
+
+    def _order(self, epoch: int) -> torch.Tensor:  # (samples,) int64
+        size, seed, loader = self.track.size, self._seed, self.track.number
+        if not size.shuffle:
+            return torch.arange(size.samples)
+        if self._by_length is None:
+            return sample_order(size.samples, seed=seed, epoch=epoch, loader=loader)
+        return order_by_length(
+            self._by_length, batch_size=size.batch_size, seed=seed, epoch=epoch, loader=loader
+        )
+
+    def _answers(self, requests: _Requests) -> Iterator[_Answer]:
+        if not self._workers:
+            return self._read(requests)
+        return iter(
+            DataLoader(
+                self._reader,
+                batch_size=None,
+                sampler=requests,
+                num_workers=self._workers,
+                collate_fn=_as_it_is,
+                worker_init_fn=_Tied(os.getpid()),
+                persistent_workers=False,  # or they would never see what the data set becomes
+                pin_memory=self._pin_memory,
+                timeout=self._timeout_s,
+                generator=torch.Generator().manual_seed(0),  # or it would draw from the caller's
+            )
+        )
+
+    def _read(self, requests: _Requests) -> Iterator[_Answer]:
+        for request in requests:
             with kept_generators():
                 answer = self._reader[request]
             yield answer
 
 
-class _Requests(Sampler[_Request]):
-    """What is to be read in a pass; ``position`` says which, and from where on.
+class _Requests:
+    """What is to be read in a pass, batch by batch; goes back where the plan has changed.
+
+    Note: a plan that changes while workers read ahead
+    --------------------------------------------------
+    A batch has the plan of the moment in which it is handed out, so that devices agree however far
+    ahead each of them reads. Where the plan has changed, the requests go back to the first batch
+    that was not handed out, and the loader drops the answers to those of the turn before. With each
+    answer that DataLoader takes in it draws another request, also when there was none before: so
+    ``__next__`` may go on after it has raised StopIteration.
 
     It knows nothing of the loader: in a cycle of references the worker processes would be told of
     their end too late.
@@ -191,42 +251,40 @@ class _Requests(Sampler[_Request]):
 
     def __init__(
         self,
-        size: LoaderSize,
-        lengths: torch.Tensor | None,
+        this: DataPass,
+        order: torch.Tensor,  # (samples,) int64
         *,
-        seed: int,
-        plan: Callable[[], Plan],
+        batch_size: int,
+        loader: int,
+        plan: Plan,
         own: Sequence[int],
     ) -> None:
-        self._size = size
-        self._lengths = lengths
-        self._seed = seed
+        self.turn = 0
+        """How often the plan has changed in this pass."""
+        self._epoch, self._next, self._end = this.number, this.given, this.end
+        self._order = order
+        self._batch_size = batch_size
+        self._loader = loader
         self._plan = plan
         self._own = own
-        self.position = 0, 0, 0
-        """Number of the next pass, and between which of its samples."""
 
-    def __len__(self) -> int:
-        whole, rest = divmod(self._size.samples, self._size.batch_size)
-        return whole + (1 if rest and not self._size.drop_last else 0)
+    def __iter__(self) -> _Requests:
+        return self
 
-    def __iter__(self) -> Iterator[_Request]:
-        (number, first, last), size = self.position, self._size
-        order = self._order(number)
-        for start in range(first, last, size.batch_size):
-            stop = min(start + size.batch_size, last)
-            yield self._request(number, order[start:stop], stop)
+    def __next__(self) -> _Request:
+        if self._next >= self._end:
+            raise StopIteration
+        start, self._next = self._next, min(self._next + self._batch_size, self._end)
+        return self._request(self._order[start : self._next])
 
-    def _order(self, epoch: int) -> torch.Tensor:  # (samples,) int64
-        size, seed = self._size, self._seed
-        if not size.shuffle:
-            return torch.arange(size.samples)
-        if self._lengths is None:
-            return sample_order(size.samples, seed=seed, epoch=epoch)
-        return order_by_length(self._lengths, batch_size=size.batch_size, seed=seed, epoch=epoch)
+    def follow(self, plan: Plan, start: int) -> None:
+        """Go back to the sample ``start`` of the pass if the plan is another one than before."""
+        if plan is not self._plan and plan != self._plan:
+            self.turn += 1
+            self._plan, self._next = plan, start
 
-    def _request(self, epoch: int, batch: torch.Tensor, stop: int) -> _Request:
-        plan = self._plan()
+    def _request(self, batch: torch.Tensor) -> _Request:
+        plan = self._plan
         bounds = cut_bounds(len(batch), plan.shards)
         shards = {
             shard: batch[bounds[shard][0] : bounds[shard][1]].tolist()
@@ -234,7 +292,7 @@ class _Requests(Sampler[_Request]):
             for shard in plan.shards_of(device)
             if bounds[shard][0] < bounds[shard][1]
         }
-        return _Request(epoch, len(batch), stop, plan, shards)
+        return _Request(self._loader, self._epoch, len(batch), self._next, plan, self.turn, shards)
 
 
 class _Reader(Dataset[Any]):
@@ -245,27 +303,27 @@ class _Reader(Dataset[Any]):
         self._collate = collate
         self._seed = seed
 
-    def __getitem__(self, request: _Request) -> tuple[_Request, dict[int, Any] | _BadSample]:
+    def __getitem__(self, request: _Request) -> _Answer:
         payloads = {}
         for shard, indices in request.shards.items():
-            payload = self._read_shard(request.epoch, indices)
+            payload = self._read_shard(request, indices)
             if isinstance(payload, _BadSample):
                 return request, payload
             payloads[shard] = payload
         return request, payloads
 
-    def _read_shard(self, epoch: int, indices: list[int]) -> Any:
+    def _read_shard(self, request: _Request, indices: list[int]) -> Any:
         if type(self._dataset) is TensorDataset and self._collate is None:
             # Nothing random and nothing that can fail: the rows at once, as default_collate's list.
             return [tensor[indices] for tensor in self._dataset.tensors]
-        samples = []
+        samples, seed, epoch, loader = [], self._seed, request.epoch, request.loader
         for index in indices:
-            seed_generators(derive_seed("sample", self._seed, epoch, index))
+            seed_generators(loader_seed("sample", seed, epoch, index, loader=loader))
             try:
                 samples.append(self._dataset[index])
             except Exception as error:
                 return _bad(index, epoch, error)
-        seed_generators(derive_seed("collate", self._seed, epoch, indices[0]))
+        seed_generators(loader_seed("collate", seed, epoch, indices[0], loader=loader))
         return (self._collate or default_collate)(samples)
 
 

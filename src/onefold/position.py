@@ -104,6 +104,8 @@ class LoaderTrack:
 
     def __init__(self, size: LoaderSize, first_pass: int) -> None:
         self.size = size
+        self.number = 0
+        """Tells the loaders of a run apart; see the note on it."""
         self._next = first_pass
         self._empty = 0
         """So many passes come empty, before ``_coming``."""
@@ -267,9 +269,10 @@ class Position:
         """
         where = self.here
         place = where, self._made.get(where, 0)
+        track.number = place[1] if where is None else self._made[None] + place[1]
         if place in self._waiting:
             saved = self._waiting[place]
-            _size_of(saved).check_same(track.size, self._changed)
+            _check_loader(saved, track, self._changed)
             track.go_to(saved)
             del self._waiting[place]
         self._made[where] = place[1] + 1
@@ -332,7 +335,8 @@ class Position:
         told = list(self._waiting.values())
         for (where, number), track in self._tracks.items():
             passes = track.to_json(epoch_done=done)
-            told.append({"made_in_epoch": where, "number": number, **asdict(track.size), **passes})
+            place = {"made_in_epoch": where, "number": number, "loader": track.number}
+            told.append({**place, **asdict(track.size), **passes})
         return {"step": self.step, "epoch": self.epoch + done, "position": told}
 
     def check_fits(self, saved: Mapping[str, Any], changed: Collection[str]) -> None:
@@ -343,7 +347,7 @@ class Position:
         """
         for place, loader in _by_place(saved).items():
             if place in self._tracks:
-                _size_of(loader).check_same(self._tracks[place].size, changed)
+                _check_loader(loader, self._tracks[place], changed)
 
     def go_to(self, saved: Mapping[str, Any], changed: Collection[str]) -> None:
         """Go to where `to_json` was called; loaders that are made later will follow.
@@ -366,6 +370,13 @@ class Position:
                 track.go_to(self._waiting.pop(place))
             else:
                 track.restart(self.epoch)
+
+
+def _check_loader(saved: Mapping[str, Any], track: LoaderTrack, changed: Collection[str]) -> None:
+    _size_of(saved).check_same(track.size, changed)
+    # Before loaders were numbered, all had the order and the random numbers of the first.
+    name = "the order and random numbers of loader"
+    check_same("dataset", saved.get("loader", 0), track.number, changed, name)
 
 
 def _size_of(saved: Mapping[str, Any]) -> LoaderSize:

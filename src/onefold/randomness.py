@@ -15,6 +15,7 @@ from numpy.random import mtrand
 __all__ = [
     "derive_seed",
     "kept_generators",
+    "loader_seed",
     "order_by_length",
     "sample_order",
     "seed_generators",
@@ -35,6 +36,17 @@ def derive_seed(purpose: str, *numbers: int) -> int:
     """
     text = purpose.encode() + struct.pack(f"<{len(numbers)}q", *numbers)
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+def loader_seed(purpose: str, *numbers: int, loader: int) -> int:
+    """A seed like `derive_seed`'s that differs between the loaders of a run.
+
+    Loader 0 keeps the seeds that loaders had before they were numbered.
+
+    >>> loader_seed("order", 0, 7, loader=0) == derive_seed("order", 0, 7)
+    True
+    """
+    return derive_seed(purpose, *numbers, loader) if loader else derive_seed(purpose, *numbers)
 
 
 def seed_generators(seed: int, device: torch.device | None = None) -> None:
@@ -80,14 +92,23 @@ def _kept_numpy() -> Iterator[None]:
             np.random.set_state(state)  # a second normal number that was still to come
 
 
-def sample_order(samples: int, *, seed: int, epoch: int) -> torch.Tensor:  # (samples,) int64
-    """The order in which the samples of one epoch are visited."""
-    generator = torch.Generator().manual_seed(derive_seed("order", seed, epoch))
+def sample_order(
+    samples: int, *, seed: int, epoch: int, loader: int = 0
+) -> torch.Tensor:  # (samples,) int64
+    """The order in which one loader visits the samples in one epoch.
+
+    Args:
+        samples: of the data set.
+        seed: of the run.
+        epoch: number of the pass.
+        loader: number of the loader, so that two loaders of one data set have two orders.
+    """
+    generator = torch.Generator().manual_seed(loader_seed("order", seed, epoch, loader=loader))
     return torch.randperm(samples, generator=generator)
 
 
 def order_by_length(
-    lengths: torch.Tensor, *, batch_size: int, seed: int, epoch: int
+    lengths: torch.Tensor, *, batch_size: int, seed: int, epoch: int, loader: int = 0
 ) -> torch.Tensor:  # (samples,) int64
     """An order like `sample_order`, in whose batches samples of near length come together.
 
@@ -100,13 +121,14 @@ def order_by_length(
         batch_size: samples of a batch.
         seed: of the run.
         epoch: number of the pass.
+        loader: number of the loader.
     """
-    order = sample_order(len(lengths), seed=seed, epoch=epoch)
+    order = sample_order(len(lengths), seed=seed, epoch=epoch, loader=loader)
     whole = len(order) // batch_size
     pools = torch.split(order[: whole * batch_size], _POOL_BATCHES * batch_size)
     sorted_pools = [pool[lengths[pool].argsort(stable=True)] for pool in pools]
     batches = torch.cat([*sorted_pools, order[:0]]).view(whole, batch_size)
-    generator = torch.Generator().manual_seed(derive_seed("batches", seed, epoch))
+    generator = torch.Generator().manual_seed(loader_seed("batches", seed, epoch, loader=loader))
     rest = order[whole * batch_size :]
     rest = rest[lengths[rest].argsort(stable=True)]
     return torch.cat([batches[torch.randperm(whole, generator=generator)].flatten(), rest])

@@ -175,8 +175,8 @@ class Trainer:
     def plan(self) -> tuple[int, ...]:
         """How many shards each device runs.
 
-        May be set between steps, alike on all devices; batches that a loader has already begun to
-        read keep the plan that they were read for. The result does not depend on it.
+        May be set between steps, alike on all devices; it holds from the next batch that a loader
+        hands out, however many were read ahead. The result does not depend on it.
         """
         return self._plan.counts
 
@@ -197,6 +197,10 @@ class Trainer:
     ) -> Loader:
         """Batches of a data set, for `step`; each device reads its own shards alone.
 
+        Make loaders in the same order on all devices and in every run: their order and random
+        numbers depend on how many were made before. What is changed in the data set between passes
+        is seen by the next pass, with any number of workers.
+
         In a run that goes on from a checkpoint, the first pass begins with the first sample that no
         step has used.
 
@@ -214,7 +218,7 @@ class Trainer:
             TypeError: the data set has no length or no items.
             ValueError: it is empty, or a number is out of range.
             CheckpointError: the run goes on from a checkpoint, and the loader that was made in this
-                place had another batch size or another length of data.
+                place had another batch size, another length of data or another number.
         """
         made = self._loader(
             dataset,
