@@ -14,18 +14,30 @@ from onefold import errors
 from onefold.launch import launch
 
 if TYPE_CHECKING:
-    from onefold.mean import Mean
+    from onefold.mean import Mean, Means, Sum
     from onefold.step import Step
     from onefold.trainer import Trainer
     from onefold.weights.load import load_weights
 
-__all__ = ["Mean", "Step", "Trainer", "__version__", "errors", "launch", "load_weights"]
+__all__ = [
+    "Mean",
+    "Means",
+    "Step",
+    "Sum",
+    "Trainer",
+    "__version__",
+    "errors",
+    "launch",
+    "load_weights",
+]
 
 __version__ = version("onefold")
 
 _HOMES = {
     "Mean": "onefold.mean",
+    "Means": "onefold.mean",
     "Step": "onefold.step",
+    "Sum": "onefold.mean",
     "Trainer": "onefold.trainer",
     "load_weights": "onefold.weights.load",
 }
