@@ -20,7 +20,9 @@ MODULES = sorted(
 
 def test_the_public_names_are_these() -> None:
     values = ["Mean", "Means", "Step", "Sum", "Trainer"]
-    assert onefold.__all__ == [*values, "__version__", "errors", "launch", "load_weights"]
+    names = ["__version__", "errors", "launch", "load_weights", "losses"]
+    assert onefold.__all__ == [*values, *names]
+    assert len(onefold.__all__) <= 20
     assert set(onefold.__all__) == set(dir(onefold))
 
 
