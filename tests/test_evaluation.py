@@ -209,7 +209,7 @@ def test_names_that_differ_between_shards_are_refused(devices: int) -> None:
         ([("loss", torch.ones(2))], "got list"),
         ({}, "expected the function to return a dict of values by name"),
         ({"accuracy": 0.5}, "^the value 'accuracy' of batch 0 .*, shard 0: .* got float"),
-        ({"accuracy": torch.ones(2, 1)}, r"^the value 'accuracy' of .* got shape \(2, 1\)"),
+        ({"accuracy": torch.ones(2, 3)}, r"^the value 'accuracy' of .* got shape \(2, 3\)"),
     ],
     ids=["tensor", "none", "list", "empty", "number", "shape"],
 )

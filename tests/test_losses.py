@@ -1,0 +1,380 @@
+"""Every loss against the function of PyTorch that it is named after, on a batch that is cut up."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import onefold
+from onefold import losses
+from onefold.mean import weigh
+
+SAMPLES = 11
+CUTS = {
+    "one part": (11,),
+    "two parts": (3, 8),
+    "unequal parts": (5, 1, 2, 3),
+    "samples": (1,) * 11,
+}
+
+
+@dataclass
+class Case:
+    """A call of a loss; its tensors are those of a whole batch."""
+
+    name: str
+    cut: dict[str, torch.Tensor]
+    """Arguments with one row a sample."""
+    fixed: dict[str, Any] = field(default_factory=dict)
+    """All others, the same for every shard."""
+    rows: dict[str, int] = field(default_factory=dict)
+    """The dimension of the samples, where it is not the first."""
+
+    def theirs(self, reduction: str, **tensors: torch.Tensor) -> torch.Tensor:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "reduction: 'mean' divides the total loss")
+            function = getattr(F, self.name)
+            return function(**{**self.cut, **tensors}, **self.fixed, reduction=reduction)
+
+    def ours(self, reduction: str, **tensors: torch.Tensor) -> Any:
+        arguments = {**self.cut, **tensors, "reduction": reduction, **self.fixed}
+        return getattr(losses, self.name)(**arguments)
+
+    def leaves(self) -> dict[str, torch.Tensor]:
+        """Copies of what a model might have computed."""
+        return {
+            name: tensor.clone().requires_grad_()
+            for name, tensor in self.cut.items()
+            if name.startswith(("input", "anchor", "positive", "negative", "log_probs", "var"))
+            and tensor.is_floating_point()
+        }
+
+    def shards(
+        self, sizes: tuple[int, ...], leaves: dict[str, torch.Tensor]
+    ) -> Iterator[dict[str, torch.Tensor]]:
+        pieces = {
+            name: tensor.split(list(sizes), dim=self.rows.get(name, 0))
+            for name, tensor in {**self.cut, **leaves}.items()
+        }
+        for number in range(len(sizes)):
+            yield {name: piece[number] for name, piece in pieces.items()}
+
+
+def make_cases() -> dict[str, Case]:
+    generator = torch.Generator().manual_seed(3)
+
+    def real(*shape: int) -> torch.Tensor:
+        return torch.randn(SAMPLES, *shape, generator=generator, dtype=torch.float64)
+
+    def unit(*shape: int) -> torch.Tensor:
+        return torch.rand(SAMPLES, *shape, generator=generator, dtype=torch.float64) * 0.98 + 0.01
+
+    def whole(limit: int, *shape: int) -> torch.Tensor:
+        return torch.randint(0, limit, (SAMPLES, *shape), generator=generator)
+
+    def signs(*shape: int) -> torch.Tensor:
+        return whole(2, *shape) * 2 - 1
+
+    weights = torch.tensor([0.5, 3.0, 0.0, 1.25, 0.1], dtype=torch.float64)
+    cases: dict[str, Case] = {}
+    for (shape, weight, index, smoothing), kind in itertools.product(
+        itertools.product([(), (4,), (2, 3)], [None, weights], [-100, 1], [0.0, 0.2]),
+        ["classes", "probabilities"],
+    ):
+        fixed = {"weight": weight, "ignore_index": index, "label_smoothing": smoothing}
+        about = (
+            f"{kind} {(5, *shape)} {'weights' if weight is not None else ''} {index} {smoothing}"
+        )
+        if kind == "classes":
+            target = whole(5, *shape)
+            if index < 0:
+                target[whole(3, *shape) == 0] = index
+        elif index >= 0:
+            continue  # PyTorch refuses to ignore a probability
+        else:
+            target = real(5, *shape).softmax(1)
+        cut = {"input": real(5, *shape), "target": target}
+        cases[f"cross_entropy {about}"] = Case("cross_entropy", cut, fixed)
+        if kind == "classes" and not smoothing:
+            cut = {"input": real(5, *shape).log_softmax(1), "target": target}
+            fixed = {"weight": weight, "ignore_index": index}
+            cases[f"nll_loss {about}"] = Case("nll_loss", cut, fixed)
+
+    def add(name: str, about: str, cut: dict[str, torch.Tensor], **fixed: Any) -> None:
+        rows = {"log_probs": 1} if name == "ctc_loss" else {}
+        cases[f"{name} {about}"] = Case(name, cut, fixed, rows)
+
+    for shape in ((), (3,), (3, 2)):
+        pair = {"input": real(*shape), "target": real(*shape)}
+        likely = {"input": unit(*shape), "target": whole(2, *shape).double()}
+        each = {"weight": unit(*shape) * 3}
+        add("binary_cross_entropy", f"{shape}", likely)
+        add("binary_cross_entropy", f"{shape} weights", likely | each)
+        logits = likely | {"input": real(*shape)}
+        add("binary_cross_entropy_with_logits", f"{shape}", logits)
+        add("binary_cross_entropy_with_logits", f"{shape} weights", logits | each)
+        more = torch.full(shape[-1:], 2.5, dtype=torch.float64)
+        add("binary_cross_entropy_with_logits", f"{shape} positive", logits, pos_weight=more)
+        add("binary_cross_entropy_with_logits", f"{shape} both", logits | each, pos_weight=more)
+        for name in ("mse_loss", "l1_loss", "huber_loss"):
+            add(name, f"{shape}", pair)
+            add(name, f"{shape} weights", pair | each)
+        add("huber_loss", f"{shape} delta", pair, delta=0.3)
+        add("huber_loss", f"{shape} delta weights", pair | each, delta=0.3)
+        for beta in (0.0, 0.3, 1.0):
+            add("smooth_l1_loss", f"{shape} {beta}", pair, beta=beta)
+        for full, log_input in itertools.product((False, True), repeat=2):
+            counts = {"input": unit(*shape), "target": whole(6, *shape).double()}
+            options = {"full": full, "log_input": log_input, "eps": 1e-4}
+            add("poisson_nll_loss", f"{shape} {full} {log_input}", counts, **options)
+        add("soft_margin_loss", f"{shape}", {"input": real(*shape), "target": signs(*shape)})
+        two = {"input1": real(*shape), "input2": real(*shape), "target": signs(*shape)}
+        add("margin_ranking_loss", f"{shape}", two, margin=0.2)
+        likes = {"input": unit(*shape), "target": signs(*shape)}
+        add("hinge_embedding_loss", f"{shape}", likes, margin=0.7)
+    for shape, spread in (((3,), (3,)), ((3,), (1,)), ((3, 2), (3,))):
+        likely = {"input": real(*shape), "target": real(*shape), "var": unit(*spread)}
+        add("gaussian_nll_loss", f"{shape} {spread}", likely)
+        add("gaussian_nll_loss", f"{shape} {spread} full", likely, full=True, eps=0.3)
+    likely = {"input": real(3), "target": real(3)}
+    add("gaussian_nll_loss", "one variance", likely, var=0.5)
+    for shape in ((5,), (3, 5)):
+        rates = {"input": real(*shape).log_softmax(-1), "target": real(*shape).softmax(-1)}
+        add("kl_div", f"{shape}", rates)
+        logs = rates | {"target": rates["target"].log()}
+        add("kl_div", f"{shape} log", logs, log_target=True)
+        several = {"input": real(*shape), "target": whole(2, *shape).double()}
+        add("multilabel_soft_margin_loss", f"{shape}", several)
+        add("multilabel_soft_margin_loss", f"{shape} weights", several, weight=weights)
+    for p, weight in itertools.product((1, 2), (None, weights)):
+        classes = {"input": real(5), "target": whole(5)}
+        about = f"{p} {'weights' if weight is not None else ''}"
+        add("multi_margin_loss", about, classes, p=p, margin=0.8, weight=weight)
+    lists = torch.tensor([[0, 3, -1, 1, 2], [4, -1, 0, 0, 0], [1, 2, 3, 4, 0]])[whole(3)]
+    add("multilabel_margin_loss", "", {"input": real(5), "target": lists})
+    two = {"input1": real(5), "input2": real(5), "target": signs()}
+    add("cosine_embedding_loss", "", two, margin=0.1)
+    for shape, swap in (((5,), False), ((5,), True), ((3, 5), True)):
+        three = {name: real(*shape) for name in ("anchor", "positive", "negative")}
+        add("triplet_margin_loss", f"{shape} {swap}", three, margin=2.0, p=3, swap=swap)
+    sequences = {
+        "log_probs": real(9, 6).log_softmax(2).transpose(0, 1),
+        "targets": whole(4, 3) + 1,
+        "input_lengths": whole(3) + 7,
+        "target_lengths": whole(4),  # empty ones as well
+    }
+    add("ctc_loss", "", sequences)
+    add("ctc_loss", "blank", sequences | {"targets": sequences["targets"] - 1}, blank=5)
+    return cases
+
+
+CASES = make_cases()
+
+
+@pytest.mark.parametrize("sizes", CUTS.values(), ids=CUTS.keys())
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_totals_over_weights_are_pytorchs_loss_of_the_whole_batch(
+    case: Case, sizes: tuple[int, ...]
+) -> None:
+    assert_same(case, "mean", sizes)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_sums_are_those_of_pytorch(case: Case) -> None:
+    assert_same(case, "sum", CUTS["unequal parts"])
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_without_a_reduction_it_is_pytorchs_own_tensor(case: Case) -> None:
+    assert torch.equal(case.ours("none"), case.theirs("none"))
+
+
+@pytest.mark.parametrize("case", [c for n, c in CASES.items() if n.startswith("kl_div")])
+def test_a_mean_over_the_first_dimension(case: Case) -> None:
+    assert_same(case, "batchmean", CUTS["unequal parts"])
+
+
+def assert_same(case: Case, reduction: str, sizes: tuple[int, ...]) -> None:
+    ours, theirs = case.leaves(), case.leaves()
+    assert ours
+    expected = case.theirs(reduction, **theirs)
+    assert expected.isfinite()
+    expected.backward()
+    parts = [case.ours(reduction, **shard) for shard in case.shards(sizes, ours)]
+    kinds = {weigh(part, 1, "the loss").kind for part in parts}
+    assert kinds == {"sum" if reduction == "sum" else "mean"}
+    weight = 1 if reduction == "sum" else sum(part.weight for part in parts)
+    value = sum(part.total for part in parts) / weight
+    value.backward()
+    torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-14)
+    for name, leaf in ours.items():
+        torch.testing.assert_close(leaf.grad, theirs[name].grad, rtol=1e-12, atol=1e-14)
+
+
+def test_every_loss_is_compared_and_every_reduction_too() -> None:
+    assert {case.name for case in CASES.values()} == set(losses.__all__)
+
+
+@pytest.mark.parametrize("name", losses.__all__)
+def test_arguments_have_pytorchs_names_order_and_defaults(name: str) -> None:
+    left_out = {"size_average", "reduce"}
+    theirs = inspect.signature(getattr(F, name)).parameters
+    ours = inspect.signature(getattr(losses, name)).parameters
+    expected = {n: p.default for n, p in theirs.items() if n not in left_out}
+    assert list(expected) == list(ours)
+    assert expected == {n: p.default for n, p in ours.items()}
+
+
+@pytest.mark.parametrize("name", losses.__all__)
+def test_an_unknown_reduction_is_refused(name: str) -> None:
+    case = next(case for case in CASES.values() if case.name == name)
+    with pytest.raises(ValueError, match=r"expected reduction to be 'mean', .* got 'average'"):
+        case.ours("average")
+
+
+@pytest.mark.parametrize("name", losses.__all__)
+def test_one_part_in_float32_is_pytorchs_value_to_a_rounding(name: str) -> None:
+    for case in (case for case in CASES.values() if case.name == name):
+        narrow = {
+            name: value.float() if value.dtype == torch.float64 else value
+            for name, value in case.cut.items()
+        }
+        fixed = {
+            name: v.float() if isinstance(v, torch.Tensor) else v for name, v in case.fixed.items()
+        }
+        shrunk = Case(case.name, narrow, fixed)
+        mean = shrunk.ours("mean")
+        torch.testing.assert_close(
+            mean.total / mean.weight, shrunk.theirs("mean"), rtol=2e-6, atol=1e-7
+        )
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    data=st.data(),
+    weights=st.none() | st.lists(st.floats(0, 10), min_size=4, max_size=4),
+    smoothing=st.sampled_from([0.0, 0.1, 1.0]),
+    index=st.sampled_from([-100, -1, 0, 3]),
+)
+def test_any_targets_cut_anywhere(
+    data: st.DataObject, weights: list[float] | None, smoothing: float, index: int
+) -> None:
+    """Shards of ignored targets only among them."""
+    classes = st.sampled_from([index, 0, 1, 2, 3])
+    targets = torch.tensor(data.draw(st.lists(classes, min_size=1, max_size=12)))
+    count = len(targets)
+    cuts = sorted(data.draw(st.sets(st.integers(1, count - 1)))) if count > 1 else []
+    sizes = tuple(b - a for a, b in itertools.pairwise([0, *cuts, count]))
+    weight = None if weights is None else torch.tensor(weights, dtype=torch.float64)
+    fixed = {"weight": weight, "ignore_index": index, "label_smoothing": smoothing}
+    logits = torch.linspace(-3, 3, count * 4, dtype=torch.float64).view(4, count).t()
+    case = Case("cross_entropy", {"input": logits, "target": targets}, fixed)
+    if case.theirs("mean").isfinite():
+        assert_same(case, "mean", sizes)
+    else:
+        assert sum(p.weight for p in map_shards(case, sizes)) == 0
+        assert sum(p.total for p in map_shards(case, sizes)) == 0
+
+
+def map_shards(case: Case, sizes: tuple[int, ...]) -> list[onefold.Mean]:
+    return [case.ours("mean", **shard) for shard in case.shards(sizes, {})]
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("weight", [None, torch.ones(3)], ids=["", "weights"])
+@pytest.mark.parametrize("shape", [(), (4,)])
+def test_ignored_targets_only_are_a_zero_that_backward_can_begin_at(
+    shape: tuple[int, ...], weight: torch.Tensor | None, smoothing: float
+) -> None:
+    logits = torch.randn(5, 3, *shape, requires_grad=True)
+    targets = torch.full((5, *shape), -100)
+    mean = losses.cross_entropy(logits, targets, weight, label_smoothing=smoothing)
+    part = weigh(mean, 5, "the loss")
+    assert (part.weight, part.total().item()) == (0.0, 0.0)
+    part.backward(7.0)  # of the other shards
+    assert logits.grad is not None
+    assert not logits.grad.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_totals_of_half_precision_are_neither_rounded_nor_infinite(dtype: torch.dtype) -> None:
+    values = torch.full((3000, 100), 1.5).to(dtype).requires_grad_()
+    mean = losses.mse_loss(values, torch.zeros_like(values))
+    assert mean.total.item() == 3000 * 100 * 2.25  # beyond what float16 can hold
+    part = weigh(mean, 3000, "the loss")
+    part.backward(part.weight)
+    assert values.grad is not None
+    assert values.grad.dtype == dtype
+    classes = torch.zeros(3000, dtype=torch.int64)
+    assert losses.cross_entropy(values, classes).total.dtype == torch.float32
+    weights = torch.full((100,), 0.1).to(dtype)
+    weight = losses.cross_entropy(values, classes, weights).weight
+    assert float(weight) == pytest.approx(3000 * weights[0].item(), rel=1e-5)
+
+
+SHAPES = [((5, 1), (5,)), ((5,), (5, 1)), ((5, 3), (5, 5, 3)), ((), (5,))]
+PAIRS = ["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "poisson_nll_loss"]
+
+
+@pytest.mark.parametrize("shapes", SHAPES, ids=str)
+@pytest.mark.parametrize("name", [*PAIRS, "soft_margin_loss", "hinge_embedding_loss"])
+def test_shapes_that_compare_samples_with_each_other_are_refused(
+    name: str, shapes: tuple[tuple[int, ...], tuple[int, ...]]
+) -> None:
+    a, b = map(torch.ones, shapes)
+    with pytest.raises(ValueError, match=r"expected tensors of one shape, got \(.*squeeze"):
+        getattr(losses, name)(a, b)
+
+
+def test_a_target_that_is_the_same_for_every_sample_is_not_refused() -> None:
+    rates = torch.randn(6, 4).log_softmax(1)
+    mean = losses.kl_div(rates, torch.full((4,), 0.25), reduction="batchmean")
+    expected = F.kl_div(rates, torch.full((4,), 0.25), reduction="batchmean")
+    torch.testing.assert_close(mean.total / mean.weight, expected)
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", "nll_loss", "mse_loss", "ctc_loss"])
+def test_one_sample_without_a_batch(name: str) -> None:
+    logits = torch.randn(5).log_softmax(0)
+    arguments: dict[str, tuple[Any, ...]] = {
+        "cross_entropy": (logits, torch.tensor(2), torch.arange(5.0)),
+        "nll_loss": (logits, torch.tensor(3), torch.arange(5.0)),
+        "mse_loss": (torch.tensor(2.0), torch.tensor(5.0)),
+        "ctc_loss": (torch.randn(6, 5).log_softmax(1), torch.tensor([1, 2]), (6,), (2,)),
+    }
+    mean = getattr(losses, name)(*arguments[name])
+    expected = getattr(F, name)(*arguments[name])
+    torch.testing.assert_close(mean.total / mean.weight, expected)
+
+
+@pytest.mark.parametrize("shards", [1, 3, 8])
+def test_a_trainer_has_the_plain_loops_gradient(shards: int) -> None:
+    """With class weights and ignored targets, of which some shards have nothing else."""
+    ours, theirs = (torch.nn.Linear(4, 3, dtype=torch.float64) for _ in range(2))
+    theirs.load_state_dict(ours.state_dict())
+    x = torch.randn(16, 4, dtype=torch.float64)
+    y = torch.tensor([-100] * 6 + [0, 1, 2, 2, 2, -100, 1, 1, 0, 0])
+    weight = torch.tensor([1.0, 5.0, 0.2], dtype=torch.float64)
+
+    def loss(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> onefold.Mean:
+        return losses.cross_entropy(model(batch[0]), batch[1], weight)
+
+    optimizer, plain = (torch.optim.SGD(m.parameters(), lr=0.5) for m in (ours, theirs))
+    trainer = onefold.Trainer(ours, optimizer, loss, shards=shards)
+    step = trainer.step((x, y))
+    expected = F.cross_entropy(theirs(x), y, weight)
+    expected.backward()
+    plain.step()
+    assert float(step.loss) == pytest.approx(expected.item(), rel=1e-12)
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-14)
