@@ -101,6 +101,11 @@ class Engine:
         """Whether other processes take part."""
         return len(self.replicas) < self.exchange.board.shape.devices
 
+    @property
+    def _alone(self) -> bool:
+        """Whether there is one device in all."""
+        return self.exchange.board.shape.devices == 1
+
     def step(self, batch: ShardedBatch, number: int, *, asked_to_stop: bool = False) -> Outcome:
         """One update of the parameters.
 
@@ -143,7 +148,8 @@ class Engine:
         start = watch.now()
         self.exchange.spread()  # from here on the board is no longer ours to read
         watch.note("exchange", "spread", start)
-        self._note_values()
+        if not self._alone:
+            self._guard.note()
         return outcome
 
     def agree(
@@ -286,7 +292,7 @@ class Engine:
     def model_changed(self) -> None:
         """The model was given other values by onefold itself."""
         self._follow_first()
-        self._note_values()
+        self._guard.note()
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
@@ -309,6 +315,8 @@ class Engine:
         if due:
             self._parts.modes.refresh()
         task = ShardTask(self._loss, self.seed, number, self._parts.modes.read())
+        if self._alone:
+            self._guard.note()  # what the user has changed since the last step is the user's affair
         with self._computing(), self._outside.noting(wanted=due):
             while True:
                 if self._several_terms and batch.plan.shards > 1:
@@ -426,9 +434,6 @@ class Engine:
                         target.copy_(source)
         if changed:
             self._guard.note()
-
-    def _note_values(self) -> None:
-        self._guard.note()
 
     def _apply(self, batch: ShardedBatch, weight: StepWeight, step: int) -> None:
         watch = self.replicas[0].watch

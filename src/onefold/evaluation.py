@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -21,6 +20,8 @@ from onefold.randomness import derive_seed, seed_generators
 from onefold.replica import Replica
 
 __all__ = ["DataCall", "ScoreFunction", "agree_on_lines", "evaluate", "values_of_shard"]
+
+_UNDIVIDED = " (not divided)"
 
 ScoreFunction = Callable[[torch.nn.Module, Any], object]
 """Takes the model and one shard; returns a dict of values as `onefold.mean.weigh` reads them."""
@@ -89,7 +90,7 @@ class _Tally:
 
     def __init__(self) -> None:
         self.names: list[str] = []
-        """One line for each part of each value: number of the part and name, as JSON."""
+        """One line for each part of each value: its name, and whether it is not divided."""
         self.batches: list[dict[int, torch.Tensor]] = []
         """Shard to (lines, 2) float64: totals, and weights; 0 for what is not divided."""
 
@@ -99,11 +100,11 @@ class _Tally:
             for name, value in values.items()
             for part in weigh(value, samples, f"the value {name!r} of {where}").parts
         ]
-        names = [json.dumps([name, part.kind == "sum"]) for name, part in found]
+        names = [name + (_UNDIVIDED if part.kind == "sum" else "") for name, part in found]
         if self.names and names != self.names:
             raise DisagreementError(
                 f"{where}: the score function returned {list(values)}, and "
-                f"{list(dict.fromkeys(json.loads(n)[0] for n in self.names))} before; expected "
+                f"{list(dict.fromkeys(n.removesuffix(_UNDIVIDED) for n in self.names))} before; expected "
                 f"the same names, and terms of the same kind, for every shard"
             )
         self.names = names
@@ -184,8 +185,8 @@ def _combine(exchange: Exchange, tallies: dict[int, _Tally], shards: int) -> dic
     totals = fold_shards(list(by_batch.unbind(dim=0)), torch.add)
     scores: dict[str, float] = {}
     for line, (total, weight) in zip(names, totals.tolist(), strict=True):
-        name, undivided = json.loads(line)
-        value = total if undivided else total / weight if weight else math.nan
+        name = line.removesuffix(_UNDIVIDED)
+        value = total if name != line else total / weight if weight else math.nan
         scores[name] = scores[name] + value if name in scores else value
     return scores
 

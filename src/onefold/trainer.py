@@ -63,7 +63,7 @@ class Trainer:
         deterministic: use kernels that repeat their bits, and refuse those that cannot.
         buffers: what becomes of buffers that shards change, by name or pattern, where it is not the
             mean over the shards (floating point) or the largest (other numbers): ``"mean"``,
-            ``"max"``, ``"sum"`` (of what each shard added) or ``"first"`` (that of the first shard).
+            ``"max"``, ``"sum"`` (of what each shard added) or ``"first"`` (the first shard's).
         timeout_s: the longest that a device waits for another one; 600 s by default.
 
     Raises:
