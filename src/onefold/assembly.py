@@ -23,6 +23,7 @@ from onefold.exchange.local import LocalExchange, SoloExchange
 from onefold.exchange.mailbox import Mailbox
 from onefold.exchange.shared import SharedExchange
 from onefold.flat import cut_pieces, lay_out
+from onefold.leftovers import refuse_clipping
 from onefold.membership import register
 from onefold.names import own_name
 from onefold.replica import LossFunction, ModelParts, Replica
@@ -126,6 +127,7 @@ def assemble(
         for number, device in team.own_devices.items()
     ]
     replicas[0].attach()
+    refuse_clipping(parts.trained.values())
     return Engine(
         replicas=replicas,
         exchange=exchange,

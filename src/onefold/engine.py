@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +18,7 @@ from onefold.errors import DisagreementError, LossError, StateError
 from onefold.exchange.base import Board, Exchange
 from onefold.flat import same_bits
 from onefold.fold import fold_shards
+from onefold.gradients import Gradients
 from onefold.guard import Samples, ValueGuard, is_due
 from onefold.head import Call, Said, StepHead, checksum, read_said
 from onefold.kernels import Compilers, repeatable_kernels
@@ -25,7 +26,7 @@ from onefold.mean import Contribution
 from onefold.modes import evaluating
 from onefold.outside import OutsideModules
 from onefold.randomness import kept_generators
-from onefold.replica import Gradients, LossFunction, Replica, ShardTask
+from onefold.replica import LossFunction, Replica, ShardTask
 from onefold.settings import GroupSettings
 from onefold.shard import Plan
 from onefold.timing import Span
@@ -377,7 +378,7 @@ class Engine:
             divisors.append(self._divisor_of(total, kinds, batch))
         return tuple(divisors)
 
-    def _divisor_of(self, total: float, kinds: set[str], batch: ShardedBatch) -> float:
+    def _divisor_of(self, total: float, kinds: Collection[str], batch: ShardedBatch) -> float:
         """1 for a term that is not divided, on every device."""
         rows = {
             replica.number: torch.tensor(

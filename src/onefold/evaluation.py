@@ -102,9 +102,9 @@ class _Tally:
         ]
         names = [name + (_UNDIVIDED if part.kind == "sum" else "") for name, part in found]
         if self.names and names != self.names:
+            before = list(dict.fromkeys(name.removesuffix(_UNDIVIDED) for name in self.names))
             raise DisagreementError(
-                f"{where}: the score function returned {list(values)}, and "
-                f"{list(dict.fromkeys(n.removesuffix(_UNDIVIDED) for n in self.names))} before; expected "
+                f"{where}: the score function returned {list(values)}, and {before} before; expected "
                 f"the same names, and terms of the same kind, for every shard"
             )
         self.names = names

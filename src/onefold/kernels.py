@@ -56,7 +56,7 @@ class Compilers:
             return
         with ExitStack() as stack:
             if self._scripted:
-                stack.enter_context(torch.jit.optimized_execution(False))
+                stack.enter_context(torch.jit.optimized_execution(False))  # type: ignore[attr-defined]
             if self._compiled:
                 from torch._dynamo import config
 

@@ -1,0 +1,271 @@
+"""Devices that do not do the same, one way after the other; called on each device of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import onefold
+from tests.small import Batch, line, make_trainer, points, sgd, square
+
+Case = Callable[[bool], None]
+"""Told whether it runs on the lead."""
+
+
+def _stepped(**settings: object) -> onefold.Trainer:
+    trainer = make_trainer(devices=None, **settings)
+    trainer.step(points(8))
+    return trainer
+
+
+def plan(lead: bool) -> None:
+    trainer = _stepped()
+    trainer.plan = (3, 1) if lead else (1, 3)
+    trainer.step(points(8))
+
+
+def plan_at_start(lead: bool) -> None:
+    _stepped(plan=(3, 1) if lead else (1, 3))
+
+
+def samples(lead: bool) -> None:
+    _stepped().step(points(8 if lead else 9))
+
+
+def another_batch(lead: bool) -> None:
+    """As where the lead has drawn one random number more."""
+    inputs, targets = points(8)
+    _stepped().step((inputs if lead else inputs + 1, targets))
+
+
+def evaluated_data(lead: bool) -> None:
+    data = TensorDataset(*points(40 if lead else 80))
+    _stepped().evaluate(lambda m, b: {"loss": square(m, b)}, data, batch_size=20)
+
+
+def predicted_data(lead: bool) -> None:
+    data = TensorDataset(*points(40 if lead else 80))
+    _stepped().predict(lambda m, b: {"value": m(b[0])}, data, batch_size=20)
+
+
+def evaluation_batches(lead: bool) -> None:
+    data = TensorDataset(*points(40))
+    _stepped().evaluate(lambda m, b: {"loss": square(m, b)}, data, batch_size=20 if lead else 10)
+
+
+def unseeded_data(lead: bool) -> None:
+    trainer = _stepped()
+    shift = 0.0 if lead else 1.0
+    data = TensorDataset(*(tensor + shift for tensor in points(40)))
+    for batch in trainer.loader(data, batch_size=20):
+        trainer.step(batch)
+
+
+def unseeded_data_with_workers(lead: bool) -> None:
+    trainer = _stepped()
+    shift = 0.0 if lead else 1.0
+    data = TensorDataset(*(tensor + shift for tensor in points(40)))
+    for batch in trainer.loader(data, batch_size=20, workers=1):
+        trainer.step(batch)
+
+
+def place_in_the_data(lead: bool) -> None:
+    trainer = _stepped()
+    batches = iter(trainer.loader(TensorDataset(*points(40)), batch_size=10))
+    if not lead:
+        next(batches)
+    trainer.step(next(batches))
+
+
+def another_loader(lead: bool) -> None:
+    trainer = _stepped()
+    loaders = [trainer.loader(TensorDataset(*points(40)), batch_size=10) for _ in range(2)]
+    trainer.step(next(iter(loaders[lead])))
+
+
+def learning_rate(lead: bool) -> None:
+    model = line()
+    optimizer = sgd(model)
+    trainer = make_trainer(model, optimizer=optimizer, devices=None)
+    trainer.step(points(8))
+    if lead:
+        optimizer.param_groups[0]["lr"] = 0.01
+    trainer.step(points(8))
+
+
+def deterministic(lead: bool) -> None:
+    _stepped(deterministic=lead)
+
+
+def threads(lead: bool) -> None:
+    try:
+        _stepped(threads=1 if lead else 2)
+    finally:
+        torch.set_num_threads(1)
+
+
+def schedule(lead: bool) -> None:
+    model = line()
+    optimizer = sgd(model)
+    decay = torch.optim.lr_scheduler.StepLR(optimizer, 3 if lead else 4)
+    make_trainer(model, optimizer=optimizer, devices=None, schedule=decay)
+
+
+def call(lead: bool) -> None:
+    trainer = _stepped()
+    if lead:
+        trainer.evaluate(
+            lambda m, b: {"loss": square(m, b)}, TensorDataset(*points(8)), batch_size=8
+        )
+    else:
+        trainer.step(points(8))
+
+
+def mode(lead: bool) -> None:
+    model = nn.Sequential(nn.Dropout(0.5), line())
+    trainer = make_trainer(model, devices=None)
+    trainer.step(points(8))
+    model[0].train(lead)
+    trainer.step(points(8))
+
+
+def frozen(lead: bool) -> None:
+    trainer = _stepped()
+    trainer.model.bias.requires_grad_(lead)
+    trainer.step(points(8))
+
+
+def buffer(lead: bool) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3), line())
+    trainer = make_trainer(model, devices=None)
+    trainer.step(points(8))
+    if lead:
+        model[0].running_mean.zero_()
+    trainer.step(points(8))
+
+
+def weights_on_the_lead(lead: bool) -> None:
+    trainer = _stepped()
+    if lead:
+        with torch.no_grad():
+            trainer.model.weight.mul_(0.5)
+    trainer.step(points(8))
+
+
+def weights_through_data(lead: bool) -> None:
+    trainer = _stepped()
+    if lead:
+        trainer.model.weight.data.mul_(0.5)
+    trainer.step(points(8))
+
+
+def swapped_weights(lead: bool) -> None:
+    """An average in, evaluate, the original back, as scripts do."""
+    trainer = _stepped()
+    saved = [p.detach().clone() for p in trainer.model.parameters()]
+    for parameter in trainer.model.parameters():
+        parameter.data.copy_(parameter.data * 0.5)
+    trainer.evaluate(lambda m, b: {"loss": square(m, b)}, TensorDataset(*points(8)), batch_size=8)
+    for parameter, value in zip(trainer.model.parameters(), saved, strict=True):
+        parameter.data.copy_(value)
+
+
+def outside_module(lead: bool) -> None:
+    """An unseeded teacher that the loss closes over."""
+    teacher = line()
+    with torch.no_grad():
+        teacher.weight.add_(0.0 if lead else 1.0)
+
+    def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+        return (model(batch[0]) - teacher(batch[0]).detach()).square().mean(dim=1)
+
+    trainer = make_trainer(line(), loss, devices=None)
+    for _ in range(2):
+        trainer.step(points(8))
+
+
+def save_elsewhere(lead: bool) -> None:
+    _stepped().save("here" if lead else "there")
+
+
+def barrier(lead: bool) -> None:
+    trainer = _stepped()
+    if lead:
+        trainer.barrier()
+    trainer.step(points(8))
+
+
+def library(lead: bool) -> None:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest" if lead else "high")
+    try:
+        _stepped()
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+CASES: dict[str, tuple[Case, str]] = {
+    "plan": (plan, r"step 2, trainer.step: device 1 has another plan than device 0"),
+    "plan at start": (plan_at_start, r"the plan is \(3, 1\) on device 0 and \(1, 3\) on device 1"),
+    "samples": (samples, "step 2, trainer.step: device 1 has 9 samples and device 0 has 8"),
+    "another batch": (another_batch, "step 2.*device 1 was given another batch than device 0"),
+    "evaluated data": (evaluated_data, "trainer.evaluate: device 1 has 80 samples .* 0 has 40"),
+    "predicted data": (predicted_data, "trainer.predict: device 1 has 80 samples .* 0 has 40"),
+    "evaluation batches": (evaluation_batches, "device 1 has a batch_size of 10 .* one of 20"),
+    "unseeded data": (unseeded_data, "data set of device 1 has other samples than .* device 0"),
+    "unseeded data, workers": (unseeded_data_with_workers, "data set of device 1 has other"),
+    "place": (place_in_the_data, "device 1 is at sample 20 of a pass .* device 0 at sample 10"),
+    "another loader": (another_loader, "device 1 has a batch of loader 0 and device 0 .* loader 1"),
+    "learning rate": (learning_rate, "step 2.*optimizer's settings of device 1 .* differ"),
+    "deterministic": (deterministic, "deterministic is True on device 0 and False on device 1"),
+    "threads": (threads, "the threads of a device is 1 .* on device 0 and 2 .* on device 1"),
+    "schedule": (schedule, "the state of the schedule is .* on device 0 and .* on device 1"),
+    "call": (call, "device 1 calls trainer.step while device 0 calls trainer.evaluate"),
+    "mode": (mode, r"step 2.*device 1 has modules in another mode \(train, eval\)"),
+    "frozen": (frozen, "step 2.*device 1 has .* other frozen parameters than device 0"),
+    "buffer": (buffer, "step 2.*device 1 has other parameters or buffers than device 0"),
+    "weights on the lead": (weights_on_the_lead, r"step 2.*parameter weight changed .* device 0"),
+    "weights through data": (weights_through_data, r"step 2.*\(through .data\) changed since"),
+    "swapped weights": (swapped_weights, r"step 2, trainer.evaluate: .* trainer.changing\(\)"),
+    "outside module": (outside_module, "a module that the loss uses .* other values on device 1"),
+    "save": (save_elsewhere, "trainer.save: the arguments of device 1 differ"),
+    "barrier": (barrier, "device 1 calls trainer.step while device 0 calls trainer.barrier"),
+    "library": (library, "the precision of matrix products is highest on device 0 and high on"),
+}
+
+
+def run_all(names: Sequence[str]) -> dict[str, str]:
+    """What each case raises on this device, in one process after the other."""
+    return {name: _raised(CASES[name][0]) for name in names}
+
+
+def _raised(case: Case) -> str:
+    lead = onefold.Trainer.__module__ != "" and _is_lead()
+    try:
+        case(lead)
+    except onefold.errors.DisagreementError as error:
+        return f"DisagreementError: {error}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def _is_lead() -> bool:
+    from onefold.world import current_world
+
+    return current_world().rank == 0
+
+
+def run_and_write(names: Sequence[str], folder: str) -> dict[str, str]:
+    """The same, and every device's own words in a file."""
+    import json
+    from pathlib import Path
+
+    from onefold.world import current_world
+
+    said = run_all(names)
+    Path(folder, f"{current_world().rank}.json").write_text(json.dumps(said))
+    return said

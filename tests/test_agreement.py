@@ -1,0 +1,33 @@
+"""Devices that do not do the same are told so, on every device, before it does harm."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import onefold
+from tests.disagreeing import CASES, run_and_write
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("exchange", ["shared", "collective"])
+def test_every_difference_ends_in_one_error_on_every_device(exchange: str, tmp_path: Path) -> None:
+    """One after the other in the same processes: a new Trainer works after each failure."""
+    onefold.launch(
+        run_and_write,
+        devices="cpu:2",
+        args=(list(CASES), str(tmp_path)),
+        exchange=exchange,
+        timeout_s=20,
+    )
+    said = [json.loads((tmp_path / f"{device}.json").read_text()) for device in range(2)]
+    wrong = {
+        name: [device[name] for device in said]
+        for name, (_, words) in CASES.items()
+        if not all(re.match(f"DisagreementError: .*{words}", device[name]) for device in said)
+    }
+    assert wrong == {}
