@@ -563,3 +563,173 @@ def test_workers_end_with_their_pass(how: str) -> None:
         failure = error  # kept, with all that its traceback holds
     assert (failure is not None) == (how == "failed")
     assert active_children() == []
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)
+
+
+class Threaded(Augmented):
+    """Its items depend on the threads that read them, as the bits of every large sum do."""
+
+    def __getitem__(self, index: int) -> int:  # type: ignore[override]
+        return torch.get_num_threads()
+
+
+def threads_to_collate(samples: list[Any]) -> list[Any]:
+    return [*samples, torch.get_num_threads()]
+
+
+@with_workers
+def test_reading_and_collating_have_one_thread(workers: int, two_threads: None) -> None:
+    loader = make_loader(Threaded(), Plan((2,)), workers=workers, collate=threads_to_collate)
+    for batch in loader:
+        assert {n for payload in batch.shards.values() for n in payload} == {1}  # type: ignore[attr-defined]
+        assert torch.get_num_threads() == 2
+
+
+@pytest.mark.processes
+def test_sums_have_the_same_bits_with_and_without_workers(two_threads: None) -> None:
+    values = torch.randn(20, 300_001, generator=torch.Generator().manual_seed(1))
+    data = [(row,) for row in values]
+
+    def sums(workers: int) -> list[float]:
+        def collate(samples: list[Any]) -> list[float]:
+            return [row.sum().item() for (row,) in samples]
+
+        return samples_in(list(make_loader(data, Plan((1,)), workers=workers, collate=collate)))
+
+    assert sums(0) == sums(1)
+
+
+def test_the_threads_come_back_after_a_failure(two_threads: None) -> None:
+    def collate(samples: list[Any]) -> None:
+        raise KeyError("no such key")
+
+    for data, how, kind in [(Broken(), None, SampleError), (Augmented(), collate, KeyError)]:
+        with pytest.raises(kind, match="no such"):
+            list(make_loader(data, Plan((1,)), collate=how))
+        assert torch.get_num_threads() == 2
+
+
+class Noted(Augmented):
+    """Notes who reads what."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: list[int] = []
+
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        self.read.append(index)
+        return super().__getitem__(index)
+
+
+def digests(data: Any, **choices: Any) -> list[int]:
+    """Of each batch of two passes."""
+    loader = make_loader(data, Plan((1, 3)), digest=True, **choices)
+    return [batch.data_digest for _ in range(2) for batch in loader]
+
+
+def test_three_samples_are_read_for_a_digest_and_once() -> None:
+    data = Noted()
+    loader = make_loader(data, Plan((1,)), shuffle=False, digest=True)
+    batches = iter(loader)
+    next(batches)
+    assert data.read == [0, 10, 19, *range(6)]
+    data.read.clear()
+    list(batches)
+    list(loader)
+    assert data.read == [*range(6, 20), *range(20)]
+
+
+@with_workers
+def test_every_batch_has_the_digest_of_the_data(workers: int) -> None:
+    found = {
+        digest
+        for own in ([0], [1], [0, 1])
+        for digest in digests(Augmented(), own=own, workers=workers)
+    }
+    assert len(found) == 1
+    assert found == set(digests(Augmented(), batch_size=20, collate=None))
+    (digest,) = found
+    assert digest != 0
+    assert -(2**63) <= digest < 2**63
+    for other in (Augmented(21), Staged(), list(range(20))):
+        assert set(digests(other)) != found
+
+
+def test_without_being_asked_nothing_more_is_read() -> None:
+    data = Noted()
+    loader = make_loader(data, Plan((1,)), shuffle=False)
+    assert {batch.data_digest for batch in loader} == {0}
+    assert data.read == list(range(20))
+
+
+def test_what_is_read_for_a_digest_leaves_the_augmentation_as_it_is() -> None:
+    def read(digest: bool) -> list[Any]:
+        loader = make_loader(Augmented(), Plan((2,)), digest=digest, collate=noisy_collate)
+        return samples_in(list(loader))
+
+    assert read(True) == read(False)
+
+
+def test_tensors_that_every_process_drew_for_itself_differ() -> None:
+    def data() -> TensorDataset:
+        return TensorDataset(torch.randn(9, 2), torch.arange(9))
+
+    one, other = data(), data()
+    alike = TensorDataset(*[tensor.clone() for tensor in one.tensors])
+    assert set(digests(one)) == set(digests(alike))
+    assert set(digests(one)) != set(digests(other))
+
+
+@pytest.mark.processes
+def test_a_digest_is_read_where_the_samples_are_read() -> None:
+    """What opens its file when first used must not do so before the workers are there."""
+    data = Noted()
+    assert len(set(digests(data, workers=1))) == 1
+    assert data.read == []
+
+
+@with_workers
+@pytest.mark.parametrize("shards", [(1, 0), (0, 1)])
+def test_a_sample_that_cannot_be_read_for_a_digest_is_named(
+    workers: int, shards: tuple[int, ...]
+) -> None:
+    class Short(Augmented):
+        """Is not as long as it says; the pass would not come to that."""
+
+        def __getitem__(self, index: int) -> tuple[int, float]:
+            if index == 19:
+                raise OSError("no such image: 19.png")
+            return super().__getitem__(index)
+
+    loader = make_loader(
+        Short(), Plan(shards), shuffle=False, drop_last=True, digest=True, workers=workers
+    )
+    with pytest.raises(SampleError, match="reading sample 19 in epoch 0 failed"):
+        list(loader)
+
+
+@with_workers
+def test_an_empty_first_pass_leaves_the_digest_to_the_next(workers: int) -> None:
+    loader = make_loader(Augmented(), Plan((1,)), workers=workers, digest=True)
+    loader.track.go_to({"first_pass": 0, "empty_passes": 1, "passes": []})
+    assert list(loader) == []
+    assert {batch.data_digest for batch in loader} == set(digests(Augmented()))
+
+
+def test_a_batch_knows_its_loader_and_its_pass() -> None:
+    loader = make_trainer().loader(range(9), batch_size=5)
+    places = [(batch.loader, batch.pass_number) for _ in range(2) for batch in loader]
+    assert places == [(0, 0), (0, 0), (0, 1), (0, 1)]
+
+
+def test_a_process_that_has_all_devices_reads_nothing_for_a_digest() -> None:
+    data = Noted()
+    trainer = make_trainer(devices=2)
+    assert {batch.data_digest for batch in trainer.loader(data, batch_size=6)} == {0}
+    assert data.read == list(range(20))

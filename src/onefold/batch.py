@@ -56,7 +56,7 @@ class ShardedBatch:
     loader: int = -1
     """Number of the loader that made it; -1 if a script cut it itself."""
     data_digest: int = 0
-    digest: int = 0
+    """Of the data set, alike where the data are; 0 where no loader computed it."""
 
     @property
     def pass_number(self) -> int:

@@ -7,6 +7,7 @@ import hashlib
 import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -20,10 +21,12 @@ from torch.utils.data import (
 )
 
 from onefold.batch import DataPass, ShardedBatch
+from onefold.datadigest import digest_of, digest_samples, join_digests
 from onefold.errors import SampleError
 from onefold.position import LoaderSize, LoaderTrack
 from onefold.process import die_with_parent
 from onefold.randomness import (
+    derive_seed,
     kept_generators,
     loader_seed,
     order_by_length,
@@ -59,6 +62,8 @@ class _Request:
     plan: Plan
     turn: int
     """How often the plan had changed in the pass when this was asked for."""
+    digest: bool
+    """Whether the digest of the data set is wanted as well."""
     shards: dict[int, list[int]]
 
 
@@ -73,8 +78,8 @@ class _BadSample:
     traceback: str
 
 
-_Answer = tuple[_Request, dict[int, Any] | _BadSample]
-"""What was asked for, and each shard's payload."""
+_Answer = tuple[_Request, dict[int, Any] | _BadSample, int]
+"""What was asked for, each shard's payload, and the digest of the data set where it was wanted."""
 
 
 class Loader:
@@ -99,6 +104,8 @@ class Loader:
         first_epoch: number of the first pass.
         pin_memory: read into memory that a GPU can fetch from by itself.
         timeout_s: the longest wait for a worker.
+        digest: read a few samples more, once, by which processes can tell whether they read the
+            same data.
     """
 
     def __init__(
@@ -117,6 +124,7 @@ class Loader:
         first_epoch: int,
         pin_memory: bool,
         timeout_s: float,
+        digest: bool = False,
     ) -> None:
         _check_dataset(dataset)
         _check_count("batch_size", batch_size, least=1)
@@ -141,6 +149,8 @@ class Loader:
         self._workers = workers
         self._pin_memory = pin_memory
         self._timeout_s = timeout_s
+        self._wants_digest = digest
+        self._data_digest = 0
 
     def __len__(self) -> int:
         """Batches of a pass."""
@@ -170,9 +180,10 @@ class Loader:
         try:
             while this.given < this.end:
                 requests.follow(self._plan(), this.given)
-                request, payloads = next(answers)
+                request, payloads, digest = next(answers)
+                self._data_digest = self._data_digest or digest
                 while request.turn != requests.turn:  # read ahead for a plan of before
-                    request, payloads = next(answers)
+                    request, payloads, _ = next(answers)
                 this.given = request.stop
                 yield ShardedBatch(
                     request.samples,
@@ -183,6 +194,7 @@ class Loader:
                     this,
                     request.stop,
                     request.loader,
+                    self._data_digest,
                 )
                 start = host_now_s()
         finally:
@@ -197,6 +209,7 @@ class Loader:
             loader=self.track.number,
             plan=self._plan(),
             own=self._own,
+            digest=self._wants_digest and not self._data_digest,
         )
 
     def _order(self, epoch: int) -> torch.Tensor:  # (samples,) int64
@@ -229,7 +242,7 @@ class Loader:
 
     def _read(self, requests: _Requests) -> Iterator[_Answer]:
         for request in requests:
-            with kept_generators():
+            with kept_generators(), _one_thread():
                 answer = self._reader[request]
             yield answer
 
@@ -258,6 +271,7 @@ class _Requests:
         loader: int,
         plan: Plan,
         own: Sequence[int],
+        digest: bool,
     ) -> None:
         self.turn = 0
         """How often the plan has changed in this pass."""
@@ -267,6 +281,7 @@ class _Requests:
         self._loader = loader
         self._plan = plan
         self._own = own
+        self._digest = digest
 
     def __iter__(self) -> _Requests:
         return self
@@ -292,7 +307,10 @@ class _Requests:
             for shard in plan.shards_of(device)
             if bounds[shard][0] < bounds[shard][1]
         }
-        return _Request(self._loader, self._epoch, len(batch), self._next, plan, self.turn, shards)
+        digest, self._digest = self._digest, False
+        return _Request(
+            self._loader, self._epoch, len(batch), self._next, plan, self.turn, digest, shards
+        )
 
 
 class _Reader(Dataset[Any]):
@@ -304,13 +322,28 @@ class _Reader(Dataset[Any]):
         self._seed = seed
 
     def __getitem__(self, request: _Request) -> _Answer:
-        payloads = {}
+        payloads, digest = {}, 0
+        if request.digest:
+            found = self._read_digest(request.epoch)
+            if isinstance(found, _BadSample):
+                return request, found, 0
+            digest = found
         for shard, indices in request.shards.items():
             payload = self._read_shard(request, indices)
             if isinstance(payload, _BadSample):
-                return request, payload
+                return request, payload, digest
             payloads[shard] = payload
-        return request, payloads
+        return request, payloads, digest
+
+    def _read_digest(self, epoch: int) -> int | _BadSample:
+        digests = []
+        for index in digest_samples(len(self._dataset)):
+            seed_generators(derive_seed("digest", self._seed, index))
+            try:
+                digests.append(digest_of(self._dataset[index]))
+            except Exception as error:
+                return _bad(index, epoch, error)
+        return join_digests(len(self._dataset), digests)
 
     def _read_shard(self, request: _Request, indices: list[int]) -> Any:
         if type(self._dataset) is TensorDataset and self._collate is None:
@@ -325,6 +358,20 @@ class _Reader(Dataset[Any]):
                 return _bad(index, epoch, error)
         seed_generators(loader_seed("collate", seed, epoch, indices[0], loader=loader))
         return (self._collate or default_collate)(samples)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """As PyTorch's worker processes read: the bits of a sum depend on the number of threads."""
+    before = torch.get_num_threads()
+    if before == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class _Tied:

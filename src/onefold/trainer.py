@@ -242,6 +242,7 @@ class Trainer:
             first_epoch=self._position.epoch,
             pin_memory=self._team.devices[0].type == "cuda",
             timeout_s=self._settings.timeout_s,
+            digest=len(self._team.devices) > len(self._team.own),
         )
 
     def epochs(self, number: int) -> Iterator[int]:
