@@ -1,4 +1,4 @@
-"""What is found on a machine; its GPUs are told by an ``nvidia-smi`` of our own."""
+"""What is found on a machine; its GPUs are told by an ``nvidia-smi`` and a ``torch`` of our own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
+from onefold import devices as found
 from onefold.devices import Selection, cores, list_devices, select_devices
 from onefold.errors import LaunchError
 
@@ -26,6 +28,8 @@ Machine = Callable[..., None]
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     """Makes an ``nvidia-smi`` that prints these rows and ends with this code."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(found, "_DRIVER", tmp_path / "version")
+    monkeypatch.setattr(found, "_DEVICE_NODE", tmp_path / "nvidiactl")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
 
     def build(*rows: str, code: int = 0, visible: str | None = None) -> None:
@@ -106,7 +110,7 @@ def test_a_gpu_that_is_not_there_is_refused() -> None:
 
 
 def test_a_machine_without_a_driver_has_no_gpus(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert [device.kind for device in list_devices()] == ["cpu"]
@@ -240,3 +244,189 @@ def test_the_same_gpu_twice_is_refused(machine: Machine) -> None:
 def test_a_list_of_numbers_is_explained() -> None:
     with pytest.raises(ValueError, match="'0' is none of these"):
         select_devices([0, 1])  # type: ignore[list-item]
+
+
+# A torch of our own: what it is asked is asked of a process that imports it.
+TORCH = """
+import os, sys, types
+GPUS = {gpus!r}
+assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+assert "" not in sys.path
+{first}
+def about(index):
+    return types.SimpleNamespace(name=GPUS[index][0], total_memory=GPUS[index][1])
+def memory(index):
+    if GPUS[index][2] is None:
+        raise RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable")
+    return GPUS[index][2], GPUS[index][1]
+version = types.SimpleNamespace(cuda={cuda!r})
+cuda = types.SimpleNamespace(is_available=lambda: bool(GPUS), device_count=lambda: len(GPUS),
+    get_device_properties=about, mem_get_info=memory)
+"""
+
+FakeTorch = Callable[..., None]
+
+
+@pytest.fixture
+def fake_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeTorch:
+    """Makes a ``torch`` that sees these GPUs, and runs a line when it is imported."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"), prepend=os.pathsep)
+
+    def build(
+        *gpus: tuple[str, int, int | None], cuda: str | None = "13.0", first: str = ""
+    ) -> None:
+        (tmp_path / "modules").mkdir()
+        text = TORCH.format(gpus=list(gpus), cuda=cuda, first=first)
+        (tmp_path / "modules" / "torch.py").write_text(text)
+
+    return build
+
+
+@pytest.fixture
+def driver(machine: Machine, tmp_path: Path) -> Path:
+    """A machine whose driver is loaded and has GPUs, without an ``nvidia-smi``."""
+    (tmp_path / "version").write_text("NVRM version")
+    (tmp_path / "nvidiactl").touch()
+    return tmp_path
+
+
+def without_tool(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(folder))
+
+
+@pytest.mark.parametrize("loaded", ["version", "nvidiactl"])
+def test_without_nvidia_smi_pytorch_is_asked_where_there_is_a_driver(
+    driver: Path, fake_torch: FakeTorch, monkeypatch: pytest.MonkeyPatch, loaded: str
+) -> None:
+    for other in {"version", "nvidiactl"} - {loaded}:
+        (driver / other).unlink()
+    without_tool(driver, monkeypatch)
+    fake_torch(("NVIDIA A100", 40 * 2**30, 7 * 2**30), ("NVIDIA H100", 80 * 2**30, None))
+    first, second, processor = list_devices()
+    assert (first.index, first.name, first.total_bytes) == (0, "NVIDIA A100", 40 * 2**30)
+    assert (first.kind, first.free_bytes) == ("cuda", 7 * 2**30)
+    assert (second.index, second.name, second.free_bytes) == (1, "NVIDIA H100", 0)
+    assert processor.kind == "cpu"
+    assert chosen(1) == ("cuda:0",)
+    assert chosen("auto") == ("cuda:0", "cuda:1")
+
+
+def test_an_nvidia_smi_that_fails_is_not_believed_where_there_is_a_driver(
+    machine: Machine, driver: Path, fake_torch: FakeTorch
+) -> None:
+    machine(*ROWS, code=18)
+    fake_torch(("NVIDIA A100", 40 * 2**30, 7 * 2**30))
+    assert chosen("auto") == ("cuda:0",)
+
+
+@pytest.mark.parametrize(
+    ("tool", "words"),
+    [
+        ("echo 'Driver/library version mismatch'\nexit 18", r"exit code 18 \(Driver/library ver"),
+        ("exec sleep 60", r"nvidia-smi did not answer within 0\.3 s"),
+    ],
+    ids=["fails", "hangs"],
+)
+def test_a_driver_whose_gpus_nobody_sees_is_an_error(
+    driver: Path,
+    fake_torch: FakeTorch,
+    monkeypatch: pytest.MonkeyPatch,
+    tool: str,
+    words: str,
+) -> None:
+    """It was a run on the processor, without a word."""
+    monkeypatch.setattr(found, "_QUERY_LIMIT_S", 0.3)
+    (driver / "nvidia-smi").write_text(f"#!/bin/sh\n{tool}\n")
+    (driver / "nvidia-smi").chmod(0o755)
+    fake_torch(first="print('CUDA initialization: error 803', file=sys.stderr)")
+    words = rf"^NVIDIA's driver is loaded and .*{words}.* PyTorch sees no GPU \(CUDA init.* cpu:N"
+    for choice in (2, "auto", "cuda:0"):
+        with pytest.raises(LaunchError, match=words):
+            select_devices(choice)
+    with pytest.raises(LaunchError, match=words):
+        list_devices()
+    assert chosen("cpu:2") == chosen("cpu,cpu") == ("cpu", "cpu")
+
+
+def test_a_pytorch_without_cuda_is_named(
+    driver: Path, fake_torch: FakeTorch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_tool(driver, monkeypatch)
+    fake_torch(cuda=None)
+    with pytest.raises(LaunchError, match=r"PyTorch sees no GPU \(it was built without CUDA\)"):
+        select_devices(2)
+
+
+def test_a_container_without_gpus_on_a_machine_that_has_some(
+    driver: Path, fake_torch: FakeTorch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver's version is seen there, its device is not."""
+    (driver / "nvidiactl").unlink()
+    without_tool(driver, monkeypatch)
+    fake_torch()
+    assert chosen(2) == ("cpu", "cpu")
+
+
+@pytest.mark.parametrize("visible", ["", "-1", "NoDevFiles"])
+def test_gpus_that_are_hidden_are_not_asked_for(
+    driver: Path, fake_torch: FakeTorch, monkeypatch: pytest.MonkeyPatch, visible: str
+) -> None:
+    without_tool(driver, monkeypatch)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    fake_torch(first="raise SystemExit('asked')")
+    assert chosen(2) == ("cpu", "cpu")
+
+
+MIG = "MIG-5d1b3cf2-7b5c-5d0f-9a3e-0f0d4f6c2a11"
+
+
+def test_parts_of_a_gpu_are_counted_by_pytorch(machine: Machine, fake_torch: FakeTorch) -> None:
+    """The driver's plain list has whole GPUs only: none would have matched."""
+    machine(*ROWS, visible=MIG)
+    fake_torch(("NVIDIA A100 MIG 1g.5gb", 5 * 2**30, 4 * 2**30))
+    assert [device.name for device in list_devices()[:-1]] == ["NVIDIA A100 MIG 1g.5gb"]
+    assert chosen(1) == ("cuda:0",)
+
+
+def test_a_part_of_a_gpu_that_pytorch_does_not_see_is_an_error(
+    machine: Machine, fake_torch: FakeTorch
+) -> None:
+    machine(*ROWS, visible=MIG)
+    fake_torch()
+    with pytest.raises(LaunchError, match=f"^CUDA_VISIBLE_DEVICES={MIG} names parts of GPUs, and"):
+        select_devices("auto")
+
+
+@pytest.mark.parametrize(
+    ("first", "words"),
+    [
+        ("raise ImportError('libcudart.so.13 is missing')", "ImportError: libcudart.so.13 is miss"),
+        (
+            "print('hello', flush=True); os._exit(0)",
+            "expected PyTorch's answer as JSON, got 'hello'",
+        ),
+        ("print('[]', flush=True); os._exit(0)", r"expected PyTorch's answer as JSON, got '\[\]'"),
+        ("import time; time.sleep(60)", "asking PyTorch failed: .* timed out after 2"),
+    ],
+    ids=["fails", "no JSON", "other JSON", "hangs"],
+)
+def test_a_pytorch_that_cannot_say_is_an_error(
+    driver: Path,
+    fake_torch: FakeTorch,
+    monkeypatch: pytest.MonkeyPatch,
+    first: str,
+    words: str,
+) -> None:
+    without_tool(driver, monkeypatch)
+    monkeypatch.setattr(found, "_TORCH_LIMIT_S", 2 if "sleep" in first else 60)
+    fake_torch(first=first)
+    words = rf"^NVIDIA's driver is loaded and there is no nvidia-smi, and .*{words}"
+    with pytest.raises(LaunchError, match=words):
+        select_devices(1)
+
+
+@pytest.mark.processes
+def test_the_real_pytorch_answers_as_well(driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (driver / "nvidiactl").unlink()
+    without_tool(driver, monkeypatch)
+    assert len(list_devices()) == 1 + torch.cuda.device_count()

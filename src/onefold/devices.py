@@ -1,12 +1,21 @@
-"""What this machine has to compute on, found without PyTorch, and how a choice is written."""
+"""What this machine has to compute on, and how a choice is written.
+
+GPUs are found without PyTorch, by ``nvidia-smi``, so that a launcher starts at once. Where that is
+missing or fails although there is a driver, or lists other devices than a program would see (parts
+of GPUs), PyTorch is asked in a process of its own. A machine whose GPUs cannot be listed is an
+error, not a machine without GPUs, or a run would take the processor without a word.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from onefold.errors import LaunchError
 from onefold.world import visible_gpus
@@ -15,6 +24,27 @@ __all__ = ["DeviceInfo", "Selection", "cores", "list_devices", "select_devices"]
 
 _QUERY = "index,pci.bus_id,uuid,name,memory.total,memory.free"
 _QUERY_LIMIT_S = 20
+_TORCH_LIMIT_S = 120
+_DRIVER = Path("/proc/driver/nvidia/version")
+"""There where the driver is loaded, in containers without any GPU too."""
+_DEVICE_NODE = Path("/dev/nvidiactl")
+"""There where GPUs are handed to this machine or container."""
+
+_ASK_TORCH = """
+import json, os
+os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+import torch
+def row(index):
+    about = torch.cuda.get_device_properties(index)
+    try:
+        free = torch.cuda.mem_get_info(index)[0]
+    except RuntimeError:  # another program has it for itself
+        free = 0
+    return [about.name, about.total_memory, free]
+count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+print(json.dumps({"cuda": torch.version.cuda, "gpus": [row(index) for index in range(count)]}))
+"""
+"""In the order in which the workers count, see `onefold.world.worker_environment`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +76,11 @@ def cores() -> int:
 
 
 def list_devices() -> list[DeviceInfo]:
-    """GPUs in the order of the PCI bus, then the processor."""
+    """GPUs in the order of the PCI bus, then the processor.
+
+    Raises:
+        LaunchError: there is a driver for GPUs, and they cannot be listed.
+    """
     return [*_gpus(), _processor()]
 
 
@@ -58,29 +92,29 @@ def select_devices(choice: int | str | Sequence[str]) -> Selection:
             processes), ``auto`` (all), ``cpu:N``, or a list such as ``cuda:1,cuda:3``.
 
     Raises:
-        LaunchError: there is no such device here.
+        LaunchError: there is no such device here, or the GPUs cannot be listed.
         ValueError: it cannot be read.
     """
     listed = not isinstance(choice, int | str)
     text = str(choice).strip() if isinstance(choice, int | str) else ",".join(map(str, choice))
-    gpus = _gpus()
     if text == "auto":
-        everything = [f"cuda:{gpu.index}" for gpu in gpus] or ["cpu"] * cores()
+        everything = [f"cuda:{gpu.index}" for gpu in _gpus()] or ["cpu"] * cores()
         return Selection(tuple(everything), may_leave=True)
     if text.isdecimal() and not listed:
-        return Selection(_count(int(text), gpus))
+        return Selection(_count(_positive(int(text), text)))
     parts = [part.strip() for part in text.split(",")]
     if len(parts) == 1 and parts[0].startswith("cpu:") and parts[0][4:].isdecimal():
         return Selection(("cpu",) * _positive(int(parts[0][4:]), text))
-    names = tuple(_named(part, text, gpus) for part in parts)
+    names = tuple(_read(part, text) for part in parts)
+    _expect_there([name for name in names if name != "cpu"])
     for name in names:
         if name != "cpu" and names.count(name) > 1:
             raise ValueError(f"--devices {text}: {name} is named twice; a GPU takes one process")
     return Selection(names)
 
 
-def _count(number: int, gpus: list[DeviceInfo]) -> tuple[str, ...]:
-    _positive(number, str(number))
+def _count(number: int) -> tuple[str, ...]:
+    gpus = _gpus()
     if not gpus:
         return ("cpu",) * number
     if number > len(gpus):
@@ -92,7 +126,7 @@ def _count(number: int, gpus: list[DeviceInfo]) -> tuple[str, ...]:
     return tuple(f"cuda:{gpu.index}" for gpu in sorted(emptiest, key=lambda gpu: gpu.index))
 
 
-def _named(part: str, text: str, gpus: list[DeviceInfo]) -> str:
+def _read(part: str, text: str) -> str:
     if part == "cpu":
         return part
     kind, _, index = part.partition(":")
@@ -101,10 +135,17 @@ def _named(part: str, text: str, gpus: list[DeviceInfo]) -> str:
             f"--devices {text!r}: expected a number, 'auto', 'cpu:N', or a list such as "
             f"'cuda:1,cuda:3'; {part!r} is none of these"
         )
-    if int(index) not in {gpu.index for gpu in gpus}:
-        here = ", ".join(f"cuda:{gpu.index}" for gpu in gpus) or "no GPU"
-        raise LaunchError(f"{part} is not there: this machine has {here} (see: onefold devices)")
-    return part
+    return f"cuda:{int(index)}"
+
+
+def _expect_there(names: Sequence[str]) -> None:
+    there = [f"cuda:{gpu.index}" for gpu in _gpus()] if names else []
+    for name in names:
+        if name not in there:
+            raise LaunchError(
+                f"{name} is not there: this machine has {', '.join(there) or 'no GPU'} "
+                f"(see: onefold devices)"
+            )
 
 
 def _positive(number: int, text: str) -> int:
@@ -114,21 +155,20 @@ def _positive(number: int, text: str) -> int:
 
 
 def _gpus() -> list[DeviceInfo]:
-    """As NVIDIA's driver lists them; none where there is no driver."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
+    """Those that programs see, in the order in which CUDA counts them.
+
+    Raises:
+        LaunchError: they cannot be listed.
+    """
+    allowed = visible_gpus()
+    if allowed is not None and allowed.split(",")[0].strip() in ("", "-1", "NoDevFiles"):
         return []
-    command = [tool, f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
-    try:
-        answer = subprocess.run(
-            command, capture_output=True, text=True, timeout=_QUERY_LIMIT_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    if answer.returncode != 0:
-        return []
-    rows = [[cell.strip() for cell in line.split(",")] for line in answer.stdout.splitlines()]
-    rows = _visible(sorted((row for row in rows if len(row) == 6), key=lambda row: row[1]))
+    if allowed is not None and "MIG-" in allowed:
+        return _gpus_of_torch(f"CUDA_VISIBLE_DEVICES={allowed} names parts of GPUs")
+    rows, failure = _ask_driver()
+    if rows is None:
+        there = _DRIVER.exists() or _DEVICE_NODE.exists()
+        return _gpus_of_torch(f"NVIDIA's driver is loaded and {failure}") if there else []
     return [
         DeviceInfo(
             index=index,
@@ -137,13 +177,76 @@ def _gpus() -> list[DeviceInfo]:
             total_bytes=_mebibytes(row[4]),
             free_bytes=_mebibytes(row[5]),
         )
-        for index, row in enumerate(rows)
+        for index, row in enumerate(_visible(rows, allowed))
     ]
 
 
-def _visible(rows: list[list[str]]) -> list[list[str]]:
+def _ask_driver() -> tuple[list[list[str]] | None, str]:
+    """Rows of `_QUERY` in the order of the bus, or None and why there are none."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None, "there is no nvidia-smi"
+    command = [tool, f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(
+            command, capture_output=True, text=True, timeout=_QUERY_LIMIT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return None, f"nvidia-smi did not answer within {_QUERY_LIMIT_S} s"
+    except OSError as error:
+        return None, f"nvidia-smi cannot be run ({error.strerror})"
+    if answer.returncode != 0:
+        said = _last_line(answer.stdout + answer.stderr)
+        return None, f"nvidia-smi ended with exit code {answer.returncode} ({said})"
+    rows = [[cell.strip() for cell in line.split(",")] for line in answer.stdout.splitlines()]
+    return sorted((row for row in rows if len(row) == 6), key=lambda row: row[1]), ""
+
+
+def _gpus_of_torch(why: str) -> list[DeviceInfo]:
+    """The GPUs that PyTorch sees, where the driver's list will not do.
+
+    Raises:
+        LaunchError: PyTorch cannot say, or sees none although there should be some.
+    """
+    command = [sys.executable, "-P", "-c", _ASK_TORCH]
+    try:
+        answer = subprocess.run(
+            command, capture_output=True, text=True, timeout=_TORCH_LIMIT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise _not_listed(why, f"asking PyTorch failed: {error}") from None
+    if answer.returncode != 0:
+        raise _not_listed(why, f"asking PyTorch failed: {_last_line(answer.stderr)}")
+    try:
+        said = json.loads(_last_line(answer.stdout))
+        built_for, rows = said["cuda"], [(str(n), int(t), int(f)) for n, t, f in said["gpus"]]
+    except (ValueError, KeyError, TypeError):
+        came = _last_line(answer.stdout)
+        raise _not_listed(why, f"expected PyTorch's answer as JSON, got {came!r}") from None
+    if not rows and (_DEVICE_NODE.exists() or "MIG-" in (visible_gpus() or "")):
+        hint = _last_line(answer.stderr) if built_for else "it was built without CUDA"
+        raise _not_listed(why, f"PyTorch sees no GPU ({hint or 'without a reason'})")
+    return [
+        DeviceInfo(index=index, kind="cuda", name=name, total_bytes=total, free_bytes=free)
+        for index, (name, total, free) in enumerate(rows)
+    ]
+
+
+def _not_listed(why: str, what: str) -> LaunchError:
+    return LaunchError(
+        f"{why}, and {what}. Mend the driver (nvidia-smi and torch.cuda.is_available() show "
+        f"whether it works), or compute on the processor: --devices cpu:N, or "
+        f"CUDA_VISIBLE_DEVICES= to hide the GPUs"
+    )
+
+
+def _last_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[-1].strip() if lines else ""
+
+
+def _visible(rows: list[list[str]], allowed: str | None) -> list[list[str]]:
     """Those that CUDA_VISIBLE_DEVICES lets a program see, in its order, as CUDA counts them."""
-    allowed = visible_gpus()
     if allowed is None:
         return rows
     seen = []

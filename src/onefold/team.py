@@ -14,7 +14,7 @@ from onefold.devices import cores
 from onefold.errors import LaunchError
 from onefold.membership import hush_and_report
 from onefold.memory import keep_memory
-from onefold.world import World
+from onefold.world import World, visible_gpus
 
 __all__ = ["Team", "form_team", "settle_process"]
 
@@ -118,9 +118,31 @@ def _launched(world: World, shards: int) -> tuple[torch.device, ...]:
             print(f"device {world.rank} is not needed: the batch has {shards} shards")
             sys.exit(0)
         return tuple(_checked(torch.device(name)) for name in names)
-    if torch.cuda.is_available() and torch.cuda.device_count() >= world.local_size:
-        return tuple(torch.device("cuda", rank % world.local_size) for rank in range(world.size))
-    return (torch.device("cpu"),) * world.size
+    seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if seen == 0:
+        return (torch.device("cpu"),) * world.size
+    if seen >= world.local_size:
+        first = world.rank - world.local_rank  # ranks of a host follow one another
+        indices = ((rank - first) % world.local_size for rank in range(world.size))
+        return tuple(torch.device("cuda", index) for index in indices)
+    if seen == 1 and _shows_one_gpu(visible_gpus()):
+        return (torch.device("cuda", 0),) * world.size
+    raise LaunchError(
+        f"expected a GPU for each of the {world.local_size} processes that the launcher started on "
+        f"this host; process {world.rank} sees {seen}. Start as many processes as there are GPUs "
+        f"(torchrun --nproc-per-node {seen}), let every process see all GPUs or exactly its own "
+        f"(CUDA_VISIBLE_DEVICES), or hide them from all to compute on the processor "
+        f"(CUDA_VISIBLE_DEVICES=)"
+    )
+
+
+def _shows_one_gpu(visible: str | None) -> bool:
+    """Whether the launcher, or the script, lets each process see its own GPU and no other.
+
+    That two processes do not share one is left to NCCL, which refuses it: from one process it
+    cannot be seen.
+    """
+    return visible is not None and len([name for name in visible.split(",") if name.strip()]) == 1
 
 
 def _listed(chosen: object) -> list[object]:

@@ -1,0 +1,338 @@
+"""Tells from the graph of a loss what it is, where onefold would read it as something else.
+
+A tensor does not say what it was divided by. A scalar is read as the mean over the shard's samples,
+and (n,) values are divided by n; a sum, or a mean by class weights or by targets that are not
+ignored, gives the same bits on any number of devices and a loss that nobody meant. The node of
+autograd that made the tensor often knows: `inspect_loss` looks at it, and speaks only where it is
+sure of what it saw. Sums that were written out by hand can only be guessed at (``maybe-sum``).
+
+The attributes of nodes that begin with ``_saved_`` are not promised by PyTorch. Where one is
+missing, nothing is found, and ``tests/test_losscheck.py`` fails.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+__all__ = ["FindingKind", "LossFinding", "inspect_loss"]
+
+FindingKind = Literal[
+    "sum", "maybe-sum", "weights", "ignored", "tokens", "weights-none", "ignored-none"
+]
+
+_NODES_LOOKED_AT = 48
+_MEAN, _SUM = 1, 2
+"""As PyTorch counts reductions; 0 is none."""
+
+_LOSSES = {
+    "BinaryCrossEntropyBackward0": "binary_cross_entropy",
+    "BinaryCrossEntropyWithLogitsBackward0": "binary_cross_entropy_with_logits",
+    "HuberLossBackward0": "huber_loss",
+    "MseLossBackward0": "mse_loss",
+    "MultiMarginLossBackward0": "multi_margin_loss",
+    "MultilabelMarginLossBackward0": "multilabel_margin_loss",
+    "NllLoss2DBackward0": "cross_entropy",
+    "NllLossBackward0": "cross_entropy",
+    "SmoothL1LossBackward0": "smooth_l1_loss",
+    "SoftMarginLossBackward0": "soft_margin_loss",
+}
+_OF_CLASSES = {"NllLossBackward0", "NllLoss2DBackward0"}
+_SUMS = {"SumBackward0", "SumBackward1"}
+_ADDING = ("AddBackward", "SubBackward", "StackBackward")
+_REDUCED = {*_SUMS, "MeanBackward0"}
+_SAME_VALUES = {
+    "AliasBackward0",
+    "CloneBackward0",
+    "NegBackward0",
+    "ReshapeAliasBackward0",
+    "SqueezeBackward0",
+    "SqueezeBackward1",
+    "SqueezeBackward2",
+    "ToCopyBackward0",
+    "UnsafeViewBackward0",
+    "UnsqueezeBackward0",
+    "ViewBackward0",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LossFinding:
+    """A loss that is not what onefold would read it as."""
+
+    kind: FindingKind
+    seen: str
+    """What the tensor is, as far as its graph shows."""
+    reading: str
+    """What onefold makes of it."""
+    advice: str
+    """What to write instead."""
+
+    @property
+    def text(self) -> str:
+        """All of it, to go after the name of the loss and a verb."""
+        return f"{self.seen}. {self.reading}. {self.advice}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A node of the graph, and what lies between it and the result."""
+
+    node: Any
+    whole: bool = True
+    """It is the result, and not one of several that are added up."""
+    divisor: float | None = None
+    """What it was divided by, if it was; not a number where only a GPU knows."""
+
+
+def inspect_loss(result: object, samples: int) -> LossFinding | None:
+    """Say what a loss is, where it is not what onefold would read it as.
+
+    Where the loss has targets of classes, one number is read from its device.
+
+    Args:
+        result: what a loss returned for a shard; whatever is not a tensor has no finding.
+        samples: n, of the shard.
+
+    Returns:
+        The first thing that was found, or None.
+
+    >>> outputs = torch.zeros(4, 2, requires_grad=True)
+    >>> loss = torch.nn.functional.mse_loss(outputs, torch.ones(4, 2), reduction="sum")
+    >>> inspect_loss(loss, 4).kind
+    'sum'
+    >>> inspect_loss(loss / 4, 4)
+    """
+    if not isinstance(result, torch.Tensor) or result.grad_fn is None or samples < 1:
+        return None
+    scalar = result.dim() == 0
+    for place in _places(result.grad_fn, samples, scalar=scalar):
+        found = _inspect_scalar(place, samples) if scalar else _inspect_values(place)
+        if found is not None:
+            return found
+    return None
+
+
+def _places(node: Any, samples: int, *, scalar: bool) -> Iterator[_Place]:
+    """The nodes whose values the result consists of, but for signs, factors and shapes."""
+    waiting = [_Place(node)]
+    for _ in range(_NODES_LOOKED_AT):
+        if not waiting:
+            return
+        place = waiting.pop()
+        name = place.node.name()
+        inner = [child for child, _ in place.node.next_functions if child is not None]
+        if _keeps_values(place.node, scalar=scalar):
+            waiting += [replace(place, node=child) for child in inner]
+        elif name.startswith(_ADDING) or (scalar and _adds_losses(place.node, samples)):
+            waiting += [replace(place, node=child, whole=False) for child in reversed(inner)]
+        elif name.startswith(("MulBackward", "DivBackward")):
+            number = _number_beside(place.node)
+            if number is not None and len(inner) == 1:
+                divisor = number if name.startswith("Div") else _inverse(number, samples)
+                waiting.append(replace(place, node=inner[0], divisor=_times(place, divisor)))
+        else:
+            yield place
+
+
+def _keeps_values(node: Any, *, scalar: bool) -> bool:
+    """Whether it changes signs or shapes, or averages each sample's own values."""
+    name = node.name()
+    if not scalar:
+        return name in _SAME_VALUES or name == "MeanBackward1"
+    return name in _SAME_VALUES or (name in _REDUCED and _numel_of(node) == 1)
+
+
+def _adds_losses(node: Any, samples: int) -> bool:
+    """Whether it adds up or averages several losses that are stacked, and not the samples."""
+    inner = node.next_functions[0][0] if node.name() in _REDUCED else None
+    if inner is None or inner.name() != "StackBackward0":
+        return False
+    return len(inner.next_functions) == _numel_of(node) != samples
+
+
+def _times(place: _Place, divisor: float) -> float | None:
+    if abs(divisor) <= 1.0:
+        return place.divisor  # a scale and no count
+    return divisor if place.divisor is None else divisor * place.divisor
+
+
+def _inverse(factor: float, samples: int) -> float:
+    """What a factor divides by where it is one over a count of samples; otherwise it scales."""
+    divisor = 1 / abs(factor) if factor else math.nan
+    return divisor if math.isnan(divisor) or _is_multiple(divisor, samples) else 1.0
+
+
+def _inspect_scalar(place: _Place, samples: int) -> LossFinding | None:
+    name = place.node.name()
+    reduction = _saved(place.node, "reduction") if name in _LOSSES else None
+    if reduction == _SUM and place.divisor is None:
+        return _sum(_function(place.node), samples)
+    if reduction == _SUM:
+        return _quotient(place.divisor, samples, _function(place.node))
+    if reduction == _MEAN and name in _OF_CLASSES:
+        return _inspect_mean_of_classes(place.node, samples)
+    if not place.whole:
+        return None  # most likely a penalty on the parameters, the same in every shard
+    if name == "MeanBackward0":
+        return _average(_numel_of(place.node) or None, samples, "values")
+    if name in _SUMS and _numel_of(place.node) > 1:
+        if place.divisor is None:
+            return _maybe_sum(samples)
+        return _quotient(place.divisor, samples, None)
+    return None
+
+
+def _inspect_mean_of_classes(node: Any, samples: int) -> LossFinding | None:
+    function = _function(node)
+    if _saved(node, "weight") is not None:
+        seen = f"a mean by class weights ({_shown(function)} with weight=)"
+        return _mean_by("weights", seen, function)
+    targets, counted = _saved(node, "target"), _saved(node, "total_weight")
+    if targets is None or counted is None:
+        return None
+    ignored = targets.numel() - int(counted)
+    if ignored > 0:
+        seen = f"a mean over targets of which {ignored} are ignored ({_shown(function)})"
+        return _mean_by("ignored", seen, function)
+    return _average(targets.numel(), samples, "targets", function)
+
+
+def _inspect_values(place: _Place) -> LossFinding | None:
+    """Of (n,) values."""
+    if place.node.name() not in _OF_CLASSES or _saved(place.node, "reduction") != 0:
+        return None
+    function = _function(place.node)
+    if _saved(place.node, "weight") is not None:
+        seen = f"one value a sample scaled by class weights ({_shown(function)} with weight=)"
+        return _values("weights-none", seen, "the sum of their weights", function)
+    targets, index = _saved(place.node, "target"), _saved(place.node, "ignore_index")
+    if targets is None or index is None:
+        return None
+    index = index - 2**64 if index >= 2**63 else index  # nodes hand it over without its sign
+    if not bool((targets == index).any()):
+        return None
+    seen = f"one value a sample with ignored targets among them ({_shown(function)})"
+    return _values("ignored-none", seen, "those that are not ignored", function)
+
+
+def _quotient(divisor: float | None, samples: int, function: str | None) -> LossFinding | None:
+    if divisor is None or not math.isfinite(divisor) or _is_multiple(abs(divisor), samples):
+        return None
+    return _tokens(f"a scalar divided by {abs(divisor):g}", samples, function)
+
+
+def _average(
+    count: int | None, samples: int, of: str, function: str | None = None
+) -> LossFinding | None:
+    if count is None or _is_multiple(count, samples):
+        return None
+    return _tokens(f"a mean over {count} {of}", samples, function)
+
+
+def _is_multiple(count: float, samples: int) -> bool:
+    """Whether every sample may have the same share in it: one value, or a fixed number of them."""
+    share = count / samples
+    return share > 0.5 and math.isclose(share, round(share), rel_tol=1e-5)
+
+
+def _tokens(seen: str, samples: int, function: str | None) -> LossFinding:
+    loss = f"onefold.losses.{function}(...) or " if function else ""
+    return LossFinding(
+        "tokens",
+        f"{seen}, which is no multiple of the shard's {samples} samples",
+        "onefold weighs a scalar by the samples of its shard, so that a value counts more the "
+        "fewer there are in its shard",
+        f"Return {loss}onefold.Mean(total, weight), where the weight is what the total is to be "
+        f"divided by over the whole batch",
+    )
+
+
+def _sum(function: str, samples: int) -> LossFinding:
+    return LossFinding(
+        "sum",
+        f"a sum over the shard ({_shown(function)} with reduction='sum')",
+        f"onefold reads a scalar as the mean over the shard's {samples} samples, so that loss and "
+        f"gradient become as many times too small as the batch has shards",
+        f"Return onefold.losses.{function}(..., reduction='sum') or onefold.Sum(total) for a sum "
+        f"over the batch, and the loss with reduction='none' for a mean",
+    )
+
+
+def _maybe_sum(samples: int) -> LossFinding:
+    return LossFinding(
+        "maybe-sum",
+        "a scalar that was added up and not divided",
+        f"onefold reads a scalar as the mean over the shard's {samples} samples; were it a sum "
+        f"over them, loss and gradient would become as many times too small as the batch has "
+        f"shards",
+        "Return onefold.Sum(total) if it is a sum over the batch, onefold.Mean(total, weight) if "
+        "it is to be divided, or one value a sample",
+    )
+
+
+def _mean_by(kind: FindingKind, seen: str, function: str) -> LossFinding:
+    return LossFinding(
+        kind,
+        seen,
+        "onefold weighs a scalar by the samples of its shard and not by what it was divided by, so "
+        "that the loss is not that of the whole batch",
+        f"Return onefold.losses.{function}(...) with the same arguments, which hands over the "
+        f"total and what it is to be divided by",
+    )
+
+
+def _values(kind: FindingKind, seen: str, instead_of: str, function: str) -> LossFinding:
+    return LossFinding(
+        kind,
+        seen,
+        f"onefold divides the values by the number of samples and not by {instead_of}, as "
+        f"reduction='mean' does",
+        f"Return onefold.losses.{function}(...) with the same arguments and without "
+        f"reduction='none'; to divide by the number of samples, return "
+        f"onefold.Mean(losses.sum(), len(losses))",
+    )
+
+
+def _function(node: Any) -> str:
+    """The name of the loss that made a node; of classes, ``nll_loss`` makes the same one."""
+    return _LOSSES[node.name()]
+
+
+def _shown(function: str) -> str:
+    return "cross_entropy or nll_loss" if function == "cross_entropy" else function
+
+
+def _number_beside(node: Any) -> float | None:
+    """What a product or a quotient has beside what comes from the model.
+
+    None where it is no number; not a number where reading it would wait for a GPU.
+    """
+    kept = [_saved(node, "other"), _saved(node, "self")]
+    numbers = [value for value in kept if value is not None]
+    if len(numbers) != 1:
+        return None
+    number = numbers[0]
+    if not isinstance(number, torch.Tensor):
+        return float(number) if isinstance(number, int | float) else None
+    if number.dim() != 0:
+        return None
+    return float(number) if number.device.type == "cpu" else math.nan
+
+
+def _numel_of(node: Any) -> int:
+    """How many values a sum or a mean is of."""
+    sizes = _saved(node, "self_sym_sizes")
+    return math.prod(sizes) if sizes is not None else 0
+
+
+def _saved(node: Any, name: str) -> Any:
+    """What a node keeps for backward; None where it keeps no such thing, or has given it up."""
+    try:
+        return getattr(node, f"_saved_{name}", None)
+    except RuntimeError:  # the script has been through backward already
+        return None
