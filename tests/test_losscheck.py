@@ -265,8 +265,8 @@ def test_a_finding_says_what_it_is_and_what_to_write(
     assert [word for word in words if word not in finding.text] == []
 
 
-def test_a_sum_of_eight_shards_is_eight_times_too_small_as_the_finding_says() -> None:
-    """Which is what the finding is for: the engine reads the scalar as a mean."""
+def test_a_sum_that_would_be_eight_times_too_small_is_refused() -> None:
+    """The engine reads a scalar as a mean; with one shard, that is what it is."""
     x, y = torch.randn(16, 3, dtype=torch.float64), torch.randn(16, 1, dtype=torch.float64)
 
     def loss(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -275,7 +275,12 @@ def test_a_sum_of_eight_shards_is_eight_times_too_small_as_the_finding_says() ->
     model = torch.nn.Linear(3, 1, dtype=torch.float64)
     whole = loss(model, (x, y))
     trainer = onefold.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.0), loss, shards=8)
-    assert float(trainer.step((x, y)).loss) == pytest.approx(whole.item() / 8, rel=1e-12)
+    with pytest.raises(onefold.errors.LossError, match="step 1, shard 0 is a sum over the shard"):
+        trainer.step((x, y))
+    other = torch.nn.Linear(3, 1, dtype=torch.float64)
+    other.load_state_dict(model.state_dict())
+    alone = onefold.Trainer(other, torch.optim.SGD(other.parameters(), lr=0.0), loss, shards=1)
+    assert float(alone.step((x, y)).loss) == pytest.approx(whole.item(), rel=1e-12)
     finding = inspect_loss(loss(model, (x[:2], y[:2])), 2)
     assert isinstance(finding, LossFinding)
     assert "as many times too small as the batch has shards" in finding.reading

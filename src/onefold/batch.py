@@ -57,6 +57,7 @@ class ShardedBatch:
     """Number of the loader that made it; -1 if a script cut it itself."""
     data_digest: int = 0
     """Of the data set, alike where the data are; 0 where no loader computed it."""
+    digest: int = 0
 
     @property
     def pass_number(self) -> int:

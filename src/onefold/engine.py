@@ -318,7 +318,8 @@ class Engine:
         task = ShardTask(self._loss, self.seed, number, self._parts.modes.read())
         if self._alone:
             self._guard.note()  # what the user has changed since the last step is the user's affair
-        with self._computing(), self._outside.noting(wanted=due):
+        watched = due and not self._compilers.compiled  # hooks for all would make it compile anew
+        with self._computing(), self._outside.noting(wanted=watched):
             while True:
                 if self._several_terms and batch.plan.shards > 1:
                     task = replace(task, divisors=self._trade_divisors(batch, task))

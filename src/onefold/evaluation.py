@@ -104,8 +104,8 @@ class _Tally:
         if self.names and names != self.names:
             before = list(dict.fromkeys(name.removesuffix(_UNDIVIDED) for name in self.names))
             raise DisagreementError(
-                f"{where}: the score function returned {list(values)}, and {before} before; expected "
-                f"the same names, and terms of the same kind, for every shard"
+                f"{where}: the score function returned {list(values)}, and {before} before; "
+                f"expected the same names, and terms of the same kind, for every shard"
             )
         self.names = names
         parts = [part for _, part in found]

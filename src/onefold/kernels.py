@@ -45,19 +45,20 @@ class Compilers:
                     f"that a device has met, and so on the number of devices. Compile it without, "
                     f"or with dynamic=False"
                 )
-        self._compiled = bool(compiled)
+        self.compiled = bool(compiled)
+        """Whether ``torch.compile`` has a part in the model or its loss."""
         self._scripted = any(isinstance(m, torch.jit.ScriptModule) for m in module.modules())
 
     @contextmanager
     def settled(self) -> Iterator[None]:
         """Shapes are fixed in here; a limit that is hit is an error, not other code."""
-        if not (self._compiled or self._scripted):
+        if not (self.compiled or self._scripted):
             yield
             return
         with ExitStack() as stack:
             if self._scripted:
                 stack.enter_context(torch.jit.optimized_execution(False))  # type: ignore[attr-defined]
-            if self._compiled:
+            if self.compiled:
                 from torch._dynamo import config
 
                 settings: dict[str, Any] = {

@@ -24,6 +24,7 @@ from onefold.exchange.base import Exchange
 from onefold.flat import FlatTensors
 from onefold.fold import Block, blocks_of, fold
 from onefold.gradients import Gradients, add_gradients, drop_gradients, take_gradients
+from onefold.losswatch import LossWatch
 from onefold.mean import Contribution, weigh
 from onefold.modes import Modes
 from onefold.randomness import derive_seed, seed_generators
@@ -94,6 +95,7 @@ class Replica:
         self.other = other
         self.buffers = buffers
         self.watch = Stopwatch(device)
+        self.loss_watch = LossWatch()
         self._names = list(parts.trained)
         self._parameters = list(parts.trained.values())
         views = [*zip(parts.trained, trained.views, strict=True)]
@@ -191,6 +193,13 @@ class Replica:
             result = task.loss(self.module, payload)
             self._refuse_leftovers(where)
             part = weigh(result, batch.size_of(shard), f"the loss of {where}")
+            self.loss_watch.look(
+                result,
+                samples=batch.size_of(shard),
+                shards=batch.plan.shards,
+                step=task.step,
+                where=where,
+            )
             if part.kind == "means":
                 part = self._of_one_divisor(part, batch, task)
             middle = watch.now()
