@@ -573,7 +573,8 @@ class Trainer:
             cut = self._checked_batch(batch)
         else:
             own = [s for number in self._team.own for s in self._plan.shards_of(number)]
-            cut = cut_batch(batch, self._plan, own, self._position.epoch)
+            others = len(self._team.devices) > len(self._team.own)
+            cut = cut_batch(batch, self._plan, own, self._position.epoch, digest=others)
         if cut.samples == 0:
             raise ValueError("the batch is empty: expected at least one sample")
         return cut
