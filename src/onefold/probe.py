@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from onefold.fingerprint import fingerprint_of, named_tensors, tensor_digests
 from onefold.flat import same_bits
+from onefold.names import own_name
 from onefold.record import append_line
 
 __all__ = ["Probe"]
@@ -39,6 +40,7 @@ class Probe:
         digests = tensor_digests(tensors)
         line: dict[str, Any] = {"step": step, "loss": loss, "digests": digests}
         line["fingerprint"] = fingerprint_of(digests)
+        line["parameters"] = [own_name(name) for name, _ in module.named_parameters()]
         kept = self._folder / f"trainer-{self._trainer}-step-{step}.safetensors"
         if self._records:
             save_file({n: t.cpu().contiguous().clone() for n, t in tensors.items()}, kept)

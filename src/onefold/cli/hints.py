@@ -66,7 +66,8 @@ def hints_of(step: int, reference: _States, other: _States) -> list[str]:
             f"sees how many this device computed before it. Register it as a buffer, or set it "
             f"between steps"
         )
-    globals_ = _listed(name for run in (reference, other) for name in _uneven(run))
+    uneven = dict(reversed([*_uneven(reference), *_uneven(other)]))  # the first step of each
+    globals_ = _listed(f"{name} before step {step}" for name, step in uneven.items())
     if globals_:
         hints.append(
             f"{globals_}: it was drawn from between steps on some devices and not on others (under "
@@ -76,7 +77,7 @@ def hints_of(step: int, reference: _States, other: _States) -> list[str]:
     return hints
 
 
-def _uneven(run: _States) -> Iterator[str]:
+def _uneven(run: _States) -> Iterator[tuple[str, int]]:
     """Global generators whose state changed between two steps on some devices only."""
     if len(run) < 2:
         return
@@ -85,12 +86,12 @@ def _uneven(run: _States) -> Iterator[str]:
             digests = {row.states[name] for row in rows}
             # Others are seeded by the system until a script seeds them.
             if name.startswith("torch") and len(digests) > 1:
-                yield f"{name} before step {rows[0].step}"
+                yield name, rows[0].step
     for before, after in _pairs([*zip(*run.values(), strict=False)]):
         for name in after[0].states:
             changed = {b.states[name] != a.states[name] for b, a in zip(before, after, strict=True)}
             if len(changed) > 1 and not name.startswith("torch"):
-                yield f"{name} before step {after[0].step}"
+                yield name, after[0].step
 
 
 def _pairs(rows: Sequence[tuple[State, ...]]) -> Iterable[tuple[tuple[State, ...], ...]]:

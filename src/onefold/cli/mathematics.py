@@ -56,9 +56,7 @@ def _report(
             "[yellow]The loss cannot be computed in evaluation mode[/]: dropout and batch norm "
             "alone were in it."
         )
-    causes = {(c["kind"], c["text"]): None for line in lines for c in line["causes"]}
-    errors = [text for kind, text in causes if kind == "error"]
-    notes = [text for kind, text in causes if kind == "note"]
+    errors, notes = _causes(lines, "error"), _causes(lines, "note")
     if not errors and not notes:
         console.print(
             f"[bold green]The mathematics{who} agree[/]: {about['shards']} shards and one give the "
@@ -80,12 +78,12 @@ def _report_errors(
     who: str,
     errors: Sequence[str],
 ) -> None:
-    first = next(line for line in lines if line["causes"])
+    first = next(line for line in lines if any(c["kind"] == "error" for c in line["causes"]))
     function = escape(about["function"])
     if _largest(first) > about["tolerance"]:
         console.print(
-            f"[bold red]The mathematics{who} differ[/], first in step {first['step']}: the loss "
-            f"{function} is {first['loss']:.9g} with {first['shards']} shards and "
+            f"[bold red]The mathematics{who} differ[/], first in step {first['step']}: the loss, "
+            f"{function}, is {first['loss']:.9g} with {first['shards']} shards and "
             f"{first['alone']:.9g} with one{_quotient(first)}; the gradient of {first['worst']} "
             f"differs by {first['worst_difference']:.3g} of its norm."
         )
@@ -96,6 +94,12 @@ def _report_errors(
         )
     for text in errors:
         console.print(f"Likely cause: {escape(text.rstrip('.'))}.")
+
+
+def _causes(lines: Sequence[dict[str, Any]], kind: str) -> list[str]:
+    """Of the first step that has any: it was looked at closely, those that follow were not."""
+    every = ([c["text"] for c in line["causes"] if c["kind"] == kind] for line in lines)
+    return next((texts for texts in every if texts), [])
 
 
 def _largest(line: dict[str, Any]) -> float:

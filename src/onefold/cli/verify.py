@@ -237,8 +237,8 @@ def _judge(
         return _DIFFER
     if not done:
         console.print(
-            f"[yellow]Trainer {trainer} made no step[/] while another made "
-            f"{compare.steps}: it was not compared."
+            f"[yellow]Trainer {trainer} made no step[/] while the others made theirs: it was not "
+            f"compared."
         )
         return _AGREE
     if _nothing_trained(console, runs[0].trainers[trainer], who):
@@ -249,7 +249,8 @@ def _judge(
 
 def _nothing_trained(console: Console, lines: Sequence[dict[str, Any]], who: str) -> bool:
     """Whether the loss was 0 all along; one that is not may have a learning rate of 0."""
-    if lines[0]["digests"] != lines[-1]["digests"]:
+    first, last = lines[0]["digests"], lines[-1]["digests"]
+    if any(first[name] != last[name] for name in lines[0]["parameters"]):
         return False
     if all(line["loss"] == 0 for line in lines[1:]):
         console.print(

@@ -134,7 +134,8 @@ class Verifying:
                     yield plain
         if self._mathematics is not None:
             limit = tolerance_of(self._engine.replicas[0].module)
-            causes = causes_of(found, self._state.attributes, limit)
+            state = self._state
+            causes = causes_of(found, state.attributes, state.generators, limit)
             line: dict[str, Any] = {"step": self._steps, **asdict(found)}
             line["causes"] = [asdict(cause) for cause in causes]
             append_line(self._path("mathematics"), line)

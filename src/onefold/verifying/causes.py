@@ -13,7 +13,15 @@ __all__ = ["Cause", "causes_of"]
 
 _NEVER_THE_MEAN = ("weights-none", "ignored-none")
 """Findings that the numbers cannot show: they are the same with any number of shards."""
-_OF_NUMBERS = ("sum", "weights", "ignored", "tokens", "maybe-sum")
+_ANY = ("mean", "sum", "weighted", "dependent", "unclear")
+_SEEN_IN = {
+    "sum": _ANY,
+    "weights": _ANY,
+    "ignored": _ANY,
+    "tokens": ("weighted", "mean", "unclear"),
+    "maybe-sum": ("sum",),
+}
+"""By kind of finding: with which numbers it is believed; what is certain, with all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,17 +33,20 @@ class Cause:
     text: str
 
 
-def causes_of(found: Comparison, attributes: Sequence[str], tolerance: float) -> list[Cause]:
+def causes_of(
+    found: Comparison, attributes: Sequence[str], generators: Sequence[str], tolerance: float
+) -> list[Cause]:
     """The likely causes, most likely first; none where nothing differs.
 
     Args:
         found: what the step showed.
-        attributes: of modules that the forward pass changed.
+        attributes: of modules that the step changed.
+        generators: of the script's own that the step changed.
         tolerance: relative.
     """
     causes = [Cause("error", text) for text in _sure(found)]
     if _differs(found, tolerance):
-        likely = list(_of_the_numbers(found, attributes))
+        likely = [*_of_the_state(found, attributes, generators), *_of_the_numbers(found)]
         causes += [Cause("error", text) for text in likely]
         if not causes and found.unmatched:
             causes.append(Cause("note", _random(found)))
@@ -56,7 +67,26 @@ def _sure(found: Comparison) -> Iterator[str]:
         yield f"the loss is {found.finding.text}"
 
 
-def _of_the_numbers(found: Comparison, attributes: Sequence[str]) -> Iterator[str]:
+def _of_the_state(
+    found: Comparison, attributes: Sequence[str], generators: Sequence[str]
+) -> Iterator[str]:
+    if found.repeats:
+        return
+    for words, why in (
+        (generators, "a generator of its own, which no seed of the step reaches"),
+        (attributes, "changed while the loss is computed, and no buffer"),
+    ):
+        if words:
+            yield f"{', '.join(words)}: {why}, so that the same samples give another loss each time"
+    if not generators and not attributes:
+        yield (
+            "the same samples give another loss when it is computed again: the loss keeps "
+            "something from call to call, or draws from a generator that is not the global one of "
+            "torch, random or NumPy"
+        )
+
+
+def _of_the_numbers(found: Comparison) -> Iterator[str]:
     if found.time_first:
         yield (
             f"the batch was cut along time: {', '.join(found.time_first)} takes time in the first "
@@ -64,8 +94,8 @@ def _of_the_numbers(found: Comparison, attributes: Sequence[str]) -> Iterator[st
             f"first one that is cut into shards. Make the samples the first dimension of every "
             f"tensor of the batch, and use batch_first=True or transpose in the model"
         )
-    finding = found.finding if found.finding and found.finding.kind in _OF_NUMBERS else None
-    if finding is not None and not (finding.kind == "maybe-sum" and found.relation != "sum"):
+    finding = found.finding
+    if finding is not None and found.relation in _SEEN_IN.get(finding.kind, ()):
         yield f"the loss is {finding.text}"
     elif found.relation == "sum":
         yield (
@@ -79,21 +109,20 @@ def _of_the_numbers(found: Comparison, attributes: Sequence[str]) -> Iterator[st
             "pixels, weights of classes, or targets that are not ignored): return "
             "onefold.Mean(total, weight), or the loss from onefold.losses, which knows its divisor"
         )
-    if found.time_first or finding is not None:
-        return
-    if found.relation == "dependent" and found.ordered:
+    by_chance = bool(found.unmatched)
+    if found.relation == "dependent" and not found.time_first and not by_chance:
+        yield from _dependent(found)
+
+
+def _dependent(found: Comparison) -> Iterator[str]:
+    if found.ordered:
         yield from _ordered(found)
-    elif found.relation == "dependent":
+    else:
         yield (
             "a sample's loss depends on the other samples of its batch (a contrastive loss, "
             "negatives from the batch, a norm or a mean over the batch, padding that is not masked "
             "out), and a shard has only its own samples: with V shards that is another loss, of "
             "batches V times smaller. Compute it from each sample alone, or use shards=1"
-        )
-    if attributes:
-        yield (
-            f"the forward pass changes {', '.join(attributes)}, which is no buffer: what a shard "
-            f"computes depends on how many were computed before it"
         )
 
 

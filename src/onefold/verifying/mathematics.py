@@ -65,6 +65,8 @@ class Comparison:
     returned: str = ""
     """What the loss returned: a scalar, one value a sample, Mean, ..."""
     finding: LossFinding | None = None
+    repeats: bool = True
+    """The same samples with the same random numbers give the same loss a second time."""
     relation: Relation = "mean"
     ordered: bool = False
     """The loss changes where the samples change places."""
@@ -200,7 +202,7 @@ class Mathematics:
             self._alone_after = KeptBuffers(self._model)
             start.put_back()
             _drop_gradients(self._model)
-        self._inspect(found.result, samples)
+        self._whole_finding = inspect_loss(found.result, samples)
         self._alone = found
         self._comparison.alone = found.loss
         self._comparison.returned = _words_of(found.result)
@@ -226,6 +228,7 @@ class Mathematics:
         """Called by the engine when the folded gradient is there, before clipping and update."""
         board, found = self._engine.exchange.board, self._comparison
         totals = board.totals.cpu()
+        found.finding = found.finding or self._whole_finding
         found.loss = float(fold_shards(list(totals.unbind()), torch.add)) / weight
         found.loss_difference = self._relative_loss(float(totals.abs().sum()) / weight)
         self._compare_gradients()
@@ -296,12 +299,22 @@ class Mathematics:
         if found.own_batch:
             found.second = second_dimension(self._whole.payload(range(found.samples)))
         try:
-            found.relation = self._relation()
-            if found.relation in ("dependent", "unclear"):
+            found.repeats = self._repeats()
+            found.relation = self._relation() if found.repeats else "unclear"
+            if found.repeats and found.relation in ("dependent", "unclear"):
                 found.ordered = self._depends_on_order()
         except Exception as error:
             found.relation = "unclear"
             found.trouble = f"of a part of the batch: {type(error).__name__}: {error}"
+
+    def _repeats(self) -> bool:
+        with torch.no_grad():
+            again = self._evaluate_again(range(self._comparison.samples)).loss
+        return math.isclose(again, self._comparison.alone, rel_tol=tolerance_of(self._model))
+
+    def _evaluate_again(self, rows: Sequence[int]) -> _Evaluation:
+        self._start.put_back()
+        return self._evaluate(rows)
 
     def _relation(self) -> Relation:
         part = self._alone.part
@@ -329,7 +342,10 @@ class Mathematics:
             "C": range(2 * third, samples),
         }
         with torch.no_grad():
-            losses = {p: self._evaluate([r for one in p for r in rows[one]]).loss for p in PARTS}
+            losses = {
+                part: self._evaluate_again([r for one in part for r in rows[one]]).loss
+                for part in PARTS
+            }
         counts = {part: len(each) for part, each in rows.items()}
         return relation_of(losses, counts, max(1e-7, tolerance_of(self._model)))
 
@@ -337,7 +353,7 @@ class Mathematics:
         generator = torch.Generator().manual_seed(0)
         order = torch.randperm(self._comparison.samples, generator=generator).tolist()
         with torch.no_grad():
-            mixed = self._evaluate(order).loss
+            mixed = self._evaluate_again(order).loss
         limit = max(1e-7, tolerance_of(self._model))
         return not math.isclose(mixed, self._comparison.alone, rel_tol=limit)
 
