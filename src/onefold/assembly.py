@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import platform
 from collections.abc import Mapping, Sequence
@@ -32,6 +33,9 @@ from onefold.team import Team
 from onefold.update import OwnedPiece, SpanOptimizer, updates_by_element
 
 __all__ = ["Settings", "assemble"]
+
+_log = logging.getLogger("onefold")
+_HASHES = "a hash"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,6 +268,7 @@ def _surroundings(device: torch.device) -> dict[str, str]:
     """What bits depend on beside the script: threads, libraries, processors and their settings."""
     said = {
         "the kind of device": device.type,
+        _HASHES: str(hash("onefold")),
         "the version of onefold": version("onefold"),
         "the version of torch": torch.__version__,
         "the version of numpy": np.__version__,
@@ -310,6 +315,11 @@ def _compare_all(descriptions: Sequence[bytes]) -> None:
         if text == descriptions[0]:
             continue
         other: dict[str, str] = json.loads(text)
+        if lead.pop(_HASHES, None) != other.pop(_HASHES, None):
+            _log.warning(
+                "the processes of this run hash text differently, so that sets have another order "
+                "in each: if anything depends on it, set PYTHONHASHSEED=0 for all of them"
+            )
         for what in {**lead, **other}:
             if lead.get(what) != other.get(what):
                 raise DisagreementError(

@@ -120,6 +120,22 @@ class BufferSet:
                 self.flat.views[index].copy_(self.places.checked(index, tensor))
                 tensor.data = self.flat.views[index]
 
+    def check_shapes(self) -> None:
+        """Refuse a buffer that the module has begun to resize, which its memory does not allow.
+
+        PyTorch then raises, and leaves the tensor with a shape that it has no memory for.
+
+        Raises:
+            StateError: there is one; it has its memory again.
+        """
+        for index, (tensor, view) in enumerate(
+            zip(self.places.tensors, self.flat.views, strict=True)
+        ):
+            if tensor.shape != view.shape:
+                came = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+                tensor.data = view
+                self.places.checked(index, came)
+
     def _changed(self) -> list[int]:
         """Which buffers do not have the bits they started with; on a GPU, which may not have.
 

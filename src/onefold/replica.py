@@ -227,6 +227,7 @@ class Replica:
             yield where
         except Exception as error:
             error.add_note(f"raised in {where}, on device {self.number} ({self.device})")
+            self.buffers.check_shapes()
             raise
 
     def _refuse_leftovers(self, where: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -39,6 +40,8 @@ from onefold.verifying import Verifying
 from onefold.world import current_world
 
 __all__ = ["Trainer"]
+
+_log = logging.getLogger("onefold")
 
 
 class Trainer:
@@ -138,6 +141,7 @@ class Trainer:
         self._checkpoints = Checkpoints(
             self._engine, settings, self._team, self._position, schedule
         )
+        self._check_can_be_saved()
         self._progress = directory.progress() if (directory := self._world.run_directory) else None
         with self._telling_others():
             self._autosave = Autosave.of(
@@ -534,6 +538,16 @@ class Trainer:
         self._left = True
         self._engine.exchange.close()
 
+    def _check_can_be_saved(self) -> None:
+        """At the start, where nothing is lost yet; a run that saves nothing may go on."""
+        try:
+            self._checkpoints.check_can_be_saved()
+        except TypeError as error:
+            if self._world.checkpoint:
+                raise
+            if self.is_lead:
+                _log.warning("trainer.save will refuse this run: %s", error)
+
     def _data_call(self, call: Call, batches: Loader, batch_size: int) -> DataCall:
         return DataCall(call, self.steps + 1, batches.track.size.samples, batch_size)
 
@@ -566,7 +580,8 @@ class Trainer:
             cut = self._checked_batch(batch)
         else:
             own = [s for number in self._team.own for s in self._plan.shards_of(number)]
-            cut = cut_batch(batch, self._plan, own, self._position.epoch)
+            others = len(self._team.devices) > len(self._team.own)
+            cut = cut_batch(batch, self._plan, own, self._position.epoch, digest=others)
         if cut.samples == 0:
             raise ValueError("the batch is empty: expected at least one sample")
         return cut

@@ -151,6 +151,7 @@ def worker_environment(world: World) -> dict[str, str]:
     environment[WORLD_VARIABLE] = world.to_json()
     environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # so that numbers mean the same to everybody
     environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats its bits
+    environment.setdefault("PYTHONHASHSEED", "0")  # sets have the same order everywhere
     environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the first failure is told by us
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host: no need for its name to resolve
     # Libraries that print, log or download on rank 0 alone look for these.

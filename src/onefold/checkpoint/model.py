@@ -17,7 +17,7 @@ from onefold.fingerprint import fingerprint_of, named_tensors, tensor_digests
 from onefold.flat import aligned
 from onefold.names import own_name
 
-__all__ = ["ModelCopy", "ModelFiles", "copy_model"]
+__all__ = ["ModelCopy", "ModelFiles", "check_model_can_be_saved", "copy_model"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +51,7 @@ def copy_model(module: torch.nn.Module, room: Callable[[int], torch.Tensor]) -> 
     Raises:
         TypeError: the model keeps something that is no tensor, or of a type that no file can hold.
     """
-    model = _state_of(module)
-    named = named_tensors(module)
-    rest = {name: tensor for name, tensor in named.items() if name not in model}
-    for name, value in (*model.items(), *rest.items()):
-        _check_value(name, value)
+    model, rest, names = _sorted_values(module)
     sizes = [aligned(value.nbytes) for value in (*model.values(), *rest.values())]
     memory = room(sum(sizes))
     copies: list[torch.Tensor] = []
@@ -68,8 +64,29 @@ def copy_model(module: torch.nn.Module, room: Callable[[int], torch.Tensor]) -> 
     return ModelCopy(
         dict(zip(model, copies, strict=False)),
         dict(zip(rest, copies[len(model) :], strict=True)),
-        tuple(named),
+        names,
     )
+
+
+def check_model_can_be_saved(module: torch.nn.Module) -> None:
+    """Refuse what `copy_model` would, before there is anything to lose.
+
+    Raises:
+        TypeError: the model keeps something that is no tensor, or of a type that no file can hold.
+    """
+    _sorted_values(module)
+
+
+def _sorted_values(
+    module: torch.nn.Module,
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], tuple[str, ...]]:
+    """What ``state_dict`` names, what it leaves out, and the names of all, checked."""
+    model = _state_of(module)
+    named = named_tensors(module)
+    rest = {name: tensor for name, tensor in named.items() if name not in model}
+    for name, value in (*model.items(), *rest.items()):
+        _check_value(name, value)
+    return model, rest, tuple(named)
 
 
 class ModelFiles:

@@ -41,7 +41,12 @@ from onefold.checkpoint.folder import (
     write_checkpoint,
 )
 from onefold.checkpoint.jsonvalue import from_bytes, from_json, to_bytes, to_json
-from onefold.checkpoint.model import ModelCopy, ModelFiles, copy_model
+from onefold.checkpoint.model import (
+    ModelCopy,
+    ModelFiles,
+    check_model_can_be_saved,
+    copy_model,
+)
 from onefold.checkpoint.optimizer import join, pack, take_apart, unpack
 from onefold.engine import Engine
 from onefold.errors import CheckpointError
@@ -219,6 +224,15 @@ class Checkpoints:
     def misses_a_schedule(self) -> bool:
         """Whether a schedule is attached to the optimizer that checkpoints do not hold."""
         return self._schedule is None and hasattr(self._optimizer.step, "_wrapped_by_lr_sched")
+
+    def check_can_be_saved(self) -> None:
+        """Refuse at the start what the first save would refuse.
+
+        Raises:
+            TypeError: the model or the optimizer holds what no file can hold.
+        """
+        check_model_can_be_saved(self._module)
+        _settings(self._optimizer)
 
     def check(self) -> None:
         """Raise what has failed in the background; does not wait."""
