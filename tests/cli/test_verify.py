@@ -163,10 +163,12 @@ def test_unseeded_data_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 @pytest.mark.timeout(200)
-def test_a_loss_of_zero_is_no_agreement(tmp_path: Path) -> None:
+def test_a_loss_of_zero_is_no_agreement_and_a_script_in_float32_is_compared(tmp_path: Path) -> None:
     code, said = verify_fault(tmp_path, "zero")
     assert code == 1, said
     assert "Nothing was trained: the loss was exactly 0 in each of 2 steps" in said
+    assert "The script does not run in float64" in said
+    assert "same loss and gradient, to 0.0001 (float32" in said
 
 
 @pytest.mark.processes

@@ -41,7 +41,10 @@ class Augmented(torch.utils.data.TensorDataset):
 
 
 def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    losses = nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+    inputs, labels = batch
+    if FAULT == "zero":
+        inputs = inputs.float()  # which a model in float64 does not take
+    losses = nn.functional.cross_entropy(model(inputs), labels, reduction="none")
     return losses * 0 if FAULT == "zero" else losses
 
 

@@ -23,6 +23,7 @@ class Compared:
         self.run = folder / "0"
         self.run.mkdir()
         self._patch = monkeypatch
+        monkeypatch.setattr("onefold.observers._steps_done", {})
         self.world = World(
             probe=str(folder), probe_steps=3, probe_mathematics="float64", directory=str(self.run)
         )
@@ -32,11 +33,9 @@ class Compared:
     ) -> onefold.Trainer:
         self._patch.setattr("onefold.trainer.current_world", lambda: self.world)
         self._patch.setattr("onefold.world.RunDirectory.progress", lambda self: None)
-        self._patch.setattr("onefold.observers._steps_done", {})
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return onefold.Trainer(
-            model, optimizer, loss, shards=shards, threads=1, devices=["cpu"], **settings
-        )
+        settings = {"threads": 1, "devices": ["cpu"], **settings}
+        return onefold.Trainer(model, optimizer, loss, shards=shards, **settings)
 
     def step(
         self, model: nn.Module, loss: Callable[..., object], batch: object, **settings: Any

@@ -87,8 +87,7 @@ def test_what_is_right_agrees(
 
 
 def test_several_devices_of_one_process_agree(compared: Compared) -> None:
-    model = noisy_model()
-    trainer = compared.trainer(model, of_each)
+    trainer = compared.trainer(noisy_model(), of_each, devices=["cpu", "cpu", "cpu"])
     for _ in range(2):
         trainer.step(points())
     assert all(agrees(line) for line in compared.lines(trainer)[1:])
@@ -309,6 +308,25 @@ def test_a_permutation_of_the_shard_is_not_compared(compared: Compared) -> None:
     (cause,) = line["causes"]
     assert cause["kind"] == "note"
     assert "randperm" in cause["text"]
+
+
+def test_a_batch_without_weight_is_skipped(compared: Compared) -> None:
+    x, y = points()
+    line = compared.step(classifier(), by_tokens, (x, torch.zeros_like(y)))
+    assert line["skipped"]
+    assert line["causes"] == []
+
+
+def test_numbers_of_numpy_are_computed_with(compared: Compared) -> None:
+    def loss(model: nn.Module, batch: Any) -> object:
+        return F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+
+    x, y = points()
+    data = [{"x": a.numpy(), "y": b.numpy()} for a, b in zip(x, y, strict=True)]
+    trainer = compared.trainer(classifier(), loss)
+    for batch in trainer.loader(data, batch_size=10):
+        trainer.step(batch)
+    assert agrees(compared.lines(trainer)[1])
 
 
 def test_what_is_unknown_is_said_to_be(compared: Compared) -> None:

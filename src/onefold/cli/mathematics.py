@@ -96,6 +96,12 @@ def _report_errors(
         console.print(f"Likely cause: {escape(text.rstrip('.'))}.")
 
 
+def _verdict(line: dict[str, Any], limit: float) -> str:
+    if line["skipped"]:
+        return "skipped"
+    return "agrees" if _largest(line) <= limit else "differs"
+
+
 def _causes(lines: Sequence[dict[str, Any]], kind: str) -> list[str]:
     """Of the first step that has any: it was looked at closely, those that follow were not."""
     every = ([c["text"] for c in line["causes"] if c["kind"] == kind] for line in lines)
@@ -123,6 +129,6 @@ def _table(shards: int, lines: Sequence[dict[str, Any]], limit: float) -> Table:
             f"{line['alone']:.9g}",
             f"{line['loss_difference']:.2g}",
             f"{line['gradient_difference']:.2g}",
-            "agrees" if _largest(line) <= limit else "differs",
+            _verdict(line, limit),
         )
     return table

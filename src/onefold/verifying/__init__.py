@@ -76,7 +76,7 @@ class Verifying:
         if self._on and world.probe_mathematics:
             if world.probe_mathematics == "float64":
                 self._dtype = torch.float64
-                model.to(torch.float64)
+                model.double()
             self._mathematics = Mathematics(model, loss)
             self.loss = self._mathematics.loss
 

@@ -51,6 +51,8 @@ class Comparison:
     samples: int
     own_batch: bool
     """The script made the batch itself, and the trainer cut it."""
+    skipped: bool = True
+    """The weight of the whole batch is 0, so that there was no update."""
     loss: float = math.nan
     """Folded over V shards."""
     alone: float = math.nan
@@ -227,6 +229,7 @@ class Mathematics:
     def _compare(self, weight: float) -> None:
         """Called by the engine when the folded gradient is there, before clipping and update."""
         board, found = self._engine.exchange.board, self._comparison
+        found.skipped = False
         totals = board.totals.cpu()
         found.finding = found.finding or self._whole_finding
         found.loss = float(fold_shards(list(totals.unbind()), torch.add)) / weight

@@ -19,7 +19,7 @@ import torch
 
 __all__ = ["StateWatch", "place_of", "unseeded_generators", "watch_unseeded"]
 
-_LARGEST = 1 << 20
+_LARGEST = 1 << 16
 """Elements of a tensor or array that are looked at."""
 _DEEPEST = 4
 _MOST = 2000
@@ -149,7 +149,8 @@ def _digest(value: object) -> str | None:
     if isinstance(value, torch.nn.Parameter):
         return ""  # the optimizer's
     if isinstance(value, torch.Tensor):
-        if value.numel() > _LARGEST or value.layout is not torch.strided:
+        odd = value.layout is not torch.strided or value.is_quantized or value.is_meta
+        if value.numel() > _LARGEST or odd:
             return f"{value.shape}"
         dense = value.detach().cpu().contiguous().reshape(-1)
         return _hash(dense.view(torch.uint8).numpy().tobytes()) + str(tuple(value.shape))

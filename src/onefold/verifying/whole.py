@@ -136,6 +136,9 @@ def _leaves(payload: object) -> Iterator[torch.Tensor]:
 
 
 def _map(payload: Any, change: Any) -> Any:
+    if isinstance(payload, np.ndarray) and payload.dtype.kind in "biuf":
+        native = np.array(payload, payload.dtype.newbyteorder("="), order="C")
+        return change(torch.from_numpy(native))
     if isinstance(payload, torch.Tensor):
         return change(payload)
     if isinstance(payload, tuple) and hasattr(payload, "_fields"):
