@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -36,6 +37,25 @@ class OwnGenerator(nn.Module):
         return self.inner(x) + torch.rand(1, generator=self.generator)
 
 
+class Unseeded(nn.Module):
+    """Makes a generator of its own for every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) + float(np.random.default_rng().normal())
+
+
+def started_anywhere() -> nn.Module:
+    """Its first values are nobody's choice."""
+    model, generator = nn.Linear(8, 1), torch.Generator()
+    generator.seed()
+    nn.init.uniform_(model.weight, generator=generator)
+    return model
+
+
 class DrawnBetween(nn.Module):
     """Is given a number that is drawn between steps."""
 
@@ -55,7 +75,8 @@ def loss(model: nn.Module, batch: Any) -> torch.Tensor:
 def main() -> None:
     torch.manual_seed(0)
     drawn = DrawnBetween()
-    models = [nn.Linear(8, 1), Counting(), OwnGenerator(), drawn, nn.Linear(8, 1)]
+    changing = [Counting(), OwnGenerator(), drawn, Unseeded(), started_anywhere()]
+    models = [nn.Linear(8, 1), *changing, nn.Linear(8, 1)]
     trainers = [
         onefold.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.01), loss, shards=4)
         for model in models

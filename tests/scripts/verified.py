@@ -27,8 +27,6 @@ class Model(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.norm(self.first(x)).tanh()
-        if FAULT == "unseeded":
-            hidden = hidden + torch.from_numpy(np.random.default_rng().normal(size=16)).float()
         if FAULT == "rank":
             hidden = hidden * (1 + 1e-3 * int(os.environ["RANK"]))
         return self.second(nn.functional.dropout(hidden, 0.1, self.training))
@@ -49,8 +47,7 @@ def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Te
 
 
 def main() -> None:
-    if FAULT != "start":
-        torch.manual_seed(0)
+    torch.manual_seed(0)
     model = Model()
     trainer = onefold.Trainer(model, torch.optim.Adam(model.parameters()), loss, shards=4)
     trainer.load("run", if_any=True)

@@ -310,6 +310,20 @@ def test_a_permutation_of_the_shard_is_not_compared(compared: Compared) -> None:
     assert "randperm" in cause["text"]
 
 
+def test_a_batch_norm_without_statistics_is_not_compared(compared: Compared) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, track_running_stats=False))
+    line = compared.step(model, of_each, points(), shards=3)
+    (cause,) = line["causes"]
+    assert cause["kind"] == "note"
+    assert cause["text"].startswith("1 (BatchNorm1d) keeps no running statistics")
+
+
+def test_a_sum_behind_such_a_norm_is_still_named(compared: Compared) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, track_running_stats=False))
+    line = compared.step(model, summed, points(), shards=3)
+    assert line["causes"][0]["kind"] == "error"
+
+
 def test_a_batch_without_weight_is_skipped(compared: Compared) -> None:
     x, y = points()
     line = compared.step(classifier(), by_tokens, (x, torch.zeros_like(y)))

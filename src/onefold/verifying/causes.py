@@ -50,6 +50,8 @@ def causes_of(
         causes += [Cause("error", text) for text in likely]
         if not causes and found.unmatched:
             causes.append(Cause("note", _random(found)))
+        elif not causes and found.norms and found.repeats:
+            causes.append(Cause("note", _norms(found)))
         elif not causes:
             causes.append(Cause("error", _unknown(found)))
     causes += [Cause("error", f"buffer {name} is {text}") for name, text in found.buffers.items()]
@@ -109,8 +111,8 @@ def _of_the_numbers(found: Comparison) -> Iterator[str]:
             "pixels, weights of classes, or targets that are not ignored): return "
             "onefold.Mean(total, weight), or the loss from onefold.losses, which knows its divisor"
         )
-    by_chance = bool(found.unmatched)
-    if found.relation == "dependent" and not found.time_first and not by_chance:
+    excused = found.unmatched or (found.norms and not found.ordered)
+    if found.relation == "dependent" and not found.time_first and not excused:
         yield from _dependent(found)
 
 
@@ -143,6 +145,14 @@ def _random(found: Comparison) -> str:
         f"the loss draws random numbers that have no counterpart for a part of the batch "
         f"({', '.join(found.unmatched)}, such as a permutation of the shard's samples), so this "
         f"difference may be chance: the mathematics could not be compared"
+    )
+
+
+def _norms(found: Comparison) -> str:
+    return (
+        f"{', '.join(found.norms)} keeps no running statistics, so that it computes with those of "
+        f"its shard, as it does elsewhere with those of a device: the mathematics could not be "
+        f"compared. With track_running_stats=True they can be"
     )
 
 

@@ -29,7 +29,12 @@ from onefold.replica import LossFunction
 from onefold.shard import cut_bounds
 from onefold.verifying.draws import Draws, seed_alike, without_dropout
 from onefold.verifying.relation import PARTS, Relation, relation_of
-from onefold.verifying.surroundings import KeptBuffers, TimeFirst, quiet_modes
+from onefold.verifying.surroundings import (
+    KeptBuffers,
+    TimeFirst,
+    norms_of_the_batch,
+    quiet_modes,
+)
 from onefold.verifying.whole import WholeBatch, second_dimension
 
 __all__ = ["Comparison", "Mathematics", "tolerance_of"]
@@ -73,6 +78,8 @@ class Comparison:
     ordered: bool = False
     """The loss changes where the samples change places."""
     time_first: list[str] = field(default_factory=list)
+    norms: list[str] = field(default_factory=list)
+    """Batch norms without statistics of their own."""
     second: int | None = None
     """The second dimension of all tensors of a batch that the script made itself."""
     unmatched: list[str] = field(default_factory=list)
@@ -299,6 +306,7 @@ class Mathematics:
     def _look_closer(self) -> None:
         found = self._comparison
         found.time_first = self._time_first.cut_along_time()
+        found.norms = norms_of_the_batch(self._model)
         if found.own_batch:
             found.second = second_dimension(self._whole.payload(range(found.samples)))
         try:

@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-__all__ = ["KeptBuffers", "TimeFirst", "quiet_modes"]
+__all__ = ["KeptBuffers", "TimeFirst", "norms_of_the_batch", "quiet_modes"]
 
 
 @contextmanager
@@ -45,6 +45,15 @@ def quiet_modes(model: torch.nn.Module, *, narrow: bool) -> Iterator[None]:
             part.training = training
             if dropout is not None:
                 part.dropout = dropout
+
+
+def norms_of_the_batch(model: torch.nn.Module) -> list[str]:
+    """Batch norms that keep no statistics and so always compute with those of what they get."""
+    return [
+        f"{name or 'model'} ({type(part).__name__})"
+        for name, part in model.named_modules()
+        if isinstance(part, _BatchNorm) and part.running_mean is None
+    ]
 
 
 class TimeFirst:
