@@ -12,7 +12,7 @@ it keeps; such gradients are copied first.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 import torch
@@ -25,7 +25,7 @@ Gradients = list[torch.Tensor | None]
 """One for each trained parameter; None where a shard gave none."""
 
 
-def drop_gradients(parameters: Sequence[torch.nn.Parameter]) -> None:
+def drop_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
     """Leave nothing in ``.grad``."""
     for parameter in parameters:
         if parameter.grad is not None:

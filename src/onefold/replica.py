@@ -10,8 +10,7 @@ is no copy that could stay behind. Between calls the module points at the first 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -61,6 +60,8 @@ class ShardTask:
     seed: int
     """Of the run."""
     step: int
+    shards: int
+    """V."""
     modes: bytes
     """Of the module's parts, for every shard to begin with."""
     divisors: Sequence[float] | None = None
@@ -100,7 +101,8 @@ class Replica:
         self._parameters = list(parts.trained.values())
         views = [*zip(parts.trained, trained.views, strict=True)]
         views += zip(parts.other, other.views, strict=True)
-        self._places = {name: view.data_ptr() for name, view in views if view.numel()}
+        self._placed = [name for name, view in views if view.numel()]
+        self._places = [view.data_ptr() for _, view in views if view.numel()]
 
     @property
     def module(self) -> torch.nn.Module:
@@ -125,13 +127,15 @@ class Replica:
             ValueError: one has been.
         """
         named = self.parts.named
-        for name, place in self._places.items():
-            if named[name].data_ptr() != place:
-                raise ValueError(
-                    f"parameter {name} has been given other memory since Trainer was made, by "
-                    f"model.to(), .data = ... or a second Trainer. Change values in place, or make "
-                    f"Trainer afterwards"
-                )
+        places = [named[name].data_ptr() for name in self._placed]
+        if places != self._places:
+            triples = zip(self._placed, places, self._places, strict=True)
+            moved = next(name for name, now, before in triples if now != before)
+            raise ValueError(
+                f"parameter {moved} has been given other memory since Trainer was made, by "
+                f"model.to(), .data = ... or a second Trainer. Change values in place, or make "
+                f"Trainer afterwards"
+            )
 
     def run(self, batch: ShardedBatch, task: ShardTask, exchange: Exchange) -> Gradients:
         """Forward and backward of this device's shards; publishes one partial sum a block.
@@ -145,24 +149,30 @@ class Replica:
         """
         shards_run = batch.plan.shards_of(self.number)
         exchange.board.clear_rows(self.number, shards_run)
+        drop_gradients(self._parameters)
         gradients: Gradients = []
         for slot, block in enumerate(blocks_of(shards_run, batch.plan.shards)):
             gradients = self._sum_of(block, batch, task, exchange)
             start = self.watch.now()
             exchange.publish(self.number, slot, gradients)
             self.watch.note("exchange", "publish", start)
-        drop_gradients(list(self.parts.other.values()))
+        drop_gradients(self.parts.other.values())
         return gradients
 
     def weigh_shards(self, batch: ShardedBatch, task: ShardTask) -> Mapping[int, Contribution]:
         """What the loss returns for each of this device's shards, without gradients."""
         found = {}
+        drop_gradients(self._parameters)
         for shard in batch.plan.shards_of(self.number):
             if shard in batch.shards:
-                with torch.no_grad(), self._running(shard, task) as where:
-                    payload = move(batch.shards[shard], self.device)
-                    result = task.loss(self.module, payload)
+                where = self._begin_shard(shard, task)
+                try:
+                    with torch.no_grad():
+                        result = task.loss(self.module, move(batch.shards[shard], self.device))
                     found[shard] = weigh(result, batch.size_of(shard), f"the loss of {where}")
+                except Exception as error:
+                    self._explain(error, where)
+                    raise
         return found
 
     def _sum_of(
@@ -189,22 +199,22 @@ class Replica:
             payload, start = move(payload, self.device), there
             there = watch.now()
             watch.note("data", f"move shard {shard}", start, there)
-        with self._running(shard, task) as where:
+        where = self._begin_shard(shard, task)
+        try:
             result = task.loss(self.module, payload)
             self._refuse_leftovers(where)
-            part = weigh(result, batch.size_of(shard), f"the loss of {where}")
-            self.loss_watch.look(
-                result,
-                samples=batch.size_of(shard),
-                shards=batch.plan.shards,
-                step=task.step,
-                where=where,
-            )
+            samples = batch.size_of(shard)
+            part = weigh(result, samples, f"the loss of {where}")
+            if task.shards > 1:
+                self.loss_watch.look(result, samples=samples, step=task.step, where=where)
             if part.kind == "means":
-                part = self._of_one_divisor(part, batch, task)
+                part = _of_one_divisor(part, task)
             middle = watch.now()
             watch.note("forward", f"forward shard {shard}", there, middle)
             _backward(part, batch)
+        except Exception as error:
+            self._explain(error, where)
+            raise
         watch.note("backward", f"backward shard {shard}", middle)
         self.buffers.end_shard(shard, board)
         gradients = take_gradients(self._parameters, self._names, where)
@@ -215,25 +225,24 @@ class Replica:
         board.gave[self.number] += 1 if all(given) else given
         return gradients
 
-    @contextmanager
-    def _running(self, shard: int, task: ShardTask) -> Iterator[str]:
-        """A shard's surroundings, the same whatever was run before it; yields what to call it."""
-        where = f"step {task.step}, shard {shard}"
+    def _begin_shard(self, shard: int, task: ShardTask) -> str:
+        """Make a shard's surroundings, the same whatever was run before it; says what it is."""
         self.buffers.restore()
         self.parts.modes.restore(task.modes)
-        drop_gradients(self._parameters)
         seed_generators(derive_seed("shard", task.seed, task.step, shard), self.device)
-        try:
-            yield where
-        except Exception as error:
-            error.add_note(f"raised in {where}, on device {self.number} ({self.device})")
-            self.buffers.check_shapes()
-            raise
+        return f"step {task.step}, shard {shard}"
+
+    def _explain(self, error: Exception, where: str) -> None:
+        """Say where it was raised; or what it comes of, if a buffer was resized."""
+        error.add_note(f"raised in {where}, on device {self.number} ({self.device})")
+        self.buffers.check_shapes()
 
     def _refuse_leftovers(self, where: str) -> None:
         """An inner backward must leave nothing: it would be added to the shard's gradient."""
-        for name, parameter in zip(self._names, self._parameters, strict=True):
-            gradient = parameter.grad
+        left = [parameter.grad for parameter in self._parameters]
+        if left.count(None) == len(left):
+            return
+        for name, gradient in zip(self._names, left, strict=True):
             if gradient is not None and bool(gradient.count_nonzero()):
                 raise GradientError(
                     f"{where}: the loss function has left a gradient in {name}.grad, by a backward "
@@ -242,16 +251,15 @@ class Replica:
                     f"or use torch.autograd.grad"
                 )
 
-    def _of_one_divisor(
-        self, part: Contribution, batch: ShardedBatch, task: ShardTask
-    ) -> Contribution:
-        """The finished loss of several terms, where the batch's weights are known."""
-        alone = batch.plan.shards == 1
-        divisors = [each.weight for each in part.parts] if alone else task.divisors
-        if divisors is None:
-            return part
-        whole = part.combine(divisors)
-        return whole if any(divisors) else replace(whole, kind="mean", weight=0.0)
+
+def _of_one_divisor(part: Contribution, task: ShardTask) -> Contribution:
+    """The finished loss of several terms, where the batch's weights are known."""
+    alone = task.shards == 1
+    divisors = [each.weight for each in part.parts] if alone else task.divisors
+    if divisors is None:
+        return part
+    whole = part.combine(divisors)
+    return whole if any(divisors) else replace(whole, kind="mean", weight=0.0)
 
 
 def _backward(part: Contribution, batch: ShardedBatch) -> None:
