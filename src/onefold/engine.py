@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -96,6 +96,8 @@ class Engine:
         self._several_terms = False
         self._changing = False
         self._warned_of_mode = False
+        self.gradient_ready: Callable[[float], None] | None = None
+        """Called before clipping and update with the weight that the gradient is divided by."""
 
     @property
     def with_others(self) -> bool:
@@ -448,6 +450,8 @@ class Engine:
         divisor = batch.divisor(weight.value) if weight.divided else 1.0
         if divisor != weight.value:
             self.update.scale(divisor / weight.value)
+        if self.gradient_ready is not None:
+            self.gradient_ready(weight.value)
         if self._clip_norm is not None:
             self._clip(self._clip_norm, batch)
         self.update.step()
