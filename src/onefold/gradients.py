@@ -7,7 +7,8 @@ begins, so the user's code (hooks, an inner backward, ``zero_grad()``) only ever
 shard's. From then on they are onefold's, which adds to them in place: in the fold, and in the
 exchange. That is why no two of them may share memory. Autograd does give two parameters views of
 one tensor, where they went through ``torch.cat`` or a sum, and a hook may hand over a tensor that
-it keeps; such gradients are copied first.
+it keeps, one that is expanded, or one of other strides than its parameter's; such gradients are
+copied first, into the parameter's strides: a norm is added up in the order of the memory.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import NoReturn
 import torch
 
 from onefold.errors import GradientError
+from onefold.flat import laid_out
 
 __all__ = ["Gradients", "add_gradients", "drop_gradients", "take_gradients"]
 
@@ -33,7 +35,11 @@ def drop_gradients(parameters: Sequence[torch.nn.Parameter]) -> None:
 
 
 def take_gradients(
-    parameters: Sequence[torch.nn.Parameter], names: Sequence[str], where: str
+    parameters: Sequence[torch.nn.Parameter],
+    names: Sequence[str],
+    where: str,
+    *,
+    alone: bool = False,
 ) -> Gradients:
     """Hand over what backward left in ``.grad``, and leave nothing there.
 
@@ -41,6 +47,7 @@ def take_gradients(
         parameters: the trained ones.
         names: of them.
         where: step and shard, for errors.
+        alone: the shard is the whole batch, and nothing is added to its gradients.
 
     Raises:
         GradientError: a gradient is sparse.
@@ -55,7 +62,15 @@ def take_gradients(
         _refuse_sparse(gradients, names, where)
     # Only views of a tensor begin elsewhere than at its start, or where another one begins.
     if len({g.data_ptr() for g in dense}) < len(dense) or any(g.storage_offset() for g in dense):
-        return _apart(gradients)
+        gradients = _apart(gradients)
+    if alone:
+        return gradients  # as a plain loop would have them, to the last bit
+    pairs = zip(gradients, parameters, strict=True)
+    if any(g is not None and g.stride() != p.stride() for g, p in pairs):
+        return [
+            None if g is None else _laid_out_like(g, p)
+            for g, p in zip(gradients, parameters, strict=True)
+        ]
     return gradients
 
 
@@ -89,6 +104,14 @@ def _apart(gradients: Gradients) -> Gradients:
         taken.append((start, stop))
         result.append(gradient)
     return result
+
+
+def _laid_out_like(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """In the parameter's strides; those of dimensions of length 1 are of no matter."""
+    sides = zip(gradient.shape, gradient.stride(), parameter.stride(), strict=True)
+    if all(ours == theirs for size, ours, theirs in sides if size > 1):
+        return gradient
+    return laid_out(gradient, parameter.stride())
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:

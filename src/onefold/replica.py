@@ -207,7 +207,8 @@ class Replica:
             _backward(part, batch)
         watch.note("backward", f"backward shard {shard}", middle)
         self.buffers.end_shard(shard, board)
-        gradients = take_gradients(self._parameters, self._names, where)
+        alone = batch.plan.shards == 1
+        gradients = take_gradients(self._parameters, self._names, where, alone=alone)
         board.weights[shard] = _code(part)
         if part.kind != "means":
             board.set_total(shard, part.total())
