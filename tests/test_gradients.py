@@ -318,3 +318,23 @@ def test_clipping_with_one_shard_has_pytorchs_bits(fused: bool) -> None:
         nn.utils.clip_grad_norm_(theirs.parameters(), 0.01)
         plain.step()
     assert bits(ours) == bits(theirs)
+
+
+def test_clipping_is_as_fine_in_half_precision() -> None:
+    """The factor is not rounded to the gradient's precision first."""
+    torch.manual_seed(0)
+    ours, theirs = (
+        nn.Sequential(nn.Linear(3, 90), nn.Linear(90, 1)).to(torch.bfloat16) for _ in range(2)
+    )
+    theirs.load_state_dict(ours.state_dict())
+    batch = tuple(tensor.bfloat16() for tensor in points(8))
+    optimizer = torch.optim.SGD(ours.parameters(), lr=1.0)
+    trainer = make_trainer(ours, optimizer=optimizer, shards=1, clip_norm=0.3)
+    plain = torch.optim.SGD(theirs.parameters(), lr=1.0)
+    for _ in range(4):
+        trainer.step(batch)
+        plain.zero_grad()
+        square(theirs, batch).mean().backward()
+        nn.utils.clip_grad_norm_(theirs.parameters(), 0.3)
+        plain.step()
+    assert bits(ours) == bits(theirs)
