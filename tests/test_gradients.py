@@ -325,11 +325,11 @@ class TwoPrecisions(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.half = nn.Linear(3, 90, dtype=torch.bfloat16)
+        self.low = nn.Linear(3, 90, dtype=torch.bfloat16)
         self.single = nn.Linear(90, 1)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.single(self.half(inputs.bfloat16()).float().tanh())
+        return self.single(self.low(inputs.bfloat16()).float().tanh())
 
 
 def test_clipping_is_as_fine_in_half_precision() -> None:

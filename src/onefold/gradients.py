@@ -8,7 +8,8 @@ shard's. From then on they are onefold's, which adds to them in place: in the fo
 exchange. That is why no two of them may share memory. Autograd does give two parameters views of
 one tensor, where they went through ``torch.cat`` or a sum, and a hook may hand over a tensor that
 it keeps, one that is expanded, or one of other strides than its parameter's; such gradients are
-copied first, into the parameter's strides: a norm is added up in the order of the memory.
+copied first, into the parameter's strides: a norm is added up in the order of the memory, and fused
+optimizers read gradients in the parameter's order, whatever their strides.
 """
 
 from __future__ import annotations
@@ -35,11 +36,7 @@ def drop_gradients(parameters: Sequence[torch.nn.Parameter]) -> None:
 
 
 def take_gradients(
-    parameters: Sequence[torch.nn.Parameter],
-    names: Sequence[str],
-    where: str,
-    *,
-    alone: bool = False,
+    parameters: Sequence[torch.nn.Parameter], names: Sequence[str], where: str
 ) -> Gradients:
     """Hand over what backward left in ``.grad``, and leave nothing there.
 
@@ -47,7 +44,6 @@ def take_gradients(
         parameters: the trained ones.
         names: of them.
         where: step and shard, for errors.
-        alone: the shard is the whole batch, and nothing is added to its gradients.
 
     Raises:
         GradientError: a gradient is sparse.
@@ -63,8 +59,6 @@ def take_gradients(
     # Only views of a tensor begin elsewhere than at its start, or where another one begins.
     if len({g.data_ptr() for g in dense}) < len(dense) or any(g.storage_offset() for g in dense):
         gradients = _apart(gradients)
-    if alone:
-        return gradients  # as a plain loop would have them, to the last bit
     pairs = zip(gradients, parameters, strict=True)
     if any(g is not None and g.stride() != p.stride() for g, p in pairs):
         return [

@@ -207,8 +207,7 @@ class Replica:
             _backward(part, batch)
         watch.note("backward", f"backward shard {shard}", middle)
         self.buffers.end_shard(shard, board)
-        alone = batch.plan.shards == 1
-        gradients = take_gradients(self._parameters, self._names, where, alone=alone)
+        gradients = take_gradients(self._parameters, self._names, where)
         board.weights[shard] = _code(part)
         if part.kind != "means":
             board.set_total(shard, part.total())
