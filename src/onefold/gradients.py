@@ -20,7 +20,7 @@ from typing import NoReturn
 import torch
 
 from onefold.errors import GradientError
-from onefold.flat import laid_out
+from onefold.flat import extent, laid_out
 
 __all__ = ["Gradients", "add_gradients", "drop_gradients", "take_gradients"]
 
@@ -90,7 +90,7 @@ def _apart(gradients: Gradients) -> Gradients:
         if gradient is None or not gradient.numel():
             result.append(gradient)
             continue
-        start, stop = _extent(gradient)
+        start, stop = extent(gradient)
         dense = stop - start == gradient.numel() * gradient.element_size()
         if not dense or any(start < last and first < stop for first, last in taken):
             result.append(gradient.clone())
@@ -106,14 +106,6 @@ def _laid_out_like(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Ten
     if all(ours == theirs for size, ours, theirs in sides if size > 1):
         return gradient
     return laid_out(gradient, parameter.stride())
-
-
-def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """First and past-the-last address that a tensor may touch."""
-    pairs = zip(tensor.shape, tensor.stride(), strict=True)
-    last = sum((size - 1) * stride for size, stride in pairs)
-    start = tensor.data_ptr()
-    return start, start + (last + 1) * tensor.element_size()
 
 
 def _refuse_sparse(gradients: Gradients, names: Sequence[str], where: str) -> NoReturn:
