@@ -136,7 +136,7 @@ class Case:
 
     def describe(self) -> str:
         """In one line, without what is as usual."""
-        usual = {None, (), False, 0}
+        usual = (None, (), False)
         said = [
             f"{field.name}={value!r}"
             for field in fields(self)

@@ -107,7 +107,7 @@ HOOKS: dict[str, tuple[Callable[[nn.Module], None], HookTraits]] = {
     "after in place": (_after(lambda g: g.mul_(0.5)), HookTraits()),
     "after clamped": (_after(lambda g: g.clamp(-0.02, 0.02)), HookTraits(exact=False)),
     "turned": (_after(_turned), HookTraits(laid_out=False)),
-    "part of more": (_after(_part_of_more), HookTraits()),
+    "part of more": (_after(_part_of_more), HookTraits(laid_out=False)),
     "expanded": (_after(lambda g: g.sum().expand_as(g)), HookTraits(laid_out=False)),
     "lent": (_lent, HookTraits(exact=False)),
     "dropped": (_dropped, HookTraits()),

@@ -81,7 +81,8 @@ def _differing(difference: Difference) -> type[Script]:
         def _step(self, batch: object) -> None:
             here = self.trainer.steps + 1 == self.case.difference_at
             if here and difference.before_step is not None:
-                batch = difference.before_step(self, batch) or batch
+                other = difference.before_step(self, batch)
+                batch = batch if other is None else other
             super()._step(batch)
 
     return Differing

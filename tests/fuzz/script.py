@@ -255,7 +255,8 @@ class Script:
         number = self.trainer.steps + 1
         self.where = f"step {number}"
         if self.fault is not None and self.fault.before_step and number == self.case.steps:
-            batch = self.fault.before_step(self) or batch
+            other = self.fault.before_step(self)
+            batch = batch if other is None else other
         self.shards_seen.clear()
         self.observer.before_step(self)
         generator = torch.get_rng_state()
