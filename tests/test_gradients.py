@@ -191,6 +191,37 @@ def test_an_expanded_gradient_gets_memory_of_its_own() -> None:
     assert [g.tolist() for g in taken if g is not None] == [[[2.0] * 3] * 2, [2.0]]
 
 
+def expanded(parameter: nn.Parameter) -> None:
+    assert parameter.grad is not None
+    parameter.grad = parameter.grad.sum().expand_as(parameter)
+
+
+def turned(parameter: nn.Parameter) -> None:
+    """The same values in other strides than the parameter's."""
+    assert parameter.grad is not None
+    parameter.grad = parameter.grad.t().contiguous().t()
+
+
+@pytest.mark.parametrize("devices", [2, 3, 8])
+@pytest.mark.parametrize("hook", [expanded, turned])
+def test_a_gradient_that_a_hook_lays_out_otherwise_has_the_same_bits(
+    hook: Callable[[nn.Parameter], None], devices: int
+) -> None:
+    """The norm by which it is clipped is added up in the order of the memory."""
+
+    def train(number: int) -> dict[str, bytes]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 37), nn.Tanh(), nn.Linear(37, 64), nn.Linear(64, 1))
+        for part in (model[0], model[2]):
+            part.weight.register_post_accumulate_grad_hook(hook)
+        trainer = make_trainer(model, shards=SHARDS, devices=number, clip_norm=1e-3)
+        for _ in range(12):
+            trainer.step(points(SAMPLES))
+        return bits(model)
+
+    assert train(devices) == train(1)
+
+
 class Written(nn.Module):
     """Writes to a parameter while it computes."""
 
@@ -285,5 +316,34 @@ def test_clipping_with_one_shard_has_pytorchs_bits(fused: bool) -> None:
         plain.zero_grad()
         square(theirs, points(8)).mean().backward()
         nn.utils.clip_grad_norm_(theirs.parameters(), 0.01)
+        plain.step()
+    assert bits(ours) == bits(theirs)
+
+
+class TwoPrecisions(nn.Module):
+    """One layer in half precision, one in single."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low = nn.Linear(3, 90, dtype=torch.bfloat16)
+        self.single = nn.Linear(90, 1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.single(self.low(inputs.bfloat16()).float().tanh())
+
+
+def test_clipping_is_as_fine_in_half_precision() -> None:
+    """The factor is not rounded to the gradient's precision first."""
+    torch.manual_seed(0)
+    ours, theirs = TwoPrecisions(), TwoPrecisions()
+    theirs.load_state_dict(ours.state_dict())
+    optimizer = torch.optim.SGD(ours.parameters(), lr=1.0)
+    trainer = make_trainer(ours, optimizer=optimizer, shards=1, clip_norm=0.3)
+    plain = torch.optim.SGD(theirs.parameters(), lr=1.0)
+    for _ in range(4):
+        trainer.step(points(8))
+        plain.zero_grad()
+        square(theirs, points(8)).mean().backward()
+        nn.utils.clip_grad_norm_(theirs.parameters(), 0.3)
         plain.step()
     assert bits(ours) == bits(theirs)

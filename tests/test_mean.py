@@ -122,9 +122,12 @@ def test_a_weight_that_is_no_number_is_refused(weight: float) -> None:
         weigh(Mean(torch.tensor(1.0), weight), 2, "the loss")
 
 
-def test_no_gradient_goes_through_a_weight() -> None:
+def test_a_weight_that_is_learned_is_refused() -> None:
+    """A plain loop would have its gradient as well; without it the result is another one."""
     weight = torch.tensor(3.0, requires_grad=True)
-    assert weigh(Mean(torch.tensor(6.0), weight), 5, "the loss").weight == 3.0
+    with pytest.raises(LossError, match=r"depends on parameters.* weight\.detach\(\)"):
+        weigh(Mean(torch.tensor(6.0), weight), 5, "the loss")
+    assert weigh(Mean(torch.tensor(6.0), weight.detach()), 5, "the loss").weight == 3.0
 
 
 def test_one_loss_a_sample_may_come_as_a_column() -> None:

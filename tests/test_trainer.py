@@ -441,6 +441,35 @@ def complex_model() -> nn.Module:
     return model
 
 
+def sharing(kind: str) -> nn.Module:
+    """Two tensors in the same memory, or side by side in it."""
+    model = line()
+    if kind == "parameters":
+        model.twin = nn.Parameter(model.weight.data[:, 1:])
+    elif kind == "buffer":
+        model.register_buffer("shadow", model.weight.data)
+    else:
+        memory = torch.zeros(4, 2)
+        model.even, model.odd = nn.Parameter(memory[:, 0]), nn.Parameter(memory[:, 1])
+        model.again = model.even
+        model.register_buffer("one", torch.zeros(4))
+        model.register_buffer("two", model.one[:2])
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"), [("parameters", "twin and weight"), ("buffer", "shadow and weight")]
+)
+def test_tensors_that_share_memory_are_refused(kind: str, words: str) -> None:
+    """Each gets a place of its own, so that one would no longer follow the other."""
+    with pytest.raises(ValueError, match=f"^{words} share memory .* clone one of them"):
+        make_trainer(sharing(kind))
+
+
+def test_tied_and_neighbouring_tensors_are_not_refused() -> None:
+    make_trainer(sharing("side by side")).step(points(8))
+
+
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
 @pytest.mark.parametrize(
     ("build", "kind", "words"),

@@ -30,6 +30,7 @@ __all__ = [
     "cut_chunks",
     "cut_pieces",
     "cut_spans",
+    "extent",
     "laid_out",
     "lay_out",
     "same_bits",
@@ -208,6 +209,14 @@ def laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
         return tensor
     laid = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
     return laid.copy_(tensor)
+
+
+def extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """First and past-the-last address that a tensor with elements may touch."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in pairs)
+    start = tensor.data_ptr()
+    return start, start + (last + 1) * tensor.element_size()
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -7,7 +7,9 @@ begins, so the user's code (hooks, an inner backward, ``zero_grad()``) only ever
 shard's. From then on they are onefold's, which adds to them in place: in the fold, and in the
 exchange. That is why no two of them may share memory. Autograd does give two parameters views of
 one tensor, where they went through ``torch.cat`` or a sum, and a hook may hand over a tensor that
-it keeps; such gradients are copied first.
+it keeps, one that is expanded, or one of other strides than its parameter's; such gradients are
+copied first, into the parameter's strides: a norm is added up in the order of the memory, and fused
+optimizers read gradients in the parameter's order, whatever their strides.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import NoReturn
 import torch
 
 from onefold.errors import GradientError
+from onefold.flat import extent, laid_out
 
 __all__ = ["Gradients", "add_gradients", "drop_gradients", "take_gradients"]
 
@@ -55,7 +58,13 @@ def take_gradients(
         _refuse_sparse(gradients, names, where)
     # Only views of a tensor begin elsewhere than at its start, or where another one begins.
     if len({g.data_ptr() for g in dense}) < len(dense) or any(g.storage_offset() for g in dense):
-        return _apart(gradients)
+        gradients = _apart(gradients)
+    pairs = zip(gradients, parameters, strict=True)
+    if any(g is not None and g.stride() != p.stride() for g, p in pairs):
+        return [
+            None if g is None else _laid_out_like(g, p)
+            for g, p in zip(gradients, parameters, strict=True)
+        ]
     return gradients
 
 
@@ -81,7 +90,7 @@ def _apart(gradients: Gradients) -> Gradients:
         if gradient is None or not gradient.numel():
             result.append(gradient)
             continue
-        start, stop = _extent(gradient)
+        start, stop = extent(gradient)
         dense = stop - start == gradient.numel() * gradient.element_size()
         if not dense or any(start < last and first < stop for first, last in taken):
             result.append(gradient.clone())
@@ -91,12 +100,12 @@ def _apart(gradients: Gradients) -> Gradients:
     return result
 
 
-def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """First and past-the-last address that a tensor may touch."""
-    pairs = zip(tensor.shape, tensor.stride(), strict=True)
-    last = sum((size - 1) * stride for size, stride in pairs)
-    start = tensor.data_ptr()
-    return start, start + (last + 1) * tensor.element_size()
+def _laid_out_like(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """In the parameter's strides; those of dimensions of length 1 are of no matter."""
+    sides = zip(gradient.shape, gradient.stride(), parameter.stride(), strict=True)
+    if all(ours == theirs for size, ours, theirs in sides if size > 1):
+        return gradient
+    return laid_out(gradient, parameter.stride())
 
 
 def _refuse_sparse(gradients: Gradients, names: Sequence[str], where: str) -> NoReturn:

@@ -103,7 +103,7 @@ class Mean(_Arithmetic):
     total: torch.Tensor
     """() any floating dtype: the sum over the shard."""
     weight: torch.Tensor | float
-    """What the total is to be divided by: () tensor or number, not negative."""
+    """What the total is to be divided by: () tensor without gradient, or number; not negative."""
 
     @property
     def terms(self) -> tuple[Mean | Sum, ...]:
@@ -260,7 +260,7 @@ def weigh(result: object, samples: int, what: str) -> Contribution:
         what: how the value is called in errors, such as ``the loss of shard 3 in step 7``.
 
     Raises:
-        LossError: anything else, or a negative or infinite weight.
+        LossError: anything else, or a weight that is negative, infinite or has a gradient.
     """
     if isinstance(result, Mean | Sum):
         return _weigh_term(result, what)
@@ -315,8 +315,14 @@ def _weigh_term(term: Mean | Sum, what: str) -> Contribution:
 
 def _number(weight: object, what: str) -> float:
     if isinstance(weight, torch.Tensor):
+        if weight.requires_grad:
+            raise LossError(
+                f"{what}: the weight of onefold.Mean depends on parameters, and no gradient goes "
+                f"through what the batch's total is divided by, which is known only when all "
+                f"shards are done. If the weight is to count as a constant: weight.detach()"
+            )
         if weight.numel() == 1 and weight.dtype != torch.bool and not weight.is_complex():
-            return float(weight.detach())
+            return float(weight)
         came = f"{tuple(weight.shape)} {weight.dtype}"
     elif isinstance(weight, Real) and not isinstance(weight, bool):
         return float(weight)

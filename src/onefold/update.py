@@ -180,8 +180,12 @@ class SpanOptimizer:
         if isinstance(factor, float):
             torch._foreach_mul_(gradients, factor)
             return
+        alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         for gradient in gradients:
-            gradient.mul_(factor.to(gradient.device, gradient.dtype))
+            alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+        # As clip_grad_norm_ does: a factor that was rounded to bfloat16 would be coarse.
+        for (device, _), group in alike.items():
+            torch._foreach_mul_(group, factor.to(device))
 
     def squared_norms(self) -> dict[int, torch.Tensor]:
         """For each own device, one number a piece of the model: (pieces,) float64.

@@ -1,0 +1,33 @@
+"""The first cases of the fuzzer; ``python -m tests.fuzz`` runs as many others as asked for."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.fuzz.__main__ import verdicts
+from tests.fuzz.case import BLOCK_OF_SEEDS, draw, exchange_of
+
+_CHUNK = 55
+_IN_ONE_PROCESS = [seed for seed in range(BLOCK_OF_SEEDS) if exchange_of(seed) == "local"]
+
+
+def wrong(seeds: list[int]) -> dict[int, list[str]]:
+    """What is wrong with which case."""
+    found = verdicts([draw(seed) for seed in seeds])
+    return {verdict.case.seed: verdict.wrong for verdict in found if verdict.wrong}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torch")
+@pytest.mark.parametrize("first", _IN_ONE_PROCESS[::_CHUNK])
+def test_random_runs_in_one_process(first: int) -> None:
+    chosen = [seed for seed in _IN_ONE_PROCESS if first <= seed < first + _CHUNK]
+    assert wrong(chosen) == {}
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore::UserWarning:torch")
+@pytest.mark.parametrize("exchange", ["shared", "collective"])
+def test_random_runs_in_several_processes(exchange: str) -> None:
+    chosen = [seed for seed in range(BLOCK_OF_SEEDS) if exchange_of(seed) == exchange]
+    assert wrong(chosen) == {}
