@@ -82,3 +82,12 @@ def test_complex_numbers_and_bytes_are_looked_at() -> None:
 
 def test_a_gpu_is_looked_at_in_the_first_steps_and_now_and_then() -> None:
     assert [step for step in range(1, 120) if is_due(step)] == [1, 2, 3, 50, 100]
+
+
+def test_all_values_are_added_up_where_they_are_due() -> None:
+    parameter, guard = guarded(100_000)
+    sampled, whole = guard.checksum(due=True), guard.checksum(due=True, of_all=True)
+    parameter.data[1] = 5
+    assert guard.checksum(due=True) == sampled
+    assert guard.checksum(due=False, of_all=True) == sampled
+    assert guard.checksum(due=True, of_all=True) != whole

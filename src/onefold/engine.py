@@ -207,7 +207,7 @@ class Engine:
             batch=batch,
             settings=0 if settles else self._settings.checksum(due=due),
             modes=self._modes_checksum(),
-            values=0 if settles else self._guard.checksum(also=self._buffer_samples, due=due),
+            values=0 if settles else self._values_checksum(due=due),
             arguments=0 if arguments is None else checksum(repr(arguments).encode()),
             outside=self._outside.checksum() if due else 0,
         )
@@ -494,6 +494,10 @@ class Engine:
     def _modes_checksum(self) -> int:
         frozen = bytes([p.requires_grad for p in self._parts.named.values()])
         return checksum(self._parts.modes.read() + frozen)
+
+    def _values_checksum(self, *, due: bool) -> int:
+        of_all = not self.exchange.one_memory  # else all have the same parameters
+        return self._guard.checksum(also=self._buffer_samples, due=due, of_all=of_all)
 
     def _words_of_change(self, said: Said, head: StepHead) -> str:
         device, changed = next((n, c) for n, c in enumerate(said.changed) if c)
