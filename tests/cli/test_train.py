@@ -176,6 +176,7 @@ def test_the_end_of_a_run_is_told(asked: Train) -> None:
     assert invoke("text", "--data", "x").output.splitlines() == [
         "Best: accuracy 0.9876 after epoch 5, kept in runs/one/checkpoints/step-9",
         "Fingerprint: 0123456789abcdef",
+        "No report, without matplotlib; later: onefold report runs/one",
     ]
 
 

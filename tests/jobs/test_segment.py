@@ -328,8 +328,9 @@ def test_the_threshold_is_a_probability(threshold: float, said: int) -> None:
 # Weights of pixels.
 
 
-def masked(meant: int, pixels: int, folder: Path) -> MaskedPictures:
-    return replace(segment.prepare(options(data=str(folder))), meant=meant, pixels=pixels)
+def masked(foreground: int, pixels: int, folder: Path) -> MaskedPictures:
+    data = segment.prepare(options(data=str(folder)))
+    return replace(data, foreground=foreground, pixels=pixels)
 
 
 def test_pixels_that_are_fewer_weigh_more(folder: Path) -> None:
@@ -350,7 +351,8 @@ def test_pixels_that_are_fewer_weigh_more(folder: Path) -> None:
 def test_auto_is_the_share_of_the_training_masks(folder: Path) -> None:
     data = segment.prepare(options(data=str(folder)))
     facts = segment.make_task(options(pos_weight="auto"), data).facts
-    assert facts["pos_weight"] == pytest.approx((data.pixels - data.meant) / data.meant, rel=1e-6)
+    expected = (data.pixels - data.foreground) / data.foreground
+    assert facts["pos_weight"] == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize(("meant", "which"), [(0, "no"), (300, "every")])
