@@ -108,6 +108,9 @@ class MaskRule:
                         f"got {mine.text} there"
                     )
 
+    def __str__(self) -> str:
+        return f"{','.join(self.foreground)}/{','.join(self.void)}"
+
     def spans(self, option: str) -> list[_Span]:
         """The values of one of the two."""
         return [_Span.read(option, text) for text in getattr(self, option)]

@@ -180,7 +180,7 @@ def _look_through(
     """What is seen of all pairs, and what is wrong with some."""
     see_mask = partial(look_at_mask, rule=rule)
     files = [(pair.image, "picture", look_at) for pair in pairs]
-    masks = [(pair.mask, "mask", see_mask) for pair in pairs]
+    masks = [(pair.mask, f"mask:{rule}", see_mask) for pair in pairs]
     found = scan_files([*files, *masks], directory, scanning)
     looks, bad = [], []
     for pair, picture, mask in zip(pairs, found[: len(pairs)], found[len(pairs) :], strict=True):

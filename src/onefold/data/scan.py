@@ -32,6 +32,7 @@ __all__ = [
     "read_scan",
     "scan_files",
     "scan_pictures",
+    "unpack_scan",
 ]
 
 _FORMAT = 1
@@ -45,7 +46,7 @@ class Seen:
     """What was seen of one file."""
 
     kind: str
-    """``picture`` or ``mask``."""
+    """``picture``, or ``mask:`` and how masks are read."""
     content: str
     """Digest of its bytes."""
     stamp: tuple[int, ...] | None
@@ -165,11 +166,8 @@ def scan_files(
 def read_scan(path: Path) -> Mapping[str, Seen]:
     """What was seen before; nothing if the file is not there, or not whole."""
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
-        if said["format"] != _FORMAT:
-            return {}
-        return {name: _unpacked(*values) for name, values in said["files"].items()}
-    except (OSError, ValueError, TypeError, KeyError):
+        return unpack_scan(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return {}  # then the files are read again
 
 
@@ -189,8 +187,28 @@ def pack_scan(paths: Sequence[Path], seen: Sequence[Seen], root: Path) -> str:
     return json.dumps({"format": _FORMAT, "files": files})
 
 
+def unpack_scan(content: str) -> Mapping[str, Seen]:
+    """What `pack_scan` wrote.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    said = json.loads(content)
+    try:
+        if said["format"] == _FORMAT:
+            return {name: _unpacked(*values) for name, values in said["files"].items()}
+        raise ValueError(f"expected format {_FORMAT}, got {said['format']}")
+    except (TypeError, KeyError) as error:
+        raise ValueError(f"expected what was seen of files, got {said!r:.40}") from error
+
+
 def _unpacked(kind: str, content: str, stamp: list[int] | None, look: list[Any]) -> Seen:
-    return Seen(kind, content, tuple(stamp) if stamp else None, _KINDS[kind].unpacked(look))
+    return Seen(
+        kind,
+        content,
+        tuple(stamp) if stamp else None,
+        _KINDS[kind.partition(":")[0]].unpacked(look),
+    )
 
 
 def _name(path: Path, root: Path) -> str:

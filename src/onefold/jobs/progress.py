@@ -70,7 +70,8 @@ class ReadingBar:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._progress.stop()
+        if self._begun and self._console.is_terminal:
+            self._progress.stop()
 
     def watch(self, done: int, total: int) -> None:
         """So many files of so many have been looked at."""

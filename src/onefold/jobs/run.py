@@ -135,10 +135,11 @@ def run_job(job: Job, options: TrainOptions) -> dict[str, Any]:
             failure.exit_code,
         ) from None
     if isinstance(result, OSError):
+        place = f"{result.filename}: " if result.filename else ""
         raise RunFailed(
-            f"{options.folder}: the run cannot be written any more: {result.strerror} "
-            f"({result.filename or 'a file of it'}); once that is mended, --name {options.name} "
-            f"--resume goes on from its last checkpoint",
+            f"{options.folder}: the run cannot be written any more: {place}{result.strerror}. Once "
+            f"that is mended, --runs {options.runs} --name {options.name} --resume goes on from "
+            f"its last checkpoint",
             _REFUSED,
         )
     if isinstance(result, Exception):
