@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import onefold
-from onefold.errors import CheckpointError, DataError
+from onefold.errors import CheckpointError, DataError, LaunchError
 from onefold.jobs import predict
 from onefold.jobs.finetune import best_checkpoint
 from onefold.jobs.predict import Prediction, PredictOptions, predict_run, write_prediction
@@ -239,6 +239,16 @@ def test_pictures_of_twelve_bits_are_read_as_in_training(job: str, tmp_path: Pat
         assert np.array_equal(pillow.open(tmp_path / "masks" / row["mask"]), expected)
     else:
         assert row["classes"][0]["confidence"] == pytest.approx(shown["confidence"], abs=1e-6)
+
+
+@pytest.mark.parametrize("job", ["classify", "segment"])
+def test_a_place_that_cannot_be_written_to_is_refused_early(
+    job: str, classifier: Path, segmenter: Path, classes: Path
+) -> None:
+    run, output = (classifier, "/proc/self/x.csv") if job == "classify" else (segmenter, "/proc/x")
+    words = "expected a folder that can be written to, got .*: --output names another one"
+    with pytest.raises(LaunchError, match=words):
+        predicted(run, classes / "gone", output=Path(output))
 
 
 @here

@@ -98,7 +98,7 @@ def test_a_model_of_a_library_that_is_missing_is_refused_early(tmp_path: Path) -
 def test_a_folder_that_cannot_be_written_to_is_refused_early(place: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     runs = tmp_path / "file" / "runs" if place == "a file" else Path("/proc/self")
-    words = "expected a folder that the run can be written to, got .*: --runs names another one"
+    words = "expected a folder that can be written to, got .*: --runs names another one"
     with pytest.raises(LaunchError, match=words):
         run_job(unread("classify"), options_of("classify", "x", runs, name="it"))
 
@@ -129,8 +129,8 @@ def test_a_read_only_disk_is_one_line(mounted: Callable[..., Path], tmp_path: Pa
     done = train("classify", "--data", write_pictures(tmp_path / "data"), "--runs", disk / "runs")
     assert done.returncode == 2
     assert done.stderr == (
-        f"onefold: {disk}/runs/classify-1: expected a folder that the run can be written to, got "
-        f"Read-only file system in {disk}: --runs names another one\n"
+        f"onefold: {disk}/runs/classify-1: expected a folder that can be written to, got Read-only "
+        f"file system in {disk}: --runs names another one\n"
     )
 
 

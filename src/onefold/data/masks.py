@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from onefold.data.bad import readable
-from onefold.data.pictures import is_deep, load_picture
+from onefold.data.pictures import count_levels, is_deep, load_picture
 from onefold.errors import DataError
 
 if TYPE_CHECKING:
@@ -375,7 +375,7 @@ def _flat(codes: _Array) -> _Array:
 def _counted(codes: _Array) -> dict[int, int]:
     """How many pixels have each value; in order of the values."""
     if codes.dtype == np.uint8:
-        counts = np.bincount(codes.reshape(-1), minlength=256)
+        counts = count_levels(codes)
         return {value: int(counts[value]) for value in np.flatnonzero(counts).tolist()}
     values, counts = np.unique(codes, return_counts=True)
     return dict(zip(values.tolist(), counts.tolist(), strict=True))

@@ -45,6 +45,7 @@ __all__ = [
     "Pictures",
     "Sums",
     "Watch",
+    "count_levels",
     "is_deep",
     "is_picture",
     "load_picture",
@@ -58,7 +59,7 @@ __all__ = [
 
 Mode = Literal["L", "RGB"]
 Watch = Callable[[int, int], None]
-"""Is told how many things of how many have been looked at; called by several threads in turn."""
+"""Takes how many things have been looked at, and how many there are; threads call it in turn."""
 _Item = TypeVar("_Item")
 _Seen = TypeVar("_Seen")
 
@@ -159,7 +160,7 @@ class Sums:
 
     def add(self, pixels: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]) -> None:
         """Add pictures, (..., c) uint8."""
-        self._add_counts([_count_levels(channel) for channel in np.moveaxis(pixels, -1, 0)])
+        self._add_counts([count_levels(channel) for channel in np.moveaxis(pixels, -1, 0)])
 
     def add_picture(self, picture: Image) -> None:
         """Add a picture of mode ``L`` or ``RGB``."""
@@ -367,7 +368,7 @@ def look_through(
     Args:
         look: reads by `load_picture` or `look_at`.
         items: what it is called with.
-        watch: is told how far it is, after every item.
+        watch: called after every item.
     """
     from PIL import Image
 
@@ -451,7 +452,7 @@ def _load_small(path: Path) -> tuple[Image, tuple[int, int], int]:
         return ImageOps.exif_transpose(opened), (width, height), step * step
 
 
-def _count_levels(
+def count_levels(
     channel: np.ndarray[tuple[int, ...], np.dtype[np.uint8]],
 ) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """How many pixels there are of each of the 256 levels."""

@@ -62,7 +62,7 @@ class Scanning:
     known: Mapping[str, Seen] = field(default_factory=dict)
     """What was seen before, by the path from the root of the data."""
     watch: Watch | None = None
-    """Is told how far it is."""
+    """Called after every file."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from onefold.errors import CheckpointError, DataError
 from onefold.jobs import classify, segment, text
 from onefold.jobs.finetune import best_checkpoint
 from onefold.jobs.progress import ReadingBar
-from onefold.jobs.runfolder import CHECKPOINTS, read_run
+from onefold.jobs.runfolder import CHECKPOINTS, read_run, require_writable
 from onefold.jobs.segment_pictures import Padded, whole_logits
 from onefold.jobs.tokens import EncodedTexts
 
@@ -239,6 +239,9 @@ def _check_output(job: str, output: Path | None) -> None:
         raise ValueError("expected --output with a folder for the masks")
     elif output.exists() and not output.is_dir():
         raise ValueError(f"--output {output}: expected a folder for the masks, this is a file")
+    if output is not None:
+        folder = output if job == segment.JOB else output.parent
+        require_writable(folder, "--output names another one")
 
 
 def _check_inputs_stay(job: str, inputs: _Inputs, output: Path | None) -> None:

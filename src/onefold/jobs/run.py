@@ -40,8 +40,8 @@ from onefold.jobs.training import Task, begin_training
 
 __all__ = ["Job", "read_options", "run_job"]
 
-_MAY_CHANGE = RUN_OPTIONS | {"cache", "dev"}
-"""The same, with what says in single jobs where data lie."""
+_MAY_CHANGE = RUN_OPTIONS | {"cache", "dev", "labels_as_is"}
+"""The same, with options of single jobs: where data lie, and what is refused of them."""
 _INTERRUPTED = 130
 _REFUSED = 2
 _OUTER = frozenset({

@@ -32,6 +32,7 @@ __all__ = [
     "next_name",
     "read_run",
     "require_room",
+    "require_writable",
 ]
 
 CHECKPOINTS = "checkpoints"
@@ -64,6 +65,26 @@ def check_folder(folder: Path, *, resume: bool) -> None:
         raise LaunchError(f"--resume: there is no run in {folder}; leave --resume out to begin one")
 
 
+def require_writable(folder: Path, otherwise: str) -> None:
+    """Refuse a folder in which no file can be made, or that cannot be made itself.
+
+    Args:
+        folder: it need not be there yet.
+        otherwise: what to do, for the error.
+
+    Raises:
+        LaunchError: it is one.
+    """
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    try:
+        tempfile.TemporaryFile(dir=nearest).close()
+    except OSError as error:
+        raise LaunchError(
+            f"{folder}: expected a folder that can be written to, got {error.strerror} in "
+            f"{nearest}: {otherwise}"
+        ) from error
+
+
 def require_room(folder: Path) -> None:
     """Refuse to begin what could not be written, before anything takes time.
 
@@ -73,14 +94,7 @@ def require_room(folder: Path) -> None:
     Raises:
         LaunchError: no file can be made there, or another process is at work in it.
     """
-    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    try:
-        tempfile.TemporaryFile(dir=nearest).close()
-    except OSError as error:
-        raise LaunchError(
-            f"{folder}: expected a folder that the run can be written to, got {error.strerror} in "
-            f"{nearest}: --runs names another one"
-        ) from error
+    require_writable(folder, "--runs names another one")
     try:
         lock = os.open(folder / LOCK, os.O_RDONLY)
     except FileNotFoundError:
