@@ -84,6 +84,7 @@ class ReadingBar:
     def _begin(self, total: int) -> None:
         self._begun = True
         if self._console.is_terminal:
+            self._progress.update(self._task, total=total)
             self._progress.start()
         else:
             text = f"onefold: reading {counted(total, 'file')}"
