@@ -305,7 +305,7 @@ def test_a_class_of_one_picture_leaves_nothing_to_test_with(tmp_path: Path) -> N
     root = write_class_folders(tmp_path, [*PETS, "emu"], train=4, test=0)
     for name in ("1.jpg", "2.png", "3.jpg"):
         (root / "emu" / name).unlink()
-    words = r"emu/0\.png: expected two pictures of class 'emu' or more, one to test with"
+    words = r"emu/0\.png: expected at least two pictures of class 'emu', one of them to test with"
     with pytest.raises(DataError, match=words):
         read(root)
     data = read(root, skip=True)
@@ -327,7 +327,7 @@ def test_a_class_without_a_test_picture_is_mentioned(given_test: Path) -> None:
     (note,) = read(given_test).notes
     assert note == (
         f"{given_test}: the test set has no sample of 1 of the 2 classes (cat): the score says "
-        f"nothing of them"
+        f"nothing about them"
     )
 
 
@@ -411,8 +411,8 @@ def test_pictures_of_twelve_bits_keep_their_greys(tmp_path: Path) -> None:
     assert data.white == 4095
     (note,) = data.notes
     assert note == (
-        "12 of 12 pictures have more than 8 bits a pixel and values up to 4000: 4095 is taken for "
-        "white in all of these"
+        "12 of 12 pictures have more than 8 bits a pixel and values up to 4000: 4095 is used as "
+        "white for all of these"
     )
     pixels = {}
     for split in (data.train, data.test):

@@ -4,6 +4,7 @@ import pytest
 
 from onefold.data.labels import check_labels
 from onefold.data.overlap import check_apart
+from onefold.data.pictures import Look, Sums, white_of
 from onefold.errors import DataError
 
 
@@ -58,6 +59,28 @@ def test_labels_that_are_no_classes_are_refused(counts: dict[str, int], words: s
 def test_many_whole_numbers_are_mentioned() -> None:
     (note,) = check_labels({str(age): 30 for age in range(18, 91)}, "train.tsv")
     assert note.startswith("train.tsv: 73 classes, all of them whole numbers: if these are measur")
+
+
+@pytest.mark.parametrize(
+    ("deep", "white"),
+    [
+        ([], None),
+        ([(0.4, True), (1.0, True)], 1),
+        ([(0.4, True), (17.5, False)], 255),
+        ([(255.0, False), (90.0, False)], 255),
+        ([(256.0, False)], 511),
+        ([(1.0, False)], 255),
+        ([(4095.0, False), (3.0, False)], 4095),
+        ([(65535.0, False), (1000.0, False)], 65535),
+        ([(100000.0, False)], 131071),
+        ([(-3.0, False)], 255),
+    ],
+)
+def test_white_is_as_many_bits_as_the_largest_value_needs(
+    deep: list[tuple[float, bool]], white: int | None
+) -> None:
+    looks = [Look((1, 1), True, Sums(), largest, fractions) for largest, fractions in deep]
+    assert white_of([Look((1, 1), True, Sums()), *looks]) == white
 
 
 def test_samples_that_nothing_is_known_of_are_not_the_same() -> None:

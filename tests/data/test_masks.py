@@ -148,7 +148,7 @@ def test_the_noise_of_jpeg_does_no_harm(tmp_path: Path, quality: int, in_colour:
 UNCLEAR = {
     "classes and a border": (fields(0, 1, 2, 255), "0 .*, 1 .*, 2 .*, 255 .*more than two of"),
     "a class and a border": (fields(0, 15, 255), "0 .*, 15 .*, 255 .*more than two of them cover"),
-    "one and a border": (fields(0, 1, 255), "either 1 may be foreground, or what is brighter"),
+    "one and a border": (fields(0, 1, 255), "the foreground may be 1, or what is brighter"),
     "three levels": (fields(0, 128, 255), "0 .*, 128 .*, 255 .*more than two of them"),
     "many classes": (fields(*range(0, 250, 10), width=4), "and 19 more values: more than two"),
     "a thin border": (

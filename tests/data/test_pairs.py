@@ -282,8 +282,8 @@ def test_masks_of_several_classes_are_refused_with_what_to_do(classes: Path) -> 
     assert (
         f"{classes}/masks/1.png: expected a mask of 0 and 1, or of 0 and 255, got 0 (60.4%), "
         f"1 (17.4%), 2 (13.9%), 255 (8.3%): more than two of them cover areas, as numbers of "
-        f"classes do. Name the foreground, such as --foreground 1, and with --void what belongs to "
-        f"neither side"
+        f"classes do. Name the foreground, such as --foreground 1, and with --void what counts as "
+        f"neither"
     ) in str(caught.value)
 
 
@@ -337,4 +337,4 @@ def test_pictures_of_more_than_8_bits_have_one_white(tmp_path: Path) -> None:
         save(tmp_path / "images" / f"{number}.png", values.astype(np.uint16))
     data = read(tmp_path)
     assert data.white == 4095
-    assert "4095 is taken for white" in data.notes[0]
+    assert "4095 is used as white" in data.notes[0]

@@ -231,7 +231,7 @@ def test_ctrl_c_while_the_data_are_read_writes_nothing(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     job = replace(job_of("classify"), prepare=prepare)
-    with pytest.raises(RunFailed, match="stopped while the data were read; nothing") as caught:
+    with pytest.raises(RunFailed, match="stopped while the data were read, before") as caught:
         run_job(job, options_of("classify", write_pictures(tmp_path / "data"), tmp_path / "runs"))
     assert caught.value.exit_code == 130
     assert not (tmp_path / "runs").exists()
@@ -255,7 +255,7 @@ def test_ctrl_c_is_heard_while_large_pictures_are_read(tmp_path: Path) -> None:
         rest = process.stderr.read()
     assert process.returncode == 130
     assert rest == (
-        "onefold: stopped while the data were read; nothing has been trained or written\n"
+        "onefold: stopped while the data were read, before anything was trained or written\n"
     )
     assert not (tmp_path / "runs").exists()
 

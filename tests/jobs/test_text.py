@@ -148,7 +148,7 @@ def test_measured_values_are_refused_and_can_be_taken_for_classes(own: Path) -> 
     (note,) = prepared.notes
     assert note == (
         f"{own}/dev.tsv: the test set has no sample of 39 of the 40 classes (0.0, 0.5, 0.75, 1.0, "
-        "1.25 and 34 more): the score says nothing of them"
+        "1.25 and 34 more): the score says nothing about them"
     )
 
 

@@ -146,12 +146,12 @@ def read_folders(
         holdout: share of each class that becomes the test set where there is none.
         seed: draws that share.
         skip_bad: leave out what cannot be used; otherwise it is refused.
-        labels_as_is: take every folder's name for that of a class.
+        labels_as_is: accept the name of every folder as that of a class.
         scanning: how to look through the files.
 
     Raises:
         DataError: the folder has no such layout, something in it cannot be used, or its folders
-            are probably no classes.
+            are probably not classes.
     """
     train_folder = directory / "train"
     given = train_folder.is_dir()
@@ -216,7 +216,7 @@ def untested(classes: Sequence[str], tested: Collection[str], where: str) -> lis
     listed = ", ".join(missing[:_LISTED]) + more
     note = (
         f"{where}: the test set has no sample of {len(missing)} of the {len(classes)} classes "
-        f"({listed}): the score says nothing of them"
+        f"({listed}): the score says nothing about them"
     )
     return [note]
 
@@ -229,10 +229,10 @@ def read_idx_folder(
     Args:
         directory: holds them, plain or as ``.gz``.
         names: of the classes; their numbers if None.
-        labels_as_is: take every label for a class, however many there are.
+        labels_as_is: accept every label as a class, however many there are.
 
     Raises:
-        DataError: the labels are probably no classes.
+        DataError: the labels are probably not classes.
         FileNotFoundError: a file is missing.
         ValueError: a file is damaged, or there are fewer than two classes.
     """
@@ -350,7 +350,9 @@ def _held_parts(
     """The two sets, and what cannot be used: a class of a single picture has none to test with."""
     counts = Counter(whole.labels)
     alone = [
-        BadFile(path, f"expected two pictures of class {label!r} or more, one to test with")
+        BadFile(
+            path, f"expected at least two pictures of class {label!r}, one of them to test with"
+        )
         for path, label in zip(whole.paths, whole.labels, strict=True)
         if counts[label] == 1
     ]

@@ -1,4 +1,4 @@
-"""Labels that are probably no classes: found before training rather than learnt.
+"""Finds labels that are probably not classes, before a model learns them.
 
 What a file says is text. Measured numbers, lists of labels, and one label in two spellings look
 like classes, and training on them ends well, with a model of something else than was asked for.
@@ -25,11 +25,11 @@ _NUMBER = re.compile(r"[-+]?\d+(?:[.,]\d+)?(?:[eE][-+]?\d+)?")
 _WHOLE = re.compile(r"[-+]?\d+")
 _SEVERAL = re.compile(r"[,;|]")
 _SWITCHES = re.compile(r"[\[(]?[01](?:[ ,;|]+[01])+[\])]?")
-_AS_IT_IS = "; --labels-as-is takes each of them for a class"
+_OTHERWISE = "; or accept each of them as a class with --labels-as-is"
 
 
 def check_labels(counts: Mapping[str, int], where: str) -> list[str]:
-    """Refuse labels that are probably no classes.
+    """Refuse labels that are probably not classes.
 
     Args:
         counts: how many samples each label has.
@@ -56,20 +56,20 @@ def check_labels(counts: Mapping[str, int], where: str) -> list[str]:
     whole = numbers and all(_WHOLE.fullmatch(label) for label in counts)
     if numbers and (not whole or samples < _FEW_EACH * len(counts)):
         raise DataError(
-            f"{told} on {samples:,} samples, all of them numbers, such as {_some(counts)}. A model "
-            f"of measured values is another kind of model than this one: expected a few ranges of "
-            f"them, each with a name{_AS_IT_IS}"
+            f"{told} on {samples:,} samples, all of them numbers, such as {_some(counts)}. To "
+            f"predict measured values is a different kind of task: group them into a few named "
+            f"ranges{_OTHERWISE}"
         )
     once = sum(1 for count in counts.values() if count == 1)
     if 2 * once > len(counts):
         raise DataError(
             f"{told} on {samples:,} samples, {once:,} of them only once, such as {_some(counts)}: "
-            f"is the label where it should be{_AS_IT_IS}"
+            f"check that these are the labels{_OTHERWISE}"
         )
     if whole and len(counts) > _NOTED:
         note = (
             f"{where}: {len(counts)} classes, all of them whole numbers: if these are measured "
-            f"values, note that nothing here knows that one is near another"
+            f"values, note that the model is not told which of them are close to each other"
         )
         return [note]
     return []
@@ -87,7 +87,7 @@ def refuse_spellings(labels: Collection[str], where: str) -> None:
         if other != label:
             raise DataError(
                 f"{where}: expected one spelling of every class, got {other!r} and {label!r}"
-                f"{_difference(other, label)}: give them one name{_AS_IT_IS}"
+                f"{_difference(other, label)}: give them one name{_OTHERWISE}"
             )
 
 
@@ -111,8 +111,8 @@ def _refuse_lists(counts: Mapping[str, int], where: str) -> None:
     if switches or (len(lists) > 1 and len(parts) < len(counts)):
         raise DataError(
             f"{where}: expected one label for each sample, got lists of them, such as "
-            f"{_some(lists or list(counts))}. A model that gives several labels is another kind of "
-            f"model than this one: expected one of them for each sample{_AS_IT_IS}"
+            f"{_some(lists or list(counts))}. To predict several labels for a sample is a "
+            f"different kind of task: keep one label for each sample{_OTHERWISE}"
         )
 
 

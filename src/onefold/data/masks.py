@@ -299,7 +299,7 @@ def _require_two_values(pixels: _Pixels, counted: _Array, path: Path) -> None:
         raise DataError(
             f"{readable(path)}: expected a mask of 0 and 1, or of 0 and 255, got "
             f"{_told(pixels, codes)}: {doubt}. Name the foreground, such as --foreground "
-            f"{_example(pixels, codes)}, and with --void what belongs to neither side"
+            f"{_example(pixels, codes)}, and with --void what counts as neither"
         )
 
 
@@ -311,7 +311,7 @@ def _doubt(pixels: _Pixels, counted: _Array, values: int) -> str:
     if 1 < brightest <= _HALF:
         return "none of them is bright"
     if not pixels.lossy and values <= 3 and brightest > 1 and bool((levels == 1).any()):
-        return "either 1 may be foreground, or what is brighter"
+        return "the foreground may be 1, or what is brighter"
     if darkest > _HALF and not single:
         return "all of them are bright"
     if values > 2 and _has_areas(pixels, _between(pixels, counted)):
@@ -399,6 +399,7 @@ def _percent(share: float) -> str:
 
 
 def _example(pixels: _Pixels, counts: dict[int, int]) -> str:
-    """The value after the most frequent one, which is mostly the background."""
+    """The value after the most frequent one, mostly the background; as a shell takes it."""
     ranked = sorted(counts, key=lambda code: -counts[code])
-    return pixels.word(ranked[min(1, len(ranked) - 1)])
+    word = pixels.word(ranked[min(1, len(ranked) - 1)])
+    return f"'{word}'" if pixels.coloured else word

@@ -53,7 +53,7 @@ def check_apart(
     example = f"{same[0][0]} is the same as {same[0][1]}"
     if 2 * len(same) > len(test):
         raise DataError(
-            f"{where}: {told} ({example}), so their score would say nothing about new data: "
-            f"expected a test set of samples that are not trained with"
+            f"{where}: {told} ({example}), so the score would say little about new data: expected "
+            f"test samples that are not in the training set"
         )
     return [f"{where}: {told}: {example}"]

@@ -127,7 +127,7 @@ def deep_note(looks: Sequence[Look]) -> list[str]:
     largest = max(look.largest or 0.0 for look in deep)
     note = (
         f"{len(deep):,} of {len(looks):,} pictures have more than 8 bits a pixel and values up to "
-        f"{largest:g}: {white_of(deep)} is taken for white in all of these"
+        f"{largest:g}: {white_of(deep)} is used as white for all of these"
     )
     return [note]
 

@@ -49,7 +49,7 @@ class ClassifyOptions(TrainOptions):
     )
     label_smoothing: float = option(0.0, "Share of a label that is spread over all classes.")
     labels_as_is: bool = option(
-        False, "Take every label for a class, even where they look like numbers, lists or typos."
+        False, "Accept every label as a class, even if they look like numbers, lists or typos."
     )
     pretrained: str | None = option(
         None, "Begin with the weights of a file, or of the folder of a run.", shown="none"

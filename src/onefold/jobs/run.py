@@ -155,7 +155,7 @@ def _read_data(job: Job, options: TrainOptions) -> Any:
         with ReadingBar() as bar:
             return job.prepare(options, Scanning(known=known, watch=bar.watch))
     except KeyboardInterrupt:
-        stopped = "stopped while the data were read; nothing has been trained or written"
+        stopped = "stopped while the data were read, before anything was trained or written"
         raise RunFailed(stopped, _INTERRUPTED) from None
 
 

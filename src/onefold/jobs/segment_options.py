@@ -51,7 +51,7 @@ class SegmentOptions(TrainOptions):
     )
     foreground: tuple[str, ...] = option(
         (),
-        "Values of the masks' pixels that are foreground, such as 15, 128-255 or #ff0000.",
+        "Values of the masks' pixels that are foreground, such as 15, 128-255 or '#ff0000'.",
         shown="1, or what is brighter than half",
     )
     void: tuple[str, ...] = option(
