@@ -47,10 +47,23 @@ class ModelParts:
 
     def __init__(self, module: torch.nn.Module, trained_names: Sequence[str]) -> None:
         self.named = dict(module.named_parameters())
+        self.homes = [
+            (f"{prefix}.{name}" if prefix else name, _table_of(owner), name, parameter)
+            for prefix, owner in module.named_modules()
+            for name, parameter in owner._parameters.items()
+            if parameter is not None
+        ]
+        """Where modules hold them: full name, the module's own table, name in it, parameter."""
         self.module = module
         self.modes = Modes(module)
         self.trained = {name: self.named[name] for name in trained_names}
         self.other = {name: p for name, p in self.named.items() if name not in self.trained}
+
+
+def _table_of(owner: torch.nn.Module) -> Mapping[str, torch.nn.Parameter | None]:
+    """Where a module looks its parameters up; a scripted one makes this anew when asked."""
+    table: Mapping[str, torch.nn.Parameter | None] = owner._parameters
+    return table if isinstance(table, dict) else dict(table.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +111,11 @@ class Replica:
         self.loss_watch = LossWatch()
         self._names = list(parts.trained)
         self._parameters = list(parts.trained.values())
+        self._all = list(parts.named.values())
         views = [*zip(parts.trained, trained.views, strict=True)]
         views += zip(parts.other, other.views, strict=True)
-        self._places = {name: view.data_ptr() for name, view in views if view.numel()}
+        places = {id(parts.named[name]): view.data_ptr() for name, view in views if view.numel()}
+        self._homes = [(*home, places.get(id(home[-1]))) for home in parts.homes]
 
     @property
     def module(self) -> torch.nn.Module:
@@ -119,16 +134,21 @@ class Replica:
         self.buffers.attach()
 
     def check_places(self) -> None:
-        """Refuse parameters that have been moved elsewhere.
+        """Refuse parameters that have been moved elsewhere, or replaced.
 
         Raises:
             ValueError: one has been.
         """
-        named = self.parts.named
-        for name, place in self._places.items():
-            if named[name].data_ptr() != place:
+        for full_name, held, name, parameter, place in self._homes:
+            if held.get(name) is not parameter:
                 raise ValueError(
-                    f"parameter {name} has been given other memory since Trainer was made, by "
+                    f"parameter {full_name} has been replaced by another tensor since Trainer was "
+                    f"made, which no optimizer updates. Change values in place "
+                    f"(parameter.copy_(...) in trainer.changing()), or make Trainer afterwards"
+                )
+            if place is not None and parameter.data_ptr() != place:
+                raise ValueError(
+                    f"parameter {full_name} has been given other memory since Trainer was made, by "
                     f"model.to(), .data = ... or a second Trainer. Change values in place, or make "
                     f"Trainer afterwards"
                 )
@@ -221,7 +241,7 @@ class Replica:
         where = f"step {task.step}, shard {shard}"
         self.buffers.restore()
         self.parts.modes.restore(task.modes)
-        drop_gradients(self._parameters)
+        drop_gradients(self._all)  # also of those that no optimizer holds: hooks may look at them
         seed_generators(derive_seed("shard", task.seed, task.step, shard), self.device)
         try:
             yield where
