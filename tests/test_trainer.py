@@ -462,7 +462,7 @@ def test_a_parameter_that_is_replaced_is_refused() -> None:
     trainer = make_trainer()
     trainer.step(points(8))
     trainer.model.weight = nn.Parameter(torch.ones(1, 3))
-    with pytest.raises(ValueError, match="^parameter weight has been replaced by another tensor"):
+    with pytest.raises(ValueError, match=r"^parameter weight has been replaced by another tensor"):
         trainer.step(points(8))
 
 

@@ -488,7 +488,8 @@ class Engine:
 
     def _modes_checksum(self) -> int:
         frozen = bytes([p.requires_grad for p in self._parts.named.values()])
-        return checksum(self._parts.modes.read() + frozen)
+        modes = self._parts.modes
+        return checksum(modes.read() + frozen + modes.numbers_checksum().to_bytes(4, "little"))
 
     def _words_of_change(self, said: Said, head: StepHead) -> str:
         device, changed = next((n, c) for n, c in enumerate(said.changed) if c)

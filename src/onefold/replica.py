@@ -50,8 +50,7 @@ class ModelParts:
         self.homes = [
             (f"{prefix}.{name}" if prefix else name, _table_of(owner), name, parameter)
             for prefix, owner in module.named_modules()
-            for name, parameter in owner._parameters.items()
-            if parameter is not None
+            for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False)
         ]
         """Where modules hold them: full name, the module's own table, name in it, parameter."""
         self.module = module
@@ -115,7 +114,10 @@ class Replica:
         views = [*zip(parts.trained, trained.views, strict=True)]
         views += zip(parts.other, other.views, strict=True)
         places = {id(parts.named[name]): view.data_ptr() for name, view in views if view.numel()}
-        self._homes = [(*home, places.get(id(home[-1]))) for home in parts.homes]
+        self._homes = [
+            (full_name, held, name, parameter, places.get(id(parameter)))
+            for full_name, held, name, parameter in parts.homes
+        ]
 
     @property
     def module(self) -> torch.nn.Module:
