@@ -173,7 +173,12 @@ def new_collective(rank: int, amount: Amount) -> Exchange:
         raise RuntimeError("torch.distributed made no process group")
     store = dist.distributed_c10d._get_default_store()
     return CollectiveExchange(
-        storage_of(amount), start_of(amount), torch.device("cpu"), group, store
+        storage_of(amount),
+        start_of(amount),
+        torch.device("cpu"),
+        group,
+        store,
+        timeout_s=TIMEOUT_S,
     )
 
 

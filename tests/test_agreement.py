@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import onefold
-from tests.disagreeing import CASES, run_and_write
+from tests.disagreeing import CASES, run_and_write, run_late
 
 
 @pytest.mark.processes
@@ -31,3 +31,14 @@ def test_every_difference_ends_in_one_error_on_every_device(exchange: str, tmp_p
         if not all(re.match(f"DisagreementError: .*{words}", device[name]) for device in said)
     }
     assert wrong == {}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("exchange", ["shared", "collective"])
+def test_the_limit_of_the_trainer_is_kept(exchange: str, tmp_path: Path) -> None:
+    """And not that of the launcher, which is longer here than this test may take."""
+    onefold.launch(
+        run_late, devices="cpu:2", args=(str(tmp_path),), exchange=exchange, timeout_s=600
+    )
+    words = (tmp_path / "words").read_text()
+    assert re.match(r"PeerTimeout: .* did not arrive within 1.5 s in step 2", words), words

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from onefold.errors import StateError
 from onefold.fold import fold_shards
 from onefold.shard import cut_bounds
 from tests.small import Batch, bits, line, make_trainer, points, square
@@ -315,3 +316,166 @@ def test_unsigned_numbers_take_the_largest_too(dtype: torch.dtype) -> None:
     module = Noting(note, most=torch.tensor(1).to(dtype))
     step(module, devices=1)
     assert module.most.item() == 4
+
+
+class Queue(nn.Module):
+    """Keeps the keys of batches before, as momentum contrast does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = line()
+        self.register_buffer("queue", torch.zeros(3, 12))
+        self.register_buffer("place", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        start = int(self.place)
+        self.queue[:, start : start + len(inputs)] = inputs.T
+        self.place += len(inputs)
+        return self.line(inputs)
+
+
+@both
+def test_a_queue_that_a_mean_would_destroy_is_refused(devices: int) -> None:
+    with pytest.raises(
+        StateError, match=r'buffer queue: .*Trainer\(buffers=\{"queue": "first"\}\)'
+    ):
+        step(Queue(), devices)
+
+
+@both
+def test_the_rule_of_a_buffer_can_be_chosen(devices: int) -> None:
+    batch = points(SAMPLES)
+    module = Queue()
+    rules = {"queue": "first", "pl*": "sum"}
+    trainer = make_trainer(module, shards=SHARDS, devices=devices, buffers=rules)
+    trainer.step(batch)
+    first = shards_of(batch)[0]
+    assert torch.equal(module.queue[:, : len(first)], first.T)
+    assert not module.queue[:, len(first) :].any()
+    assert module.place == SAMPLES
+
+
+@both
+@pytest.mark.parametrize(
+    ("rule", "expected"), [("max", 5.0), ("first", 1.0), ("sum", 9.0), ("mean", (3 + 10 + 6) / 7)]
+)
+def test_each_rule(devices: int, rule: str, expected: float) -> None:
+    batch = points(SAMPLES)
+    batch[0][:, 0] = torch.tensor([1.0, 0, 0, 5, 0, 3, 0])  # shards begin with 1, 5 and 3
+
+    def note(module: Noting, inputs: torch.Tensor) -> None:
+        module.value.add_(inputs[0, 0])
+
+    module = Noting(note, value=torch.zeros(()))
+    make_trainer(module, shards=SHARDS, devices=devices, buffers={"value": rule}).step(batch)
+    assert module.value.item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("rules", "words"),
+    [
+        ({"value": "median"}, r"rule of buffers 'value' to be one of .*, got 'median'"),
+        (
+            {"values": "max"},
+            "a rule for 'values', which names no buffer of the model: it has value",
+        ),
+    ],
+)
+def test_rules_that_say_nothing_are_refused(rules: dict[str, str], words: str) -> None:
+    module = Noting(lambda module, inputs: None, value=torch.zeros(()))
+    with pytest.raises(ValueError, match=words):
+        make_trainer(module, buffers=rules)
+
+
+def made_in_forward(module: Noting, inputs: torch.Tensor) -> None:
+    module.register_buffer("late", inputs.mean(dim=0))
+
+
+def given_a_value(module: Noting, inputs: torch.Tensor) -> None:
+    module.late = inputs.mean(dim=0)
+
+
+@both
+@pytest.mark.parametrize("note", [made_in_forward, given_a_value])
+def test_a_buffer_that_a_shard_makes_is_refused(
+    devices: int, note: Callable[[Noting, torch.Tensor], None]
+) -> None:
+    module = Noting(note)
+    if note is given_a_value:
+        module.register_buffer("late", None)
+    with pytest.raises(StateError, match=r"buffer late was not there, or None, when Trainer"):
+        step(module, devices)
+
+
+def test_a_buffer_that_stays_none_is_left_alone() -> None:
+    module = Noting(lambda module, inputs: None)
+    module.register_buffer("never", None)
+    step(module, 2)
+    assert module.never is None
+
+
+@both
+def test_a_buffer_may_be_given_other_memory(devices: int) -> None:
+    def note(module: Noting, inputs: torch.Tensor) -> None:
+        module.value.data = module.value.data + inputs.mean()
+
+    def change(module: Noting, inputs: torch.Tensor) -> None:
+        module.value.add_(inputs.mean())
+
+    modules = [Noting(each, value=torch.ones(2)) for each in (note, change)]
+    for module in modules:
+        trainer = make_trainer(module, shards=SHARDS, devices=devices)
+        for _ in range(2):
+            trainer.step(points(SAMPLES))
+    assert bits(modules[0]) == bits(modules[1])
+
+
+def test_with_one_shard_numbers_of_float64_are_those_of_the_plain_loop() -> None:
+    """Or a mean over one shard would be x * n / n."""
+    ours, theirs = (nn.Sequential(nn.BatchNorm1d(3), line()).double() for _ in range(2))
+    batch = tuple(tensor.double() for tensor in points(SAMPLES))
+    trainer = make_trainer(ours, shards=1)
+    for _ in range(5):
+        trainer.step(batch)
+        theirs(batch[0])
+        for mine, other in zip(ours.buffers(), theirs.buffers(), strict=True):
+            assert torch.equal(mine, other)
+        theirs[0].load_state_dict(ours[0].state_dict())
+
+
+def test_observers_of_channels_are_refused_with_what_to_do() -> None:
+    """Their first forward pass gives them their shape."""
+    from torch.ao.quantization import FakeQuantize, PerChannelMinMaxObserver
+
+    class Aware(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.line = nn.Linear(3, 4)
+            self.fake = FakeQuantize(
+                PerChannelMinMaxObserver,
+                dtype=torch.qint8,
+                quant_min=-128,
+                quant_max=127,
+                qscheme=torch.per_channel_symmetric,
+                reduce_range=False,
+            )
+            self.last = nn.Linear(4, 1)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            hidden = nn.functional.linear(inputs, self.fake(self.line.weight), self.line.bias)
+            return self.last(hidden)
+
+    with pytest.raises(
+        StateError, match=r"run one before Trainer is made|one forward pass, before"
+    ):
+        step(Aware(), 1)
+    model = Aware()
+    model(points(SAMPLES)[0])
+    results = []
+    for devices in (1, 2):
+        again = Aware()
+        again(points(SAMPLES)[0])
+        again.load_state_dict(model.state_dict())
+        step(again, devices)
+        results.append(bits(again))
+    assert results[0] == results[1]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import active_children
 from typing import Any
@@ -11,7 +12,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    TensorDataset,
+    default_collate,
+)
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter as BaseIterator
 
 from onefold.batch import ShardedBatch
 from onefold.errors import SampleError
@@ -563,6 +571,46 @@ def test_workers_end_with_their_pass(how: str) -> None:
         failure = error  # kept, with all that its traceback holds
     assert (failure is not None) == (how == "failed")
     assert active_children() == []
+
+
+@pytest.mark.processes
+def test_ctrl_c_is_not_lost_while_workers_begin_or_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    loader = make_loader(range(6), Plan((1,)), workers=1)
+    begin, end = DataLoader.__iter__, BaseIterator._shutdown_workers
+
+    def begin_interrupted(self: Any) -> Any:
+        answers = begin(self)
+        signal.raise_signal(signal.SIGINT)
+        begun.append("the workers")
+        return answers
+
+    def end_interrupted(self: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        end(self)
+        ended.append("the workers")
+
+    begun: list[str] = []
+    ended: list[str] = []
+    with monkeypatch.context() as changed:
+        changed.setattr(DataLoader, "__iter__", begin_interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            list(loader)
+    with monkeypatch.context() as changed:
+        changed.setattr(BaseIterator, "_shutdown_workers", end_interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            list(loader)
+    signal.signal(signal.SIGINT, before)
+    assert (begun, ended) == (["the workers"],) * 2
+
+
+@pytest.mark.processes
+def test_ctrl_c_ends_a_worker() -> None:
+    def handler(samples: list[Any]) -> str:
+        return str(signal.getsignal(signal.SIGINT))
+
+    (batch,) = make_loader(range(6), Plan((1,)), workers=1, collate=handler)
+    assert batch.shards[0] == str(signal.getsignal(signal.SIGINT))
 
 
 @pytest.fixture

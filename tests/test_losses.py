@@ -378,3 +378,20 @@ def test_a_trainer_has_the_plain_loops_gradient(shards: int) -> None:
     assert float(step.loss) == pytest.approx(expected.item(), rel=1e-12)
     for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("shards", [2, 5])
+def test_tokens_of_sequences_of_unequal_length_count_alike(shards: int) -> None:
+    """A scalar mean of each shard, weighed by samples, would not be the plain loop's."""
+    lengths = torch.tensor([9, 1, 2, 9, 3, 1, 1, 4, 9, 2])
+    tokens = torch.randint(0, 5, (10, 9), generator=torch.Generator().manual_seed(2))
+    targets = tokens.where(torch.arange(9) < lengths.unsqueeze(1), -100)
+    model = torch.nn.Embedding(5, 5, dtype=torch.float64)
+
+    def loss(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> onefold.Mean:
+        return losses.cross_entropy(model(batch[0]).transpose(1, 2), batch[1])
+
+    expected = F.cross_entropy(model(tokens).transpose(1, 2), targets).item()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    step = onefold.Trainer(model, optimizer, loss, shards=shards).step((tokens, targets))
+    assert float(step.loss) == pytest.approx(expected, rel=1e-12)

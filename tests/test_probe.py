@@ -22,25 +22,25 @@ def with_buffer(value: torch.Tensor) -> nn.Module:
 
 def compared(tmp_path: Path, reference: nn.Module, other: nn.Module) -> dict[str, Any]:
     """What a second run writes when it ends in another model."""
-    Probe(tmp_path, records=True, name="0").observe(1, reference, 0.5)
-    Probe(tmp_path, records=False, name="1").observe(1, other, 0.5)
-    (record,) = read_record(tmp_path, "1")
+    Probe(tmp_path, records=True, run="0").observe(1, reference, 0.5)
+    Probe(tmp_path, records=False, run="1").observe(1, other, 0.5)
+    (record,) = read_record(tmp_path, "1-0")
     return record
 
 
 def test_a_run_that_records_writes_digests_and_tensors(tmp_path: Path) -> None:
     model = line()
-    probe = Probe(tmp_path, records=True, name="0")
+    probe = Probe(tmp_path, records=True, run="0")
     probe.observe(0, model, None)
     probe.observe(1, model, 0.5)
-    lines = read_record(tmp_path, "0")
+    lines = read_record(tmp_path, "0-0")
     assert [(line["step"], line["loss"]) for line in lines] == [(0, None), (1, 0.5)]
     for record in lines:
         assert record["digests"] == tensor_digests(named_tensors(model))
         assert record["fingerprint"] == fingerprint_of(tensor_digests(named_tensors(model)))
         assert "differences" not in record
     kept = sorted(path.name for path in tmp_path.glob("*.safetensors"))
-    assert kept == ["step-0.safetensors", "step-1.safetensors"]
+    assert kept == ["trainer-0-step-0.safetensors", "trainer-0-step-1.safetensors"]
 
 
 def test_runs_that_agree_have_no_differences(tmp_path: Path) -> None:
@@ -72,12 +72,12 @@ def test_a_tensor_that_the_reference_lacks_differs(tmp_path: Path) -> None:
 
 
 def test_only_the_first_step_that_differs_is_compared(tmp_path: Path) -> None:
-    reference = Probe(tmp_path, records=True, name="0")
-    other = Probe(tmp_path, records=False, name="1")
+    reference = Probe(tmp_path, records=True, run="0")
+    other = Probe(tmp_path, records=False, run="1")
     for step, value in enumerate((0.0, 1.0, 2.0)):
         reference.observe(step, with_buffer(torch.zeros(1)), None)
         other.observe(step, with_buffer(torch.full((1,), value)), None)
-    assert [record.get("differences") for record in read_record(tmp_path, "1")] == [
+    assert [record.get("differences") for record in read_record(tmp_path, "1-0")] == [
         {},
         {"odd": 1.0},
         None,
@@ -85,8 +85,8 @@ def test_only_the_first_step_that_differs_is_compared(tmp_path: Path) -> None:
 
 
 def test_steps_that_the_reference_did_not_make_are_not_compared(tmp_path: Path) -> None:
-    Probe(tmp_path, records=False, name="1").observe(3, line(), 0.5)
-    (record,) = read_record(tmp_path, "1")
+    Probe(tmp_path, records=False, run="1").observe(3, line(), 0.5)
+    (record,) = read_record(tmp_path, "1-0")
     assert "differences" not in record
 
 

@@ -519,7 +519,7 @@ def test_a_model_that_cannot_be_folded_is_refused(
         ((torch.ones(4, 3), torch.ones(3, 1)), ValueError, r"batch\[0\] has 4, batch\[1\] has 3"),
         ((torch.ones(0, 3), torch.ones(0, 1)), ValueError, "^the batch is empty: expected at leas"),
         ((), ValueError, "^the batch holds no tensor"),
-        (5, TypeError, "^batch: expected a tensor or a tuple, list or dict of tensors, got int"),
+        (5, TypeError, "^batch: expected a tensor or NumPy array, or a tuple, .* of them, got int"),
         ([[1.0, 2.0]], TypeError, r"^batch\[0\]\[0\]: .* got float"),
     ],
     ids=["unequal", "no samples", "no tensor", "number", "numbers"],

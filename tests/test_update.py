@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -291,3 +292,67 @@ def test_two_optimizers_of_one_class_are_independent() -> None:
     optimizer = sgd(line())
     onefold.Trainer(model := line(), sgd(model), square, shards=1, threads=1)
     assert optimizer.state_dict()["state"] == {}
+
+
+class Counting(torch.optim.SGD):
+    """Keeps a number that belongs to no parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.state["steps"] = self.state.get("steps", 0) + 1
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_state_under_a_key_that_is_no_parameter_is_kept(devices: int, tmp_path: Path) -> None:
+    model = line()
+    optimizer = Counting(model.parameters(), lr=0.1)
+    optimizer.state["steps"] = 5
+    trainer = make_trainer(model, optimizer=optimizer, devices=devices)
+    for _ in range(2):
+        trainer.step(points(8))
+    assert optimizer.state["steps"] == 7
+    with pytest.raises(TypeError, match="keeps 'steps' in its state, under no parameter"):
+        trainer.save(tmp_path)
+
+
+def test_adafactor_of_two_precisions_needs_its_eps() -> None:
+    def parameters() -> list[nn.Parameter]:
+        return [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, dtype=torch.bfloat16))]
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = parameters()
+
+    model = Two()
+    words = r"Adafactor: group 0 has parameters of torch.bfloat16, torch.float32 and the default"
+    with pytest.raises(ValueError, match=words):
+        check_optimizer(torch.optim.Adafactor(model.parameters()), model)
+    check_optimizer(torch.optim.Adafactor(model.parameters(), eps=(1e-7, 1e-3)), model)
+    groups = [{"params": [p]} for p in model.parameters()]
+    check_optimizer(torch.optim.Adafactor(groups), model)
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+def test_a_span_without_any_gradient_is_left_alone(devices: int) -> None:
+    """With a weight that is not the number of samples, gradients are scaled: also none of them."""
+
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used = line()
+            self.unused = nn.Linear(300, 300)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return self.used(inputs)
+
+    def loss(model: nn.Module, batch: Batch) -> onefold.Mean:
+        return onefold.Mean(square(model, batch).sum(), 3.0 * len(batch[0]))
+
+    results = []
+    for count in (1, devices):
+        torch.manual_seed(0)
+        model = Half()
+        make_trainer(model, loss, devices=count, clip_norm=0.1).step(points(8))
+        results.append(bits(model))
+    assert results[0] == results[1]

@@ -32,6 +32,7 @@ FULL = World(
     probe="/tmp/probe",
     probe_steps=4,
     probe_records=True,
+    probe_mathematics="float64",
     local_rank=2,
     local_size=3,
 )

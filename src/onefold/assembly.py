@@ -205,7 +205,9 @@ def _join(
         return _join_shared(storage, start, description, settings, team)
     group, store = join_group(world, kind, size, timeout_s=settings.timeout_s, trainer=team.trainer)
     _compare_all(gather_bytes(group, json.dumps(description).encode()))
-    return CollectiveExchange(storage, start, devices[0], group, store)
+    return CollectiveExchange(
+        storage, start, devices[0], group, store, timeout_s=settings.timeout_s
+    )
 
 
 def _join_shared(

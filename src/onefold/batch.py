@@ -122,8 +122,8 @@ class ShardedBatch:
 
     def size_of(self, shard: int) -> int:
         """Samples of one shard."""
-        start, stop = cut_bounds(self.samples, self.plan.shards)[shard]
-        return stop - start
+        size, longer = divmod(self.samples, self.plan.shards)
+        return size + (shard < longer)
 
 
 def cut_batch(

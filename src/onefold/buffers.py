@@ -103,8 +103,9 @@ class BufferSet:
 
     def restore(self) -> None:
         """Put back what `begin_step` remembered."""
-        self.absorb()
-        _copy(self.flat, self._start)
+        if self.places.tensors:
+            self.absorb()
+            _copy(self.flat, self._start)
 
     def absorb(self) -> None:
         """Take in what the module has put in the place of its buffers rather than into them."""
@@ -119,6 +120,22 @@ class BufferSet:
             if tensor.data_ptr() != pointers[index]:  # by .data = ..., resize_() or another Trainer
                 self.flat.views[index].copy_(self.places.checked(index, tensor))
                 tensor.data = self.flat.views[index]
+
+    def check_shapes(self) -> None:
+        """Refuse a buffer that the module has begun to resize, which its memory does not allow.
+
+        PyTorch then raises, and leaves the tensor with a shape that it has no memory for.
+
+        Raises:
+            StateError: there is one; it has its memory again.
+        """
+        for index, (tensor, view) in enumerate(
+            zip(self.places.tensors, self.flat.views, strict=True)
+        ):
+            if tensor.shape != view.shape:
+                came = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+                tensor.data = view
+                self.places.checked(index, came)
 
     def _changed(self) -> list[int]:
         """Which buffers do not have the bits they started with; on a GPU, which may not have.
@@ -198,7 +215,9 @@ class BufferPlaces:
             (prefix, owner._buffers, {n for n, b in owner._buffers.items() if b is not None})
             for prefix, owner in module.named_modules()
         ]
-        self._unsettled = any(len(buffers) != len(known) for _, buffers, known in self._known)
+        self._held = [buffers for _, buffers, _ in self._known]
+        self._number = sum(map(len, self._held))
+        self._some_are_none = self._number != sum(len(known) for _, _, known in self._known)
 
     def check(self) -> None:
         """Refuse buffers that were not there when Trainer was made.
@@ -206,8 +225,8 @@ class BufferPlaces:
         Raises:
             StateError: there is one.
         """
-        # With none of them None, one more shows in the numbers.
-        if self._unsettled or any(len(held) != len(known) for _, held, known in self._known):
+        # With none of them None, one more shows in their number.
+        if self._some_are_none or sum(map(len, self._held)) != self._number:
             self._look_closer()
 
     def checked(self, index: int, value: torch.Tensor | None) -> torch.Tensor:

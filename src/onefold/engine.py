@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -96,6 +96,8 @@ class Engine:
         self._several_terms = False
         self._changing = False
         self._warned_of_mode = False
+        self.gradient_ready: Callable[[float], None] | None = None
+        """Called before clipping and update with the weight that the gradient is divided by."""
 
     @property
     def with_others(self) -> bool:
@@ -315,13 +317,15 @@ class Engine:
         due = is_due(number)
         if due:
             self._parts.modes.refresh()
-        task = ShardTask(self._loss, self.seed, number, self._parts.modes.read())
-        if self._alone:
-            self._guard.note()  # what the user has changed since the last step is the user's affair
+        shards = batch.plan.shards
+        task = ShardTask(self._loss, self.seed, number, shards, self._parts.modes.read())
+        if self._alone and shards > 1:
+            # What the user has changed since the last step is the user's affair.
+            self._guard.note(values=due)
         watched = due and not self._compilers.compiled  # hooks for all would make it compile anew
         with self._computing(), self._outside.noting(wanted=watched):
             while True:
-                if self._several_terms and batch.plan.shards > 1:
+                if self._several_terms and shards > 1:
                     task = replace(task, divisors=self._trade_divisors(batch, task))
                 self._gradients = self._run_shards(batch, task)
                 board = self.exchange.board
@@ -331,11 +335,6 @@ class Engine:
                 self._several_terms = True
                 self.exchange.spread()  # nothing was updated; the board is free again
         self._outside.check(number)
-        if weight.value > 0 and not board.gave.any():
-            raise LossError(
-                f"the loss of step {number} does not depend on any parameter that requires a "
-                f"gradient, in any shard: was it computed under no_grad, or detached?"
-            )
         return weight
 
     def _run_shards(self, batch: ShardedBatch, task: ShardTask) -> Gradients:
@@ -344,7 +343,8 @@ class Engine:
             with self.attached(replica):
                 gradients = replica.run(batch, task, self.exchange)
         self._parts.modes.restore(task.modes)
-        self._refuse_writing(batch, task.step)
+        if task.shards > 1:  # with one it is as in a plain loop
+            self._refuse_writing(task.step)
         watch = self.replicas[0].watch
         start = watch.now()
         self.exchange.collect(batch.plan)
@@ -405,11 +405,9 @@ class Engine:
         values: list[float] = shared.tolist()
         return values
 
-    def _refuse_writing(self, batch: ShardedBatch, step: int) -> None:
+    def _refuse_writing(self, step: int) -> None:
         """Parameters belong to the optimizer while shards run."""
-        if batch.plan.shards == 1:
-            return  # as in a plain loop
-        changed = self._guard.changed()
+        changed = self._guard.changed(values=is_due(step))
         if changed:
             raise StateError(
                 f"step {step}: {self._guard.name_of(changed)} was written to while the loss was "
@@ -443,10 +441,17 @@ class Engine:
         totals = [t for replica in self.replicas for t in self.exchange.totals(replica.number)]
         gave = self.exchange.board.gave
         counts = (gave[0] if len(gave) == 1 else gave.sum(axis=0)).tolist()
+        if not any(counts):
+            raise LossError(
+                f"the loss of step {step} does not depend on any parameter that requires a "
+                f"gradient, in any shard: was it computed under no_grad, or detached?"
+            )
         self.update.take(totals, counts, shards=batch.plan.shards)
         divisor = batch.divisor(weight.value) if weight.divided else 1.0
         if divisor != weight.value:
             self.update.scale(divisor / weight.value)
+        if self.gradient_ready is not None:
+            self.gradient_ready(weight.value)
         if self._clip_norm is not None:
             self._clip(self._clip_norm, batch)
         self.update.step()

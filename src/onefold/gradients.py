@@ -14,7 +14,7 @@ optimizers read gradients in the parameter's order, whatever their strides.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 import torch
@@ -28,7 +28,7 @@ Gradients = list[torch.Tensor | None]
 """One for each trained parameter; None where a shard gave none."""
 
 
-def drop_gradients(parameters: Sequence[torch.nn.Parameter]) -> None:
+def drop_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
     """Leave nothing in ``.grad``."""
     for parameter in parameters:
         if parameter.grad is not None:

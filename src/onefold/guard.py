@@ -90,23 +90,32 @@ class ValueGuard:
         self._names = list(parameters)
         self._parameters = list(parameters.values())
         self._samples = Samples(flats)
+        self._values = b""
         self.note()
 
-    def note(self) -> None:
-        """The parameters are as they ought to be."""
-        self._versions = self._count()
-        self._values = self._samples.read() if self._samples.on_host else b""
+    def note(self, *, values: bool = True) -> None:
+        """The parameters are as they ought to be.
 
-    def changed(self) -> int:
+        Args:
+            values: whether somebody will look at values.
+        """
+        self._versions = self._count()
+        if values and self._samples.on_host:
+            self._values = self._samples.read()
+
+    def changed(self, *, values: bool = True) -> int:
         """The number, from 1, of a parameter that was changed since; 0 for none that is seen.
 
-        Where only values tell it, that of the first parameter.
+        Where only values tell it, the number behind the last.
+
+        Args:
+            values: whether to look at values as well, and not only at what PyTorch counts.
         """
         versions = self._count()
         if versions != self._versions:
             pairs = zip(versions, self._versions, strict=True)
             return next(number for number, (now, then) in enumerate(pairs, 1) if now != then)
-        if self._samples.on_host and self._samples.read() != self._values:
+        if values and self._samples.on_host and self._samples.read() != self._values:
             return len(self._names) + 1
         return 0
 

@@ -194,7 +194,8 @@ _WORDS = {
     "place": "{where}: {who} is at sample {theirs} of a pass over the data and device 0 at sample "
     "{ours}: every device must use every batch of a loader",
     "data": "{where}: the data set of {who} has other samples than that of device 0: make it alike "
-    "on every device; seed what is random in it before it is made",
+    "on every device; seed what is random in it before it is made. Paths, times and numbers of "
+    "processes in a sample count as well",
     "batch": "{where}: {who} was given another batch than device 0: a batch that the script cuts "
     "itself must be the same whole batch on every device. Did the lead draw a random number more?",
     "settings": "{where}: the optimizer's settings of {who} (such as the learning rate) differ "

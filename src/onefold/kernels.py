@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch.utils import deterministic as torch_deterministic
 
 __all__ = ["Compilers", "repeatable_kernels"]
+
+_NOTHING = nullcontext()
 
 _SHAPES = 1024
 """Shapes for which code may be made: there are two sizes of shards, and those of a last batch."""
@@ -49,12 +51,12 @@ class Compilers:
         """Whether ``torch.compile`` has a part in the model or its loss."""
         self._scripted = any(isinstance(m, torch.jit.ScriptModule) for m in module.modules())
 
-    @contextmanager
-    def settled(self) -> Iterator[None]:
+    def settled(self) -> AbstractContextManager[None]:
         """Shapes are fixed in here; a limit that is hit is an error, not other code."""
-        if not (self.compiled or self._scripted):
-            yield
-            return
+        return self._settled() if self.compiled or self._scripted else _NOTHING
+
+    @contextmanager
+    def _settled(self) -> Iterator[None]:
         with ExitStack() as stack:
             if self._scripted:
                 stack.enter_context(torch.jit.optimized_execution(False))  # type: ignore[attr-defined]

@@ -74,6 +74,8 @@ class LaunchOptions:
     """Steps to compare."""
     probe_records: bool = False
     """Record what others are compared with, rather than compare."""
+    probe_mathematics: str = ""
+    """Compare V shards with one in this run, in ``float64`` or ``float32``."""
     logs: str = ""
     """Folder that keeps the output of the devices other than the lead."""
     quiet: bool = False
@@ -324,6 +326,7 @@ class _Crew:
                 probe=options.probe,
                 probe_steps=options.probe_steps,
                 probe_records=options.probe_records,
+                probe_mathematics=options.probe_mathematics,
                 local_rank=rank,
                 local_size=len(self._devices),
             )

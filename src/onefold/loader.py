@@ -23,6 +23,7 @@ from torch.utils.data import (
 from onefold.batch import DataPass, ShardedBatch
 from onefold.datadigest import digest_of, digest_samples, join_digests
 from onefold.errors import SampleError
+from onefold.interrupt import ctrl_c_as_before, ctrl_c_later
 from onefold.position import LoaderSize, LoaderTrack
 from onefold.process import die_with_parent
 from onefold.randomness import (
@@ -176,7 +177,8 @@ class Loader:
     def _batches(self, this: DataPass) -> Iterator[ShardedBatch]:
         start = host_now_s()
         requests = self._requests(this)
-        answers = self._answers(requests)
+        with ctrl_c_later():
+            answers = self._answers(requests)
         try:
             while this.given < this.end:
                 requests.follow(self._plan(), this.given)
@@ -199,7 +201,8 @@ class Loader:
                 start = host_now_s()
         finally:
             # An exception keeps this frame, and would keep the worker processes with it.
-            del answers
+            with ctrl_c_later():
+                del answers
 
     def _requests(self, this: DataPass) -> _Requests:
         return _Requests(
@@ -382,6 +385,7 @@ class _Tied:
 
     def __call__(self, worker: int) -> None:
         die_with_parent(self._parent)
+        ctrl_c_as_before()
 
 
 def _bad(index: int, epoch: int, error: Exception) -> _BadSample:

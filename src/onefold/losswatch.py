@@ -32,23 +32,22 @@ class LossWatch:
         self.findings: dict[FindingKind, LossFinding] = {}
         """The first of each kind."""
 
-    def look(self, result: object, *, samples: int, shards: int, step: int, where: str) -> None:
-        """Inspect the loss of one shard.
+    def look(self, result: object, *, samples: int, step: int, where: str) -> None:
+        """Inspect the loss of one shard of several; with one, nothing could be read wrongly.
 
         Args:
             result: what the loss returned.
             samples: of the shard.
-            shards: V; with one there is nothing that could be read wrongly.
             step: number of the step.
             where: step and shard, for errors.
 
         Raises:
             LossError: it is certain that the number is not the one that was meant.
         """
-        if shards == 1 or not isinstance(result, torch.Tensor):
+        if not isinstance(result, torch.Tensor):
             return
-        if result.dim() and not is_due(step):
-            return
+        if (result.dim() or result.device.type != "cpu") and not is_due(step):
+            return  # on a GPU, looking waits for the work that is under way
         finding = inspect_loss(result, samples)
         if finding is None:
             return

@@ -201,8 +201,12 @@ class Contribution:
             TypeError: of several terms; ``combine`` first.
         """
         self._expect_one_divisor("backward()")
-        seed = torch.full((), self.share, dtype=self.root.dtype, device=self.root.device) / divisor
-        torch.autograd.backward(self.root, seed.expand_as(self.root))
+        root = self.root
+        seed = _seed(self.share, divisor, root.dtype, root.device)
+        # What has one element could be written to on its way; a stretched one cannot.
+        torch.autograd.backward(
+            root, seed.expand_as(root) if root.numel() > 1 else seed.clone().expand_as(root)
+        )
 
     def combine(self, divisors: Sequence[float]) -> Contribution:
         """This shard's part of the finished value: the sum of (total / divisor) over the parts.
@@ -238,6 +242,12 @@ class Contribution:
                 f"expected one divisor for {asked}, got {len(self.terms)} terms, each with its "
                 f"own: combine(divisors) comes first"
             )
+
+
+@functools.lru_cache(maxsize=64)
+def _seed(share: float, divisor: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """() the gradient that backward begins with; the same in most steps."""
+    return torch.full((), share, dtype=dtype, device=device) / divisor
 
 
 def weigh(result: object, samples: int, what: str) -> Contribution:

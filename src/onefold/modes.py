@@ -54,8 +54,8 @@ class Modes:
 
     def restore(self, modes: bytes) -> None:
         """Give every part the mode that `read` found."""
-        for part, mode in zip(self._parts, modes, strict=True):
-            if part.training is not bool(mode):
+        if self.read() != modes:
+            for part, mode in zip(self._parts, modes, strict=True):
                 part.training = bool(mode)
 
 

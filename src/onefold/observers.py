@@ -26,7 +26,7 @@ def observers_of(
 ) -> list[Observer]:
     """Those that the launcher asked for, in the order in which they are told.
 
-    Trace and comparison follow the first trainer of a script, on the lead.
+    The trace follows the first trainer of a script, on the lead; a comparison, every trainer.
 
     Args:
         team: who takes part.
@@ -40,12 +40,14 @@ def observers_of(
         found.append(_profiler(Profile(Path(world.profile), team, watches)))
     if team.trainer == 0 and 0 in team.own and world.trace:
         found.append(_tracer(Path(world.trace), model, steps))
-    if team.trainer == 0 and world.probe:
-        if 0 in team.own:
-            name = Path(world.directory).name
-            probe = Probe(Path(world.probe), records=world.probe_records, name=name)
-            found.append(_prober(probe, model))
-        found.append(_stopper(world.probe_steps))
+    if world.probe:
+        if 0 in team.own and not world.probe_mathematics:
+            run = Path(world.directory).name
+            probe = Probe(
+                Path(world.probe), records=world.probe_records, run=run, trainer=team.trainer
+            )
+            found.append(_prober(probe, model, world.probe_steps))
+        found.append(_stopper(team.trainer, world.probe_steps))
     return found
 
 
@@ -69,14 +71,31 @@ def _tracer(path: Path, model: torch.nn.Module, steps: int) -> Observer:
     return trace
 
 
-def _prober(probe: Probe, model: torch.nn.Module) -> Observer:
+def _prober(probe: Probe, model: torch.nn.Module, steps: int) -> Observer:
     probe.observe(0, model, None)
-    return lambda step, spans: probe.observe(step.number, model, float(step.loss))
+    done = 0
+
+    def observe(step: Step, spans: Mapping[int, Sequence[Span]]) -> None:
+        nonlocal done
+        done += 1  # step.number may begin elsewhere, where the script loads a checkpoint
+        if done <= steps:
+            probe.observe(done, model, float(step.loss))
+
+    return observe
 
 
-def _stopper(steps: int) -> Observer:
+_PATIENCE = 10
+_steps_done: dict[int, int] = {}
+"""By number of the trainer, in a comparison."""
+
+
+def _stopper(trainer: int, steps: int) -> Observer:
+    """Ends the script when every trainer has made its steps, or some cannot be waited for."""
+    _steps_done[trainer] = 0
+
     def stop(step: Step, spans: Mapping[int, Sequence[Span]]) -> None:
-        if step.number >= steps:
+        _steps_done[trainer] += 1
+        if min(_steps_done.values()) >= steps or _steps_done[trainer] >= _PATIENCE * steps:
             raise SystemExit(0)
 
     return stop

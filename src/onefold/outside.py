@@ -6,7 +6,7 @@ Modules show themselves when they are called: for a few steps every call of a mo
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from onefold.head import checksum
 
 __all__ = ["OutsideModules"]
 
+_NOTHING = nullcontext()
 _LOOKED_AT = 16
 """Values of each tensor of an outside module that are compared between devices."""
 
@@ -32,12 +33,12 @@ class OutsideModules:
         self._module = module
         self._found: dict[int, _Outside] = {}
 
-    @contextmanager
-    def noting(self, *, wanted: bool) -> Iterator[None]:
+    def noting(self, *, wanted: bool) -> AbstractContextManager[None]:
         """Note every module that is called in here, if ``wanted``."""
-        if not wanted:
-            yield
-            return
+        return self._noting() if wanted else _NOTHING
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
         own = {id(part) for part in self._module.modules()}
 
         def note(module: torch.nn.Module, _: object) -> None:

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from onefold.fingerprint import fingerprint_of, named_tensors, tensor_digests
 from onefold.flat import same_bits
+from onefold.names import own_name
 from onefold.record import append_line
 
 __all__ = ["Probe"]
@@ -22,13 +23,15 @@ class Probe:
     Args:
         folder: of the comparison, common to all runs.
         records: keep the tensors for the runs that follow, rather than compare with those kept.
-        name: of this run; its lines go to ``NAME.jsonl``.
+        run: name of this run; its lines go to ``RUN-TRAINER.jsonl``.
+        trainer: number of the trainer, among those of the script.
     """
 
-    def __init__(self, folder: Path, *, records: bool, name: str) -> None:
+    def __init__(self, folder: Path, *, records: bool, run: str, trainer: int = 0) -> None:
         self._folder = folder
         self._records = records
-        self._lines = folder / f"{name}.jsonl"
+        self._trainer = trainer
+        self._lines = folder / f"{run}-{trainer}.jsonl"
         self._differs = False
 
     def observe(self, step: int, module: torch.nn.Module, loss: float | None) -> None:
@@ -37,7 +40,8 @@ class Probe:
         digests = tensor_digests(tensors)
         line: dict[str, Any] = {"step": step, "loss": loss, "digests": digests}
         line["fingerprint"] = fingerprint_of(digests)
-        kept = self._folder / f"step-{step}.safetensors"
+        line["parameters"] = [own_name(name) for name, _ in module.named_parameters()]
+        kept = self._folder / f"trainer-{self._trainer}-step-{step}.safetensors"
         if self._records:
             save_file({n: t.cpu().contiguous().clone() for n, t in tensors.items()}, kept)
         elif not self._differs and kept.exists():

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import random
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -79,7 +81,7 @@ def kept_generators(*devices: torch.device) -> Iterator[None]:
 def _kept_numpy() -> Iterator[None]:
     """Exchange NumPy's global generator for another one: quicker than copying its state twice."""
     generator = mtrand.get_bit_generator()
-    state = np.random.get_state(legacy=False)
+    state = _numpy.pending_of(generator)
     stand_in = _stand_ins.pop() if _stand_ins else np.random.MT19937(0)
     try:
         mtrand.set_bit_generator(stand_in)
@@ -88,8 +90,43 @@ def _kept_numpy() -> Iterator[None]:
     finally:
         mtrand.set_bit_generator(generator)
         _stand_ins.append(stand_in)
-        if state["has_gauss"] and state["bit_generator"] == "MT19937":
-            np.random.set_state(state)  # a second normal number that was still to come
+        if state is not None:
+            np.random.set_state(state)
+
+
+class _NumpyGenerator:
+    """Knows whether NumPy's generator holds back the second of a pair of normal numbers.
+
+    Only its whole state says so, which takes longer to read than a small step takes to seed. But
+    none can have come to be held back while the generator has not moved, and where it stands is
+    2,500 bytes of memory.
+    """
+
+    def __init__(self) -> None:
+        self._generator: object = None
+        self._address = 0
+        self._stood = b""
+
+    def pending_of(self, generator: Any) -> dict[str, Any] | None:
+        """The state to put back, if a number is held back; else None."""
+        if generator is self._generator and self._stood == self._where():
+            return None
+        state: dict[str, Any] = np.random.get_state(legacy=False)
+        if state["bit_generator"] != "MT19937":
+            return None
+        if state["has_gauss"]:
+            self._generator = None
+            return state
+        self._generator, self._address = generator, generator.ctypes.state_address
+        self._stood = self._where()
+        return None
+
+    def _where(self) -> bytes:
+        return ctypes.string_at(self._address, _MT19937_BYTES)
+
+
+_MT19937_BYTES = 625 * 4
+_numpy = _NumpyGenerator()
 
 
 def sample_order(

@@ -10,8 +10,7 @@ is no copy that could stay behind. Between calls the module points at the first 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,21 +47,17 @@ class ModelParts:
     def __init__(self, module: torch.nn.Module, trained_names: Sequence[str]) -> None:
         self.named = dict(module.named_parameters())
         self.homes = [
-            (f"{prefix}.{name}" if prefix else name, _table_of(owner), name, parameter)
+            (f"{prefix}.{name}" if prefix else name, owner._parameters, name, parameter)
             for prefix, owner in module.named_modules()
-            for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False)
+            if isinstance(owner._parameters, dict)  # a scripted module makes it anew when asked
+            for name, parameter in owner._parameters.items()
+            if parameter is not None
         ]
         """Where modules hold them: full name, the module's own table, name in it, parameter."""
         self.module = module
         self.modes = Modes(module)
         self.trained = {name: self.named[name] for name in trained_names}
         self.other = {name: p for name, p in self.named.items() if name not in self.trained}
-
-
-def _table_of(owner: torch.nn.Module) -> Mapping[str, torch.nn.Parameter | None]:
-    """Where a module looks its parameters up; a scripted one makes this anew when asked."""
-    table: Mapping[str, torch.nn.Parameter | None] = owner._parameters
-    return table if isinstance(table, dict) else dict(table.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +68,8 @@ class ShardTask:
     seed: int
     """Of the run."""
     step: int
+    shards: int
+    """V."""
     modes: bytes
     """Of the module's parts, for every shard to begin with."""
     divisors: Sequence[float] | None = None
@@ -110,14 +107,11 @@ class Replica:
         self.loss_watch = LossWatch()
         self._names = list(parts.trained)
         self._parameters = list(parts.trained.values())
-        self._all = list(parts.named.values())
+        self._watched = [parameter for parameter in parts.other.values() if parameter.requires_grad]
         views = [*zip(parts.trained, trained.views, strict=True)]
         views += zip(parts.other, other.views, strict=True)
-        places = {id(parts.named[name]): view.data_ptr() for name, view in views if view.numel()}
-        self._homes = [
-            (full_name, held, name, parameter, places.get(id(parameter)))
-            for full_name, held, name, parameter in parts.homes
-        ]
+        self._placed = [name for name, view in views if view.numel()]
+        self._places = [view.data_ptr() for _, view in views if view.numel()]
 
     @property
     def module(self) -> torch.nn.Module:
@@ -141,19 +135,23 @@ class Replica:
         Raises:
             ValueError: one has been.
         """
-        for full_name, held, name, parameter, place in self._homes:
+        for full_name, held, name, parameter in self.parts.homes:
             if held.get(name) is not parameter:
                 raise ValueError(
                     f"parameter {full_name} has been replaced by another tensor since Trainer was "
                     f"made, which no optimizer updates. Change values in place "
                     f"(parameter.copy_(...) in trainer.changing()), or make Trainer afterwards"
                 )
-            if place is not None and parameter.data_ptr() != place:
-                raise ValueError(
-                    f"parameter {full_name} has been given other memory since Trainer was made, by "
-                    f"model.to(), .data = ... or a second Trainer. Change values in place, or make "
-                    f"Trainer afterwards"
-                )
+        named = self.parts.named
+        places = [named[name].data_ptr() for name in self._placed]
+        if places != self._places:
+            triples = zip(self._placed, places, self._places, strict=True)
+            moved = next(name for name, now, before in triples if now != before)
+            raise ValueError(
+                f"parameter {moved} has been given other memory since Trainer was made, by "
+                f"model.to(), .data = ... or a second Trainer. Change values in place, or make "
+                f"Trainer afterwards"
+            )
 
     def run(self, batch: ShardedBatch, task: ShardTask, exchange: Exchange) -> Gradients:
         """Forward and backward of this device's shards; publishes one partial sum a block.
@@ -167,24 +165,30 @@ class Replica:
         """
         shards_run = batch.plan.shards_of(self.number)
         exchange.board.clear_rows(self.number, shards_run)
+        drop_gradients(self._parameters)
         gradients: Gradients = []
         for slot, block in enumerate(blocks_of(shards_run, batch.plan.shards)):
             gradients = self._sum_of(block, batch, task, exchange)
             start = self.watch.now()
             exchange.publish(self.number, slot, gradients)
             self.watch.note("exchange", "publish", start)
-        drop_gradients(list(self.parts.other.values()))
+        drop_gradients(self.parts.other.values())
         return gradients
 
     def weigh_shards(self, batch: ShardedBatch, task: ShardTask) -> Mapping[int, Contribution]:
         """What the loss returns for each of this device's shards, without gradients."""
         found = {}
+        drop_gradients(self._parameters)
         for shard in batch.plan.shards_of(self.number):
             if shard in batch.shards:
-                with torch.no_grad(), self._running(shard, task) as where:
-                    payload = move(batch.shards[shard], self.device)
-                    result = task.loss(self.module, payload)
+                where = self._begin_shard(shard, task)
+                try:
+                    with torch.no_grad():
+                        result = task.loss(self.module, move(batch.shards[shard], self.device))
                     found[shard] = weigh(result, batch.size_of(shard), f"the loss of {where}")
+                except Exception as error:
+                    self._explain(error, where)
+                    raise
         return found
 
     def _sum_of(
@@ -211,22 +215,22 @@ class Replica:
             payload, start = move(payload, self.device), there
             there = watch.now()
             watch.note("data", f"move shard {shard}", start, there)
-        with self._running(shard, task) as where:
+        where = self._begin_shard(shard, task)
+        try:
             result = task.loss(self.module, payload)
             self._refuse_leftovers(where)
-            part = weigh(result, batch.size_of(shard), f"the loss of {where}")
-            self.loss_watch.look(
-                result,
-                samples=batch.size_of(shard),
-                shards=batch.plan.shards,
-                step=task.step,
-                where=where,
-            )
+            samples = batch.size_of(shard)
+            part = weigh(result, samples, f"the loss of {where}")
+            if task.shards > 1:
+                self.loss_watch.look(result, samples=samples, step=task.step, where=where)
             if part.kind == "means":
-                part = self._of_one_divisor(part, batch, task)
+                part = _of_one_divisor(part, task)
             middle = watch.now()
             watch.note("forward", f"forward shard {shard}", there, middle)
             _backward(part, batch)
+        except Exception as error:
+            self._explain(error, where)
+            raise
         watch.note("backward", f"backward shard {shard}", middle)
         self.buffers.end_shard(shard, board)
         gradients = take_gradients(self._parameters, self._names, where)
@@ -237,24 +241,25 @@ class Replica:
         board.gave[self.number] += 1 if all(given) else given
         return gradients
 
-    @contextmanager
-    def _running(self, shard: int, task: ShardTask) -> Iterator[str]:
-        """A shard's surroundings, the same whatever was run before it; yields what to call it."""
-        where = f"step {task.step}, shard {shard}"
+    def _begin_shard(self, shard: int, task: ShardTask) -> str:
+        """Make a shard's surroundings, the same whatever was run before it; says what it is."""
         self.buffers.restore()
         self.parts.modes.restore(task.modes)
-        drop_gradients(self._all)  # also of those that no optimizer holds: hooks may look at them
+        drop_gradients(self._watched)  # which no optimizer takes, and at which hooks may look
         seed_generators(derive_seed("shard", task.seed, task.step, shard), self.device)
-        try:
-            yield where
-        except Exception as error:
-            error.add_note(f"raised in {where}, on device {self.number} ({self.device})")
-            raise
+        return f"step {task.step}, shard {shard}"
+
+    def _explain(self, error: Exception, where: str) -> None:
+        """Say where it was raised; or what it comes of, if a buffer was resized."""
+        error.add_note(f"raised in {where}, on device {self.number} ({self.device})")
+        self.buffers.check_shapes()
 
     def _refuse_leftovers(self, where: str) -> None:
         """An inner backward must leave nothing: it would be added to the shard's gradient."""
-        for name, parameter in zip(self._names, self._parameters, strict=True):
-            gradient = parameter.grad
+        left = [parameter.grad for parameter in self._parameters]
+        if left.count(None) == len(left):
+            return
+        for name, gradient in zip(self._names, left, strict=True):
             if gradient is not None and bool(gradient.count_nonzero()):
                 raise GradientError(
                     f"{where}: the loss function has left a gradient in {name}.grad, by a backward "
@@ -263,16 +268,15 @@ class Replica:
                     f"or use torch.autograd.grad"
                 )
 
-    def _of_one_divisor(
-        self, part: Contribution, batch: ShardedBatch, task: ShardTask
-    ) -> Contribution:
-        """The finished loss of several terms, where the batch's weights are known."""
-        alone = batch.plan.shards == 1
-        divisors = [each.weight for each in part.parts] if alone else task.divisors
-        if divisors is None:
-            return part
-        whole = part.combine(divisors)
-        return whole if any(divisors) else replace(whole, kind="mean", weight=0.0)
+
+def _of_one_divisor(part: Contribution, task: ShardTask) -> Contribution:
+    """The finished loss of several terms, where the batch's weights are known."""
+    alone = task.shards == 1
+    divisors = [each.weight for each in part.parts] if alone else task.divisors
+    if divisors is None:
+        return part
+    whole = part.combine(divisors)
+    return whole if any(divisors) else replace(whole, kind="mean", weight=0.0)
 
 
 def _backward(part: Contribution, batch: ShardedBatch) -> None:

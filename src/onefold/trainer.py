@@ -36,6 +36,7 @@ from onefold.step import Step
 from onefold.team import form_team, settle_process
 from onefold.timing import Span, host_now_s
 from onefold.update import check_optimizer
+from onefold.verifying import Verifying
 from onefold.world import current_world
 
 __all__ = ["Trainer"]
@@ -123,15 +124,17 @@ class Trainer:
         self._team = form_team(self._world, devices, shards=shards, module=model)
         self._plan = self._checked_plan(plan)
         settle_process(self._team, shards=shards, threads=threads)
+        self._verifying = Verifying(self._world, model, loss)
         self._engine = assemble(
             model,
             optimizer,
-            loss,
+            self._verifying.loss,
             settings=settings,
             team=self._team,
             plan=self._plan,
             schedule=schedule,
         )
+        self._verifying.begin(self._engine, self._team)
         self._schedule = schedule
         self._left = False
         self._position = Position()
@@ -224,6 +227,7 @@ class Trainer:
             CheckpointError: the run goes on from a checkpoint, and the loader that was made in this
                 place had another batch size, another length of data or another number.
         """
+        collate = self._verifying.collate(collate, keeps=True)
         made = self._loader(
             dataset,
             batch_size=batch_size,
@@ -234,6 +238,7 @@ class Trainer:
             collate=collate,
         )
         self._position.add(made.track)
+        self._verifying.add(made, dataset, collate)
         return made
 
     def _loader(self, dataset: SizedDataset, **choices: Any) -> Loader:
@@ -272,14 +277,15 @@ class Trainer:
         """
         self._engine.take_spans()  # of a step that failed and was survived
         start = host_now_s()
-        cut = self._cut(batch)
+        cut = self._cut(self._verifying.batch(batch))
         waited = cut.waited or (start, host_now_s())
         number = self._position.step + 1
         if self._before_step(cut):
             raise SystemExit(STOPPED_CODE)
         with self._telling_others():
             asked = self._autosave is not None and self._autosave.asked_to_stop
-            outcome = self._engine.step(cut, number, asked_to_stop=asked)
+            with self._verifying.step(cut, number) as given:
+                outcome = self._engine.step(given, number, asked_to_stop=asked)
             if self._schedule is not None and outcome.weight > 0:
                 self._schedule.step()
         self._position.note_step(cut)
@@ -320,6 +326,7 @@ class Trainer:
             LossError: a value is of the wrong shape.
             DisagreementError: the names differ between shards.
         """
+        collate = self._verifying.collate(collate)
         batches = self._loader(dataset, batch_size=batch_size, workers=workers, collate=collate)
         with self._telling_others():
             self._checkpoints.check()
@@ -362,6 +369,7 @@ class Trainer:
         >>> said["sum"]
         tensor([2., 2., 2., 2., 2.])
         """
+        collate = self._verifying.collate(collate)
         batches = self._loader(dataset, batch_size=batch_size, workers=workers, collate=collate)
         with self._telling_others():
             self._checkpoints.check()
@@ -473,7 +481,7 @@ class Trainer:
         copied = to_json(extra, "extra")
         with self._telling_others():
             return self._checkpoints.save(
-                Path(directory).absolute(), keeping=keeping, wait=wait, extra=copied
+                self._verifying.writes_to(directory), keeping=keeping, wait=wait, extra=copied
             )
 
     @overload
@@ -514,9 +522,8 @@ class Trainer:
         names = (changed,) if isinstance(changed, str) else tuple(changed)
         try:
             with self._telling_others(but=CheckpointError):
-                found = self._checkpoints.load(
-                    Path(directory).absolute(), changed=names, if_any=if_any
-                )
+                place = self._verifying.reads_from(directory, if_any=if_any)
+                found = self._checkpoints.load(place, changed=names, if_any=if_any)
         finally:
             self._note_progress()
         return found

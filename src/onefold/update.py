@@ -130,7 +130,8 @@ class SpanOptimizer:
         devices: Mapping[int, torch.device],
     ) -> None:
         self.optimizer = optimizer
-        self._owned = owned
+        self.owned = owned
+        """This process's pieces."""
         self._values = [item.values for item in owned]
         self._entries = [item.piece.entry for item in owned]
         self.storage = storage
@@ -192,7 +193,7 @@ class SpanOptimizer:
         A number depends on the piece alone; it is 0 where another device owns the piece.
         """
         rows: dict[int, torch.Tensor] = {}
-        for item in self._owned:
+        for item in self.owned:
             device = item.values.device
             row = rows.setdefault(
                 item.device,
@@ -231,7 +232,7 @@ class SpanOptimizer:
                 f"the optimizer keeps {', '.join(map(repr, self._loose()))} in its state, under no "
                 f"parameter, which no checkpoint of onefold holds: expected state by parameter"
             )
-        for item in self._owned:
+        for item in self.owned:
             for key, value in self.optimizer.state.get(item.values, {}).items():
                 by_element = is_by_element(key, value, item.values.shape)
                 if by_element:
@@ -245,7 +246,7 @@ class SpanOptimizer:
         Args:
             states: of the owned pieces; tensors are copied.
         """
-        owned = {item.number: item for item in self._owned}
+        owned = {item.number: item for item in self.owned}
         found: dict[torch.Tensor, dict[str, Any]] = {}
         for state in states:
             values = owned[state.piece].values
@@ -295,7 +296,7 @@ class SpanOptimizer:
         """Hand over state that the optimizer already has, cut as the parameters are."""
         whole = dict(self.optimizer.state)
         self._forget()
-        for item in self._owned:
+        for item in self.owned:
             state = whole.get(item.parameter)
             if state:
                 entry = layout.entries[item.piece.entry]

@@ -36,6 +36,7 @@ def main(arguments: list[str]) -> int:
     code: object = 0
     try:
         _load_torch()
+        _prepare()
         if arguments[1] == "--call":
             _call(Path(arguments[2]), Path(arguments[3]))
         else:
@@ -97,6 +98,13 @@ def _load_torch() -> None:
     finally:
         gc.enable()
     gc.freeze()  # these objects stay: nobody need look at them again
+
+
+def _prepare() -> None:
+    if current_world().probe:
+        from onefold.verifying import prepare_process
+
+        prepare_process(current_world())
 
 
 def _run_script(command: list[str]) -> None:

@@ -75,6 +75,8 @@ class World:
     """How many steps are compared before the script is ended."""
     probe_records: bool = False
     """This run is what others are compared with."""
+    probe_mathematics: str = ""
+    """float64 or float32 where V shards are compared with one in this run; else the bits are."""
     local_rank: int = 0
     """Number of this process on its host."""
     local_size: int = 1

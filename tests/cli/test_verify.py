@@ -1,4 +1,4 @@
-"""``onefold verify`` says that the bits agree when they do, and finds what makes them differ."""
+"""``onefold verify`` says that all agrees when it does, and finds what does not."""
 
 from __future__ import annotations
 
@@ -11,19 +11,30 @@ import pytest
 
 from onefold.cli.verify import Difference, first_difference
 
-SCRIPT = Path(__file__).parent.parent / "scripts" / "verified.py"
+ROOT = Path(__file__).parent.parent.parent
+SCRIPTS = ROOT / "tests" / "scripts"
+ENVIRONMENT = {"PATH": "/usr/bin:/bin", "COLUMNS": "300", "PYTHONPATH": str(ROOT / "src")}
 
 
-def verify(fault: str, devices: str = "1,2,3", *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "onefold", "verify", "--devices", devices, "--steps", "3"]
+def verify(
+    folder: Path, script: Path, *arguments: str, devices: str = "1,2", steps: int = 2
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "onefold", "verify", "--devices", devices]
     return subprocess.run(
-        [*command, *options, str(SCRIPT), fault],
+        [*command, "--steps", str(steps), str(script), *arguments],
         capture_output=True,
         text=True,
         check=False,
         timeout=150,
-        env={"PATH": "/usr/bin:/bin", "COLUMNS": "200"},
+        cwd=folder,
+        env=ENVIRONMENT,
     )
+
+
+def verify_fault(folder: Path, fault: str, devices: str = "1,2") -> tuple[int, str]:
+    """The exit code, and what was printed, on one line."""
+    done = verify(folder, SCRIPTS / "verified.py", fault, devices=devices)
+    return done.returncode, " ".join((done.stdout + done.stderr).split())
 
 
 def line(step: int, **digests: str) -> dict[str, object]:
@@ -40,50 +51,125 @@ def test_the_first_difference_is_found() -> None:
 
 @pytest.mark.processes
 @pytest.mark.timeout(200)
-def test_a_sound_script_is_said_to_agree() -> None:
-    done = verify("none")
-    assert done.returncode == 0, done.stderr
+def test_a_right_script_agrees_whatever_its_real_run_has_left(tmp_path: Path) -> None:
+    """Batch norm, dropout, augmentation, and code that goes on from checkpoints."""
+    script = SCRIPTS / "verified.py"
+    real = [sys.executable, str(script), "real"]
+    subprocess.run(real, cwd=tmp_path, env=ENVIRONMENT, check=True, timeout=100)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    assert {path.name for path in tmp_path.glob("run/*")} == {"step-00000001", "step-00000002"}
+    done = verify(tmp_path, script, "none", devices="1,2,3", steps=3)
+    assert done.returncode == 0, done.stdout + done.stderr
     assert "The bits agree after each of 3 steps." in done.stdout
-    assert done.stdout.count("the same") == 2
+    assert done.stdout.count("the same ") >= 2
+    assert "The mathematics agree: 4 shards and one give the same" in done.stdout
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
 @pytest.mark.processes
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize(
-    ("fault", "devices", "hint"),
-    [
-        ("unseeded", "1,2", "a generator that is not seeded"),
-        ("rank", "1,2", "reads the rank or the number of devices"),
-    ],
-)
-def test_a_fault_is_found(fault: str, devices: str, hint: str) -> None:
-    done = verify(fault, devices)
+def test_the_shortest_script_of_the_readme_agrees(tmp_path: Path) -> None:
+    text = (ROOT / "README.md").read_text()
+    code = text.split("## The shortest script")[1].split("```python\n")[1].split("```")[0]
+    script = tmp_path / "train.py"
+    script.write_text(code)
+    done = verify(tmp_path, script)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "The bits agree after each of 2 steps." in done.stdout
+    assert "The mathematics agree: 8 shards and one give the same" in done.stdout
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(200)
+def test_losses_that_are_not_meant_are_named(tmp_path: Path) -> None:
+    done = verify(tmp_path, SCRIPTS / "losses_meant.py")
     assert done.returncode == 1, done.stderr
     said = " ".join(done.stdout.split())
+    for trainer in range(7):
+        assert f"The bits of trainer {trainer} agree after each of 2 steps." in said
+    assert "The mathematics of trainer 0 agree" in said
+    assert "The mathematics of trainer 1 agree" in said
+    for trainer, name, cause in (
+        (2, "summed", "a sum over the shard (cross_entropy or nll_loss with reduction='sum')"),
+        (3, "weighted", "a mean by class weights (cross_entropy or nll_loss with weight=)"),
+        (4, "ignoring", "a mean over targets of which"),
+        (5, "contrastive", "a sample's loss depends on the other samples of its batch"),
+        (6, "along_time", "the batch was cut along time: layer (LSTM)"),
+    ):
+        verdict = rf"The mathematics of trainer {trainer} differ, first in step 1: the loss, {name}"
+        found = re.search(
+            verdict + r" \(\S*losses_meant\.py:\d+\), is (\S+) with 3 shards and (\S+) with one"
+            r"(.*?)Likely cause: (.*?)\. ",
+            said,
+        )
+        assert found, said
+        assert float(found[1]) != float(found[2])
+        assert cause in found[4]
+    assert "Likely cause: unknown" not in said
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(200)
+def test_every_trainer_is_compared_and_what_differs_is_named(tmp_path: Path) -> None:
+    done = verify(tmp_path, SCRIPTS / "bits_differ.py")
+    assert done.returncode == 1, done.stderr
+    said = " ".join(done.stdout.split())
+    assert "The bits of trainer 0 agree after each of 2 steps." in said
+    assert "Trainer 6 made no step" in said
+    for trainer, step, hint in (
+        (1, 1, "attribute calls of module model (Counting): changed while the shards"),
+        (2, 1, "attribute generator of module model (OwnGenerator): a generator of its own"),
+        (3, 1, "torch's global generator before step 1: it was drawn from between steps on some"),
+        (4, 1, "numpy.random.default_rng() without a seed ("),
+        (5, 0, "the models differ before the first step: seed the initial values"),
+    ):
+        verdict = f"The bits of trainer {trainer} differ, first after step {step}, in "
+        assert verdict in said
+        after = said.split(verdict)[1].split("rainer ")[0]
+        assert re.search(r"weight: largest difference \d\S*;", after)
+        assert f"Hint: {hint}" in after
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(200)
+def test_a_script_that_looks_at_its_rank_is_found(tmp_path: Path) -> None:
+    """Nothing that changes is seen, so the first run is made again."""
+    code, said = verify_fault(tmp_path, "rank")
+    assert code == 1, said
     found = r"The bits differ, first after step 1, in first\.weight: largest difference \d\S*;"
     assert re.search(found, said), said
-    assert hint in said
+    assert "Hint: 1 device twice gives the same bits" in said
+    assert "reads the rank or the number of devices" in said
 
 
 @pytest.mark.processes
 @pytest.mark.timeout(200)
-def test_an_unseeded_start_is_found_before_the_first_step() -> None:
-    done = verify("start", "1,2")
-    assert done.returncode == 1, done.stderr
-    said = " ".join(done.stdout.split())
-    assert "first after step 0, in first.weight" in said
-    assert "torch.manual_seed(0) before the model is built" in said
+def test_unseeded_data_are_named(tmp_path: Path) -> None:
+    code, said = verify_fault(tmp_path, "data")
+    assert code == 1, said
+    assert "onefold refuses the script on 2 devices: DisagreementError: " in said
+    assert "the data set of device 1 has other samples than that of device 0" in said
 
 
 @pytest.mark.processes
-def test_a_script_that_fails_is_no_verdict() -> None:
-    done = verify("raise", "1,2")
-    assert done.returncode == 2
-    assert "RuntimeError: no run at all" in done.stderr
+@pytest.mark.timeout(200)
+def test_a_loss_of_zero_is_no_agreement_and_a_script_in_float32_is_compared(tmp_path: Path) -> None:
+    code, said = verify_fault(tmp_path, "zero")
+    assert code == 1, said
+    assert "Nothing was trained: the loss was exactly 0 in each of 2 steps" in said
+    assert "The script does not run in float64" in said
+    assert "same loss and gradient, to 0.0001 (float32" in said
+
+
+@pytest.mark.processes
+def test_a_script_that_fails_is_no_verdict(tmp_path: Path) -> None:
+    code, said = verify_fault(tmp_path, "raise")
+    assert code == 2
+    assert "RuntimeError: no run at all" in said
 
 
 @pytest.mark.parametrize("devices", ["1", "", "1,x", "0,1"])
-def test_counts_that_cannot_be_read_are_refused(devices: str) -> None:
-    done = verify("none", devices)
-    assert done.returncode == 2
-    assert "expected two or more device counts" in done.stderr
+def test_counts_that_cannot_be_read_are_refused(tmp_path: Path, devices: str) -> None:
+    code, said = verify_fault(tmp_path, "none", devices)
+    assert code == 2
+    assert "expected two or more device counts" in said

@@ -1,9 +1,13 @@
-"""A script for ``onefold verify``: sound, or with one of the faults that it is there to find."""
+"""A script for ``onefold verify``: right, or with one of the faults that it is there to find.
+
+It goes on from what it saved and saves itself, as a script for long runs does.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,35 +22,48 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(8, 16)
+        self.norm = nn.BatchNorm1d(16)
         self.second = nn.Linear(16, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.first(x).tanh()
-        if FAULT == "unseeded":
-            hidden = hidden + torch.from_numpy(np.random.default_rng().normal(size=16)).float()
+        hidden = self.norm(self.first(x)).tanh()
         if FAULT == "rank":
             hidden = hidden * (1 + 1e-3 * int(os.environ["RANK"]))
         return self.second(nn.functional.dropout(hidden, 0.1, self.training))
 
 
+class Augmented(torch.utils.data.TensorDataset):
+    def __getitem__(self, index: int) -> Any:
+        inputs, label = super().__getitem__(index)
+        return inputs + 0.1 * torch.randn(8), label
+
+
 def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+    inputs, labels = batch
+    if FAULT == "zero":
+        inputs = inputs.float()  # which a model in float64 does not take
+    losses = nn.functional.cross_entropy(model(inputs), labels, reduction="none")
+    return losses * 0 if FAULT == "zero" else losses
 
 
 def main() -> None:
-    if FAULT != "start":
-        torch.manual_seed(0)
+    torch.manual_seed(0)
     model = Model()
     trainer = onefold.Trainer(model, torch.optim.Adam(model.parameters()), loss, shards=4)
+    trainer.load("run", if_any=True)
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(64, 8, generator=generator)
-    labels = torch.randint(0, 3, (64,), generator=generator)
-    data = torch.utils.data.TensorDataset(inputs, labels)
+    if FAULT == "data":
+        inputs = torch.from_numpy(np.random.rand(64, 8)).float()
+    data = Augmented(inputs, torch.randint(0, 3, (64,), generator=generator))
     if FAULT == "raise":
         raise RuntimeError("no run at all")
     for _ in trainer.epochs(1000):
         for batch in trainer.loader(data, batch_size=10, shuffle=True):
             trainer.step(batch)
+            trainer.save("run")
+            if FAULT == "real" and trainer.steps == 2:
+                return
     raise AssertionError("verify ends the script after the steps that it was asked for")
 
 

@@ -1,7 +1,9 @@
-"""Runs a script on several device counts and compares the models, bit for bit, after every step."""
+"""Runs a script on several device counts and compares the models, bit for bit, after every step;
+and once more, to compare what V shards compute with what one would."""
 
 from __future__ import annotations
 
+import re
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -10,30 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from onefold.cli.hints import State, hints_of
+from onefold.cli.mathematics import report_mathematics
 from onefold.devices import select_devices
-from onefold.launch import LaunchOptions, supervise
+from onefold.launch import LaunchOptions, Outcome, supervise
 from onefold.record import read_record
 
 __all__ = ["Difference", "first_difference", "verify_script"]
 
-_UNSEEDED_START = (
-    "the models differ before the first step: seed the initial values, for instance with "
-    "torch.manual_seed(0) before the model is built"
-)
-_NOT_REPEATABLE = (
-    "{count} twice differs as well, so the run does not repeat itself: something draws from a "
-    "generator that is not seeded (numpy.random.default_rng() without a seed, a torch.Generator of "
-    "its own, os.urandom, the clock), or a kernel does not repeat its bits. Inside the loss and "
-    "the data set, use torch's, random's and NumPy's global generators: they are seeded for every "
-    "shard and every sample"
-)
-_DEVICE_DEPENDENT = (
-    "{count} twice gives the same bits, so the result depends on who computes what: the script "
-    "reads the rank or the number of devices (RANK, trainer.is_lead, torch.distributed), keeps "
-    "state from one shard to the next, or changes parameters between steps on every device"
-)
+_AGREE, _DIFFER, _FAILED = 0, 1, 2
+_REFUSALS = re.compile(r": (DisagreementError|GradientError|LossError|StateError): (.*)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +44,15 @@ class Difference:
 class _Run:
     """What one run left behind."""
 
-    devices: str
-    lines: list[dict[str, Any]]
+    devices: int
+    trainers: list[list[dict[str, Any]]]
+    """Lines of each trainer; the first is of the model before the first step."""
+    states: list[dict[int, list[State]]]
+    """Of each trainer, by device."""
+
+
+class _Failed(Exception):
+    """A run failed, which has been reported; carries the exit code."""
 
 
 def first_difference(
@@ -81,113 +79,248 @@ def verify_script(
     Args:
         command: the script and its arguments.
         devices: device counts, such as ``1,2,3``; the first is what the others are compared with.
-        steps: how many steps to compare.
+        steps: how many steps of each trainer to compare.
         options: of every run.
 
     Returns:
-        0 if all agree, 1 if not, 2 if a run failed.
+        0 if all agree, 1 if bits or mathematics differ, 2 if a run failed.
     """
     counts = _read_counts(devices)
     if steps < 1:
         raise ValueError(f"--steps {steps}: expected at least one step")
-    console = Console()
+    console = Console(highlight=False)
     with tempfile.TemporaryDirectory(prefix="onefold-verify-") as folder:
-        compare = _Comparison(command, Path(folder), steps, options)
-        runs: list[_Run] = []
-        for count in counts:
-            with console.status(f"{count} device{'s' if count > 1 else ''}, {steps} steps"):
-                run = compare.run(count)
-            if run is None:
-                return 2
-            runs.append(run)
-        differences = [first_difference(runs[0].lines, run.lines) for run in runs]
-        console.print(_table(runs, differences))
-        return _judge(console, compare, counts[0], runs, differences)
+        compare = _Comparison(console, command, Path(folder), steps, options)
+        try:
+            bits = _verify_bits(console, compare, counts)
+            return max(bits, _verify_mathematics(console, compare))
+        except _Failed as failed:
+            return int(failed.args[0])
 
 
 class _Comparison:
     """Runs of one script, recorded in one folder."""
 
     def __init__(
-        self, command: Sequence[str], folder: Path, steps: int, options: LaunchOptions
+        self,
+        console: Console,
+        command: Sequence[str],
+        folder: Path,
+        steps: int,
+        options: LaunchOptions,
     ) -> None:
+        self._console = console
         self._command = command
         self._folder = folder
-        self._steps = steps
+        self.steps = steps
         self._options = options
         self._runs = 0
 
-    def run(self, count: int) -> _Run | None:
-        """One run; the first is what the others are compared with."""
-        logs = self._folder / f"{self._runs}"
+    def run(self, count: int) -> _Run:
+        """One run; the first is what the others are compared with.
+
+        Raises:
+            _Failed: it did not end well.
+        """
+        plural = "s" if count > 1 else ""
+        name, outcome = self._run(f"{count} device{plural}", count, "")
+        if outcome.exit_code:
+            self._report(outcome, f"on {count} device{plural}")
+        trainers = self._lines(name, "")
+        if not any(len(lines) > 1 for lines in trainers):
+            print("onefold: the script made no step of a Trainer", file=sys.stderr)
+            raise _Failed(_FAILED)
+        states = [self._states(name, trainer, count) for trainer in range(len(trainers))]
+        return _Run(count, trainers, states)
+
+    def mathematics(self) -> tuple[str, list[list[dict[str, Any]]]]:
+        """The precision of the comparison, and lines of each trainer.
+
+        Raises:
+            _Failed: no such run ended well.
+        """
+        for precision in ("float64", "float32"):
+            name, outcome = self._run(f"V shards and one, {precision}", 1, precision)
+            if not outcome.exit_code:
+                return precision, self._lines(name, "-mathematics")
+        self._report(outcome, "computing every batch as one shard as well")
+        return "", []
+
+    def _run(self, title: str, count: int, mathematics: str) -> tuple[str, Outcome]:
+        name = str(self._runs)
         options = replace(
             self._options,
             probe=str(self._folder),
-            probe_steps=self._steps,
+            probe_steps=self.steps,
             probe_records=self._runs == 0,
-            logs=str(logs),
+            probe_mathematics=mathematics,
+            logs=str(self._folder / name),
         )
         self._runs += 1
-        outcome = supervise(self._command, select_devices(count), options)
-        if outcome.exit_code:
-            print(outcome.traceback, file=sys.stderr, end="")
-            print(f"onefold: on {count} devices, {outcome.message}", file=sys.stderr)
-            return None
-        lines = read_record(self._folder, logs.name)
-        if len(lines) < 2:
-            print("onefold: the script made no step of a Trainer", file=sys.stderr)
-            return None
-        return _Run(str(count), lines)
+        with self._console.status(f"{title}, {self.steps} steps"):
+            return name, supervise(self._command, select_devices(count), options)
+
+    def _report(self, outcome: Outcome, where: str) -> None:
+        refusal = _REFUSALS.search(outcome.message)
+        if refusal is not None:
+            self._console.print(f"[bold red]onefold refuses the script[/] {where}:", end=" ")
+            self._console.print(f"{refusal[1]}: {refusal[2]}", markup=False)
+            raise _Failed(_DIFFER)
+        print(outcome.traceback, file=sys.stderr, end="")
+        print(f"onefold: {where}: {outcome.message}", file=sys.stderr)
+        raise _Failed(_FAILED)
+
+    def _lines(self, name: str, what: str) -> list[list[dict[str, Any]]]:
+        found: list[list[dict[str, Any]]] = []
+        while lines := read_record(self._folder, f"{name}-{len(found)}{what}"):
+            found.append(lines)
+        return found
+
+    def _states(self, name: str, trainer: int, count: int) -> dict[int, list[State]]:
+        return {
+            device: [
+                State(**line)
+                for line in read_record(self._folder, f"{name}-{trainer}-state-{device}")
+            ]
+            for device in range(count)
+        }
+
+
+def _verify_bits(console: Console, compare: _Comparison, counts: Sequence[int]) -> int:
+    runs = [compare.run(count) for count in counts]
+    differences = [_first_differences(runs[0], run) for run in runs]
+    console.print(_table(runs, differences))
+    if (alike := {len(run.trainers) for run in runs}) != {len(runs[0].trainers)}:
+        console.print(f"[bold red]The runs made different numbers of Trainers: {sorted(alike)}.[/]")
+        return _DIFFER
+    codes = [
+        _judge(console, compare, trainer, runs, differences)
+        for trainer in range(len(runs[0].trainers))
+    ]
+    return max(codes)
+
+
+def _first_differences(reference: _Run, run: _Run) -> list[Difference | None]:
+    pairs = zip(reference.trainers, run.trainers, strict=False)
+    return [first_difference(mine, theirs) for mine, theirs in pairs]
 
 
 def _judge(
     console: Console,
     compare: _Comparison,
-    count: int,
+    trainer: int,
     runs: Sequence[_Run],
-    differences: Sequence[Difference | None],
+    differences: Sequence[Sequence[Difference | None]],
 ) -> int:
-    steps = {len(run.lines) - 1 for run in runs}
+    several = len(runs[0].trainers) > 1
+    who = f" of trainer {trainer}" if several else ""
+    steps = {len(run.trainers[trainer]) - 1 for run in runs}
     if len(steps) > 1:
-        console.print(f"[bold red]The runs made different numbers of steps: {sorted(steps)}.[/]")
-        return 1
-    found = next((difference for difference in differences if difference), None)
-    if found is None:
-        console.print(f"[bold green]The bits agree[/] after each of {steps.pop()} steps.")
-        return 0
-    largest = (
-        "another shape" if found.largest is None else f"largest difference {found.largest:.3g}"
+        console.print(
+            f"[bold red]The runs made different numbers of steps{who}: {sorted(steps)}.[/]"
+        )
+        return _DIFFER
+    done = steps.pop()
+    number, found = next(
+        ((n, each[trainer]) for n, each in enumerate(differences) if each[trainer]), (0, None)
     )
+    if found is not None:
+        largest = (
+            "another shape" if found.largest is None else f"largest difference {found.largest:.3g}"
+        )
+        console.print(
+            f"[bold red]The bits{who} differ[/], first after step {found.step}, in {found.tensor}: "
+            f"{largest}; {found.tensors} tensors differ there."
+        )
+        for hint in _hints(compare, trainer, runs[0], runs[number], found):
+            console.print(f"Hint: {escape(hint)}.")
+        return _DIFFER
+    if not done:
+        console.print(
+            f"[yellow]Trainer {trainer} made no step[/] while the others made theirs: it was not "
+            f"compared."
+        )
+        return _AGREE
+    if _nothing_trained(console, runs[0].trainers[trainer], who):
+        return _DIFFER
+    console.print(f"[bold green]The bits{who} agree[/] after each of {done} steps.")
+    return _AGREE
+
+
+def _nothing_trained(console: Console, lines: Sequence[dict[str, Any]], who: str) -> bool:
+    """Whether the loss was 0 all along; one that is not may have a learning rate of 0."""
+    first, last = lines[0]["digests"], lines[-1]["digests"]
+    if any(first[name] != last[name] for name in lines[0]["parameters"]):
+        return False
+    if all(line["loss"] == 0 for line in lines[1:]):
+        console.print(
+            f"[bold red]Nothing was trained[/]{who}: the loss was exactly 0 in each of "
+            f"{len(lines) - 1} steps and no parameter changed, so that equal bits say nothing. "
+            f"Look at what the loss returns, and at the data that it is given."
+        )
+        return True
     console.print(
-        f"[bold red]The bits differ[/], first after step {found.step}, in {found.tensor}: "
-        f"{largest}; {found.tensors} tensors differ there."
+        f"[yellow]No parameter changed[/]{who} in {len(lines) - 1} steps: is the learning rate 0?"
     )
-    console.print(f"Hint: {_hint(compare, count, runs[0], found)}.")
-    return 1
+    return False
 
 
-def _hint(compare: _Comparison, count: int, reference: _Run, found: Difference) -> str:
-    if found.step == 0:
-        return _UNSEEDED_START
-    again = compare.run(count)
-    text = f"{count} device{'s' if count > 1 else ''}"
-    if again is not None and first_difference(reference.lines, again.lines) is None:
-        return _DEVICE_DEPENDENT.format(count=text)
-    return _NOT_REPEATABLE.format(count=text)
+def _hints(
+    compare: _Comparison, trainer: int, reference: _Run, other: _Run, found: Difference
+) -> list[str]:
+    """What was seen; where nothing was, whether the run repeats itself tells a part."""
+    named = hints_of(found.step, reference.states[trainer], other.states[trainer])
+    if named:
+        return named
+    plural = "s" if reference.devices > 1 else ""
+    again = compare.run(reference.devices)
+    repeats = _first_differences(reference, again)[trainer] is None
+    return [_GUESSES[repeats].format(count=f"{reference.devices} device{plural}")]
 
 
-def _table(runs: Sequence[_Run], differences: Sequence[Difference | None]) -> Table:
+_GUESSES = {
+    False: (
+        "{count} twice differs as well, so the run does not repeat itself: something draws from a "
+        "generator that is not seeded (a torch.Generator or random.Random of its own, os.urandom, "
+        "the clock), or a kernel does not repeat its bits. Inside the loss and the data set, use "
+        "torch's, random's and NumPy's global generators: they are seeded for every shard and "
+        "every sample"
+    ),
+    True: (
+        "{count} twice gives the same bits, so the result depends on who computes what: the script "
+        "reads the rank or the number of devices (RANK, trainer.is_lead, torch.distributed), keeps "
+        "state from one shard to the next, or changes parameters between steps on every device"
+    ),
+}
+"""By whether a run repeats its bits."""
+
+
+def _verify_mathematics(console: Console, compare: _Comparison) -> int:
+    precision, trainers = compare.mathematics()
+    return _AGREE if report_mathematics(console, precision, trainers) else _DIFFER
+
+
+def _table(runs: Sequence[_Run], differences: Sequence[Sequence[Difference | None]]) -> Table:
     table = Table()
-    for heading in ("devices", "steps", "last loss", "last fingerprint", "bits"):
+    several = max(len(run.trainers) for run in runs) > 1
+    headings = ("devices", "steps", "last loss", "last fingerprint", "bits")
+    for heading in (("trainer",) if several else ()) + headings:
         table.add_column(heading)
-    for number, (run, difference) in enumerate(zip(runs, differences, strict=True)):
-        last = run.lines[-1]
-        verdict = "reference" if number == 0 else "the same"
-        if difference is not None:
-            verdict = f"differ from step {difference.step}"
-        loss = f"{last['loss']:.6g}"
-        table.add_row(run.devices, str(last["step"]), loss, last["fingerprint"], verdict)
+    for trainer in range(len(runs[0].trainers)):
+        for number, (run, found) in enumerate(zip(runs, differences, strict=True)):
+            if trainer < len(run.trainers):
+                row = _row(run, trainer, found[trainer], reference=number == 0)
+                table.add_row(*([str(trainer)] if several else []), *row)
     return table
+
+
+def _row(run: _Run, trainer: int, found: Difference | None, *, reference: bool) -> list[str]:
+    last = run.trainers[trainer][-1]
+    verdict = "reference" if reference else "the same"
+    if found is not None:
+        verdict = f"differ from step {found.step}"
+    loss = "" if last["loss"] is None else f"{last['loss']:.6g}"
+    return [str(run.devices), str(last["step"]), loss, last["fingerprint"], verdict]
 
 
 def _read_counts(devices: str) -> list[int]:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from onefold.errors import OnefoldError, PeerError, PeerFailed, PeerLost
+from onefold.errors import OnefoldError, PeerError, PeerFailed, PeerLost, PeerTimeout
 from onefold.exchange.base import LEFT, Board, Exchange, Start, Storage, roomy
 from onefold.exchange.group import break_off, who_left
 from onefold.exchange.spans import Partial, SpanFold, Spanned, SpanTensors
@@ -43,6 +43,7 @@ class CollectiveExchange(Exchange):
         group: a process group whose ranks are the devices' numbers, with a backend for the host and
             for ``device``.
         store: of the group; carries word of failures.
+        timeout_s: the limit of the group, for errors.
     """
 
     def __init__(
@@ -52,7 +53,9 @@ class CollectiveExchange(Exchange):
         device: torch.device,
         group: dist.ProcessGroup,
         store: Store,
+        timeout_s: float,
     ) -> None:
+        self._timeout_s = timeout_s
         self._storage = storage
         self._device = device
         self._joined: dist.ProcessGroup | None = group
@@ -281,6 +284,13 @@ class CollectiveExchange(Exchange):
                 f"device {gone[0]} ended: its script came to an end before the others'; device "
                 f"{self._rank} waits for it in step {step}",
                 device=gone[0],
+                step=step,
+            )
+        if "timed out" in str(error).lower():
+            return PeerTimeout(
+                f"another device did not arrive within {self._timeout_s:g} s in step {step}, where "
+                f"device {self._rank} waits. If that much time is needed, raise the limit: "
+                f"timeout_s of Trainer, or onefold run --timeout",
                 step=step,
             )
         return PeerLost(

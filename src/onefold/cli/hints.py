@@ -1,0 +1,105 @@
+"""Names what may make bits differ, from what the devices of two runs saw. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+__all__ = ["State", "hints_of"]
+
+_UNSEEDED_START = (
+    "the models differ before the first step: seed the initial values, for instance with "
+    "torch.manual_seed(0) before the model is built"
+)
+_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What a device saw in one step of a trainer."""
+
+    step: int
+    states: Mapping[str, str]
+    """Digests of the global generators before the step, by name."""
+    unseeded: Sequence[str]
+    """Calls so far that seeded a generator from the system's entropy."""
+    attributes: Sequence[str]
+    """Attributes of modules that the step changed."""
+    generators: Sequence[str]
+    """Generators of the script's own that the step changed."""
+
+
+_States = Mapping[int, Sequence[State]]
+
+
+def hints_of(step: int, reference: _States, other: _States) -> list[str]:
+    """What was seen, most telling first.
+
+    Args:
+        step: after which the bits differ; 0 for before the first.
+        reference: of the one run, by device.
+        other: of the other.
+    """
+    everyone = [s for run in (reference, other) for lines in run.values() for s in lines]
+    calls = _listed(call for state in everyone for call in state.unseeded)
+    hints = [_UNSEEDED_START] if step == 0 else []
+    if calls:
+        hints.append(
+            f"{calls}: seeded by the system, so that it gives other numbers in every process. Give "
+            f"it a seed. Inside the loss and the data set, use the global generators of torch, "
+            f"random and NumPy: they are seeded for every shard and every sample"
+        )
+    if step == 0:
+        return hints
+    generators = _listed(g for state in everyone for g in state.generators)
+    if generators:
+        hints.append(
+            f"{generators}: a generator of its own, which goes on from one shard or sample to the "
+            f"next and so depends on what else this device computed. Use the global generators of "
+            f"torch, random and NumPy: they are seeded for every shard and every sample"
+        )
+    attributes = _listed(a for state in everyone for a in state.attributes)
+    if attributes:
+        hints.append(
+            f"{attributes}: changed while the shards were computed, and no buffer, so that a shard "
+            f"sees how many this device computed before it. Register it as a buffer, or set it "
+            f"between steps"
+        )
+    uneven = dict(reversed([*_uneven(reference), *_uneven(other)]))  # the first step of each
+    globals_ = _listed(f"{name} before step {step}" for name, step in uneven.items())
+    if globals_:
+        hints.append(
+            f"{globals_}: it was drawn from between steps on some devices and not on others (under "
+            f"trainer.is_lead?), so that from there on every device has other random numbers. Draw "
+            f"on all devices, or from a generator that nothing else uses"
+        )
+    return hints
+
+
+def _uneven(run: _States) -> Iterator[tuple[str, int]]:
+    """Global generators whose state changed between two steps on some devices only."""
+    if len(run) < 2:
+        return
+    for rows in zip(*run.values(), strict=False):
+        for name in rows[0].states:
+            digests = {row.states[name] for row in rows}
+            # Others are seeded by the system until a script seeds them.
+            if name.startswith("torch") and len(digests) > 1:
+                yield name, rows[0].step
+    for before, after in _pairs([*zip(*run.values(), strict=False)]):
+        for name in after[0].states:
+            changed = {b.states[name] != a.states[name] for b, a in zip(before, after, strict=True)}
+            if len(changed) > 1 and not name.startswith("torch"):
+                yield name, after[0].step
+
+
+def _pairs(rows: Sequence[tuple[State, ...]]) -> Iterable[tuple[tuple[State, ...], ...]]:
+    return pairwise(rows)
+
+
+def _listed(words: Iterable[str]) -> str:
+    """Each once; the first few."""
+    unique = list(dict.fromkeys(words))
+    more = f" and {len(unique) - _SHOWN} more" if len(unique) > _SHOWN else ""
+    return ", ".join(unique[:_SHOWN]) + more

@@ -1,0 +1,134 @@
+"""Prints how the loss and gradient of V shards compare with those of one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+__all__ = ["report_mathematics"]
+
+_MODES = "dropout off, batch norm by its statistics, the same random numbers for the same samples"
+
+
+def report_mathematics(
+    console: Console, precision: str, trainers: Sequence[Sequence[dict[str, Any]]]
+) -> bool:
+    """Print a table and a verdict for each trainer.
+
+    Args:
+        console: to print on.
+        precision: of the comparison.
+        trainers: lines of each, the first about the trainer and one for each step.
+
+    Returns:
+        Whether all agree.
+    """
+    agree = True
+    for number, (about, *lines) in enumerate(trainers):
+        who = f" of trainer {number}" if len(trainers) > 1 else ""
+        if about["shards"] == 1 and not any(line["causes"] for line in lines):
+            console.print(f"One shard{who}: the mathematics is the plain loop's own.")
+        elif lines:
+            agree &= _report(console, precision, about, lines, who)
+    return agree
+
+
+def _report(
+    console: Console,
+    precision: str,
+    about: dict[str, Any],
+    lines: Sequence[dict[str, Any]],
+    who: str,
+) -> bool:
+    limit = about["tolerance"]
+    console.print(_table(about["shards"], lines, limit))
+    if precision != "float64":
+        console.print(
+            "[yellow]The script does not run in float64[/], so this is in its own precision, and "
+            f"differences of up to {limit:g} are taken for rounding."
+        )
+    if not all(line["evaluation"] for line in lines):
+        console.print(
+            "[yellow]The loss cannot be computed in evaluation mode[/]: dropout and batch norm "
+            "alone were in it."
+        )
+    errors, notes = _causes(lines, "error"), _causes(lines, "note")
+    if not errors and not notes:
+        console.print(
+            f"[bold green]The mathematics{who} agree[/]: {about['shards']} shards and one give the "
+            f"same loss and gradient, to {limit:g} ({precision}, {_MODES})."
+        )
+        return True
+    if not errors:
+        for text in notes:
+            console.print(f"[yellow]Not compared{who}[/]: {escape(text)}.")
+        return True
+    _report_errors(console, about, lines, who, errors)
+    return False
+
+
+def _report_errors(
+    console: Console,
+    about: dict[str, Any],
+    lines: Sequence[dict[str, Any]],
+    who: str,
+    errors: Sequence[str],
+) -> None:
+    first = next(line for line in lines if any(c["kind"] == "error" for c in line["causes"]))
+    function = escape(about["function"])
+    if _largest(first) > about["tolerance"]:
+        console.print(
+            f"[bold red]The mathematics{who} differ[/], first in step {first['step']}: the loss, "
+            f"{function}, is {first['loss']:.9g} with {first['shards']} shards and "
+            f"{first['alone']:.9g} with one{_quotient(first)}; the gradient of {first['worst']} "
+            f"differs by {first['worst_difference']:.3g} of its norm."
+        )
+    else:
+        console.print(
+            f"[bold red]Not what a plain loop does{who}[/]: {function}, first in step "
+            f"{first['step']}."
+        )
+    for text in errors:
+        console.print(f"Likely cause: {escape(text.rstrip('.'))}.")
+
+
+def _verdict(line: dict[str, Any], limit: float) -> str:
+    if line["skipped"]:
+        return "skipped"
+    return "agrees" if _largest(line) <= limit else "differs"
+
+
+def _causes(lines: Sequence[dict[str, Any]], kind: str) -> list[str]:
+    """Of the first step that has any: it was looked at closely, those that follow were not."""
+    every = ([c["text"] for c in line["causes"] if c["kind"] == kind] for line in lines)
+    return next((texts for texts in every if texts), [])
+
+
+def _largest(line: dict[str, Any]) -> float:
+    names = ("loss_difference", "gradient_difference", "worst_difference")
+    return max(float(line[name]) for name in names)
+
+
+def _quotient(line: dict[str, Any]) -> str:
+    return f" ({line['alone'] / line['loss']:.6g} times)" if line["loss"] else ""
+
+
+def _table(shards: int, lines: Sequence[dict[str, Any]], limit: float) -> Table:
+    table = Table()
+    headings = ("step", f"loss, {shards} shards", "loss, 1 shard", "difference", "of gradient", "")
+    for heading in headings:
+        table.add_column(heading)
+    for line in lines:
+        table.add_row(
+            str(line["step"]),
+            f"{line['loss']:.9g}",
+            f"{line['alone']:.9g}",
+            f"{line['loss_difference']:.2g}",
+            f"{line['gradient_difference']:.2g}",
+            _verdict(line, limit),
+        )
+    return table

@@ -1,0 +1,176 @@
+"""What a Trainer does otherwise in a run of ``onefold verify``; nothing in any other run.
+
+Such a run writes down what its steps were, in the folder of the comparison:
+
+- ``RUN-T.jsonl``: the digests of trainer T after each step, see `onefold.probe`.
+- ``RUN-T-state-D.jsonl``: what device D saw change that must not, see `onefold.verifying.state`.
+- ``RUN-T-mathematics.jsonl``: V shards against one, see `onefold.verifying.mathematics`.
+- ``RUN/checkpoints/``: what the script saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from onefold.batch import ShardedBatch
+from onefold.engine import Engine
+from onefold.loader import Collate, Loader
+from onefold.record import append_line
+from onefold.replica import LossFunction
+from onefold.team import Team
+from onefold.verifying.causes import causes_of
+from onefold.verifying.mathematics import Mathematics, tolerance_of
+from onefold.verifying.state import StateWatch, place_of, unseeded_generators, watch_unseeded
+from onefold.verifying.whole import (
+    KeepingCollate,
+    WholeBatch,
+    cast_floats,
+    whole_of,
+    whole_tensors,
+)
+from onefold.world import World
+
+__all__ = ["Verifying", "prepare_process"]
+
+_saved: set[Path] = set()
+"""Directories that the script has saved to; alike on all devices, which the disk may not be."""
+
+
+def prepare_process(world: World) -> None:
+    """Before the script of a run of ``onefold verify`` begins."""
+    if not world.probe:
+        return
+    watch_unseeded()
+    if world.probe_mathematics:
+        torch.compiler.set_stance("force_eager")
+        torch.set_default_dtype(getattr(torch, world.probe_mathematics))
+
+
+class Verifying:
+    """One trainer's part in a comparison.
+
+    Args:
+        world: says whether there is one.
+        model: of the trainer.
+        loss: the user's own.
+    """
+
+    def __init__(self, world: World, model: torch.nn.Module, loss: LossFunction) -> None:
+        self._world = world
+        self._on = bool(world.probe)
+        self._place = place_of(loss) if self._on else ""
+        self._state = StateWatch(model, loss) if self._on else None
+        self._collates: dict[int, KeepingCollate] = {}
+        self._own: object = None
+        self._steps = 0
+        self.loss = loss
+        """What the engine is to use."""
+        self._mathematics: Mathematics | None = None
+        self._dtype: torch.dtype | None = None
+        if self._on and world.probe_mathematics:
+            if world.probe_mathematics == "float64":
+                self._dtype = torch.float64
+                model.double()
+            self._mathematics = Mathematics(model, loss)
+            self.loss = self._mathematics.loss
+
+    def begin(self, engine: Engine, team: Team) -> None:
+        """The engine is there."""
+        self._engine, self._team = engine, team
+        if not self._on:
+            return
+        for replica in engine.replicas:
+            replica.loss_watch.refuses = False  # the comparison says more
+        if self._mathematics is not None and 0 in team.own:
+            shards = engine.exchange.board.shape.shards
+            header = {"step": 0, "function": self._place, "shards": shards}
+            limit = tolerance_of(engine.replicas[0].module)
+            append_line(self._path("mathematics"), {**header, "tolerance": limit})
+
+    def collate(self, collate: Collate | None, *, keeps: bool = False) -> Collate | None:
+        """Of a loader; ``keeps`` if its batches are for steps."""
+        if self._mathematics is None:
+            return collate
+        return KeepingCollate(collate, self._dtype, keeps=keeps)
+
+    def add(self, loader: Loader, dataset: object, collate: Collate | None) -> None:
+        """A loader for steps was made."""
+        if self._state is not None:
+            self._state.add(dataset)
+        if isinstance(collate, KeepingCollate):
+            self._collates[loader.track.number] = collate
+
+    def batch(self, batch: object) -> object:
+        """What a step was given, in the precision of the comparison."""
+        if self._mathematics is None:
+            return batch
+        if not isinstance(batch, ShardedBatch):
+            batch = cast_floats(batch, self._dtype)
+        self._own = batch
+        return batch
+
+    @contextmanager
+    def step(self, batch: ShardedBatch, number: int) -> Iterator[ShardedBatch]:
+        """Surrounds the engine's step; yields the batch for it."""
+        if self._state is None:
+            yield batch
+            return
+        self._steps += 1
+        if self._steps > self._world.probe_steps:
+            yield self._unpacked(batch)[0]
+            return
+        with self._state.step() as states:
+            if self._mathematics is None:
+                yield batch
+            else:
+                plain, whole = self._unpacked(batch)
+                with self._mathematics.step(self._engine, plain, whole, number) as found:
+                    yield plain
+        if self._mathematics is not None:
+            limit = tolerance_of(self._engine.replicas[0].module)
+            state = self._state
+            causes = causes_of(found, state.attributes, state.generators, limit)
+            line: dict[str, Any] = {"step": self._steps, **asdict(found)}
+            line["causes"] = [asdict(cause) for cause in causes]
+            append_line(self._path("mathematics"), line)
+        line = {"step": self._steps, "states": states, "unseeded": unseeded_generators()}
+        line |= {"attributes": self._state.attributes, "generators": self._state.generators}
+        append_line(self._path(f"state-{self._team.own[0]}"), line)
+
+    def writes_to(self, path: str | Path) -> Path:
+        """Where checkpoints of a directory are written: in a comparison, below its own folder."""
+        place = self._place_of(Path(path).absolute())
+        _saved.add(place)
+        return place
+
+    def reads_from(self, path: str | Path, *, if_any: bool) -> Path:
+        """Where checkpoints of a directory are read.
+
+        In a comparison, where it wrote them; what it has not written is not there for a script that
+        asks whether there is any, and is read from its own place for one that needs it.
+        """
+        absolute = Path(path).absolute()
+        place = self._place_of(absolute)
+        return place if if_any or not _saved.isdisjoint((place, place.parent)) else absolute
+
+    def _place_of(self, absolute: Path) -> Path:
+        scratch = Path(self._world.directory) / "checkpoints"
+        if not self._on or absolute.is_relative_to(scratch):
+            return absolute
+        return scratch / absolute.relative_to(absolute.anchor)
+
+    def _unpacked(self, batch: ShardedBatch) -> tuple[ShardedBatch, WholeBatch]:
+        if batch.data_pass is None:
+            return batch, whole_tensors(self._own)
+        whole, payloads = whole_of(batch.shards, self._collates, batch.loader)
+        return replace(batch, shards=payloads), whole
+
+    def _path(self, what: str) -> Path:
+        run = Path(self._world.directory).name
+        return Path(self._world.probe) / f"{run}-{self._team.trainer}-{what}.jsonl"

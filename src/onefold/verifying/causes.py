@@ -1,0 +1,169 @@
+"""Says in words why the mathematics of a step may differ, from what was seen of it. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from onefold.verifying.mathematics import Comparison
+
+__all__ = ["Cause", "causes_of"]
+
+_NEVER_THE_MEAN = ("weights-none", "ignored-none")
+"""Findings that the numbers cannot show: they are the same with any number of shards."""
+_ANY = ("mean", "sum", "weighted", "dependent", "unclear")
+_SEEN_IN = {
+    "sum": _ANY,
+    "weights": _ANY,
+    "ignored": _ANY,
+    "tokens": ("weighted", "mean", "unclear"),
+    "maybe-sum": ("sum",),
+}
+"""By kind of finding: with which numbers it is believed; what is certain, with all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """One likely cause."""
+
+    kind: Literal["error", "note"]
+    """A note alone does not fail a comparison."""
+    text: str
+
+
+def causes_of(
+    found: Comparison, attributes: Sequence[str], generators: Sequence[str], tolerance: float
+) -> list[Cause]:
+    """The likely causes, most likely first; none where nothing differs.
+
+    Args:
+        found: what the step showed.
+        attributes: of modules that the step changed.
+        generators: of the script's own that the step changed.
+        tolerance: relative.
+    """
+    causes = [Cause("error", text) for text in _sure(found)]
+    if _differs(found, tolerance):
+        likely = [*_of_the_state(found, attributes, generators), *_of_the_numbers(found)]
+        causes += [Cause("error", text) for text in likely]
+        if not causes and found.unmatched:
+            causes.append(Cause("note", _random(found)))
+        elif not causes and found.norms and found.repeats:
+            causes.append(Cause("note", _norms(found)))
+        elif not causes:
+            causes.append(Cause("error", _unknown(found)))
+    causes += [Cause("error", f"buffer {name} is {text}") for name, text in found.buffers.items()]
+    return causes
+
+
+def _differs(found: Comparison, tolerance: float) -> bool:
+    several = (found.loss_difference, found.gradient_difference, found.worst_difference)
+    return not all(value <= tolerance for value in several if not math.isnan(value))
+
+
+def _sure(found: Comparison) -> Iterator[str]:
+    """What is wrong with one shard as well."""
+    if found.finding is not None and found.finding.kind in _NEVER_THE_MEAN:
+        yield f"the loss is {found.finding.text}"
+
+
+def _of_the_state(
+    found: Comparison, attributes: Sequence[str], generators: Sequence[str]
+) -> Iterator[str]:
+    if found.repeats:
+        return
+    for words, why in (
+        (generators, "a generator of its own, which no seed of the step reaches"),
+        (attributes, "changed while the loss is computed, and no buffer"),
+    ):
+        if words:
+            yield f"{', '.join(words)}: {why}, so that the same samples give another loss each time"
+    if not generators and not attributes:
+        yield (
+            "the same samples give another loss when it is computed again: the loss keeps "
+            "something from call to call, or draws from a generator that is not the global one of "
+            "torch, random or NumPy"
+        )
+
+
+def _of_the_numbers(found: Comparison) -> Iterator[str]:
+    if found.time_first:
+        yield (
+            f"the batch was cut along time: {', '.join(found.time_first)} takes time in the first "
+            f"dimension of its input and samples in the second (batch_first=False), and it is the "
+            f"first one that is cut into shards. Make the samples the first dimension of every "
+            f"tensor of the batch, and use batch_first=True or transpose in the model"
+        )
+    finding = found.finding
+    if finding is not None and found.relation in _SEEN_IN.get(finding.kind, ()):
+        yield f"the loss is {finding.text}"
+    elif found.relation == "sum":
+        yield (
+            "the loss is a sum: that of two parts of the batch is the sum of theirs. onefold takes "
+            "a scalar as the mean over the shard's samples. Return onefold.Sum(total), or one "
+            "value a sample (reduction='none') for a mean"
+        )
+    elif found.relation == "weighted":
+        yield (
+            "the loss is a mean that is not divided by the number of samples (but by tokens, "
+            "pixels, weights of classes, or targets that are not ignored): return "
+            "onefold.Mean(total, weight), or the loss from onefold.losses, which knows its divisor"
+        )
+    excused = found.unmatched or (found.norms and not found.ordered)
+    if found.relation == "dependent" and not found.time_first and not excused:
+        yield from _dependent(found)
+
+
+def _dependent(found: Comparison) -> Iterator[str]:
+    if found.ordered:
+        yield from _ordered(found)
+    else:
+        yield (
+            "a sample's loss depends on the other samples of its batch (a contrastive loss, "
+            "negatives from the batch, a norm or a mean over the batch, padding that is not masked "
+            "out), and a shard has only its own samples: with V shards that is another loss, of "
+            "batches V times smaller. Compute it from each sample alone, or use shards=1"
+        )
+
+
+def _ordered(found: Comparison) -> Iterator[str]:
+    where = ""
+    if found.second is not None:
+        where = f"; all tensors of the batch have {found.second} in their second dimension"
+    yield (
+        f"the loss changes when the samples of the batch change places, so the first dimension, "
+        f"which is cut into shards, may not be that of the samples (time first?){where}, or "
+        f"samples belong together that shards tear apart (pairs side by side). Make the samples, "
+        f"or the pairs, the first dimension"
+    )
+
+
+def _random(found: Comparison) -> str:
+    return (
+        f"the loss draws random numbers that have no counterpart for a part of the batch "
+        f"({', '.join(found.unmatched)}, such as a permutation of the shard's samples), so this "
+        f"difference may be chance: the mathematics could not be compared"
+    )
+
+
+def _norms(found: Comparison) -> str:
+    return (
+        f"{', '.join(found.norms)} keeps no running statistics, so that it computes with those of "
+        f"its shard, as it does elsewhere with those of a device: the mathematics could not be "
+        f"compared. With track_running_stats=True they can be"
+    )
+
+
+def _unknown(found: Comparison) -> str:
+    trouble = f" A closer look failed {found.trouble}." if found.trouble else ""
+    several = (
+        "the losses agree and the gradients do not"
+        if found.loss_difference <= 1e-9
+        else "the losses differ"
+    )
+    return (
+        f"unknown ({several}; the loss returned {found.returned}).{trouble} Look for what the loss "
+        f"or forward computes from more than one sample, keeps from call to call, or rounds"
+    )

@@ -1,0 +1,405 @@
+"""Computes every batch a second time, as one shard: the loss and gradient of a plain loop.
+
+Note: what is compared
+----------------------
+Before each step the whole batch goes through the user's loss at once, with the parameters and
+buffers that the shards are about to start from. Its loss and gradient are those of the plain loop;
+the step's, folded over V shards and before clipping and update, must be the same numbers. Dropout
+is off, batch norm computes with its statistics, and a sample has the same random numbers in both,
+so that nothing but the arithmetic of the loss is left to differ. In float64 it has 1e-9 to do so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from onefold.batch import ShardedBatch, move
+from onefold.engine import Engine
+from onefold.flat import laid_out, storage_order
+from onefold.fold import fold_shards
+from onefold.losscheck import LossFinding, inspect_loss
+from onefold.mean import Contribution, weigh
+from onefold.randomness import derive_seed, kept_generators
+from onefold.replica import LossFunction
+from onefold.shard import cut_bounds
+from onefold.verifying.draws import Draws, seed_alike, without_dropout
+from onefold.verifying.relation import PARTS, Relation, relation_of
+from onefold.verifying.surroundings import (
+    KeptBuffers,
+    TimeFirst,
+    norms_of_the_batch,
+    quiet_modes,
+)
+from onefold.verifying.whole import WholeBatch, second_dimension
+
+__all__ = ["Comparison", "Mathematics", "tolerance_of"]
+
+_EXACT = 1e-9
+_TOLERANCES = {torch.float64: _EXACT, torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.2}
+
+
+def tolerance_of(model: torch.nn.Module) -> float:
+    """How far, relatively, two ways of computing the same may be apart."""
+    return max((_TOLERANCES.get(p.dtype, 0.2) for p in model.parameters()), default=_EXACT)
+
+
+@dataclass(slots=True)
+class Comparison:
+    """What one step showed."""
+
+    shards: int
+    samples: int
+    own_batch: bool
+    """The script made the batch itself, and the trainer cut it."""
+    skipped: bool = True
+    """The weight of the whole batch is 0, so that there was no update."""
+    loss: float = math.nan
+    """Folded over V shards."""
+    alone: float = math.nan
+    """Of the whole batch as one shard."""
+    loss_difference: float = math.nan
+    gradient_difference: float = math.nan
+    worst: str = ""
+    """The parameter whose gradient differs most."""
+    worst_difference: float = math.nan
+    evaluation: bool = True
+    """Everything was in evaluation mode; otherwise batch norm and dropout alone."""
+    returned: str = ""
+    """What the loss returned: a scalar, one value a sample, Mean, ..."""
+    finding: LossFinding | None = None
+    repeats: bool = True
+    """The same samples with the same random numbers give the same loss a second time."""
+    relation: Relation = "mean"
+    ordered: bool = False
+    """The loss changes where the samples change places."""
+    time_first: list[str] = field(default_factory=list)
+    norms: list[str] = field(default_factory=list)
+    """Batch norms without statistics of their own."""
+    second: int | None = None
+    """The second dimension of all tensors of a batch that the script made itself."""
+    unmatched: list[str] = field(default_factory=list)
+    buffers: dict[str, str] = field(default_factory=dict)
+    """Buffers that differ after the step, with what to do about them."""
+    trouble: str = ""
+    """Why a closer look was not possible."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Evaluation:
+    part: Contribution
+    result: object
+
+    @property
+    def loss(self) -> float:
+        """The finished number."""
+        if self.part.kind != "means":
+            return _ratio(self.part)
+        return sum(_ratio(each) for each in self.part.parts)
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """(n,) one value a sample, if that is what came."""
+        root = self.part.root.detach()
+        return root if root.dim() else None
+
+
+class Mathematics:
+    """Compares each step of one trainer with the plain loop's.
+
+    Args:
+        model: of the trainer.
+        loss: the user's own.
+    """
+
+    def __init__(self, model: torch.nn.Module, loss: LossFunction) -> None:
+        self._model = model
+        self._user = loss
+        self._draws = Draws()
+        self._inside = False
+        self._narrow = False
+        self._closer_look = True
+        """Wanted at the first step that differs."""
+
+    def loss(self, model: torch.nn.Module, payload: object) -> object:
+        """The user's loss of one shard; takes the place of the loss that Trainer was given."""
+        if not self._inside:
+            return self._user(model, payload)
+        shard = self._order[self._calls % len(self._order)]
+        self._calls += 1
+        start, stop = self._bounds[shard]
+        seed_alike(self._seed)
+        with self._draws.replaying(range(start, stop)), self._time_first.noting("shard"):
+            result = self._user(model, payload)
+        if torch.is_grad_enabled():
+            self._inspect(result, stop - start)
+            part = weigh(result, stop - start, f"the loss of shard {shard}")
+            self._shards[shard] = _Evaluation(part, result)
+            self._buffers_after[shard] = KeptBuffers(model)
+        return result
+
+    @contextmanager
+    def step(
+        self, engine: Engine, batch: ShardedBatch, whole: WholeBatch, number: int
+    ) -> Iterator[Comparison]:
+        """Surrounds the engine's step; what it yields is complete afterwards."""
+        self._whole = whole
+        self._comparison = Comparison(
+            batch.plan.shards, batch.samples, own_batch=batch.data_pass is None
+        )
+        self._seed = derive_seed("mathematics", engine.seed, number)
+        self._bounds = cut_bounds(batch.samples, batch.plan.shards)
+        self._order = sorted(batch.shards)
+        self._calls = 0
+        self._shards: dict[int, _Evaluation] = {}
+        self._buffers_after: dict[int, KeptBuffers] = {}
+        self._time_first = TimeFirst(self._model)
+        device = engine.replicas[0].device
+        self._engine, self._device = engine, device
+        with without_dropout(), self._modes_for_all():
+            engine.gradient_ready = self._compare
+            self._inside = True
+            try:
+                yield self._comparison
+            finally:
+                self._inside = False
+                engine.gradient_ready = None
+        self._comparison.buffers = self._alone_after.compare(
+            KeptBuffers(self._model),
+            self._start,
+            self._buffers_after,
+            [stop - start for start, stop in self._bounds],
+            tolerance_of(self._model),
+        )
+        self._comparison.unmatched = sorted(self._draws.unmatched)
+
+    @contextmanager
+    def _modes_for_all(self) -> Iterator[None]:
+        """Evaluation mode; where the loss cannot do with it, for batch norm and dropout alone."""
+        for narrow in (True,) if self._narrow else (False, True):
+            try:
+                with quiet_modes(self._model, narrow=narrow), kept_generators(self._device):
+                    self._compute_alone()
+            except Exception as error:
+                if narrow:
+                    raise
+                self._comparison.trouble = f"in evaluation mode: {type(error).__name__}: {error}"
+            else:
+                break
+        self._narrow = narrow
+        self._comparison.evaluation = not narrow
+        with quiet_modes(self._model, narrow=narrow):
+            yield
+
+    def _compute_alone(self) -> None:
+        samples = self._comparison.samples
+        _drop_gradients(self._model)
+        self._start = start = KeptBuffers(self._model)
+        try:
+            with self._time_first.noting("whole"):
+                found = self._evaluate(range(samples), record=True)
+            _backward(found.part)
+            self._gradients = {
+                name: None if p.grad is None else p.grad.detach().clone()
+                for name, p in self._model.named_parameters()
+            }
+        finally:
+            self._alone_after = KeptBuffers(self._model)
+            start.put_back()
+            _drop_gradients(self._model)
+        self._whole_finding = inspect_loss(found.result, samples)
+        self._alone = found
+        self._comparison.alone = found.loss
+        self._comparison.returned = _words_of(found.result)
+
+    def _evaluate(self, rows: Sequence[int], *, record: bool = False) -> _Evaluation:
+        payload = move(self._whole.payload(rows), self._device)
+        seed_alike(self._seed)
+        draws = self._draws.recording(len(rows)) if record else self._draws.replaying(rows)
+        try:
+            with draws:
+                result = self._user(self._model, payload)
+        except Exception as error:
+            error.add_note("raised while onefold verify computed the whole batch as one shard")
+            raise
+        return _Evaluation(weigh(result, len(rows), "the loss of the whole batch"), result)
+
+    def _inspect(self, result: object, samples: int) -> None:
+        finding = inspect_loss(result, samples)
+        if finding is not None and self._comparison.finding is None:
+            self._comparison.finding = finding
+
+    def _compare(self, weight: float) -> None:
+        """Called by the engine when the folded gradient is there, before clipping and update."""
+        board, found = self._engine.exchange.board, self._comparison
+        found.skipped = False
+        totals = board.totals.cpu()
+        found.finding = found.finding or self._whole_finding
+        found.loss = float(fold_shards(list(totals.unbind()), torch.add)) / weight
+        found.loss_difference = self._relative_loss(float(totals.abs().sum()) / weight)
+        self._compare_gradients()
+        limit = tolerance_of(self._model)
+        differs = not max(found.loss_difference, found.gradient_difference) <= limit
+        if not differs and not found.worst_difference > limit:
+            return
+        if self._closer_look:
+            self._closer_look = False
+            with self._gradients_aside(), kept_generators(self._device):
+                self._look_closer()
+
+    def _relative_loss(self, size: float) -> float:
+        found = self._comparison
+        if math.isnan(found.loss) or math.isnan(found.alone):
+            return math.inf if math.isnan(found.loss) != math.isnan(found.alone) else 0.0
+        values = self._alone.values
+        mean_size = 0.0 if values is None else float(values.abs().mean())
+        scale = max(abs(found.loss), abs(found.alone), size, mean_size)
+        return abs(found.loss - found.alone) / scale if scale else 0.0
+
+    def _compare_gradients(self) -> None:
+        """Norms of the differences over the norms, of all and of each parameter.
+
+        A parameter whose gradient is next to nothing is measured by the whole gradient: its own
+        consists of rounding.
+        """
+        update, found = self._engine.update, self._comparison
+        squares: dict[str, list[float]] = {}
+        names = list(self._engine.replicas[0].parts.trained)
+        for item in update.owned:
+            name = names[item.piece.entry]
+            entry = update.storage.trained.entries[item.piece.entry]
+            mine, whole = item.values.grad, self._gradients[name]
+            folded = torch.zeros(item.piece.numel) if mine is None else _flat(mine)
+            alone = torch.zeros(item.piece.numel)
+            if whole is not None:
+                alone = _flat(laid_out(whole, entry.stride))[item.piece.start : item.piece.stop]
+            sums = squares.setdefault(name, [0.0, 0.0, 0.0])
+            pairs = zip(sums, (folded - alone, folded, alone), strict=True)
+            squares[name] = [total + float(each.double().square().sum()) for total, each in pairs]
+        norms = {name: [math.sqrt(s) for s in each] for name, each in squares.items()}
+        everything = [math.sqrt(sum(each[i] ** 2 for each in norms.values())) for i in range(3)]
+        size = max(everything[1:])
+        found.gradient_difference = everything[0] / size if size else 0.0
+        floor = size * 1e-4
+        shares = {n: e[0] / max(e[1], e[2], floor) if size else 0.0 for n, e in norms.items()}
+        found.worst = max(shares, key=lambda name: shares[name])
+        found.worst_difference = shares[found.worst]
+
+    @contextmanager
+    def _gradients_aside(self) -> Iterator[None]:
+        """A loss that goes backward by itself must not find those of the step."""
+        held = [(item.values, item.values.grad) for item in self._engine.update.owned]
+        start = KeptBuffers(self._model)
+        _drop_gradients(self._model)
+        try:
+            yield
+        finally:
+            start.put_back()
+            _drop_gradients(self._model)
+            for values, gradient in held:
+                values.grad = gradient
+
+    def _look_closer(self) -> None:
+        found = self._comparison
+        found.time_first = self._time_first.cut_along_time()
+        found.norms = norms_of_the_batch(self._model)
+        if found.own_batch:
+            found.second = second_dimension(self._whole.payload(range(found.samples)))
+        try:
+            found.repeats = self._repeats()
+            found.relation = self._relation() if found.repeats else "unclear"
+            if found.repeats and found.relation in ("dependent", "unclear"):
+                found.ordered = self._depends_on_order()
+        except Exception as error:
+            found.relation = "unclear"
+            found.trouble = f"of a part of the batch: {type(error).__name__}: {error}"
+
+    def _repeats(self) -> bool:
+        with torch.no_grad():
+            again = self._evaluate_again(range(self._comparison.samples)).loss
+        return math.isclose(again, self._comparison.alone, rel_tol=tolerance_of(self._model))
+
+    def _evaluate_again(self, rows: Sequence[int]) -> _Evaluation:
+        self._start.put_back()
+        return self._evaluate(rows)
+
+    def _relation(self) -> Relation:
+        part = self._alone.part
+        if isinstance(self._alone.result, torch.Tensor) and not part.root.dim():
+            return self._relation_of_scalars()
+        values = self._alone.values
+        if values is not None:
+            shards = [self._shards[shard].values for shard in self._order]
+            joined = torch.cat([each for each in shards if each is not None])
+            return "mean" if _near(joined, values, tolerance_of(self._model)) else "dependent"
+        for number, term in enumerate(part.parts):
+            shares = [self._shards[shard].part.parts[number] for shard in self._order]
+            total = torch.stack([share.total().cpu() for share in shares]).sum()
+            if not _near(total, term.total().cpu(), tolerance_of(self._model)):
+                return "dependent"
+        return "mean"
+
+    def _relation_of_scalars(self) -> Relation:
+        third, samples = self._comparison.samples // 3, self._comparison.samples
+        if not third:
+            return "unclear"
+        rows = {
+            "A": range(third),
+            "B": range(third, 2 * third),
+            "C": range(2 * third, samples),
+        }
+        with torch.no_grad():
+            losses = {
+                part: self._evaluate_again([r for one in part for r in rows[one]]).loss
+                for part in PARTS
+            }
+        counts = {part: len(each) for part, each in rows.items()}
+        return relation_of(losses, counts, max(1e-7, tolerance_of(self._model)))
+
+    def _depends_on_order(self) -> bool:
+        generator = torch.Generator().manual_seed(0)
+        order = torch.randperm(self._comparison.samples, generator=generator).tolist()
+        with torch.no_grad():
+            mixed = self._evaluate_again(order).loss
+        limit = max(1e-7, tolerance_of(self._model))
+        return not math.isclose(mixed, self._comparison.alone, rel_tol=limit)
+
+
+def _ratio(part: Contribution) -> float:
+    divisor = 1.0 if part.kind == "sum" else part.weight
+    return float(part.total()) / divisor if divisor else 0.0
+
+
+def _backward(part: Contribution) -> None:
+    """The gradient of the plain loop."""
+    if part.kind == "means":
+        part = part.combine([1.0 if p.kind == "sum" else p.weight for p in part.parts])
+    divisor = 1.0 if part.kind == "sum" else part.weight
+    if divisor and part.root.requires_grad:
+        part.backward(divisor)
+
+
+def _flat(gradient: torch.Tensor) -> torch.Tensor:
+    return storage_order(gradient.detach()).cpu()
+
+
+def _drop_gradients(model: torch.nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def _near(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
+    if one.shape != other.shape:
+        return False
+    scale = float(other.double().abs().max()) if other.numel() else 0.0
+    return bool(((one - other).double().abs() <= tolerance * scale).all())
+
+
+def _words_of(result: object) -> str:
+    if not isinstance(result, torch.Tensor):
+        return f"onefold.{type(result).__name__}"
+    return "one value a sample" if result.dim() else "a scalar"

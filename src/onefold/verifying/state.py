@@ -1,0 +1,271 @@
+"""Watches what a step must not change: attributes of modules, generators that nobody seeds.
+
+In runs of ``onefold verify`` alone, and only to say where to look when bits differ.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["StateWatch", "place_of", "unseeded_generators", "watch_unseeded"]
+
+_LARGEST = 1 << 16
+"""Elements of a tensor or array that are looked at."""
+_DEEPEST = 4
+_MOST = 2000
+"""Values that are looked at in one search."""
+_OF_TORCH = {*vars(torch.nn.Module()), "_is_full_backward_hook", "_compiled_call_impl"}
+
+_Seen = dict[str, tuple[str, str]]
+"""Where something was found, to what kind of thing it is and a digest of its value."""
+
+
+class StateWatch:
+    """What a step of one trainer changed, on this device.
+
+    Args:
+        model: of the trainer.
+        loss: the user's own.
+    """
+
+    def __init__(self, model: torch.nn.Module, loss: Callable[..., object]) -> None:
+        self._model = model
+        self._loss = loss
+        self._datasets: list[object] = []
+        self._data_before: _Seen = {}
+        self.attributes: list[str] = []
+        """Attributes that the last step changed."""
+        self.generators: list[str] = []
+        """Generators that the last step changed."""
+
+    def add(self, dataset: object) -> None:
+        """A data set is about to be read."""
+        self._datasets.append(dataset)
+        self._data_before |= self._look_at_data()
+
+    @contextmanager
+    def step(self) -> Iterator[dict[str, str]]:
+        """Surrounds a step; yields digests of the global generators before it."""
+        before, data = self._look(), self._look_at_data()
+        changed = _changed(self._data_before, data)
+        yield _global_states()
+        changed += _changed(before, self._look())
+        self._data_before = self._look_at_data()
+        self.attributes = [where for where, kind in changed if kind == "value"]
+        self.generators = [where for where, kind in changed if kind == "generator"]
+
+    def _look(self) -> _Seen:
+        found: _Seen = {}
+        for name, part in self._model.named_modules():
+            place = f"module {name or 'model'} ({type(part).__name__})"
+            for key, value in vars(part).items():
+                if key not in _OF_TORCH:
+                    _search(value, f"attribute {key} of {place}", found, 0)
+        own = set(self._model.modules())
+        for where, value in _variables(self._loss, set(), 0):
+            if not (isinstance(value, torch.nn.Module) and value in own):
+                _search(value, where, found, 0)
+        return found
+
+    def _look_at_data(self) -> _Seen:
+        found: _Seen = {}
+        for dataset in self._datasets:
+            place = f"the data set ({type(dataset).__name__})"
+            for key, value in getattr(dataset, "__dict__", {}).items():
+                _search(value, f"attribute {key} of {place}", found, 0)
+        return found
+
+
+def place_of(function: Callable[..., object]) -> str:
+    """A function's name, file and line.
+
+    >>> place_of(place_of).startswith("place_of (")
+    True
+    """
+    inner: Any = function
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    if not hasattr(inner, "__code__"):
+        inner = getattr(inner, "__func__", None) or vars(type(inner)).get("__call__", inner)
+    code = getattr(inner, "__code__", None)
+    name = getattr(function, "__qualname__", None) or type(function).__name__
+    return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code else name
+
+
+def _changed(before: _Seen, now: _Seen) -> list[tuple[str, str]]:
+    return [
+        (where, kind)
+        for where, (kind, value) in now.items()
+        if where in before and before[where][1] != value
+    ]
+
+
+def _search(value: object, where: str, found: _Seen, depth: int) -> None:
+    """Note the values and generators in something."""
+    if len(found) >= _MOST or depth > _DEEPEST or where in found:
+        return
+    if (state := _state_of(value)) is not None:
+        found[where] = ("generator", state)
+    elif (digest := _digest(value)) is not None:
+        found[where] = ("value", digest)
+    elif isinstance(value, list | tuple) and len(value) <= _MOST:
+        for index, each in enumerate(value):
+            _search(each, f"{where}[{index}]", found, depth + 1)
+        if isinstance(value, list):
+            found[where] = ("value", str(len(value)))
+    elif isinstance(value, Mapping) and len(value) <= _MOST:
+        for key, each in value.items():
+            _search(each, f"{where}[{key!r}]", found, depth + 1)
+        found[where] = ("value", str(len(value)))
+    elif hasattr(value, "__dict__") and not isinstance(value, _NOT_SEARCHED):
+        for key, each in vars(value).items():
+            if key not in _OF_TORCH:
+                _search(each, f"{where}.{key}", found, depth + 1)
+
+
+_NOT_SEARCHED = (
+    ModuleType,
+    type,
+    FunctionType,
+    BuiltinFunctionType,
+    torch.Tensor,
+    torch.optim.Optimizer,
+)
+
+
+def _digest(value: object) -> str | None:
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes):
+        return repr(value)
+    if isinstance(value, torch.nn.Parameter):
+        return ""  # the optimizer's
+    if isinstance(value, torch.Tensor):
+        odd = value.layout is not torch.strided or value.is_quantized or value.is_meta
+        if value.numel() > _LARGEST or odd:
+            return f"{value.shape}"
+        dense = value.detach().cpu().contiguous().reshape(-1)
+        return _hash(dense.view(torch.uint8).numpy().tobytes()) + str(tuple(value.shape))
+    if isinstance(value, np.ndarray | np.generic):
+        return f"{value.shape}" if value.size > _LARGEST else _hash(value.tobytes())
+    return None
+
+
+def _state_of(value: object) -> str | None:
+    """The digest of a generator's state; None if it is no generator."""
+    if isinstance(value, torch.Generator):
+        return _hash(value.get_state().numpy().tobytes())
+    if isinstance(value, np.random.Generator):
+        return _hash(_text(value.bit_generator.state).encode())
+    if isinstance(value, np.random.RandomState):
+        return _hash(_text(value.get_state(legacy=False)).encode())
+    if isinstance(value, random.Random):
+        return _hash(repr(value.getstate()).encode())
+    return None
+
+
+def _text(state: object) -> str:
+    """All of a NumPy generator's state."""
+    if isinstance(state, Mapping):
+        return "".join(f"{key}:{_text(value)};" for key, value in state.items())
+    return state.tobytes().hex() if isinstance(state, np.ndarray) else repr(state)
+
+
+def _variables(function: object, known: set[int], depth: int) -> Iterator[tuple[str, object]]:
+    """What a function of the script has at hand, and the functions of its file that it calls."""
+    if isinstance(function, functools.partial):
+        for number, value in enumerate((*function.args, *function.keywords.values())):
+            yield f"argument {number} of the loss", value
+        function = function.func
+    owner = getattr(function, "__self__", None)
+    if owner is not None and not isinstance(owner, ModuleType):
+        yield f"the {type(owner).__name__} of the loss", owner
+    elif not hasattr(function, "__code__") and not isinstance(function, type):
+        yield f"the loss ({type(function).__name__})", function
+        function = type(function).__call__ if callable(function) else function
+    function = getattr(function, "__func__", function)
+    if not isinstance(function, FunctionType) or id(function) in known or depth > 2:
+        return
+    known.add(id(function))
+    code = function.__code__
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            held = cell.cell_contents
+        except ValueError:  # not filled yet
+            continue
+        where = f"{name}, which {place_of(function)} uses"
+        yield from _variable(where, held, function, known, depth)
+    for name in code.co_names:
+        if name in function.__globals__:
+            held = function.__globals__[name]
+            where = f"the global {name}, which {place_of(function)} uses"
+            yield from _variable(where, held, function, known, depth)
+
+
+def _variable(
+    where: str, held: object, user: FunctionType, known: set[int], depth: int
+) -> Iterator[tuple[str, object]]:
+    if isinstance(held, FunctionType):
+        if held.__module__ == user.__module__:
+            yield from _variables(held, known, depth + 1)
+    elif not isinstance(held, ModuleType | type | BuiltinFunctionType):
+        yield where, held
+
+
+def _global_states() -> dict[str, str]:
+    states = {
+        "torch's global generator": torch.default_generator.get_state().numpy().tobytes(),
+        "the global generator of random": repr(random.getstate()).encode(),
+        "NumPy's global generator": _text(np.random.get_state(legacy=False)).encode(),
+    }
+    return {name: _hash(state) for name, state in states.items()}
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
+
+
+_unseeded: list[str] = []
+
+
+def unseeded_generators() -> list[str]:
+    """Calls so far that seeded a generator from the system's entropy."""
+    return list(_unseeded)
+
+
+def watch_unseeded() -> None:
+    """Note from here on where the script seeds a generator from the system's entropy.
+
+    In the process of a comparison, for good: three functions are replaced by ones that look at
+    their arguments first.
+    """
+    for owner, name, shown in (
+        (np.random, "default_rng", "numpy.random.default_rng"),
+        (np.random, "seed", "numpy.random.seed"),
+        (random, "seed", "random.seed"),
+        (torch, "seed", "torch.seed"),
+    ):
+        setattr(owner, name, _noting(getattr(owner, name), shown))
+
+
+def _noting(function: Callable[..., Any], shown: str) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def noted(*args: Any, **settings: Any) -> Any:
+        given = [*args, *settings.values()]
+        if not given or given[0] is None:
+            caller = sys._getframe(1)
+            place = f"{caller.f_code.co_filename}:{caller.f_lineno}"
+            text = f"{shown}() without a seed ({place})"
+            if text not in _unseeded and len(_unseeded) < _MOST:
+                _unseeded.append(text)
+        return function(*args, **settings)
+
+    return noted

@@ -1,0 +1,184 @@
+"""What surrounds a loss while it is compared: modes, buffers, and which dimension is the time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+__all__ = ["KeptBuffers", "TimeFirst", "norms_of_the_batch", "quiet_modes"]
+
+
+@contextmanager
+def quiet_modes(model: torch.nn.Module, *, narrow: bool) -> Iterator[None]:
+    """Batch norm computes with its statistics, nothing is dropped out; all is put back.
+
+    Args:
+        model: its parts; those of other modules are found when they are called.
+        narrow: leave every other part in the mode that it has.
+    """
+    before: dict[torch.nn.Module, tuple[bool, Any]] = {}
+
+    def settle(part: torch.nn.Module) -> None:
+        if part in before:
+            return
+        recurrent = isinstance(part, torch.nn.RNNBase)
+        before[part] = (part.training, part.dropout if recurrent else None)
+        if not narrow or isinstance(part, _BatchNorm | _DropoutNd):
+            part.training = False
+        if isinstance(part, torch.nn.RNNBase):
+            part.dropout = 0.0
+
+    for each in model.modules():
+        settle(each)
+    handle = register_module_forward_pre_hook(lambda part, _: settle(part))
+    try:
+        yield
+    finally:
+        handle.remove()
+        for part, (training, dropout) in before.items():
+            part.training = training
+            if dropout is not None:
+                part.dropout = dropout
+
+
+def norms_of_the_batch(model: torch.nn.Module) -> list[str]:
+    """Batch norms that keep no statistics and so always compute with those of what they get."""
+    return [
+        f"{name or 'model'} ({type(part).__name__})"
+        for name, part in model.named_modules()
+        if isinstance(part, _BatchNorm) and part.running_mean is None
+    ]
+
+
+class TimeFirst:
+    """Notes the inputs of modules that take time in the first dimension and samples in the second.
+
+    Args:
+        model: tells the names of its parts.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._names = {part: name for name, part in model.named_modules()}
+        self._sizes: dict[str, dict[torch.nn.Module, tuple[int, int]]] = {"whole": {}, "shard": {}}
+
+    @contextmanager
+    def noting(self, what: str) -> Iterator[None]:
+        """Note the calls in here, of the ``whole`` batch or of a ``shard``."""
+        sizes = self._sizes[what]
+
+        def note(part: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
+            if getattr(part, "batch_first", None) is not False or not inputs:
+                return
+            first = inputs[0]
+            if isinstance(first, torch.Tensor) and first.dim() == 3:
+                sizes.setdefault(part, (first.shape[0], first.shape[1]))
+
+        handle = register_module_forward_pre_hook(note)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def cut_along_time(self) -> list[str]:
+        """Modules for which a shard had fewer steps of time than the whole batch."""
+        found = []
+        for part, (time, samples) in self._sizes["whole"].items():
+            cut = self._sizes["shard"].get(part)
+            if cut is not None and cut[0] < time and cut[1] == samples:
+                found.append(f"{self._names.get(part, 'a module')} ({type(part).__name__})")
+        return found
+
+
+class KeptBuffers:
+    """The buffers of a model as they are now."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._places = [
+            (f"{prefix}.{name}" if prefix else name, part, name, buffer, buffer.detach().clone())
+            for prefix, part in model.named_modules()
+            for name, buffer in part._buffers.items()
+            if buffer is not None
+        ]
+
+    @property
+    def values(self) -> dict[str, torch.Tensor]:
+        """By name."""
+        return {name: value for name, _, _, _, value in self._places}
+
+    def put_back(self) -> None:
+        """Give the model these values again, in the tensors that it had."""
+        with torch.no_grad():
+            for _, part, name, buffer, value in self._places:
+                part._buffers[name] = buffer
+                if buffer.shape == value.shape:
+                    buffer.copy_(value)
+
+    def compare(
+        self,
+        folded: KeptBuffers,
+        start: KeptBuffers,
+        shards: Mapping[int, KeptBuffers],
+        sizes: Sequence[int],
+        tolerance: float,
+    ) -> dict[str, str]:
+        """Buffers of the whole batch, which these are, that are not those after the step."""
+        found = {}
+        for name, alone in self.values.items():
+            now = folded.values.get(name)
+            if now is None or _near(now, alone, tolerance):
+                continue
+            parts = {shard: kept.values[name] for shard, kept in shards.items()}
+            rule = _rule(alone, start.values[name], parts, sizes, tolerance)
+            advice = (
+                f'Trainer(buffers={{"{name}": "{rule}"}}) gives what one shard does'
+                if rule
+                else "none of the rules of Trainer(buffers=...) gives what one shard does: what "
+                "the shards put there does not add up to what the whole batch would"
+            )
+            found[name] = f"{_shown(now)} with the shards, {_shown(alone)} with one; {advice}"
+        return found
+
+
+def _rule(
+    alone: torch.Tensor,
+    start: torch.Tensor,
+    parts: Mapping[int, torch.Tensor],
+    sizes: Sequence[int],
+    tolerance: float,
+) -> str | None:
+    """The rule of buffers that would have given what one shard gave."""
+    if not parts:
+        return None
+    ordered = [parts[shard].double() for shard in sorted(parts)]
+    counts = [float(sizes[shard]) for shard in sorted(parts)]
+    stacked = torch.stack(ordered)
+    weights = torch.tensor(counts, dtype=torch.float64, device=stacked.device)
+    weights = weights.reshape(-1, *[1] * (stacked.dim() - 1))
+    candidates = {
+        "sum": start.double() + (stacked - start.double()).sum(0),
+        "mean": (stacked * weights).sum(0) / weights.sum(),
+        "max": stacked.amax(0),
+        "first": ordered[0],
+    }
+    return next((n for n, v in candidates.items() if _near(v, alone.double(), tolerance)), None)
+
+
+def _near(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
+    if one.shape != other.shape:
+        return False
+    if not other.is_floating_point():
+        return bool((one == other).all())
+    scale = float(other.double().abs().max()) if other.numel() else 0.0
+    return bool(((one - other).double().abs() <= tolerance * scale).all())
+
+
+def _shown(value: torch.Tensor) -> str:
+    if value.numel() == 1:
+        return f"{value.item():g}"
+    return f"values of norm {float(torch.linalg.vector_norm(value.double())):.9g}"

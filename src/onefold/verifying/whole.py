@@ -1,0 +1,160 @@
+"""All samples of a batch, to be computed as one shard, or any of them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import default_collate
+
+from onefold.loader import Collate
+
+__all__ = ["KeepingCollate", "WholeBatch", "cast_floats", "second_dimension", "whole_of"]
+
+
+class WholeBatch(Protocol):
+    """Makes the payload of any samples of a batch."""
+
+    def payload(self, rows: Sequence[int]) -> object:
+        """What the loss is given for these samples."""
+
+
+class _Kept(NamedTuple):
+    """A shard's payload, and what it was made of."""
+
+    payload: object
+    samples: list[Any]
+    draws: bool
+    """Whether random numbers were drawn in making it."""
+
+
+class KeepingCollate:
+    """Makes payloads as before, in the precision of the comparison.
+
+    Args:
+        collate: the user's own; PyTorch's if None.
+        dtype: of floating-point numbers; None to leave them alone.
+        keeps: keep the samples as well, for the whole batch.
+    """
+
+    def __init__(self, collate: Collate | None, dtype: torch.dtype | None, *, keeps: bool) -> None:
+        self._collate = collate
+        self._dtype = dtype
+        self._keeps = keeps
+
+    def __call__(self, samples: list[Any]) -> object:
+        before = _states()
+        payload = self.make(samples)
+        return _Kept(payload, samples, before != _states()) if self._keeps else payload
+
+    def make(self, samples: list[Any]) -> object:
+        """A payload."""
+        return cast_floats((self._collate or default_collate)(samples), self._dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Samples:
+    samples: list[Any]
+    collate: KeepingCollate
+
+    def payload(self, rows: Sequence[int]) -> object:
+        return self.collate.make([self.samples[row] for row in rows])
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    batch: object
+
+    def payload(self, rows: Sequence[int]) -> object:
+        index = torch.tensor(list(rows), dtype=torch.int64)
+        return _map(self.batch, lambda leaf: leaf[index.to(leaf.device)])
+
+
+def whole_of(
+    shards: Mapping[int, object], collates: Mapping[int, KeepingCollate], loader: int
+) -> tuple[WholeBatch, dict[int, object]]:
+    """The whole batch of a loader's shards, and their payloads.
+
+    Where making a payload draws random numbers, the shards' own are joined, so that all see the
+    same; where they cannot be joined, the whole batch has draws of its own.
+    """
+    kept = {shard: each for shard, each in shards.items() if isinstance(each, _Kept)}
+    payloads = {shard: each.payload for shard, each in kept.items()}
+    if any(each.draws for each in kept.values()):
+        joined = _join(list(payloads.values()))
+        if joined is not None:
+            return _Rows(joined), payloads
+    samples = [sample for shard in sorted(kept) for sample in kept[shard].samples]
+    return _Samples(samples, collates[loader]), payloads
+
+
+def whole_tensors(batch: object) -> WholeBatch:
+    """The whole batch of tensors that a script made itself."""
+    return _Rows(batch)
+
+
+def cast_floats(payload: object, dtype: torch.dtype | None) -> Any:
+    """The same structure with every floating-point tensor in a dtype."""
+    if dtype is None:
+        return payload
+    return _map(payload, lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf)
+
+
+def second_dimension(payload: object) -> int | None:
+    """The second dimension of all tensors, where they have one and agree in it."""
+    sizes = {leaf.shape[1] if leaf.dim() > 1 else None for leaf in _leaves(payload)}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def _join(payloads: Sequence[Any]) -> object | None:
+    first = payloads[0]
+    if isinstance(first, torch.Tensor):
+        shapes = {p.shape[1:] for p in payloads}
+        return torch.cat(list(payloads)) if len(shapes) == 1 and first.dim() else None
+    if isinstance(first, Mapping):
+        named = {key: _join([p[key] for p in payloads]) for key in first}
+        return None if any(part is None for part in named.values()) else named
+    if isinstance(first, list | tuple):
+        parts = [_join(list(each)) for each in zip(*payloads, strict=True)]
+        return None if any(part is None for part in parts) else parts
+    return None
+
+
+def _leaves(payload: object) -> Iterator[torch.Tensor]:
+    if isinstance(payload, torch.Tensor):
+        yield payload
+    elif isinstance(payload, Mapping):
+        for value in payload.values():
+            yield from _leaves(value)
+    elif isinstance(payload, list | tuple):
+        for value in payload:
+            yield from _leaves(value)
+
+
+def _map(payload: Any, change: Any) -> Any:
+    if isinstance(payload, np.ndarray) and payload.dtype.kind in "biuf":
+        native = np.array(payload, payload.dtype.newbyteorder("="), order="C")
+        return change(torch.from_numpy(native))
+    if isinstance(payload, torch.Tensor):
+        return change(payload)
+    if isinstance(payload, tuple) and hasattr(payload, "_fields"):
+        return type(payload)(*[_map(value, change) for value in payload])
+    if isinstance(payload, list | tuple):
+        return type(payload)([_map(value, change) for value in payload])
+    if isinstance(payload, Mapping):
+        return {key: _map(value, change) for key, value in payload.items()}
+    return payload
+
+
+def _states() -> tuple[object, ...]:
+    numpy_state = np.random.get_state(legacy=False)
+    return (
+        torch.default_generator.get_state().numpy().tobytes(),
+        random.getstate(),
+        str(numpy_state),
+        numpy_state["state"]["key"].tobytes() if "key" in numpy_state["state"] else b"",
+    )

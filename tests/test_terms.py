@@ -1,0 +1,174 @@
+"""Losses of several terms, each with a divisor of its own, and losses that are not divided."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import onefold
+from onefold.errors import LossError
+from tests.small import Batch, bits, line, make_trainer, points, square
+
+SAMPLES = 11
+Loss = Callable[[nn.Module, Batch], object]
+
+
+def counted(batch: Batch) -> torch.Tensor:
+    return (batch[1][:, 0] > 0).to(batch[0].dtype)
+
+
+def two_means(model: nn.Module, batch: Batch) -> onefold.Means:
+    """Over those with a positive target, and over all."""
+    chosen = counted(batch)
+    losses = square(model, batch)
+    return onefold.Mean((losses * chosen).sum(), chosen.sum()) + 0.5 * onefold.Mean(
+        model(batch[0]).abs().sum(), len(batch[0])
+    )
+
+
+def two_means_plain(model: nn.Module, batch: Batch) -> torch.Tensor:
+    chosen = counted(batch)
+    first = (square(model, batch) * chosen).sum() / chosen.sum()
+    return first + 0.5 * model(batch[0]).abs().mean()
+
+
+def summed(model: nn.Module, batch: Batch) -> onefold.Sum:
+    return onefold.Sum(square(model, batch).sum())
+
+
+def summed_plain(model: nn.Module, batch: Batch) -> torch.Tensor:
+    return square(model, batch).sum()
+
+
+def mean_and_sum(model: nn.Module, batch: Batch) -> onefold.Means:
+    chosen = counted(batch)
+    return onefold.Mean((square(model, batch) * chosen).sum(), chosen.sum()) + onefold.Sum(
+        model(batch[0]).square().sum() * 0.01
+    )
+
+
+def mean_and_sum_plain(model: nn.Module, batch: Batch) -> torch.Tensor:
+    chosen = counted(batch)
+    first = (square(model, batch) * chosen).sum() / chosen.sum()
+    return first + model(batch[0]).square().sum() * 0.01
+
+
+LOSSES: dict[str, tuple[Loss, Callable[[nn.Module, Batch], torch.Tensor]]] = {
+    "two means": (two_means, two_means_plain),
+    "sum": (summed, summed_plain),
+    "mean and sum": (mean_and_sum, mean_and_sum_plain),
+}
+
+
+def batch() -> Batch:
+    inputs, targets = points(SAMPLES)
+    return inputs.double(), targets.double()
+
+
+@pytest.mark.parametrize("shards", [1, 2, 5, 16])
+@pytest.mark.parametrize("name", LOSSES)
+def test_loss_and_gradient_are_those_of_the_whole_batch(name: str, shards: int) -> None:
+    ours, theirs = line().double(), line().double()
+    loss, plain = LOSSES[name]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (ours, theirs)]
+    trainer = make_trainer(ours, loss, optimizer=optimizers[0], shards=shards)
+    for _ in range(3):
+        step = trainer.step(batch())
+        optimizers[1].zero_grad()
+        value = plain(theirs, batch())
+        value.backward()
+        optimizers[1].step()
+        assert float(step.loss) == pytest.approx(value.item(), rel=1e-12)
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_bits_do_not_depend_on_the_devices(name: str, devices: int) -> None:
+    results = []
+    for count in (1, devices):
+        model = nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(0.2), line())
+        trainer = make_trainer(model, LOSSES[name][0], shards=4, devices=count)
+        losses = [float(trainer.step(points(SAMPLES)).loss) for _ in range(3)]
+        results.append((bits(model), losses))
+    assert results[0] == results[1]
+
+
+def run_losses() -> list[tuple[str, list[float]]]:
+    """On each device of a run; some of them have no samples in the first batch."""
+    found = []
+    for name in LOSSES:
+        trainer = make_trainer(line(), LOSSES[name][0], shards=4, devices=None)
+        losses = [float(trainer.step(points(samples)).loss) for samples in (2, 11, 3)]
+        found.append((trainer.fingerprint(), losses))
+        trainer.close()
+    return found
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("exchange", ["shared", "collective"])
+def test_processes_trade_the_divisors(exchange: str) -> None:
+    found = onefold.launch(run_losses, devices="cpu:3", exchange=exchange, timeout_s=30)
+    for (name, (loss, _)), (fingerprint, losses) in zip(LOSSES.items(), found, strict=True):
+        trainer = make_trainer(line(), loss, shards=4)
+        expected = [float(trainer.step(points(samples)).loss) for samples in (2, 11, 3)]
+        assert (name, losses, fingerprint) == (name, expected, trainer.fingerprint())
+
+
+def test_a_term_that_weighs_nothing_in_the_whole_batch_is_left_out() -> None:
+    def loss(model: nn.Module, batch: Batch) -> onefold.Means:
+        nothing = onefold.Mean(square(model, batch).sum() * 0, 0)
+        return nothing + onefold.Mean(square(model, batch).sum(), len(batch[0]))
+
+    ours, theirs = line(), line()
+    for model, function in ((ours, loss), (theirs, square)):
+        make_trainer(model, function, shards=2).step(points(8))
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+def test_a_step_in_which_no_term_weighs_anything_is_skipped() -> None:
+    def loss(model: nn.Module, batch: Batch) -> onefold.Means:
+        nothing = onefold.Mean(square(model, batch).sum() * 0, 0)
+        return nothing + nothing
+
+    model = line()
+    before = bits(model)
+    step = make_trainer(model, loss, shards=2).step(points(8))
+    assert step.skipped
+    assert bits(model) == before
+
+
+def test_shards_whose_losses_are_of_other_kinds_are_refused() -> None:
+    def loss(model: nn.Module, batch: Batch) -> object:
+        value = square(model, batch)
+        first = float(batch[0][0, 0]) == float(points(8)[0][0, 0])
+        return onefold.Sum(value.sum()) if first else value
+
+    with pytest.raises(LossError, match=r"step 1 is of several kinds: a mean, onefold.Sum"):
+        make_trainer(line(), loss, shards=2).step(points(8))
+
+
+def test_shards_of_other_numbers_of_terms_are_refused() -> None:
+    def loss(model: nn.Module, batch: Batch) -> onefold.Means:
+        part = onefold.Mean(square(model, batch).sum(), len(batch[0]))
+        first = float(batch[0][0, 0]) == float(points(8)[0][0, 0])
+        return part + part if first else part + part + part
+
+    with pytest.raises(LossError, match=r"2 terms.* 3 terms|of several kinds"):
+        make_trainer(line(), loss, shards=2).step(points(8))
+
+
+def test_scores_may_have_several_terms() -> None:
+    data = torch.utils.data.TensorDataset(*points(SAMPLES))
+    model = line()
+    trainer = make_trainer(model, shards=4, devices=2)
+    scores = trainer.evaluate(
+        lambda m, b: {"both": mean_and_sum(m, b), "sum": summed(m, b)}, data, batch_size=5
+    )
+    assert scores["both"] == pytest.approx(mean_and_sum_plain(model, points(SAMPLES)).item())
+    assert scores["sum"] == pytest.approx(summed_plain(model, points(SAMPLES)).item())

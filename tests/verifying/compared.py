@@ -1,0 +1,55 @@
+"""Steps of a trainer in a comparison, in this process: what onefold verify would have written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import onefold
+from onefold.record import read_record
+from onefold.world import World
+
+
+class Compared:
+    """Makes trainers that take part in a comparison of a few steps."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder = folder
+        self.run = folder / "0"
+        self.run.mkdir()
+        self._patch = monkeypatch
+        monkeypatch.setattr("onefold.observers._steps_done", {})
+        self.world = World(
+            probe=str(folder), probe_steps=3, probe_mathematics="float64", directory=str(self.run)
+        )
+
+    def trainer(
+        self, model: nn.Module, loss: Callable[..., object], *, shards: int = 4, **settings: Any
+    ) -> onefold.Trainer:
+        self._patch.setattr("onefold.trainer.current_world", lambda: self.world)
+        self._patch.setattr("onefold.world.RunDirectory.progress", lambda self: None)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        settings = {"threads": 1, "devices": ["cpu"], **settings}
+        return onefold.Trainer(model, optimizer, loss, shards=shards, **settings)
+
+    def step(
+        self, model: nn.Module, loss: Callable[..., object], batch: object, **settings: Any
+    ) -> dict[str, Any]:
+        """What the first step showed."""
+        trainer = self.trainer(model, loss, **settings)
+        trainer.step(batch)
+        return self.lines(trainer)[1]
+
+    def lines(self, trainer: onefold.Trainer) -> list[dict[str, Any]]:
+        number = trainer._team.trainer
+        return read_record(self.folder, f"0-{number}-mathematics")
+
+
+@pytest.fixture
+def compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compared:
+    return Compared(tmp_path, monkeypatch)

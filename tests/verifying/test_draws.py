@@ -1,0 +1,80 @@
+"""A sample gets the random numbers that it had in the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from onefold.verifying.draws import Draws, without_dropout
+
+N = 6
+ROWS = [1, 4, 5]
+
+
+def replayed(draw: Callable[[int], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, set[str]]:
+    draws = Draws()
+    with draws.recording(N):
+        whole = draw(N)
+    with draws.replaying(ROWS):
+        part = draw(len(ROWS))
+    return whole, part, draws.unmatched
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda n: torch.randn(n, 2),
+        lambda n: torch.rand_like(torch.empty(n)),
+        lambda n: torch.randint(0, 9, (n,)),
+        lambda n: torch.empty(n, 3).bernoulli_(0.5),
+        lambda n: torch.normal(torch.zeros(n), 1.0),
+        lambda n: torch.multinomial(torch.ones(n, 5), 1),
+        lambda n: torch.distributions.Beta(2.0, torch.ones(n)).sample(),
+    ],
+)
+def test_a_draw_of_each_sample_is_cut_like_the_samples(draw: Callable[[int], torch.Tensor]) -> None:
+    whole, part, unmatched = replayed(draw)
+    assert torch.equal(part, whole[ROWS])
+    assert not unmatched
+
+
+def test_several_draws_of_each_sample_stay_together() -> None:
+    whole, part, _ = replayed(lambda n: torch.randn(n * 2, 3))
+    assert torch.equal(part.view(3, 2, 3), whole.view(N, 2, 3)[ROWS])
+
+
+@pytest.mark.parametrize("draw", [lambda n: torch.rand(()), lambda n: torch.randperm(5)])
+def test_a_draw_of_all_samples_is_the_same(draw: Callable[[int], torch.Tensor]) -> None:
+    whole, part, unmatched = replayed(draw)
+    assert torch.equal(part, whole)
+    assert not unmatched
+
+
+@pytest.mark.parametrize(
+    ("draw", "name"),
+    [
+        (lambda n: torch.randperm(n), "randperm"),
+        (lambda n: torch.randint(0, n, (n,)), "randint"),
+        (lambda n: torch.rand(2, n), "rand"),
+        (lambda n: torch.rand(n) if n == N else torch.randn(n), "randn"),
+        (lambda n: torch.ones(1) if n == N else torch.randn(n), "randn"),
+    ],
+)
+def test_a_draw_without_counterpart_is_named(
+    draw: Callable[[int], torch.Tensor], name: str
+) -> None:
+    assert replayed(draw)[2] == {name}
+
+
+def test_nothing_is_dropped_out() -> None:
+    functional = torch.nn.functional
+    before = functional.dropout
+    x = torch.ones(4, 5, 6)
+    with without_dropout():
+        for name in ("dropout", "dropout1d", "alpha_dropout", "feature_alpha_dropout"):
+            assert torch.equal(getattr(functional, name)(x, 0.5, True), x)
+        attended = functional.scaled_dot_product_attention(x, x, x, None, 0.9)
+        assert torch.allclose(attended, x)
+    assert functional.dropout is before

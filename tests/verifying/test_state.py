@@ -1,0 +1,145 @@
+"""What a step changes that it must not is found, and named by where it is."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from onefold.verifying.state import StateWatch, place_of
+
+GENERATOR = np.random.default_rng(0)
+HISTORY: list[float] = []
+
+
+def plain(model: nn.Module, batch: Any) -> Any:
+    return model(batch)
+
+
+def helper(x: Any) -> Any:
+    return x + GENERATOR.normal()
+
+
+def with_global(model: nn.Module, batch: Any) -> Any:
+    HISTORY.append(1.0)
+    return helper(model(batch))
+
+
+class Loss:
+    def __init__(self) -> None:
+        self.generator = random.Random(0)
+
+    def __call__(self, model: nn.Module, batch: Any) -> Any:
+        return model(batch) * self.generator.random()
+
+    def method(self, model: nn.Module, batch: Any) -> Any:
+        return self(model, batch)
+
+
+class Keeping(nn.Linear):
+    """Keeps what must be a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+        self.count = 0
+        self.last: torch.Tensor | None = None
+        self.seen: list[float] = []
+        self.generators = {"torch": torch.Generator().manual_seed(0)}
+        self.state = np.random.RandomState(0)
+        self.constant = 3
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        self.last = x
+        self.seen.append(0.0)
+        torch.rand(1, generator=self.generators["torch"])
+        self.state.normal()
+        return super().forward(x)
+
+
+class Drawing(torch.utils.data.Dataset[Any]):
+    class Transform:
+        def __init__(self) -> None:
+            self.generator = torch.Generator().manual_seed(0)
+
+    def __init__(self) -> None:
+        self.transform = self.Transform()
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.rand(1, generator=self.transform.generator)
+
+
+def changed_by(model: nn.Module, loss: Callable[..., Any], dataset: Any = None) -> StateWatch:
+    watch = StateWatch(model, loss)
+    batch: Any = torch.ones(2, 1)
+    if dataset is not None:
+        watch.add(dataset)
+        batch = dataset[0].unsqueeze(0)
+    with watch.step():
+        loss(model, batch)
+    return watch
+
+
+def test_nothing_is_found_where_nothing_is_kept() -> None:
+    watch = changed_by(nn.Linear(1, 1), plain)
+    assert (watch.attributes, watch.generators) == ([], [])
+
+
+def test_attributes_of_modules_are_named() -> None:
+    watch = changed_by(nn.Sequential(nn.Linear(1, 1), Keeping()), plain)
+    assert watch.attributes == [
+        "attribute count of module 1 (Keeping)",
+        "attribute last of module 1 (Keeping)",
+        "attribute seen of module 1 (Keeping)",
+    ]
+    assert watch.generators == [
+        "attribute generators of module 1 (Keeping)['torch']",
+        "attribute state of module 1 (Keeping)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (with_global, "the global GENERATOR, which helper ("),
+        (Loss(), "the loss (Loss).generator"),
+        (Loss().method, "the Loss of the loss.generator"),
+        (partial(lambda g, m, b: m(b) * g.random(), random.Random(0)), "argument 0 of the loss"),
+    ],
+    ids=["global", "object", "method", "partial"],
+)
+def test_generators_that_a_loss_uses_are_named(loss: Callable[..., Any], words: str) -> None:
+    (found,) = changed_by(nn.Linear(1, 1), loss).generators
+    assert found.startswith(words)
+
+
+def test_what_a_loss_closes_over_is_named() -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        return model(batch) + torch.rand(1, generator=generator)
+
+    (found,) = changed_by(nn.Linear(1, 1), loss).generators
+    assert found.startswith("generator, which test_what_a_loss_closes_over_is_named")
+    assert "test_state.py:" in found
+
+
+def test_values_that_a_loss_changes_are_named() -> None:
+    (found,) = changed_by(nn.Linear(1, 1), with_global).attributes
+    assert found.startswith("the global HISTORY, which with_global (")
+
+
+def test_generators_of_a_data_set_are_named() -> None:
+    (found,) = changed_by(nn.Linear(1, 1), plain, Drawing()).generators
+    assert found == "attribute transform of the data set (Drawing).generator"
+
+
+@pytest.mark.parametrize("function", [plain, Loss(), Loss().method, partial(plain, None)])
+def test_a_function_has_a_place(function: Callable[..., Any]) -> None:
+    assert "test_state.py:" in place_of(function)
