@@ -188,6 +188,7 @@ class Engine:
                 f"{call.words} was called inside `with trainer.changing():`, where devices may "
                 f"differ: expected the block to end first"
             )
+        self.update.check_groups()
         if not self.with_others:
             return Said((0,), stop)
         due = call is not Call.STEP or is_due(step)

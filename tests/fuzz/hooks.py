@@ -75,6 +75,18 @@ def _lent(model: nn.Module) -> None:
         parameter.register_post_accumulate_grad_hook(hook)
 
 
+def _beside(model: nn.Module) -> None:
+    """Looks at the gradient of another parameter, which no optimizer may hold."""
+    bias = model.head.bias
+
+    def hook(parameter: torch.Tensor) -> None:
+        if bias.grad is not None and parameter.grad is not None:
+            parameter.grad = parameter.grad + bias.grad.sum()
+
+    for parameter in _weights(model.stem):
+        parameter.register_post_accumulate_grad_hook(hook)
+
+
 def _dropped(model: nn.Module) -> None:
     """None where a gradient was."""
 
@@ -110,6 +122,7 @@ HOOKS: dict[str, tuple[Callable[[nn.Module], None], HookTraits]] = {
     "part of more": (_after(_part_of_more), HookTraits(laid_out=False)),
     "expanded": (_after(lambda g: g.sum().expand_as(g)), HookTraits(laid_out=False)),
     "lent": (_lent, HookTraits(exact=False)),
+    "beside": (_beside, HookTraits()),
     "dropped": (_dropped, HookTraits()),
     "outputs": (_outputs, HookTraits()),
     "backward": (_backward, HookTraits()),
