@@ -337,6 +337,8 @@ def _with_trouble(case: Case, rng: random.Random) -> Case:
     where, when = rng.randrange(case.processes), rng.randint(1, case.steps)
     if case.exchange != "local" and case.seed % 3 == 0:
         name = _in_turn(case, case.seed // 3, DIFFERENCES)
+        # Who goes back looks at the weights, while the one that differs may write to them.
+        case = replace(case, events=tuple(each for each in case.events if each[1] != "back"))
         return replace(case, difference=name, difference_on=where, difference_at=when, stop=None)
     if case.seed % 7 == 0:
         return replace(case, fault=_in_turn(case, case.seed // 7, FAULTS), stop=None, events=())

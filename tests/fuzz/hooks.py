@@ -102,7 +102,9 @@ def _outputs(model: nn.Module) -> None:
 
 
 def _backward(model: nn.Module) -> None:
-    model.head.register_full_backward_hook(lambda m, inputs, outputs: (inputs[0] * 2.0,))
+    model.head.register_full_backward_hook(
+        lambda m, inputs, outputs: tuple(None if g is None else g * 2.0 for g in inputs)
+    )
 
 
 def _noting(model: nn.Module) -> None:

@@ -184,7 +184,11 @@ def _taught(model: nn.Module) -> Loss:
     """By a module outside of the model."""
     with torch.random.fork_rng():
         torch.manual_seed(11)
-        teacher = nn.Sequential(nn.Linear(FEATURES, 6), nn.BatchNorm1d(6), nn.Linear(6, CLASSES))
+        teacher = nn.Sequential(
+            nn.Linear(FEATURES, 6, dtype=torch.float32),
+            nn.BatchNorm1d(6, dtype=torch.float32),
+            nn.Linear(6, CLASSES, dtype=torch.float32),
+        )
     teacher.to(model.head.weight.dtype).eval().requires_grad_(False)
 
     def loss(m: nn.Module, batch: object) -> torch.Tensor:

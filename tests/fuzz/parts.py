@@ -164,7 +164,6 @@ class Odd(Step):
         for name in _ODD_KINDS:
             self.register_buffer(f"of_{name}", torch.zeros(3, 2).to(getattr(torch, name)))
         self.register_buffer("turned", torch.ones(3, 4).t())
-        self.register_buffer("twin", self.turned)
 
     def _apply(self, *_: object, **__: object) -> Odd:
         self.line._apply(*_, **__)

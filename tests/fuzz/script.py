@@ -132,7 +132,7 @@ def _averages(model: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
         (owner, name, buffer)
         for owner in model.modules()
         for name, buffer in owner._buffers.items()
-        if buffer is not None and buffer.is_floating_point()
+        if buffer is not None and buffer.is_floating_point() and buffer.element_size() > 1
     ]
 
 
