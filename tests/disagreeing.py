@@ -136,6 +136,16 @@ def mode(lead: bool) -> None:
     trainer.step(points(8))
 
 
+def dropout(lead: bool) -> None:
+    """As a schedule of a script's own would have it, here on one device alone."""
+    model = nn.Sequential(nn.Dropout(0.5), line())
+    trainer = make_trainer(model, devices=None)
+    trainer.step(points(8))
+    if lead:
+        model[0].p = 0.25
+    trainer.step(points(8))
+
+
 def frozen(lead: bool) -> None:
     trainer = _stepped()
     trainer.model.bias.requires_grad_(lead)
@@ -229,6 +239,7 @@ CASES: dict[str, tuple[Case, str]] = {
     "schedule": (schedule, "the state of the schedule is .* on device 0 and .* on device 1"),
     "call": (call, "device 1 calls trainer.step while device 0 calls trainer.evaluate"),
     "mode": (mode, r"step 2.*device 1 has modules in another mode \(train, eval\)"),
+    "dropout": (dropout, r"step 2.*device 1 has .* with other numbers \(the p of dropout"),
     "frozen": (frozen, "step 2.*device 1 has .* other frozen parameters than device 0"),
     "buffer": (buffer, "step 2.*device 1 has other parameters or buffers than device 0"),
     "weights on the lead": (weights_on_the_lead, r"step 2.*parameter weight changed .* device 0"),

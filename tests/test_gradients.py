@@ -222,6 +222,29 @@ def test_a_gradient_that_a_hook_lays_out_otherwise_has_the_same_bits(
     assert train(devices) == train(1)
 
 
+@pytest.mark.parametrize("devices", [2, 3, 8])
+def test_gradients_that_no_optimizer_takes_are_their_shards_too(devices: int) -> None:
+    """A hook may look at them: they must not pile up on a device."""
+
+    def train(number: int) -> dict[str, bytes]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+
+        def looking(parameter: nn.Parameter) -> None:
+            assert parameter.grad is not None
+            beside = model[1].bias.grad
+            parameter.grad = parameter.grad + (0.0 if beside is None else beside.mean())
+
+        model[0].weight.register_post_accumulate_grad_hook(looking)
+        optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+        trainer = make_trainer(model, optimizer=optimizer, shards=SHARDS, devices=number)
+        for _ in range(2):
+            trainer.step(points(SAMPLES))
+        return bits(model)
+
+    assert train(devices) == train(1)
+
+
 class Written(nn.Module):
     """Writes to a parameter while it computes."""
 

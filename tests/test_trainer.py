@@ -457,6 +457,15 @@ def sharing(kind: str) -> nn.Module:
     return model
 
 
+def test_a_parameter_that_is_replaced_is_refused() -> None:
+    """Its optimizer would go on with the one of before, as in a plain loop, without a word."""
+    trainer = make_trainer()
+    trainer.step(points(8))
+    trainer.model.weight = nn.Parameter(torch.ones(1, 3))
+    with pytest.raises(ValueError, match=r"^parameter weight has been replaced by another tensor"):
+        trainer.step(points(8))
+
+
 @pytest.mark.parametrize(
     ("kind", "words"), [("parameters", "twin and weight"), ("buffer", "shadow and weight")]
 )

@@ -129,6 +129,8 @@ def test_groups_that_were_changed_afterwards_are_refused(change: str) -> None:
     else:
         optimizer.param_groups[1]["params"].append(model[2].weight)
     with pytest.raises(ValueError, match="parameter groups were changed after Trainer was made"):
+        trainer.save("nowhere")
+    with pytest.raises(ValueError, match="parameter groups were changed after Trainer was made"):
         trainer.step(points(4))
     assert bits(model) == before
 

@@ -188,6 +188,7 @@ class Engine:
                 f"{call.words} was called inside `with trainer.changing():`, where devices may "
                 f"differ: expected the block to end first"
             )
+        self.update.check_groups()
         if not self.with_others:
             return Said((0,), stop)
         due = call is not Call.STEP or is_due(step)
@@ -493,7 +494,8 @@ class Engine:
 
     def _modes_checksum(self) -> int:
         frozen = bytes([p.requires_grad for p in self._parts.named.values()])
-        return checksum(self._parts.modes.read() + frozen)
+        modes = self._parts.modes
+        return checksum(modes.read() + frozen + modes.numbers_checksum().to_bytes(4, "little"))
 
     def _values_checksum(self, *, due: bool) -> int:
         of_all = not self.exchange.one_memory  # else all have the same parameters

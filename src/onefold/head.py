@@ -74,7 +74,8 @@ class StepHead(NamedTuple):
     settings: int = 0
     """Checksum of the settings of the optimizer's groups."""
     modes: int = 0
-    """Checksum of the modules' modes and of which parameters are frozen."""
+    """Checksum of the modules' modes, of numbers such as the p of dropout, and of which parameters
+    are frozen."""
     values: int = 0
     """Checksum of sampled values of parameters and buffers."""
     arguments: int = 0
@@ -199,8 +200,9 @@ _WORDS = {
     "itself must be the same whole batch on every device. Did the lead draw a random number more?",
     "settings": "{where}: the optimizer's settings of {who} (such as the learning rate) differ "
     "from those of device 0: change them alike on every device, or in trainer.changing()",
-    "modes": "{where}: {who} has modules in another mode (train, eval), or other frozen parameters "
-    "than device 0: set them alike on every device",
+    "modes": "{where}: {who} has modules in another mode (train, eval), with other numbers (the p "
+    "of dropout, the momentum of batch norm), or other frozen parameters than device 0: set them "
+    "alike on every device",
     "values": "{where}: {who} has other parameters or buffers than device 0: they were changed "
     "between two calls, and not alike. Change them in trainer.changing()",
     "outside": "{where}: a module that the loss uses beside the model has other values on {who} "

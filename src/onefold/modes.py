@@ -1,4 +1,4 @@
-"""Training and evaluation mode of a module and all its parts."""
+"""Training and evaluation mode of a module and all its parts, and numbers that scripts change."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ from contextlib import contextmanager
 
 import torch
 
+from onefold.head import checksum
+
 __all__ = ["Modes", "evaluating"]
+
+
+_NUMBERS = ("p", "momentum", "eps", "dropout")
+"""Settings of PyTorch's layers that schedules of a script change between steps."""
 
 
 class Modes:
@@ -19,11 +25,28 @@ class Modes:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
+        self._last: list[object] = []
+        self._checksum = 0
         self.refresh()
 
     def refresh(self) -> None:
         """List the parts anew."""
         self._parts = list(self._module.modules())
+        self._numbers = [
+            (part.__dict__, name)
+            for part in self._parts
+            if type(part).__module__.startswith("torch.nn.")
+            for name in _NUMBERS
+            if isinstance(part.__dict__.get(name), int | float)
+        ]
+
+    def numbers_checksum(self) -> int:
+        """Of the layers' settings such as the ``p`` of dropout; quick where they are as before."""
+        now = [held.get(name) for held, name in self._numbers]
+        if now != self._last:
+            self._last = now
+            self._checksum = checksum(repr(now).encode())
+        return self._checksum
 
     def read(self) -> bytes:
         """One byte a part: 1 for training mode."""

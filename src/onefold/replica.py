@@ -46,6 +46,14 @@ class ModelParts:
 
     def __init__(self, module: torch.nn.Module, trained_names: Sequence[str]) -> None:
         self.named = dict(module.named_parameters())
+        self.homes = [
+            (f"{prefix}.{name}" if prefix else name, owner._parameters, name, parameter)
+            for prefix, owner in module.named_modules()
+            if isinstance(owner._parameters, dict)  # a scripted module makes it anew when asked
+            for name, parameter in owner._parameters.items()
+            if parameter is not None
+        ]
+        """Where modules hold them: full name, the module's own table, name in it, parameter."""
         self.module = module
         self.modes = Modes(module)
         self.trained = {name: self.named[name] for name in trained_names}
@@ -99,6 +107,7 @@ class Replica:
         self.loss_watch = LossWatch()
         self._names = list(parts.trained)
         self._parameters = list(parts.trained.values())
+        self._watched = [parameter for parameter in parts.other.values() if parameter.requires_grad]
         views = [*zip(parts.trained, trained.views, strict=True)]
         views += zip(parts.other, other.views, strict=True)
         self._placed = [name for name, view in views if view.numel()]
@@ -121,11 +130,18 @@ class Replica:
         self.buffers.attach()
 
     def check_places(self) -> None:
-        """Refuse parameters that have been moved elsewhere.
+        """Refuse parameters that have been moved elsewhere, or replaced.
 
         Raises:
             ValueError: one has been.
         """
+        for full_name, held, name, parameter in self.parts.homes:
+            if held.get(name) is not parameter:
+                raise ValueError(
+                    f"parameter {full_name} has been replaced by another tensor since Trainer was "
+                    f"made, which no optimizer updates. Change values in place "
+                    f"(parameter.copy_(...) in trainer.changing()), or make Trainer afterwards"
+                )
         named = self.parts.named
         places = [named[name].data_ptr() for name in self._placed]
         if places != self._places:
@@ -229,6 +245,7 @@ class Replica:
         """Make a shard's surroundings, the same whatever was run before it; says what it is."""
         self.buffers.restore()
         self.parts.modes.restore(task.modes)
+        drop_gradients(self._watched)  # which no optimizer takes, and at which hooks may look
         seed_generators(derive_seed("shard", task.seed, task.step, shard), self.device)
         return f"step {task.step}, shard {shard}"
 

@@ -162,7 +162,6 @@ class SpanOptimizer:
                 parameter that got none is left alone, as plain PyTorch does.
             shards: V; where fewer gave one, the missing ones count as zeros.
         """
-        self._check_groups()
         for values, entry, total in zip(self._values, self._entries, totals, strict=True):
             given = gave[entry]
             if total is None or not given:
@@ -280,7 +279,12 @@ class SpanOptimizer:
         there = group.get("capturable") or group.get("fused")
         return values.device if there else torch.device("cpu")
 
-    def _check_groups(self) -> None:
+    def check_groups(self) -> None:
+        """Refuse groups that are not those with which Trainer was made.
+
+        Raises:
+            ValueError: one was added, or has other parameters.
+        """
         groups = self.optimizer.param_groups
         same = len(groups) == len(self._held) and all(
             len(group["params"]) == len(held)

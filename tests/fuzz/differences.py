@@ -137,7 +137,7 @@ def _again(script: Script, batch: object) -> None:
 
 def _attribute(script: Script, batch: object) -> None:
     for part in script.model.modules():
-        if isinstance(part, nn.Dropout):
+        if isinstance(part, nn.Dropout | nn.AlphaDropout):
             part.p = 0.9
 
 
@@ -177,7 +177,7 @@ DIFFERENCES: dict[str, Difference] = {
     "save": Difference(words=_CALL, before_step=_saving),
     "changing": Difference(words=_CALL, before_step=_changing),
     "step again": Difference(
-        words="is in step|was given another batch|has .* samples|is at sample|is in pass|calls",
+        words="is in step|was given another batch|has .* samples|is at sample|is in pass|calls|plan",
         before_step=_again,
     ),
     "seed": Difference(
@@ -209,9 +209,9 @@ DIFFERENCES: dict[str, Difference] = {
         possible=lambda case: case.buffers is None,
     ),
     "dropout": Difference(
-        words=_STEP + "has modules with other settings",
+        words=_STEP + "has .*with other numbers",
         before_step=_attribute,
-        possible=lambda case: "dropout" in case.blocks,
+        possible=lambda case: "dropout" in " ".join(case.blocks).replace("reentrant-dropout", ""),
     ),
 }
 

@@ -127,7 +127,7 @@ def _shape(_: Loss) -> Loss:
 
 
 def _number(_: Loss) -> Loss:
-    return lambda model, batch: float(_logits(model, batch)[0].sum())
+    return lambda model, batch: float(_logits(model, batch)[0].detach().sum())
 
 
 def _learned_weight(_: Loss) -> Loss:
@@ -270,7 +270,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "written": Fault(
         error=StateError,
-        words="step 1: parameter stem.mask was written to while",
+        words=r"step 1: parameters? (stem.mask|\(through .data\)) was written to while",
         model=_stem(_Masked),
         possible=lambda case: case.shards > 1,
     ),

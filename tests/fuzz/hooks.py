@@ -75,6 +75,18 @@ def _lent(model: nn.Module) -> None:
         parameter.register_post_accumulate_grad_hook(hook)
 
 
+def _beside(model: nn.Module) -> None:
+    """Looks at the gradient of another parameter, which no optimizer may hold."""
+    bias = model.head.bias
+
+    def hook(parameter: torch.Tensor) -> None:
+        if bias.grad is not None and parameter.grad is not None:
+            parameter.grad = parameter.grad + bias.grad.sum()
+
+    for parameter in _weights(model.stem):
+        parameter.register_post_accumulate_grad_hook(hook)
+
+
 def _dropped(model: nn.Module) -> None:
     """None where a gradient was."""
 
@@ -90,7 +102,9 @@ def _outputs(model: nn.Module) -> None:
 
 
 def _backward(model: nn.Module) -> None:
-    model.head.register_full_backward_hook(lambda m, inputs, outputs: (inputs[0] * 2.0,))
+    model.head.register_full_backward_hook(
+        lambda m, inputs, outputs: tuple(None if g is None else g * 2.0 for g in inputs)
+    )
 
 
 def _noting(model: nn.Module) -> None:
@@ -110,6 +124,7 @@ HOOKS: dict[str, tuple[Callable[[nn.Module], None], HookTraits]] = {
     "part of more": (_after(_part_of_more), HookTraits(laid_out=False)),
     "expanded": (_after(lambda g: g.sum().expand_as(g)), HookTraits(laid_out=False)),
     "lent": (_lent, HookTraits(exact=False)),
+    "beside": (_beside, HookTraits()),
     "dropped": (_dropped, HookTraits()),
     "outputs": (_outputs, HookTraits()),
     "backward": (_backward, HookTraits()),

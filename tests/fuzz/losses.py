@@ -141,6 +141,34 @@ def _mixed_up(model: nn.Module, fields: Fields) -> torch.Tensor:
     return share * first + (1 - share) * F.cross_entropy(logits, fields.y[other], reduction="none")
 
 
+def _one_by_one(model: nn.Module, fields: Fields) -> torch.Tensor:
+    """Calls the model without its own parameters, as functional code does."""
+    values = dict(model.named_parameters())
+    logits = torch.func.functional_call(model, values, (fields,))
+    return F.cross_entropy(logits, fields.y, reduction="none")
+
+
+def _two_models(model: nn.Module, fields: Fields) -> torch.Tensor:
+    """Freezes a part for a while, and leaves it as it was."""
+    wanted = [p.requires_grad for p in model.stem.parameters()]
+    model.stem.requires_grad_(False)
+    first = _each(model, fields)
+    for p, want in zip(model.stem.parameters(), wanted, strict=True):
+        p.requires_grad_(want)
+    return first + 0.1 * model(fields).square().mean(dim=1)
+
+
+def _scored_on_the_way(model: nn.Module, fields: Fields) -> torch.Tensor:
+    """Looks at its outputs in evaluation mode first, and puts each part's mode back."""
+    modes = [part.training for part in model.modules()]
+    model.eval()
+    with torch.no_grad():
+        sure = model(fields).softmax(dim=1).amax(dim=1)
+    for part, mode in zip(model.modules(), modes, strict=True):
+        part.training = mode
+    return _each(model, fields) * (1 + sure.detach())
+
+
 def _closing_over(model: nn.Module) -> Loss:
     """Has the model from elsewhere than its argument."""
 
@@ -156,7 +184,11 @@ def _taught(model: nn.Module) -> Loss:
     """By a module outside of the model."""
     with torch.random.fork_rng():
         torch.manual_seed(11)
-        teacher = nn.Sequential(nn.Linear(FEATURES, 6), nn.BatchNorm1d(6), nn.Linear(6, CLASSES))
+        teacher = nn.Sequential(
+            nn.Linear(FEATURES, 6, dtype=torch.float32),
+            nn.BatchNorm1d(6, dtype=torch.float32),
+            nn.Linear(6, CLASSES, dtype=torch.float32),
+        )
     teacher.to(model.head.weight.dtype).eval().requires_grad_(False)
 
     def loss(m: nn.Module, batch: object) -> torch.Tensor:
@@ -185,6 +217,9 @@ LOSSES: dict[str, tuple[Callable[[nn.Module], Loss], LossTraits]] = {
     "attack": (_of(_attack), LossTraits(gradient_of_inputs=True)),
     "smooth": (_of(_smooth), LossTraits(twice=True, gradient_of_inputs=True)),
     "mixed up": (_of(_mixed_up), LossTraits(exact=False)),
+    "one by one": (_of(_one_by_one), LossTraits()),
+    "two models": (_of(_two_models), LossTraits()),
+    "scored on the way": (_of(_scored_on_the_way), LossTraits()),
     "closing over": (_closing_over, LossTraits()),
     "taught": (_taught, LossTraits()),
 }

@@ -19,6 +19,7 @@ __all__ = ["BLOCKS", "STEMS", "Net", "Traits"]
 
 WIDTH = 8
 _KINDS = ("float16", "bfloat16", "int16", "uint8", "bool", "float64", "int32")
+_ODD_KINDS = ("uint16", "uint32", "uint64", "complex64", "float8_e4m3fn", "float8_e5m2", "int8")
 
 
 @dataclass(frozen=True)
@@ -155,6 +156,29 @@ class Counting(Step):
         return super().forward(h)
 
 
+class Odd(Step):
+    """Buffers of types for which PyTorch has few kernels, and of strides of several kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in _ODD_KINDS:
+            self.register_buffer(f"of_{name}", torch.zeros(3, 2).to(getattr(torch, name)))
+        self.register_buffer("turned", torch.ones(3, 4).t())
+
+    def _apply(self, *_: object, **__: object) -> Odd:
+        self.line._apply(*_, **__)
+        return self
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        value = h.detach().abs().mean().float()
+        for name in _ODD_KINDS:
+            number = torch.full((3, 2), float(int(value * 10) % 5))
+            setattr(self, f"of_{name}", number.to(getattr(torch, name)))
+        with torch.no_grad():
+            self.turned.mul_(0.5).add_(value)
+        return super().forward(h)
+
+
 class Averaging(Step):
     """Computes with an average that it keeps, as batch norm does, but by hand."""
 
@@ -284,6 +308,7 @@ BLOCKS: dict[str, tuple[Callable[[], nn.Module], Traits]] = {
     "viewed": (Viewed, Traits()),
     "tied": (Tied, Traits()),
     "counting": (Counting, Traits()),
+    "odd": (Odd, Traits()),
     "averaging": (Averaging, Traits(exact=False, stateful=True)),
     "shapes": (Shapes, Traits()),
     "sliced": (Sliced, Traits(seeded=False)),

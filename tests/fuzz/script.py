@@ -59,9 +59,12 @@ class Observer:
 def build(case: Case) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     """Model, optimizer and schedule, alike each time."""
     fault = FAULTS.get(case.fault or "")
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
     with torch.random.fork_rng():
         torch.manual_seed(case.seed)
         model = Net(case.stem, case.blocks)
+    torch.set_default_dtype(default)
     model.to(case.torch_dtype)
     if fault is not None and fault.model is not None:
         fault.model(model)
@@ -71,8 +74,19 @@ def build(case: Case) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
         optimizer = fault.optimizer(model)
     else:
         optimizer = make_optimizer(case.optimizer, model, case.groups, case.seed)
+    if case.warm:
+        _warm_up(model, optimizer)
     schedule = None if case.schedule is None else SCHEDULES[case.schedule](optimizer)
     return model, optimizer, schedule
+
+
+def _warm_up(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """A step before onefold comes in, so that the optimizer has a state."""
+    for number, parameter in enumerate(model.parameters()):
+        if parameter.requires_grad and number % 3:
+            parameter.grad = torch.full_like(parameter, 0.01 * number)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def change(model: nn.Module, optimizer: torch.optim.Optimizer, event: str) -> None:
@@ -118,7 +132,7 @@ def _averages(model: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
         (owner, name, buffer)
         for owner in model.modules()
         for name, buffer in owner._buffers.items()
-        if buffer is not None and buffer.is_floating_point()
+        if buffer is not None and buffer.is_floating_point() and buffer.element_size() > 1
     ]
 
 
@@ -153,6 +167,7 @@ class Script:
         self.fault = fault
         if fault is not None and fault.loss is not None:
             self.loss = fault.loss(self.loss)
+        self.failing = False
         self.observer.made(self)
         self.trainer = onefold.Trainer(
             self.model,
@@ -206,6 +221,12 @@ class Script:
         self.trainer.close()
 
     def _seen_loss(self, model: nn.Module, batch: object) -> object:
+        if self.failing:
+            self.shards_seen.append(data.read_fields(batch))
+            self.loss(model, batch)
+            if len(self.shards_seen) == 2 or self.case.shards == 1:
+                raise KeyError("a loss that fails")
+            return self.loss(model, batch)
         if torch.is_grad_enabled():
             self.shards_seen.append(data.read_fields(batch))
         return self.loss(model, batch)
@@ -221,14 +242,15 @@ class Script:
     def _batches(self, until: int) -> Iterator[object]:
         case = self.case
         if case.source == "own":
-            for number in range(self.trainer.steps, until):
+            while self.trainer.steps < until:
+                number = self.trainer.steps
                 size = case.sizes[number % len(case.sizes)]
                 fields = data.samples(size, case.torch_dtype, 1000 * case.seed + number)
                 yield data.wrapped(fields, case.container)
         elif case.source in ("epochs", "fresh"):
             loader = self._loader() if case.source == "epochs" else None
             for _ in self.trainer.epochs(1000):
-                yield from loader or self._loader()
+                yield from self._pass(loader or self._loader())
         elif case.source == "two":
             loaders = self._loader(), self._loader()
             while True:
@@ -237,7 +259,14 @@ class Script:
         else:
             loader = self._loader()
             while True:
-                yield from loader
+                yield from self._pass(loader)
+
+    def _pass(self, loader: Any) -> Iterator[object]:
+        """Through the data once, or until it is broken off."""
+        for batch in loader:
+            yield batch
+            if self.case.broken_off_after and self.trainer.steps % self.case.broken_off_after == 0:
+                break
 
     def _loader(self) -> Any:
         case = self.case
@@ -303,6 +332,10 @@ class Script:
             self._swap(scored)
         elif event == "plan":
             trainer.plan = self._another_plan(number)
+        elif event == "back":
+            self._go_back()
+        elif event == "failing":
+            self._fail()
         elif event == "save":
             self._save_in_between(number)
         else:
@@ -330,6 +363,33 @@ class Script:
             self.trainer.barrier()
             if number % 2:
                 self.trainer.save(folder)
+
+    def _go_back(self) -> None:
+        """Save, make a step more, and load what was saved."""
+        before = self.trainer.fingerprint(), self.trainer.steps
+        batch = tuple(data.samples(2 * self.case.shards, self.case.torch_dtype, 77))
+        with tempfile.TemporaryDirectory(prefix="onefold-fuzz-", dir=room()) as private:
+            folder = Path(self.shared_folder or private, f"back-{self.case.seed}-{before[1]}")
+            self.trainer.save(folder)
+            step = self.trainer.step(batch)
+            self.lines.append(f"before going back: {float(step.loss).hex()}")
+            self.trainer.load(folder)
+            self.trainer.barrier()
+        assert before == (self.trainer.fingerprint(), self.trainer.steps), "not as it was saved"
+
+    def _fail(self) -> None:
+        """A step whose loss raises, which the script survives."""
+        before = self.trainer.fingerprint()
+        batch = tuple(data.samples(3 * self.case.shards, self.case.torch_dtype, 78))
+        self.failing, raised = True, False
+        self.shards_seen.clear()
+        try:
+            self.trainer.step(batch)
+        except KeyError:
+            raised = True
+        self.failing = False
+        assert raised, "a loss that raises did not end the step"
+        assert before == self.trainer.fingerprint(), "a step that failed has changed the model"
 
     def _another_plan(self, number: int) -> tuple[int, ...]:
         rng = random.Random(1000 * self.case.seed + number)
@@ -365,7 +425,10 @@ def run(
     ending = Ending()
     running: Script | None = None
     saved = f"{folder}/stop-{case.seed}"
+    before = torch.get_default_dtype()
     try:
+        if case.double:
+            torch.set_default_dtype(torch.float64)
         running = script(case, devices, ending.lines, observer or Observer(), folder)
         if part == "second":
             running.where = "load"
@@ -384,6 +447,8 @@ def run(
         ending.where = "at the start" if running is None else running.where
         if running is not None:
             running.trainer.close()
+    finally:
+        torch.set_default_dtype(before)
     return ending
 
 
