@@ -11,7 +11,7 @@ from tests.fuzz.case import Case
 from tests.fuzz.differences import DIFFERENCES, who_differs
 from tests.fuzz.faults import FAULTS, Fault
 from tests.fuzz.plain import observer_of
-from tests.fuzz.script import Ending, room, run
+from tests.fuzz.script import Ending, run
 
 __all__ = ["Verdict", "judge_difference", "judge_launched", "judge_local"]
 
@@ -37,7 +37,7 @@ def judge_local(case: Case) -> Verdict:
     if case.stop is None or case.fault is not None:
         _compare(verdict, alone, [run(case, case.devices)], case.devices)
         return verdict
-    with tempfile.TemporaryDirectory(prefix="onefold-fuzz-", dir=room()) as folder:
+    with tempfile.TemporaryDirectory(prefix="onefold-fuzz-") as folder:
         first = run(case, case.devices, part="first", folder=folder)
         second = run(case, case.devices_after, part="second", folder=folder)
     _compare_parts(verdict, alone, [first], [second])

@@ -15,7 +15,7 @@ from onefold.world import current_world
 from tests.fuzz.case import Case, draw
 from tests.fuzz.differences import DIFFERENCES, Difference
 from tests.fuzz.judge import Verdict, judge_difference, judge_launched
-from tests.fuzz.script import Ending, Script, room, run
+from tests.fuzz.script import Ending, Script, run
 
 __all__ = ["judge_together"]
 
@@ -27,7 +27,7 @@ def judge_together(cases: Sequence[Case]) -> list[Verdict]:
         cases: all of them as `tests.fuzz.case.draw` made them.
     """
     first = cases[0]
-    with tempfile.TemporaryDirectory(prefix="onefold-fuzz-", dir=room()) as folder:
+    with tempfile.TemporaryDirectory(prefix="onefold-fuzz-") as folder:
         for case in cases:
             if _part(case) == "second":
                 ending = run(case, case.devices, part="first", folder=folder)

@@ -214,7 +214,7 @@ class Script:
     def finish(self) -> None:
         """Note everything that is left at the end."""
         self.where = "the end"
-        with tempfile.TemporaryDirectory(prefix="onefold-fuzz-", dir=room()) as private:
+        with tempfile.TemporaryDirectory(prefix="onefold-fuzz-") as private:
             folder = Path(self.shared_folder or private, f"end-{self.case.seed}")
             path = self.trainer.save(folder)
             self.lines.append(_digest_of(path))
@@ -357,7 +357,7 @@ class Script:
                 parameter.copy_(value)
 
     def _save_in_between(self, number: int) -> None:
-        with tempfile.TemporaryDirectory(prefix="onefold-fuzz-", dir=room()) as private:
+        with tempfile.TemporaryDirectory(prefix="onefold-fuzz-") as private:
             folder = Path(self.shared_folder or private, f"between-{self.case.seed}-{number}")
             self.trainer.save(folder, wait=number % 2 == 0)
             self.trainer.barrier()
@@ -368,7 +368,7 @@ class Script:
         """Save, make a step more, and load what was saved."""
         before = self.trainer.fingerprint(), self.trainer.steps
         batch = tuple(data.samples(2 * self.case.shards, self.case.torch_dtype, 77))
-        with tempfile.TemporaryDirectory(prefix="onefold-fuzz-", dir=room()) as private:
+        with tempfile.TemporaryDirectory(prefix="onefold-fuzz-") as private:
             folder = Path(self.shared_folder or private, f"back-{self.case.seed}-{before[1]}")
             self.trainer.save(folder)
             step = self.trainer.step(batch)
@@ -396,11 +396,6 @@ class Script:
         shards, devices = self.trainer.shards, len(self.trainer.devices)
         cuts = sorted(rng.randint(0, shards) for _ in range(devices - 1))
         return tuple(b - a for a, b in zip([0, *cuts], [*cuts, shards], strict=True))
-
-
-def room() -> str | None:
-    """Where files cost little, as nothing is to outlive a run."""
-    return "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
 def run(
