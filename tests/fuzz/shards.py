@@ -197,6 +197,8 @@ def _combined(
         return next((value for value in after if not torch.equal(value, begin)), begin)
     total = sum(value * size for (size, _), value in zip(values, after, strict=True))
     mean = total / sum(size for size, _ in values)
+    if start.dtype == torch.bool:
+        return (mean != 0).double()
     return mean if fractions else mean.trunc()
 
 
