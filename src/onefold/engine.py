@@ -208,7 +208,7 @@ class Engine:
             batch=batch,
             settings=0 if settles else self._settings.checksum(due=due),
             modes=self._modes_checksum(),
-            values=0 if settles else self._guard.checksum(also=self._buffer_samples, due=due),
+            values=0 if settles else self._values_checksum(due=due),
             arguments=0 if arguments is None else checksum(repr(arguments).encode()),
             outside=self._outside.checksum() if due else 0,
         )
@@ -496,6 +496,10 @@ class Engine:
         frozen = bytes([p.requires_grad for p in self._parts.named.values()])
         modes = self._parts.modes
         return checksum(modes.read() + frozen + modes.numbers_checksum().to_bytes(4, "little"))
+
+    def _values_checksum(self, *, due: bool) -> int:
+        of_all = not self.exchange.one_memory  # else all have the same parameters
+        return self._guard.checksum(also=self._buffer_samples, due=due, of_all=of_all)
 
     def _words_of_change(self, said: Said, head: StepHead) -> str:
         device, changed = next((n, c) for n, c in enumerate(said.changed) if c)

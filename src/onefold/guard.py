@@ -6,7 +6,8 @@ PyTorch counts what happens to a parameter in place, but not what happens throug
 few hundred values, spread over all parameters, are looked at as well: an average that is swapped
 in, or a scaling, changes nearly all of them. A change through ``.data`` of a few values elsewhere
 stays unseen. On a GPU a look would wait for the work that is under way, so there the values are
-looked at only when they are `due`.
+looked at only when they are `due`. Where every process has memory of its own, all values are
+added up when they are due, so that a difference of a single one does not last.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class Samples:
 
     def __init__(self, flats: Sequence[FlatTensors]) -> None:
         self._parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._words: list[torch.Tensor] = []
         self.on_host = all(flat.device.type == "cpu" for flat in flats)
         for flat in flats:
             for number, section in enumerate(flat.sections):
@@ -53,9 +55,14 @@ class Samples:
                     scale = section.element_size() // words.element_size()
                     index = torch.tensor(places, device=section.device) * scale
                     self._parts.append((words, index))
+                    self._words.append(words)
         self._host = (
             [(words.numpy(), index.numpy()) for words, index in self._parts] if self.on_host else []
         )
+
+    def add_up(self) -> bytes:
+        """The sums of all values, read as whole numbers; on a GPU this waits as well."""
+        return b"".join(_sum_of(words) for words in self._words)
 
     def read(self) -> bytes:
         """Their bytes; on a GPU this waits for the work that is under way."""
@@ -63,6 +70,11 @@ class Samples:
             return b"".join([words.take(index).tobytes() for words, index in self._host])
         parts = [words[index].cpu().numpy().tobytes() for words, index in self._parts]
         return b"".join(parts)
+
+
+def _sum_of(words: torch.Tensor) -> bytes:
+    total: bytes = words.sum(dtype=torch.int64).cpu().numpy().tobytes()
+    return total
 
 
 def _places(flat: FlatTensors, section: int) -> list[int]:
@@ -125,11 +137,21 @@ class ValueGuard:
             return "parameters (through .data)"
         return f"parameter {self._names[number - 1]}"
 
-    def checksum(self, *, also: Samples | None = None, due: bool) -> int:
-        """Of sampled values, 0 where they are on a GPU and it is not due."""
+    def checksum(self, *, also: Samples | None = None, due: bool, of_all: bool = False) -> int:
+        """Of sampled values, 0 where they are on a GPU and it is not due.
+
+        Args:
+            also: other values to look at.
+            due: whether it is.
+            of_all: whether to add up all values as well, if it is due.
+        """
         if not (self._samples.on_host or due):
             return 0
-        return checksum(self._samples.read() + (also.read() if also is not None else b""))
+        looked_at = [self._samples, *([also] if also is not None else [])]
+        text = b"".join(samples.read() for samples in looked_at)
+        if due and of_all:
+            text += b"".join(samples.add_up() for samples in looked_at)
+        return checksum(text)
 
     def _count(self) -> list[int]:
         return [parameter._version for parameter in self._parameters]

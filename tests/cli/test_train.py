@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -176,6 +177,7 @@ def test_the_end_of_a_run_is_told(asked: Train) -> None:
     assert invoke("text", "--data", "x").output.splitlines() == [
         "Best: accuracy 0.9876 after epoch 5, kept in runs/one/checkpoints/step-9",
         "Fingerprint: 0123456789abcdef",
+        "No report, without matplotlib; later: onefold report runs/one",
     ]
 
 
@@ -252,6 +254,62 @@ def test_what_cannot_be_read_is_refused_with_the_option(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     assert words in told(end(job.name, "--data", "x", *arguments))
+
+
+@pytest.mark.parametrize(
+    ("job", "words", "shards"),
+    [
+        ("classify", ["--devices", "9"], 8),
+        ("text", ["--devices", "cpu:9"], 8),
+        ("segment", ["--devices", "cpu,cpu,cpu,cpu,cpu"], 4),
+        ("classify", ["--devices", "cpu:3", "--shards", "2"], 2),
+    ],
+)
+def test_more_devices_than_shards_are_refused_before_the_data_are_read(
+    end: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+    job: str,
+    words: Sequence[str],
+    shards: int,
+) -> None:
+    monkeypatch.setattr("onefold.devices._gpus", list)
+    monkeypatch.setattr(train, "run_job", lambda *_: pytest.fail("the data would be read"))
+    said = end(job, "--data", "x", *words)
+    assert f"devices cannot share {shards} shards: a shard is never divided. Use --devices" in said
+    assert said.count("\n") == 1
+
+
+def test_devices_that_are_not_there_are_refused_before_the_data_are_read(
+    end: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("onefold.devices._gpus", list)
+    monkeypatch.setattr(train, "run_job", lambda *_: pytest.fail("the data would be read"))
+    said = end("classify", "--data", "x", "--devices", "cuda:0")
+    assert said.startswith("onefold: cuda:0 is not there: this machine has no GPU")
+
+
+def test_all_devices_may_be_more_than_the_shards(
+    asked: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("onefold.devices.cores", lambda: 64)
+    assert asked("classify", "--data", "x", "--shards", "2").shards == 2
+
+
+@pytest.mark.parametrize("job", ["classify", "segment"])
+def test_a_file_is_not_called_a_missing_folder(end: Callable[..., str], job: str) -> None:
+    Path("data.zip").touch()
+    assert end(job, "--data", "data.zip").rstrip().endswith("; this is a file")
+    assert "there is no such folder in " in end(job, "--data", "data")
+
+
+def test_what_the_system_refuses_is_one_line(
+    end: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_job(*_: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "runs/one/report.html")
+
+    monkeypatch.setattr(train, "run_job", run_job)
+    assert end("text", "--data", "x") == "onefold: runs/one/report.html: Permission denied\n"
 
 
 def test_a_job_that_there_is_not_is_refused(end: Callable[..., str]) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
 from onefold.data.classes import (
     PictureClasses,
@@ -91,7 +92,7 @@ def test_the_order_is_that_of_the_names_and_not_of_the_disk(tmp_path: Path) -> N
             folder = tmp_path / root / f"class {number}"
             folder.mkdir(parents=True)
             for i in order:
-                noise((4, 4), seed=i).save(folder / f"{i}.png")
+                noise((4, 4), seed=100 * number + i).save(folder / f"{i}.png")
     one, other = read(tmp_path / "a"), read(tmp_path / "b")
     assert contents(one) == contents(other)
     assert one.classes == ("class 1", "class 10", "class 2", "class 3")
@@ -300,10 +301,137 @@ def test_nothing_to_test_with_is_refused(given_test: Path) -> None:
         read(given_test, skip=True)
 
 
-def test_classes_of_one_picture_leave_nothing_to_test_with(tmp_path: Path) -> None:
-    root = write_class_folders(tmp_path, PETS, train=1, test=0)
-    with pytest.raises(DataError, match="to train and to test with, found 2 and 0"):
+def test_a_class_of_one_picture_leaves_nothing_to_test_with(tmp_path: Path) -> None:
+    root = write_class_folders(tmp_path, [*PETS, "emu"], train=4, test=0)
+    for name in ("1.jpg", "2.png", "3.jpg"):
+        (root / "emu" / name).unlink()
+    words = r"emu/0\.png: expected at least two pictures of class 'emu', one of them to test with"
+    with pytest.raises(DataError, match=words):
         read(root)
+    data = read(root, skip=True)
+    assert (data.classes, len(data.left_out)) == (PETS, 1)
+    assert set(data.test.labels) == {0, 1}
+
+
+def test_classes_of_one_picture_alone_are_refused_even_if_they_may_be_left_out(
+    tmp_path: Path,
+) -> None:
+    root = write_class_folders(tmp_path, PETS, train=1, test=0)
+    with pytest.raises(DataError, match="pictures of two classes or more, found none"):
+        read(root, skip=True)
+
+
+def test_a_class_without_a_test_picture_is_mentioned(given_test: Path) -> None:
+    assert read(given_test).notes == []
+    shutil.rmtree(given_test / "test/cat")
+    (note,) = read(given_test).notes
+    assert note == (
+        f"{given_test}: the test set has no sample of 1 of the 2 classes (cat): the score says "
+        f"nothing about them"
+    )
+
+
+@pytest.mark.parametrize("within", ["", "train"])
+@pytest.mark.parametrize(
+    ("folders", "words"),
+    [
+        (("images", "masks"), r"onefold train segment --data [^ ]*/data$"),
+        (("imgs", "labels"), r"segment --data [^ ]*/data with folders named images and masks$"),
+        (("Images", "GT", "more"), r"got Images and GT, which look like pictures with a mask"),
+    ],
+)
+def test_pictures_and_their_masks_are_no_two_classes(
+    tmp_path: Path, within: str, folders: tuple[str, ...], words: str
+) -> None:
+    root = tmp_path / "data"
+    write_class_folders(root / within, folders, train=4, test=0)
+    with pytest.raises(DataError, match=words):
+        read(root)
+
+
+@pytest.mark.parametrize("folders", [("images", "texts"), ("masks", "faces")])
+def test_a_class_may_have_the_name_of_a_kind_of_file(
+    tmp_path: Path, folders: tuple[str, ...]
+) -> None:
+    root = write_class_folders(tmp_path / "data", folders, train=4, test=0)
+    assert read(root).classes == tuple(sorted(folders))
+
+
+@pytest.mark.parametrize("pair", [("Lob", "lob"), ("caf\u00e9", "cafe\u0301"), ("a b", "a  b")])
+def test_classes_that_differ_by_spelling_are_refused_before_anything_is_read(
+    tmp_path: Path, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = write_class_folders(tmp_path, pair, train=4, test=0)
+    assert read_folders(
+        root, holdout=0.3, seed=0, skip_bad=False, labels_as_is=True
+    ).classes == tuple(sorted(pair))
+    monkeypatch.setattr("onefold.data.classes.scan_pictures", lambda *_: pytest.fail("read"))
+    with pytest.raises(DataError, match="expected one spelling of every class"):
+        read(root)
+
+
+def test_folders_named_by_measured_values_are_refused(tmp_path: Path) -> None:
+    root = write_class_folders(tmp_path, [f"{n / 7:.3f}" for n in range(30)], train=2, test=0)
+    with pytest.raises(DataError, match="got 30 different ones on 60 samples, all of them numbers"):
+        read(root)
+    data = read_folders(root, holdout=0.3, seed=0, skip_bad=False, labels_as_is=True)
+    assert len(data.classes) == 30
+
+
+def test_a_test_set_of_training_pictures_is_refused(given_test: Path) -> None:
+    shutil.rmtree(given_test / "test")
+    shutil.copytree(given_test / "train", given_test / "test")
+    words = r"12 of 12 test samples are in the training set as well \(test/cat/0\.png is the same"
+    with pytest.raises(DataError, match=words):
+        read(given_test)
+
+
+def test_a_few_training_pictures_in_the_test_set_are_mentioned(given_test: Path) -> None:
+    shutil.copy(given_test / "train/dog/3.jpg", given_test / "test/dog/9.jpg")
+    (note,) = read(given_test).notes
+    assert note == (
+        f"{given_test}: 1 of 7 test samples is in the training set as well: test/dog/9.jpg is the "
+        f"same as train/dog/3.jpg"
+    )
+
+
+def deep(path: Path, largest: int, seed: int) -> None:
+    """A picture of 16 bits with values up to a largest one."""
+    values = np.random.default_rng(seed).integers(0, largest + 1, (10, 12))
+    values[0, 0] = largest
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(values.astype(np.uint16)).save(path)
+
+
+def test_pictures_of_twelve_bits_keep_their_greys(tmp_path: Path) -> None:
+    for number in range(12):
+        largest = 4000 if number == 5 else 150 + number
+        deep(tmp_path / PETS[number % 2] / f"{number}.png", largest, number)
+    data = read(tmp_path)
+    assert data.white == 4095
+    (note,) = data.notes
+    assert note == (
+        "12 of 12 pictures have more than 8 bits a pixel and values up to 4000: 4095 is used as "
+        "white for all of these"
+    )
+    pixels = {}
+    for split in (data.train, data.test):
+        for i in range(len(split)):
+            pixels[split.pictures.name(i)] = np.asarray(split.pictures[i])
+    assert len(np.unique(pixels["dog/5.png"])) > 50
+    assert {name for name, values in pixels.items() if values.max() > 10} == {"dog/5.png"}
+    arrays = [np.asarray(data.train.pictures[i]).reshape(-1) for i in range(len(data.train))]
+    expected = np.concatenate(arrays).astype(np.int64)
+    assert data.sums.totals == [int(expected.sum())]
+
+
+def test_the_white_of_a_data_set_is_that_of_training_and_test(tmp_path: Path) -> None:
+    for part, largest in (("train", 900), ("test", 3000)):
+        for number in range(6):
+            deep(tmp_path / part / PETS[number % 2] / f"{number}.png", largest, number)
+    data = read(tmp_path)
+    assert data.white == 4095
+    assert max(np.asarray(data.train.pictures[i]).max() for i in range(6)) == 900 * 255 // 4095
 
 
 @pytest.mark.parametrize("kind", ["nothing", "a file", "an empty folder", "pictures"])
@@ -434,6 +562,21 @@ def test_idx_labels_that_are_no_classes_are_refused(
 ) -> None:
     with pytest.raises(DataError, match=words):
         read_idx_folder(write_four(tmp_path, train, test), PETS)
+
+
+def test_idx_labels_that_are_measured_values_are_refused(tmp_path: Path) -> None:
+    root = write_four(tmp_path, list(range(60)), [0, 1])
+    with pytest.raises(DataError, match="got 60 different ones on 60 samples, all of them numbers"):
+        read_idx_folder(root)
+    assert len(read_idx_folder(root, labels_as_is=True).classes) == 60
+
+
+def test_an_idx_test_set_of_training_pictures_is_refused(tmp_path: Path) -> None:
+    write_four(tmp_path, [0, 1, 1, 0], [0, 1, 1, 0])
+    for kind in ("images-idx3", "labels-idx1"):
+        shutil.copy(tmp_path / f"train-{kind}-ubyte.gz", tmp_path / f"t10k-{kind}-ubyte.gz")
+    with pytest.raises(DataError, match="4 of 4 test samples are in the training set as well"):
+        read_idx_folder(tmp_path)
 
 
 def test_a_missing_idx_file_is_named(tmp_path: Path) -> None:

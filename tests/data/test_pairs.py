@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from onefold.data.pairs import MaskedPictures, mask_tensor, read_mask, read_pairs
+from onefold.data.masks import MaskRule
+from onefold.data.pairs import MaskedPictures, read_pairs
 from onefold.errors import DataError
 from tests.masked import black_and_white, grey, save, save_pairs
 
 pillow = pytest.importorskip("PIL.Image", reason='needs pip install "onefold[images]"')
 
 SQUARE = (4, 4)
-MEANT = np.array([[0, 1, 1], [0, 0, 1]], dtype=np.uint8)
 
 
 def read(directory: Path, **choices: Any) -> MaskedPictures:
@@ -71,8 +71,8 @@ def test_the_share_depends_on_the_seed_alone(whole: Path) -> None:
 
 
 def test_sub_folders_and_endings_may_differ(tmp_path: Path) -> None:
-    for folder in ("a", "b"):
-        save(tmp_path / "images" / folder / "x.1.jpg", grey(4, 4, 3))
+    for seed, folder in enumerate(("a", "b")):
+        save(tmp_path / "images" / folder / "x.1.jpg", grey(4, 4, 3, seed=seed))
         save(tmp_path / "masks" / folder / "x.1.PNG", black_and_white(4, 4))
     data = read(tmp_path)
     both = {(pair.image.parent.name, pair.mask.parent.name) for pair in data.train + data.test}
@@ -165,7 +165,7 @@ def mask_twice(folder: Path) -> dict[str, str]:
 
 def numbers_of_classes(folder: Path) -> dict[str, str]:
     save(folder / "masks" / "0.png", np.full(SQUARE, 3, dtype=np.uint8))
-    return {"masks/0.png": "expected a mask of 0 and 1, or of 0 and 255, the brightest pixel .* 3"}
+    return {"masks/0.png": r"expected a mask of 0 and 1, or of 0 and 255, got 3 \(100.0%\): none"}
 
 
 BAD = [
@@ -227,76 +227,8 @@ def test_nothing_sound_is_refused_even_where_bad_ones_are_left_out(whole: Path) 
 def test_black_masks_to_test_with_are_refused(split: Path) -> None:
     for number in (3, 4):
         save(split / "test" / "masks" / f"{number}.png", np.zeros(SQUARE, dtype=np.uint8))
-    with pytest.raises(DataError, match="none of the 2 to test with has a pixel that is meant"):
+    with pytest.raises(DataError, match="none of the 2 to test with has a foreground pixel"):
         read(split)
-
-
-# Kinds of mask.
-
-
-def palette(*colours: tuple[int, int, int]) -> Any:
-    """A picture whose pixels are the numbers of colours."""
-    picture = pillow.new("P", (3, 2))
-    picture.putdata(MEANT.flatten().tolist())
-    picture.putpalette([value for colour in colours for value in colour])
-    return picture
-
-
-BLACK = (0, 0, 0)
-KINDS = {
-    "0 and 1": MEANT,
-    "0 and 255": MEANT * 255,
-    "just above half": MEANT * 128,
-    "grey outside": np.where(MEANT > 0, 255, 127).astype(np.uint8),
-    "0 and 1, 16 bits": MEANT.astype(np.uint16),
-    "0 and 255, 16 bits": (MEANT * 255).astype(np.uint16),
-    "0 and 65535, 16 bits": MEANT.astype(np.uint16) * 65535,
-    "bits": MEANT.astype(bool),
-    "white on black": np.stack([MEANT * 255] * 3, axis=2),
-    "red on black": np.stack([MEANT * 255, MEANT * 0, MEANT * 0], axis=2),
-    "blue on black": np.stack([MEANT * 0, MEANT * 0, MEANT * 255], axis=2),
-    "1 in RGB": np.stack([MEANT] * 3, axis=2),
-    "opaque": np.stack([MEANT * 255] * 3 + [np.full_like(MEANT, 255)], axis=2),
-    "grey, opaque": np.stack([MEANT * 255, np.full_like(MEANT, 255)], axis=2),
-    "palette of black and white": palette(BLACK, (255, 255, 255)),
-    "palette of VOC": palette(BLACK, (128, 0, 0)),
-    "palette the other way round": palette((255, 255, 255), BLACK),
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_mask_means_the_same(tmp_path: Path, kind: str) -> None:
-    pixels = KINDS[kind]
-    picture = pixels if isinstance(pixels, pillow.Image) else pillow.fromarray(pixels)
-    picture.save(tmp_path / "mask.png")
-    mask = read_mask(tmp_path / "mask.png")
-    expected = 1 - MEANT if kind.endswith("the other way round") else MEANT
-    assert mask.mode == "L"
-    assert np.array_equal(np.asarray(mask), expected * 255)
-    assert mask_tensor(mask).tolist() == expected.astype(float).tolist()
-
-
-@pytest.mark.parametrize("value", [0, 1, 255])
-def test_a_mask_may_be_of_one_value(tmp_path: Path, value: int) -> None:
-    path = save(tmp_path / "mask.png", np.full((2, 3), value, dtype=np.uint8))
-    assert np.asarray(read_mask(path)).tolist() == [[255 if value else 0] * 3] * 2
-
-
-@pytest.mark.parametrize("colours", [(), (3,)])
-def test_the_noise_of_jpeg_does_not_count(tmp_path: Path, colours: tuple[int, ...]) -> None:
-    meant = np.zeros((32, 32, *colours), dtype=np.uint8)
-    meant[8:24, 5:21] = 255
-    path = save(tmp_path / "mask.jpg", meant, quality=60)
-    assert len(np.unique(np.asarray(pillow.open(path)))) > 2
-    mask = np.asarray(read_mask(path))
-    assert np.array_equal(mask, meant.reshape(32, 32, -1)[..., 0])
-
-
-@pytest.mark.parametrize("brightest", [2, 127])
-def test_a_mask_without_a_bright_pixel_is_refused(tmp_path: Path, brightest: int) -> None:
-    path = save(tmp_path / "mask.png", np.array([[0, brightest]], dtype=np.uint8))
-    with pytest.raises(DataError, match=f"{path}: expected a mask of 0 and 1.* has {brightest}$"):
-        read_mask(path)
 
 
 # Counts.
@@ -306,7 +238,7 @@ def test_pixels_are_counted_in_the_training_masks_alone(split: Path) -> None:
     data = read(split)
     masks = [np.asarray(pillow.open(pair.mask)) for pair in data.train]
     assert data.pixels == 4 * 4 + 5 * 3 + 8 * 8
-    assert data.meant == sum(int((mask == 255).sum()) for mask in masks)
+    assert data.foreground == sum(int((mask == 255).sum()) for mask in masks)
     images = np.concatenate([np.asarray(pillow.open(p.image)).ravel() for p in data.train])
     assert data.sums.count == data.pixels
     assert data.sums.totals == [int(images.sum(dtype=np.int64))] * 3
@@ -317,14 +249,7 @@ def test_what_is_left_out_is_not_counted(split: Path) -> None:
     save(split / "train" / "masks" / "1.png", np.zeros((5, 3), dtype=np.uint8))
     data = read(split, skip_bad=True)
     assert data.pixels == 5 * 3 + 8 * 8
-    assert data.meant == int((np.asarray(pillow.open(data.train[1].mask)) == 255).sum())
-
-
-@pytest.mark.parametrize("void", [200, 255])
-def test_a_mask_of_two_meanings_is_refused(tmp_path: Path, void: int) -> None:
-    path = save(tmp_path / "mask.png", np.array([[0, 1], [void, 0]], dtype=np.uint8))
-    with pytest.raises(DataError, match=f"this one has 1 and {void}, so that nobody knows"):
-        read_mask(path)
+    assert data.foreground == int((np.asarray(pillow.open(data.train[1].mask)) == 255).sum())
 
 
 def test_other_data_have_another_digest(tmp_path: Path) -> None:
@@ -335,3 +260,81 @@ def test_other_data_have_another_digest(tmp_path: Path) -> None:
     (tmp_path / "a" / "images" / "0.png").rename(tmp_path / "a" / "images" / "x.png")
     (tmp_path / "a" / "masks" / "0.png").rename(tmp_path / "a" / "masks" / "x.png")
     assert read(tmp_path / "a").digest != first
+
+
+# Masks of more than two values.
+
+
+@pytest.fixture
+def classes(tmp_path: Path) -> Path:
+    """Eight pictures whose masks have a class 1, a class 2 and a border of 255."""
+    for number in range(8):
+        mask = np.zeros((12, 12), dtype=np.uint8)
+        mask[1:6, 1:6], mask[6:11, 6:11], mask[6] = 1, 2, 255
+        save(tmp_path / "images" / f"{number}.png", grey(12, 12, seed=number))
+        save(tmp_path / "masks" / f"{number}.png", mask)
+    return tmp_path
+
+
+def test_masks_of_several_classes_are_refused_with_what_to_do(classes: Path) -> None:
+    with pytest.raises(DataError, match="8 of the files and lines cannot be used") as caught:
+        read(classes)
+    assert (
+        f"{classes}/masks/1.png: expected a mask of 0 and 1, or of 0 and 255, got 0 (60.4%), "
+        f"1 (17.4%), 2 (13.9%), 255 (8.3%): more than two of them cover areas, as numbers of "
+        f"classes do. Name the foreground, such as --foreground 1, and with --void what counts as "
+        f"neither"
+    ) in str(caught.value)
+
+
+def test_a_rule_says_what_is_foreground_and_what_is_left_out(classes: Path) -> None:
+    data = read(classes, rule=MaskRule(("1", "2"), ("255",)))
+    assert len(data.train) == 6
+    assert (data.foreground, data.void) == (6 * (25 + 20), 6 * 12)
+    assert data.pixels == 6 * (144 - 12)
+
+
+def test_what_is_void_is_part_of_the_digest(classes: Path) -> None:
+    one, other = (read(classes, rule=MaskRule(("1",), (void,))) for void in ("2", "255"))
+    assert one.foreground == other.foreground
+    assert one.digest != other.digest
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        (MaskRule(("7",)), "--foreground 7: expected a value of the masks, none .* 0, 1, 2, 255"),
+        (MaskRule(("1",), ("#ff0000",)), "--void #ff0000: expected a value of the masks, none in"),
+    ],
+)
+def test_a_value_that_no_mask_has_is_refused(classes: Path, rule: MaskRule, words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        read(classes, rule=rule)
+
+
+def test_masks_of_1_among_masks_of_255_are_refused(tmp_path: Path) -> None:
+    save_pairs(tmp_path, [SQUARE] * 8)
+    path = tmp_path / "masks" / "3.png"
+    save(path, np.asarray(pillow.open(path)) // 255)
+    with pytest.raises(DataError, match=r"masks/3\.png: expected masks that are all of 0 and 1"):
+        read(tmp_path)
+    assert read(tmp_path, rule=MaskRule(("1", "255"))).foreground > 0
+
+
+def test_test_pictures_that_were_trained_with_are_refused(split: Path) -> None:
+    for kind in ("images", "masks"):
+        for number in (3, 4):
+            source = split / "train" / kind / f"{number - 3}.png"
+            save(split / "test" / kind / f"{number}.png", np.asarray(pillow.open(source)))
+    with pytest.raises(DataError, match="2 of 2 test samples are in the training set as well"):
+        read(split)
+
+
+def test_pictures_of_more_than_8_bits_have_one_white(tmp_path: Path) -> None:
+    save_pairs(tmp_path, [SQUARE] * 8)
+    for number in range(8):
+        values = np.random.default_rng(number).integers(0, 300 + 400 * number, SQUARE)
+        save(tmp_path / "images" / f"{number}.png", values.astype(np.uint16))
+    data = read(tmp_path)
+    assert data.white == 4095
+    assert "4095 is used as white" in data.notes[0]

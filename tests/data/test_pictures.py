@@ -26,9 +26,9 @@ from onefold.data.pictures import (
     is_picture,
     open_picture,
     require_pillow,
-    scan_pictures,
     sum_looks,
 )
+from onefold.data.scan import scan_pictures
 from onefold.errors import DataError, LaunchError
 from tests.data.pictures import WAYS_TO_BE_BAD, noise, write_cut_jpeg, write_page
 

@@ -13,6 +13,10 @@ from onefold.errors import DataError
 
 UNSPLIT = st.characters(exclude_categories=["Cs"], exclude_characters="\t\n\r\0\ufeff")
 TEXTS = st.text(UNSPLIT, min_size=1).filter(str.strip)
+LATIN_1 = (
+    "expected UTF-8, got e9 as byte 4 (if it is Latin-1: iconv -f WINDOWS-1252 -t UTF-8 converts "
+    "the file)"
+)
 
 
 @pytest.fixture
@@ -58,7 +62,7 @@ def test_what_was_written_is_read(
         (b"  \t1", r"expected a text before the tab, got nothing in '  \t1'"),
         (b"fine\t ", r"expected a label after the tab, got nothing in 'fine\t '"),
         (b"", "expected a text, a tab and a label, got no tab in ''"),
-        (b"caf\xe9\t1", "expected UTF-8, got e9 as byte 4"),
+        (b"caf\xe9\t1", LATIN_1),
         (b"a\0b\t1", "expected text, got a NUL as character 2"),
         (b"x" * 99, f"expected a text, a tab and a label, got no tab in '{'x' * 40}…'"),
     ],
@@ -88,7 +92,7 @@ def test_a_header_is_not_a_sample(file: Path) -> None:
         (b"", "got an empty file"),
         (b"\xef\xbb\xbf\r\n \n", "got an empty file"),
         (b"one\ntwo\n", "none; of 2 bad ones the first is line 1: .* no tab in 'one'"),
-        ("fine\t1\n".encode("utf-16"), "the first is line 1: expected UTF-8, got ff as byte 1"),
+        (b"caf\xe9\t1\n", "the first is line 1: expected UTF-8, got e9 as byte 4"),
     ],
 )
 def test_a_file_without_a_sound_line_is_refused(file: Path, content: bytes, complaint: str) -> None:
@@ -100,6 +104,19 @@ def test_a_file_without_a_sound_line_is_refused(file: Path, content: bytes, comp
 def test_a_missing_file_is_said_to_be_missing(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="nowhere"):
         read_tsv(tmp_path / "nowhere")
+
+
+def test_utf_16_is_told_as_such(file: Path) -> None:
+    file.write_bytes("fine\t1\n".encode("utf-16"))
+    with pytest.raises(DataError, match=r"expected text in UTF-8, this is UTF-16: convert it"):
+        read_tsv(file)
+
+
+def test_another_encoding_is_told_rather_than_a_want_of_classes(tmp_path: Path) -> None:
+    train, dev = splits(tmp_path, "good\t1\nbetter\t1\n", "good\t1\n")
+    train.write_bytes(train.read_bytes() + "mauvais café\t0\nétrange\t0\n".encode("latin-1"))
+    with pytest.raises(DataError, match=r"2 others cannot, .*line 3: expected UTF-8, .* Latin-1"):
+        read_splits(train, dev)
 
 
 def splits(folder: Path, train: str, dev: str) -> tuple[Path, Path]:

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import onefold
-from onefold.errors import CheckpointError, DataError
+from onefold.errors import CheckpointError, DataError, LaunchError
 from onefold.jobs import predict
 from onefold.jobs.finetune import best_checkpoint
 from onefold.jobs.predict import Prediction, PredictOptions, predict_run, write_prediction
@@ -101,7 +101,8 @@ def films(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Texts with spaces on either side, and their labels."""
     folder = tmp_path_factory.mktemp("films")
     lines = [f"{text}\t{'good' if 'fine' in text else 'bad'}\n" for text in FILMS]
-    (folder / "train.tsv").write_text("".join(lines * 2), encoding="utf-8")
+    trained = [f"{number} {line}" for number in range(2) for line in lines]
+    (folder / "train.tsv").write_text("".join(trained), encoding="utf-8")
     (folder / "dev.tsv").write_text("".join(lines), encoding="utf-8")
     return folder
 
@@ -195,7 +196,7 @@ def test_texts_get_the_accuracy_of_the_run(reader: Path, films: Path) -> None:
 @here
 def test_texts_get_the_confidences_of_the_run(reader: Path, films: Path) -> None:
     shown = json.loads((reader / "examples.json").read_text())["samples"]
-    rows = predicted(reader, films / "dev.tsv", weights="last").rows
+    rows = predicted(reader, films / "dev.tsv").rows
     assert [row["classes"][0] for row in rows] == [
         {"class": each["predicted"], "confidence": each["confidence"]} for each in shown
     ]
@@ -211,6 +212,57 @@ def test_masks_get_the_scores_of_the_run(segmenter: Path, pairs: Path, tmp_path:
         overlap, both = overlap + (said & meant).sum(), both + said.sum() + meant.sum()
         assert row["share"] == said.mean()
     assert overlap / (both - overlap) == pytest.approx(best_scores(segmenter)["iou"])
+
+
+@here
+@pytest.mark.parametrize("job", ["classify", "segment"])
+def test_pictures_of_twelve_bits_are_read_as_in_training(job: str, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    for number in range(10):
+        values = np.random.default_rng(number).integers(0, 200 + 400 * number, (40, 40))
+        pixels = values.astype(np.uint16)
+        if job == "segment":
+            save(data / "images" / f"{number}.png", pixels)
+            save(data / "masks" / f"{number}.png", (values > 150).astype(np.uint8) * 255)
+        else:
+            save(data / f"class {number % 2}" / f"{number}.png", pixels)
+    model = {"model": "lenet"} if job == "classify" else {"encoder": "resnet18", "width": 4}
+    run = run_here(job, tmp_path / "run", data=str(data), epochs=1, batch_size=4, shards=2, **model)
+    kept = json.loads((run / "run.json").read_text())
+    name = "picture_model" if job == "classify" else "mask_model"
+    assert kept[name]["white"] == 4095
+    shown = json.loads((run / "examples.json").read_text())["samples"][0]
+    (picture,) = data.rglob(f"images/{shown['name']}" if job == "segment" else shown["name"])
+    row = predicted(run, picture, output=tmp_path / "masks" if job == "segment" else None).rows[0]
+    if job == "segment":
+        expected = pillow.open(run / shown["prediction"])
+        assert np.array_equal(pillow.open(tmp_path / "masks" / row["mask"]), expected)
+    else:
+        assert row["classes"][0]["confidence"] == pytest.approx(shown["confidence"], abs=1e-6)
+
+
+@pytest.mark.parametrize("job", ["classify", "segment"])
+def test_a_place_that_cannot_be_written_to_is_refused_early(
+    job: str, classifier: Path, segmenter: Path, classes: Path
+) -> None:
+    run, output = (classifier, "/proc/self/x.csv") if job == "classify" else (segmenter, "/proc/x")
+    words = "expected a folder that can be written to, got .*: --output names another one"
+    with pytest.raises(LaunchError, match=words):
+        predicted(run, classes / "gone", output=Path(output))
+
+
+@here
+def test_a_run_of_before_that_knows_no_white_still_predicts(
+    classifier: Path, classes: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(classifier, tmp_path / "old")
+    record = json.loads((tmp_path / "old" / "run.json").read_text())
+    del record["picture_model"]["white"]
+    (tmp_path / "old" / "run.json").write_text(json.dumps(record))
+    assert (
+        predicted(tmp_path / "old", classes / "test").rows
+        == predicted(classifier, classes / "test").rows
+    )
 
 
 # The same for everyone.

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,14 @@ from rich.console import Console
 from rich.progress import Progress, Task
 
 import onefold
-from onefold.jobs.progress import SpeedColumn, TrainingBar, counted, epoch_line, phase_shares
+from onefold.jobs.progress import (
+    ReadingBar,
+    SpeedColumn,
+    TrainingBar,
+    counted,
+    epoch_line,
+    phase_shares,
+)
 from tests.small import make_trainer, points
 
 PHASES = ("data", "forward", "backward", "exchange", "update")
@@ -47,6 +55,32 @@ def bar_of(
 
 def step(samples: int = 10, epoch: int = 0) -> Any:
     return SimpleNamespace(samples=samples, epoch=epoch)
+
+
+def test_files_that_are_read_are_one_line_where_nobody_looks() -> None:
+    console = Console(file=io.StringIO(), width=100)
+    with ReadingBar(console) as bar:
+        for done in range(1, 4):
+            bar.watch(done, 3)
+    assert console.file.getvalue() == "onefold: reading 3 files\n"  # type: ignore[attr-defined]
+
+
+def test_files_that_are_read_are_a_bar_on_a_terminal() -> None:
+    console = Console(file=io.StringIO(), width=100, force_terminal=True, color_system=None)
+    with ReadingBar(console) as bar:
+        for done in range(1, 4):
+            bar.watch(done, 3000)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "reading files" in shown
+    assert "3/3000" in shown
+    assert "onefold: reading" not in shown
+
+
+def test_where_nothing_is_read_nothing_is_shown() -> None:
+    console = Console(file=io.StringIO(), width=100, force_terminal=True)
+    with ReadingBar(console):
+        pass
+    assert console.file.getvalue() == ""  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("number", "text"), [(1, "1 device"), (2, "2 devices"), (0, "0 devices")])

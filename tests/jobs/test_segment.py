@@ -17,11 +17,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 import onefold
+from onefold.cli.verify import verify_script
 from onefold.data.augment import IMAGENET, Normalise
+from onefold.data.masks import VOID, MaskRule
 from onefold.data.pairs import MaskedPictures, Pair
 from onefold.errors import CheckpointError, DataError
 from onefold.jobs import segment
 from onefold.jobs.finetune import best_checkpoint
+from onefold.jobs.predict import PredictOptions, predict_run
 from onefold.jobs.segment import (
     MaskModel,
     SegmentOptions,
@@ -29,8 +32,9 @@ from onefold.jobs.segment import (
 )
 from onefold.jobs.segment_pictures import Crops, Padded, WholePictures, inside, whole_logits
 from onefold.jobs.training import Task
+from onefold.launch import LaunchOptions
 from onefold.models.unet import UNet
-from tests.masked import black_and_white, grey, run_here, save, save_pairs
+from tests.masked import black_and_white, grey, on_cpu, run_here, save, save_pairs
 from tests.small import bits, make_trainer
 
 pytest.importorskip("PIL", reason='needs pip install "onefold[images]"')
@@ -325,11 +329,124 @@ def test_the_threshold_is_a_probability(threshold: float, said: int) -> None:
     assert int(overlaps(logits, batch, threshold)[1]) == said
 
 
+# Void.
+
+
+@pytest.fixture
+def voids(tmp_path: Path) -> Path:
+    """Masks of a class 1, a class 2, and a border of 255 between them and the rest."""
+    for part, numbers in (("train", range(6)), ("test", range(6, 9))):
+        for number in numbers:
+            pixels = grey(40, 44, 3, seed=number)
+            mask = np.zeros((40, 44), dtype=np.uint8)
+            mask[8:32, 6:22], mask[8:32, 22:38] = 255, 255
+            mask[10:30, 8:20], mask[10:30, 24:36] = 1, 2
+            pixels[mask == 2] //= 4
+            save(tmp_path / part / "images" / f"{number}.png", pixels)
+            save(tmp_path / part / "masks" / f"{number}.png", mask)
+    return tmp_path
+
+
+VOID_OPTIONS: dict[str, Any] = {"foreground": ("2",), "void": ("255",)}
+
+
+def test_void_counts_neither_in_the_loss_nor_in_the_scores(tmp_path: Path, folder: Path) -> None:
+    rule = MaskRule(("1",), ("9",))
+    given_masks = ([[1, 9, 0, 9]], [[9], [0], [1]], [[9, 9], [9, 9]])
+    data = WholePictures(pictures(tmp_path, SAID, given_masks), PLAIN, rule)
+    task, padded = task_of(folder), Padded(32)
+    trainer = make_trainer(pixelwise(), task.loss, shards=2)
+    scores = trainer.evaluate(task.score, data, batch_size=3, collate=padded)
+    # Left are 1 of 1 and 0 of 0 in the first picture, 0 of 0 and 0 of 1 in the second.
+    assert scores["iou"] == pytest.approx(1 / 2, abs=1e-12)
+    assert scores["dice"] == pytest.approx(2 / 3, abs=1e-12)
+    right, wrong = float(F.softplus(torch.tensor(-1.5))), float(F.softplus(torch.tensor(1.5)))
+    assert scores["loss"] == pytest.approx((3 * right + wrong) / 4, rel=1e-6)
+
+
+def test_what_a_model_says_of_void_pixels_is_not_learnt(folder: Path) -> None:
+    task = task_of(folder)
+    images = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    masks = torch.zeros(2, 32, 32)
+    masks[:, :16], masks[:, :, 20:] = 1.0, VOID
+    batch = {"images": images, "masks": masks, "sizes": torch.tensor([[32, 32]] * 2)}
+    logits = torch.zeros(2, 1, 32, 32, requires_grad=True)
+    loss = task.loss(lambda _: logits, batch)  # type: ignore[arg-type, return-value]
+    assert float(loss.weight) == 2 * 32 * 20
+    loss.total.backward()
+    assert logits.grad is not None
+    learnt = logits.grad.squeeze(1) != 0
+    assert torch.equal(learnt, masks != VOID)
+
+
+def test_a_crop_keeps_what_is_void(voids: Path) -> None:
+    asked = options(data=str(voids), turns="yes", jitter=0.0, **VOID_OPTIONS)
+    data = segment.prepare(asked)
+    assert (data.foreground, data.void) == (6 * 240, 6 * (24 * 32 - 480))
+    crops = Crops(data.train, segment.settle(asked, data), PLAIN)
+    torch.manual_seed(0)
+    seen = torch.cat([crops[number][1].flatten() for number in range(6)]).unique()
+    assert seen.tolist() == [VOID, 0.0, 1.0]
+
+
+def test_pixels_that_are_void_do_not_weigh(voids: Path) -> None:
+    asked = options(data=str(voids), pos_weight="auto", **VOID_OPTIONS)
+    data = segment.prepare(asked)
+    task = segment.make_task(segment.settle(asked, data), data)
+    counted = 40 * 44 - (24 * 32 - 480)
+    assert task.facts["pos_weight"] == pytest.approx((counted - 240) / 240, rel=1e-6)
+
+
+def test_masks_of_several_classes_need_a_rule(voids: Path) -> None:
+    with pytest.raises(DataError, match="Name the foreground, such as --foreground"):
+        segment.prepare(options(data=str(voids)))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "words"),
+    [
+        ({"foreground": ("red",)}, "--foreground red: expected values of the masks' pixels"),
+        ({"foreground": ("1",), "void": ("0-3",)}, "--void 0-3: expected other values than those"),
+    ],
+)
+def test_a_rule_that_cannot_be_is_refused(chosen: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        options(**chosen)
+
+
+def test_a_run_with_void_pixels_is_shown_and_predicts(voids: Path, tmp_path: Path) -> None:
+    run = run_here(
+        "segment", tmp_path / "run", data=str(voids), epochs=2, crop=32, **VOID_OPTIONS, **TINY
+    )
+    shown = json.loads((run / "examples.json").read_text())["samples"][0]
+    from PIL import Image
+
+    with Image.open(run / shown["mask"]) as mask:
+        assert set(np.unique(np.asarray(mask)).tolist()) == {0, 128, 255}
+    chosen = PredictOptions(devices="cpu:1", output=tmp_path / "predicted")
+    with on_cpu():
+        rows = predict_run(run, [voids / "test" / "images"], chosen).rows
+    with Image.open(tmp_path / "predicted" / rows[0]["mask"]) as predicted:
+        assert predicted.size == (44, 40)
+        assert set(np.unique(np.asarray(predicted)).tolist()) <= {0, 255}
+
+
+@pytest.mark.processes
+def test_void_pixels_leave_the_bits_alone_on_any_number_of_devices(
+    voids: Path, tmp_path: Path
+) -> None:
+    words = f"--data {voids} --runs {tmp_path} --encoder resnet18 --width 4 --crop 32 --shards 3"
+    words += " --batch-size 4 --epochs 2 --workers 1 --foreground 2 --void 255"
+    command = ["-m", "onefold", "train", "segment", *words.split()]
+    assert verify_script(command, "1,2,3", steps=3, options=LaunchOptions(quiet=True)) == 0
+
+
 # Weights of pixels.
 
 
-def masked(meant: int, pixels: int, folder: Path) -> MaskedPictures:
-    return replace(segment.prepare(options(data=str(folder))), meant=meant, pixels=pixels)
+def masked(foreground: int, pixels: int, folder: Path) -> MaskedPictures:
+    data = segment.prepare(options(data=str(folder)))
+    return replace(data, foreground=foreground, pixels=pixels)
 
 
 def test_pixels_that_are_fewer_weigh_more(folder: Path) -> None:
@@ -350,7 +467,8 @@ def test_pixels_that_are_fewer_weigh_more(folder: Path) -> None:
 def test_auto_is_the_share_of_the_training_masks(folder: Path) -> None:
     data = segment.prepare(options(data=str(folder)))
     facts = segment.make_task(options(pos_weight="auto"), data).facts
-    assert facts["pos_weight"] == pytest.approx((data.pixels - data.meant) / data.meant, rel=1e-6)
+    expected = (data.pixels - data.foreground) / data.foreground
+    assert facts["pos_weight"] == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize(("meant", "which"), [(0, "no"), (300, "every")])

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +110,52 @@ def test_what_is_not_there_is_told(name: str, words: str, tmp_path: Path) -> Non
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=words):
         prepare(options_for(tmp_path / name))
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    """Texts that a test may change."""
+    return write_texts(tmp_path / "own")
+
+
+def write_lines(path: Path, lines: Sequence[tuple[str, str]]) -> None:
+    path.write_text("".join(f"{text}\t{label}\n" for text, label in lines))
+
+
+def test_a_development_set_of_training_texts_is_refused(own: Path) -> None:
+    shutil.copy(own / "train.tsv", own / "dev.tsv")
+    words = r"dev\.tsv: 40 of 40 test samples are in the training set as well \(line 1 is the same"
+    with pytest.raises(DataError, match=words):
+        prepare(options_for(own))
+
+
+def test_a_few_training_texts_to_score_on_are_mentioned(own: Path) -> None:
+    first = (own / "train.tsv").read_text().splitlines()[0]
+    with (own / "dev.tsv").open("a") as file:
+        file.write(f"{first}\n")
+    (note,) = prepare(options_for(own)).notes
+    assert note.endswith(f"line 13 is the same as line 1 of {own}/train.tsv")
+
+
+def test_measured_values_are_refused_and_can_be_taken_for_classes(own: Path) -> None:
+    lines = [(f"text {number}", f"{number / 4}") for number in range(40)]
+    write_lines(own / "train.tsv", lines)
+    write_lines(own / "dev.tsv", [("other", "0.25")])
+    with pytest.raises(DataError, match=r"train\.tsv: expected labels that name classes, got 40"):
+        prepare(options_for(own))
+    prepared = prepare(options_for(own, labels_as_is=True))
+    assert len(prepared.classes) == 40
+    (note,) = prepared.notes
+    assert note == (
+        f"{own}/dev.tsv: the test set has no sample of 39 of the 40 classes (0.0, 0.5, 0.75, 1.0, "
+        "1.25 and 34 more): the score says nothing about them"
+    )
+
+
+def test_one_label_in_two_spellings_is_refused(own: Path) -> None:
+    write_lines(own / "train.tsv", [("a", "Good"), ("b", "good"), ("c", "bad")])
+    with pytest.raises(DataError, match="expected one spelling of every class, got 'Good' and"):
+        prepare(options_for(own, skip_bad=True))
 
 
 @pytest.mark.parametrize(

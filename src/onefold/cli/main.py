@@ -223,16 +223,24 @@ def predict(
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.")],
     output: Annotated[
-        Path, typer.Option(help="With several runs: the page that compares them.")
-    ] = Path("runs/comparison.html"),
+        Path | None,
+        typer.Option(
+            help="The page to write: of one run, its report; of several, the comparison. "
+            "[default: report.html in the run, or runs/comparison.html]"
+        ),
+    ] = None,
 ) -> None:
     """Build the report of each run again; of several, a page that compares them as well."""
     from onefold.jobs.report import build_report, compare_runs
 
+    if output is not None and output.is_dir():
+        raise ValueError(f"--output {output}: expected a file for the page, this is a folder")
+    if len(runs) == 1:
+        print(build_report(runs[0], output))
+        return
     for run_folder in runs:
         print(build_report(run_folder))
-    if len(runs) > 1:
-        print(compare_runs(runs, output))
+    print(compare_runs(runs, output or Path("runs/comparison.html")))
 
 
 train_app = typer.Typer(
@@ -249,11 +257,18 @@ def main() -> None:
 
             add_jobs(train_app)
         app()
-    except (OnefoldError, ValueError, FileNotFoundError) as error:
+    except (OnefoldError, ValueError, OSError) as error:
         if current_world().launched:
             raise  # the launcher tells the user
-        print(f"onefold: {error}", file=sys.stderr)
+        print(f"onefold: {_in_words(error)}", file=sys.stderr)
         sys.exit(error.exit_code if isinstance(error, RunFailed) else 2)
+
+
+def _in_words(error: Exception) -> str:
+    """Without the number that the system has for it."""
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
 
 
 def _command(script: str | None, module: str | None, rest: list[str]) -> list[str]:

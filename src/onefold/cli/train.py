@@ -13,9 +13,12 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from onefold.devices import select_devices
+from onefold.errors import LaunchError
 from onefold.jobs.catalog import JOBS
 from onefold.jobs.options import TrainOptions
 from onefold.jobs.run import Job, read_options, run_job
+from onefold.world import current_world
 
 __all__ = ["add_jobs"]
 
@@ -33,7 +36,9 @@ def _command(job: Job) -> Callable[..., None]:
 
     def command(config: Path | None, **chosen: Any) -> None:
         given = {name: value for name, value in chosen.items() if value not in (None, [])}
-        result = run_job(job, read_options(job, _split(job, given), config))
+        options = read_options(job, _split(job, given), config)
+        _require_devices(options)
+        result = run_job(job, options)
         if result["is_lead"]:
             _tell(result, Path(result["folder"]))
 
@@ -44,6 +49,23 @@ def _command(job: Job) -> Callable[..., None]:
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {each.name: each.annotation for each in parameters}
     return command
+
+
+def _require_devices(options: TrainOptions) -> None:
+    """Refuse devices that are not there, or that the shards do not suffice for.
+
+    Raises:
+        LaunchError, ValueError: there are too many.
+    """
+    if current_world().launched:
+        return  # they were chosen by who launched this process
+    chosen = select_devices(options.devices)
+    count = len(chosen.devices)
+    if count > options.shards and not chosen.may_leave:
+        raise LaunchError(
+            f"--devices {options.devices}: {count} devices cannot share {options.shards} shards: a "
+            f"shard is never divided. Use --devices {options.shards} or fewer, or --shards {count}"
+        )
 
 
 def _config_parameter() -> inspect.Parameter:
@@ -105,3 +127,5 @@ def _tell(result: dict[str, Any], folder: Path) -> None:
     console.print(f"Fingerprint: {result['fingerprint']}")
     if result["report"]:
         console.print(f"Report: {result['report']}")
+    else:
+        console.print(f"No report, without matplotlib; later: onefold report {folder}")

@@ -6,9 +6,11 @@ share is held out; the IDX files of MNIST and its relatives; scikit-learn's digi
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -16,6 +18,8 @@ import torch
 from onefold.data.bad import BadFile, readable, refuse
 from onefold.data.digest import digest_of
 from onefold.data.idx import find_file, read_labelled
+from onefold.data.labels import check_labels
+from onefold.data.overlap import check_apart
 from onefold.data.pictures import (
     ArrayPictures,
     Look,
@@ -23,9 +27,10 @@ from onefold.data.pictures import (
     PictureFiles,
     Pictures,
     Sums,
-    scan_pictures,
     sum_looks,
+    white_of,
 )
+from onefold.data.scan import Scanning, Seen, deep_note, pack_scan, scan_pictures
 from onefold.data.walk import is_visible_folder, picture_paths
 from onefold.errors import DataError, LaunchError
 
@@ -37,9 +42,16 @@ __all__ = [
     "read_folders",
     "read_idx_folder",
     "test_folder",
+    "untested",
 ]
 
 _TEST_NAMES = ("test", "val", "valid", "validation")
+_IMAGE_FOLDERS = frozenset({"image", "images", "img", "imgs"})
+_MASK_FOLDERS = frozenset({
+    "annotations", "groundtruth", "gt", "label", "labels", "mask", "masks", "segmentation",
+    "segmentations",
+})  # fmt: skip
+_LISTED = 5
 _MODE: dict[bool, Mode] = {True: "L", False: "RGB"}
 
 
@@ -71,6 +83,12 @@ class PictureClasses:
     """Over the pixels of the training pictures."""
     left_out: list[BadFile]
     """What cannot be used."""
+    white: int | None = None
+    """Of pictures of more than 8 bits a pixel."""
+    notes: list[str] = field(default_factory=list)
+    """What to mention before training."""
+    scan: str = ""
+    """What was seen of the files, for `onefold.data.scan.read_scan`."""
 
     @property
     def digest(self) -> str:
@@ -92,26 +110,34 @@ class _Found:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sound:
+class _Usable:
     """Those that can be read."""
 
     paths: list[Path]
     labels: list[str]
-    looks: list[Look]
+    seen: list[Seen]
 
-    def only(self, kept: Sequence[int]) -> _Sound:
-        return _Sound(
+    def only(self, kept: Sequence[int]) -> _Usable:
+        return _Usable(
             [self.paths[i] for i in kept],
             [self.labels[i] for i in kept],
-            [self.looks[i] for i in kept],
+            [self.seen[i] for i in kept],
         )
 
     @property
-    def grey(self) -> bool:
-        return all(look.grey for look in self.looks)
+    def looks(self) -> list[Look]:
+        return [each.look for each in self.seen]
 
 
-def read_folders(directory: Path, *, holdout: float, seed: int, skip_bad: bool) -> PictureClasses:
+def read_folders(
+    directory: Path,
+    *,
+    holdout: float,
+    seed: int,
+    skip_bad: bool,
+    labels_as_is: bool = False,
+    scanning: Scanning | None = None,
+) -> PictureClasses:
     """Pictures in class folders; every picture is read once, to see whether it can be.
 
     Args:
@@ -120,47 +146,93 @@ def read_folders(directory: Path, *, holdout: float, seed: int, skip_bad: bool) 
         holdout: share of each class that becomes the test set where there is none.
         seed: draws that share.
         skip_bad: leave out what cannot be used; otherwise it is refused.
+        labels_as_is: accept the name of every folder as that of a class.
+        scanning: how to look through the files.
 
     Raises:
-        DataError: the folder has no such layout, or something in it cannot be used.
+        DataError: the folder has no such layout, something in it cannot be used, or its folders
+            are probably not classes.
     """
     train_folder = directory / "train"
-    if train_folder.is_dir():
-        train, test, bad = _given_parts(train_folder, test_folder(directory))
+    given = train_folder.is_dir()
+    found = [_class_files(train_folder if given else directory)]
+    if given:
+        found.append(_class_files(test_folder(directory)))
+    notes = [] if labels_as_is else check_labels(Counter(found[0].labels), readable(directory))
+    usable, bad = _looked_through(found, directory, scanning)
+    if given:
+        train, test, strange = _given_parts(usable[0], usable[1], train_folder)
     else:
-        whole, bad = _looked_through(_class_files(directory))
-        held = held_out(whole.labels, share=holdout, seed=seed)
-        train = whole.only([i for i in range(len(whole.labels)) if i not in held])
-        test = whole.only(sorted(held))
+        train, test, strange = _held_parts(usable[0], holdout=holdout, seed=seed)
+    bad = [*bad, *strange]
     if not skip_bad:
         refuse(bad)
     classes = tuple(sorted(set(train.labels)))
     _check_enough(directory, classes, train, test)
-    numbers = {name: number for number, name in enumerate(classes)}
-
-    def split(part: _Sound) -> Split:
-        files = PictureFiles(part.paths, directory)
-        return Split(files, [numbers[label] for label in part.labels])
-
+    looks = [*train.looks, *test.looks]
+    white, grey = white_of(looks), all(look.grey for look in looks)
+    splits = [_split(part, directory, classes, white) for part in (train, test)]
     return PictureClasses(
-        train=split(train),
-        test=split(test),
+        train=splits[0],
+        test=splits[1],
         classes=classes,
-        mode=_MODE[train.grey and test.grey],
+        mode=_MODE[grey],
         sizes=[look.size for look in train.looks],
-        sums=sum_looks(train.looks, grey=train.grey and test.grey),
+        sums=sum_looks(train.looks, grey=grey),
         left_out=bad,
+        white=white,
+        notes=[
+            *notes,
+            *deep_note(looks),
+            *untested(classes, set(test.labels), readable(directory)),
+            *_apart(directory, train, test),
+        ],
+        scan=pack_scan([*train.paths, *test.paths], [*train.seen, *test.seen], directory),
     )
 
 
-def read_idx_folder(directory: Path, names: Sequence[str] | None = None) -> PictureClasses:
+def _split(part: _Usable, root: Path, classes: Sequence[str], white: int | None) -> Split:
+    numbers = {name: number for number, name in enumerate(classes)}
+    files = PictureFiles(part.paths, root, white)
+    return Split(files, [numbers[label] for label in part.labels])
+
+
+def _apart(directory: Path, train: _Usable, test: _Usable) -> list[str]:
+    return check_apart(
+        [each.content for each in train.seen],
+        [each.content for each in test.seen],
+        train_names=[readable(path.relative_to(directory)) for path in train.paths],
+        test_names=[readable(path.relative_to(directory)) for path in test.paths],
+        where=readable(directory),
+    )
+
+
+def untested(classes: Sequence[str], tested: Collection[str], where: str) -> list[str]:
+    """What to mention of classes that no test sample has."""
+    missing = [name for name in classes if name not in tested]
+    if not missing:
+        return []
+    more = f" and {len(missing) - _LISTED} more" if len(missing) > _LISTED else ""
+    listed = ", ".join(missing[:_LISTED]) + more
+    note = (
+        f"{where}: the test set has no sample of {len(missing)} of the {len(classes)} classes "
+        f"({listed}): the score says nothing about them"
+    )
+    return [note]
+
+
+def read_idx_folder(
+    directory: Path, names: Sequence[str] | None = None, *, labels_as_is: bool = False
+) -> PictureClasses:
     """Grey pictures from MNIST's four IDX files.
 
     Args:
         directory: holds them, plain or as ``.gz``.
         names: of the classes; their numbers if None.
+        labels_as_is: accept every label as a class, however many there are.
 
     Raises:
+        DataError: the labels are probably not classes.
         FileNotFoundError: a file is missing.
         ValueError: a file is damaged, or there are fewer than two classes.
     """
@@ -177,8 +249,13 @@ def read_idx_folder(directory: Path, names: Sequence[str] | None = None) -> Pict
             f"{find_file(directory, 't10k-labels-idx1-ubyte')}: expected labels of the training "
             f"set, 0 to {count - 1}, got {int(test_labels.max())}"
         )
+    counts = Counter(map(str, train_labels.tolist()))
+    notes = [] if labels_as_is else check_labels(counts, readable(labels_path))
     classes = tuple(names) if names else tuple(map(str, range(count)))
-    return _of_arrays(train_pixels, train_labels, test_pixels, test_labels, classes)
+    data = _of_arrays(train_pixels, train_labels, test_pixels, test_labels, classes)
+    tested = {classes[label] for label in data.test.labels}
+    notes += untested(classes, tested, readable(directory))
+    return replace(data, notes=notes + _arrays_apart(data, readable(directory)))
 
 
 def read_digits(*, holdout: float, seed: int) -> PictureClasses:
@@ -229,6 +306,15 @@ def _of_arrays(
     )
 
 
+def _arrays_apart(data: PictureClasses, where: str) -> list[str]:
+    contents, names = [], []
+    for split in (data.train, data.test):
+        names.append([split.pictures.name(i) for i in range(len(split))])
+        pixels = [split.pictures[i].tobytes() for i in range(len(split))]
+        contents.append([hashlib.blake2b(each, digest_size=16).hexdigest() for each in pixels])
+    return check_apart(*contents, train_names=names[0], test_names=names[1], where=where)
+
+
 def test_folder(directory: Path) -> Path:
     """The folder beside ``train`` that holds the test set.
 
@@ -244,10 +330,10 @@ def test_folder(directory: Path) -> Path:
     )
 
 
-def _given_parts(train_folder: Path, test_folder: Path) -> tuple[_Sound, _Sound, list[BadFile]]:
-    """The two sets, and what cannot be used of either, such as a test picture of no class."""
-    train, train_bad = _looked_through(_class_files(train_folder))
-    test, test_bad = _looked_through(_class_files(test_folder))
+def _given_parts(
+    train: _Usable, test: _Usable, train_folder: Path
+) -> tuple[_Usable, _Usable, list[BadFile]]:
+    """The two sets, and what cannot be used of the test set: pictures of no class."""
     classes = set(train.labels)
     strange = [
         BadFile(path, f"no picture of its class {label!r} in {readable(train_folder)} can be used")
@@ -255,7 +341,26 @@ def _given_parts(train_folder: Path, test_folder: Path) -> tuple[_Sound, _Sound,
         if label not in classes
     ]
     known = [i for i, label in enumerate(test.labels) if label in classes]
-    return train, test.only(known), [*train_bad, *test_bad, *strange]
+    return train, test.only(known), strange
+
+
+def _held_parts(
+    whole: _Usable, *, holdout: float, seed: int
+) -> tuple[_Usable, _Usable, list[BadFile]]:
+    """The two sets, and what cannot be used: a class of a single picture has none to test with."""
+    counts = Counter(whole.labels)
+    alone = [
+        BadFile(
+            path, f"expected at least two pictures of class {label!r}, one of them to test with"
+        )
+        for path, label in zip(whole.paths, whole.labels, strict=True)
+        if counts[label] == 1
+    ]
+    kept = [i for i, label in enumerate(whole.labels) if counts[label] > 1]
+    whole = whole.only(kept)
+    held = held_out(whole.labels, share=holdout, seed=seed)
+    train = whole.only([i for i in range(len(whole.labels)) if i not in held])
+    return train, whole.only(sorted(held)), alone
 
 
 def _class_files(directory: Path) -> _Found:
@@ -266,6 +371,7 @@ def _class_files(directory: Path) -> _Found:
     folders = sorted(path for path in directory.iterdir() if is_visible_folder(path))
     if not folders:
         raise DataError(f"{readable(directory)}: expected a folder for each class, found none")
+    _refuse_masks(directory, [folder.name for folder in folders])
     for folder in folders:
         before = len(found.bad)
         paths = picture_paths(folder, found.bad)
@@ -276,11 +382,46 @@ def _class_files(directory: Path) -> _Found:
     return found
 
 
-def _looked_through(files: _Found) -> tuple[_Sound, list[BadFile]]:
-    facts = scan_pictures(files.paths)
-    paths = [files.paths[i] for i in facts.sound]
-    labels = [files.labels[i] for i in facts.sound]
-    return _Sound(paths, labels, facts.looks), [*files.bad, *facts.bad]
+def _refuse_masks(directory: Path, names: Sequence[str]) -> None:
+    """Refuse pictures and their masks, which would be learnt as two classes.
+
+    Raises:
+        DataError: the folders are named so.
+    """
+    images = [name for name in names if name.lower() in _IMAGE_FOLDERS]
+    masks = [name for name in names if name.lower() in _MASK_FOLDERS]
+    if images and masks:
+        data = directory.parent if directory.name == "train" else directory
+        other = "" if {"images", "masks"} <= set(names) else " with folders named images and masks"
+        raise DataError(
+            f"{readable(directory)}: expected a folder for each class, got {images[0]} and "
+            f"{masks[0]}, which look like pictures with a mask each: for these there is onefold "
+            f"train segment --data {readable(data)}{other}"
+        )
+
+
+def _looked_through(
+    found: Sequence[_Found], root: Path, scanning: Scanning | None
+) -> tuple[list[_Usable], list[BadFile]]:
+    """Of each set what can be read, all looked through at once; and what cannot be used."""
+    paths = [path for files in found for path in files.paths]
+    facts = scan_pictures(paths, root, scanning)
+    usable, start = [], 0
+    bad_files = {bad.path: bad for bad in facts.bad}
+    bad: list[BadFile] = []
+    for files in found:
+        end = start + len(files.paths)
+        rows = [(n, row) for row, n in enumerate(facts.sound) if start <= n < end]
+        usable.append(
+            _Usable(
+                [paths[n] for n, _ in rows],
+                [files.labels[n - start] for n, _ in rows],
+                [facts.seen[row] for _, row in rows],
+            )
+        )
+        bad += [*files.bad, *(bad_files[path] for path in files.paths if path in bad_files)]
+        start = end
+    return usable, bad
 
 
 def held_out(labels: Sequence[str], *, share: float, seed: int) -> set[int]:
@@ -297,7 +438,7 @@ def held_out(labels: Sequence[str], *, share: float, seed: int) -> set[int]:
     return held
 
 
-def _check_enough(directory: Path, classes: Sequence[str], train: _Sound, test: _Sound) -> None:
+def _check_enough(directory: Path, classes: Sequence[str], train: _Usable, test: _Usable) -> None:
     if len(classes) < 2:
         listed = f"only {classes[0]!r}" if classes else "none"
         raise DataError(f"{directory}: expected pictures of two classes or more, found {listed}")

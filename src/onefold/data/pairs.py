@@ -1,33 +1,23 @@
-"""Pictures with a mask each: ``images/`` and ``masks/`` with the same names.
-
-A mask has a part that is meant, and the rest. Its pixels are meant where they are brighter than
-half; in a mask without any value above 1, where they are 1. A coloured pixel is as bright as its
-brightest channel.
-"""
+"""Pictures with a mask each: ``images/`` and ``masks/`` with the same names."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
-
-from onefold.data.bad import BadFile, refuse
+from onefold.data.bad import BadFile, readable, refuse
 from onefold.data.classes import held_out, test_folder
 from onefold.data.digest import digest_of
-from onefold.data.pictures import Sums, decode_picture, look_through, open_picture
+from onefold.data.masks import MaskLook, MaskRule, look_at_mask
+from onefold.data.overlap import check_apart
+from onefold.data.pictures import Look, Sums, look_at, sum_looks, white_of
+from onefold.data.scan import Scanning, Seen, by_one_white, deep_note, pack_scan, scan_files
 from onefold.data.walk import picture_paths
 from onefold.errors import DataError
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
-__all__ = ["MaskedPictures", "Pair", "read_mask", "read_pairs"]
-
-_HALF = 127
+__all__ = ["MaskedPictures", "Pair", "read_pairs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,23 +41,42 @@ class MaskedPictures:
     test: list[Pair]
     sums: Sums
     """Over the pixels of the training pictures, as RGB."""
-    meant: int
-    """Pixels of the training masks that are meant."""
+    foreground: int
+    """Pixels of the training masks that are foreground."""
     pixels: int
-    """All pixels of the training masks."""
+    """Pixels of the training masks that are not void."""
+    void: int = 0
+    """Pixels of the training masks that count for neither side."""
     shortest: int
     """The shortest side of a training picture, in pixels."""
     left_out: list[BadFile]
     """What cannot be used."""
+    rule: MaskRule = field(default_factory=MaskRule)
+    """How masks are read."""
+    white: int | None = None
+    """Of pictures of more than 8 bits a pixel."""
+    notes: list[str] = field(default_factory=list)
+    """What to mention before training."""
+    scan: str = ""
+    """What was seen of the files, for `onefold.data.scan.read_scan`."""
 
     @property
     def digest(self) -> str:
         """The same for the same pictures, by their names and sums."""
         names = [[pair.name for pair in split] for split in (self.train, self.test)]
-        return digest_of(names, self.sums.totals, self.sums.squares, self.meant)
+        void = [self.void] if self.rule.void else []
+        return digest_of(names, self.sums.totals, self.sums.squares, self.foreground, *void)
 
 
-def read_pairs(directory: Path, *, holdout: float, seed: int, skip_bad: bool) -> MaskedPictures:
+def read_pairs(
+    directory: Path,
+    *,
+    holdout: float,
+    seed: int,
+    skip_bad: bool,
+    rule: MaskRule | None = None,
+    scanning: Scanning | None = None,
+) -> MaskedPictures:
     """Find pictures and masks, and read each of them once to see whether it can be.
 
     Args:
@@ -76,10 +85,13 @@ def read_pairs(directory: Path, *, holdout: float, seed: int, skip_bad: bool) ->
         holdout: share that becomes the test set where there is none.
         seed: draws that share.
         skip_bad: leave out what cannot be used; otherwise it is refused.
+        rule: which values of the masks are foreground.
+        scanning: how to look through the files.
 
     Raises:
         DataError: the folder has no such layout, or something in it cannot be used.
     """
+    rule = rule or MaskRule()
     if (directory / "train").is_dir():
         train, test = _pairs(directory / "train"), _pairs(test_folder(directory))
     else:
@@ -87,83 +99,148 @@ def read_pairs(directory: Path, *, holdout: float, seed: int, skip_bad: bool) ->
         held = held_out(["pair"] * len(whole.pairs), share=holdout, seed=seed)
         train = _Found([p for i, p in enumerate(whole.pairs) if i not in held], whole.bad)
         test = _Found([p for i, p in enumerate(whole.pairs) if i in held], [])
-    looks = look_through(_look, train.pairs), look_through(_look, test.pairs)
-    bad = [*train.bad, *test.bad]
-    bad += [look for part in looks for look in part if isinstance(look, BadFile)]
+    looks, bad = _look_through([*train.pairs, *test.pairs], directory, rule, scanning)
+    bad = [*train.bad, *test.bad, *bad]
     if not skip_bad:
         refuse(bad)
-    sound = [[look for look in part if isinstance(look, _Look)] for part in looks]
-    if not sound[0] or not sound[1]:
+    _require_one_scale(looks)
+    _require_named(directory, rule, looks)
+    known = set(train.pairs)
+    parts = [[look for look in looks if (look.pair in known) is first] for first in (True, False)]
+    if not parts[0] or not parts[1]:
         raise DataError(
             f"{directory}: expected pictures with masks to train and to test with, found "
-            f"{len(sound[0])} and {len(sound[1])}"
+            f"{len(parts[0])} and {len(parts[1])}"
         )
-    if not any(look.meant for look in sound[1]):
+    if not any(look.mask.foreground for look in parts[1]):
         raise DataError(
-            f"{directory}: expected masks to score with, none of the {len(sound[1])} to test with "
-            f"has a pixel that is meant"
+            f"{directory}: expected masks to score with, none of the {len(parts[1])} to test with "
+            f"has a foreground pixel"
         )
-    sums = Sums()
-    for look in sound[0]:
-        sums.join(look.sums)
+    return _of_looks(directory, parts[0], parts[1], bad, rule)
+
+
+def _of_looks(
+    directory: Path,
+    train: Sequence[_Look],
+    test: Sequence[_Look],
+    bad: list[BadFile],
+    rule: MaskRule,
+) -> MaskedPictures:
+    both = [*train, *test]
+    paths = [path for look in both for path in (look.pair.image, look.pair.mask)]
+    seen = [each for look in both for each in look.seen]
+    pictures = [look.picture for look in both]
+    void = sum(look.mask.void for look in train)
+    whole = sum(look.mask.size[0] * look.mask.size[1] for look in train)
+    contents = [[look.seen[0].content for look in part] for part in (train, test)]
+    names = [
+        [readable(look.pair.image.relative_to(directory)) for look in part]
+        for part in (train, test)
+    ]
+    notes = check_apart(
+        *contents, train_names=names[0], test_names=names[1], where=readable(directory)
+    )
     return MaskedPictures(
-        train=[look.pair for look in sound[0]],
-        test=[look.pair for look in sound[1]],
-        sums=sums,
-        meant=sum(look.meant for look in sound[0]),
-        pixels=sums.count,
-        shortest=min(look.shortest for look in sound[0]),
+        train=[look.pair for look in train],
+        test=[look.pair for look in test],
+        sums=sum_looks([look.picture for look in train], grey=False),
+        foreground=sum(look.mask.foreground for look in train),
+        pixels=whole - void,
+        void=void,
+        shortest=min(min(look.picture.size) for look in train),
         left_out=bad,
+        rule=rule,
+        white=white_of(pictures),
+        notes=[*deep_note(pictures), *notes],
+        scan=pack_scan(paths, seen, directory),
     )
 
 
-def read_mask(path: Path) -> Image:
-    """A mask of mode ``L``, 255 where it is meant and 0 elsewhere.
+@dataclass(frozen=True, slots=True)
+class _Look:
+    pair: Pair
+    seen: tuple[Seen, Seen]
+    """Of the picture and the mask."""
+
+    @property
+    def picture(self) -> Look:
+        look: Look = self.seen[0].look
+        return look
+
+    @property
+    def mask(self) -> MaskLook:
+        look: MaskLook = self.seen[1].look
+        return look
+
+
+def _look_through(
+    pairs: Sequence[Pair], directory: Path, rule: MaskRule, scanning: Scanning | None
+) -> tuple[list[_Look], list[BadFile]]:
+    """What is seen of all pairs, and what is wrong with some."""
+    see_mask = partial(look_at_mask, rule=rule)
+    files = [(pair.image, "picture", look_at) for pair in pairs]
+    masks = [(pair.mask, f"mask:{rule}", see_mask) for pair in pairs]
+    found = scan_files([*files, *masks], directory, scanning)
+    looks, bad = [], []
+    for pair, picture, mask in zip(pairs, found[: len(pairs)], found[len(pairs) :], strict=True):
+        if isinstance(picture, Seen) and isinstance(mask, Seen):
+            width, height = picture.look.size
+            if mask.look.size == (width, height):
+                looks.append(_Look(pair, (picture, mask)))
+                continue
+            came = "x".join(map(str, mask.look.size))
+            reason = (
+                f"expected a mask of {width}x{height} pixels, the size of {readable(pair.image)}, "
+                f"got {came}"
+            )
+            bad.append(BadFile(pair.mask, reason))
+        bad += [each for each in (picture, mask) if isinstance(each, BadFile)]
+    pictures = by_one_white([x.pair.image for x in looks], [x.seen[0] for x in looks])
+    aligned = zip(looks, pictures, strict=True)
+    return [_Look(look.pair, (picture, look.seen[1])) for look, picture in aligned], bad
+
+
+def _require_one_scale(looks: Sequence[_Look]) -> None:
+    """Refuse masks of 0 and 1 among masks of 0 and 255: numbers of classes look like that.
 
     Raises:
-        DataError: it cannot be read, or has numbers of classes, or only dark pixels.
+        DataError: there are both.
     """
-    return _binary(open_picture(path, scaled=False), path)
-
-
-def _binary(mask: Image, path: Path) -> Image:
-    from PIL import Image
-
-    values = np.asarray(mask)
-    if values.ndim == 3:
-        values = values.max(axis=2)
-    brightest = int(values.max(initial=0))
-    if 1 < brightest <= _HALF:
+    first: dict[int, _Look] = {}
+    for look in looks:
+        first.setdefault(look.mask.scale, look)
+    if 1 in first and 255 in first:
+        small, large = (readable(first[scale].pair.mask) for scale in (1, 255))
         raise DataError(
-            f"{path}: expected a mask of 0 and 1, or of 0 and 255, the brightest pixel of this one "
-            f"has {brightest}"
+            f"{small}: expected masks that are all of 0 and 1, or all of 0 and 255; this one has "
+            f"{', '.join(first[1].mask.values)}, and {large} has "
+            f"{', '.join(first[255].mask.values)}. Name the foreground, such as --foreground 1, "
+            f"and what belongs to neither side, such as --void 255"
         )
-    if brightest > 1 and set(np.unique(values).tolist()) <= {0, 1, brightest} and 1 in values:
-        raise DataError(
-            f"{path}: expected a mask of 0 and 1, or of 0 and 255, this one has 1 and {brightest}, "
-            f"so that nobody knows which is meant"
-        )
-    limit = _HALF if brightest > 1 else 0
-    return Image.fromarray(np.where(values > limit, 255, 0).astype(np.uint8))
 
 
-def mask_tensor(mask: Image) -> torch.Tensor:
-    """(h, w) float32, 1 where it is meant."""
-    return torch.from_numpy(np.array(mask)).to(torch.float32) / 255
+def _require_named(directory: Path, rule: MaskRule, looks: Sequence[_Look]) -> None:
+    """Refuse values of the rule that no mask has.
+
+    Raises:
+        DataError: there is one.
+    """
+    found = {text for look in looks for text in look.mask.named}
+    for option in ("foreground", "void"):
+        for text in getattr(rule, option):
+            if looks and text not in found:
+                values = list(dict.fromkeys(value for x in looks for value in x.mask.values))[:8]
+                raise DataError(
+                    f"--{option} {text}: expected a value of the masks, none in "
+                    f"{readable(directory)} has it; among theirs are {', '.join(values)}"
+                )
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
     pairs: list[Pair]
     bad: list[BadFile]
-
-
-@dataclass(frozen=True, slots=True)
-class _Look:
-    pair: Pair
-    sums: Sums
-    meant: int
-    shortest: int
 
 
 def _pairs(directory: Path) -> _Found:
@@ -212,22 +289,3 @@ def _by_stem(directory: Path, bad: list[BadFile]) -> dict[str, list[Path]]:
     for path in picture_paths(directory, bad):
         found.setdefault(str(path.relative_to(directory).with_suffix("")), []).append(path)
     return found
-
-
-def _look(pair: Pair) -> _Look | BadFile:
-    path = pair.image
-    try:
-        image = decode_picture(path).convert("RGB")
-        path = pair.mask
-        mask = _binary(decode_picture(path, scaled=False), path)
-    except DataError as error:
-        return BadFile(path, str(error).removeprefix(f"{path}: "))
-    if mask.size != image.size:
-        return BadFile(
-            pair.mask,
-            f"expected a mask of {image.width}x{image.height} pixels, the size of "
-            f"{pair.image}, got {mask.width}x{mask.height}",
-        )
-    sums = Sums()
-    sums.add(np.asarray(image))
-    return _Look(pair, sums, int(np.count_nonzero(np.asarray(mask))), min(image.size))

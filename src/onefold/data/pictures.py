@@ -1,24 +1,37 @@
 """Reads pictures, one or all of them, and says before training which cannot be read.
 
 A picture here is a ``PIL.Image`` of mode ``L`` (grey) or ``RGB``, turned as its EXIF note says.
+
+Note: more than 8 bits
+----------------------
+A file of 16 bits does not say how many of them its camera used. If white were 65535 for all, data
+of 12 bits would come down to 16 greys; if each picture had its own white, a dark one would become
+as bright as the others. So a data set has one white, `white_of` all its pictures: the largest
+number of so many bits as its largest value needs. It is kept with the run, for new pictures.
+
+Note: large JPEGs
+-----------------
+The look before training needs no more than size, soundness and mean colours. The decoder can leave
+out the finest detail of a large JPEG, which takes a fraction of the time. Training reads all of it.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import math
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from math import sqrt
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import numpy as np
 import torch
 
-from onefold.data.bad import BadFile, readable
+from onefold.data.bad import readable
 from onefold.errors import DataError, LaunchError
 
 if TYPE_CHECKING:
@@ -28,20 +41,25 @@ __all__ = [
     "ArrayPictures",
     "Look",
     "Mode",
-    "PictureFacts",
     "PictureFiles",
     "Pictures",
     "Sums",
-    "decode_picture",
+    "Watch",
+    "count_levels",
+    "is_deep",
     "is_picture",
+    "load_picture",
+    "look_at",
     "look_through",
     "open_picture",
     "require_pillow",
-    "scan_pictures",
     "sum_looks",
+    "white_of",
 ]
 
 Mode = Literal["L", "RGB"]
+Watch = Callable[[int, int], None]
+"""Takes how many things have been looked at, and how many there are; threads call it in turn."""
 _Item = TypeVar("_Item")
 _Seen = TypeVar("_Seen")
 
@@ -57,6 +75,11 @@ _FILES_AT_ONCE = 16
 """What a thread is given in turn: an entry in its queue is larger than what is kept of a file."""
 _PIXELS_AT_ONCE = 1 << 20
 """What is counted in turn: counting takes eight bytes for each."""
+_LOOKED_AT = 512
+"""Pixels of a JPEG's shorter side, at least, that are looked at where it has more."""
+_TURNED = range(5, 9)
+"""Orientations in an EXIF note by which width and height change places."""
+_ORIENTATION = 0x0112
 
 
 class Pictures(Protocol):
@@ -76,18 +99,20 @@ class PictureFiles:
 
     Args:
         paths: one for each picture.
-        root: names are told from here on.
+        root: names are reported from here on.
+        white: of all that have more than 8 bits; None takes the usual one of each.
     """
 
-    def __init__(self, paths: Sequence[Path], root: Path) -> None:
+    def __init__(self, paths: Sequence[Path], root: Path, white: int | None = None) -> None:
         self.paths = paths
+        self.white = white
         self._root = root
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def __getitem__(self, index: int) -> Image:
-        return open_picture(self.paths[index])
+        return open_picture(self.paths[index], white=self.white)
 
     def name(self, index: int) -> str:
         """The path from the root of the data."""
@@ -135,11 +160,23 @@ class Sums:
 
     def add(self, pixels: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]) -> None:
         """Add pictures, (..., c) uint8."""
+        self._add_counts([count_levels(channel) for channel in np.moveaxis(pixels, -1, 0)])
+
+    def add_picture(self, picture: Image) -> None:
+        """Add a picture of mode ``L`` or ``RGB``."""
+        self._add_counts(list(np.array(picture.histogram(), dtype=np.int64).reshape(-1, 256)))
+
+    def _add_counts(self, counts: Sequence[np.ndarray[tuple[int], np.dtype[np.int64]]]) -> None:
+        """Add pixels by how many there are of each level, for every channel."""
         levels = np.arange(256)
-        counts = [_count_levels(channel) for channel in np.moveaxis(pixels, -1, 0)]
         totals = [int(count @ levels) for count in counts]
         squares = [int(count @ (levels * levels)) for count in counts]
         self.join(Sums(int(counts[0].sum()), totals, squares))
+
+    def times(self, factor: int) -> Sums:
+        """As if every pixel were there so many times."""
+        totals, squares = ([each * factor for each in part] for part in (self.totals, self.squares))
+        return Sums(self.count * factor, totals, squares)
 
     def join(self, other: Sums) -> None:
         """Add what another one has gathered."""
@@ -157,7 +194,7 @@ class Sums:
             (self.count * square - total**2) / (self.count * 255) ** 2
             for total, square in zip(self.totals, self.squares, strict=True)
         ]
-        return means, tuple(max(sqrt(variance), 1 / 255) for variance in variances)
+        return means, tuple(max(math.sqrt(variance), 1 / 255) for variance in variances)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,22 +206,23 @@ class Look:
     grey: bool
     sums: Sums
     """Over its pixels, of one channel if it is grey."""
+    largest: float | None = None
+    """The largest value, where it has more than 8 bits a pixel."""
+    fractions: bool = False
+    """Its values are no whole numbers, and none is above 1."""
+    white: int | None = None
+    """The white by which the sums were taken, where it has more than 8 bits a pixel."""
 
+    def packed(self) -> list[Any]:
+        """As JSON can hold it."""
+        sums = [self.sums.count, self.sums.totals, self.sums.squares]
+        return [list(self.size), self.grey, sums, self.largest, self.fractions, self.white]
 
-@dataclass(frozen=True, slots=True)
-class PictureFacts:
-    """What a look through pictures has found."""
-
-    sound: list[int]
-    """Numbers of those that can be read."""
-    bad: list[BadFile]
-    looks: list[Look]
-    """What is kept of each sound one."""
-
-    @property
-    def grey(self) -> bool:
-        """All sound ones are grey."""
-        return bool(self.looks) and all(look.grey for look in self.looks)
+    @classmethod
+    def unpacked(cls, values: Sequence[Any]) -> Look:
+        """From what `packed` gave."""
+        (width, height), grey, sums, *deep = values
+        return cls((width, height), grey, Sums(*sums), *deep)
 
 
 def require_pillow() -> None:
@@ -205,14 +243,19 @@ def is_picture(path: Path) -> bool:
     return path.suffix.lower() in _SUFFIXES and not path.name.startswith(".")
 
 
-def open_picture(path: Path, *, scaled: bool = True) -> Image:
+def open_picture(path: Path, *, white: int | None = None) -> Image:
     """Read a picture as a whole, to mode ``L`` if it is grey, or else ``RGB``.
+
+    Args:
+        path: of the file.
+        white: of more than 8 bits; None takes the usual one: 65535 for 16 bits, else the first of
+            1 (fractions), 255 and 65535 that no value is above.
 
     Raises:
         DataError: it cannot be read; the message names the file.
     """
     with _pillow_quiet():
-        return decode_picture(path, scaled=scaled)
+        return _in_bytes(load_picture(path), path, white)
 
 
 @contextmanager
@@ -226,27 +269,41 @@ def _pillow_quiet() -> Iterator[None]:
         yield
 
 
-def decode_picture(path: Path, *, scaled: bool = True) -> Image:
-    """As `open_picture`, for threads that run within `look_through`.
+def load_picture(path: Path) -> Image:
+    """Read a picture as its file has it, turned as its note says; for threads of `look_through`.
 
-    Args:
-        path: of the file.
-        scaled: bring more than 8 bits to 8 as a whole; otherwise what is above 255 becomes 255.
+    Raises:
+        DataError: it cannot be read; the message names the file.
     """
     from PIL import Image, ImageOps
 
+    with _reading(path), Image.open(path) as opened:
+        opened.load()
+        return ImageOps.exif_transpose(opened)
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Whatever a damaged file raises, by its format, becomes one error that names it."""
     try:
-        with Image.open(path) as opened:
-            opened.load()
-            turned = ImageOps.exif_transpose(opened)
-        if turned.mode.startswith(("I", "F")):
-            turned = _to_bytes(turned, scaled=scaled)
-        return turned.convert("L" if turned.mode in _GREY_MODES else "RGB")
+        yield
     except MemoryError:
         raise
-    except Exception as error:  # a damaged file may raise anything, by its format
+    except Exception as error:
         came = _what_came(path, error)
         raise DataError(f"{readable(path)}: expected a picture that can be read: {came}") from error
+
+
+def is_deep(picture: Image) -> bool:
+    """Whether a picture has more than 8 bits a pixel."""
+    return picture.mode.startswith(("I", "F"))
+
+
+def _in_bytes(picture: Image, path: Path, white: int | None) -> Image:
+    with _reading(path):
+        if is_deep(picture):
+            picture = _to_bytes(picture, white)
+        return picture.convert("L" if picture.mode in _GREY_MODES else "RGB")
 
 
 def _what_came(path: Path, error: Exception) -> str:
@@ -261,54 +318,84 @@ def _what_came(path: Path, error: Exception) -> str:
     return f"a file of no known format that begins with {start!r}" if start else "an empty file"
 
 
-def _to_bytes(picture: Image, *, scaled: bool) -> Image:
-    """A grey picture of more than 8 bits a pixel, scaled as a whole to 8.
-
-    Only 16 bits say what white is. Other numbers go up to 1 (fractions), 255 or 65535, whichever
-    holds them all; what is not finite is black.
-    """
+def _to_bytes(picture: Image, white: int | None) -> Image:
+    """A grey picture of more than 8 bits a pixel, scaled as a whole to 8."""
     from PIL import Image
 
-    values = np.nan_to_num(np.asarray(picture, dtype=np.float64), posinf=0, neginf=0)
-    whites = [65535] if picture.mode.startswith("I;16") else [255, 65535]
-    if picture.mode == "F":
-        whites.insert(0, 1)
-    if not scaled:
-        return Image.fromarray(values.clip(0, 255).astype(np.uint8))
-    white = next((white for white in whites if values.max() <= white), 65535)
+    values = _finite(picture)
+    if white is None:
+        white = _usual_white(picture.mode, values.max())
     return Image.fromarray((values.clip(0, white) * (255 / white)).astype(np.uint8))
 
 
-def scan_pictures(paths: Sequence[Path]) -> PictureFacts:
-    """Read every picture once: which are sound, how large they are, and the sums of their pixels.
+def _finite(picture: Image) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+    """Its values; what is not finite is black."""
+    return np.nan_to_num(np.asarray(picture, dtype=np.float64), posinf=0, neginf=0)
 
-    Args:
-        paths: of the files.
+
+def _usual_white(mode: str, largest: float) -> int:
+    """Of a picture alone: only 16 bits say what white is."""
+    whites = [65535] if mode.startswith("I;16") else [255, 65535]
+    if mode == "F":
+        whites.insert(0, 1)
+    return next((white for white in whites if largest <= white), 65535)
+
+
+def white_of(looks: Iterable[Look]) -> int | None:
+    """The white of all pictures of a data set that have more than 8 bits a pixel; None without any.
+
+    >>> deep = [Look((1, 1), True, Sums(), largest=value) for value in (90.0, 4000.0)]
+    >>> white_of(deep)
+    4095
     """
-    looks = look_through(_look, paths)
-    return PictureFacts(
-        sound=[number for number, look in enumerate(looks) if isinstance(look, Look)],
-        bad=[look for look in looks if isinstance(look, BadFile)],
-        looks=[look for look in looks if isinstance(look, Look)],
-    )
+    deep = [look for look in looks if look.largest is not None]
+    if not deep:
+        return None
+    if all(look.fractions for look in deep):
+        return 1
+    largest = max(look.largest or 0.0 for look in deep)
+    bits = max(8, math.ceil(largest).bit_length())
+    return int((1 << bits) - 1)
 
 
-def look_through(look: Callable[[_Item], _Seen], items: Sequence[_Item]) -> list[_Seen]:
+def look_through(
+    look: Callable[[_Item], _Seen], items: Sequence[_Item], watch: Watch | None = None
+) -> list[_Seen]:
     """What a function says of each of many things that it reads pictures for, by several threads.
 
+    An exception, Ctrl-C among them, ends it after the pictures that are being read.
+
     Args:
-        look: reads by `decode_picture`.
+        look: reads by `load_picture` or `look_at`.
         items: what it is called with.
+        watch: called after every item.
     """
     from PIL import Image
 
+    stopped, counting, done = threading.Event(), threading.Lock(), 0
+
     def look_at_all(group: Sequence[_Item]) -> list[_Seen]:
-        return [look(item) for item in group]
+        nonlocal done
+        seen = []
+        for item in group:
+            if stopped.is_set():
+                break
+            seen.append(look(item))
+            if watch is not None:
+                with counting:
+                    done += 1
+                    watch(done, len(items))
+        return seen
 
     Image.init()  # or threads that load formats at the same time may take one for unknown
     groups = [items[i : i + _FILES_AT_ONCE] for i in range(0, len(items), _FILES_AT_ONCE)]
     with _pillow_quiet(), ThreadPoolExecutor(_READERS) as readers:
-        return [seen for group in readers.map(look_at_all, groups) for seen in group]
+        try:
+            return [seen for group in readers.map(look_at_all, groups) for seen in group]
+        except BaseException:
+            stopped.set()
+            readers.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 def sum_looks(looks: Iterable[Look], *, grey: bool) -> Sums:
@@ -321,18 +408,51 @@ def sum_looks(looks: Iterable[Look], *, grey: bool) -> Sums:
     return whole
 
 
-def _look(path: Path) -> Look | BadFile:
-    try:
-        picture = decode_picture(path)
-    except DataError as error:
-        return BadFile(path, str(error).removeprefix(f"{readable(path)}: "))
-    pixels = np.asarray(picture)
+def look_at(path: Path, white: int | None = None) -> Look:
+    """Read a picture for what is to be kept of it; for threads of `look_through`.
+
+    Args:
+        path: of the file.
+        white: of more than 8 bits; None takes that of the picture alone.
+
+    Raises:
+        DataError: it cannot be read; the message names the file.
+    """
+    picture, size, factor = _load_small(path)
+    largest, fractions = None, False
+    if is_deep(picture):
+        with _reading(path):
+            values = _finite(picture)
+            largest = float(values.max())
+            fractions = picture.mode == "F" and largest <= 1
+            alone = Look(size, True, Sums(), largest, fractions)
+            white = white_of([alone]) if white is None else white
+    else:
+        white = None
+    picture = _in_bytes(picture, path, white)
     sums = Sums()
-    sums.add(pixels[..., None] if pixels.ndim == 2 else pixels)
-    return Look(picture.size, picture.mode == "L", sums)
+    sums.add_picture(picture)
+    return Look(size, picture.mode == "L", sums.times(factor), largest, fractions, white)
 
 
-def _count_levels(
+def _load_small(path: Path) -> tuple[Image, tuple[int, int], int]:
+    """A picture, with less detail if it is a large JPEG; its whole size; and for how many pixels
+    one of these stands.
+    """
+    from PIL import Image, ImageOps
+
+    with _reading(path), Image.open(path) as opened:
+        width, height = opened.size
+        if opened.format in ("JPEG", "MPO"):
+            opened.draft(None, (_LOOKED_AT, _LOOKED_AT))
+        step = round(width / opened.width)
+        opened.load()
+        if opened.getexif().get(_ORIENTATION) in _TURNED:
+            width, height = height, width
+        return ImageOps.exif_transpose(opened), (width, height), step * step
+
+
+def count_levels(
     channel: np.ndarray[tuple[int, ...], np.dtype[np.uint8]],
 ) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """How many pixels there are of each of the 256 levels."""

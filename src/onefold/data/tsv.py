@@ -6,8 +6,9 @@ decision (`onefold.data.bad.refuse`).
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 
@@ -46,6 +47,8 @@ class TextSplits:
     """Labels of the training set in order: by value if all are whole numbers, else by letter."""
     left_out: list[BadFile]
     """Lines of either file that are in neither list."""
+    notes: list[str] = field(default_factory=list)
+    """What to mention before training."""
 
     @property
     def digest(self) -> str:
@@ -64,7 +67,7 @@ def read_tsv(path: str | PathLike[str]) -> tuple[list[Line], list[BadFile]]:
 
     Raises:
         OSError: the file cannot be read.
-        DataError: it has no sound line.
+        DataError: it has no sound line, or is UTF-16.
 
     Example:
         >>> import pathlib, tempfile
@@ -77,8 +80,10 @@ def read_tsv(path: str | PathLike[str]) -> tuple[list[Line], list[BadFile]]:
         "expected a text, a tab and a label, got no tab in 'no label'"
     """
     path = Path(path)
+    whole = path.read_bytes()
+    _refuse_utf16(path, whole)
     lines, bad = [], []
-    for number, content in enumerate(split_lines(path.read_bytes()), start=1):
+    for number, content in enumerate(split_lines(whole), start=1):
         try:
             lines.append(_read_line(content, number))
         except ValueError as wrong:
@@ -106,16 +111,32 @@ def read_splits(train: str | PathLike[str], dev: str | PathLike[str]) -> TextSpl
     train_lines, train_bad = read_tsv(train)
     classes = _in_order({line.label for line in train_lines})
     if len(classes) < 2:
-        raise DataError(
-            f"{train}: expected labels of two classes or more, got {classes[0]!r} on all "
-            f"{len(train_lines)} sound lines"
-        )
+        expected = f"expected labels of two classes or more, got {classes[0]!r} on all"
+        if train_bad:
+            raise DataError(
+                f"{train}: {expected} {len(train_lines)} lines that can be used; {len(train_bad)} "
+                f"others cannot, the first of them: {train_bad[0]}"
+            )
+        raise DataError(f"{train}: {expected} {len(train_lines)} sound lines")
     dev_lines, dev_bad = read_tsv(dev)
     known, strange = _part_by_label(dev_lines, dev, classes)
     if not known:
         raise DataError(f"{dev}: expected a line that can be used, got {_none_of(strange)}")
     dev_bad = sorted(dev_bad + strange, key=lambda each: each.line or 0)
     return TextSplits(train_lines, known, classes, train_bad + dev_bad)
+
+
+def _refuse_utf16(path: Path, content: bytes) -> None:
+    """Refuse what has no line in common with a file of UTF-8.
+
+    Raises:
+        DataError: the file says that it is UTF-16.
+    """
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise DataError(
+            f"{path}: expected text in UTF-8, this is UTF-16: convert it, such as with iconv -f "
+            f"UTF-16 -t UTF-8"
+        )
 
 
 def split_lines(content: bytes) -> list[bytes]:
@@ -139,7 +160,10 @@ def _decode(content: bytes) -> str:
         line = content.decode()
     except UnicodeDecodeError as wrong:
         byte = f"{content[wrong.start]:02x}"
-        raise ValueError(f"expected UTF-8, got {byte} as byte {wrong.start + 1}") from None
+        raise ValueError(
+            f"expected UTF-8, got {byte} as byte {wrong.start + 1} (if it is Latin-1: iconv -f "
+            f"WINDOWS-1252 -t UTF-8 converts the file)"
+        ) from None
     if "\0" in line:
         raise ValueError(f"expected text, got a NUL as character {line.index(chr(0)) + 1}")
     return line

@@ -5,10 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from onefold.data.bad import BadFile
+from onefold.data.bad import BadFile, readable
 from onefold.data.pictures import is_picture
+from onefold.errors import DataError
 
-__all__ = ["is_visible_folder", "picture_paths"]
+__all__ = ["is_visible_folder", "picture_paths", "require_folder"]
+
+
+def require_folder(path: Path, expected: str) -> None:
+    """Refuse what is no folder.
+
+    Args:
+        path: what ``--data`` names.
+        expected: in words.
+
+    Raises:
+        DataError: it is something else, or nothing.
+    """
+    if path.is_dir():
+        return
+    nothing = "there is no such folder" + ("" if path.is_absolute() else f" in {Path.cwd()}")
+    came = "this is a file" if path.exists() else nothing
+    raise DataError(f"--data {readable(path)}: expected {expected}; {came}")
 
 
 def picture_paths(folder: Path, bad: list[BadFile]) -> list[Path]:

@@ -31,7 +31,9 @@ from onefold.data.classes import (
 )
 from onefold.data.fetch import fetch_dataset
 from onefold.data.pictures import Mode, require_pillow
-from onefold.errors import DataError, LaunchError
+from onefold.data.scan import Scanning
+from onefold.data.walk import require_folder
+from onefold.errors import LaunchError
 from onefold.jobs.classify_options import ClassifyOptions, Flip
 from onefold.jobs.examples import classifier_examples, save_picture
 from onefold.jobs.finetune import (
@@ -40,6 +42,7 @@ from onefold.jobs.finetune import (
     load_body,
     new_head,
     parameter_groups,
+    require_pretrained,
     reuse_rows,
     run_of,
 )
@@ -47,9 +50,9 @@ from onefold.jobs.options import Augment
 from onefold.jobs.rates import scaled_rate, usual_rate
 from onefold.jobs.runfolder import RunFolder, read_run
 from onefold.jobs.training import Task
-from onefold.models.catalog import MODELS, build_model, head_name, head_of
+from onefold.models.catalog import MODELS, build_model, head_name, head_of, import_timm
 
-__all__ = ["JOB", "ClassifyOptions", "PictureModel", "make_task", "prepare"]
+__all__ = ["JOB", "ClassifyOptions", "PictureModel", "check_early", "make_task", "prepare"]
 
 JOB = "classify"
 FETCHED = ("mnist", "fashion-mnist")
@@ -77,6 +80,8 @@ class PictureModel:
     std: tuple[float, ...]
     small_stem: bool | None
     """None for a model of one stem."""
+    white: int | None = None
+    """Of pictures of more than 8 bits a pixel."""
 
     @classmethod
     def of_run(cls, run: Path) -> PictureModel:
@@ -112,8 +117,33 @@ class PictureModel:
         return [CentreCrop(self.image_size, margin)]
 
 
-def prepare(options: ClassifyOptions) -> PictureClasses:
-    """Read and check the data.
+def check_early(options: ClassifyOptions) -> None:
+    """Refuse what can be known to fail before the data are read.
+
+    Raises:
+        LaunchError: a library is missing.
+        CheckpointError, DataError: the pretrained weights are not there.
+        ValueError: an option does not suit the model.
+    """
+    require_pillow()
+    require_pretrained(options.pretrained, JOB, options.pretrained_classes)
+    run = run_of(options.pretrained)
+    model = options.model or (PictureModel.of_run(run).name if run else USUAL_MODEL)
+    if model not in MODELS:
+        import_timm(model)
+    elif options.freeze or options.freeze_until:
+        fresh = build_model(
+            model, num_classes=2, in_channels=3, image_size=options.image_size or FIXED_SIDE
+        )
+        freeze(fresh, options, head_name(fresh))
+
+
+def prepare(options: ClassifyOptions, scanning: Scanning | None = None) -> PictureClasses:
+    """Read the data and see whether they can be used.
+
+    Args:
+        options: of the run.
+        scanning: how to look through files.
 
     Raises:
         DataError, FileNotFoundError, ValueError: they cannot be used.
@@ -125,16 +155,17 @@ def prepare(options: ClassifyOptions) -> PictureClasses:
     directory = Path(options.data)
     if options.data in FETCHED and not directory.is_dir():
         directory = fetch_dataset(options.data, Path(options.cache).expanduser())
-    if not directory.is_dir():
-        raise DataError(
-            f"--data {options.data}: expected a folder, or digits, {', '.join(FETCHED)}; there is "
-            f"no such folder from {Path.cwd()}"
-        )
+    require_folder(directory, f"a folder, or digits, {', '.join(FETCHED)}")
     if any(directory.glob("*-images-idx3-ubyte*")):
         names = FASHION_CLASSES if options.data == "fashion-mnist" else None
-        return read_idx_folder(directory, names)
+        return read_idx_folder(directory, names, labels_as_is=options.labels_as_is)
     return read_folders(
-        directory, holdout=options.holdout, seed=options.seed, skip_bad=options.skip_bad
+        directory,
+        holdout=options.holdout,
+        seed=options.seed,
+        skip_bad=options.skip_bad,
+        labels_as_is=options.labels_as_is,
+        scanning=scanning,
     )
 
 
@@ -244,7 +275,9 @@ def make_task(options: ClassifyOptions, data: PictureClasses) -> Task:
             "picture_model": asdict(kind),
             "frozen": frozen,
             "left_out": [str(each) for each in data.left_out],
+            "notes": data.notes,
         },
+        scan=data.scan,
     )
 
 
@@ -292,6 +325,7 @@ def _picture_model(options: ClassifyOptions, data: PictureClasses) -> PictureMod
         mean=_for_channels(mean, channels),
         std=_for_channels(std, channels),
         small_stem=stem if resnet else None,
+        white=data.white,
     )
 
 

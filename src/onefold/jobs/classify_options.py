@@ -48,6 +48,9 @@ class ClassifyOptions(TrainOptions):
         "By the numbers of ImageNet or of the data; auto: as pretrained weights want it.",
     )
     label_smoothing: float = option(0.0, "Share of a label that is spread over all classes.")
+    labels_as_is: bool = option(
+        False, "Accept every label as a class, even if they look like numbers, lists or typos."
+    )
     pretrained: str | None = option(
         None, "Begin with the weights of a file, or of the folder of a run.", shown="none"
     )

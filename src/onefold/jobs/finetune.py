@@ -26,6 +26,7 @@ __all__ = [
     "load_body",
     "new_head",
     "parameter_groups",
+    "require_pretrained",
     "reuse_rows",
     "run_of",
 ]
@@ -71,6 +72,36 @@ def best_checkpoint(run: Path) -> Path:
         raise CheckpointError(f"{folder}: expected the run's best weights there, found nothing")
     highest = str(read_run(run).get("score", "highest")).startswith("highest")
     return max(scored)[1] if highest else min(scored)[1]
+
+
+def require_pretrained(
+    pretrained: str | None, job: str, pretrained_classes: str | None = None
+) -> None:
+    """Refuse weights that are not there, before anything takes time.
+
+    Args:
+        pretrained: a file of weights, or a folder of a run or a checkpoint.
+        job: whose run it must be, if it is one.
+        pretrained_classes: a file of names.
+
+    Raises:
+        CheckpointError: there is nothing of that name, or the run has no weights yet.
+        DataError: the run is of another job.
+    """
+    run = run_of(pretrained)
+    if run is not None:
+        read_run(run, job)
+        best_checkpoint(run)
+    elif pretrained and not Path(pretrained).exists():
+        raise CheckpointError(
+            f"--pretrained {pretrained}: expected a file of weights, or the folder of a run; there "
+            f"is nothing of that name"
+        )
+    if pretrained_classes and not Path(pretrained_classes).is_file():
+        raise CheckpointError(
+            f"--pretrained-classes {pretrained_classes}: expected a file of class names, one a "
+            f"line; there is no such file"
+        )
 
 
 def _scored_checkpoints(folder: Path, score: str) -> list[tuple[float, Path]]:

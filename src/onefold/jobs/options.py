@@ -139,8 +139,8 @@ class TrainOptions:
         return Path(self.runs) / self.name
 
 
-RUN_OPTIONS = frozenset({"resume", "devices", "workers", "save_every", "epochs", "runs"})
-"""What may be another when a run goes on."""
+RUN_OPTIONS = frozenset({"data", "devices", "epochs", "resume", "runs", "save_every", "workers"})
+"""What may be another when a run goes on: data may have moved, as their digest decides."""
 
 
 def from_mapping(kind: type[_Options], values: Mapping[str, Any], source: str) -> _Options:

@@ -19,18 +19,15 @@ from torch.utils.data import Dataset
 import onefold
 from onefold.data.augment import LabelledPictures, Normalise
 from onefold.data.bad import BadFile, refuse
-from onefold.data.pictures import (
-    PictureFiles,
-    open_picture,
-    require_pillow,
-    scan_pictures,
-)
+from onefold.data.pictures import PictureFiles, open_picture, require_pillow
+from onefold.data.scan import Scanning, scan_pictures
 from onefold.data.tsv import split_lines
 from onefold.data.walk import picture_paths
 from onefold.errors import CheckpointError, DataError
 from onefold.jobs import classify, segment, text
 from onefold.jobs.finetune import best_checkpoint
-from onefold.jobs.runfolder import CHECKPOINTS, read_run
+from onefold.jobs.progress import ReadingBar
+from onefold.jobs.runfolder import CHECKPOINTS, read_run, require_writable
 from onefold.jobs.segment_pictures import Padded, whole_logits
 from onefold.jobs.tokens import EncodedTexts
 
@@ -202,7 +199,8 @@ def _read_pictures(paths: Sequence[Path], *, masks: bool) -> _Inputs:
     if not masks and len(set(found.values())) < len(found):
         found = {path: str(path) for path in found}  # or nobody could tell them apart
     files = list(found)
-    facts = scan_pictures(files)
+    with ReadingBar() as bar:
+        facts = scan_pictures(files, scanning=Scanning(watch=bar.watch))
     sound = [files[number] for number in facts.sound]
     return _Inputs(sound, [found[path] for path in sound], left_out=[*bad, *facts.bad])
 
@@ -241,6 +239,9 @@ def _check_output(job: str, output: Path | None) -> None:
         raise ValueError("expected --output with a folder for the masks")
     elif output.exists() and not output.is_dir():
         raise ValueError(f"--output {output}: expected a folder for the masks, this is a file")
+    if output is not None:
+        folder = output if job == segment.JOB else output.parent
+        require_writable(folder, "--output names another one")
 
 
 def _check_inputs_stay(job: str, inputs: _Inputs, output: Path | None) -> None:
@@ -315,7 +316,7 @@ def _predict_pictures(
 ) -> list[dict[str, Any]]:
     kind = classify.PictureModel.of_run(run)
     trainer = _trainer(kind.build(), run, weights)
-    pictures = PictureFiles(inputs.paths, Path())
+    pictures = PictureFiles(inputs.paths, Path(), kind.white)
     data = LabelledPictures(
         pictures, [0] * len(pictures), kind.mode, kind.test_changes, kind.normalise
     )
@@ -353,15 +354,17 @@ def _predict_texts(
 class _NumberedPictures(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """Whole pictures with their number where a mask would be."""
 
-    def __init__(self, paths: Sequence[Path], normalise: Normalise) -> None:
+    def __init__(self, paths: Sequence[Path], normalise: Normalise, white: int | None) -> None:
         self._paths = paths
         self._normalise = normalise
+        self._white = white
 
     def __len__(self) -> int:
         return len(self._paths)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        image = self._normalise(open_picture(self._paths[index]).convert("RGB"))
+        picture = open_picture(self._paths[index], white=self._white)
+        image = self._normalise(picture.convert("RGB"))
         return image, torch.full((1, 1), float(index))
 
 
@@ -377,7 +380,7 @@ def _predict_masks(
     padded = Padded(model.stride)
 
     def draw(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
-        """Write the masks of a shard where it is computed; the share of each that is meant."""
+        """Write the masks of a shard where it is computed; the share of each that is foreground."""
         said = whole_logits(model, batch, padded.stride).sigmoid() >= kind.threshold
         shares = []
         numbers = batch["masks"][:, 0, 0].to(torch.int64).tolist()
@@ -394,7 +397,7 @@ def _predict_masks(
 
     shares = trainer.predict(
         draw,
-        _NumberedPictures(inputs.paths, kind.normalise),
+        _NumberedPictures(inputs.paths, kind.normalise, kind.white),
         batch_size=options.batch_size or 8,
         workers=options.workers,
         collate=padded,

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import threading
 from typing import Any, final
 
+from rich.console import Console
 from rich.progress import (
     BarColumn,
+    MofNCompleteColumn,
     Progress,
     ProgressColumn,
     Task,
@@ -17,7 +20,7 @@ from rich.text import Text
 
 import onefold
 
-__all__ = ["SpeedColumn", "TrainingBar", "counted", "epoch_line", "phase_shares"]
+__all__ = ["ReadingBar", "SpeedColumn", "TrainingBar", "counted", "epoch_line", "phase_shares"]
 
 _COMPUTING = ("forward", "backward", "update")
 
@@ -39,6 +42,53 @@ class SpeedColumn(ProgressColumn):
     def render(self, task: Task) -> Text:
         speed = task.finished_speed or task.speed
         return Text("" if speed is None else f"{speed:,.0f} samples/s")
+
+
+@final
+class ReadingBar:
+    """How far the look through the files is: a bar on a terminal, else one line, on stderr.
+
+    Args:
+        console: to write to.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=True)
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=self._console,
+            transient=True,
+        )
+        self._task = self._progress.add_task("reading files", total=None)
+        self._begun = False
+        self._beginning = threading.Lock()
+
+    def __enter__(self) -> ReadingBar:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._begun and self._console.is_terminal:
+            self._progress.stop()
+
+    def watch(self, done: int, total: int) -> None:
+        """So many files of so many have been looked at."""
+        with self._beginning:
+            if not self._begun:
+                self._begin(total)
+        if self._console.is_terminal:
+            self._progress.update(self._task, completed=done, total=total)
+
+    def _begin(self, total: int) -> None:
+        self._begun = True
+        if self._console.is_terminal:
+            self._progress.update(self._task, total=total)
+            self._progress.start()
+        else:
+            text = f"onefold: reading {counted(total, 'file')}"
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 @final

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -10,19 +11,43 @@ from pathlib import Path
 from typing import Any
 
 import onefold
-from onefold.errors import CheckpointError, DataError, LaunchError, RunFailed
+from onefold.data.scan import Scanning, read_scan
+from onefold.errors import (
+    CheckpointError,
+    DataError,
+    LaunchError,
+    PeerFailed,
+    PeerLost,
+    RunFailed,
+)
 from onefold.jobs.options import (
     RUN_OPTIONS,
     TrainOptions,
     from_mapping,
     read_config,
 )
-from onefold.jobs.runfolder import CONFIG, RUN, check_folder, next_name, read_run
+from onefold.jobs.progress import ReadingBar
+from onefold.jobs.runfolder import (
+    CONFIG,
+    RUN,
+    SCAN,
+    check_folder,
+    next_name,
+    read_run,
+    require_room,
+)
 from onefold.jobs.training import Task, begin_training
 
 __all__ = ["Job", "read_options", "run_job"]
 
+_MAY_CHANGE = RUN_OPTIONS | {"cache", "dev", "labels_as_is"}
+"""The same, with options of single jobs: where data lie, and what is refused of them."""
 _INTERRUPTED = 130
+_REFUSED = 2
+_OUTER = frozenset({
+    errno.EACCES, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno.EPERM, errno.EROFS,
+})  # fmt: skip
+"""What a disk or its owner refuses, whatever the program does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +59,10 @@ class Job:
     """One line."""
     options: type[Any]
     """A kind of `TrainOptions`."""
-    prepare: Callable[[Any], Any]
-    """Reads and checks the data; raises before any training."""
+    check_early: Callable[[Any], None]
+    """Refuses options that can be known to fail before the data are read."""
+    prepare: Callable[..., Any]
+    """Reads the data, with a `Scanning`, and refuses before training what cannot be used."""
     settle: Callable[[Any, Any], Any]
     """Fills in options that were left to the data."""
     make_task: Callable[[Any, Any], Task]
@@ -65,12 +92,12 @@ def read_options(job: Job, given: dict[str, Any], config: Path | None) -> TrainO
     for field in fields(asked):
         now, then = getattr(asked, field.name), getattr(before, field.name)
         asked_for = field.name in named and now != "auto"
-        if asked_for and field.name not in RUN_OPTIONS | {"name"} and now != then:
+        if asked_for and field.name not in _MAY_CHANGE | {"name"} and now != then:
             raise ValueError(
                 f"--{field.name.replace('_', '-')} {now}: the run {asked.name} was begun with "
                 f"{then}, and --resume goes on with the same; a new --name begins another run"
             )
-    kept = {**saved, **{name: value for name, value in named.items() if name in RUN_OPTIONS}}
+    kept = {**saved, **{name: value for name, value in named.items() if name in _MAY_CHANGE}}
     resumed: TrainOptions = from_mapping(job.options, {**kept, "resume": True}, str(source))
     return resumed
 
@@ -88,9 +115,11 @@ def run_job(job: Job, options: TrainOptions) -> dict[str, Any]:
     """
     before = _said_before(options)
     _check_unfinished(options, before)
-    data = job.prepare(options)
-    for each in data.left_out:
-        print(f"onefold: left out: {each}", file=sys.stderr)
+    require_room(options.folder)
+    job.check_early(options)
+    data = _read_data(job, options)
+    for each in [*(f"left out: {bad}" for bad in data.left_out), *data.notes, *_without_report()]:
+        print(f"onefold: {each}", file=sys.stderr)
     _check_same_data(options, before, data.digest)
     settled = job.settle(options, data)
     try:
@@ -105,10 +134,40 @@ def run_job(job: Job, options: TrainOptions) -> dict[str, Any]:
             f"--resume goes on from its last checkpoint",
             failure.exit_code,
         ) from None
+    if isinstance(result, OSError):
+        place = f"{result.filename}: " if result.filename else ""
+        raise RunFailed(
+            f"{options.folder}: the run cannot be written any more: {place}{result.strerror}. Once "
+            f"that is mended, --runs {options.runs} --name {options.name} --resume goes on from "
+            f"its last checkpoint",
+            _REFUSED,
+        )
     if isinstance(result, Exception):
         raise result
     report = _report(settled.folder) if result["is_lead"] else None
     return {**result, "folder": str(settled.folder), "report": report}
+
+
+def _read_data(job: Job, options: TrainOptions) -> Any:
+    """What `Job.prepare` makes of the data; files that the run has seen are not read again."""
+    known = read_scan(options.folder / SCAN) if options.resume else {}
+    try:
+        with ReadingBar() as bar:
+            return job.prepare(options, Scanning(known=known, watch=bar.watch))
+    except KeyboardInterrupt:
+        stopped = "stopped while the data were read, before anything was trained or written"
+        raise RunFailed(stopped, _INTERRUPTED) from None
+
+
+def _without_report() -> list[str]:
+    """What to mention if no report can be drawn."""
+    if importlib.util.find_spec("matplotlib") is not None:
+        return []
+    note = (
+        "there will be no report, as matplotlib is not installed here: after pip install "
+        '"onefold[report]", onefold report makes it from the folder of the run'
+    )
+    return [note]
 
 
 def _said_before(options: TrainOptions) -> dict[str, Any]:
@@ -147,10 +206,26 @@ def _report(folder: Path) -> str | None:
 
 
 def _train(job: Job, options: TrainOptions, data: Any) -> dict[str, Any] | Exception:
-    """On every device; options that do not suit the model come back, alike from all of them."""
+    """On every device; what is no fault of the program comes back, and is no traceback.
+
+    Options that do not suit the model, and a folder that cannot be written to from the beginning,
+    come back alike from all devices. If the lead cannot write later, it comes back from there, and
+    the other devices only notice that the lead has left.
+    """
     try:
         task = job.make_task(options, data)
         training = begin_training(options, job.name, task)
     except (LaunchError, DataError, CheckpointError, ValueError, OSError) as error:
         return error
-    return training.run()
+    try:
+        return training.run()
+    except LaunchError as error:
+        return error
+    except OSError as error:
+        if training.is_lead and error.errno in _OUTER:
+            return error
+        raise
+    except (PeerFailed, PeerLost) as error:
+        if training.is_lead:
+            raise
+        return error

@@ -1,6 +1,7 @@
 """The folder of a run: what it was asked for, how it went, what it made.
 
-``config.toml`` holds all options, ``run.json`` what the run is and its best epoch,
+``config.toml`` holds all options, ``run.json`` what the run is and its best epoch, ``scan.json``
+what was seen of the data's files, so that a run that goes on need not read them all again,
 ``metrics.jsonl`` one line every few steps and every epoch, ``tensorboard/`` the same as events,
 ``checkpoints/`` the last and the best state, ``examples.json`` and ``pictures/`` what the report
 shows, ``report.html`` the report. Only the lead writes.
@@ -13,6 +14,7 @@ import importlib.util
 import json
 import math
 import os
+import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,11 +22,23 @@ from typing import Any
 from onefold.errors import DataError, LaunchError
 from onefold.jobs.options import TrainOptions, write_config
 
-__all__ = ["CHECKPOINTS", "CONFIG", "RUN", "RunFolder", "check_folder", "next_name", "read_run"]
+__all__ = [
+    "CHECKPOINTS",
+    "CONFIG",
+    "RUN",
+    "SCAN",
+    "RunFolder",
+    "check_folder",
+    "next_name",
+    "read_run",
+    "require_room",
+    "require_writable",
+]
 
 CHECKPOINTS = "checkpoints"
 CONFIG = "config.toml"
 RUN = "run.json"
+SCAN = "scan.json"
 LOCK = ".lock"
 
 
@@ -49,6 +63,55 @@ def check_folder(folder: Path, *, resume: bool) -> None:
         raise LaunchError(f"{folder} is there, but holds no run: another --name begins one")
     if not begun and resume:
         raise LaunchError(f"--resume: there is no run in {folder}; leave --resume out to begin one")
+
+
+def require_writable(folder: Path, otherwise: str) -> None:
+    """Refuse a folder in which no file can be made, or that cannot be made itself.
+
+    Args:
+        folder: it need not be there yet.
+        otherwise: what to do, for the error.
+
+    Raises:
+        LaunchError: it is one.
+    """
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    try:
+        tempfile.TemporaryFile(dir=nearest).close()
+    except OSError as error:
+        raise LaunchError(
+            f"{folder}: expected a folder that can be written to, got {error.strerror} in "
+            f"{nearest}: {otherwise}"
+        ) from error
+
+
+def require_room(folder: Path) -> None:
+    """Refuse to begin what could not be written, before anything takes time.
+
+    Args:
+        folder: of the run; it need not be there yet.
+
+    Raises:
+        LaunchError: no file can be made there, or another process is at work in it.
+    """
+    require_writable(folder, "--runs names another one")
+    try:
+        lock = os.open(folder / LOCK, os.O_RDONLY)
+    except FileNotFoundError:
+        return
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: others may look as well
+    except OSError as error:
+        raise _held(folder, error) from error
+    finally:
+        os.close(lock)
+
+
+def _held(folder: Path, error: OSError) -> LaunchError:
+    return LaunchError(
+        f"{folder}: another process is at work in this folder ({error.strerror}); wait for its "
+        f"end, or give this run another --name"
+    )
 
 
 def check_folder_is_free(folder: Path) -> None:
@@ -146,10 +209,7 @@ class RunFolder:
         try:
             fcntl.lockf(self._locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise LaunchError(
-                f"{self.path}: another process is at work in this folder ({error.strerror}); wait "
-                f"for its end, or give this run another --name"
-            ) from error
+            raise _held(self.path, error) from error
 
     def close(self) -> None:
         """Bring all events to the disk, and let others go on with the run."""
@@ -182,6 +242,11 @@ class RunFolder:
             return []
         whole = self._metrics.read_text(encoding="utf-8").rpartition("\n")[0]
         return [json.loads(line) for line in whole.splitlines()]
+
+    def keep_scan(self, scan: str) -> None:
+        """Note what was seen of the data's files."""
+        if self._is_lead and scan:
+            _write_whole(self.path / SCAN, scan)
 
     def write_examples(self, examples: dict[str, Any]) -> None:
         """Note what the report shows of the model at work."""

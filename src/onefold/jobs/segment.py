@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,8 +14,11 @@ from torch.utils.data import Subset
 
 import onefold
 from onefold.data.augment import IMAGENET, Normalise
-from onefold.data.pairs import MaskedPictures, Pair, read_mask, read_pairs
+from onefold.data.masks import read_mask
+from onefold.data.pairs import MaskedPictures, Pair, read_pairs
 from onefold.data.pictures import open_picture, require_pillow
+from onefold.data.scan import Scanning
+from onefold.data.walk import require_folder
 from onefold.errors import CheckpointError, DataError
 from onefold.jobs.examples import SHOWN, save_picture
 from onefold.jobs.finetune import (
@@ -25,6 +28,7 @@ from onefold.jobs.finetune import (
     lacking_names,
     listed,
     parameter_groups,
+    require_pretrained,
     run_of,
 )
 from onefold.jobs.rates import scaled_rate, usual_rate
@@ -35,16 +39,22 @@ from onefold.jobs.segment_pictures import (
     Crops,
     Padded,
     WholePictures,
-    inside,
+    counted_pixels,
     whole_logits,
 )
 from onefold.jobs.training import Task
 from onefold.models.unet import UNet
 
-if TYPE_CHECKING:
-    pass
-
-__all__ = ["JOB", "MaskModel", "SegmentOptions", "make_task", "overlaps", "prepare", "settle"]
+__all__ = [
+    "JOB",
+    "MaskModel",
+    "SegmentOptions",
+    "check_early",
+    "make_task",
+    "overlaps",
+    "prepare",
+    "settle",
+]
 
 JOB = "segment"
 HEAD = "head"
@@ -54,22 +64,43 @@ LARGEST_SHOWN = 512
 """Pixels of a prediction's longer side in a report."""
 
 
-def prepare(options: SegmentOptions) -> MaskedPictures:
-    """Read and check the data.
+def check_early(options: SegmentOptions) -> None:
+    """Refuse what can be known to fail before the data are read.
 
     Raises:
-        DataError: they cannot be used.
+        LaunchError: Pillow is missing.
+        CheckpointError, DataError: the pretrained weights are not there.
+        ValueError: an option does not suit the model.
+    """
+    require_pillow()
+    require_pretrained(options.pretrained, JOB)
+    if options.freeze or options.freeze_until:
+        run = run_of(options.pretrained)
+        encoder = options.encoder or (MaskModel.of_run(run).encoder if run else USUAL_ENCODER)
+        freeze(UNet(encoder, width=2), options, HEAD)
+
+
+def prepare(options: SegmentOptions, scanning: Scanning | None = None) -> MaskedPictures:
+    """Read the data and see whether they can be used.
+
+    Args:
+        options: of the run.
+        scanning: how to look through files.
+
+    Raises:
+        DataError: they cannot.
         LaunchError: Pillow is missing.
     """
     require_pillow()
     directory = Path(options.data)
-    if not directory.is_dir():
-        raise DataError(
-            f"--data {directory}: expected a folder with images and masks; there is no such folder "
-            f"from {Path.cwd()}"
-        )
+    require_folder(directory, "a folder with images and masks")
     return read_pairs(
-        directory, holdout=options.holdout, seed=options.seed, skip_bad=options.skip_bad
+        directory,
+        holdout=options.holdout,
+        seed=options.seed,
+        skip_bad=options.skip_bad,
+        rule=options.mask_rule,
+        scanning=scanning,
     )
 
 
@@ -104,6 +135,8 @@ class MaskModel:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     threshold: float
+    white: int | None = None
+    """Of pictures of more than 8 bits a pixel."""
 
     @classmethod
     def of_run(cls, run: Path) -> MaskModel:
@@ -147,11 +180,12 @@ def make_task(options: SegmentOptions, data: MaskedPictures) -> Task:
     threshold = options.threshold
 
     def mean_loss(logits: torch.Tensor, batch: Any) -> onefold.Mean:
-        """Over the pixels of the pictures, not of their padding."""
+        """Over the pixels of the pictures, not of their padding, nor where masks are void."""
+        masks = batch["masks"].clamp(min=0)
         losses = F.binary_cross_entropy_with_logits(
-            logits, batch["masks"], pos_weight=weight.to(logits.device), reduction="none"
+            logits, masks, pos_weight=weight.to(logits.device), reduction="none"
         )
-        counted = inside(batch["sizes"], *logits.shape[1:])
+        counted = counted_pixels(batch)
         return onefold.Mean((losses * counted).sum(), counted.sum())
 
     def loss(model: nn.Module, batch: Any) -> onefold.Mean:
@@ -167,7 +201,7 @@ def make_task(options: SegmentOptions, data: MaskedPictures) -> Task:
         }
 
     padded = Padded(model.stride)
-    test_set = WholePictures(data.test, kind.normalise)
+    test_set = WholePictures(data.test, kind.normalise, data.rule, data.white)
     return Task(
         model=model,
         groups=parameter_groups(
@@ -176,7 +210,7 @@ def make_task(options: SegmentOptions, data: MaskedPictures) -> Task:
         loss=loss,
         score=score,
         best="highest iou",
-        train_set=Crops(data.train, options, kind.normalise),
+        train_set=Crops(data.train, options, kind.normalise, data.white),
         test_set=test_set,
         collate=padded,
         evaluation_batch_size=options.evaluation_batch_size,
@@ -188,14 +222,16 @@ def make_task(options: SegmentOptions, data: MaskedPictures) -> Task:
             "pos_weight": float(weight),
             "frozen": frozen,
             "left_out": [str(each) for each in data.left_out],
+            "notes": data.notes,
         },
+        scan=data.scan,
     )
 
 
 def overlaps(
     logits: torch.Tensor, batch: Any, threshold: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of each picture: pixels in both masks, in the predicted one, in the given one.
+    """Of each picture: pixels in both masks, in the predicted one, in the given one; none is void.
 
     Args:
         logits: (n, h, w).
@@ -205,7 +241,7 @@ def overlaps(
     Returns:
         Three times (n,) float64.
     """
-    counted = inside(batch["sizes"], *logits.shape[1:])
+    counted = counted_pixels(batch)
     said = (logits.sigmoid() >= threshold) & counted
     meant = batch["masks"] > 0.5
     pixels = (said & meant, said, meant)
@@ -232,6 +268,7 @@ def _mask_model(options: SegmentOptions, data: MaskedPictures) -> MaskModel:
         mean=mean,
         std=std,
         threshold=options.threshold,
+        white=data.white,
     )
 
 
@@ -252,13 +289,13 @@ def _load(model: UNet, path: Path, key: str | None) -> None:
 def _pos_weight(chosen: str, data: MaskedPictures) -> float:
     if chosen != "auto":
         return float(chosen)
-    if data.meant in (0, data.pixels):
-        which = "every" if data.meant else "no"
+    if data.foreground in (0, data.pixels):
+        which = "every" if data.foreground else "no"
         raise DataError(
             f"--pos-weight auto: expected masks with two kinds of pixels to train with, {which} "
-            f"pixel is meant"
+            f"pixel is foreground"
         )
-    return (data.pixels - data.meant) / data.meant
+    return (data.pixels - data.foreground) / data.foreground
 
 
 def _examples(
@@ -297,7 +334,13 @@ def _examples(
         entry = {"name": pair.name, "iou": float(iou[number]), "dice": float(dice[number])}
         if trainer.is_lead:
             row = shown.index(number)
-            entry.update(_pictures(folder, number, pair, drawn["mask"][row], drawn["size"][row]))
+            parts = _parts(test_set, pair, drawn["mask"][row], drawn["size"][row])
+            entry.update(
+                {
+                    name: save_picture(picture, folder.pictures, f"{number}-{name}")
+                    for name, picture in parts.items()
+                }
+            )
         return entry
 
     return {
@@ -335,19 +378,15 @@ class _Drawing:
         return {"mask": canvas, "size": sizes}
 
 
-def _pictures(
-    folder: RunFolder, number: int, pair: Pair, mask: torch.Tensor, size: torch.Tensor
-) -> dict[str, str]:
+def _parts(
+    test_set: WholePictures, pair: Pair, mask: torch.Tensor, size: torch.Tensor
+) -> dict[str, Any]:
+    """A picture, its mask, and what the model made of it."""
     from PIL import Image
 
     height, width = size.tolist()
-    prediction = Image.fromarray(np.ascontiguousarray(mask[:height, :width].numpy()))
-    parts = {
-        "image": open_picture(pair.image),
-        "mask": read_mask(pair.mask),
-        "prediction": prediction,
-    }
     return {
-        name: save_picture(picture, folder.pictures, f"{number}-{name}")
-        for name, picture in parts.items()
+        "image": open_picture(pair.image, white=test_set.white),
+        "mask": read_mask(pair.mask, test_set.rule),
+        "prediction": Image.fromarray(np.ascontiguousarray(mask[:height, :width].numpy())),
     }

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from onefold.data.masks import MaskRule
 from onefold.jobs.options import Optimizer, TrainOptions, expect, option
 
 __all__ = ["SegmentOptions"]
@@ -48,6 +49,16 @@ class SegmentOptions(TrainOptions):
     pos_weight: str = option(
         "1", "Weight of the mask's pixels in the loss; auto: as many times as they are fewer."
     )
+    foreground: tuple[str, ...] = option(
+        (),
+        "Values of the masks' pixels that are foreground, such as 15, 128-255 or '#ff0000'.",
+        shown="1, or what is brighter than half",
+    )
+    void: tuple[str, ...] = option(
+        (),
+        "Values of the masks' pixels that are left out of loss and scores, such as 255.",
+        shown="none",
+    )
     threshold: float = option(0.5, "Probability from which a pixel is in the predicted mask.")
     evaluation_batch_size: int = option(8, "Whole pictures of a batch in tests.")
     normalise: Normalisation = option(
@@ -74,8 +85,14 @@ class SegmentOptions(TrainOptions):
         expect(many >= 1, "evaluation_batch_size", many, "1 or more")
         known = self.pos_weight == "auto" or _is_positive(self.pos_weight)
         expect(known, "pos_weight", self.pos_weight, "auto, or a number above 0")
+        MaskRule(self.foreground, self.void)  # refuses what it cannot read
         if self.pretrained is None:
             expect(not self.pretrained_key, "pretrained_key", "", "with --pretrained")
+
+    @property
+    def mask_rule(self) -> MaskRule:
+        """How masks are read."""
+        return MaskRule(self.foreground, self.void)
 
 
 def _is_positive(text: str) -> bool:

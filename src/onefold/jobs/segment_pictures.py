@@ -10,7 +10,8 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from onefold.data.augment import Normalise, below, between
-from onefold.data.pairs import Pair, mask_tensor, read_mask
+from onefold.data.masks import VOID, MaskRule, mask_tensor, read_mask
+from onefold.data.pairs import Pair
 from onefold.data.pictures import open_picture
 from onefold.jobs.segment_options import SegmentOptions
 
@@ -22,6 +23,7 @@ __all__ = [
     "Crops",
     "Padded",
     "WholePictures",
+    "counted_pixels",
     "inside",
     "padded_size",
     "whole_logits",
@@ -39,22 +41,29 @@ class Crops(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         pairs: the pictures and masks.
         options: settled ones.
         normalise: of the pictures.
+        white: of pictures of more than 8 bits a pixel.
     """
 
     def __init__(
-        self, pairs: Sequence[Pair], options: SegmentOptions, normalise: Normalise
+        self,
+        pairs: Sequence[Pair],
+        options: SegmentOptions,
+        normalise: Normalise,
+        white: int | None = None,
     ) -> None:
         self._pairs = pairs
         self._options = options
         self._normalise = normalise
+        self._white = white
 
     def __len__(self) -> int:
         return len(self._pairs)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(3, h, w) and (h, w) float32, where h and w are at most ``crop``."""
+        """(3, h, w) and (h, w) float32, where h and w are at most ``crop``; `VOID` where it is."""
         pair, options = self._pairs[index], self._options
-        image, mask = open_picture(pair.image).convert("RGB"), read_mask(pair.mask)
+        image = open_picture(pair.image, white=self._white).convert("RGB")
+        mask = read_mask(pair.mask, options.mask_rule)
         image, mask = _cut_both(image, mask, options.crop or LARGEST_CROP)
         image, mask = _turn_both(image, mask, options)
         return self._normalise(_jittered(image, options.jitter)), mask_tensor(mask)
@@ -66,20 +75,30 @@ class WholePictures(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     Args:
         pairs: the pictures and masks.
         normalise: of the pictures.
+        rule: how masks are read.
+        white: of pictures of more than 8 bits a pixel.
     """
 
-    def __init__(self, pairs: Sequence[Pair], normalise: Normalise) -> None:
+    def __init__(
+        self,
+        pairs: Sequence[Pair],
+        normalise: Normalise,
+        rule: MaskRule | None = None,
+        white: int | None = None,
+    ) -> None:
         self.pairs = pairs
+        self.rule = rule or MaskRule()
+        self.white = white
         self._normalise = normalise
 
     def __len__(self) -> int:
         return len(self.pairs)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(3, h, w) and (h, w) float32."""
+        """(3, h, w) and (h, w) float32; `VOID` where it is."""
         pair = self.pairs[index]
-        image = self._normalise(open_picture(pair.image).convert("RGB"))
-        return image, mask_tensor(read_mask(pair.mask))
+        image = self._normalise(open_picture(pair.image, white=self.white).convert("RGB"))
+        return image, mask_tensor(read_mask(pair.mask, self.rule))
 
 
 class Padded:
@@ -125,6 +144,16 @@ def inside(sizes: torch.Tensor, height: int, width: int) -> torch.Tensor:
     rows = torch.arange(height, device=sizes.device) < sizes[:, :1]
     columns = torch.arange(width, device=sizes.device) < sizes[:, 1:]
     return rows.unsqueeze(2) & columns.unsqueeze(1)
+
+
+def counted_pixels(batch: Any) -> torch.Tensor:
+    """(n, h, w) bool: True where there is a picture, and its mask is not void.
+
+    Args:
+        batch: of `Padded`.
+    """
+    masks: torch.Tensor = batch["masks"]
+    return inside(batch["sizes"], *masks.shape[1:]) & (masks != VOID)
 
 
 def whole_logits(model: nn.Module, batch: Any, stride: int) -> torch.Tensor:

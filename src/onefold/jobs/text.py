@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,9 +14,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import onefold
-from onefold.data.bad import refuse
+from onefold.data.bad import readable, refuse
+from onefold.data.classes import untested
+from onefold.data.labels import check_labels
+from onefold.data.overlap import check_apart
+from onefold.data.scan import Scanning
 from onefold.data.tsv import Line, TextSplits, read_splits
-from onefold.errors import DataError
+from onefold.errors import CheckpointError, DataError
 from onefold.jobs.examples import classifier_examples
 from onefold.jobs.finetune import freeze, parameter_groups
 from onefold.jobs.options import Optimizer, TrainOptions, expect, option
@@ -32,12 +37,13 @@ from onefold.jobs.tokens import (
     EncodedTexts,
     encode_texts,
     pad_shard,
+    require,
     token_roles,
     train_tokenizer,
 )
 from onefold.jobs.training import Task
 
-__all__ = ["JOB", "TextModel", "TextOptions", "make_task", "prepare", "settle"]
+__all__ = ["JOB", "TextModel", "TextOptions", "check_early", "make_task", "prepare", "settle"]
 
 JOB = "text"
 TINY = "tiny"
@@ -74,6 +80,9 @@ class TextOptions(TrainOptions):
         0.15, "Share of tokens hidden in training, anew at every reading."
     )
     label_smoothing: float = option(0.0, "Share of a label that is spread over all classes.")
+    labels_as_is: bool = option(
+        False, "Accept every label as a class, even if they look like numbers, lists or typos."
+    )
 
     def __post_init__(self) -> None:
         TrainOptions.__post_init__(self)
@@ -92,11 +101,30 @@ class TextOptions(TrainOptions):
             expect(0 <= value < 1, name, value, "0 or more and less than 1")
 
 
-def prepare(options: TextOptions) -> TextSplits:
-    """Read and check the data.
+def check_early(options: TextOptions) -> None:
+    """Refuse what can be known to fail before the data are read.
 
     Raises:
-        DataError: they cannot be used.
+        LaunchError: a library is missing.
+        CheckpointError: the pretrained model is not there.
+    """
+    require("tokenizers", "transformers")
+    if options.model != TINY and not Path(options.model).is_dir():
+        raise CheckpointError(
+            f"--model {options.model}: expected {TINY}, or a folder with a pretrained model; there "
+            f"is no such folder"
+        )
+
+
+def prepare(options: TextOptions, scanning: Scanning | None = None) -> TextSplits:
+    """Read the data and see whether they can be used.
+
+    Args:
+        options: of the run.
+        scanning: not needed, as texts are read in no time.
+
+    Raises:
+        DataError: they cannot.
     """
     path = Path(options.data)
     if not path.exists():
@@ -114,7 +142,17 @@ def prepare(options: TextOptions) -> TextSplits:
     splits = read_splits(train, dev)
     if not options.skip_bad:
         refuse(splits.left_out)
-    return splits
+    counts = Counter(line.label for line in splits.train)
+    notes = [] if options.labels_as_is else check_labels(counts, readable(train))
+    notes += untested(splits.classes, {line.label for line in splits.dev}, readable(dev))
+    notes += check_apart(
+        [line.text for line in splits.train],
+        [line.text for line in splits.dev],
+        train_names=[f"line {line.line_number} of {readable(train)}" for line in splits.train],
+        test_names=[f"line {line.line_number}" for line in splits.dev],
+        where=readable(dev),
+    )
+    return replace(splits, notes=notes)
 
 
 def settle(options: TextOptions, data: TextSplits) -> TextOptions:
@@ -215,6 +253,7 @@ def make_task(options: TextOptions, data: TextSplits) -> Task:
             "text_model": {"max_length": kind.max_length, "pad_id": kind.pad_id},
             "frozen": frozen,
             "left_out": [str(each) for each in data.left_out],
+            "notes": data.notes,
         },
         files={
             TOKENIZER_FILE: kind.tokenizer,

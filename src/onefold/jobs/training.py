@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import onefold
+from onefold.errors import CheckpointError, LaunchError
 from onefold.jobs.options import TrainOptions
 from onefold.jobs.progress import TrainingBar, counted, epoch_line
 from onefold.jobs.rates import make_optimizer, rate_factor
@@ -62,6 +63,8 @@ class Task:
     """For ``run.json``: classes, the model's name, what was left out."""
     files: Mapping[str, str] = field(default_factory=dict)
     """What else the model needs to be used: name and content."""
+    scan: str = ""
+    """What was seen of the data's files."""
 
 
 def train(options: TrainOptions, job: str, task: Task) -> dict[str, Any]:
@@ -231,8 +234,18 @@ class Training:
         self._epochs_done = 0
         self._best: dict[str, Any] | None = None
 
+    @property
+    def is_lead(self) -> bool:
+        """Whether this process writes."""
+        return self._trainer.is_lead
+
     def run(self) -> dict[str, Any]:
-        """All of it; returns what ``run.json`` says in the end."""
+        """All of it; returns what ``run.json`` says in the end.
+
+        Raises:
+            LaunchError: nothing has been trained, as the run cannot be written.
+            OSError: something could not be written later, such as for want of room.
+        """
         self._begin()
         try:
             self._train()
@@ -249,6 +262,9 @@ class Training:
             saved: Any = loaded.extra
             self._part, self._epochs_done = saved["part"], saved["epochs_done"]
             self._best = saved["best"]
+        self._agree(self._open_folder)
+
+    def _open_folder(self) -> None:
         if self._options.resume:
             self._folder.go_on(
                 self._options, self._job, steps=self._trainer.steps, epochs=self._epochs_done
@@ -256,8 +272,31 @@ class Training:
         else:
             self._folder.create(self._options, self._job, self._task.files)
             self._folder.say(started=_now())
+        self._folder.keep_scan(self._task.scan)
         self._folder.open_events(self._trainer.steps + 1)
         self._folder.say(**self._facts())
+
+    def _agree(self, write: Callable[[], None]) -> None:
+        """Have the lead write; what it cannot write ends the run alike on all devices.
+
+        Raises:
+            LaunchError: another process is at work in the folder, or it is not to be written to.
+        """
+        failure: LaunchError | None = None
+        try:
+            write()
+        except LaunchError as error:
+            failure = error
+        except OSError as error:
+            words = error.strerror or str(error)
+            failure = LaunchError(f"{self._folder.path}: the run cannot be written there: {words}")
+            failure.__cause__ = error
+        failed = self._trainer.gather({"failed": float(failure is not None)})
+        if failure is None and any(device["failed"] for device in failed):
+            failure = LaunchError(f"{self._folder.path}: the lead device could not write there")
+        if failure is not None:
+            self._folder.close()
+            raise failure
 
     def _opening(self) -> list[str]:
         """What the run is about, in a line; and what may be amiss."""
@@ -301,15 +340,31 @@ class Training:
                 self._evaluate(epoch, meter, bar)
 
     def _finish(self) -> dict[str, Any]:
-        """Show the model at work, and note the end."""
-        self._folder.write_examples(self._task.examples(self._trainer, self._folder))
-        end = {
-            "finished": _now(),
-            "fingerprint": self._trainer.fingerprint(),
-            "best": self._best,
-        }
+        """Show the best model at work, and note the end."""
+        fingerprint = self._trainer.fingerprint()
+        self._folder.write_examples(self._examples())
+        end = {"finished": _now(), "fingerprint": fingerprint, "best": self._best}
         self._folder.say(**end)
         return {**self._facts(), **end, "is_lead": self._trainer.is_lead}
+
+    def _examples(self) -> dict[str, Any]:
+        """What the best model makes of the test set; afterwards the trainer is as it was.
+
+        Where the best checkpoint cannot be read, what the last model makes of it.
+        """
+        epoch, last = self._epochs_done - 1, f"step-{self._trainer.steps:08d}"
+        best = self._best or {}
+        is_last = Path(best.get("checkpoint", last)).name == last
+        if not is_last:
+            try:
+                self._trainer.load(self._folder.path / best["checkpoint"])
+                epoch = best["epoch"]
+            except CheckpointError:  # alike on all devices, and nothing has been changed
+                is_last = True
+        examples = self._task.examples(self._trainer, self._folder)
+        if not is_last:
+            self._trainer.load(self._folder.checkpoints / last)
+        return {**examples, "epoch": epoch}
 
     def _train_epoch(self, epoch: int, batches: Any, meter: _Meter, bar: TrainingBar) -> None:
         every = max(1, len(batches) // _LINES)

@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from onefold.cli.main import app
 from onefold.errors import DataError, LaunchError
 from onefold.jobs.report import build_report
 from onefold.jobs.report.words import NOTHING
@@ -52,6 +54,43 @@ def course(page: Page, title: str) -> str:
 def test_the_page_is_sound_and_needs_nothing_else(pages: dict[str, Page], kind: str) -> None:
     check_accessible(pages[kind])
     check_stands_alone(pages[kind])
+
+
+def test_the_page_of_one_run_can_be_written_elsewhere(tmp_path: Path) -> None:
+    folder = runs.write_run(tmp_path / "run", runs.facts_of("text"))
+    output = tmp_path / "pages" / "one.html"
+    assert build_report(folder, output) == output
+    assert not (folder / "report.html").exists()
+    assert output.read_text() == build_report(folder).read_text()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_command_writes_where_it_is_told(tmp_path: Path, count: int) -> None:
+    folders = [runs.write_run(tmp_path / f"run {n}", runs.facts_of("text")) for n in range(count)]
+    output = tmp_path / "page.html"
+    words = ["report", *map(str, folders), "--output", str(output)]
+    done = CliRunner().invoke(app, words)
+    assert done.exception is None
+    pages = [] if count == 1 else [folder / "report.html" for folder in folders]
+    assert done.output.splitlines() == [str(page) for page in (*pages, output)]
+    assert "<html" in output.read_text()
+
+
+def test_the_command_does_not_take_a_folder_for_a_page(tmp_path: Path) -> None:
+    folder = runs.write_run(tmp_path / "run", runs.facts_of("text"))
+    done = CliRunner().invoke(app, ["report", str(folder), "--output", str(tmp_path)])
+    assert "expected a file for the page, this is a folder" in str(done.exception)
+
+
+@pytest.mark.parametrize(
+    ("epoch", "words"),
+    [(3, "by the model after epoch 4, the best one."), (9, "by the model after epoch 10.")],
+)
+def test_it_is_said_of_which_epoch_the_examples_are(tmp_path: Path, epoch: int, words: str) -> None:
+    facts = {**runs.facts_of("text"), "best": {"epoch": 3, "score": "accuracy", "value": 0.5}}
+    examples = {"kind": "text", "samples": [], "worst": [], "epoch": epoch}
+    page = page_of(tmp_path / "run", facts=facts, examples=examples)
+    assert f"What follows is {words}" in page.source
 
 
 def test_the_page_lies_in_the_folder_and_nothing_beside_it(tmp_path: Path) -> None:

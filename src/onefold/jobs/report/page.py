@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from onefold.jobs.report.confusion import confusion_section
 from onefold.jobs.report.curves import curves_section, epochs_section
@@ -36,23 +38,23 @@ _FOLDED_FILES = 5
 """More files than these that were left out are folded away."""
 
 
-def build_report(run: Path) -> Path:
+def build_report(run: Path, output: Path | None = None) -> Path:
     """Write the page of a run, with all that its folder holds at the moment.
 
     Args:
         run: folder of the run; the run may still be going on.
+        output: path of the page; ``report.html`` in the folder if None.
 
     Returns:
-        Path of the page, ``report.html`` in the folder: one file that needs no other.
+        Path of the page: one file that needs no other.
 
     Raises:
         DataError: the folder is not that of a run, or a file of it cannot be read.
         LaunchError: matplotlib is not installed.
     """
     read = read_run(Path(run))
-    return write_page(
-        read.folder / REPORT_NAME, page(f"{read.name}: training report", *_parts(read))
-    )
+    path = output or read.folder / REPORT_NAME
+    return write_page(path, page(f"{read.name}: training report", *_parts(read)))
 
 
 def write_page(path: Path, text: str) -> Path:
@@ -152,6 +154,7 @@ def _notes(run: Run) -> Markup:
         notes.append("No epoch has ended yet: scores and times come with the first.")
     if run.examples is None:
         notes.append("There are no sample predictions yet: they come at the end of the training.")
+    notes += [str(note) for note in run.facts.get("notes") or ()]
     if run.unreadable_lines:
         lines = counted(run.unreadable_lines, "line")
         notes.append(f"{lines} of metrics.jsonl cut short and left out: the run was stopped there.")
@@ -162,10 +165,21 @@ def _examples(run: Run) -> list[Markup]:
     if run.examples is None:
         return []
     return [
+        _whose_examples(run, run.examples),
         samples_section(run.folder, run.examples),
         confusion_section(run.examples),
         worst_section(run.folder, run.examples),
     ]
+
+
+def _whose_examples(run: Run, examples: Mapping[str, Any]) -> Markup:
+    """Of which epoch the model is that made the examples; runs of before did not say so."""
+    epoch = examples.get("epoch")
+    if not isinstance(epoch, int):
+        return Markup("")
+    best = ", the best one" if run.best and run.best[0] == epoch else ""
+    text = f"What follows is by the model after epoch {epoch + 1}{best}."
+    return tag("p", text, class_="note")
 
 
 def _left_out(run: Run) -> Markup:

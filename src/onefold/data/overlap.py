@@ -1,0 +1,59 @@
+"""Finds samples that are in the training set and in the test set."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from onefold.errors import DataError
+
+__all__ = ["check_apart"]
+
+
+def check_apart(
+    train: Sequence[str],
+    test: Sequence[str],
+    *,
+    train_names: Sequence[str],
+    test_names: Sequence[str],
+    where: str,
+) -> list[str]:
+    """Refuse a test set of which more than half is in the training set.
+
+    Args:
+        train: the content of every training sample, or a digest of it; empty if not known.
+        test: the same for the test samples.
+        train_names: what to call each.
+        test_names: what to call each.
+        where: the data are, for errors.
+
+    Returns:
+        What to mention before training: fewer of them.
+
+    Raises:
+        DataError: there are so many.
+
+    Example:
+        >>> names = {"train_names": ["a", "b"], "test_names": ["c", "d", "e"]}
+        >>> check_apart(["1", "2"], ["3", "2", "4"], where="pets", **names)
+        ['pets: 1 of 3 test samples is in the training set as well: d is the same as b']
+    """
+    first: dict[str, str] = {}
+    for content, name in zip(train, train_names, strict=True):
+        first.setdefault(content, name)
+    first.pop("", None)
+    same = [
+        (name, first[content])
+        for content, name in zip(test, test_names, strict=True)
+        if content in first
+    ]
+    if not same:
+        return []
+    verb = "is" if len(same) == 1 else "are"
+    told = f"{len(same):,} of {len(test):,} test samples {verb} in the training set as well"
+    example = f"{same[0][0]} is the same as {same[0][1]}"
+    if 2 * len(same) > len(test):
+        raise DataError(
+            f"{where}: {told} ({example}), so the score would say little about new data: expected "
+            f"test samples that are not in the training set"
+        )
+    return [f"{where}: {told}: {example}"]

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import pytest
+
+from onefold.data.labels import check_labels
+from onefold.data.overlap import check_apart
+from onefold.data.pictures import Look, Sums, white_of
+from onefold.errors import DataError
+
+
+def measured(count: int, each: int = 1) -> dict[str, int]:
+    return {f"{number / 3:.2f}": each for number in range(count)}
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        {"0": 5, "1": 6},
+        {str(number): 5 for number in range(50)},
+        {f"{number / 2}": 9 for number in range(11)},  # stars
+        {f"n{number:08}": 3 for number in range(1000)},
+        {"new york": 3, "new jersey": 3, "old york": 2},
+        {"very good": 3, "good": 3, "bad": 2, "very bad": 1},
+        {"Smith, John": 4, "Smith, Jane": 4},
+        {"red, large": 1, "red, small": 1, "blue, large": 1, "blue, small": 1},
+        {"C": 3, "C++": 4},
+        {"猫": 3, "犬": 4},
+        measured(20),
+    ],
+)
+def test_labels_of_classes_pass_without_a_word(counts: dict[str, int]) -> None:
+    assert check_labels(counts, "train.tsv") == []
+
+
+@pytest.mark.parametrize(
+    ("counts", "words"),
+    [
+        (measured(21), "got 21 different ones on 21 samples, all of them numbers, such as '0.00'"),
+        (measured(30, each=50), "all of them numbers, such as '0.00', '0.33', '0.67'"),
+        ({f"{n},5": 4 for n in range(25)}, "all of them numbers, such as '0,5'"),
+        ({f"-1e{n}": 4 for n in range(25)}, "all of them numbers"),
+        ({str(n * n): 2 for n in range(80)}, "got 80 different ones on 160 samples, all of them"),
+        ({f"word {n}": 1 for n in range(30)}, "30 of them only once, such as 'word 0'"),
+        ({"toxic": 5, "toxic,rude": 3, "rude, mean": 2, "mean": 1}, "got lists of them, such as"),
+        ({"a|b": 5, "b|c": 3, "a|c": 2, "a|b|c": 1}, r"such as 'a\|b', 'b\|c', 'a\|c'"),
+        ({"0 1 0": 5, "1 0 0": 4}, "got lists of them, such as '0 1 0', '1 0 0'"),
+        ({"[1, 0]": 5, "[0, 1]": 4}, "got lists of them"),
+        ({"Lob": 3, "smash": 3, "lob": 2}, "got 'Lob' and 'lob': give them one name"),
+        ({"cafe\u0301": 3, "caf\u00e9": 2}, "the same letters in two ways of Unicode"),
+        ({"a b": 3, "a  b": 2}, "got 'a b' and 'a  b'"),
+        ({"Straße": 3, "STRASSE": 2}, "got 'Straße' and 'STRASSE'"),
+    ],
+)
+def test_labels_that_are_no_classes_are_refused(counts: dict[str, int], words: str) -> None:
+    with pytest.raises(DataError, match=f"^train.tsv: .*{words}.*--labels-as-is"):
+        check_labels(counts, "train.tsv")
+
+
+def test_many_whole_numbers_are_mentioned() -> None:
+    (note,) = check_labels({str(age): 30 for age in range(18, 91)}, "train.tsv")
+    assert note.startswith("train.tsv: 73 classes, all of them whole numbers: if these are measur")
+
+
+@pytest.mark.parametrize(
+    ("deep", "white"),
+    [
+        ([], None),
+        ([(0.4, True), (1.0, True)], 1),
+        ([(0.4, True), (17.5, False)], 255),
+        ([(255.0, False), (90.0, False)], 255),
+        ([(256.0, False)], 511),
+        ([(1.0, False)], 255),
+        ([(4095.0, False), (3.0, False)], 4095),
+        ([(65535.0, False), (1000.0, False)], 65535),
+        ([(100000.0, False)], 131071),
+        ([(-3.0, False)], 255),
+    ],
+)
+def test_white_is_as_many_bits_as_the_largest_value_needs(
+    deep: list[tuple[float, bool]], white: int | None
+) -> None:
+    looks = [Look((1, 1), True, Sums(), largest, fractions) for largest, fractions in deep]
+    assert white_of([Look((1, 1), True, Sums()), *looks]) == white
+
+
+def test_samples_that_nothing_is_known_of_are_not_the_same() -> None:
+    names = {"train_names": ["a", "b"], "test_names": ["c"]}
+    assert check_apart(["", "1"], [""], where="pets", **names) == []
+
+
+@pytest.mark.parametrize(("same", "refused"), [(0, False), (2, False), (3, True), (4, True)])
+def test_a_test_set_is_refused_if_more_than_half_of_it_was_trained_with(
+    same: int, refused: bool
+) -> None:
+    train = ["a", "b", "c", "d"]
+    test = [*train[:same], *"wxyz"[same:]]
+    names = {"train_names": train, "test_names": test}
+    if refused:
+        with pytest.raises(DataError, match=f"pets: {same} of 4 test samples are in the training"):
+            check_apart(train, test, where="pets", **names)
+    else:
+        notes = check_apart(train, test, where="pets", **names)
+        assert [note.split(": ")[1] for note in notes] == [
+            f"{same} of 4 test samples are in the training set as well"
+        ] * (same > 0)
