@@ -177,8 +177,7 @@ DIFFERENCES: dict[str, Difference] = {
     "save": Difference(words=_CALL, before_step=_saving),
     "changing": Difference(words=_CALL, before_step=_changing),
     "step again": Difference(
-        words="is in step|was given another batch|has .* samples|is at sample|is in pass|calls"
-        "|plan",
+        words="is in (step|pass)|another (batch|plan)|has .* samples|is at sample|calls",
         before_step=_again,
     ),
     "seed": Difference(

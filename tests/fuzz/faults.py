@@ -270,7 +270,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "written": Fault(
         error=StateError,
-        words=r"step 1: parameters? (stem.mask|\(through .data\)) was written to while",
+        words=r"step \d+: parameters? (stem.mask|\(through .data\)) was written to while",
         model=_stem(_Masked),
         possible=lambda case: case.shards > 1,
     ),
@@ -297,13 +297,13 @@ FAULTS: dict[str, Fault] = {
         error=TypeError,
         words="LBFGS needs a closure",
         optimizer=lambda model: torch.optim.LBFGS(model.parameters()),
-        possible=lambda case: case.schedule is None,
+        possible=lambda case: case.schedule is None and not case.warm,
     ),
     "foreign": Fault(
         error=ValueError,
         words="parameter 0 of group 0, of shape .* is not a parameter of the model",
         optimizer=lambda model: torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1),
-        possible=lambda case: case.schedule is None,
+        possible=lambda case: case.schedule is None and not case.warm,
     ),
     "bad plan": Fault(error=ValueError, words="the plan .* this run has", before_step=_bad_plan),
     "moved": Fault(

@@ -197,6 +197,8 @@ def _combined(
         return next((value for value in after if not torch.equal(value, begin)), begin)
     total = sum(value * size for (size, _), value in zip(values, after, strict=True))
     mean = total / sum(size for size, _ in values)
+    if start.dtype == torch.bool:
+        return (mean != 0).double()
     return mean if fractions else mean.trunc()
 
 
@@ -206,7 +208,9 @@ def _wide(value: torch.Tensor) -> torch.Tensor:
 
 def _holds(value: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether whole numbers are in the range of a type; a sum of differences may leave it."""
-    if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool or not value.numel():
+    if dtype.is_floating_point or dtype.is_complex or not value.numel():
         return True
+    if dtype == torch.bool:
+        return bool(((value == 0) | (value == 1)).all())
     limits = torch.iinfo(dtype)
     return limits.min <= float(value.min()) and float(value.max()) <= limits.max
