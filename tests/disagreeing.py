@@ -201,8 +201,29 @@ def outside_module(lead: bool) -> None:
         trainer.step(points(8))
 
 
+def evaluated_average(lead: bool) -> None:
+    """An average that the lead alone has kept, evaluated through a closure."""
+    average = line()
+    with torch.no_grad():
+        average.weight.add_(1.0 if lead else 0.0)
+    data = TensorDataset(*points(8))
+    _stepped().evaluate(lambda m, b: {"loss": square(average, b)}, data, batch_size=4)
+
+
+def data_of_the_lead(lead: bool) -> None:
+    """Changed between two passes."""
+    data = TensorDataset(*points(8))
+    trainer = _stepped()
+    batches = trainer.loader(data, batch_size=4)
+    for turn in range(2):
+        if turn and lead:
+            data.tensors[0].add_(1)
+        for batch in batches:
+            trainer.step(batch)
+
+
 def save_elsewhere(lead: bool) -> None:
-    _stepped().save("here" if lead else "there")
+    _stepped().save("here", keep=2 if lead else 3)
 
 
 def barrier(lead: bool) -> None:
@@ -246,6 +267,8 @@ CASES: dict[str, tuple[Case, str]] = {
     "weights through data": (weights_through_data, r"step 2.*\(through .data\) changed since"),
     "swapped weights": (swapped_weights, r"step 2, trainer.evaluate: .* trainer.changing\(\)"),
     "outside module": (outside_module, "a module that the loss uses .* other values on device 1"),
+    "average": (evaluated_average, "trainer.evaluate: a module .* other values on device 1"),
+    "data of the lead": (data_of_the_lead, "the data set of device 1 has other samples"),
     "save": (save_elsewhere, "trainer.save: the arguments of device 1 differ"),
     "barrier": (barrier, "device 1 calls trainer.step while device 0 calls trainer.barrier"),
     "library": (library, "the precision of matrix products is highest on device 0 and high on"),

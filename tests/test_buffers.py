@@ -479,3 +479,25 @@ def test_observers_of_channels_are_refused_with_what_to_do() -> None:
         step(again, devices)
         results.append(bits(again))
     assert results[0] == results[1]
+
+
+@both
+def test_statistics_with_a_dimension_of_one_are_no_queue(devices: int) -> None:
+    """One of the features never changes, as at the margin of a picture."""
+
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.line = line()
+            self.register_buffer("mean", torch.zeros(1, 3))
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            self.mean = 0.9 * self.mean + 0.1 * inputs.detach().mean(dim=0, keepdim=True)
+            return self.line(inputs - self.mean)
+
+    inputs, targets = points(SAMPLES)
+    inputs[:, 1] = 0
+    module = Own()
+    step(module, devices, (inputs, targets))
+    assert module.mean[0, 1] == 0
+    assert module.mean[0, 0] != 0

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from onefold.flat import FlatTensors, lay_out
-from onefold.guard import Samples, ValueGuard, is_due
+from onefold.guard import Samples, Turns, ValueGuard
 
 Change = Callable[[nn.Parameter], object]
 
@@ -80,8 +80,16 @@ def test_complex_numbers_and_bytes_are_looked_at() -> None:
     assert samples.read() != before
 
 
-def test_a_gpu_is_looked_at_in_the_first_steps_and_now_and_then() -> None:
-    assert [step for step in range(1, 120) if is_due(step)] == [1, 2, 3, 50, 100]
+def test_what_costs_more_is_looked_at_in_the_first_steps_and_now_and_then() -> None:
+    turns = Turns()
+    due = []
+    for step in range(1, 120):
+        turns.advance()
+        due += [step] if turns.due else []
+    assert due == [1, 2, 3, 50, 100]
+    turns.restart()
+    turns.advance()
+    assert turns.due
 
 
 def test_all_values_are_added_up_where_they_are_due() -> None:

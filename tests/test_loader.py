@@ -681,7 +681,7 @@ def digests(data: Any, **choices: Any) -> list[int]:
     return [batch.data_digest for _ in range(2) for batch in loader]
 
 
-def test_three_samples_are_read_for_a_digest_and_once() -> None:
+def test_three_samples_are_read_for_a_digest_in_each_pass() -> None:
     data = Noted()
     loader = make_loader(data, Plan((1,)), shuffle=False, digest=True)
     batches = iter(loader)
@@ -690,7 +690,7 @@ def test_three_samples_are_read_for_a_digest_and_once() -> None:
     data.read.clear()
     list(batches)
     list(loader)
-    assert data.read == [*range(6, 20), *range(20)]
+    assert data.read == [*range(6, 20), 0, 10, 19, *range(20)]
 
 
 @with_workers

@@ -96,8 +96,8 @@ FOUND: dict[str, tuple[str, Loss]] = {
         lambda v: F.mse_loss(v["x"], v["soft"], reduction="sum").mean(),
     ),
     "a sum by hand, its mean taken": ("maybe-sum", lambda v: squares(v).sum().mean()),
-    "sums of several heads, stacked": (
-        "sum",
+    "a sum beside a mean, stacked": (
+        "maybe-sum",
         lambda v: torch.stack(
             [v["x"].mean(), F.mse_loss(v["x"], v["soft"], reduction="sum")]
         ).mean(),
@@ -286,10 +286,28 @@ def test_a_sum_that_would_be_eight_times_too_small_is_refused() -> None:
     assert "as many times too small as the batch has shards" in finding.reading
 
 
-def test_one_sample_has_a_sum_as_well(values: Values) -> None:
-    finding = inspect_loss(F.mse_loss(values["x"][:1], values["soft"][:1], reduction="sum"), 1)
-    assert finding is not None
-    assert finding.kind == "sum"
+@pytest.mark.parametrize(
+    ("samples", "loss"),
+    [
+        (1, lambda x, y: F.mse_loss(x[:1], y[:1], reduction="sum") / 1),
+        (SAMPLES, lambda x, y: F.mse_loss(x, y, reduction="sum") * (0.3 / len(x))),
+        (
+            SAMPLES,
+            lambda x, y: F.mse_loss(x, y) + 1e-4 * F.mse_loss(x[0], y[0] * 0, reduction="sum"),
+        ),
+    ],
+    ids=["one sample", "a scale over a count", "a penalty beside a mean"],
+)
+def test_what_may_be_right_is_not_called_a_sum(values: Values, samples: int, loss: Loss) -> None:
+    value = loss(values["x"], values["soft"])
+    finding = inspect_loss(value, samples)
+    assert finding is None or finding.kind == "maybe-sum"
+
+
+def test_many_targets_in_sixteen_bits_are_counted_exactly() -> None:
+    logits = torch.zeros(301, 3, dtype=torch.bfloat16, requires_grad=True)
+    loss = F.cross_entropy(logits, torch.zeros(301, dtype=torch.int64))
+    assert inspect_loss(loss, 301) is None
 
 
 def test_one_sample_of_one_value_may_be_added_up() -> None:

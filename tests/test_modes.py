@@ -72,3 +72,21 @@ def test_a_loss_that_changes_modes_does_so_for_its_shard_alone(devices: int) -> 
     for _ in range(2):
         trainer.step(points(8))
     assert results == [bits(plain)] * 2
+
+
+@both
+def test_what_a_loss_freezes_is_frozen_for_its_shard_alone(devices: int) -> None:
+    def loss(module: nn.Module, batch: Batch) -> torch.Tensor:
+        value = square(module, batch)
+        module[2].bias.requires_grad_(False)
+        return value
+
+    results = []
+    for count in (1, devices):
+        module = model()
+        trainer = make_trainer(module, loss, devices=count)
+        for _ in range(3):
+            trainer.step(points(8))
+        assert module[2].bias.requires_grad
+        results.append(bits(module))
+    assert results[0] == results[1]

@@ -172,3 +172,20 @@ def test_scores_may_have_several_terms() -> None:
     )
     assert scores["both"] == pytest.approx(mean_and_sum_plain(model, points(SAMPLES)).item())
     assert scores["sum"] == pytest.approx(summed_plain(model, points(SAMPLES)).item())
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_terms_may_go_through_a_gradient_of_their_own(devices: int) -> None:
+    def loss(model: nn.Module, batch: Batch) -> onefold.Means:
+        inputs = batch[0].clone().requires_grad_(True)
+        outputs = model(inputs)
+        (slope,) = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
+        penalty = onefold.Mean(slope.square().sum(), len(inputs))
+        return onefold.Mean((outputs - batch[1]).square().sum(), counted(batch).sum() + 1) + penalty
+
+    results = []
+    for count in (1, devices):
+        model = line()
+        make_trainer(model, loss, shards=3, devices=count).step(points(SAMPLES))
+        results.append(bits(model))
+    assert results[0] == results[1]

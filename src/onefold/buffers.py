@@ -77,12 +77,13 @@ class BufferSet:
             board.changed[shard, index] = 1
             row.views[index].copy_(self.flat.views[index], non_blocking=True)
 
-    def end_step(self, board: Board, batch: ShardedBatch) -> None:
+    def end_step(self, board: Board, batch: ShardedBatch, *, due: bool = True) -> None:
         """Give every changed buffer its value after the step; the others have been restored.
 
         Args:
             board: with the rows of all shards.
             batch: tells the samples of each shard.
+            due: whether to look at what makes a GPU wait.
 
         Raises:
             StateError: shards have changed parts of a buffer, which a mean would destroy.
@@ -97,7 +98,7 @@ class BufferSet:
             ]
             target, start = _run_of(self.flat, run), _run_of(self._start, run)
             values = [value.to(target.device) for value in values]
-            if run.rule is None:
+            if run.rule is None and (due or target.device.type == "cpu"):
                 self._refuse_parts(run, values, start, sizes)
             target.copy_(_combine(values, start, sizes, run))
 
@@ -164,7 +165,7 @@ class BufferSet:
         """Refuse a queue: some of its rows are new, all others are as they were."""
         filled = [value for value, size in zip(values, sizes, strict=True) if size]
         entries = [self.layout.entries[index] for index in run.entries]
-        wide = [e for e in entries if len(e.shape) > 1 and e.numel]
+        wide = [e for e in entries if sum(size > 1 for size in e.shape) > 1 and e.numel]
         if len(filled) < 2 or not wide or not start.is_floating_point():
             return
         differs = torch.stack([_bits(value) != _bits(start) for value in filled]).any(dim=0)

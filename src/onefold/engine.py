@@ -6,7 +6,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,17 +16,15 @@ from onefold.batch import ShardedBatch
 from onefold.checkpoint.jsonvalue import from_bytes, to_bytes
 from onefold.errors import DisagreementError, LossError, StateError
 from onefold.exchange.base import Board, Exchange
-from onefold.flat import same_bits
 from onefold.fold import fold_shards
 from onefold.gradients import Gradients
-from onefold.guard import Samples, ValueGuard, is_due
+from onefold.guard import Samples, Turns, ValueGuard
 from onefold.head import Call, Said, StepHead, checksum, read_said
 from onefold.kernels import Compilers, repeatable_kernels
-from onefold.mean import Contribution
 from onefold.modes import evaluating
 from onefold.outside import OutsideModules
 from onefold.randomness import kept_generators
-from onefold.replica import LossFunction, Replica, ShardTask
+from onefold.replica import LossFunction, Replica, ShardTask, Weighed
 from onefold.settings import GroupSettings
 from onefold.shard import Plan
 from onefold.timing import Span
@@ -90,7 +88,9 @@ class Engine:
         self._guard = ValueGuard(self._parts.named, [first.trained, first.other])
         self._buffer_samples = Samples([first.buffers.flat])
         self._settings = GroupSettings(update.optimizer)
-        self._outside = OutsideModules(self._module)
+        self._outside = OutsideModules(self._module, loss)
+        self._turns = Turns()
+        self._samples = [Samples([r.trained, r.other]) for r in replicas[1:]]
         self._compilers = Compilers(self._module, loss)
         self._unread: tuple[int, torch.Tensor] | None = None
         self._several_terms = False
@@ -124,6 +124,7 @@ class Engine:
             PeerError: another device is lost or has failed.
         """
         watch = self.replicas[0].watch
+        self._turns.advance()
         self._check_frozen()
         start = watch.now()
         said = self.agree(
@@ -147,7 +148,7 @@ class Engine:
         if weight.value > 0:
             self._apply(batch, weight, number)
         for replica in self.replicas:
-            replica.buffers.end_step(board, batch)
+            replica.buffers.end_step(board, batch, due=self._turns.due)
         start = watch.now()
         self.exchange.spread()  # from here on the board is no longer ours to read
         watch.note("exchange", "spread", start)
@@ -169,6 +170,7 @@ class Engine:
         data: int = 0,
         batch: int = 0,
         arguments: object = None,
+        function: object = None,
         stop: bool = False,
     ) -> Said:
         """Wait for all devices to have begun the same call, in the same state.
@@ -177,6 +179,7 @@ class Engine:
             call: what is to be done together.
             step: those done, and one.
             arguments: of the call, alike on all devices; anything with a repr that tells.
+            function: what is to be computed, if it is not the loss.
 
         The others are fields of `onefold.head.StepHead`.
 
@@ -189,9 +192,12 @@ class Engine:
                 f"differ: expected the block to end first"
             )
         self.update.check_groups()
+        due = call is not Call.STEP or self._turns.due
+        if due:
+            self.replicas[0].check_places()
+            self._parts.check_parts()
         if not self.with_others:
             return Said((0,), stop)
-        due = call is not Call.STEP or is_due(step)
         # What is being loaded or was changed in the block makes all else equal.
         settles = call in (Call.LOAD, Call.CHANGED)
         self.replicas[0].buffers.absorb()
@@ -210,7 +216,7 @@ class Engine:
             modes=self._modes_checksum(),
             values=0 if settles else self._values_checksum(due=due),
             arguments=0 if arguments is None else checksum(repr(arguments).encode()),
-            outside=self._outside.checksum() if due else 0,
+            outside=self._outside.checksum(function) if due else 0,
         )
         changed = 0 if settles else self._guard.changed()
         said = read_said(self.exchange.agree(step, head.word(changed=changed, stop=stop)))
@@ -225,13 +231,17 @@ class Engine:
         Args:
             step: those done, and one.
         """
-        self.agree(Call.CHANGING, step)
-        self._changing = True
         private = self.exchange.one_memory and self.replicas[0].number != 0
-        if private:  # what this process writes is nobody's business
-            for parameter in self._parts.named.values():
-                parameter.data = parameter.data.clone()
         try:
+            if private:
+                # What this process writes is its own; copied before anybody may write.
+                self.replicas[0].check_places()
+                copies = [parameter.data.clone() for parameter in self._parts.named.values()]
+            self.agree(Call.CHANGING, step)
+            self._changing = True
+            if private:
+                for parameter, copy in zip(self._parts.named.values(), copies, strict=True):
+                    parameter.data = copy
             yield
         finally:
             self._changing = False
@@ -249,7 +259,8 @@ class Engine:
         self.exchange.follow_lead(first.buffers.flat)
         if self.with_others:
             self._settings.adopt(self._settings_of_lead())
-        self.model_changed()
+        self._give_to_others()
+        self._guard.note()
 
     def _settings_of_lead(self) -> list[dict[str, Any]]:
         leads = self.replicas[0].number == 0
@@ -282,21 +293,32 @@ class Engine:
             yield
 
     @contextmanager
+    def noting(self, where: str, *, wanted: bool) -> Iterator[None]:
+        """Refuse modules beside the model that are changed in here, if ``wanted``."""
+        watched = wanted and not self._compilers.compiled
+        with self._outside.noting(wanted=watched):
+            yield
+        if watched:
+            self._outside.check(where)
+
+    @contextmanager
     def attached(self, replica: Replica) -> Iterator[None]:
         """Have the module compute on one of this process's devices."""
         if replica is not self.replicas[0]:
             replica.attach()
         try:
-            yield
+            with _current(replica.device):
+                yield
         finally:
             replica.buffers.restore()
             if replica is not self.replicas[0]:
                 self.replicas[0].attach()
 
-    def model_changed(self) -> None:
-        """The model was given other values by onefold itself."""
-        self._follow_first()
+    def model_loaded(self) -> None:
+        """The model was given the values of a checkpoint."""
+        self._give_to_others()
         self._guard.note()
+        self._turns.restart()
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
@@ -315,15 +337,17 @@ class Engine:
 
     def _run(self, batch: ShardedBatch, number: int) -> StepWeight:
         """All shards' gradients and losses; begins again where several divisors are found."""
-        due = is_due(number)
+        due, shards, parts = self._turns.due, batch.plan.shards, self._parts
         if due:
-            self._parts.modes.refresh()
-        shards = batch.plan.shards
-        task = ShardTask(self._loss, self.seed, number, shards, self._parts.modes.read())
+            parts.modes.refresh()
+        task = ShardTask(
+            self._loss, self.seed, number, shards, parts.modes.read(), parts.trainable(), due
+        )
         if self._alone and shards > 1:
             # What the user has changed since the last step is the user's affair.
             self._guard.note(values=due)
-        watched = due and not self._compilers.compiled  # hooks for all would make it compile anew
+        # With one shard it is as in a plain loop; and hooks for all would make it compile anew.
+        watched = due and shards > 1 and not self._compilers.compiled
         with self._computing(), self._outside.noting(wanted=watched):
             while True:
                 if self._several_terms and shards > 1:
@@ -335,7 +359,8 @@ class Engine:
                     break
                 self._several_terms = True
                 self.exchange.spread()  # nothing was updated; the board is free again
-        self._outside.check(number)
+        if watched:
+            self._outside.check(f"step {number}, the loss")
         return weight
 
     def _run_shards(self, batch: ShardedBatch, task: ShardTask) -> Gradients:
@@ -344,6 +369,7 @@ class Engine:
             with self.attached(replica):
                 gradients = replica.run(batch, task, self.exchange)
         self._parts.modes.restore(task.modes)
+        self._parts.restore_frozen(task.trainable)
         if task.shards > 1:  # with one it is as in a plain loop
             self._refuse_writing(task.step)
         watch = self.replicas[0].watch
@@ -354,11 +380,13 @@ class Engine:
 
     def _trade_divisors(self, batch: ShardedBatch, task: ShardTask) -> tuple[float, ...] | None:
         """The whole batch's weight of each term of the loss, None if it has one term."""
-        found: dict[int, dict[int, Contribution]] = {}
+        found: dict[int, Weighed] = {}
         for replica in self.replicas:
             with self.attached(replica):
-                found[replica.number] = dict(replica.weigh_shards(batch, task))
-        numbers = {n: {s: float(len(p.parts)) for s, p in own.items()} for n, own in found.items()}
+                found[replica.number] = replica.weigh_shards(batch, task)
+        numbers = {
+            n: {s: float(len(terms)) for s, terms in own.items()} for n, own in found.items()
+        }
         counts = self._share_by_shard(batch, numbers)
         terms = int(max(counts))
         wrong = next((s for s, c in enumerate(counts) if batch.size_of(s) and c != terms), None)
@@ -372,15 +400,13 @@ class Engine:
             return None
         divisors = []
         for term in range(terms):
-            weights = {
-                n: {s: p.parts[term].weight for s, p in own.items()} for n, own in found.items()
-            }
-            kinds = {p.parts[term].kind for own in found.values() for p in own.values()}
+            weights = {n: {s: own[s][term][1] for s in own} for n, own in found.items()}
+            kinds = {own[s][term][0] for own in found.values() for s in own}
             total = fold_shards(self._share_by_shard(batch, weights), _add)
-            divisors.append(self._divisor_of(total, kinds, batch))
+            divisors.append(self._divisor_of(total, kinds))
         return tuple(divisors)
 
-    def _divisor_of(self, total: float, kinds: Collection[str], batch: ShardedBatch) -> float:
+    def _divisor_of(self, total: float, kinds: Collection[str]) -> float:
         """1 for a term that is not divided, on every device."""
         rows = {
             replica.number: torch.tensor(
@@ -408,7 +434,7 @@ class Engine:
 
     def _refuse_writing(self, step: int) -> None:
         """Parameters belong to the optimizer while shards run."""
-        changed = self._guard.changed(values=is_due(step))
+        changed = self._guard.changed(values=self._turns.due)
         if changed:
             raise StateError(
                 f"step {step}: {self._guard.name_of(changed)} was written to while the loss was "
@@ -421,20 +447,30 @@ class Engine:
     def _follow_first(self) -> None:
         """Bring what the user did to the model since the last step to the other devices."""
         first, *others = self.replicas
-        if not others:
-            return
-        changed = bool(self._guard.changed()) or not _same_memory(first, others)
         for replica in others:
             replica.buffers.begin_as(first.buffers)
-            if changed:
-                for mine, theirs in (
-                    (replica.trained, first.trained),
-                    (replica.other, first.other),
-                ):
-                    for target, source in zip(mine.sections, theirs.sections, strict=True):
-                        target.copy_(source)
-        if changed:
+        if others and (self._guard.changed() or self._others_differ()):
+            self._give_to_others()
             self._guard.note()
+
+    def _give_to_others(self) -> None:
+        """Copy the first device's parameters to the others of this process."""
+        first, *others = self.replicas
+        for replica in others:
+            for mine, theirs in (
+                (replica.trained, first.trained),
+                (replica.other, first.other),
+            ):
+                for target, source in zip(mine.sections, theirs.sections, strict=True):
+                    target.copy_(source)
+
+    def _others_differ(self) -> bool:
+        """Whether a device of this process has other values, as far as it is looked at."""
+        due, first = self._turns.due, self._guard.samples
+        if not (due or first.on_host):
+            return False
+        here = first.add_up() if due else first.read()
+        return any(here != (s.add_up() if due else s.read()) for s in self._samples)
 
     def _apply(self, batch: ShardedBatch, weight: StepWeight, step: int) -> None:
         watch = self.replicas[0].watch
@@ -520,16 +556,9 @@ def plan_number(plan: Plan) -> int:
     return checksum(repr(plan.counts).encode())
 
 
-def _same_memory(first: Replica, others: Sequence[Replica]) -> bool:
-    """Whether the devices have the same parameters; where that can be seen without waiting."""
-    if first.device.type != "cpu":
-        return True
-    return all(
-        same_bits(mine, theirs)
-        for replica in others
-        for flat, other in ((first.trained, replica.trained), (first.other, replica.other))
-        for mine, theirs in zip(flat.sections, other.sections, strict=True)
-    )
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    """Where one process drives several GPUs, the one that ``device="cuda"`` means."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _raise_if_not_finite(totals: torch.Tensor, step: int) -> None:

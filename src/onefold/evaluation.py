@@ -50,11 +50,12 @@ def evaluate(
             if number == 0:
                 call.agree(engine, batch)
             shards = batch.plan.shards
-            for replica in engine.replicas:
-                with engine.attached(replica):
-                    _score_shards(
-                        replica, score, batch, number, tallies[replica.number], engine.seed
-                    )
+            with engine.noting("the first batch of an evaluation", wanted=number == 0):
+                for replica in engine.replicas:
+                    with engine.attached(replica):
+                        _score_shards(
+                            replica, score, batch, number, tallies[replica.number], engine.seed
+                        )
     return _combine(engine.exchange, tallies, shards)
 
 
@@ -68,6 +69,8 @@ class DataCall:
     samples: int
     """Of the data set."""
     batch_size: int
+    function: object
+    """What is to be computed."""
 
     def agree(self, engine: Engine, batch: ShardedBatch) -> None:
         """Wait for all devices to have read their first batch, and compare.
@@ -82,6 +85,7 @@ class DataCall:
             batch_size=self.batch_size,
             plan=plan_number(batch.plan),
             data=batch.data_digest,
+            function=self.function,
         )
 
 

@@ -84,19 +84,22 @@ def add_gradients(left: Gradients, right: Gradients) -> Gradients:
 
 def _apart(gradients: Gradients) -> Gradients:
     """Copy every gradient whose memory another one before it has a part of."""
-    taken: list[tuple[int, int]] = []
-    result: Gradients = []
-    for gradient in gradients:
-        if gradient is None or not gradient.numel():
-            result.append(gradient)
+    extents = {
+        number: extent(gradient)
+        for number, gradient in enumerate(gradients)
+        if gradient is not None and gradient.numel()
+    }
+    result = list(gradients)
+    taken = 0  # addresses below it belong to gradients that were seen
+    for number in sorted(extents, key=extents.__getitem__):
+        gradient = gradients[number]
+        if gradient is None:
             continue
-        start, stop = extent(gradient)
+        start, stop = extents[number]
         dense = stop - start == gradient.numel() * gradient.element_size()
-        if not dense or any(start < last and first < stop for first, last in taken):
-            result.append(gradient.clone())
-            continue
-        taken.append((start, stop))
-        result.append(gradient)
+        if not dense or start < taken:
+            result[number] = gradient.clone()
+        taken = max(taken, stop)
     return result
 
 

@@ -19,7 +19,7 @@ import torch
 from onefold.flat import FlatTensors
 from onefold.head import checksum
 
-__all__ = ["Samples", "ValueGuard", "is_due"]
+__all__ = ["Samples", "Turns", "ValueGuard"]
 
 _SPREAD = 192
 """Values looked at in each section, spread evenly over it."""
@@ -30,9 +30,24 @@ _FIRST_STEPS = 3
 _EVERY_STEPS = 50
 
 
-def is_due(step: int) -> bool:
-    """Whether values on a GPU are looked at in a step: the first few, and then now and then."""
-    return step <= _FIRST_STEPS or step % _EVERY_STEPS == 0
+class Turns:
+    """Says when what costs more is looked at: in the first few steps, and then now and then.
+
+    Steps count from where this process has begun or the run was loaded, alike on all devices.
+    """
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """The next step is the first again."""
+        self._steps = 0
+        self.due = True
+
+    def advance(self) -> None:
+        """A step begins."""
+        self._steps += 1
+        self.due = self._steps <= _FIRST_STEPS or self._steps % _EVERY_STEPS == 0
 
 
 class Samples:
@@ -104,6 +119,11 @@ class ValueGuard:
         self._samples = Samples(flats)
         self._values = b""
         self.note()
+
+    @property
+    def samples(self) -> Samples:
+        """The values that are looked at."""
+        return self._samples
 
     def note(self, *, values: bool = True) -> None:
         """The parameters are as they ought to be.

@@ -183,7 +183,7 @@ class Loader:
             while this.given < this.end:
                 requests.follow(self._plan(), this.given)
                 request, payloads, digest = next(answers)
-                self._data_digest = self._data_digest or digest
+                self._data_digest = digest or self._data_digest
                 while request.turn != requests.turn:  # read ahead for a plan of before
                     request, payloads, _ = next(answers)
                 this.given = request.stop
@@ -212,7 +212,7 @@ class Loader:
             loader=self.track.number,
             plan=self._plan(),
             own=self._own,
-            digest=self._wants_digest and not self._data_digest,
+            digest=self._wants_digest,
         )
 
     def _order(self, epoch: int) -> torch.Tensor:  # (samples,) int64

@@ -43,6 +43,8 @@ _LOSSES = {
 }
 _OF_CLASSES = {"NllLossBackward0", "NllLoss2DBackward0"}
 _SUMS = {"SumBackward0", "SumBackward1"}
+_SCALES = (10.0, 100.0)
+"""Inverse factors that are no counts, more often than not."""
 _ADDING = ("AddBackward", "SubBackward", "StackBackward")
 _REDUCED = {*_SUMS, "MeanBackward0"}
 _SAME_VALUES = {
@@ -110,11 +112,19 @@ def inspect_loss(result: object, samples: int) -> LossFinding | None:
     if not isinstance(result, torch.Tensor) or result.grad_fn is None or samples < 1:
         return None
     scalar = result.dim() == 0
-    for place in _places(result.grad_fn, samples, scalar=scalar):
+    places = list(_places(result.grad_fn, samples, scalar=scalar))
+    for place in places:
         found = _inspect_scalar(place, samples) if scalar else _inspect_values(place)
+        if found is not None and found.kind == "sum" and any(map(_is_mean, places)):
+            return _maybe_sum(samples)  # beside a mean, it may be a penalty on the parameters
         if found is not None:
             return found
     return None
+
+
+def _is_mean(place: _Place) -> bool:
+    name = place.node.name()
+    return name == "MeanBackward0" or (name in _LOSSES and _saved(place.node, "reduction") == _MEAN)
 
 
 def _places(node: Any, samples: int, *, scalar: bool) -> Iterator[_Place]:
@@ -162,14 +172,18 @@ def _times(place: _Place, divisor: float) -> float | None:
 
 
 def _inverse(factor: float, samples: int) -> float:
-    """What a factor divides by where it is one over a count of samples; otherwise it scales."""
+    """What a factor divides by; one below 1 may be a scale over a count, which cannot be told."""
     divisor = 1 / abs(factor) if factor else math.nan
-    return divisor if math.isnan(divisor) or _is_multiple(divisor, samples) else 1.0
+    if math.isnan(divisor) or _is_multiple(divisor, samples):
+        return divisor
+    return 1.0 if divisor <= 2.0 or divisor in _SCALES else math.nan
 
 
 def _inspect_scalar(place: _Place, samples: int) -> LossFinding | None:
     name = place.node.name()
     reduction = _saved(place.node, "reduction") if name in _LOSSES else None
+    if reduction == _SUM and samples == 1:
+        return None  # a division by the number of samples cannot be seen
     if reduction == _SUM and place.divisor is None:
         return _sum(_function(place.node), samples)
     if reduction == _SUM:
@@ -192,10 +206,10 @@ def _inspect_mean_of_classes(node: Any, samples: int) -> LossFinding | None:
     if _saved(node, "weight") is not None:
         seen = f"a mean by class weights ({_shown(function)} with weight=)"
         return _mean_by("weights", seen, function)
-    targets, counted = _saved(node, "target"), _saved(node, "total_weight")
-    if targets is None or counted is None:
+    targets, index = _saved(node, "target"), _ignored_index(node)
+    if targets is None or index is None:
         return None
-    ignored = targets.numel() - int(counted)
+    ignored = int((targets == index).sum())  # what PyTorch has counted may be rounded to 16 bits
     if ignored > 0:
         seen = f"a mean over targets of which {ignored} are ignored ({_shown(function)})"
         return _mean_by("ignored", seen, function)
@@ -210,14 +224,19 @@ def _inspect_values(place: _Place) -> LossFinding | None:
     if _saved(place.node, "weight") is not None:
         seen = f"one value a sample scaled by class weights ({_shown(function)} with weight=)"
         return _values("weights-none", seen, "the sum of their weights", function)
-    targets, index = _saved(place.node, "target"), _saved(place.node, "ignore_index")
+    targets, index = _saved(place.node, "target"), _ignored_index(place.node)
     if targets is None or index is None:
         return None
-    index = index - 2**64 if index >= 2**63 else index  # nodes hand it over without its sign
     if not bool((targets == index).any()):
         return None
     seen = f"one value a sample with ignored targets among them ({_shown(function)})"
     return _values("ignored-none", seen, "those that are not ignored", function)
+
+
+def _ignored_index(node: Any) -> int | None:
+    index = _saved(node, "ignore_index")
+    # Nodes hand it over without its sign.
+    return None if index is None else index - 2**64 if index >= 2**63 else index
 
 
 def _quotient(divisor: float | None, samples: int, function: str | None) -> LossFinding | None:

@@ -7,7 +7,6 @@ import logging
 import torch
 
 from onefold.errors import LossError
-from onefold.guard import is_due
 from onefold.losscheck import FindingKind, LossFinding, inspect_loss
 
 __all__ = ["LossWatch"]
@@ -32,13 +31,13 @@ class LossWatch:
         self.findings: dict[FindingKind, LossFinding] = {}
         """The first of each kind."""
 
-    def look(self, result: object, *, samples: int, step: int, where: str) -> None:
+    def look(self, result: object, *, samples: int, due: bool, where: str) -> None:
         """Inspect the loss of one shard of several; with one, nothing could be read wrongly.
 
         Args:
             result: what the loss returned.
             samples: of the shard.
-            step: number of the step.
+            due: whether to look at what costs more.
             where: step and shard, for errors.
 
         Raises:
@@ -46,7 +45,7 @@ class LossWatch:
         """
         if not isinstance(result, torch.Tensor):
             return
-        if (result.dim() or result.device.type != "cpu") and not is_due(step):
+        if (result.dim() or result.device.type != "cpu") and not due:
             return  # on a GPU, looking waits for the work that is under way
         finding = inspect_loss(result, samples)
         if finding is None:

@@ -46,9 +46,10 @@ def predict(
             if number == 0:
                 call.agree(engine, batch)
             cuts.append((batch.samples, batch.plan))
-            for replica in engine.replicas:
-                with engine.attached(replica):
-                    _predict_shards(replica, function, batch, number, own, engine.seed)
+            with engine.noting("the first batch of a prediction", wanted=number == 0):
+                for replica in engine.replicas:
+                    with engine.attached(replica):
+                        _predict_shards(replica, function, batch, number, own, engine.seed)
     columns = agree_on_lines(engine.exchange, {n: rows.columns for n, rows in own.items()})
     parts = [
         _join_batch(engine.exchange, number, *cut, columns, own) for number, cut in enumerate(cuts)

@@ -18,7 +18,7 @@ import torch
 
 from onefold.batch import ShardedBatch, move
 from onefold.buffers import BufferSet
-from onefold.errors import GradientError
+from onefold.errors import GradientError, StateError
 from onefold.exchange.base import Exchange
 from onefold.flat import FlatTensors
 from onefold.fold import Block, blocks_of, fold
@@ -30,10 +30,14 @@ from onefold.randomness import derive_seed, seed_generators
 from onefold.timing import Stopwatch
 from onefold.weights_of_step import SUM, several
 
-__all__ = ["LossFunction", "ModelParts", "Replica", "ShardTask"]
+__all__ = ["LossFunction", "ModelParts", "Replica", "ShardTask", "Weighed"]
 
 LossFunction = Callable[[torch.nn.Module, Any], object]
 """Takes the model and one shard; see `onefold.mean.weigh` for what it may return."""
+
+
+Weighed = Mapping[int, Sequence[tuple[str, float]]]
+"""For each shard, kind and weight of each term of its loss."""
 
 
 class ModelParts:
@@ -58,6 +62,41 @@ class ModelParts:
         self.modes = Modes(module)
         self.trained = {name: self.named[name] for name in trained_names}
         self.other = {name: p for name, p in self.named.items() if name not in self.trained}
+        self._tensors = self._ids()
+
+    def trainable(self) -> list[bool]:
+        """Of every parameter, whether it requires a gradient."""
+        return [parameter.requires_grad for parameter in self.named.values()]
+
+    def restore_frozen(self, trainable: Sequence[bool]) -> None:
+        """Let the parameters require gradients as `trainable` found them to."""
+        if self.trainable() != trainable:
+            for parameter, required in zip(self.named.values(), trainable, strict=True):
+                parameter.requires_grad_(required)
+
+    def check_parts(self) -> None:
+        """Refuse a model that has been given other parts since Trainer was made.
+
+        Raises:
+            StateError: it has.
+        """
+        now = self._ids()
+        for name in {**now, **self._tensors}:
+            if now.get(name) != self._tensors.get(name):
+                raise StateError(
+                    f"{name} of the model was put in, taken out or replaced since Trainer was "
+                    f"made: nobody would train or fold it. Change the model first, make its "
+                    f"optimizer, and then Trainer"
+                )
+
+    def _ids(self) -> dict[str, int]:
+        """Every parameter and buffer, and the name under which a module has it."""
+        parameters = self.module.named_parameters(remove_duplicate=False)
+        buffers = self.module.named_buffers(remove_duplicate=False)
+        return {
+            **{f"parameter {name}": id(tensor) for name, tensor in parameters},
+            **{f"buffer {name}": 0 for name, _ in buffers},
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +111,10 @@ class ShardTask:
     """V."""
     modes: bytes
     """Of the module's parts, for every shard to begin with."""
+    trainable: Sequence[bool]
+    """Of the parameters, which require a gradient; for every shard to begin with."""
+    due: bool = False
+    """Whether to look at what costs more."""
     divisors: Sequence[float] | None = None
     """Of the loss's terms, where it has several; None while they are not known."""
 
@@ -166,6 +209,7 @@ class Replica:
         shards_run = batch.plan.shards_of(self.number)
         exchange.board.clear_rows(self.number, shards_run)
         drop_gradients(self._parameters)
+        self._may_be_kept = self._hooked() if task.shards > 1 else []
         gradients: Gradients = []
         for slot, block in enumerate(blocks_of(shards_run, batch.plan.shards)):
             gradients = self._sum_of(block, batch, task, exchange)
@@ -175,20 +219,26 @@ class Replica:
         drop_gradients(self.parts.other.values())
         return gradients
 
-    def weigh_shards(self, batch: ShardedBatch, task: ShardTask) -> Mapping[int, Contribution]:
-        """What the loss returns for each of this device's shards, without gradients."""
-        found = {}
+    def _hooked(self) -> list[int]:
+        """Parameters with hooks that may put something of their own into ``.grad``."""
+        return [n for n, p in enumerate(self._parameters) if p._post_accumulate_grad_hooks]
+
+    def weigh_shards(self, batch: ShardedBatch, task: ShardTask) -> Weighed:
+        """Kind and weight of each term of the loss, for each of this device's shards."""
+        found: dict[int, list[tuple[str, float]]] = {}
         drop_gradients(self._parameters)
         for shard in batch.plan.shards_of(self.number):
             if shard in batch.shards:
                 where = self._begin_shard(shard, task)
                 try:
-                    with torch.no_grad():
-                        result = task.loss(self.module, move(batch.shards[shard], self.device))
-                    found[shard] = weigh(result, batch.size_of(shard), f"the loss of {where}")
+                    # With a graph: the loss may go through one of its own.
+                    result = task.loss(self.module, move(batch.shards[shard], self.device))
+                    weighed = weigh(result, batch.size_of(shard), f"the loss of {where}")
+                    found[shard] = [(part.kind, part.weight) for part in weighed.parts]
                 except Exception as error:
                     self._explain(error, where)
                     raise
+                drop_gradients(self._parameters)
         return found
 
     def _sum_of(
@@ -222,7 +272,7 @@ class Replica:
             samples = batch.size_of(shard)
             part = weigh(result, samples, f"the loss of {where}")
             if task.shards > 1:
-                self.loss_watch.look(result, samples=samples, step=task.step, where=where)
+                self.loss_watch.look(result, samples=samples, due=task.due, where=where)
             if part.kind == "means":
                 part = _of_one_divisor(part, task)
             middle = watch.now()
@@ -234,6 +284,9 @@ class Replica:
         watch.note("backward", f"backward shard {shard}", middle)
         self.buffers.end_shard(shard, board)
         gradients = take_gradients(self._parameters, self._names, where)
+        for number in self._may_be_kept:
+            kept = gradients[number]
+            gradients[number] = None if kept is None else kept.clone()
         board.weights[shard] = _code(part)
         if part.kind != "means":
             board.set_total(shard, part.total())
@@ -245,6 +298,7 @@ class Replica:
         """Make a shard's surroundings, the same whatever was run before it; says what it is."""
         self.buffers.restore()
         self.parts.modes.restore(task.modes)
+        self.parts.restore_frozen(task.trainable)
         drop_gradients(self._watched)  # which no optimizer takes, and at which hooks may look
         seed_generators(derive_seed("shard", task.seed, task.step, shard), self.device)
         return f"step {task.step}, shard {shard}"

@@ -330,7 +330,7 @@ class Trainer:
         batches = self._loader(dataset, batch_size=batch_size, workers=workers, collate=collate)
         with self._telling_others():
             self._checkpoints.check()
-            call = self._data_call(Call.EVALUATE, batches, batch_size)
+            call = self._data_call(Call.EVALUATE, score, batches, batch_size)
             return evaluate(self._engine, score, batches, call)
 
     def predict(
@@ -373,7 +373,7 @@ class Trainer:
         batches = self._loader(dataset, batch_size=batch_size, workers=workers, collate=collate)
         with self._telling_others():
             self._checkpoints.check()
-            call = self._data_call(Call.PREDICT, batches, batch_size)
+            call = self._data_call(Call.PREDICT, function, batches, batch_size)
             return predict(self._engine, function, batches, call)
 
     def gather(self, numbers: Mapping[str, float]) -> list[dict[str, float]]:
@@ -548,8 +548,10 @@ class Trainer:
             if self.is_lead:
                 _log.warning("trainer.save will refuse this run: %s", error)
 
-    def _data_call(self, call: Call, batches: Loader, batch_size: int) -> DataCall:
-        return DataCall(call, self.steps + 1, batches.track.size.samples, batch_size)
+    def _data_call(
+        self, call: Call, function: ScoreFunction, batches: Loader, batch_size: int
+    ) -> DataCall:
+        return DataCall(call, self.steps + 1, batches.track.size.samples, batch_size, function)
 
     def _before_step(self, batch: ShardedBatch) -> bool:
         """Look after checkpoints; whether the process is to stop, as was asked."""

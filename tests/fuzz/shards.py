@@ -154,13 +154,21 @@ def shards_of(script: Script, shards: list[Fields]) -> list[tuple[int, Fields]]:
 
 
 def last_round(shards: list[Fields]) -> list[Fields]:
-    """Where a loss has several terms, the shards of the first step are run twice."""
-    half = len(shards) // 2
-    twice = len(shards) % 2 == 0 and all(
-        torch.equal(one.index, two.index) and torch.equal(one.x, two.x)
-        for one, two in zip(shards[:half], shards[half:], strict=True)
+    """Where a loss has several terms, the shards are run for its weights first; in the first step,
+    they are begun once before that is known."""
+    for rounds in (3, 2):
+        length = len(shards) // rounds
+        parts = [shards[start : start + length] for start in range(0, len(shards), length or 1)]
+        if length and len(parts) == rounds and all(_alike(part, parts[-1]) for part in parts):
+            return parts[-1]
+    return shards
+
+
+def _alike(one: list[Fields], other: list[Fields]) -> bool:
+    return len(one) == len(other) and all(
+        torch.equal(mine.index, theirs.index) and torch.equal(mine.x, theirs.x)
+        for mine, theirs in zip(one, other, strict=True)
     )
-    return shards[half:] if twice and half else shards
 
 
 def terms_of(result: object, samples: int) -> list[Term]:

@@ -166,7 +166,9 @@ class Checkpoints:
         """
         folder = folder_of(directory, self._position.step)
         self._engine.agree(
-            Call.SAVE, self._position.step + 1, arguments=(str(directory), keeping, wait)
+            Call.SAVE,
+            self._position.step + 1,
+            arguments=(keeping.newest, keeping.best, sorted(keeping.scores), wait),
         )
         record = self._record(keeping, extra)
         self._engine.check_last_step()
@@ -196,9 +198,7 @@ class Checkpoints:
         if unknown:
             raise ValueError(f"expected changed to name some of {list(PROMISES)}, got {unknown}")
         self._writing.wait()
-        self._engine.agree(
-            Call.LOAD, self._position.step + 1, arguments=(str(path), sorted(changed), if_any)
-        )
+        self._engine.agree(Call.LOAD, self._position.step + 1, arguments=(sorted(changed), if_any))
         with ExitStack() as stack:
             told, files = self._find(path, changed, if_any, stack) if self._leads else (None, None)
             stored = self._agree_on(told)
@@ -388,7 +388,7 @@ class Checkpoints:
         if files is not None:
             files.model.fill(self._module)
         self._engine.exchange.follow_lead(self._engine.replicas[0].buffers.flat)
-        self._engine.model_changed()
+        self._engine.model_loaded()
 
     def _take_optimizer(
         self, saved: Mapping[str, Any], files: _Files | None, changed: Collection[str]
