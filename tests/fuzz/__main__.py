@@ -10,62 +10,12 @@ must be refused, and in some one device does something else, which all devices m
 from __future__ import annotations
 
 import argparse
-import logging
-import multiprocessing
 import time
-import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from itertools import groupby
 
-import torch
-
-from tests.fuzz.case import Case, draw
-from tests.fuzz.judge import Verdict, judge_local
-
-_TOGETHER = 50
-"""Cases of one launch."""
-
-
-def verdicts(cases: Sequence[Case]) -> Iterator[Verdict]:
-    """Of cases, those of several processes together."""
-    from tests.fuzz.launched import judge_together
-
-    settle()
-    for (exchange, _), group in groupby(cases, key=lambda case: (case.exchange, case.processes)):
-        listed = list(group)
-        if exchange == "local":
-            yield from map(judge_local, listed)
-            continue
-        for start in range(0, len(listed), _TOGETHER):
-            yield from judge_together(listed[start : start + _TOGETHER])
-
-
-def settle() -> None:
-    """What holds for every case: one thread, and no word of what is meant."""
-    torch.set_num_threads(1)
-    logging.getLogger("onefold").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module="torch")
-
-
-def _judge_seeds(seeds: Sequence[int], exchange: str | None) -> list[Verdict]:
-    return list(verdicts([draw(seed, exchange) for seed in seeds]))
-
-
-def _chunks(seeds: range) -> list[range]:
-    return [seeds[start : start + _TOGETHER] for start in range(0, len(seeds), _TOGETHER)]
-
-
-def _results(seeds: range, exchange: str | None, jobs: int) -> Iterator[list[Verdict]]:
-    chunks = _chunks(seeds)
-    if jobs == 1:
-        for chunk in chunks:
-            yield _judge_seeds(chunk, exchange)
-        return
-    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
-        waiting = [pool.apply_async(_judge_seeds, (chunk, exchange)) for chunk in chunks]
-        for each in waiting:
-            yield each.get()
+from tests.fuzz.campaign import results
+from tests.fuzz.case import draw
+from tests.fuzz.judge import Verdict
 
 
 def show(verdict: Verdict, exchange: str | None) -> None:
@@ -93,7 +43,7 @@ def main() -> int:
     kinds: Counter[str] = Counter()
     wrong: list[int] = []
     start = last = time.monotonic()
-    for chunk in _results(seeds, options.exchange, options.jobs):
+    for chunk in results(seeds, options.exchange, options.jobs):
         for verdict in chunk:
             kinds[verdict.kind] += 1
             if verdict.wrong:

@@ -241,7 +241,10 @@ def _clipping(script: Script) -> None:
 
 FAULTS: dict[str, Fault] = {
     "sum as mean": Fault(
-        error=LossError, words=r"step 1, shard \d+ is a sum over", loss=_summed, possible=_several
+        error=LossError,
+        words=r"step 1, shard \d+ is a sum over",
+        loss=_summed,
+        possible=_first_shards,
     ),
     "class weights": Fault(
         error=LossError, words=r"shard \d+ is a mean by class", loss=_by_class, possible=_several
@@ -266,7 +269,9 @@ FAULTS: dict[str, Fault] = {
         error=LossError, words="weight of onefold.Mean depends on parameters", loss=_learned_weight
     ),
     "outside norm": Fault(
-        error=StateError, words="BatchNorm1d, which is no part of the model", loss=_outside_norm
+        error=StateError,
+        words="BatchNorm1d is called that is no part of the model",
+        loss=_outside_norm,
     ),
     "written": Fault(
         error=StateError,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.fuzz.__main__ import verdicts
+from tests.fuzz.campaign import verdicts
 from tests.fuzz.case import BLOCK_OF_SEEDS, draw, exchange_of
 
 _CHUNK = 55
