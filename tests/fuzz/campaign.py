@@ -6,6 +6,7 @@ import logging
 import multiprocessing
 import warnings
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from itertools import groupby
 
 import torch
@@ -52,7 +53,7 @@ def results(seeds: range, exchange: str | None, jobs: int) -> Iterator[list[Verd
         for chunk in chunks:
             yield judge_seeds(chunk, exchange)
         return
-    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
-        waiting = [pool.apply_async(judge_seeds, (chunk, exchange)) for chunk in chunks]
-        for each in waiting:
-            yield each.get()
+    # Not a multiprocessing.Pool: its processes may have no children, such as a loader's workers.
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for each in [pool.submit(judge_seeds, chunk, exchange) for chunk in chunks]:
+            yield each.result()
