@@ -66,7 +66,8 @@ class Traffic:
         """Count from here on, for good."""
         _before(CollectiveExchange, "collect", functools.partial(self._enter, "collect"))
         _before(CollectiveExchange, "spread", functools.partial(self._enter, "spread"))
-        _before(dist, "batch_isend_irecv", self._count_sends)
+        _before(CollectiveExchange, "agree", functools.partial(self._enter, "board"))
+        _before(CollectiveExchange, "_start", self._count_sends)
         _before(dist, "all_gather", self._count_gather)
         _before(SharedExchange, "publish", functools.partial(self._enter, "written"))
         _before(SharedExchange, "collect", functools.partial(self._enter, "collect"))
@@ -77,16 +78,17 @@ class Traffic:
     def _enter(self, phase: str, *_: object) -> None:
         self._phase = phase
 
-    def _count_sends(self, operations: Sequence[dist.P2POp]) -> None:
+    def _count_sends(self, _exchange: object, operations: Sequence[Any]) -> None:
         for operation in operations:
-            if operation.op is dist.isend:
-                # Trained parameters are float32 here; rows are uint8, totals float64.
-                trained = operation.tensor.dtype is torch.float32
-                self.amounts[self._phase if trained else "board"] += operation.tensor.nbytes
+            if operation.kind is dist.isend and operation.part.numel():
+                # Trained parameters go in chunks; rows and totals as they are.
+                trained = operation.chunk is not None
+                self.amounts[self._phase if trained else "board"] += operation.part.nbytes
                 self.amounts["messages"] += 1
 
     def _count_gather(self, parts: Sequence[torch.Tensor], own: torch.Tensor, **_: object) -> None:
-        self.amounts["buffers"] += own.nbytes * (len(parts) - 1)
+        head = self._phase == "board"
+        self.amounts["board" if head else "buffers"] += own.nbytes * (len(parts) - 1)
         self.amounts["messages"] += len(parts) - 1
 
     def _count_copied(self, targets: Sequence[torch.Tensor], *_: object) -> None:

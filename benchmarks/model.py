@@ -41,8 +41,8 @@ CHUNK_BYTES = 4 << 20
 """Longest message of partial sums or parameters, as `onefold.flat.cut_chunks` cuts them."""
 LARGE_BYTES = 256 << 10
 """From here on a tensor is moved by itself, and copied only where others must see it."""
-HEAD_BYTES = 24
-"""Of a board's row: step, samples, and whether the device was asked to stop."""
+HEAD_BYTES = 136
+"""What a device states first in every step: step, samples, plan, checksums, and so on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,10 +147,10 @@ def spread_bytes(run: Run) -> float:
 
 
 def board_bytes(run: Run) -> float:
-    """A device's row and its shards' totals, sent to each of the others.
+    """A device's head, its row and its shards' totals, sent to each of the others.
 
-    The row is a head, four bytes a parameter, and for each shard a weight and one byte a buffer;
-    a total has eight bytes.
+    The row is four bytes a parameter, and for each shard a weight and one byte a buffer; a total
+    has eight bytes.
     """
     of_shards = (8 + run.buffers + 8) * run.shards / run.devices
     return (run.devices - 1) * (HEAD_BYTES + 4 * run.parameters + of_shards)
@@ -179,9 +179,9 @@ def chunks(run: Run) -> float:
 
 
 def collective_messages(run: Run) -> float:
-    """Messages sent: to each other device a row, k spans there and one span back."""
+    """Messages sent: to each other device a head, a row, k spans there and one span back."""
     buffers = 1 if run.buffer_row_bytes else 0
-    return (run.devices - 1) * (1 + (run.k + 1) * chunks(run) + buffers)
+    return (run.devices - 1) * (2 + (run.k + 1) * chunks(run) + buffers)
 
 
 def host_bytes(run: Run) -> float:
@@ -235,8 +235,8 @@ def shared_read_bytes(run: Run) -> float:
 
 
 def shared_messages(run: Run) -> float:
-    """Two meetings a step, at each of which every process tells every other one."""
-    return 2 * (run.devices - 1)
+    """Three meetings a step, at each of which every process tells every other one."""
+    return 3 * (run.devices - 1)
 
 
 def shared_s(run: Run, *, memory_bytes_per_s: float, meeting_s: float) -> float:

@@ -13,6 +13,7 @@ import model
 from model import Links, Run
 from onefold.exchange.base import Board, BoardShape
 from onefold.flat import cut_chunks, cut_pieces, lay_out
+from onefold.head import StepHead
 
 MEGABYTE = 10**6
 LINKS = Links(
@@ -75,7 +76,9 @@ def test_a_row_has_the_bytes_that_the_board_sends(devices: int) -> None:
     board = Board.private(shape, torch.device("cpu"))
     own = range(8 // devices)
     sent = board.row(0, own).nbytes
-    assert model.board_bytes(run(devices, parameters=7, buffers=2)) == (devices - 1) * sent
+    assert model.board_bytes(run(devices, parameters=7, buffers=2)) == (devices - 1) * (
+        sent + len(StepHead(call=1, step=1).word())
+    )
 
 
 @pytest.mark.parametrize("numel", [1000, 65_536, 1 << 20, (1 << 20) + 1, 5 << 20])
@@ -88,14 +91,14 @@ def test_messages_are_cut_as_the_exchange_cuts_them(numel: int, tensors: int) ->
 
 
 def test_messages_count_the_buffers_only_where_there_are_some() -> None:
-    assert model.collective_messages(run(4)) == 3 * 3
-    assert model.collective_messages(run(4, buffer_row_bytes=64)) == 3 * 4
-    assert model.shared_messages(run(4)) == 6
+    assert model.collective_messages(run(4)) == 3 * 4
+    assert model.collective_messages(run(4, buffer_row_bytes=64)) == 3 * 5
+    assert model.shared_messages(run(4)) == 9
 
 
 def test_time_is_that_of_the_network_where_it_is_slow() -> None:
     two_hosts = run(16, shards=16)
-    parts = [64 * MEGABYTE / 1e9, 15 * 3 * 1e-5, 2e-3, 8 * MEGABYTE / 1e12]
+    parts = [64 * MEGABYTE / 1e9, 15 * 4 * 1e-5, 2e-3, 8 * MEGABYTE / 1e12]
     assert model.collective_s(two_hosts, LINKS) == pytest.approx(sum(parts))
 
 
