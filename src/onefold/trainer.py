@@ -52,8 +52,9 @@ class Trainer:
             current values.
         optimizer: made from the model's parameters; it is kept, so schedulers attached to it work.
         loss: ``loss(model, batch)`` for one shard on one device. Returns a tensor (n,) of one loss
-            a sample, a scalar (the mean over the shard's samples), or ``onefold.Mean``. The step's
-            loss is the sum of totals over the sum of weights across the whole batch.
+            a sample, a scalar (the mean over the shard's samples), ``onefold.Mean``,
+            ``onefold.Sum``, or a sum of these two. The step's loss is the sum of totals over the
+            sum of weights across the whole batch; `onefold.losses` has PyTorch's losses so.
         shards: V, into how many parts every batch is cut: the most devices that may ever share a
             batch. Like the batch size it is part of the result.
         seed: of dropout, augmentation, the order of samples and all other randomness.
@@ -265,11 +266,14 @@ class Trainer:
         """One update from one whole batch.
 
         Args:
-            batch: what `loader` yields; or tensors (n, ...), or tuples, lists and dicts of them,
-                the same on every device, which are cut along the first dimension.
+            batch: what `loader` yields; or tensors or NumPy arrays (n, ...), or tuples, lists and
+                dicts of them, the same on every device, which are cut along the first dimension.
 
         Raises:
             ValueError: the tensors of the batch disagree in length, or it is empty.
+            DisagreementError: another device is in another step, or was given something else.
+            StateError: a shard has changed what it must not, such as a parameter.
+            GradientError: a gradient cannot be added up.
             LossError: the loss is of the wrong shape, or not finite; names step and shard.
             PeerError: another device failed or is lost.
             OSError: a checkpoint of before could not be written in the background.
