@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+
 import pytest
 
 from tests.fuzz.campaign import verdicts
@@ -9,6 +12,15 @@ from tests.fuzz.case import BLOCK_OF_SEEDS, draw, exchange_of
 
 _CHUNK = 55
 _IN_ONE_PROCESS = [seed for seed in range(BLOCK_OF_SEEDS) if exchange_of(seed) == "local"]
+
+
+@pytest.fixture(autouse=True)
+def _log_as_before() -> Iterator[None]:
+    """The cases are run with warnings of onefold switched off."""
+    log = logging.getLogger("onefold")
+    before = log.level
+    yield
+    log.setLevel(before)
 
 
 def wrong(seeds: list[int]) -> dict[int, list[str]]:
