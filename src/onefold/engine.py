@@ -340,8 +340,15 @@ class Engine:
         due, shards, parts = self._turns.due, batch.plan.shards, self._parts
         if due:
             parts.modes.refresh()
+        several = shards > 1
         task = ShardTask(
-            self._loss, self.seed, number, shards, parts.modes.read(), parts.trainable(), due
+            loss=self._loss,
+            seed=self.seed,
+            step=number,
+            shards=shards,
+            modes=parts.modes.read() if several else b"",
+            trainable=parts.trainable() if several else (),
+            due=due,
         )
         if self._alone and shards > 1:
             # What the user has changed since the last step is the user's affair.
@@ -368,8 +375,6 @@ class Engine:
         for replica in self.replicas:
             with self.attached(replica):
                 gradients = replica.run(batch, task, self.exchange)
-        self._parts.modes.restore(task.modes)
-        self._parts.restore_frozen(task.trainable)
         if task.shards > 1:  # with one it is as in a plain loop
             self._refuse_writing(task.step)
         watch = self.replicas[0].watch

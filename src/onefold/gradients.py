@@ -57,10 +57,13 @@ def take_gradients(
     ):
         _refuse_sparse(gradients, names, where)
     # Only views of a tensor begin elsewhere than at its start, or where another one begins.
-    if len({g.data_ptr() for g in dense}) < len(dense) or any(g.storage_offset() for g in dense):
+    if len({g.data_ptr() for g in dense}) < len(dense) or any([g.storage_offset() for g in dense]):
         gradients = _apart(gradients)
-    pairs = zip(gradients, parameters, strict=True)
-    if any(g is not None and g.stride() != p.stride() for g, p in pairs):
+    strides = [g.stride() if g is not None else None for g in gradients]
+    if strides != [p.stride() for p in parameters] and any(
+        g is not None and g.stride() != p.stride()
+        for g, p in zip(gradients, parameters, strict=True)
+    ):
         return [
             None if g is None else _laid_out_like(g, p)
             for g, p in zip(gradients, parameters, strict=True)

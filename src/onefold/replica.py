@@ -10,6 +10,7 @@ is no copy that could stay behind. Between calls the module points at the first 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -58,6 +59,7 @@ class ModelParts:
             if parameter is not None
         ]
         """Where modules hold them: full name, the module's own table, name in it, parameter."""
+        self.held = [parameter for _, _, _, parameter in self.homes]
         self.module = module
         self.modes = Modes(module)
         self.trained = {name: self.named[name] for name in trained_names}
@@ -110,9 +112,9 @@ class ShardTask:
     shards: int
     """V."""
     modes: bytes
-    """Of the module's parts, for every shard to begin with."""
+    """Of the module's parts, put back after every shard where there are several."""
     trainable: Sequence[bool]
-    """Of the parameters, which require a gradient; for every shard to begin with."""
+    """Of the parameters, which require a gradient; put back likewise."""
     due: bool = False
     """Whether to look at what costs more."""
     divisors: Sequence[float] | None = None
@@ -178,8 +180,10 @@ class Replica:
         Raises:
             ValueError: one has been.
         """
-        for full_name, held, name, parameter in self.parts.homes:
-            if held.get(name) is not parameter:
+        homes = self.parts.homes
+        held_now = [held.get(name) for _, held, name, _ in homes]
+        if not all(map(operator.is_, held_now, self.parts.held)):
+            for full_name in (home[0] for home in homes if home[1].get(home[2]) is not home[3]):
                 raise ValueError(
                     f"parameter {full_name} has been replaced by another tensor since Trainer was "
                     f"made, which no optimizer updates. Change values in place "
@@ -236,9 +240,11 @@ class Replica:
                     weighed = weigh(result, batch.size_of(shard), f"the loss of {where}")
                     found[shard] = [(part.kind, part.weight) for part in weighed.parts]
                 except Exception as error:
+                    self._put_back(task)
                     self._explain(error, where)
                     raise
                 drop_gradients(self._parameters)
+                self._put_back(task)
         return found
 
     def _sum_of(
@@ -279,6 +285,7 @@ class Replica:
             watch.note("forward", f"forward shard {shard}", there, middle)
             _backward(part, batch)
         except Exception as error:
+            self._put_back(task)
             self._explain(error, where)
             raise
         watch.note("backward", f"backward shard {shard}", middle)
@@ -290,6 +297,7 @@ class Replica:
         board.weights[shard] = _code(part)
         if part.kind != "means":
             board.set_total(shard, part.total())
+        self._put_back(task)
         given = [gradient is not None for gradient in gradients]
         board.gave[self.number] += 1 if all(given) else given
         return gradients
@@ -297,11 +305,15 @@ class Replica:
     def _begin_shard(self, shard: int, task: ShardTask) -> str:
         """Make a shard's surroundings, the same whatever was run before it; says what it is."""
         self.buffers.restore()
-        self.parts.modes.restore(task.modes)
-        self.parts.restore_frozen(task.trainable)
         drop_gradients(self._watched)  # which no optimizer takes, and at which hooks may look
         seed_generators(derive_seed("shard", task.seed, task.step, shard), self.device)
         return f"step {task.step}, shard {shard}"
+
+    def _put_back(self, task: ShardTask) -> None:
+        """Modes and frozen parameters, where another shard follows; with one they are the loss's."""
+        if task.shards > 1:
+            self.parts.modes.restore(task.modes)
+            self.parts.restore_frozen(task.trainable)
 
     def _explain(self, error: Exception, where: str) -> None:
         """Say where it was raised; or what it comes of, if a buffer was resized."""
