@@ -57,7 +57,8 @@ def take_gradients(
     ):
         _refuse_sparse(gradients, names, where)
     # Only views of a tensor begin elsewhere than at its start, or where another one begins.
-    if len({g.data_ptr() for g in dense}) < len(dense) or any([g.storage_offset() for g in dense]):
+    offsets = [g.storage_offset() for g in dense]
+    if any(offsets) or len({g.data_ptr() for g in dense}) < len(dense):
         gradients = _apart(gradients)
     strides = [g.stride() if g is not None else None for g in gradients]
     if strides != [p.stride() for p in parameters] and any(

@@ -310,7 +310,7 @@ class Replica:
         return f"step {task.step}, shard {shard}"
 
     def _put_back(self, task: ShardTask) -> None:
-        """Modes and frozen parameters, where another shard follows; with one they are the loss's."""
+        """Modes, and which parameters are frozen, where there may be another shard."""
         if task.shards > 1:
             self.parts.modes.restore(task.modes)
             self.parts.restore_frozen(task.trainable)
