@@ -379,3 +379,18 @@ def test_clipping_is_as_fine_in_half_precision() -> None:
         nn.utils.clip_grad_norm_(theirs.parameters(), 0.3)
         plain.step()
     assert bits(ours) == bits(theirs)
+
+
+def test_a_tensor_that_is_given_for_two_shards_behind_the_hooks_is_refused() -> None:
+    """By a hook of autograd's own node, which a parameter does not know of."""
+    model = line()
+    kept = torch.zeros(1, 3)
+    trainer = make_trainer(model)
+    node = model.weight.view_as(model.weight).grad_fn.next_functions[0][0]
+
+    def keep(*_: object) -> None:
+        model.weight.grad = kept
+
+    node.register_hook(keep)
+    with pytest.raises(GradientError, match=r"the same tensor into \.grad for two shards"):
+        trainer.step(points(8))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -196,6 +196,7 @@ class Engine:
         if due:
             self.replicas[0].check_places()
             self._parts.check_parts()
+            self._parts.modes.refresh()
         if not self.with_others:
             return Said((0,), stop)
         # What is being loaded or was changed in the block makes all else equal.
@@ -295,7 +296,7 @@ class Engine:
     @contextmanager
     def noting(self, where: str, *, wanted: bool) -> Iterator[None]:
         """Refuse modules beside the model that are changed in here, if ``wanted``."""
-        watched = wanted and not self._compilers.compiled
+        watched = wanted and not self._compilers.compiled  # hooks would make it compile anew
         with self._outside.noting(wanted=watched):
             yield
         if watched:
@@ -338,8 +339,6 @@ class Engine:
     def _run(self, batch: ShardedBatch, number: int) -> StepWeight:
         """All shards' gradients and losses; begins again where several divisors are found."""
         due, shards, parts = self._turns.due, batch.plan.shards, self._parts
-        if due:
-            parts.modes.refresh()
         several = shards > 1
         task = ShardTask(
             loss=self._loss,
@@ -350,14 +349,13 @@ class Engine:
             trainable=parts.trainable() if several else (),
             due=due,
         )
-        if self._alone and shards > 1:
+        if self._alone and several:
             # What the user has changed since the last step is the user's affair.
             self._guard.note(values=due)
-        # With one shard it is as in a plain loop; and hooks for all would make it compile anew.
-        watched = due and shards > 1 and not self._compilers.compiled
-        with self._computing(), self._outside.noting(wanted=watched):
+        watched = due and several  # with one shard it is as in a plain loop
+        with self._computing(), self.noting(f"step {number}, the loss", wanted=watched):
             while True:
-                if self._several_terms and shards > 1:
+                if self._several_terms and several:
                     task = replace(task, divisors=self._trade_divisors(batch, task))
                 self._gradients = self._run_shards(batch, task)
                 board = self.exchange.board
@@ -366,8 +364,6 @@ class Engine:
                     break
                 self._several_terms = True
                 self.exchange.spread()  # nothing was updated; the board is free again
-        if watched:
-            self._outside.check(f"step {number}, the loss")
         return weight
 
     def _run_shards(self, batch: ShardedBatch, task: ShardTask) -> Gradients:
@@ -389,53 +385,44 @@ class Engine:
         for replica in self.replicas:
             with self.attached(replica):
                 found[replica.number] = replica.weigh_shards(batch, task)
-        numbers = {
-            n: {s: float(len(terms)) for s, terms in own.items()} for n, own in found.items()
-        }
-        counts = self._share_by_shard(batch, numbers)
-        terms = int(max(counts))
+        numbers = {n: {s: [float(len(own[s]))] for s in own} for n, own in found.items()}
+        counts = [int(row[0]) for row in self._share_by_shard(batch, numbers, 1)]
+        terms = max(counts)
         wrong = next((s for s, c in enumerate(counts) if batch.size_of(s) and c != terms), None)
         if wrong is not None:
             raise LossError(
-                f"the loss of step {task.step}, shard {wrong} has {int(counts[wrong])} terms and "
+                f"the loss of step {task.step}, shard {wrong} has {counts[wrong]} terms and "
                 f"that of another shard {terms}: expected the same terms for every shard; one in "
                 f"which there is nothing to count has the weight 0"
             )
         if terms == 1:
             return None
-        divisors = []
-        for term in range(terms):
-            weights = {n: {s: own[s][term][1] for s in own} for n, own in found.items()}
-            kinds = {own[s][term][0] for own in found.values() for s in own}
-            total = fold_shards(self._share_by_shard(batch, weights), _add)
-            divisors.append(self._divisor_of(total, kinds))
-        return tuple(divisors)
-
-    def _divisor_of(self, total: float, kinds: Collection[str]) -> float:
-        """1 for a term that is not divided, on every device."""
-        rows = {
-            replica.number: torch.tensor(
-                [float("sum" in kinds)], dtype=torch.float64, device=replica.device
-            )
-            for replica in self.replicas
+        # Of each term its weight, and whether it is not divided.
+        pairs = {
+            n: {s: [x for kind, w in own[s] for x in (w, float(kind == "sum"))] for s in own}
+            for n, own in found.items()
         }
-        return 1.0 if bool(self.exchange.share(rows).any()) else total
+        rows = self._share_by_shard(batch, pairs, 2 * terms)
+        columns = [[row[place] for row in rows] for place in range(2 * terms)]
+        return tuple(
+            1.0 if any(undivided) else fold_shards(weights, _add)
+            for weights, undivided in zip(columns[::2], columns[1::2], strict=True)
+        )
 
     def _share_by_shard(
-        self, batch: ShardedBatch, own: Mapping[int, Mapping[int, float]]
-    ) -> list[float]:
-        """(V,) a number of each shard, 0 of empty ones, on every device."""
+        self, batch: ShardedBatch, own: Mapping[int, Mapping[int, Sequence[float]]], numbers: int
+    ) -> list[list[float]]:
+        """(V, numbers) of all shards on every device, zeros for empty ones."""
+        shards = batch.plan.shards
         rows = {}
         for replica in self.replicas:
-            row = torch.zeros(batch.plan.shards, dtype=torch.float64)
-            for shard, value in own[replica.number].items():
-                row[shard] = value
-            rows[replica.number] = row.to(replica.device)
-        shared = self.exchange.share(rows).sum(
-            dim=0
-        )  # a shard has one device: adding zeros is exact
-        values: list[float] = shared.tolist()
-        return values
+            table = torch.zeros(shards, numbers, dtype=torch.float64)
+            for shard, values in own[replica.number].items():
+                table[shard] = torch.tensor(values, dtype=torch.float64)
+            rows[replica.number] = table.flatten().to(replica.device)
+        # A shard has one device: adding zeros is exact.
+        shared: list[list[float]] = self.exchange.share(rows).sum(dim=0).view(shards, -1).tolist()
+        return shared
 
     def _refuse_writing(self, step: int) -> None:
         """Parameters belong to the optimizer while shards run."""

@@ -252,7 +252,7 @@ class Trainer:
             first_epoch=self._position.epoch,
             pin_memory=self._team.devices[0].type == "cuda",
             timeout_s=self._settings.timeout_s,
-            digest=len(self._team.devices) > len(self._team.own),
+            digest=self._engine.with_others,
         )
 
     def epochs(self, number: int) -> Iterator[int]:
@@ -586,8 +586,13 @@ class Trainer:
             cut = self._checked_batch(batch)
         else:
             own = [s for number in self._team.own for s in self._plan.shards_of(number)]
-            others = len(self._team.devices) > len(self._team.own)
-            cut = cut_batch(batch, self._plan, own, self._position.epoch, digest=others)
+            cut = cut_batch(
+                batch,
+                self._plan,
+                own,
+                self._position.epoch,
+                digest=self._engine.with_others,
+            )
         if cut.samples == 0:
             raise ValueError("the batch is empty: expected at least one sample")
         return cut
