@@ -178,7 +178,7 @@ def test_gradients_that_share_memory_are_set_apart() -> None:
     views = [memory[:4], memory[4:], memory[3:6], memory.clone()]
     for parameter, view in zip(parameters, views, strict=True):
         parameter.grad = view
-    taken = take_gradients(parameters, list("abcd"), "here")
+    taken = take_gradients(parameters, [(1,)] * 4, list("abcd"), "here")
     assert all(parameter.grad is None for parameter in parameters)
     assert [g.tolist() for g in taken if g is not None] == [view.tolist() for view in views]
     added = add_gradients(taken, [torch.ones_like(p) for p in parameters])
@@ -195,7 +195,7 @@ def test_an_expanded_gradient_gets_memory_of_its_own() -> None:
     other = nn.Parameter(torch.zeros(1))
     base = torch.ones(4)
     parameter.grad, other.grad = base[1:2].expand(2, 3), base[1:2]
-    taken = take_gradients([parameter, other], ["a", "b"], "here")
+    taken = take_gradients([parameter, other], [(3, 1), (1,)], ["a", "b"], "here")
     add_gradients(taken, [torch.ones(2, 3), torch.ones(1)])
     assert [g.tolist() for g in taken if g is not None] == [[[2.0] * 3] * 2, [2.0]]
 

@@ -110,7 +110,14 @@ BAD: list[tuple[Sequence[str], str]] = [
     (("run", "--devices", "two", "x.py"), "'two' is none of these"),
     (("run", "--devices", "cuda:0", "x.py"), "cuda:0 is not there: this machine has no GPU"),
     (("run", "--exchange", "pigeon", "x.py"), "expected the exchange to be auto, shared or"),
-    (("run", "--timeout", "-1", "x.py"), "the timeout must be more than 0 s"),
+    (("run", "--timeout", "-1", "x.py"), "expected the timeout to be more than 0"),
+    (
+        ("run", "--timeout", "1e12", "x.py"),
+        "expected the timeout to be finite and at most 2073600 s",
+    ),
+    (("run", "--checkpoint", "c", "--grace", "inf", "x.py"), "expected the grace to be finite"),
+    (("verify", "--timeout", "1e300", "x.py"), "expected the timeout to be finite and at most"),
+    (("run", "--trace", "x.py", "x.py"), "x.py is there, and is not a trace that onefold wrote"),
     (("run", "--trace", "no/where", "x.py"), "there is no folder"),
     (("verify", "--steps", "0", "x.py"), "expected at least one step"),
 ]

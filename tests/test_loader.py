@@ -1,10 +1,16 @@
 from __future__ import annotations
 
+import json
 import os
 import random
+import shutil
 import signal
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import active_children
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -781,3 +787,105 @@ def test_a_process_that_has_all_devices_reads_nothing_for_a_digest() -> None:
     trainer = make_trainer(devices=2)
     assert {batch.data_digest for batch in trainer.loader(data, batch_size=6)} == {0}
     assert data.read == list(range(20))
+
+
+MAKES_WORKERS = """
+import multiprocessing, sys, threading, time
+import torch
+from torch.utils.data import TensorDataset
+from onefold.loader import Loader
+from onefold.shard import Plan
+
+def read(passes):
+    for batch in loader:
+        passes.append([shard[0].tolist() for shard in batch.shards.values()])
+        time.sleep(0.2)
+
+if __name__ == "__main__":
+    multiprocessing.set_start_method(sys.argv[1])
+    data = TensorDataset(torch.arange(12.0))
+    loader = Loader(
+        data, batch_size=4, workers=1, seed=0, plan=lambda: Plan((2,)), own=[0], first_epoch=0,
+        pin_memory=False, timeout_s=60,
+    )
+    if sys.argv[2] == "thread":
+        begun = []
+        passing = iter(loader)
+        thread = threading.Thread(target=lambda: begun.append(next(passing)))
+        thread.start()
+        thread.join()
+        time.sleep(0.5)
+        print(len(begun) + len(list(passing)))
+    else:
+        passes = []
+        read(passes)
+        print(passes)
+"""
+"""A script of its own: how processes are made is settled once in a program."""
+
+
+@processes
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_workers_are_made_in_any_way_that_python_has(method: str, tmp_path: Path) -> None:
+    script = tmp_path / "read.py"
+    script.write_text(MAKES_WORKERS)
+    command = [sys.executable, script, method, "process"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [10, 11]]]
+
+
+def temporary_folder(length: int) -> str:
+    """A new folder whose path has this many bytes."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as free:
+        path = free + "x" * (length - len(free))
+    os.mkdir(path)
+    return path
+
+
+@processes
+@pytest.mark.parametrize("bytes_too_many", [0, 1])
+def test_workers_need_a_temporary_folder_of_a_short_path(
+    tmp_path: Path, bytes_too_many: int
+) -> None:
+    script = tmp_path / "read.py"
+    script.write_text(MAKES_WORKERS)
+    temporary = temporary_folder(75 + bytes_too_many)
+    try:
+        done = subprocess.run(
+            [sys.executable, script, "fork", "process"],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+            env={**os.environ, "TMPDIR": temporary},
+        )
+    finally:
+        shutil.rmtree(temporary)
+    if not bytes_too_many:
+        assert len(json.loads(done.stdout)) == 3, done.stderr
+    else:
+        words = f"expected its path to have at most 75 bytes, got 76: {temporary}; set TMPDIR to a"
+        assert words in done.stderr
+
+
+@processes
+def test_workers_outlive_the_thread_that_began_the_pass(tmp_path: Path) -> None:
+    script = tmp_path / "read.py"
+    script.write_text(MAKES_WORKERS)
+    command = [sys.executable, script, "fork", "thread"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "3\n", done.stderr
+
+
+@processes
+def test_a_forked_child_does_not_end_the_workers_of_its_parent() -> None:
+    loader = make_loader(range(40), Plan((2,)), batch_size=2, workers=1)
+    passing = iter(loader)
+    next(passing)
+    child = os.fork()
+    if child == 0:
+        passing.close()  # as where the child ends in the middle of the pass
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert len(list(passing)) == 19

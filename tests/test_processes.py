@@ -127,6 +127,24 @@ def test_ctrl_c_ends_the_run_and_names_the_step(run: type[Run]) -> None:
     assert "Traceback" not in errors
 
 
+@pytest.mark.parametrize("when", ["at the start", "in a step"])
+def test_a_signal_to_the_launcher_leaves_no_worker_and_no_folder(
+    run: type[Run], tmp_path: Path, when: str
+) -> None:
+    this = run("none", "0", "-1")
+    while not list(tmp_path.glob("onefold-*")):
+        time.sleep(0.001)
+    if when == "in a step":
+        this.wait_until_ready()
+    workers = this.workers()
+    this.process.send_signal(signal.SIGTERM)
+    code, errors = this.finish()
+    assert code == 143
+    assert re.fullmatch(r"onefold: stopped by SIGTERM in step .* \(device 0\)\n", errors), errors
+    assert not [worker for worker in workers if _alive(worker)]
+    assert list(tmp_path.glob("onefold-*")) == []
+
+
 def test_the_workers_end_with_their_launcher(run: type[Run]) -> None:
     this = run("none", "0", "-1")
     this.wait_until_ready()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from collections import defaultdict
@@ -11,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from onefold.timeline import TimelinePart, join_timeline, name_row, remove_parts, slice_of
+from onefold.timeline import TimelinePart, check_timeline, join_timeline, name_row, slice_of
 
 PROGRAM = """
 import sys, torch, onefold
@@ -37,14 +39,27 @@ def read(path: Path) -> list[dict[str, Any]]:
     return events
 
 
-def test_parts_become_one_file(tmp_path: Path) -> None:
+@pytest.fixture
+def parts(tmp_path: Path) -> Path:
+    """As a launcher makes it for an attempt."""
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    return folder
+
+
+def write_part(parts: Path, row: int, label: str = "step 1") -> None:
+    part = TimelinePart(parts, f"0-{row}")
+    part.append(name_row(group=0, row=row, name=f"device {row}"))
+    part.append([slice_of(label, "step", 2.0, 2.5, group=0, row=row, step=1)])
+
+
+def test_parts_become_one_file(tmp_path: Path, parts: Path) -> None:
     for row in (1, 0):
-        part = TimelinePart(tmp_path, f"0-{row}")
-        part.append(name_row(group=0, row=row, name=f"device {row}"))
-        part.append([slice_of("step 1", "step", 2.0, 2.5, group=0, row=row, step=1)])
-    path = join_timeline(tmp_path)
-    assert path == tmp_path / "timeline.json"
-    assert [p.name for p in tmp_path.iterdir()] == ["timeline.json"]
+        write_part(parts, row)
+    (tmp_path / "out").mkdir()
+    path = join_timeline(parts, tmp_path / "out")
+    assert path == tmp_path / "out" / "timeline.json"
+    assert [p.name for p in path.parent.iterdir()] == ["timeline.json"]
     slices = [event for event in read(path) if event["ph"] == "X"]
     assert [(e["tid"], e["ts"], e["dur"], e["args"]) for e in slices] == [
         (0, 2e6, 5e5, {"step": 1}),
@@ -54,22 +69,63 @@ def test_parts_become_one_file(tmp_path: Path) -> None:
     assert names == ["device 0", "device 1"]
 
 
-def test_a_line_that_a_killed_process_has_cut_off_is_left_out(tmp_path: Path) -> None:
-    TimelinePart(tmp_path, "0-0").append([slice_of("a", "b", 0, 1, group=0, row=0, step=1)])
-    with (tmp_path / "0-0.part").open("a") as file:
+def test_a_line_that_a_killed_process_has_cut_off_is_left_out(tmp_path: Path, parts: Path) -> None:
+    write_part(parts, 0, "a")
+    with (parts / "0-0.part").open("a") as file:
         file.write('{"ph": "X", "name": "b", "args": {"step": 1}')
-    path = join_timeline(tmp_path)
+    path = join_timeline(parts, tmp_path)
     assert path is not None
-    assert [event["name"] for event in read(path)] == ["a"]
+    assert [event["name"] for event in read(path) if event["ph"] == "X"] == ["a"]
 
 
-def test_no_part_makes_no_file(tmp_path: Path) -> None:
-    TimelinePart(tmp_path, "0-0")
-    remove_parts(tmp_path)
-    assert join_timeline(tmp_path) is None
-    TimelinePart(tmp_path, "0-0").append(name_row(group=0, row=0, name="device 0"))
-    assert join_timeline(tmp_path) is None
-    assert list(tmp_path.iterdir()) == []
+def test_no_work_makes_no_file(tmp_path: Path, parts: Path) -> None:
+    assert join_timeline(parts, tmp_path) is None
+    TimelinePart(parts, "0-0").append(name_row(group=0, row=0, name="device 0"))
+    assert join_timeline(parts, tmp_path) is None
+    assert [path.name for path in tmp_path.iterdir()] == ["parts"]
+
+
+def test_a_part_that_is_removed_meanwhile_is_no_error(parts: Path) -> None:
+    part = TimelinePart(parts, "0-0")
+    shutil.rmtree(parts)
+    part.append(name_row(group=0, row=0, name="device 0"))
+
+
+def test_a_timeline_of_ours_is_replaced(tmp_path: Path, parts: Path) -> None:
+    write_part(parts, 0, "first")
+    join_timeline(parts, tmp_path)
+    check_timeline(tmp_path)
+    write_part(parts, 1, "second")
+    path = join_timeline(parts, tmp_path)
+    assert path is not None
+    assert [event["name"] for event in read(path) if event["ph"] == "X"] == ["first", "second"]
+
+
+FOREIGN = ["", "notes", '{"traceEvents": []}', '{"traceEvents": [{"ph": "M", "pid": 1}]}']
+
+
+@pytest.mark.parametrize("text", FOREIGN)
+def test_what_somebody_else_wrote_is_not_replaced(tmp_path: Path, parts: Path, text: str) -> None:
+    write_part(parts, 0)
+    (tmp_path / "timeline.json").write_text(text)
+    (tmp_path / "mine.part").write_text("mine")
+    with pytest.raises(ValueError, match=r"timeline\.json is there, and is not a timeline"):
+        join_timeline(parts, tmp_path)
+    assert (tmp_path / "timeline.json").read_text() == text
+    assert (tmp_path / "mine.part").read_text() == "mine"
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_a_timeline_is_written_through_no_link_or_pipe(
+    tmp_path: Path, parts: Path, kind: str
+) -> None:
+    write_part(parts, 0)
+    path, target = tmp_path / "timeline.json", tmp_path / "notes"
+    make = {"link": lambda: path.symlink_to(target), "pipe": lambda: os.mkfifo(path)}
+    make.get(kind, path.mkdir)()
+    with pytest.raises(ValueError, match="expected a file, this is a link or something else"):
+        join_timeline(parts, tmp_path)
+    assert not target.exists()
 
 
 def slices_by_row(events: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:

@@ -1,10 +1,7 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from onefold.rundir import RunDirectory
 from onefold.world import World, read_world, visible_gpus, worker_environment
 
 TORCHRUN = {
@@ -45,7 +42,7 @@ def test_without_a_launcher_a_process_is_alone(environment: dict[str, str]) -> N
     world = read_world(environment)
     assert world == World()
     assert (world.rank, world.size, world.launched) == (0, 1, False)
-    assert world.run_directory is None
+    assert world.progress is None
 
 
 def test_pytorchs_protocol_is_understood() -> None:
@@ -83,10 +80,6 @@ def test_a_worker_is_told_who_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert environment["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     assert [environment[name] for name in names] == ["2", "3", "2", "3"]
-
-
-def test_the_folder_of_a_launched_run() -> None:
-    assert FULL.run_directory == RunDirectory(Path("/tmp/run"), 3)
 
 
 @pytest.mark.parametrize("value", [None, "", "0,1"])

@@ -6,12 +6,17 @@ needs none of it, can start the workers at once.
 
 from __future__ import annotations
 
+import atexit
+import os
+import sys
+from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from onefold import errors
 from onefold.launch import launch
+from onefold.world import current_world
 
 if TYPE_CHECKING:
     from onefold import losses
@@ -53,6 +58,17 @@ def __getattr__(name: str) -> Any:
     value = home if home.__name__ == f"onefold.{name}" else getattr(home, name)
     globals()[name] = value
     return value
+
+
+def _tell_end() -> None:
+    """Under PyTorch's launcher others may wait for a Trainer that this process never makes."""
+    with suppress(errors.LaunchError):  # told when the Trainer was made
+        if current_world().agent_store and "torch" in sys.modules:
+            import_module("onefold.exchange.group").tell_end()
+
+
+atexit.register(_tell_end)
+os.register_at_fork(after_in_child=lambda: atexit.unregister(_tell_end))  # its parent goes on
 
 
 def __dir__() -> list[str]:

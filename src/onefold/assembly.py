@@ -19,7 +19,13 @@ from onefold.engine import Engine
 from onefold.errors import DisagreementError
 from onefold.exchange.base import Exchange, Start, Storage
 from onefold.exchange.collective import CollectiveExchange
-from onefold.exchange.group import agree_on_kind, gather_bytes, join_group
+from onefold.exchange.group import (
+    agree_on_kind,
+    agree_on_name,
+    gather_bytes,
+    join_group,
+    watch_for_end,
+)
 from onefold.exchange.local import LocalExchange, SoloExchange
 from onefold.exchange.mailbox import Mailbox
 from onefold.exchange.shared import SharedExchange
@@ -64,7 +70,6 @@ class Settings:
             _check_whole("threads", self.threads, 1, 2**31)
         if self.clip_norm is not None:
             _check_positive("clip_norm", self.clip_norm)
-        _check_positive("timeout_s", self.timeout_s)
 
 
 def _check_whole(name: str, value: object, least: int, most: int) -> None:
@@ -194,30 +199,39 @@ def _join(
             else LocalExchange(storage, start, devices)
         )
     kind, world, size = devices[0].type, team.world, len(team.devices)
-    if world.launcher == "torch":  # each process has chosen its device by itself
-        agree_on_kind(world, kind, size, settings.timeout_s)
     can_share = kind == "cpu" and world.one_host
+    shares = can_share and world.exchange != "collective"
+    if world.launcher == "torch" or not shares:
+        # Under PyTorch's launcher each process has chosen its device by itself.
+        agree_on_kind(world, kind, size, settings.timeout_s)
     if world.exchange == "shared" and not can_share:
         raise ValueError(
             "the shared exchange is for CPU processes of one host; use --exchange collective"
         )
-    if can_share and world.exchange != "collective":
+    if shares:
         return _join_shared(storage, start, description, settings, team)
-    group, store = join_group(world, kind, size, timeout_s=settings.timeout_s, trainer=team.trainer)
-    _compare_all(gather_bytes(group, json.dumps(description).encode()))
-    return CollectiveExchange(
-        storage, start, devices[0], group, store, timeout_s=settings.timeout_s
-    )
+    joined = join_group(world, kind, size, timeout_s=settings.timeout_s, trainer=team.trainer)
+    try:
+        _compare_all(gather_bytes(joined.group, json.dumps(description).encode()))
+        return CollectiveExchange(storage, start, devices[0], joined, timeout_s=settings.timeout_s)
+    except BaseException:
+        joined.watch.close()
+        raise
 
 
 def _join_shared(
     storage: Storage, start: Start, description: dict[str, str], settings: Settings, team: Team
 ) -> SharedExchange:
+    world, size, limit_s = team.world, len(team.devices), settings.timeout_s
+    drawn = world.run_id  # onefold's launcher tells it to its workers alone
+    if world.launcher == "torch":
+        drawn = agree_on_name(world, size, limit_s, team.trainer)
     mailbox = Mailbox(
-        f"onefold-{team.world.run_id}-{team.trainer}",
+        f"onefold-{drawn}-{team.trainer}",
         rank=team.own[0],
-        size=len(team.devices),
-        timeout_s=settings.timeout_s,
+        size=size,
+        timeout_s=limit_s,
+        ended=watch_for_end(world, size, limit_s),
     )
     try:
         if mailbox.rank != 0:

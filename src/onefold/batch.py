@@ -6,6 +6,7 @@ that share the arrays' memory, where PyTorch can use it as it is.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import gcd
@@ -179,15 +180,16 @@ def move(payload: object, device: torch.device) -> object:
 
 
 def _digest_of(leaves: Iterable[tuple[str, _Leaf]]) -> int:
-    parts = [_kind(path, leaf) + _spread(leaf) for path, leaf in leaves]
+    parts = [_kind(path, leaf.dtype, leaf.shape) + _spread(leaf) for path, leaf in leaves]
     parts.sort()  # dicts that are alike may have their keys in another order
     text = b"".join(parts)
     return (crc32(text) << 32 | adler32(text)) - 2**63
 
 
-def _kind(path: str, leaf: _Leaf) -> bytes:
-    dtype = leaf.dtype if isinstance(leaf, torch.Tensor) else leaf.dtype.str
-    return f"{path} {dtype} {leaf.shape!s}".encode()
+@functools.lru_cache(maxsize=256)
+def _kind(path: str, dtype: torch.dtype | np.dtype[Any], shape: tuple[int, ...]) -> bytes:
+    name = dtype if isinstance(dtype, torch.dtype) else dtype.str
+    return f"{path} {name} {shape!s}".encode()
 
 
 def _spread(leaf: _Leaf) -> bytes:
@@ -196,14 +198,21 @@ def _spread(leaf: _Leaf) -> bytes:
         if not leaf.is_cpu or leaf.layout != torch.strided:
             return b""
         leaf = _as_array(leaf)
-    last = leaf.size - 1
-    if last < 0:
+    if not leaf.size:
         return b""
-    step = last // _SPREAD + 1
-    while leaf.ndim > 1 and gcd(step, leaf.shape[-1]) > 1:
+    places = _places(leaf.size, leaf.shape[-1] if leaf.ndim > 1 else 1)
+    if leaf.flags.c_contiguous:
+        return leaf.take(places).tobytes()
+    return leaf.flat[places].tobytes()  # without copying all
+
+
+@functools.lru_cache(maxsize=256)
+def _places(size: int, columns: int) -> np.ndarray[Any, Any]:
+    """Where among the elements of an array those are that are looked at."""
+    step = (size - 1) // _SPREAD + 1
+    while gcd(step, columns) > 1:
         step += 1  # or all elements might lie in a few columns, such as a picture's margin
-    row = leaf.reshape(-1) if leaf.flags.c_contiguous else leaf.flat  # without copying all
-    return bytes(row[::step].tobytes() + row[last:].tobytes())
+    return np.array([*range(0, size, step), size - 1])
 
 
 def _as_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:

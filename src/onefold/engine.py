@@ -96,6 +96,8 @@ class Engine:
         self._several_terms = False
         self._changing = False
         self._warned_of_mode = False
+        self._updating = False
+        self._torn = False
         self.gradient_ready: Callable[[float], None] | None = None
         """Called before clipping and update with the weight that the gradient is divided by."""
 
@@ -103,6 +105,15 @@ class Engine:
     def with_others(self) -> bool:
         """Whether other processes take part."""
         return len(self.replicas) < self.exchange.board.shape.devices
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether a step broke off in its update, and was survived: the model is in no step."""
+        return self._torn or self._updating
+
+    def end_step(self) -> None:
+        """All that belongs to the last step has been done."""
+        self._updating = False
 
     @property
     def _alone(self) -> bool:
@@ -124,6 +135,7 @@ class Engine:
             PeerError: another device is lost or has failed.
         """
         watch = self.replicas[0].watch
+        self._torn, self._updating = self.is_torn, False
         self._turns.advance()
         self._check_frozen()
         start = watch.now()
@@ -202,6 +214,7 @@ class Engine:
         # What is being loaded or was changed in the block makes all else equal.
         settles = call in (Call.LOAD, Call.CHANGED)
         self.replicas[0].buffers.absorb()
+        changed, values = (0, 0) if settles else self._look_at_values(due=due)
         head = StepHead(
             call=call,
             step=step,
@@ -215,11 +228,10 @@ class Engine:
             batch=batch,
             settings=0 if settles else self._settings.checksum(due=due),
             modes=self._modes_checksum(),
-            values=0 if settles else self._values_checksum(due=due),
+            values=values,
             arguments=0 if arguments is None else checksum(repr(arguments).encode()),
             outside=self._outside.checksum(function) if due else 0,
         )
-        changed = 0 if settles else self._guard.changed()
         said = read_said(self.exchange.agree(step, head.word(changed=changed, stop=stop)))
         if any(said.changed):
             raise DisagreementError(self._words_of_change(said, head))
@@ -317,18 +329,19 @@ class Engine:
 
     def model_loaded(self) -> None:
         """The model was given the values of a checkpoint."""
+        self._torn = self._updating = False
         self._give_to_others()
         self._guard.note()
         self._turns.restart()
 
     @contextmanager
-    def _computing(self) -> Iterator[None]:
+    def _computing(self, *, due: bool = True) -> Iterator[None]:
         """The state in which models run; generators and buffers are put back afterwards."""
         first = self.replicas[0]
         first.check_places()
         with (
             kept_generators(*(replica.device for replica in self.replicas)),
-            repeatable_kernels(deterministic=self._deterministic),
+            repeatable_kernels(deterministic=self._deterministic, may_compile=due),
             self._compilers.settled(),
         ):
             first.buffers.begin_step()
@@ -353,7 +366,7 @@ class Engine:
             # What the user has changed since the last step is the user's affair.
             self._guard.note(values=due)
         watched = due and several  # with one shard it is as in a plain loop
-        with self._computing(), self.noting(f"step {number}, the loss", wanted=watched):
+        with self._computing(due=due), self.noting(f"step {number}, the loss", wanted=watched):
             while True:
                 if self._several_terms and several:
                     task = replace(task, divisors=self._trade_divisors(batch, task))
@@ -483,6 +496,7 @@ class Engine:
             self.gradient_ready(weight.value)
         if self._clip_norm is not None:
             self._clip(self._clip_norm, batch)
+        self._updating = True
         self.update.step()
         watch.note("update", "update", start)
 
@@ -521,13 +535,14 @@ class Engine:
                 )
 
     def _modes_checksum(self) -> int:
-        frozen = bytes([p.requires_grad for p in self._parts.named.values()])
         modes = self._parts.modes
-        return checksum(modes.read() + frozen + modes.numbers_checksum().to_bytes(4, "little"))
+        numbers = modes.numbers_checksum().to_bytes(4, "little")
+        return checksum(modes.read() + bytes(self._parts.trainable()) + numbers)
 
-    def _values_checksum(self, *, due: bool) -> int:
+    def _look_at_values(self, *, due: bool) -> tuple[int, int]:
+        """A parameter that was changed since the call before, and a checksum of what there is."""
         of_all = not self.exchange.one_memory  # else all have the same parameters
-        return self._guard.checksum(also=self._buffer_samples, due=due, of_all=of_all)
+        return self._guard.look(also=self._buffer_samples, due=due, of_all=of_all)
 
     def _words_of_change(self, said: Said, head: StepHead) -> str:
         device, changed = next((n, c) for n, c in enumerate(said.changed) if c)

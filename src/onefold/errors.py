@@ -8,7 +8,7 @@
     ├── DisagreementError      the devices of one run do not run the same program
     ├── LossError              a loss of the wrong kind or shape, or one that is not finite
     ├── GradientError          a gradient that cannot be folded (sparse, another dtype)
-    ├── StateError             state that a shard changes and that cannot be folded
+    ├── StateError             state that cannot be folded, or that must not be saved
     ├── SampleError            a data set item that could not be read
     ├── DataError              files of a data set that cannot be used, found before training
     ├── CheckpointError        a checkpoint or file of weights that is damaged, or does not fit
@@ -69,7 +69,7 @@ class GradientError(OnefoldError, ValueError):
 
 
 class StateError(OnefoldError, ValueError):
-    """State that a shard changes outside the fold, or in a way that no rule covers."""
+    """State that a shard changes outside the fold or as no rule covers, or that is not finite."""
 
 
 class SampleError(OnefoldError):
@@ -95,6 +95,16 @@ class PeerError(OnefoldError):
 
 class PeerLost(PeerError):
     """A device's process was killed, was stopped, or ended before the others."""
+
+    @classmethod
+    def before_start(cls, device: int) -> PeerLost:
+        """The error where others wait to begin."""
+        return cls(
+            f"device {device} came to the end of its script without making this Trainer, for which "
+            f"the others wait: every device must run the same script",
+            device=device,
+            step=0,
+        )
 
 
 class PeerFailed(PeerError):

@@ -14,6 +14,7 @@ optimizers read gradients in the parameter's order, whatever their strides.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
@@ -22,10 +23,18 @@ import torch
 from onefold.errors import GradientError
 from onefold.flat import extent, laid_out
 
-__all__ = ["Gradients", "add_gradients", "drop_gradients", "take_gradients"]
+__all__ = ["Gradients", "add_gradients", "drop_gradients", "gradients_of", "take_gradients"]
+
+_grad = operator.attrgetter("grad")
+_layout = operator.attrgetter("layout")
 
 Gradients = list[torch.Tensor | None]
 """One for each trained parameter; None where a shard gave none."""
+
+
+def gradients_of(parameters: Iterable[torch.nn.Parameter]) -> Gradients:
+    """What there is in ``.grad``."""
+    return list(map(_grad, parameters))
 
 
 def drop_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -36,40 +45,36 @@ def drop_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
 
 
 def take_gradients(
-    parameters: Sequence[torch.nn.Parameter], names: Sequence[str], where: str
+    parameters: Sequence[torch.nn.Parameter],
+    strides: Sequence[tuple[int, ...]],
+    names: Sequence[str],
+    where: str,
 ) -> Gradients:
     """Hand over what backward left in ``.grad``, and leave nothing there.
 
     Args:
         parameters: the trained ones.
+        strides: of each of them.
         names: of them.
         where: step and shard, for errors.
 
     Raises:
         GradientError: a gradient is sparse.
     """
-    gradients = [parameter.grad for parameter in parameters]
+    gradients = gradients_of(parameters)
     for parameter in parameters:
         parameter.grad = None
-    dense = [g for g in gradients if g is not None and g.layout is torch.strided]
-    if len(dense) < len(gradients) and any(
-        g is not None and g.layout is not torch.strided for g in gradients
-    ):
+    given = [gradient for gradient in gradients if gradient is not None]
+    if set(map(_layout, given)) - {torch.strided}:
         _refuse_sparse(gradients, names, where)
     # Only views of a tensor begin elsewhere than at its start, or where another one begins.
-    offsets = [g.storage_offset() for g in dense]
-    if any(offsets) or len({g.data_ptr() for g in dense}) < len(dense):
+    starts = set(map(torch.Tensor.data_ptr, given))
+    if len(starts) < len(given) or any(map(torch.Tensor.storage_offset, given)):
         gradients = _apart(gradients)
-    strides = [g.stride() if g is not None else None for g in gradients]
-    if strides != [p.stride() for p in parameters] and any(
-        g is not None and g.stride() != p.stride()
-        for g, p in zip(gradients, parameters, strict=True)
-    ):
-        return [
-            None if g is None else _laid_out_like(g, p)
-            for g, p in zip(gradients, parameters, strict=True)
-        ]
-    return gradients
+    if len(given) == len(gradients) and list(map(torch.Tensor.stride, given)) == strides:
+        return gradients
+    pairs = zip(gradients, strides, strict=True)
+    return [None if g is None else _laid_out_like(g, stride) for g, stride in pairs]
 
 
 def add_gradients(left: Gradients, right: Gradients) -> Gradients:
@@ -107,12 +112,14 @@ def _apart(gradients: Gradients) -> Gradients:
     return result
 
 
-def _laid_out_like(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """In the parameter's strides; those of dimensions of length 1 are of no matter."""
-    sides = zip(gradient.shape, gradient.stride(), parameter.stride(), strict=True)
+def _laid_out_like(gradient: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """In a parameter's strides; those of dimensions of length 1 are of no matter."""
+    if gradient.stride() == stride:
+        return gradient
+    sides = zip(gradient.shape, gradient.stride(), stride, strict=True)
     if all(ours == theirs for size, ours, theirs in sides if size > 1):
         return gradient
-    return laid_out(gradient, parameter.stride())
+    return laid_out(gradient, stride)
 
 
 def _refuse_sparse(gradients: Gradients, names: Sequence[str], where: str) -> NoReturn:

@@ -12,6 +12,7 @@ added up when they are due, so that a difference of a single one does not last.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -26,6 +27,7 @@ _SPREAD = 192
 _OF_ENTRIES = 256
 """Entries whose middle value is looked at as well."""
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_version_of = operator.attrgetter("_version")
 _FIRST_STEPS = 3
 _EVERY_STEPS = 50
 
@@ -143,13 +145,37 @@ class ValueGuard:
         Args:
             values: whether to look at values as well, and not only at what PyTorch counts.
         """
+        if values and self._samples.on_host:
+            return self._changed(self._samples.read())
+        return self._changed(self._values)
+
+    def look(
+        self, *, also: Samples | None = None, due: bool, of_all: bool = False
+    ) -> tuple[int, int]:
+        """What `changed` finds, and a checksum of sampled values.
+
+        The checksum is 0 where the values are on a GPU and it is not due.
+
+        Args:
+            also: other values of which to make the checksum.
+            due: whether it is.
+            of_all: whether to add up all values as well, if it is due.
+        """
+        if not (self._samples.on_host or due):
+            return self.changed(values=False), 0
+        read = self._samples.read()
+        changed = self._changed(read if self._samples.on_host else self._values)
+        text = read if also is None else read + also.read()
+        if due and of_all:
+            text += b"".join(s.add_up() for s in (self._samples, also) if s is not None)
+        return changed, checksum(text)
+
+    def _changed(self, sampled: bytes) -> int:
         versions = self._count()
         if versions != self._versions:
             pairs = zip(versions, self._versions, strict=True)
             return next(number for number, (now, then) in enumerate(pairs, 1) if now != then)
-        if values and self._samples.on_host and self._samples.read() != self._values:
-            return len(self._names) + 1
-        return 0
+        return len(self._names) + 1 if sampled != self._values else 0
 
     def name_of(self, number: int) -> str:
         """What `changed` has found, for a message."""
@@ -157,21 +183,5 @@ class ValueGuard:
             return "parameters (through .data)"
         return f"parameter {self._names[number - 1]}"
 
-    def checksum(self, *, also: Samples | None = None, due: bool, of_all: bool = False) -> int:
-        """Of sampled values, 0 where they are on a GPU and it is not due.
-
-        Args:
-            also: other values to look at.
-            due: whether it is.
-            of_all: whether to add up all values as well, if it is due.
-        """
-        if not (self._samples.on_host or due):
-            return 0
-        looked_at = [self._samples, *([also] if also is not None else [])]
-        text = b"".join(samples.read() for samples in looked_at)
-        if due and of_all:
-            text += b"".join(samples.add_up() for samples in looked_at)
-        return checksum(text)
-
     def _count(self) -> list[int]:
-        return [parameter._version for parameter in self._parameters]
+        return list(map(_version_of, self._parameters))

@@ -17,9 +17,12 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any
 
 import torch
-from torch.utils import deterministic as torch_deterministic
 
 __all__ = ["Compilers", "repeatable_kernels"]
+
+# PyTorch's public functions for these settings take as long as a small layer does, and that for
+# deterministic algorithms would load the compiler, for a second or two, to tell it as well.
+_C: Any = torch._C
 
 _NOTHING = nullcontext()
 
@@ -75,32 +78,38 @@ class Compilers:
 
 
 @contextmanager
-def repeatable_kernels(*, deterministic: bool) -> Iterator[None]:
-    """Kernels that repeat their bits, where asked for; the caller's settings again afterwards."""
+def repeatable_kernels(*, deterministic: bool, may_compile: bool = True) -> Iterator[None]:
+    """Kernels that repeat their bits, where asked for; the caller's settings again afterwards.
+
+    Args:
+        deterministic: whether it is asked for.
+        may_compile: whether something may begin to be compiled in here, though nothing has been in
+            this process so far.
+    """
     if not deterministic:
         yield
         return
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = torch_deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    benchmark = torch.backends.cudnn.benchmark
-    # The public function would load the compiler, for a second or two, to tell it as well.
-    choose = torch._C._set_deterministic_algorithms
-    compiler: Any = sys.modules.get("torch._inductor.config")
+    fill = _C._get_deterministic_fill_uninitialized_memory()
+    benchmark = _C._get_cudnn_benchmark()
+    compiler: Any = None
+    if may_compile or "torch._inductor.compile_fx" in sys.modules:
+        compiler = sys.modules.get("torch._inductor.config")
     compiled_before = compiler is not None and compiler.deterministic
-    choose(True, warn_only=False)
+    _C._set_deterministic_algorithms(True, warn_only=False)
     if compiler is not None:
         compiler.deterministic = True
-    torch_deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    torch.backends.cudnn.benchmark = False
+    _C._set_deterministic_fill_uninitialized_memory(False)
+    _C._set_cudnn_benchmark(False)
     try:
         yield
     finally:
-        choose(before, warn_only=warn_only)
+        _C._set_deterministic_algorithms(before, warn_only=warn_only)
         if compiler is not None:
             compiler.deterministic = compiled_before
-        torch_deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
-        torch.backends.cudnn.benchmark = benchmark
+        _C._set_deterministic_fill_uninitialized_memory(fill)
+        _C._set_cudnn_benchmark(benchmark)
 
 
 _COMPILED = "_torchdynamo_orig_callable"

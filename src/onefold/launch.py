@@ -8,40 +8,59 @@ Each worker leads a process group of its own, so its children (loader workers) e
 kernel kills a worker whose launcher is gone. When one worker fails, the others notice by themselves
 (they wait for it) and are given ``_LAST_WORDS_S`` to say so; then whatever is left is killed. The
 first failure that no other device caused is the one that the user is told.
+
+Note: whose number a process has
+--------------------------------
+The number of a process, and of its group, is given to another one as soon as its end was collected
+(by wait, or by Popen.poll, which does so as well). So nobody collects before the end of the run:
+that a worker has ended is learnt without collecting it (WNOWAIT, or its descriptor), its group is
+killed while its number is still taken, and only then is it collected. No signal is sent afterwards.
 """
 
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import pickle
 import select
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from onefold.devices import Selection, select_devices
-from onefold.errors import RunFailed
-from onefold.process import stopped_process
-from onefold.rundir import STOPPED_CODE, Report, RunDirectory
-from onefold.timeline import join_timeline, remove_parts
+from onefold.errors import LaunchError, RunFailed
+from onefold.interrupt import StopSignals, ctrl_c_later
+from onefold.ownfiles import PrivateFolder
+from onefold.process import LOOK_S, Stillness
+from onefold.record import check_trace
+from onefold.restarts import checkpoints_to_leave_out, words_of_restart
+from onefold.rundir import STOPPED_CODE, Board, Logs, Report
+from onefold.seconds import check_seconds
+from onefold.timeline import check_timeline, join_timeline
 from onefold.world import DEFAULT_TIMEOUT_S, ExchangeName, World, current_world, worker_environment
 
 __all__ = ["DEFAULT_GRACE_S", "LaunchOptions", "Outcome", "launch", "supervise"]
 
 _LAST_WORDS_S = 3.0
-_LOOK_S = 0.5
-_STOPPED_LOOKS = 8
-_INTERRUPTED = 130
+_KILLED_S = 30.0
+"""How long a process that was killed may take to end: one may be waiting inside the system."""
 DEFAULT_GRACE_S = 60.0
+_PARTS = "timeline"
+_START = (
+    "import sys; root = sys.argv.pop(1); root in sys.path or sys.path.append(root); "
+    "from onefold.worker import main; sys.exit(main(sys.argv[1:]))"
+)
+"""Of a worker, with ``-P``: the current folder, where somebody may have put a ``pickle.py``, is not
+on its path while libraries are loaded. Where onefold was found is, behind everything else."""
+_ROOT = str(Path(__file__).resolve().parent.parent)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,12 +83,16 @@ class LaunchOptions:
     """How many of the newest checkpoints stay."""
     changed: tuple[str, ...] = ()
     """What may differ from the run whose checkpoints they are."""
+    saves: bool = False
+    """The workers save themselves when they are asked to stop, as they do with ``checkpoint``."""
     grace_s: float = DEFAULT_GRACE_S
-    """How long a run with checkpoints may take to save itself when it is asked to stop."""
+    """How long a run that saves itself may take to do so when it is asked to stop."""
     restarts: int = 0
     """How many times the workers are started again after a failure, from the last checkpoint."""
     probe: str = ""
     """Folder for the comparison of runs."""
+    probe_run: str = ""
+    """Name of this run in it."""
     probe_steps: int = 0
     """Steps to compare."""
     probe_records: bool = False
@@ -82,8 +105,8 @@ class LaunchOptions:
     """The lead's output goes to a log file as well."""
 
     def __post_init__(self) -> None:
-        if not self.timeout_s > 0:
-            raise ValueError(f"the timeout must be more than 0 s, got {self.timeout_s}")
+        check_seconds("the timeout", self.timeout_s)
+        check_seconds("the grace", self.grace_s)
         for name, value, least in (
             ("every", self.every, 1),
             ("keep", self.keep, 1),
@@ -91,14 +114,17 @@ class LaunchOptions:
         ):
             if value < least:
                 raise ValueError(f"expected {name} of at least {least}, got {value}")
-        if not self.grace_s > 0:
-            raise ValueError(f"the grace must be more than 0 s, got {self.grace_s}")
         if self.restarts and not self.checkpoint:
             raise ValueError("restarts go on from the last checkpoint: name a directory for them")
         if self.exchange not in ("auto", "shared", "collective"):
             raise ValueError(
                 f"expected the exchange to be auto, shared or collective, got {self.exchange!r}"
             )
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether a request to stop has the run save itself."""
+        return self.saves or bool(self.checkpoint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +138,17 @@ class Outcome:
     traceback: str = ""
     """Of the first failure, if it was an exception."""
     logs: str = ""
-    """Folder with the output of the other devices, kept after a failure."""
+    """The files with the output of the other devices, kept after a failure."""
     timeline: str = ""
     """File of the timeline, if one was asked for and a step was done."""
     final: bool = False
     """It ended well, or as somebody asked: there is nothing to start again."""
+    failed: bool = False
+    """A device failed, rather than that somebody ended the run."""
+    stopped_by: signal.Signals | None = None
+    """The signal that ended it before it was done."""
+    step: int = -1
+    """What the lead was at when it ended; -1 before the first step."""
 
 
 def launch(
@@ -126,6 +158,7 @@ def launch(
     args: Sequence[Any] = (),
     exchange: ExchangeName = "auto",
     timeout_s: float = DEFAULT_TIMEOUT_S,
+    grace_s: float | None = None,
 ) -> Any:
     """Run a function on several devices of this machine and return what it returns on the lead.
 
@@ -140,10 +173,14 @@ def launch(
         args: for ``main``.
         exchange: ``"auto"``, ``"shared"`` or ``"collective"``.
         timeout_s: the longest that a device waits for another one.
+        grace_s: how long ``main`` may take to save itself after the first SIGINT, SIGTERM or
+            SIGHUP, which sets ``trainer.asked_to_stop`` on all devices; without it, these end the
+            run at once.
 
     Raises:
-        RunFailed: a device failed; the message carries the first traceback.
+        RunFailed: a device failed, or the run was stopped; the message carries the first traceback.
         LaunchError: a device is not there.
+        TypeError, ValueError: an argument is not usable.
 
     >>> onefold.launch(lambda: 6 * 7, devices="cpu:1")
     42
@@ -153,124 +190,297 @@ def launch(
     import cloudpickle
 
     selection = select_devices(devices)
-    options = LaunchOptions(exchange=exchange, timeout_s=timeout_s)
-    with tempfile.TemporaryDirectory(prefix="onefold-call-") as folder:
-        payload, result = Path(folder, "call"), Path(folder, "result")
+    options = LaunchOptions(
+        exchange=exchange,
+        timeout_s=check_seconds("timeout_s", timeout_s),
+        saves=grace_s is not None,
+        grace_s=DEFAULT_GRACE_S if grace_s is None else check_seconds("grace_s", grace_s),
+    )
+    # What is unpickled is run. These files have no name, and are inherited as open descriptors:
+    # nobody else can have put anything there, nobody can remove them, and nothing stays behind.
+    with tempfile.TemporaryFile() as payload, tempfile.TemporaryFile() as result:
         # In two layers: what is inside may only be found along the path that is outside.
-        call = cloudpickle.dumps((main, tuple(args)))
-        payload.write_bytes(pickle.dumps((list(sys.path), call)))
-        command = ["--call", str(payload), str(result)]
-        outcome = supervise(command, selection, options)
+        pickle.dump((list(sys.path), cloudpickle.dumps((main, tuple(args)))), payload)
+        payload.flush()
+        handed = (payload.fileno(), result.fileno())
+        outcome = supervise(["--call", *map(str, handed)], selection, options, handed=handed)
+        if outcome.stopped_by in (signal.SIGTERM, signal.SIGHUP) and not options.may_stop:
+            # It was put off for as long as the workers ran: now it does what it does here.
+            signal.raise_signal(outcome.stopped_by)
         if outcome.exit_code:
             raise RunFailed(
                 "\n".join(filter(None, [outcome.message, outcome.traceback])), outcome.exit_code
             )
-        return cloudpickle.loads(result.read_bytes())
+        if not os.fstat(result.fileno()).st_size:
+            raise RunFailed("device 0 ended the program (SystemExit) before the function returned")
+        with mmap.mmap(result.fileno(), 0, access=mmap.ACCESS_READ) as returned:
+            return cloudpickle.loads(returned)
 
 
-def supervise(command: Sequence[str], selection: Selection, options: LaunchOptions) -> Outcome:
+def supervise(
+    command: Sequence[str],
+    selection: Selection,
+    options: LaunchOptions,
+    *,
+    handed: Sequence[int] = (),
+) -> Outcome:
     """Start a worker for each device, and return when all have ended.
 
     Args:
-        command: for ``onefold.worker``: a script and its arguments, or ``--call`` and two paths.
+        command: for ``onefold.worker``: a script and its arguments, or ``--call`` and two
+            descriptors.
         selection: the devices.
         options: of the run.
+        handed: descriptors that the workers inherit.
+
+    Raises:
+        LaunchError: a file that would be written over is not one of ours.
     """
-    folder = Path(options.logs or tempfile.mkdtemp(prefix="onefold-"))
-    folder.mkdir(parents=True, exist_ok=True)
-    directory = RunDirectory(folder, len(selection.devices))
-    directory.clear_logs()
-    for attempt in range(options.restarts + 1):
-        outcome = _attempt(command, selection, options, directory)
-        if outcome.final or attempt == options.restarts:
-            break
-        print(
-            f"{outcome.traceback}onefold: {outcome.message}\n"
-            f"onefold: starting again ({attempt + 1} of {options.restarts})",
-            file=sys.stderr,
-        )
-    if options.profile and (timeline := join_timeline(Path(options.profile))):
-        outcome = replace(outcome, timeline=str(timeline))
-    if not options.logs and not (outcome.exit_code and directory.log_sizes()):
-        shutil.rmtree(folder)
-        return replace(outcome, logs="")
-    return outcome
+    _check_places(options)
+    ranks = range(0 if options.quiet else 1, len(selection.devices))
+    with StopSignals(saves=options.may_stop) as signals, _log_files(options, ranks) as logs:
+        run = _Run(command, selection, options, signals, logs, tuple(handed))
+        failed_in: list[int] = []
+        for attempt in range(options.restarts + 1):
+            outcome = run.attempt(checkpoints_to_leave_out(failed_in))
+            if outcome.final or attempt == options.restarts:
+                break
+            failed_in.append(outcome.step)
+            print(
+                f"{outcome.traceback}onefold: {outcome.message}\n"
+                f"onefold: starting again ({attempt + 1} of {options.restarts})"
+                f"{words_of_restart(failed_in)}",
+                file=sys.stderr,
+            )
+        return logs.mention(outcome)
 
 
-def _attempt(
-    command: Sequence[str], selection: Selection, options: LaunchOptions, directory: RunDirectory
-) -> Outcome:
-    directory.create()
-    crew = _Crew(directory, selection.devices)
-    if options.profile:
-        remove_parts(Path(options.profile))
-    requests = _StopRequests(directory, options.grace_s) if options.checkpoint else None
-    interrupted = False
+def _check_places(options: LaunchOptions) -> None:
+    """Refuse what would be written over, before any work.
+
+    Raises:
+        LaunchError: it is not ours.
+    """
     try:
-        with requests or contextlib.nullcontext():
-            crew.start(command, selection, options)
-            crew.watch(requests)
-    except KeyboardInterrupt:
-        interrupted = True
-        crew.interrupt()
-    except _StoppedAtOnce:
-        interrupted = True
+        if options.trace:
+            check_trace(Path(options.trace))
+    except ValueError as error:
+        raise LaunchError(f"--trace {error}") from None
+    try:
+        if options.profile:
+            check_timeline(Path(options.profile))
+    except ValueError as error:
+        raise LaunchError(f"--profile {error}") from None
+
+
+class _LogFiles:
+    """The logs of a run: in the folder that the user named, or in one kept after a failure."""
+
+    def __init__(self, options: LaunchOptions, ranks: Sequence[int]) -> None:
+        self._private = None if options.logs else PrivateFolder()
+        place = Path(options.logs) if self._private is None else self._private.path
+        self._logs = Logs(place, ranks)
+        self._any = bool(ranks)
+        self._keeps = False
+        self.descriptor = self._logs.descriptor
+        if ranks and self._logs.number > 1:
+            print(
+                f"onefold: {place} has logs already: those of this run are {self._logs.pattern}",
+                file=sys.stderr,
+            )
+
+    def mention(self, outcome: Outcome) -> Outcome:
+        """How a run ended, with its logs where there are any that tell something."""
+        if self._private is None:
+            told = self._any
+        else:
+            told = outcome.failed and self._logs.size() > 0 and self._private.is_there()
+        if not told:
+            return replace(outcome, logs="")
+        self._keeps = True
+        folder, first = self._logs.folder, self._logs.number == 1
+        return replace(outcome, logs=str(folder) if first else self._logs.pattern)
+
+    def close(self) -> None:
+        """Let go of the files, and remove a folder that nobody is told of."""
+        self._logs.close()
+        if self._private is not None:
+            leave = self._private.keep if self._keeps else self._private.remove
+            leave()
+
+
+@contextlib.contextmanager
+def _log_files(options: LaunchOptions, ranks: Sequence[int]) -> Iterator[_LogFiles]:
+    files = _LogFiles(options, ranks)
+    try:
+        yield files
     finally:
-        crew.end()
-    if requests is not None and requests.came:
-        return crew.stopped_outcome(requests, options.checkpoint)
-    return crew.interrupted_outcome() if interrupted else crew.outcome()
+        files.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A run that may be attempted several times."""
+
+    command: Sequence[str]
+    selection: Selection
+    options: LaunchOptions
+    signals: StopSignals
+    logs: _LogFiles
+    handed: tuple[int, ...]
+
+    def attempt(self, leave_out: int) -> Outcome:
+        """Start the workers and watch over them until all have ended.
+
+        Args:
+            leave_out: how many of the newest checkpoints the run does not go on from.
+        """
+        with PrivateFolder() as folder:
+            (folder.path / _PARTS).mkdir()
+            with contextlib.closing(Board(len(self.selection.devices))) as board:
+                outcome = self._watched(folder.path, board, leave_out)
+                outcome = replace(outcome, step=board.progress.step_of(0))
+            if not self.options.profile:
+                return outcome
+            if not folder.is_there():
+                print(
+                    f"onefold: {folder.path} was removed, and the timeline with it", file=sys.stderr
+                )
+                return outcome
+            return _with_timeline(outcome, folder.path / _PARTS, Path(self.options.profile))
+
+    def _watched(self, folder: Path, board: Board, leave_out: int) -> Outcome:
+        crew, run_id = _Crew(board, self.signals), uuid.uuid4().hex
+        requests = _Requests(self.signals, board, self.options)
+        interrupted = False
+        try:
+            for rank in range(len(self.selection.devices)):
+                requests.check()
+                with ctrl_c_later():  # or a worker is started that nobody knows of
+                    device = self.selection.devices[rank]
+                    worker = self._start(rank, run_id, folder, board, leave_out)
+                    crew.add(rank, device, worker)
+            crew.watch(requests)
+        except KeyboardInterrupt:  # raised by a handler of the program's own
+            interrupted = True
+            crew.interrupt(signal.SIGINT)
+        except _StoppedAtOnce:
+            interrupted = True
+            if not self.options.may_stop:
+                crew.interrupt(self.signals.came[0])
+        finally:
+            crew.end()
+        if self.options.may_stop and requests.came:
+            return crew.stopped_outcome(requests, self.options.checkpoint)
+        by = self.signals.came[0] if self.signals.came else signal.SIGINT
+        return crew.interrupted_outcome(by) if interrupted else crew.outcome()
+
+    def _start(
+        self, rank: int, run_id: str, folder: Path, board: Board, leave_out: int
+    ) -> subprocess.Popen[bytes]:
+        options, devices = self.options, self.selection.devices
+        world = World(
+            rank=rank,
+            size=len(devices),
+            run_id=run_id,
+            launcher="onefold",
+            devices=devices,
+            may_leave=self.selection.may_leave,
+            exchange=options.exchange,
+            timeout_s=options.timeout_s,
+            directory=str(folder),
+            progress_descriptor=board.table,
+            report_descriptor=board.reports[rank],
+            store_descriptor=board.store,
+            safe_path=sys.flags.safe_path,
+            may_stop=options.may_stop,
+            trace=options.trace,
+            profile=str(folder / _PARTS) if options.profile else "",
+            checkpoint=options.checkpoint,
+            checkpoint_every=options.every,
+            checkpoint_keep=options.keep,
+            checkpoint_changed=options.changed,
+            checkpoint_leave_out=leave_out,
+            probe=options.probe,
+            probe_run=options.probe_run,
+            probe_steps=options.probe_steps,
+            probe_records=options.probe_records,
+            probe_mathematics=options.probe_mathematics,
+            local_rank=rank,
+            local_size=len(devices),
+        )
+        log = self.logs.descriptor(rank)
+        return subprocess.Popen(
+            [sys.executable, "-P", "-c", _START, _ROOT, str(os.getpid()), *self.command],
+            env=worker_environment(world),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            pass_fds=(board.table, board.reports[rank], board.store, *self.handed),
+        )
+
+
+def _with_timeline(outcome: Outcome, parts: Path, folder: Path) -> Outcome:
+    """How a run ended, with its timeline; one that cannot be written is no reason to fail it."""
+    try:
+        timeline = join_timeline(parts, folder)
+    except (OSError, ValueError) as error:
+        print(f"onefold: the timeline could not be written: {error}", file=sys.stderr)
+        return outcome
+    return replace(outcome, timeline=str(timeline or ""))
 
 
 class _StoppedAtOnce(Exception):
-    """A second signal came, or the time for stopping is over."""
+    """A signal came that ends the run, a second one came, or the time for stopping is over."""
 
 
-class _StopRequests:
-    """Passes the first signal to stop on to the workers, and ends the run at the second.
+class _Requests:
+    """Passes the first request to stop on to workers that save themselves, and ends the run at the
+    second; at the first where they do not.
 
     Args:
-        directory: of the run.
-        limit_s: how long the workers may take.
+        signals: that have come to the launcher.
+        board: of the run.
+        options: of the run.
     """
 
-    def __init__(self, directory: RunDirectory, limit_s: float) -> None:
-        self._progress = directory.progress()
-        self._limit_s = limit_s
+    def __init__(self, signals: StopSignals, board: Board, options: LaunchOptions) -> None:
+        self._signals = signals
+        self._progress = board.progress
+        self._saves = options.may_stop
+        self._limit_s = options.grace_s
         self._deadline_s = 0.0
-        self._before: dict[signal.Signals, Any] = {}
-        self.signal: signal.Signals | None = None
-        """Which one came."""
-        self.twice = False
-        """A second one came."""
 
     @property
     def came(self) -> bool:
         """Whether the run was asked to stop, through the launcher or a worker."""
-        return self.signal is not None or self._progress.stop_requested()
+        return bool(self._signals.came) or self._progress.stop_requested()
 
-    def __enter__(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._take)
+    @property
+    def signal(self) -> signal.Signals | None:
+        """Which one came to the launcher first."""
+        return self._signals.came[0] if self._signals.came else None
 
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+    @property
+    def twice(self) -> bool:
+        """Whether a second one came."""
+        return len(self._signals.came) > 1
 
     def check(self) -> None:
-        """End the run if its time for stopping is over."""
-        if self.came and not self._deadline_s:  # a device has been asked
+        """See to a request that has come.
+
+        Raises:
+            _StoppedAtOnce: the run is to end now.
+        """
+        signals = self._signals.look()
+        if signals > (1 if self._saves else 0):
+            raise _StoppedAtOnce
+        if self.came and not self._deadline_s:
             self._deadline_s = time.monotonic() + self._limit_s
+            self._progress.request_stop()
         if self._deadline_s and time.monotonic() > self._deadline_s:
             raise _StoppedAtOnce
-
-    def _take(self, number: int, frame: object) -> None:
-        if self.signal is not None:
-            self.twice = True
-            raise _StoppedAtOnce
-        self.signal = signal.Signals(number)
-        self._deadline_s = time.monotonic() + self._limit_s
-        self._progress.request_stop()
 
 
 class _Worker:
@@ -279,158 +489,183 @@ class _Worker:
     def __init__(self, rank: int, device: str, process: subprocess.Popen[bytes]) -> None:
         self.rank = rank
         self.device = device
-        self.process = process
         self.ended_s: float | None = None
-        self.stopped_looks = 0
+        self.stillness = Stillness(process.pid)
         self.unresponsive = False
         self.ended_by_us = False
+        self._process = process
+        self._code: int | None = None
+        self._collected = False
+        self.pid = process.pid
+        self.descriptor = os.pidfd_open(process.pid)
+        """Can be read from when the process has ended."""
 
     def __str__(self) -> str:
-        return f"device {self.rank} ({self.device}, process {self.process.pid})"
+        return f"device {self.rank} ({self.device}, process {self.pid})"
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code, or a signal's number below 0; None while it runs. Collects nothing."""
+        if self._code is None:
+            self._code = self._look()
+        return self._code
+
+    def _look(self) -> int | None:
+        try:
+            end = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:  # somebody else in this program has collected it, code and all
+            self._collected = True
+            return 0
+        if end is None:
+            return None
+        return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the worker and all its children."""
-        try:
-            os.killpg(self.process.pid, number)
-        except ProcessLookupError:
-            return  # all of them have ended
+        """Send a signal to the worker alone."""
+        if self.code is None:
+            signal.pidfd_send_signal(self.descriptor, number)
+
+    def kill_all(self) -> None:
+        """Kill the worker and all its children; not once its end was collected."""
+        self.ended_by_us |= self.code is None
+        self.signal(signal.SIGKILL)  # a script may have made another group its own
+        if not self._collected:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def collect(self) -> None:
+        """Have the system forget it; nothing is sent to its number from here on."""
+        if self.code is not None:
+            self._collected = True
+            self._process.wait()
+        os.close(self.descriptor)
 
 
 class _Crew:
-    """The workers of one run."""
+    """The workers of one attempt."""
 
-    def __init__(self, directory: RunDirectory, devices: Sequence[str]) -> None:
-        self._directory = directory
-        self._devices = devices
+    def __init__(self, board: Board, signals: StopSignals) -> None:
+        self._board = board
+        self._signals = signals
         self._workers: list[_Worker] = []
 
-    def start(self, command: Sequence[str], selection: Selection, options: LaunchOptions) -> None:
-        run_id = uuid.uuid4().hex
-        for rank, device in enumerate(self._devices):
-            world = World(
-                rank=rank,
-                size=len(self._devices),
-                run_id=run_id,
-                launcher="onefold",
-                devices=selection.devices,
-                may_leave=selection.may_leave,
-                exchange=options.exchange,
-                timeout_s=options.timeout_s,
-                directory=str(self._directory.path),
-                trace=options.trace,
-                profile=options.profile,
-                checkpoint=options.checkpoint,
-                checkpoint_every=options.every,
-                checkpoint_keep=options.keep,
-                checkpoint_changed=options.changed,
-                probe=options.probe,
-                probe_steps=options.probe_steps,
-                probe_records=options.probe_records,
-                probe_mathematics=options.probe_mathematics,
-                local_rank=rank,
-                local_size=len(self._devices),
-            )
-            own_log = rank > 0 or options.quiet
-            process = _start_worker(command, world, self._directory.log(rank) if own_log else None)
-            self._workers.append(_Worker(rank, device, process))
+    def add(self, rank: int, device: str, process: subprocess.Popen[bytes]) -> None:
+        """Take in a worker that was just started."""
+        self._workers.append(_Worker(rank, device, process))
 
-    def watch(self, requests: _StopRequests | None) -> None:
-        """Return when all have ended well, or when it is clear that one has not."""
+    def watch(self, requests: _Requests) -> None:
+        """Return when all have ended well, or when it is clear that one has not.
+
+        Raises:
+            _StoppedAtOnce: somebody has asked for the end.
+        """
         while waiting := self._running():
-            if requests is not None:
-                requests.check()
-            if not _wait_for_end(waiting, _LOOK_S):
+            requests.check()
+            if not self._wait_for_end(waiting, LOOK_S):
                 for worker in waiting:
-                    self._look_at(worker)
+                    worker.unresponsive = worker.stillness.look()
             if self._note_ended() or any(worker.unresponsive for worker in self._workers):
                 self._wait_for_words()
                 return
 
-    def interrupt(self) -> None:
-        """Pass Ctrl-C on and give the workers a moment to put things in order."""
+    def interrupt(self, number: signal.Signals) -> None:
+        """Pass a signal on and give the workers a moment to put things in order."""
         for worker in self._running():
             worker.ended_by_us = True
-            worker.process.send_signal(signal.SIGINT)
+            worker.signal(number)
         self._wait_for_words()
 
     def end(self) -> None:
         """Kill whatever is left, children of the workers included."""
         for worker in self._workers:
-            if worker.process.poll() is None:
-                worker.ended_by_us = True
-            worker.signal(signal.SIGKILL)
+            worker.kill_all()
+        limit = time.monotonic() + _KILLED_S
+        while (waiting := self._running()) and time.monotonic() < limit:
+            _poll([worker.descriptor for worker in waiting], limit - time.monotonic())
+        for worker in waiting:
+            print(
+                f"onefold: {worker} was killed and has not ended within {_KILLED_S:g} s: it waits "
+                f"inside the system, for a disk or a device",
+                file=sys.stderr,
+            )
         for worker in self._workers:
-            worker.process.wait()
+            worker.collect()
 
     def _running(self) -> list[_Worker]:
-        return [worker for worker in self._workers if worker.process.poll() is None]
+        return [worker for worker in self._workers if worker.code is None]
 
     def _note_ended(self) -> bool:
         """Note who has ended since; whether any of them ended badly."""
         for worker in self._workers:
-            if worker.process.poll() is not None and worker.ended_s is None:
+            if worker.code is not None and worker.ended_s is None:
                 worker.ended_s = time.time()
-        ended = [worker.process.poll() for worker in self._workers]
-        return any(code not in (None, 0, STOPPED_CODE) for code in ended)
-
-    def _look_at(self, worker: _Worker) -> None:
-        stopped = stopped_process(worker.process.pid)
-        worker.stopped_looks = worker.stopped_looks + 1 if stopped else 0
-        worker.unresponsive = worker.stopped_looks >= _STOPPED_LOOKS
+        return any(worker.code not in (None, 0, STOPPED_CODE) for worker in self._workers)
 
     def _wait_for_words(self) -> None:
-        limit = time.monotonic() + _LAST_WORDS_S
+        """Until all have ended, or time is up, or somebody asks for the end once more."""
+        limit, signals = time.monotonic() + _LAST_WORDS_S, self._signals.look()
         while (waiting := self._running()) and time.monotonic() < limit:
-            _wait_for_end(waiting, limit - time.monotonic())
+            self._wait_for_end(waiting, limit - time.monotonic())
             self._note_ended()
+            if self._signals.look() > signals:
+                return
 
-    def interrupted_outcome(self) -> Outcome:
-        text = f"stopped by Ctrl-C in step {self._step_text(0)} (device 0)"
-        return Outcome(_INTERRUPTED, text, final=True)
+    def _wait_for_end(self, workers: Sequence[_Worker], limit_s: float) -> bool:
+        """Whether one of the workers has ended within the limit; a signal ends the wait."""
+        descriptors = [worker.descriptor for worker in workers]
+        ready = _poll([*descriptors, self._signals.descriptor], limit_s)
+        return not ready.isdisjoint(descriptors)
 
-    def stopped_outcome(self, requests: _StopRequests, checkpoint: str) -> Outcome:
+    def interrupted_outcome(self, by: signal.Signals) -> Outcome:
+        """How a run ended that somebody has ended at once."""
+        name = "Ctrl-C" if by == signal.SIGINT else by.name
+        text = f"stopped by {name} in step {self._step_text(0)} (device 0)"
+        return Outcome(128 + by, text, final=True, stopped_by=by)
+
+    def stopped_outcome(self, requests: _Requests, checkpoint: str) -> Outcome:
         """How a run ended that was asked to save itself and stop."""
-        codes = {worker.process.returncode for worker in self._workers}
+        codes = {worker.code for worker in self._workers}
         name = requests.signal.name if requests.signal else "a signal to a device"
         if codes == {0}:
             return Outcome(0, final=True)
         if codes <= {0, STOPPED_CODE}:
-            done = self._directory.progress().step_of(0) - 1
-            text = (
-                f"stopped by {name} after step {done} and saved in {checkpoint}: the same command "
-                f"goes on from there"
-            )
-            return Outcome(STOPPED_CODE, text, final=True)
+            text = f"stopped by {name} after step {self._board.progress.step_of(0) - 1} and saved"
+            if checkpoint:
+                text += f" in {checkpoint}: the same command goes on from there"
+            return Outcome(STOPPED_CODE, text, final=True, stopped_by=requests.signal)
         failed = self.outcome()
         if failed.exit_code:
             return replace(failed, final=True)
         why = "a second signal came" if requests.twice else "its time for saving was over"
         text = (
             f"stopped by {name} in step {self._step_text(0)} (device 0) before it had saved "
-            f"itself, as {why}; earlier checkpoints, if any, are in {checkpoint}"
+            f"itself, as {why}"
         )
-        return Outcome(128 + (requests.signal or signal.SIGTERM), text, final=True)
+        if checkpoint:
+            text += f"; earlier checkpoints, if any, are in {checkpoint}"
+        by = requests.signal or signal.SIGTERM
+        return Outcome(128 + by, text, final=True, stopped_by=by)
 
     def outcome(self) -> Outcome:
         """The first failure that no other device caused."""
         failures = [failure for worker in self._workers if (failure := self._failure(worker))]
         if not failures:
-            return Outcome(0, logs=str(self._directory.path), final=True)
+            return Outcome(0, final=True)
         _, _, outcome = min(failures, key=lambda failure: failure[:2])
-        return replace(outcome, logs=str(self._directory.path))
+        return replace(outcome, failed=True)
 
     def _failure(self, worker: _Worker) -> tuple[bool, float, Outcome] | None:
         """Whether another device caused it, when it was, and what to say."""
         ended_s = worker.ended_s or time.time()
-        report = self._directory.read_report(worker.rank)
+        report = self._board.report(worker.rank)
         step = self._step_text(worker.rank)
         if report is not None:
             return report.caused_by_peer, report.time_s, self._told(worker, report)
         if worker.unresponsive:
             text = f"{worker} is stopped and does not respond, in step {step}"
             return False, ended_s, Outcome(1, text)
-        code = worker.process.returncode
-        if worker.ended_by_us or code == 0:
+        code = worker.code
+        if worker.ended_by_us or not code:
             return None
         if code < 0:
             name = signal.Signals(-code).name
@@ -447,38 +682,13 @@ class _Crew:
         return Outcome(1, text, report.traceback)
 
     def _step_text(self, rank: int) -> str:
-        step = self._directory.progress().step_of(rank)
+        step = self._board.progress.step_of(rank)
         return str(step) if step >= 0 else "0 (before the first step)"
 
 
-def _start_worker(
-    command: Sequence[str], world: World, log: Path | None
-) -> subprocess.Popen[bytes]:
-    whole = [sys.executable, "-m", "onefold.worker", str(os.getpid()), *command]
-    environment = worker_environment(world)
-    if log is None:
-        return subprocess.Popen(
-            whole, env=environment, stdin=subprocess.DEVNULL, start_new_session=True
-        )
-    with log.open("ab") as output:
-        return subprocess.Popen(
-            whole,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-
-
-def _wait_for_end(workers: Sequence[_Worker], limit_s: float) -> bool:
-    """Whether one of the workers has ended within the limit."""
+def _poll(descriptors: Sequence[int], limit_s: float) -> set[int]:
+    """Which of them can be read from within the limit."""
     poller = select.poll()
-    descriptors = [os.pidfd_open(worker.process.pid) for worker in workers]
-    try:
-        for descriptor in descriptors:
-            poller.register(descriptor, select.POLLIN)
-        return bool(poller.poll(max(0.0, limit_s) * 1000))
-    finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
+    for descriptor in descriptors:
+        poller.register(descriptor, select.POLLIN)
+    return {descriptor for descriptor, _ in poller.poll(max(0.0, limit_s) * 1000)}

@@ -4,7 +4,10 @@ number of devices and with any number of worker processes."""
 from __future__ import annotations
 
 import hashlib
+import multiprocessing
 import os
+import tempfile
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
+from torch.multiprocessing import get_sharing_strategy
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -38,6 +42,9 @@ from onefold.shard import Plan, cut_bounds
 from onefold.timing import host_now_s
 
 __all__ = ["Collate", "Loader", "SizedDataset"]
+
+# Bytes: what the address of a socket holds, less what Python puts after the folder's path.
+_LONGEST_TEMPORARY_PATH = 107 - len("/pymp-12345678/listener-12345678")
 
 Collate = Callable[[list[Any]], Any]
 """Makes one shard's payload from its samples."""
@@ -130,6 +137,8 @@ class Loader:
         _check_dataset(dataset)
         _check_count("batch_size", batch_size, least=1)
         _check_count("workers", workers, least=0)
+        if workers:
+            _check_temporary_path(workers)
         if collate is not None and not callable(collate):
             raise TypeError(f"expected collate to be a function of a list of samples: {collate!r}")
         self._reader = _Reader(dataset, collate, seed)
@@ -175,7 +184,7 @@ class Loader:
         self.track.end(this, broken_off=False)
 
     def _batches(self, this: DataPass) -> Iterator[ShardedBatch]:
-        start = host_now_s()
+        start, process = host_now_s(), os.getpid()
         requests = self._requests(this)
         with ctrl_c_later():
             answers = self._answers(requests)
@@ -200,6 +209,8 @@ class Loader:
                 )
                 start = host_now_s()
         finally:
+            if os.getpid() != process:
+                _disown(answers)
             # An exception keeps this frame, and would keep the worker processes with it.
             with ctrl_c_later():
                 del answers
@@ -235,7 +246,7 @@ class Loader:
                 sampler=requests,
                 num_workers=self._workers,
                 collate_fn=_as_it_is,
-                worker_init_fn=_Tied(os.getpid()),
+                worker_init_fn=_Tied(),
                 persistent_workers=False,  # or they would never see what the data set becomes
                 pin_memory=self._pin_memory,
                 timeout=self._timeout_s,
@@ -378,14 +389,46 @@ def _one_thread() -> Iterator[None]:
 
 
 class _Tied:
-    """Ends a worker process with the process that it reads for."""
+    """Ends a worker process with the process that it reads for.
 
-    def __init__(self, parent: int) -> None:
-        self._parent = parent
+    What the kernel takes for the parent is the thread that has made the worker: where that may end
+    before the process, it is left to PyTorch's workers to notice the end by themselves. A fork
+    server is the parent of those that it makes, and ends with the process that it serves.
+    """
+
+    def __init__(self) -> None:
+        self._parent = os.getpid()
+        self._lasting = threading.current_thread() is threading.main_thread()
+        self._served = multiprocessing.get_start_method() == "forkserver"
 
     def __call__(self, worker: int) -> None:
-        die_with_parent(self._parent)
+        if self._lasting:
+            die_with_parent(os.getppid() if self._served else self._parent)
         ctrl_c_as_before()
+
+
+def _check_temporary_path(workers: int) -> None:
+    """Refuse a temporary folder in which no socket can have a name: workers send tensors by one.
+
+    In the worker itself this would fail in a thread of its queue, and the answer would never come.
+    """
+    folder = os.fsencode(tempfile.gettempdir())
+    by_socket = get_sharing_strategy() == "file_descriptor"  # type: ignore[no-untyped-call]
+    if by_socket and len(folder) > _LONGEST_TEMPORARY_PATH:
+        raise ValueError(
+            f"workers={workers}: worker processes send tensors through sockets in the temporary "
+            f"folder, so expected its path to have at most {_LONGEST_TEMPORARY_PATH} bytes, got "
+            f"{len(folder)}: {os.fsdecode(folder)}; set TMPDIR to a shorter path, or use workers=0"
+        )
+
+
+def _disown(answers: Iterator[_Answer]) -> None:
+    """In a forked child that leaves the pass: the worker processes go on reading for its parent.
+
+    PyTorch ends them when the iterator goes, whoever lets it go.
+    """
+    if hasattr(answers, "_shutdown"):
+        answers._shutdown = True
 
 
 def _bad(index: int, epoch: int, error: Exception) -> _BadSample:

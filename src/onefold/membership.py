@@ -1,23 +1,22 @@
 """The runs that this process is part of, so that others hear of it when it fails.
 
 A worker of ``onefold run`` reports through `onefold.worker`; under another launcher, the hooks set
-here see to it.
+here see to it. A forked child is part of no run: it forgets all of it, and says nothing to anybody.
 """
 
 from __future__ import annotations
 
 import atexit
+import functools
 import os
-import shutil
 import sys
-import tempfile
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
 from onefold.errors import PeerError
+from onefold.ownfiles import PrivateFolder, create_file
 from onefold.world import World
 
 __all__ = ["abandon", "at_good_end", "end_well", "hush_and_report", "register"]
@@ -33,6 +32,7 @@ _open: weakref.WeakSet[_Closable] = weakref.WeakSet()
 
 def register(member: _Closable) -> None:
     """Close ``member`` when this process fails or ends."""
+    _forget_in_children()
     if not _open:
         atexit.register(_leave)
     _open.add(member)
@@ -46,6 +46,7 @@ def abandon(failure: BaseException) -> None:
 
 def at_good_end(call: Callable[[], None]) -> None:
     """Have something called when the script of a worker has come to its end without an error."""
+    _forget_in_children()
     _endings.append(call)
 
 
@@ -58,6 +59,20 @@ def end_well() -> None:
 def _leave() -> None:
     for member in list(_open):
         member.close()
+
+
+@functools.cache
+def _forget_in_children() -> None:
+    os.register_at_fork(after_in_child=_forget)
+
+
+def _forget() -> None:
+    """In a child that was just forked: its parent is the device, and will end the run."""
+    _endings.clear()
+    _open.clear()
+    _log_folders.clear()
+    for call in (_leave, _remove_logs):
+        atexit.unregister(call)
 
 
 def hush_and_report(world: World) -> None:
@@ -86,18 +101,19 @@ def hush_and_report(world: World) -> None:
     sys.excepthook = report
 
 
-_log_folders: list[Path] = []
+_log_folders: list[PrivateFolder] = []
 
 
 def _write_to_log(rank: int) -> None:
-    folder = Path(tempfile.mkdtemp(prefix=f"onefold-device-{rank}-"))
-    descriptor = os.open(folder / "output.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    folder = PrivateFolder(f"onefold-device-{rank}-")
+    _log_folders.append(folder)
+    descriptor = create_file(folder.path / "output.log", append=True)
     sys.stdout.flush()
     sys.stderr.flush()
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-    _log_folders.append(folder)
+    _forget_in_children()
     atexit.register(_remove_logs)
 
 
@@ -106,5 +122,5 @@ def _keep_logs() -> None:
 
 
 def _remove_logs() -> None:
-    for folder in _log_folders:
-        shutil.rmtree(folder)
+    while _log_folders:
+        _log_folders.pop().remove()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from onefold.team import Team
 from onefold.timing import Span, Stopwatch
 
 __all__ = ["Observer", "observers_of"]
+
+_log = logging.getLogger("onefold")
 
 Observer = Callable[[Step, Mapping[int, Sequence[Span]]], None]
 """Told of every step when it is done, with what each device of this process did in it."""
@@ -37,22 +40,29 @@ def observers_of(
     world = team.world
     found: list[Observer] = []
     if world.profile:
-        found.append(_profiler(Profile(Path(world.profile), team, watches)))
+        found += _profilers(Path(world.profile), team, watches)
     if team.trainer == 0 and 0 in team.own and world.trace:
         found.append(_tracer(Path(world.trace), model, steps))
     if world.probe:
         if 0 in team.own and not world.probe_mathematics:
-            run = Path(world.directory).name
             probe = Probe(
-                Path(world.probe), records=world.probe_records, run=run, trainer=team.trainer
+                Path(world.probe),
+                records=world.probe_records,
+                run=world.probe_run,
+                trainer=team.trainer,
             )
             found.append(_prober(probe, model, world.probe_steps))
         found.append(_stopper(team.trainer, world.probe_steps))
     return found
 
 
-def _profiler(profile: Profile) -> Observer:
-    return lambda step, spans: profile.add_step(step.number, spans)
+def _profilers(folder: Path, team: Team, watches: Mapping[int, Stopwatch]) -> list[Observer]:
+    try:
+        profile = Profile(folder, team, watches)
+    except FileNotFoundError:  # a cleaner of temporary files; that is no reason to end the run
+        _log.warning("%s was removed meanwhile: this trainer is missing in the timeline", folder)
+        return []
+    return [lambda step, spans: profile.add_step(step.number, spans)]
 
 
 def _tracer(path: Path, model: torch.nn.Module, steps: int) -> Observer:

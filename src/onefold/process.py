@@ -6,18 +6,38 @@ import ctypes
 import os
 import signal
 
-__all__ = ["die_with_parent", "stopped_process"]
+__all__ = ["LOOK_S", "Stillness", "die_with_parent"]
 
+LOOK_S = 0.5
+"""How often who waits for processes looks at them."""
+_STILL_LOOKS = 8
 _PR_SET_PDEATHSIG = 1
 
 
-def stopped_process(pid: int) -> bool:
+def _is_stopped(pid: int) -> bool:
     """Whether a process is stopped, by a signal or by a debugger."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
     except OSError:
         return False
+
+
+class Stillness:
+    """Notices that a process stays stopped, and does not respond; looked at every `LOOK_S`.
+
+    Args:
+        pid: of the process.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._looks = 0
+
+    def look(self) -> bool:
+        """Whether it was found stopped so many times in a row that it will not go on by itself."""
+        self._looks = self._looks + 1 if _is_stopped(self._pid) else 0
+        return self._looks >= _STILL_LOOKS
 
 
 def die_with_parent(parent: int) -> None:

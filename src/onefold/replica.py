@@ -13,6 +13,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,7 +24,13 @@ from onefold.errors import GradientError, StateError
 from onefold.exchange.base import Exchange
 from onefold.flat import FlatTensors
 from onefold.fold import Block, blocks_of, fold
-from onefold.gradients import Gradients, add_gradients, drop_gradients, take_gradients
+from onefold.gradients import (
+    Gradients,
+    add_gradients,
+    drop_gradients,
+    gradients_of,
+    take_gradients,
+)
 from onefold.losswatch import LossWatch
 from onefold.mean import Contribution, weigh
 from onefold.modes import Modes
@@ -32,6 +39,8 @@ from onefold.timing import Stopwatch
 from onefold.weights_of_step import SUM, several
 
 __all__ = ["LossFunction", "ModelParts", "Replica", "ShardTask", "Weighed"]
+
+_requires_grad = operator.attrgetter("requires_grad")
 
 LossFunction = Callable[[torch.nn.Module, Any], object]
 """Takes the model and one shard; see `onefold.mean.weigh` for what it may return."""
@@ -51,6 +60,7 @@ class ModelParts:
 
     def __init__(self, module: torch.nn.Module, trained_names: Sequence[str]) -> None:
         self.named = dict(module.named_parameters())
+        self._parameters = list(self.named.values())
         self.homes = [
             (f"{prefix}.{name}" if prefix else name, owner._parameters, name, parameter)
             for prefix, owner in module.named_modules()
@@ -59,16 +69,38 @@ class ModelParts:
             if parameter is not None
         ]
         """Where modules hold them: full name, the module's own table, name in it, parameter."""
-        self.held = [parameter for _, _, _, parameter in self.homes]
+        tables = [m._parameters for m in module.modules() if isinstance(m._parameters, dict)]
+        self._tables = [table for table in tables if table]
+        self._held = self._in_tables()
         self.module = module
         self.modes = Modes(module)
         self.trained = {name: self.named[name] for name in trained_names}
         self.other = {name: p for name, p in self.named.items() if name not in self.trained}
         self._tensors = self._ids()
 
+    def check_held(self) -> None:
+        """Refuse parameters that have been replaced.
+
+        Raises:
+            ValueError: one has been.
+        """
+        held = self._in_tables()
+        if len(held) == len(self._held) and all(map(operator.is_, held, self._held)):
+            return
+        for full_name, table, name, parameter in self.homes:
+            if table.get(name) is not parameter:
+                raise ValueError(
+                    f"parameter {full_name} has been replaced by another tensor since Trainer was "
+                    f"made, which no optimizer updates. Change values in place "
+                    f"(parameter.copy_(...) in trainer.changing()), or make Trainer afterwards"
+                )
+
+    def _in_tables(self) -> list[torch.nn.Parameter | None]:
+        return list(chain.from_iterable(map(dict.values, self._tables)))
+
     def trainable(self) -> list[bool]:
         """Of every parameter, whether it requires a gradient."""
-        return [parameter.requires_grad for parameter in self.named.values()]
+        return list(map(_requires_grad, self._parameters))
 
     def restore_frozen(self, trainable: Sequence[bool]) -> None:
         """Let the parameters require gradients as `trainable` found them to."""
@@ -152,10 +184,12 @@ class Replica:
         self.loss_watch = LossWatch()
         self._names = list(parts.trained)
         self._parameters = list(parts.trained.values())
+        self._strides = [view.stride() for view in trained.views]
         self._watched = [parameter for parameter in parts.other.values() if parameter.requires_grad]
         views = [*zip(parts.trained, trained.views, strict=True)]
         views += zip(parts.other, other.views, strict=True)
-        self._placed = [name for name, view in views if view.numel()]
+        self._placed_names = [name for name, view in views if view.numel()]
+        self._placed = [parts.named[name] for name in self._placed_names]
         self._places = [view.data_ptr() for _, view in views if view.numel()]
 
     @property
@@ -180,19 +214,10 @@ class Replica:
         Raises:
             ValueError: one has been.
         """
-        homes = self.parts.homes
-        held_now = [held.get(name) for _, held, name, _ in homes]
-        if not all(map(operator.is_, held_now, self.parts.held)):
-            for full_name in (home[0] for home in homes if home[1].get(home[2]) is not home[3]):
-                raise ValueError(
-                    f"parameter {full_name} has been replaced by another tensor since Trainer was "
-                    f"made, which no optimizer updates. Change values in place "
-                    f"(parameter.copy_(...) in trainer.changing()), or make Trainer afterwards"
-                )
-        named = self.parts.named
-        places = [named[name].data_ptr() for name in self._placed]
+        self.parts.check_held()
+        places = list(map(torch.Tensor.data_ptr, self._placed))
         if places != self._places:
-            triples = zip(self._placed, places, self._places, strict=True)
+            triples = zip(self._placed_names, places, self._places, strict=True)
             moved = next(name for name, now, before in triples if now != before)
             raise ValueError(
                 f"parameter {moved} has been given other memory since Trainer was made, by "
@@ -290,7 +315,7 @@ class Replica:
             raise
         watch.note("backward", f"backward shard {shard}", middle)
         self.buffers.end_shard(shard, board)
-        gradients = take_gradients(self._parameters, self._names, where)
+        gradients = take_gradients(self._parameters, self._strides, self._names, where)
         for number in self._may_be_kept:
             kept = gradients[number]
             gradients[number] = None if kept is None else kept.clone()
@@ -322,7 +347,7 @@ class Replica:
 
     def _refuse_leftovers(self, where: str) -> None:
         """An inner backward must leave nothing: it would be added to the shard's gradient."""
-        left = [parameter.grad for parameter in self._parameters]
+        left = gradients_of(self._parameters)
         if left.count(None) == len(left):
             return
         for name, gradient in zip(self._names, left, strict=True):

@@ -1,4 +1,11 @@
-"""The folder through which a launcher and its workers speak: reports, logs, progress."""
+"""What a launcher and its workers share: reports, progress, logs, and the store of a group.
+
+Note: nothing of a name
+-----------------------
+Progress, reports and the store lie in memory that the workers inherit as open descriptors. It has
+no name, so nobody else can write there, no cleaner of temporary files can remove it, and nothing
+stays behind however a process ends.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +13,19 @@ import json
 import mmap
 import os
 import struct
-import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-__all__ = ["STOPPED_CODE", "Progress", "Report", "RunDirectory"]
+from onefold.ownfiles import create_file
+
+__all__ = ["STOPPED_CODE", "Board", "Logs", "Progress", "Report", "write_report"]
 
 STOPPED_CODE = 75
 """Exit code of a run that was asked to stop, has saved itself, and can go on (EX_TEMPFAIL)."""
 
 _ROW = struct.Struct("<qq")
+_BEGUN, _ENDED = 1, 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,23 +52,32 @@ class Progress:
     """A small table: every worker writes its step there, and the launcher whether to stop.
 
     Args:
-        path: of the table's file, made by the launcher.
+        descriptor: of the table's memory, made by the launcher.
         devices: number of rows.
     """
 
-    def __init__(self, path: Path, devices: int) -> None:
-        with path.open("r+b") as file:
-            self._table = mmap.mmap(file.fileno(), _ROW.size * (devices + 1))
+    def __init__(self, descriptor: int, devices: int) -> None:
+        self._table = mmap.mmap(descriptor, _ROW.size * (devices + 1))
         self._launcher = devices * _ROW.size
 
     def set_step(self, rank: int, step: int) -> None:
         """Note that ``rank`` has begun ``step``."""
-        _ROW.pack_into(self._table, rank * _ROW.size, 1, step)
+        _ROW.pack_into(self._table, rank * _ROW.size, _BEGUN, step)
 
     def step_of(self, rank: int) -> int:
         """The step that ``rank`` is at, -1 before the first."""
         begun, step = _ROW.unpack_from(self._table, rank * _ROW.size)
         return int(step) if begun else -1
+
+    def set_ended(self, rank: int) -> None:
+        """Note that the script of ``rank`` has come to its end."""
+        step = self.step_of(rank)
+        _ROW.pack_into(self._table, rank * _ROW.size, _ENDED, step)
+
+    def has_ended(self, rank: int) -> bool:
+        """Whether `set_ended` was called for ``rank``."""
+        state, _ = _ROW.unpack_from(self._table, rank * _ROW.size)
+        return bool(state == _ENDED)
 
     def request_stop(self) -> None:
         """Ask the run to save itself and stop at the end of its step."""
@@ -69,69 +88,97 @@ class Progress:
         return bool(_ROW.unpack_from(self._table, self._launcher)[0])
 
 
-@dataclass(frozen=True, slots=True)
-class RunDirectory:
-    """Paths of one run; the launcher makes the folder."""
+class Board:
+    """The launcher's side of what it shares with its workers in memory, for one attempt of a run.
 
-    path: Path
-    devices: int
+    Args:
+        devices: number of workers.
+    """
 
-    def clear_logs(self) -> None:
-        """Remove the logs of an earlier run."""
-        for path in self.path.glob("device-*.log"):
-            path.unlink()
+    def __init__(self, devices: int) -> None:
+        self.table = os.memfd_create("onefold-progress")
+        """Descriptor of the table of steps."""
+        self.reports = [os.memfd_create(f"onefold-report-{rank}") for rank in range(devices)]
+        """Descriptor of each worker's report."""
+        self.store = os.memfd_create("onefold-store")
+        """Descriptor of the file through which the workers' process group is formed."""
+        os.ftruncate(self.table, _ROW.size * (devices + 1))
+        self.progress = Progress(self.table, devices)
 
-    def create(self) -> None:
-        """Make the files of an attempt, and remove those of one before, but for its logs."""
-        for path in self.path.glob("report-*.json"):
-            path.unlink()  # of an attempt before this one
-        (self.path / "port").unlink(missing_ok=True)
-        (self.path / "progress").write_bytes(bytes(_ROW.size * (self.devices + 1)))
+    def report(self, rank: int) -> Report | None:
+        """Word of a failure, if the worker left any and was not killed over it."""
+        descriptor = self.reports[rank]
+        text = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+        return Report(**json.loads(text)) if text.endswith(b"\n") else None
 
-    def progress(self) -> Progress:
-        """The table of steps."""
-        return Progress(self.path / "progress", self.devices)
+    def close(self) -> None:
+        """Let go of the memory."""
+        for descriptor in (self.table, self.store, *self.reports):
+            os.close(descriptor)
 
-    def log(self, rank: int) -> Path:
-        """Where the output of a device that is not the lead goes."""
-        return self.path / f"device-{rank}.log"
 
-    def log_sizes(self) -> int:
+def write_report(descriptor: int, report: Report) -> None:
+    """Leave word of a failure; the last one counts."""
+    os.ftruncate(descriptor, 0)
+    rest = json.dumps(asdict(report)).encode() + b"\n"  # the line is whole when it has its end
+    written = 0
+    while written < len(rest):
+        written += os.pwrite(descriptor, rest[written:], written)
+
+
+class Logs:
+    """Files for the output of some devices, of this run alone.
+
+    They are called ``device-1.log`` and so on. Where one of these names is taken, by an earlier run
+    or anything else, all of them are ``device-1.run-2.log`` and so on, with the first number that
+    is free.
+
+    Args:
+        folder: made if it is not there.
+        ranks: of the devices that have one.
+    """
+
+    def __init__(self, folder: Path, ranks: Sequence[int]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self.number = 1
+        """The first run of the folder, the second one, and so on."""
+        while (made := self._make(ranks)) is None:
+            self.number += 1
+        self._files = made
+
+    def _make(self, ranks: Sequence[int]) -> dict[int, int] | None:
+        """The descriptors of the logs, or None if one of the names is taken."""
+        made: dict[int, int] = {}
+        try:
+            for rank in ranks:
+                made[rank] = create_file(self.path(rank), append=True)
+        except FileExistsError:
+            for rank, descriptor in made.items():
+                os.close(descriptor)
+                self.path(rank).unlink(missing_ok=True)
+            return None
+        return made
+
+    @property
+    def pattern(self) -> str:
+        """How the files are called."""
+        return str(self.path("*"))
+
+    def path(self, rank: int | str) -> Path:
+        """The file of a device."""
+        run = "" if self.number == 1 else f".run-{self.number}"
+        return self.folder / f"device-{rank}{run}.log"
+
+    def descriptor(self, rank: int) -> int | None:
+        """Where the device's output goes, if it has a log."""
+        return self._files.get(rank)
+
+    def size(self) -> int:
         """Bytes of all logs."""
-        return sum(path.stat().st_size for path in self.path.glob("device-*.log"))
+        return sum(os.fstat(descriptor).st_size for descriptor in self._files.values())
 
-    def write_report(self, report: Report) -> None:
-        """Leave word of a failure."""
-        _write_whole(self._report(report.rank), json.dumps(asdict(report)))
-
-    def read_report(self, rank: int) -> Report | None:
-        """Word of a failure, if the worker left any."""
-        path = self._report(rank)
-        return Report(**json.loads(path.read_text())) if path.exists() else None
-
-    def _report(self, rank: int) -> Path:
-        return self.path / f"report-{rank}.json"
-
-    def write_port(self, port: int) -> None:
-        """Tell the other workers where the lead's store listens."""
-        _write_whole(self.path / "port", str(port))
-
-    def read_port(self, timeout_s: float) -> int:
-        """Wait for `write_port`.
-
-        Raises:
-            TimeoutError: it did not come.
-        """
-        path = self.path / "port"
-        limit = time.monotonic() + timeout_s
-        while not path.exists():
-            if time.monotonic() > limit:
-                raise TimeoutError(f"device 0 did not open its store within {timeout_s:g} s")
-            time.sleep(0.005)
-        return int(path.read_text())
-
-
-def _write_whole(path: Path, text: str) -> None:
-    aside = path.with_name(path.name + ".part")
-    aside.write_text(text)
-    os.replace(aside, path)
+    def close(self) -> None:
+        """Let go of the files."""
+        for descriptor in self._files.values():
+            os.close(descriptor)

@@ -8,8 +8,9 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from onefold.checkpoint.jsonvalue import from_json, to_json
+from onefold.errors import CheckpointError
 
-__all__ = ["check_schedule", "read_schedule", "write_schedule"]
+__all__ = ["check_schedule", "check_state", "read_schedule", "write_schedule"]
 
 
 def check_schedule(schedule: object, optimizer: torch.optim.Optimizer) -> None:
@@ -42,6 +43,29 @@ def write_schedule(schedule: LRScheduler) -> dict[str, Any]:
     return {"class": name, "state": to_json(schedule.state_dict(), f"the state of {name}")}
 
 
+def check_state(schedule: LRScheduler, saved: dict[str, Any]) -> None:
+    """Refuse a state that would replace what a schedule does.
+
+    Raises:
+        CheckpointError: it would.
+    """
+    kind = type(schedule)
+    state = from_json(saved["state"])
+    ours = [key for key in state if key == "optimizer" or callable(getattr(kind, key, None))]
+    if ours:
+        raise CheckpointError(
+            f"the saved state of {kind.__name__} has {', '.join(ours)}, which is no state"
+        )
+
+
 def read_schedule(schedule: LRScheduler, saved: dict[str, Any]) -> None:
-    """Go to where `write_schedule` was called."""
-    schedule.load_state_dict(from_json(saved["state"]))
+    """Go to where `write_schedule` was called.
+
+    Raises:
+        CheckpointError: the state is not that of such a schedule.
+    """
+    try:
+        schedule.load_state_dict(from_json(saved["state"]))
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        name = type(schedule).__name__
+        raise CheckpointError(f"the saved state of {name} cannot be used: {error!r}") from error

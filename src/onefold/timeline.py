@@ -1,22 +1,31 @@
 """The file of a timeline: what every device did when, as Perfetto and Chrome read it.
 
-Every process of a run appends to a part of its own; the launcher makes one file of them. The format
-is the trace event format of Chrome, whose times are in microseconds. This module does not load
-PyTorch, for the launcher does not.
+Every process of a run appends to a part of its own, in the private folder of the run; the launcher
+makes one file of them where the user wants it. The format is the trace event format of Chrome,
+whose times are in microseconds. This module does not load PyTorch, for the launcher does not.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Event", "TimelinePart", "join_timeline", "name_row", "remove_parts", "slice_of"]
+from onefold.ownfiles import create_file, open_regular, replace_file
+
+__all__ = ["Event", "TimelinePart", "check_timeline", "join_timeline", "name_row", "slice_of"]
 
 Event = Mapping[str, Any]
 
+_NAME = "timeline.json"
+_BEGIN = re.compile(
+    rb'\{"traceEvents": \[\{"ph": "M", "pid": \d+, "tid": \d+, "name": "process_name", '
+    rb'"args": \{"name": "trainer \d+"\}\}'
+)
+"""How every timeline of ours begins: with the name of a group of rows, see `name_row`."""
 _WORK = "X"  # the format's letter for an event with a start and a length
 
 
@@ -50,37 +59,56 @@ class TimelinePart:
     """What one process adds to the timeline.
 
     Args:
-        folder: of the timeline.
+        folder: of the parts.
         name: different for each part.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
-        self._path = folder / f"{name}.part"
-        self._path.write_text("")
+        # Kept open: a cleaner of temporary files may remove it while the run goes on.
+        self._descriptor = create_file(folder / f"{name}.part", append=True)
 
     def append(self, events: Sequence[Event]) -> None:
         """Add events; they are in the file when this returns."""
-        with self._path.open("a") as file:
-            file.write("".join(json.dumps(event) + "\n" for event in events))
+        rest = "".join(json.dumps(event) + "\n" for event in events).encode()
+        while rest:
+            rest = rest[os.write(self._descriptor, rest) :]
 
 
-def remove_parts(folder: Path) -> None:
-    """Remove what an earlier run that was killed has left."""
-    for part in folder.glob("*.part"):
-        part.unlink()
+def check_timeline(folder: Path) -> None:
+    """Refuse a folder where the timeline would take the place of something else.
+
+    Raises:
+        ValueError: its ``timeline.json`` is not one of ours.
+    """
+    path = folder / _NAME
+    try:
+        descriptor = open_regular(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return
+    with os.fdopen(descriptor, "rb") as file:
+        if not _BEGIN.match(file.read(1000)):
+            raise ValueError(
+                f"{path} is there, and is not a timeline that onefold wrote: move it away, or name "
+                f"another folder"
+            )
 
 
-def join_timeline(folder: Path) -> Path | None:
-    """Make ``timeline.json`` of all parts and remove them; None if no work was noted."""
-    parts = sorted(folder.glob("*.part"))
-    lines = [line for part in parts for line in part.read_text().splitlines(keepends=True)]
+def join_timeline(parts: Path, folder: Path) -> Path | None:
+    """Make ``timeline.json`` of all parts; None if no work was noted.
+
+    Args:
+        parts: folder of the parts.
+        folder: takes the timeline.
+
+    Raises:
+        OSError: it cannot be written.
+        ValueError: see `check_timeline`.
+    """
+    texts = [part.read_text() for part in sorted(parts.glob("*.part"))]
+    lines = [line for text in texts for line in text.splitlines(keepends=True)]
     events = [json.loads(line) for line in lines if line.endswith("\n")]  # the last may be cut off
     if not any(event["ph"] == _WORK for event in events):
-        remove_parts(folder)
         return None
-    path = folder / "timeline.json"
-    aside = path.with_suffix(".new")
-    aside.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-    os.replace(aside, path)
-    remove_parts(folder)
-    return path
+    check_timeline(folder)
+    replace_file(folder / _NAME, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    return folder / _NAME

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ from onefold.prediction import gather, predict
 from onefold.replica import LossFunction
 from onefold.rundir import STOPPED_CODE
 from onefold.schedule import check_schedule
+from onefold.seconds import check_seconds
 from onefold.shard import Plan
 from onefold.step import Step
 from onefold.team import form_team, settle_process
@@ -106,12 +108,14 @@ class Trainer:
         timeout_s: float | None = None,
     ) -> None:
         self._world = current_world()
+        if timeout_s is None:
+            timeout_s = self._world.timeout_s
         settings = Settings(
             shards=shards,
             seed=seed,
             clip_norm=clip_norm,
             deterministic=deterministic,
-            timeout_s=self._world.timeout_s if timeout_s is None else timeout_s,
+            timeout_s=check_seconds("timeout_s", timeout_s),
             threads=threads,
             buffers=dict(buffers or {}),
         )
@@ -138,12 +142,14 @@ class Trainer:
         self._verifying.begin(self._engine, self._team)
         self._schedule = schedule
         self._left = False
+        self._process = os.getpid()
+        self._asked_to_stop = False
         self._position = Position()
         self._checkpoints = Checkpoints(
             self._engine, settings, self._team, self._position, schedule
         )
         self._check_can_be_saved()
-        self._progress = directory.progress() if (directory := self._world.run_directory) else None
+        self._progress = self._world.progress
         with self._telling_others():
             self._autosave = Autosave.of(
                 self._team, self._checkpoints, self._position, self._progress
@@ -173,6 +179,14 @@ class Trainer:
     def is_lead(self) -> bool:
         """Whether this process has device 0."""
         return 0 in self._team.own
+
+    @property
+    def asked_to_stop(self) -> bool:
+        """Whether the launcher has asked the run to save itself and stop, see `onefold.launch`.
+
+        Settled in each step, so it is the same on all devices.
+        """
+        return self._asked_to_stop
 
     @property
     def steps(self) -> int:
@@ -287,12 +301,14 @@ class Trainer:
         if self._before_step(cut):
             raise SystemExit(STOPPED_CODE)
         with self._telling_others():
-            asked = self._autosave is not None and self._autosave.asked_to_stop
+            asked = self._world.may_stop and self._is_asked_to_stop()
             with self._verifying.step(cut, number) as given:
                 outcome = self._engine.step(given, number, asked_to_stop=asked)
             if self._schedule is not None and outcome.weight > 0:
                 self._schedule.step()
+        self._asked_to_stop |= outcome.asked_to_stop
         self._position.note_step(cut)
+        self._engine.end_step()
         self._note_progress()
         spans = self._engine.take_spans()
         first = [Span("data", "batch", *waited), *spans[self._team.own[0]]]
@@ -467,6 +483,7 @@ class Trainer:
 
         Raises:
             OSError: it could not be written; what was there before is still there.
+            StateError: a parameter is not finite, or a step broke off in the middle of its update.
             TypeError: ``extra`` holds something else, or the model or optimizer what no file holds.
             ValueError: an argument is out of range.
 
@@ -535,9 +552,14 @@ class Trainer:
     def close(self) -> None:
         """Leave the run; the model keeps its values. Also done at the end of the program.
 
+        With ``onefold run --checkpoint``, where an exception is being handled on one of several
+        devices, the run is left at the end of the script, and saved there if that ends well.
+
         Raises:
             OSError: a checkpoint could not be written in the background.
         """
+        if self._saves_with_others and not self._left and _is_failing():
+            return
         self._finish()
         self._left = True
         self._engine.exchange.close()
@@ -573,13 +595,28 @@ class Trainer:
         with self._telling_others():
             return self._autosave.after_step(batch, stop=stop)
 
+    @property
+    def _saves_with_others(self) -> bool:
+        return self._autosave is not None and self._engine.with_others
+
     def _finish(self) -> None:
         """Bring everything that is to be saved to the disk."""
-        with self._telling_others():
-            # Where the script is about to fail, the other devices would not take part.
-            if self._autosave is not None and not self._left and not _is_failing():
+        if self._autosave is not None and not self._left:
+            with self._telling_others(), self._only_noting():
                 self._autosave.finish()
+        with self._telling_others():
             self._checkpoints.finish()
+
+    @contextmanager
+    def _only_noting(self) -> Iterator[None]:
+        """Where the script fails already, that is what its user must see."""
+        failing = _is_failing()
+        try:
+            yield
+        except Exception as error:
+            if not failing:
+                raise
+            _log.error("the end of the run was not saved: %s: %s", type(error).__name__, error)
 
     def _cut(self, batch: object) -> ShardedBatch:
         if isinstance(batch, ShardedBatch):
@@ -618,13 +655,24 @@ class Trainer:
     @contextmanager
     def _telling_others(self, but: type[Exception] | None = None) -> Iterator[None]:
         """Tell the other devices what is raised here, ``but`` what they raise as well."""
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"the Trainer was made in process {self._process}, and this is process "
+                f"{os.getpid()}, a forked child of it: what it does would be done twice. Use the "
+                f"Trainer where it was made"
+            )
         try:
             yield
         except BaseException as error:
             if but is None or not isinstance(error, but):
-                self._left = True
+                # Alone, nobody is left behind: a script that survives the error may go on.
+                self._left |= self._engine.with_others
                 self._engine.exchange.close(error)
             raise
+
+    def _is_asked_to_stop(self) -> bool:
+        """Whether this process has been."""
+        return self._progress is not None and self._progress.stop_requested()
 
     def _note_progress(self) -> None:
         """What comes before a step ends badly is told as a failure in that step."""

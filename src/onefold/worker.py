@@ -1,7 +1,18 @@
 """A process of a launched run: runs the user's script or function and leaves word if it fails.
 
-Started as ``python -m onefold.worker LAUNCHER_PID SCRIPT [ARGUMENT ...]``, or with ``-m MODULE`` or
-``--call PAYLOAD RESULT`` in place of the script.
+Started by `onefold.launch` with LAUNCHER_PID SCRIPT [ARGUMENT ...], or with ``-m MODULE`` or
+``--call PAYLOAD RESULT`` (two inherited descriptors) in place of the script.
+
+Note: what is on the path
+-------------------------
+The process is started with ``-P``, so that nothing of the current folder or of the script's is
+loaded in the place of a library. When PyTorch is there, what ``python SCRIPT`` and ``python -m``
+put at the head of ``sys.path`` is put there, unless the user has forbidden it (PYTHONSAFEPATH).
+
+Note: a child that the script forks
+-----------------------------------
+It comes back from the script as the worker does, but it is not the device: it leaves no word, saves
+nothing and takes nothing apart.
 """
 
 from __future__ import annotations
@@ -9,6 +20,7 @@ from __future__ import annotations
 import atexit
 import gc
 import importlib
+import mmap
 import os
 import pickle
 import runpy
@@ -16,14 +28,14 @@ import signal
 import sys
 import time
 import traceback
-from pathlib import Path
 from typing import Any, NoReturn
 
 from onefold.checkpoint.background import finish_all
 from onefold.errors import PeerError
+from onefold.interrupt import STOP_SIGNALS
 from onefold.membership import abandon, end_well
 from onefold.process import die_with_parent
-from onefold.rundir import STOPPED_CODE, Report
+from onefold.rundir import STOPPED_CODE, Report, write_report
 from onefold.world import current_world
 
 __all__ = ["main"]
@@ -32,37 +44,56 @@ __all__ = ["main"]
 def main(arguments: list[str]) -> int:
     """Run what the launcher asked for; the exit code of the process."""
     die_with_parent(int(arguments[0]))
+    _keep_to_ourselves()
     _take_requests_to_stop()
+    process = os.getpid()
     code: object = 0
     try:
         _load_torch()
         _prepare()
         if arguments[1] == "--call":
-            _call(Path(arguments[2]), Path(arguments[3]))
+            _call(int(arguments[2]), int(arguments[3]))
         else:
             _run_script(arguments[1:])
     except SystemExit as end:
+        if os.getpid() != process:
+            _end_child(end)
         if end.code not in (None, 0, STOPPED_CODE):
             abandon(end)
             raise
         code = end.code
     except BaseException as error:
+        if os.getpid() != process:
+            _end_child(error)
         _fail(error)
+    if os.getpid() != process:
+        _end_child(SystemExit(0))
     try:
         if code != STOPPED_CODE:
             end_well()
         finish_all()
     except BaseException as error:
         _fail(error)
+    _say_that_it_ends()
     return STOPPED_CODE if code == STOPPED_CODE else 0
+
+
+def _keep_to_ourselves() -> None:
+    """Hand what was inherited from the launcher on to no program that the script starts."""
+    world = current_world()
+    for descriptor in (
+        world.progress_descriptor,
+        world.report_descriptor,
+        world.store_descriptor,
+    ):
+        os.set_inheritable(descriptor, False)
 
 
 def _take_requests_to_stop() -> None:
     """Where a run can save itself, a signal that is sent to its workers asks for no less."""
-    directory = current_world().run_directory
-    if directory is None or not current_world().checkpoint:
+    progress, process = current_world().progress, os.getpid()
+    if progress is None or not current_world().may_stop:
         return
-    progress, process = directory.progress(), os.getpid()
     before: dict[int, Any] = {}
 
     asked: list[int] = []
@@ -76,8 +107,16 @@ def _take_requests_to_stop() -> None:
         signal.signal(number, before[number])
         os.kill(os.getpid(), number)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        before[number] = signal.signal(number, request)
+    for number in STOP_SIGNALS:
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+            before[number] = signal.signal(number, request)
+
+
+def _say_that_it_ends() -> None:
+    """Others may wait for a Trainer that this process never makes."""
+    world = current_world()
+    if world.progress is not None:
+        world.progress.set_ended(world.rank)
 
 
 def _fail(error: BaseException) -> NoReturn:
@@ -110,40 +149,56 @@ def _prepare() -> None:
 def _run_script(command: list[str]) -> None:
     if command[0] == "-m":
         sys.argv = command[1:]
-        sys.path[0] = os.getcwd()
+        _put_first(os.getcwd())
         runpy.run_module(command[1], run_name="__main__", alter_sys=True)
         return
     script = command[0]
     sys.argv = command
-    sys.path[0] = os.path.dirname(os.path.abspath(script))
+    _put_first(os.path.dirname(os.path.realpath(script)))
     runpy.run_path(script, run_name="__main__")
 
 
-def _call(payload: Path, result: Path) -> None:
+def _put_first(folder: str) -> None:
+    if not current_world().safe_path:
+        sys.path.insert(0, folder)
+
+
+def _call(payload: int, result: int) -> None:
+    """Call what the launcher has put into one descriptor, and answer into the other one.
+
+    What is unpickled is run: see `onefold.launch.launch` for why it is the launcher's.
+    """
     import cloudpickle
 
-    sys.path[:], call = pickle.loads(payload.read_bytes())
+    os.set_inheritable(result, False)
+    with mmap.mmap(payload, 0, access=mmap.ACCESS_READ) as packed:
+        sys.path[:], call = pickle.loads(packed)
+    os.close(payload)
+    process = os.getpid()
     function, values = cloudpickle.loads(call)
+    del call
     returned = function(*values)
-    if current_world().rank == 0:
-        result.write_bytes(cloudpickle.dumps(returned))
+    if os.getpid() == process and current_world().rank == 0:
+        with os.fdopen(result, "wb") as file:
+            file.write(cloudpickle.dumps(returned))
 
 
 def _leave_word(error: BaseException) -> None:
     world = current_world()
-    directory = world.run_directory
-    if directory is None:
+    progress = world.progress
+    if progress is None:
         raise error
-    directory.write_report(
+    write_report(
+        world.report_descriptor,
         Report(
             rank=world.rank,
-            step=directory.progress().step_of(world.rank),
+            step=progress.step_of(world.rank),
             time_s=time.time(),
             kind=type(error).__name__,
             text=str(error),
             traceback="".join(traceback.format_exception(_of_the_user(error))),
             caused_by_peer=isinstance(error, PeerError),
-        )
+        ),
     )
 
 
@@ -153,6 +208,21 @@ def _end_at_once() -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)
+
+
+def _end_child(end: BaseException) -> NoReturn:
+    """End a process that the script has forked, as the end of its script says."""
+    code = 0
+    if not isinstance(end, SystemExit):
+        traceback.print_exception(_of_the_user(end))
+        code = 1
+    elif end.code is not None:
+        code = end.code if isinstance(end.code, int) else 1
+        if not isinstance(end.code, int):
+            print(end.code, file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code & 0xFF)
 
 
 def _of_the_user(error: BaseException) -> BaseException:
@@ -168,7 +238,3 @@ def _of_the_user(error: BaseException) -> BaseException:
             break
         frames = frames.tb_next
     return error.with_traceback(frames or error.__traceback__)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

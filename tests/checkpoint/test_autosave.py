@@ -85,7 +85,7 @@ def runs(tmp_path: Path) -> Iterator[Runs]:
         run.process.wait()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 @pytest.mark.parametrize("exchange", ["shared", "collective"])
 def test_a_signal_saves_and_the_same_command_goes_on(
     runs: Runs, number: signal.Signals, exchange: str
@@ -156,7 +156,7 @@ def test_a_run_that_is_at_its_end_ends_well(runs: Runs) -> None:
     assert run.finish()[0] in (0, 75)  # in its one step, or after it
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_to_a_device_does_the_same(runs: Runs, number: signal.Signals) -> None:
     run = runs.start("steps", "0.05", "1000", options="--every 1000")
     run.wait_until_ready()
@@ -291,7 +291,7 @@ def test_what_was_changed_on_purpose_may_be_said(runs: Runs) -> None:
         (["--every", "2", "--grace", "1"], "--every, --grace: expected with --checkpoint"),
         (["--checkpoint", "c", "--every", "0"], "expected every of at least 1, got 0"),
         (["--checkpoint", "c", "--keep", "0"], "expected keep of at least 1, got 0"),
-        (["--checkpoint", "c", "--grace", "0"], "the grace must be more than 0 s, got 0.0"),
+        (["--checkpoint", "c", "--grace", "0"], "expected the grace to be more than 0, got 0.0"),
     ],
 )
 def test_bad_options_are_told(

@@ -25,6 +25,7 @@ from onefold.checkpoint.jsonvalue import to_json
 from onefold.checkpoint.tensorfile import TensorParts
 from tests.checkpoint.folders import full_disk, names_in, steps_in
 from tests.small import bits, make_trainer, points
+from tests.somebody import NOBODY, needs_root, somebody_else
 
 FILES = {"model.safetensors", "optimizer.safetensors", "run.json"}
 
@@ -258,15 +259,62 @@ def test_what_others_left_stays(tmp_path: Path, name: str) -> None:
 def test_what_another_process_works_on_is_not_swept_up(tmp_path: Path) -> None:
     busy = tmp_path / ".step-00000001.0123abcd.part"
     busy.mkdir()
-    lock = os.open(busy, os.O_RDONLY)
+    lock = os.open(busy.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         write(tmp_path / "step-00000002", 3)
-        assert names_in(tmp_path) == {busy.name, "step-00000002"}
+        assert names_in(tmp_path) == {busy.name, ".step-00000001.0123abcd.lock", "step-00000002"}
     finally:
         os.close(lock)
     write(tmp_path / "step-00000003", 3)
     assert names_in(tmp_path) == {"step-00000002", "step-00000003"}
+
+
+def locking(folder: Path) -> None:
+    """Have the lock of every folder that is there, as anybody may who can read it."""
+    for path in (folder, *folder.iterdir()):
+        fcntl.flock(os.open(path, os.O_RDONLY), fcntl.LOCK_SH)
+
+
+def test_nobody_elses_lock_is_waited_for(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        write(tmp_path / f"step-0000000{step}")
+    tmp_path.chmod(0o755)
+    with somebody_else(locking, tmp_path):
+        write(tmp_path / "step-00000003", 7)
+        prune(tmp_path, run="this", keep=1)
+    assert steps_in(tmp_path) == [3]
+    assert value_in(tmp_path / "step-00000003") == 7
+
+
+def test_a_lock_is_its_owners_alone(tmp_path: Path) -> None:
+    seen: list[tuple[str, int]] = []
+
+    def looking() -> Mapping[str, object]:
+        seen.extend((p.suffix, p.stat().st_mode & 0o777) for p in tmp_path.glob(".step-*.lock"))
+        return {"format": 1, "step": 1, "run": "this", "scores": {}, "keep": 3, "best": None}
+
+    write_checkpoint(tmp_path / "step-00000001", {}, looking)
+    assert seen == [(".lock", 0o600)]
+    assert names_in(tmp_path) == {"step-00000001"}
+
+
+@pytest.mark.parametrize("left", ["part", "old", "gone"])
+def test_what_is_no_part_of_a_checkpoint_is_not_swept_up(tmp_path: Path, left: str) -> None:
+    rest = tmp_path / f".step-00000001.0123abcd.{left}"
+    rest.mkdir()
+    (rest / "thesis.tex").write_text("mine")
+    write(tmp_path / "step-00000002", 3)
+    assert (rest / "thesis.tex").read_text() == "mine"
+
+
+@needs_root
+def test_what_somebody_else_left_is_not_swept_up(tmp_path: Path) -> None:
+    rest = tmp_path / ".step-00000001.0123abcd.part"
+    rest.mkdir()
+    os.chown(rest, NOBODY, NOBODY)
+    write(tmp_path / "step-00000002", 3)
+    assert rest.is_dir()
 
 
 def test_a_checkpoint_that_was_just_being_replaced_is_found_and_put_back(tmp_path: Path) -> None:

@@ -131,4 +131,4 @@ def test_killed_before_any_change(tmp_path: Path, writer: Writer, first: int) ->
         left.update(beside)
         shutil.rmtree(directory)
     print(f"{changes} kills left {dict(left)}")
-    assert left.keys() == {"part", "old", "gone"}
+    assert left.keys() == {"part", "old", "gone", "lock"}

@@ -77,7 +77,9 @@ def test_the_seal_is_that_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "file"
     seal = write_tensors(path, [parts_of("t", torch.randn(3_000_000), [5, 2_000_000])])
     content = path.read_bytes()
-    assert seal == Seal(len(content), hashlib.sha256(content).hexdigest()) == digest_file(path)
+    assert seal == Seal(len(content), hashlib.sha256(content).hexdigest())
+    assert digest_file(path, seal.size) == seal
+    assert digest_file(path, seal.size - 1).sha256 == "", "a larger file is not read"
 
 
 def test_a_file_that_is_there_is_not_written_over(tmp_path: Path) -> None:

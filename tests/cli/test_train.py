@@ -83,6 +83,38 @@ def told(text: str) -> str:
     return " ".join(text.replace("│", " ").split())
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *(
+            (name, value)
+            for name in ("--lr", "--weight-decay")
+            for value in ("inf", "nan", "1e308")
+        ),
+        *((name, "-1") for name in ("--lr", "--epochs", "--workers", "--batch-size", "--shards")),
+        *((name, "0") for name in ("--lr", "--epochs", "--batch-size", "--shards", "--save-every")),
+        ("--workers", "1000000"),
+        ("--batch-size", "1000000000000"),
+        ("--epochs", "1000000000000000000"),
+        ("--seed", "9" * 4000),
+        ("--warmup-epochs", "1e308"),
+    ],
+)
+@each_job
+def test_numbers_that_make_no_sense_are_one_line(
+    job: Job, option: str, value: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(
+        sys, "argv", ["onefold", "train", job.name, "--data", "gone", option, value]
+    )
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"onefold: {option} ")
+    assert ": expected " in told
+
+
 @each_job
 def test_the_help_shows_every_option_with_its_help_and_default(job: Job) -> None:
     result = invoke(job.name, "--help")

@@ -46,8 +46,8 @@ def test_the_line_of_a_file_is_told() -> None:
 
 def test_a_name_that_is_not_utf_8_can_be_written() -> None:
     path = Path(os.fsdecode(b"caf\xe9.png"))
-    assert readable(path) == "caf\ufffd.png"
-    assert str(BadFile(path, "why")).encode() == "caf\ufffd.png: why".encode()
+    assert readable(path) == "caf\\xe9.png"
+    assert str(BadFile(path, "why")).encode() == b"caf\\xe9.png: why"
 
 
 @pytest.mark.parametrize("name", ["猫/ñandú 1.png", "a b/'c'.png", "."])

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import gzip
+import json
 import os
 import pickle
 import re
 import shutil
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -165,8 +167,8 @@ def test_odd_names_are_names(tmp_path: Path) -> None:
 
 def test_a_class_whose_name_is_not_utf_8_can_be_told(tmp_path: Path) -> None:
     data = read(write_class_folders(tmp_path, ["dog", os.fsdecode(b"caf\xe9")], train=2, test=1))
-    assert data.classes == ("caf\ufffd", "dog")
-    assert names(data.train)[0].encode() == "train/caf\ufffd/0.png".encode()
+    assert data.classes == ("caf\\xe9", "dog")
+    assert names(data.train)[0].encode() == b"train/caf\\xe9/0.png"
 
 
 def test_links_are_followed(given_test: Path, tmp_path: Path) -> None:
@@ -393,6 +395,71 @@ def test_a_few_training_pictures_in_the_test_set_are_mentioned(given_test: Path)
         f"{given_test}: 1 of 7 test samples is in the training set as well: test/dog/9.jpg is the "
         f"same as train/dog/3.jpg"
     )
+
+
+def test_pictures_of_two_classes_that_are_the_same_are_mentioned(given_test: Path) -> None:
+    shutil.copy(given_test / "train/cat/0.png", given_test / "train/dog/9.png")
+    (note,) = read(given_test).notes
+    assert note == (
+        f"{given_test}: 1 sample is the same as one with another label: train/dog/9.png is the "
+        f"same as train/cat/0.png"
+    )
+
+
+def exchange(one: Path, other: Path) -> None:
+    aside = one.with_name("aside")
+    one.rename(aside)
+    other.rename(one)
+    aside.rename(other)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(
+            lambda root: exchange(root / "train/cat/0.png", root / "train/dog/0.png"),
+            id="exchanged between classes",
+        ),
+        pytest.param(
+            lambda root: exchange(root / "test/cat/0.png", root / "test/dog/0.png"),
+            id="exchanged between classes of the test set",
+        ),
+        pytest.param(
+            lambda root: shutil.copy(root / "train/cat/0.png", root / "test/cat/0.png"),
+            id="copied from training to test",
+        ),
+        pytest.param(
+            lambda root: noise((12, 10), seed=77).save(root / "test/dog/0.png"),
+            id="another test picture",
+        ),
+    ],
+)
+def test_the_digest_is_that_of_each_picture_in_its_place(
+    given_test: Path, change: Callable[[Path], object]
+) -> None:
+    before = read(given_test)
+    assert read(given_test).digest == before.digest
+    change(given_test)
+    assert read(given_test).digest != before.digest
+
+
+def test_the_digest_stays_where_the_data_have_moved(given_test: Path, tmp_path: Path) -> None:
+    before = read(given_test).digest
+    given_test.rename(tmp_path / "moved")
+    assert read(tmp_path / "moved").digest == before
+
+
+def test_classes_that_differ_in_bytes_alone_stay_apart(tmp_path: Path) -> None:
+    other = [os.fsdecode(name) for name in (b"caf\xe8", b"caf\xe9")]
+    data = read(write_class_folders(tmp_path, ["dog", *other], train=2, test=1))
+    assert data.classes == ("caf\\xe8", "caf\\xe9", "dog")
+    assert json.loads(json.dumps(data.classes)) == list(data.classes)
+
+
+def test_classes_that_would_be_written_alike_are_refused(tmp_path: Path) -> None:
+    write_class_folders(tmp_path, [os.fsdecode(b"caf\xe9"), "caf\\xe9"], train=2, test=1)
+    with pytest.raises(DataError, match="expected names of classes that can be told apart"):
+        read(tmp_path)
 
 
 def deep(path: Path, largest: int, seed: int) -> None:

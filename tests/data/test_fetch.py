@@ -2,15 +2,18 @@ from __future__ import annotations
 
 import hashlib
 import http.server
+import os
 import re
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from onefold.data import fetch as fetching
 from onefold.data.fetch import SETS, RemoteSet, fetch_dataset
 from onefold.errors import DataError
 
@@ -43,6 +46,28 @@ def drip(handler: http.server.BaseHTTPRequestHandler) -> None:
         except OSError:  # nobody listens any more
             return
         time.sleep(0.05)
+
+
+def drip_headers(handler: http.server.BaseHTTPRequestHandler) -> None:
+    """Answer with headers, byte after byte, each of which ends the wait of a socket."""
+    end = time.monotonic() + 5
+    with suppress(OSError):  # nobody listens any more
+        handler.wfile.write(b"HTTP/1.1 200 OK\r\nX-Slow: ")
+        while time.monotonic() < end:
+            handler.wfile.write(b".")
+            time.sleep(0.05)
+        handler.wfile.write(b"\r\n\r\n")
+
+
+def lead_to(address: str) -> Answer:
+    """Answer that what is asked for lies elsewhere."""
+
+    def answer(handler: http.server.BaseHTTPRequestHandler) -> None:
+        handler.send_response(302)
+        handler.send_header("Location", address)
+        handler.end_headers()
+
+    return answer
 
 
 def hang_up(handler: http.server.BaseHTTPRequestHandler) -> None:
@@ -158,6 +183,13 @@ FAULTS = [
     ),
     pytest.param(send(b""), "got [0-9a-f]{64} of 0 bytes", id="empty"),
     pytest.param(hang_up, "closed connection|Connection reset", id="no answer"),
+    pytest.param(drip_headers, r"expected the whole file within 1 s, got 0 bytes", id="slow head"),
+    pytest.param(
+        lead_to("file:///etc/passwd"),
+        r"Redirection to url 'file:///etc/passwd' is not allowed",
+        id="to a file",
+    ),
+    pytest.param(lead_to("ftp://127.0.0.1/x"), r"led on by http, got 'ftp://", id="to ftp"),
     pytest.param(drip, r"expected the whole file within 1 s, got \d+ bytes", id="too slow"),
 ]
 
@@ -190,8 +222,50 @@ def test_without_a_mirror_that_answers_it_is_told_why(
 def test_a_server_that_says_nothing_is_not_waited_for(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"http://127.0.0.1:{silent.getsockname()[1]}/"
-        with pytest.raises(DataError, match=f"{address}images.gz: timed out"):
+        with pytest.raises(
+            DataError, match=f"{address}images.gz: expected the whole file within 0.2 s"
+        ):
             fetch(tmp_path, address, timeout_s=0.2)
+
+
+def test_a_server_that_greets_without_end_is_not_waited_for(tmp_path: Path) -> None:
+    def greet() -> None:
+        line, _ = listening.accept()
+        end = time.monotonic() + 5
+        with line, suppress(OSError):  # nobody listens any more
+            line.sendall(b"\x16\x03\x03\x40\x00")  # of TLS: a message of 16,384 bytes follows
+            while time.monotonic() < end:
+                line.sendall(b"\x02")
+                time.sleep(0.05)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=greet)
+        thread.start()
+        address = f"https://127.0.0.1:{listening.getsockname()[1]}/"
+        with pytest.raises(DataError, match=r"expected the whole file within 0\.5 s, got 0 bytes"):
+            fetch(tmp_path, address, timeout_s=0.5)
+        thread.join()
+
+
+def test_an_address_of_a_file_is_none_to_fetch_from(tmp_path: Path) -> None:
+    (tmp_path / "images.gz").write_bytes(FILES["images.gz"])
+    with pytest.raises(DataError, match="unknown url type: file"):
+        fetch(tmp_path / "cache", f"file://{tmp_path}/")
+
+
+def test_an_answer_without_end_is_not_taken(
+    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetching, "_LARGEST_BYTES", 5000)
+    with pytest.raises(DataError, match="expected at most 5000 bytes, got more"):
+        fetch(tmp_path, server.address)
+
+
+def test_a_pipe_in_the_cache_is_not_waited_for(tmp_path: Path, nobody: str) -> None:
+    (tmp_path / "small").mkdir()
+    os.mkfifo(tmp_path / "small" / "images.gz")
+    with pytest.raises(OSError, match="expected a file, got a FIFO or a device"):
+        fetch(tmp_path, nobody)
 
 
 def test_another_file_that_is_there_is_refused_and_left(tmp_path: Path, server: Server) -> None:

@@ -86,7 +86,7 @@ def test_what_was_written_is_read(
         (b"\0\0\x08\0\0", "one dimension or more, got 0"),
         (b"\0\0\x08\3\0\0\0\1", "header of 16 bytes for 3 dimensions, got 8"),
         (encode_bytes((2, 3))[:-1], r"18 bytes for uint8 .* \(2, 3\), got 17"),
-        (encode_bytes((2, 3)) + b"\0", r"18 bytes for uint8 .* \(2, 3\), got 19"),
+        (encode_bytes((2, 3)) + b"\0", r"18 bytes for uint8 .* \(2, 3\), got more"),
         (b"\0\0\x0c\1" + b"\xff" * 4, "17179869188 bytes for int32 numbers"),
     ],
 )

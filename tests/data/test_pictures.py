@@ -227,7 +227,7 @@ def test_what_cannot_be_read_is_named_and_told(tmp_path: Path, way: str) -> None
 
 
 def test_a_folder_is_no_picture(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="can be read: Is a directory"):
+    with pytest.raises(DataError, match="can be read: expected a file, got a folder"):
         open_picture(tmp_path)
 
 
@@ -242,9 +242,9 @@ def test_a_picture_that_may_not_be_read_is_bad(file: Path) -> None:
 def test_a_bad_file_whose_name_is_not_utf_8_can_be_told(tmp_path: Path) -> None:
     path = tmp_path / os.fsdecode(b"caf\xe9.jpg")
     write_page(path)
-    with pytest.raises(DataError, match="caf\ufffd\\.jpg: expected a picture"):
+    with pytest.raises(DataError, match=r"caf\\xe9\.jpg: expected a picture"):
         open_picture(path)
-    assert "caf\ufffd.jpg: expected" in str(scan_pictures([path]).bad[0])
+    assert "caf\\xe9.jpg: expected" in str(scan_pictures([path]).bad[0])
 
 
 def test_want_of_memory_is_not_laid_on_the_file(
@@ -254,7 +254,7 @@ def test_want_of_memory_is_not_laid_on_the_file(
         raise MemoryError
 
     noise(SIZE).save(file)
-    monkeypatch.setattr("PIL.ImageOps.exif_transpose", fail)
+    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", fail)
     with pytest.raises(MemoryError):
         open_picture(file)
 
@@ -402,7 +402,7 @@ def test_files_are_named_from_the_root(tmp_path: Path) -> None:
         noise(SIZE, seed=number).save(tmp_path / name)
     files = PictureFiles([tmp_path / name for name in names], tmp_path)
     assert len(files) == 3
-    assert [files.name(i) for i in range(3)] == ["cat/ñ 1.png", "dog.png", "caf\ufffd.png"]
+    assert [files.name(i) for i in range(3)] == ["cat/ñ 1.png", "dog.png", "caf\\xe9.png"]
     copy = pickle.loads(pickle.dumps(files))
     assert [copy[i].tobytes() for i in range(3)] == [
         noise(SIZE, seed=number).tobytes() for number in range(3)

@@ -68,7 +68,7 @@ def test_what_nobody_has_touched_is_not_opened_again(
 ) -> None:
     first = read(write_class_folders(tmp_path / "pets", PETS))
     known = scan.unpack_scan(first.scan)
-    monkeypatch.setattr(Path, "open", lambda *_: pytest.fail("a file was opened"))
+    monkeypatch.setattr(scan, "open_regular", lambda *_: pytest.fail("a file was opened"))
     monkeypatch.setattr(scan, "look_at", lambda *_: pytest.fail("a picture was read"))
     again = read_folders(
         tmp_path / "pets",

@@ -194,8 +194,8 @@ def check_one_launched(kind: str) -> str:
         mailbox = Mailbox(world.run_id, rank=world.rank, size=world.size, timeout_s=30)
         exchange = SharedExchange(sizes, begun, mailbox)
     else:
-        group, store = join_group(world, "cpu", world.size, timeout_s=30, trainer=0)
-        exchange = CollectiveExchange(sizes, begun, CPU, group, store, timeout_s=30)
+        joined = join_group(world, "cpu", world.size, timeout_s=30, trainer=0)
+        exchange = CollectiveExchange(sizes, begun, CPU, joined, timeout_s=30)
     check_exchange(exchange, sizes, begun, range(world.rank, world.rank + 1))
     if kind == "collective":
         dist.barrier()

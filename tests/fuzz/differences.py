@@ -177,7 +177,8 @@ DIFFERENCES: dict[str, Difference] = {
     "save": Difference(words=_CALL, before_step=_saving),
     "changing": Difference(words=_CALL, before_step=_changing),
     "step again": Difference(
-        words="is in (step|pass)|another (batch|plan)|has .* samples|is at sample|calls",
+        words="is in (step|pass)|another (batch|plan)|has .* samples|is at sample|calls|"
+        "has a batch of",
         before_step=_again,
     ),
     "seed": Difference(

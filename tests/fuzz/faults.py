@@ -272,6 +272,7 @@ FAULTS: dict[str, Fault] = {
         error=StateError,
         words="BatchNorm1d is called that is no part of the model",
         loss=_outside_norm,
+        possible=lambda case: case.shards > 1,  # or it is the plain loop, which does the same
     ),
     "written": Fault(
         error=StateError,

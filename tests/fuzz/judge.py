@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tests.fuzz.case import Case
 from tests.fuzz.differences import DIFFERENCES, who_differs
@@ -75,7 +75,17 @@ def judge_difference(case: Case, endings: Sequence[Ending]) -> Verdict:
         if not told:
             came = f"{ending.where}: {ending.error or 'no error'}: {ending.words}"
             verdict.wrong.append(f"device {number}: expected {words}, got {came}")
+    if verdict.wrong and _ends_before(case, endings):
+        return Verdict(case, "ended before the disagreement")
     return verdict
+
+
+def _ends_before(case: Case, endings: Sequence[Ending]) -> bool:
+    """Whether the run has an error of its own, as on one device, where no device differs yet."""
+    alone = run(replace(case, difference=None), 1)
+    return bool(alone.error) and all(
+        (e.error, e.words) == (alone.error, alone.words) for e in endings
+    )
 
 
 def _on_one_device(case: Case) -> tuple[Ending, Verdict]:

@@ -133,6 +133,17 @@ def test_a_run_of_one_epoch_can_be_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "one.png").read_bytes().startswith(PNG_MAGIC)
 
 
+def test_a_picture_of_others_is_not_written_over(tmp_path: Path) -> None:
+    picture = tmp_path / "one.png"
+    picture.write_bytes(PNG_MAGIC + b"theirs")
+    with pytest.raises(ValueError, match="expected a new file, or the curves of before"):
+        digits.demo(picture)
+    assert picture.read_bytes() == PNG_MAGIC + b"theirs"
+    picture.unlink()
+    draw_curves([run(1)], picture)
+    draw_curves([run(2)], picture)
+
+
 @pytest.mark.parametrize(
     ("devices", "one"),
     [

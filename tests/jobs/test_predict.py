@@ -21,6 +21,7 @@ from onefold.errors import CheckpointError, DataError, LaunchError
 from onefold.jobs import predict
 from onefold.jobs.finetune import best_checkpoint
 from onefold.jobs.predict import Prediction, PredictOptions, predict_run, write_prediction
+from tests.checkpoint.folders import reseal
 from tests.masked import grey, on_cpu, run_here, save, save_pairs
 
 pillow = pytest.importorskip("PIL.Image", reason='needs pip install "onefold[images]"')
@@ -591,11 +592,13 @@ def test_the_best_and_the_last_weights_are_those_of_the_run(
     run = shutil.copytree(classifier, tmp_path / "run")
     said = json.loads((run / "run.json").read_text())
     for step in (2, 10_000_000_000):
-        shutil.copytree(best_checkpoint(classifier), run / "checkpoints" / f"step-{step:08d}")
+        copy = run / "checkpoints" / f"step-{step:08d}"
+        reseal(shutil.copytree(best_checkpoint(classifier), copy), step=step)
     said["best"]["checkpoint"] = "checkpoints/step-00000002"
     (run / "run.json").write_text(json.dumps(said))
     file = run / "checkpoints" / "step-00000002" / "model.safetensors"
     save_file({name: torch.zeros_like(value) for name, value in load_file(file).items()}, file)
+    reseal(file.parent)
     best, last, unchanged = (
         predicted(which, classes / "test", weights=weights, top=3).rows
         for which, weights in ((run, "best"), (run, "last"), (classifier, "best"))
@@ -603,6 +606,75 @@ def test_the_best_and_the_last_weights_are_those_of_the_run(
     third = torch.tensor(1.0).div(3).item()
     assert [[each["confidence"] for each in row["classes"]] for row in best] == [[third] * 3] * 15
     assert last == unchanged != best
+
+
+def flip(file: Path) -> str:
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 1
+    file.write_bytes(content)
+    return r"step-\d+ is damaged: model.safetensors has other bytes than were written"
+
+
+def remove_record(file: Path) -> str:
+    (file.parent / "run.json").unlink()
+    return r"step-\d+ is damaged: run.json is missing"
+
+
+def poison(value: float) -> Callable[[Path], str]:
+    def change(file: Path) -> str:
+        tensors = load_file(file)
+        name = next(iter(tensors))
+        tensors[name].view(-1)[0] = value
+        save_file(tensors, file)
+        reseal(file.parent)
+        return f"step-[0-9]+: {name} has values that are NaN or infinite"
+
+    return change
+
+
+DAMAGES = {"flipped": flip, "no record": remove_record}
+DAMAGES |= {"nan": poison(float("nan")), "infinite": poison(float("inf"))}
+
+
+@here
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("weights", ["best", "last"])
+def test_damaged_weights_are_refused_by_name(
+    classifier: Path, classes: Path, tmp_path: Path, weights: str, damage: str
+) -> None:
+    run = shutil.copytree(classifier, tmp_path / "run")
+    for file in run.glob("checkpoints/step-*/model.safetensors"):
+        message = DAMAGES[damage](file)
+    with pytest.raises(CheckpointError, match=message):
+        predicted(run, classes / "test", weights=weights)
+
+
+ELSEWHERE = ["../other", "checkpoints/../../other", "/etc", "checkpoints/step-1", 7, ["a"], ""]
+
+
+@pytest.mark.parametrize("named", ELSEWHERE)
+def test_a_best_checkpoint_outside_the_run_is_refused(
+    classifier: Path, classes: Path, tmp_path: Path, named: object
+) -> None:
+    run = shutil.copytree(classifier, tmp_path / "run")
+    shutil.copytree(best_checkpoint(classifier), tmp_path / "other")
+    said = json.loads((run / "run.json").read_text())
+    said["best"]["checkpoint"] = named
+    (run / "run.json").write_text(json.dumps(said))
+    with pytest.raises(DataError, match="expected the best checkpoint to be one of the run"):
+        predicted(run, classes / "test")
+
+
+@here
+@pytest.mark.parametrize("said", [{"picture_model": 3}, {"picture_model": {}}, {"shards": "two"}])
+def test_a_run_that_says_what_none_says_is_refused(
+    classifier: Path, classes: Path, tmp_path: Path, said: dict[str, Any]
+) -> None:
+    run = shutil.copytree(classifier, tmp_path / "run")
+    before = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps({**before, **said}))
+    with pytest.raises(DataError, match="expected what the run has kept of its model"):
+        predicted(run, classes / "test")
 
 
 @here
@@ -685,12 +757,85 @@ def test_texts_come_back_from_csv(reader: Path, films: Path) -> None:
 def test_the_file_is_put_in_place_when_it_is_whole(tmp_path: Path) -> None:
     output = tmp_path / "new" / "sub" / "x.csv"
     output.parent.mkdir(parents=True)
-    output.write_text("before")
+    output.write_text("file,class,confidence\n")
     (tmp_path / "kept").hardlink_to(output)
     write_prediction(odd(), PredictOptions(output=output), io.StringIO())
-    assert (tmp_path / "kept").read_text() == "before"
+    assert (tmp_path / "kept").read_text() == "file,class,confidence\n"
     assert output.read_bytes().startswith(b"file,class,confidence")
     assert [path.name for path in output.parent.iterdir()] == ["x.csv"]
+
+
+@pytest.mark.parametrize("kind", ["a file", "a link", "a link to nothing"])
+@pytest.mark.parametrize("name", ["notes.csv", "notes.json"])
+def test_files_of_others_are_not_written_over(tmp_path: Path, name: str, kind: str) -> None:
+    output, theirs = tmp_path / name, tmp_path / "theirs"
+    if kind != "a link to nothing":
+        theirs.write_text("a,b\n1,2\n")
+    if kind == "a file":
+        theirs.rename(output)
+        theirs = output
+    else:
+        output.symlink_to(theirs)
+    with pytest.raises(ValueError, match=f"--output {output}: expected a new file, or predictions"):
+        write_prediction(odd(), PredictOptions(output=output), io.StringIO())
+    assert not theirs.exists() or theirs.read_text() == "a,b\n1,2\n"
+
+
+@pytest.mark.parametrize("before", ["csv", "json"])
+@pytest.mark.parametrize("after", ["csv", "json"])
+def test_predictions_of_before_are_written_over(tmp_path: Path, before: Any, after: Any) -> None:
+    output = tmp_path / "x"
+    for each in (before, after):
+        write_prediction(odd(), PredictOptions(output=output, format=each), io.StringIO())
+    assert output.read_bytes().startswith(b"[" if after == "json" else b"file,class")
+
+
+@here
+def test_masks_are_not_written_over_pictures_of_others(segmenter: Path, tmp_path: Path) -> None:
+    save(tmp_path / "in" / "x.png", grey(16, 16, 3))
+    save(tmp_path / "in" / "sub" / "y.png", grey(16, 16, 3))
+    masks, elsewhere = tmp_path / "masks", tmp_path / "elsewhere"
+    options = PredictOptions(output=masks)
+    save(masks / "x.png", grey(4, 4))
+    before = (masks / "x.png").read_bytes()
+    with pytest.raises(ValueError, match=r"expected new masks, or masks of before, .*x\.png is a"):
+        predict_run(segmenter, [tmp_path / "in"], options)
+    assert (masks / "x.png").read_bytes() == before
+    (masks / "x.png").unlink()
+    elsewhere.mkdir()
+    (masks / "sub").symlink_to(elsewhere)
+    with pytest.raises(ValueError, match=r"expected folders of its own, .*sub is a link"):
+        predict_run(segmenter, [tmp_path / "in"], options)
+    assert list(elsewhere.iterdir()) == []
+    (masks / "sub").unlink()
+    first = predict_run(segmenter, [tmp_path / "in"], options).rows
+    assert predict_run(segmenter, [tmp_path / "in"], options).rows == first
+
+
+FORMULAS = {
+    "=1+1": "'=1+1",
+    "+cmd|'/c calc'!A0": "'+cmd|'/c calc'!A0",
+    "-2+3": "'-2+3",
+    "@SUM(1)": "'@SUM(1)",
+    "\t=1": "'\t=1",
+    "\r=1": "'\r=1",
+    "\uff1d1": "'\uff1d1",
+    "a;=1": "a;=1",
+    "-5": "-5",
+    "+1.5e3": "+1.5e3",
+    "a=1": "a=1",
+}
+
+
+@pytest.mark.parametrize("text", FORMULAS)
+def test_no_cell_is_a_formula(text: str) -> None:
+    row = {"file": text, "line": 1, "text": text, "classes": [{"class": text, "confidence": 0.5}]}
+    prediction = Prediction([row], [])
+    content = written(prediction)
+    (read,) = csv.DictReader(io.StringIO(content, newline=""))
+    assert (read["file"], read["text"], read["class"]) == (FORMULAS[text],) * 3
+    assert (read["line"], read["confidence"]) == ("1", "0.500000")
+    assert json.loads(written(prediction, format="json")) == [row]
 
 
 def test_the_folder_of_the_file_is_made(tmp_path: Path) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -21,10 +23,13 @@ from PIL import Image
 import onefold
 from onefold.data import scan
 from onefold.errors import CheckpointError, DataError, LaunchError, RunFailed
+from onefold.interrupt import stopped_by_signals
 from onefold.jobs import run as running
 from onefold.jobs.catalog import JOBS, job_of
 from onefold.jobs.run import Job, read_options, run_job
 from onefold.jobs.training import Task
+from onefold.record import read_record
+from tests.checkpoint.folders import steps_in
 from tests.jobs.tiny import SMALL, WRITERS, run_here, write_pictures, write_texts
 
 COMMAND = [sys.executable, "-m", "onefold"]
@@ -226,6 +231,26 @@ def test_other_data_in_another_place_are_refused(job: str, tmp_path: Path) -> No
         run_job(job_of(job), options)
 
 
+def test_pictures_exchanged_between_classes_are_other_data(tmp_path: Path) -> None:
+    data = write_pictures(tmp_path / "data")
+    run_here("classify", data, tmp_path / "runs", name="it")
+    one, other = data / "test/apple/0.png", data / "test/pear/0.png"
+    first, second = one.read_bytes(), other.read_bytes()
+    one.write_bytes(second)
+    other.write_bytes(first)
+    with pytest.raises(DataError, match="expected the data that the run it was begun with"):
+        run_job(job_of("classify"), resumed(tmp_path / "runs", "it", epochs=2))
+
+
+def test_a_run_that_noted_less_of_its_data_is_not_gone_on_with(tmp_path: Path) -> None:
+    data = write_pictures(tmp_path / "data")
+    folder, _ = run_here("classify", data, tmp_path / "runs", name="it")
+    said = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps({**said, "data": "0ef90b3a28133b26"}))
+    with pytest.raises(DataError, match="was begun by a onefold that noted less of its data"):
+        run_job(job_of("classify"), resumed(tmp_path / "runs", "it", epochs=2))
+
+
 def test_ctrl_c_while_the_data_are_read_writes_nothing(tmp_path: Path) -> None:
     def prepare(options: Any, scanning: Any) -> Any:
         raise KeyboardInterrupt
@@ -258,6 +283,76 @@ def test_ctrl_c_is_heard_while_large_pictures_are_read(tmp_path: Path) -> None:
         "onefold: stopped while the data were read, before anything was trained or written\n"
     )
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_the_data_are_read_writes_nothing(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    def prepare(options: Any, scanning: Any) -> Any:
+        with stopped_by_signals():
+            signal.raise_signal(number)
+
+    job = replace(job_of("classify"), prepare=prepare)
+    with pytest.raises(RunFailed, match="stopped while the data were read, before") as caught:
+        run_job(job, options_of("classify", write_pictures(tmp_path / "data"), tmp_path / "runs"))
+    assert caught.value.exit_code == 128 + number
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_saves_and_the_run_goes_on_from_there(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    data, epochs = write_texts(tmp_path / "data", train=160), 5
+    choice = "--vocabulary 300 --width 16 --heads 2 --shards 2 --batch-size 4 --save-every 100000"
+    words = ["text", "--data", data, *choice.split(), "--epochs", epochs]
+    command = [*COMMAND, "train", *map(str, words), "--devices", "cpu:2", "--name", "it"]
+    with subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as process:
+        metrics = tmp_path / "runs" / "it" / "metrics.jsonl"
+        while not metrics.exists() or not metrics.read_text():
+            assert process.poll() is None
+            time.sleep(0.005)
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 75, errors
+    told = errors.splitlines()[-1]
+    found = re.fullmatch(
+        rf"onefold: stopped by {number.name} after step (\d+) and saved: onefold train text --runs "
+        r"runs --name it --resume goes on from there",
+        told,
+    )
+    assert found, told
+    saved = [path.name for path in (tmp_path / "runs" / "it" / "checkpoints").iterdir()]
+    assert f"step-{int(found[1]):08d}" in saved
+
+
+@pytest.mark.parametrize("step", [4, 10], ids=["in an epoch", "at its end"])
+def test_a_run_that_was_asked_to_stop_ends_with_the_bits_of_one_that_was_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    data, runs = write_texts(tmp_path / "data"), tmp_path / "runs"
+    options = {"epochs": 2, "batch_size": 4}
+    _, whole = run_here("text", data, runs, name="whole", **options)
+    with monkeypatch.context() as patch:
+        asked = property(lambda trainer: trainer.steps == step)
+        patch.setattr(onefold.Trainer, "asked_to_stop", asked)
+        with pytest.raises(SystemExit, match="75"):
+            run_here("text", data, runs, name="it", **options)
+    assert steps_in(runs / "it" / "checkpoints") == [step]
+    folder, rest = run_here("text", data, runs, name="it", resume=True)
+    assert rest["fingerprint"] == whole["fingerprint"]
+    numbers = [line["epoch"] for line in read_record(folder, "metrics") if line["kind"] == "epoch"]
+    assert numbers == [0, 1]
 
 
 # What is mentioned.

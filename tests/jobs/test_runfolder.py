@@ -11,6 +11,7 @@ import pytest
 
 from onefold.errors import DataError, LaunchError
 from onefold.jobs import runfolder
+from onefold.jobs.classify import PictureModel
 from onefold.jobs.options import TrainOptions, from_mapping, read_config
 from onefold.jobs.runfolder import RunFolder, check_folder, next_name, read_run
 
@@ -55,6 +56,47 @@ def test_a_new_run_needs_a_new_folder(tmp_path: Path) -> None:
     words = "old is there already: --resume goes on with it, another --name begins a new run"
     with pytest.raises(LaunchError, match=words):
         check_folder(tmp_path / "old", resume=False)
+
+
+def test_what_a_run_writes_does_not_follow_links(tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.write_text("theirs")
+    run = tmp_path / "run"
+    run.mkdir()
+    names = [".config.toml.new", ".run.json.new", ".words.json.new", "run.json", "words.json"]
+    for name in names:
+        (run / name).symlink_to(theirs)
+    folder = begun(run)
+    folder.close()
+    assert theirs.read_text() == "theirs"
+    assert read_run(run)["job"] == "classify"
+
+
+def test_metrics_are_not_added_to_a_file_elsewhere(tmp_path: Path) -> None:
+    folder = begun(tmp_path / "run")
+    (tmp_path / "theirs").touch()
+    (tmp_path / "run" / "metrics.jsonl").symlink_to(tmp_path / "theirs")
+    with pytest.raises(OSError, match="symbolic links"):
+        folder.add(steps_line(1))
+    folder.close()
+    assert (tmp_path / "theirs").read_bytes() == b""
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, "[]", "{", '"text"'])
+def test_what_is_no_note_of_a_run_is_one_error(tmp_path: Path, content: str) -> None:
+    (tmp_path / "run.json").write_text(content)
+    with pytest.raises(DataError, match=r"run\.json: expected"):
+        read_run(tmp_path)
+
+
+@pytest.mark.parametrize("size", [None, 10**9, "large"])
+def test_a_note_of_another_model_is_one_error(tmp_path: Path, size: object) -> None:
+    facts = {"name": "resnet18", "classes": ["a"], "mean": [0], "std": [1], "image_size": size}
+    model = {**facts, "mode": "RGB", "small_stem": True}
+    for kept in ({"picture_model": model}, {"picture_model": facts}, {"picture_model": 3}, {}):
+        (tmp_path / "run.json").write_text(json.dumps({"job": "classify", **kept}))
+        with pytest.raises(DataError, match=r"run\.json: expected what the run has kept of its m"):
+            PictureModel.of_run(tmp_path)
 
 
 def test_a_run_that_goes_on_must_be_there(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 
 from onefold.errors import CheckpointError
 from onefold.jobs import text_models
@@ -157,7 +159,7 @@ def spoil(name: str) -> Callable[[Path], object]:
         (without("config.json"), r"expected config\.json, found none; name a folder"),
         (without("model.safetensors"), r"expected model\.safetensors or .*\.bin.*, found none"),
         (without("tokenizer.json"), r"expected tokenizer\.json or .*, found none"),
-        (spoil("config.json"), "that transformers can load, got OSError: "),
+        (spoil("config.json"), r"that transformers can load, got ValueError: .*config\.json: expe"),
         (spoil("model.safetensors"), "that transformers can load, got "),
         (spoil("tokenizer.json"), "that transformers can load, got "),
         (weights_of(width=8), r"none that fit for \d+ of them, the first roberta\.embeddings"),
@@ -171,6 +173,109 @@ def test_a_folder_that_lacks_something_is_refused(
     damage(folder)
     with pytest.raises(CheckpointError, match=complaint):
         load_pretrained(folder, 2)
+
+
+CONFIG = '{"model_type": "roberta", "vocab_size": 300'
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ("{", "JSONDecodeError"),
+        ("[]", "TypeError|AttributeError"),
+        ("{}", "KeyError: 'model_type'"),
+        ("[" * 100_000, "RecursionError"),
+        ('{"model_type": "nobody"}', "got ValueError"),
+        (CONFIG + ', "hidden_size": "large"}', "that transformers can build"),
+        (CONFIG + ', "attn_implementation": "owner/name"}', "'owner/name' names code that would"),
+        (CONFIG + ', "_attn_implementation": {"": "owner/name:x"}}', "names code that would be"),
+    ],
+)
+def test_a_description_that_cannot_be_built_is_one_error(config: str, words: str) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        text_models.build_from_config(config)
+
+
+def test_code_of_a_description_is_never_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers")
+    asked: list[object] = []
+    monkeypatch.setattr(
+        transformers.AutoModelForSequenceClassification,
+        "from_config",
+        lambda config, **how: asked.append(how["trust_remote_code"]) or small(),
+    )
+    text_models.build_from_config(CONFIG + ', "auto_map": {"AutoModel": "x--y.Z"}}')
+    assert asked == [False]
+
+
+class Planted:
+    """What a pickle would run."""
+
+    def __reduce__(self) -> Any:
+        return (exec, ("raise SystemExit('code of a file was run')",))
+
+
+def as_pickle(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    torch.save({"weight": Planted()}, folder / "pytorch_model.bin")
+
+
+def as_distributed(folder: Path) -> None:
+    """What transformers takes for a checkpoint of several devices, of which it reads a pickle."""
+    (folder / ".metadata").write_bytes(pickle.dumps(Planted()))
+    (folder / "__0_0.distcp").write_bytes(b"")
+
+
+def with_parts_elsewhere(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder.parent / "elsewhere.safetensors")
+    index = {"weight_map": {"a": "../elsewhere.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def with_kernel(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "attn_implementation": "o/n"}))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (as_pickle, "to read that can run any code"),
+        (with_parts_elsewhere, "which is no file beside it"),
+        (with_kernel, "'o/n' names code that would be fetched and run"),
+    ],
+)
+def test_code_in_a_folder_is_not_run(
+    folder: Path, change: Callable[[Path], object], words: str
+) -> None:
+    inner = folder / "inner"
+    inner.mkdir()
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (folder / name).rename(inner / name)
+    change(inner)
+    with pytest.raises(CheckpointError, match=words):
+        load_pretrained(inner, 2)
+
+
+def test_a_pickle_beside_the_weights_is_not_read(folder: Path) -> None:
+    as_distributed(folder)
+    model, _ = load_pretrained(folder, 4)
+    original = small(num_classes=4).state_dict()
+    assert all(torch.equal(value, original[name]) for name, value in model.state_dict().items())
+
+
+def test_weights_in_several_files_are_read(folder: Path, tokenizer: str) -> None:
+    whole = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(whole)
+    parts = {"1.safetensors": names[::2], "2.safetensors": names[1::2]}
+    for part, own in parts.items():
+        save_file({name: whole[name] for name in own}, folder / part)
+    index = {name: part for part, own in parts.items() for name in own}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    model, _ = load_pretrained(folder, 4)
+    original = small(num_classes=4).state_dict()
+    assert all(torch.equal(value, original[name]) for name, value in model.state_dict().items())
 
 
 def test_the_parts_beside_the_body_are_the_head() -> None:

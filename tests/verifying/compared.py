@@ -25,14 +25,17 @@ class Compared:
         self._patch = monkeypatch
         monkeypatch.setattr("onefold.observers._steps_done", {})
         self.world = World(
-            probe=str(folder), probe_steps=3, probe_mathematics="float64", directory=str(self.run)
+            probe=str(folder),
+            probe_run=self.run.name,
+            probe_steps=3,
+            probe_mathematics="float64",
+            directory=str(self.run),
         )
 
     def trainer(
         self, model: nn.Module, loss: Callable[..., object], *, shards: int = 4, **settings: Any
     ) -> onefold.Trainer:
         self._patch.setattr("onefold.trainer.current_world", lambda: self.world)
-        self._patch.setattr("onefold.world.RunDirectory.progress", lambda self: None)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         settings = {"threads": 1, "devices": ["cpu"], **settings}
         return onefold.Trainer(model, optimizer, loss, shards=shards, **settings)

@@ -32,7 +32,6 @@ class Autosave:
         keep: how many of the newest stay.
         checkpoints: of the trainer.
         position: of the trainer.
-        progress: tells whether the run is to stop.
     """
 
     def __init__(
@@ -43,14 +42,12 @@ class Autosave:
         keep: int,
         checkpoints: Checkpoints,
         position: Position,
-        progress: Progress,
     ) -> None:
         self._directory = directory
         self._every = every
         self._keeping = Keeping(keep)
         self._checkpoints = checkpoints
         self._position = position
-        self._progress = progress
         self._saved = position.step
         self._due = False
         self._at_end = False
@@ -72,6 +69,7 @@ class Autosave:
         Raises:
             ValueError: the script makes a second trainer, or the directory is none for this.
             CheckpointError: what was saved does not fit, or cannot be used.
+            OSError: no checkpoint could be written there.
         """
         world = team.world
         if not world.checkpoint or progress is None:
@@ -87,7 +85,13 @@ class Autosave:
                 f"--checkpoint {directory} is the folder of one checkpoint: expected the directory "
                 f"that holds it, {directory.parent}"
             )
-        found = checkpoints.load(directory, changed=world.checkpoint_changed, if_any=True)
+        checkpoints.try_directory(directory)
+        found = checkpoints.load(
+            directory,
+            changed=world.checkpoint_changed,
+            if_any=True,
+            leave_out=world.checkpoint_leave_out,
+        )
         if found is not None and 0 in team.own:
             print(f"onefold: going on after step {found.step}: {found.folder}", file=sys.stderr)
         return cls(
@@ -96,13 +100,7 @@ class Autosave:
             keep=world.checkpoint_keep,
             checkpoints=checkpoints,
             position=position,
-            progress=progress,
         )
-
-    @property
-    def asked_to_stop(self) -> bool:
-        """Whether this process has been."""
-        return self._progress.stop_requested()
 
     def check(self, batch: ShardedBatch) -> None:
         """Refuse what could not go on as if nothing had happened.
@@ -158,7 +156,7 @@ class Autosave:
 
     def finish(self) -> None:
         """Save the end of the run, unless that has been done."""
-        if self._position.step > self._saved:
+        if self._position.step > self._saved or self._checkpoints.lost:
             self._stop = True
             self._save()
 

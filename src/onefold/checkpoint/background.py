@@ -24,10 +24,12 @@ class Background:
 
     Args:
         what: it does, for errors.
+        gives_way: to training, which goes on beside it.
     """
 
-    def __init__(self, what: str) -> None:
-        self._what = what
+    def __init__(self, what: str, *, gives_way: bool = True) -> None:
+        self.what = what
+        self._gives_way = gives_way
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         if not _all:
@@ -36,7 +38,7 @@ class Background:
 
     def start(self, job: Callable[[], None]) -> None:
         """Begin a job; one before it must have been waited for."""
-        self._thread = threading.Thread(target=self._run, args=(job,), name=self._what)
+        self._thread = threading.Thread(target=self._run, args=(job,), name=self.what)
         self._thread.start()
 
     def check(self) -> None:
@@ -62,16 +64,23 @@ class Background:
             failure, self._failure = self._failure, None
             raise failure
 
+    def abandon(self) -> None:
+        """Wait for the job, whose end is of no interest any more: another failure came before."""
+        if self._thread is not None:
+            self._thread.join()
+        self._thread = self._failure = None
+
     def tell(self) -> None:
         """Wait for the job, and write down what it has raised: nobody is left to catch it."""
         try:
             self.wait()
         except BaseException as failure:
-            _log.error("%s failed: %s: %s", self._what, type(failure).__name__, failure)
+            _log.error("%s failed: %s: %s", self.what, type(failure).__name__, failure)
 
     def _run(self, job: Callable[[], None]) -> None:
         try:
-            _give_way()
+            if self._gives_way:
+                _give_way()
             job()
         except BaseException as failure:
             self._failure = failure

@@ -13,8 +13,15 @@ Note: how a folder comes and goes
 ---------------------------------
 It is written under another name beside its place (``.part``), synced and renamed. One that is to be
 replaced is first renamed to ``.old``; if nothing follows, it is still found there. One that is to
-be deleted is first renamed to ``.gone``. Whoever works on such a folder holds a lock on it, which
-the kernel takes away with the process; what nobody holds is swept up at the next writing.
+be deleted is first renamed to ``.gone``.
+
+Note: who works on such a folder
+--------------------------------
+Whoever makes such a name first makes a file of the same name that ends in ``.lock``, holds a lock
+on it, and removes it last. The kernel takes the lock away with the process; what nobody holds is
+swept up at the next writing, if it is this user's and holds nothing but parts of a checkpoint. The
+file is new, has a random name, and only its owner can open it, so nobody else can hold it: there is
+no lock here that anybody waits for. Readers need none.
 """
 
 from __future__ import annotations
@@ -29,6 +36,8 @@ import math
 import os
 import re
 import shutil
+import stat
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -37,8 +46,10 @@ from pathlib import Path
 from typing import Any
 
 from onefold.checkpoint.jsonvalue import from_json
+from onefold.checkpoint.record import TENSOR_FILES, check_stored
 from onefold.checkpoint.tensorfile import Seal, TensorParts, digest_file, write_tensors
 from onefold.errors import CheckpointError
+from onefold.plainfile import RECORD_BYTES, parse_json, read_plain
 
 __all__ = [
     "FORMAT",
@@ -48,7 +59,11 @@ __all__ = [
     "find_checkpoint",
     "folder_of",
     "has_checkpoints",
+    "is_checkpoint",
+    "open_checkpoint",
     "prune",
+    "readable_records",
+    "try_directory",
     "write_checkpoint",
 ]
 
@@ -56,16 +71,18 @@ _log = logging.getLogger("onefold")
 
 FORMAT = 1
 """Of ``run.json`` and the files beside it; a newer one is refused."""
+_FORMATS = 1000
+"""There will never be as many."""
 
 RUN = "run.json"
 """Where the run is; written last."""
-TENSOR_FILES = ("model.safetensors", "optimizer.safetensors", "buffers.safetensors")
 
-_NAME = re.compile(r"step-(\d{8,})")
-_BESIDE = re.compile(r"\.(step-\d{8,})\.[0-9a-f]{8}\.(part|old|gone)")
+_NAME = re.compile(r"step-([0-9]{8,})")
+_BESIDE = re.compile(r"\.(step-[0-9]{8,})\.([0-9a-f]{8})\.(part|old|gone|lock)")
 _SEAL = re.compile(rb'\A\{\n  "sha256": "([0-9a-f]{64})"')
 _NO_SEAL = "0" * 64
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
+_TRIED_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,32 +145,86 @@ def write_checkpoint(
     _check_ours(folder)
     directory.mkdir(parents=True, exist_ok=True)
     _sweep(directory)
-    serial = 1 + max((r.get("serial", 0) for r in _readable(directory).values()), default=0)
-    with _new_folder_beside(folder) as aside:
+    serial = 1 + max((r.get("serial", 0) for r in readable_records(directory).values()), default=0)
+    with _names_beside(folder) as beside:
+        aside = beside("part")
+        aside.mkdir()
         try:
             seals = {name: write_tensors(aside / name, files[name]) for name in files}
             told = {"serial": serial, "time": datetime.now(UTC).isoformat(timespec="seconds")}
             record = {**describe(), **told, "files": {n: asdict(seals[n]) for n in seals}}
             _write_record(aside / RUN, record)
             _sync(aside)
-            _put_in_place(aside, folder, record)
+            _put_in_place(aside, folder, record, beside("old"))
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)
             raise
     _sync(directory)
 
 
-def find_checkpoint(path: Path) -> StoredCheckpoint:
+def try_directory(directory: Path) -> None:
+    """Make a directory of checkpoints, and a file in it that is removed again.
+
+    Raises:
+        OSError: there is something else in its place, or no file can be written to it.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with (
+            tempfile.TemporaryDirectory(prefix=".onefold-", dir=directory) as tried,
+            open(Path(tried, "file"), "xb") as file,
+        ):
+            file.write(bytes(_TRIED_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        came = "a file" if isinstance(error, FileExistsError) else error.strerror
+        raise OSError(
+            error.errno,
+            f"{directory}: expected a directory that checkpoints can be written to, got {came}: "
+            f"name another one, or mend this one, before anything is trained",
+        ) from error
+
+
+def open_checkpoint(folder: Path) -> StoredCheckpoint:
+    """The checkpoint of a folder, if every byte of it is as it was written.
+
+    Raises:
+        CheckpointError: it is damaged, or of a newer format; the message names the file.
+    """
+    record = _read_record(folder)
+    _refuse_newer(folder, record)
+    for name, seal in record["files"].items():
+        _check_seal(folder / name, Seal(**seal))
+    return StoredCheckpoint(folder, record)
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder is, or was, a checkpoint: by its name, or as its ``run.json`` has a seal."""
+    if _is_named(folder):
+        return True
+    try:
+        return _SEAL.match(read_plain(folder / RUN)) is not None
+    except OSError:
+        return False
+
+
+def find_checkpoint(path: Path, *, leave_out: int = 0) -> StoredCheckpoint:
     """The newest checkpoint of a directory that is whole, or the one whose own folder it is.
 
     What is damaged is left out with a warning. Nothing is changed on the disk.
+
+    Args:
+        path: of the directory, or of one checkpoint.
+        leave_out: how many of the newest that are whole are passed over, as long as there is one
+            more.
 
     Raises:
         CheckpointError: there is none, or none is whole; the message says what was found. Or one is
             of a newer format.
     """
     if _is_named(path) and ((path / RUN).exists() or not _places(path)):
-        return _verified(path)
+        return open_checkpoint(path)
     places = _places(path)
     records: dict[Path, dict[str, Any]] = {}
     damaged: dict[Path, str] = {}
@@ -162,15 +233,20 @@ def find_checkpoint(path: Path) -> StoredCheckpoint:
             records[folder] = _read_record(folder)
         except CheckpointError as error:
             damaged[folder] = str(error)
+    found: StoredCheckpoint | None = None
     for folder in sorted(records, key=lambda f: _age(records[f]), reverse=True):
         try:
-            found = _verified(folder)
+            found = open_checkpoint(folder)
         except CheckpointError as error:
             _refuse_newer(folder, records[folder])
             damaged[folder] = str(error)
             continue
+        if not leave_out:
+            break
+        leave_out -= 1
+    if found is not None:
         for text in damaged.values():  # one without a record may well have been the newest
-            _log.warning("%s; %s is used instead", text, folder)
+            _log.warning("%s; %s is used instead", text, found.folder)
         return found
     if damaged:
         raise CheckpointError(
@@ -201,8 +277,8 @@ def prune(directory: Path, *, run: str, keep: int) -> None:
     """
     records = {
         folder: record
-        for folder, record in _readable(directory).items()
-        if record.get("run") == run and _is_complete(folder, record)
+        for folder, record in readable_records(directory).items()
+        if record["run"] == run and _is_complete(folder, record)
     }
     ordered = sorted(records, key=lambda folder: _age(records[folder]))
     kept = set(ordered[-keep:])
@@ -212,6 +288,17 @@ def prune(directory: Path, *, run: str, keep: int) -> None:
     for folder in ordered:
         if folder not in kept:
             _delete(folder)
+
+
+def readable_records(directory: Path) -> dict[Path, dict[str, Any]]:
+    """What each checkpoint of a directory says of itself, without a look at its other files."""
+    records = {}
+    for folder in _places(directory):
+        with contextlib.suppress(CheckpointError):  # damaged: whoever loads is told
+            record = _read_record(folder)
+            if record["format"] <= FORMAT:
+                records[folder] = record
+    return records
 
 
 # Reading
@@ -225,7 +312,7 @@ def _places(directory: Path) -> dict[Path, int]:
     found = {path: _step_of(path.name) for path in directory.iterdir() if _is_named(path)}
     for path in directory.iterdir():
         match = _BESIDE.fullmatch(path.name)
-        if match and match[2] == "old" and not (directory / match[1]).exists():
+        if match and match[3] == "old" and not (directory / match[1]).exists():
             found[path] = _step_of(match[1])
     return dict(sorted(found.items(), key=lambda item: item[1]))
 
@@ -247,15 +334,6 @@ def _age(record: Mapping[str, Any]) -> tuple[int, int]:
     return record.get("serial", 0), record.get("step", 0)
 
 
-def _verified(folder: Path) -> StoredCheckpoint:
-    """The checkpoint of a folder, if every byte of it is as it was written."""
-    record = _read_record(folder)
-    _refuse_newer(folder, record)
-    for name, seal in record["files"].items():
-        _check_seal(folder / name, Seal(**seal))
-    return StoredCheckpoint(folder, record)
-
-
 def _refuse_newer(folder: Path, record: Mapping[str, Any]) -> None:
     if record["format"] > FORMAT:
         raise CheckpointError(
@@ -267,7 +345,7 @@ def _refuse_newer(folder: Path, record: Mapping[str, Any]) -> None:
 def _read_record(folder: Path) -> dict[str, Any]:
     """``run.json``, if it is whole and belongs to this folder."""
     try:
-        text = (folder / RUN).read_bytes()
+        text = read_plain(folder / RUN)
     except FileNotFoundError:
         raise CheckpointError(f"{folder} is damaged: {RUN} is missing") from None
     except OSError as error:
@@ -275,30 +353,38 @@ def _read_record(folder: Path) -> dict[str, Any]:
     seal = _SEAL.match(text)
     if seal is None or _digest_of_record(text, seal[1]) != seal[1].decode():
         raise CheckpointError(f"{folder} is damaged: {RUN} is not as it was written")
-    record: dict[str, Any] = json.loads(text)
-    if record["format"] <= FORMAT and record["step"] != _step_of(_name_of(folder)):
+    record = _checked_record(folder, text)
+    # Under a name of another kind somebody has copied it on purpose.
+    named = _NAME.fullmatch(_name_of(folder))
+    if named and record["format"] <= FORMAT and record["step"] != int(named[1]):
         raise CheckpointError(
             f"{folder} is damaged: its {RUN} is that of step {record['step']}, from another folder"
         )
     return record
 
 
+def _checked_record(folder: Path, text: bytes) -> dict[str, Any]:
+    """The words of ``run.json``, whose digest is right: somebody may have made them up."""
+    try:
+        record: Any = parse_json(text)
+        known = record.get("format") if isinstance(record, dict) else None
+        if type(known) is not int or not 0 < known < _FORMATS:
+            raise ValueError("it does not say of what format it is")
+        if known <= FORMAT:
+            check_stored(record)
+    except ValueError as error:
+        raise CheckpointError(f"{folder} is damaged: {RUN} cannot be used: {error}") from error
+    return dict(record)
+
+
 def _digest_of_record(text: bytes, seal: bytes) -> str:
     return hashlib.sha256(text.replace(seal, _NO_SEAL.encode(), 1)).hexdigest()
-
-
-def _readable(directory: Path) -> dict[Path, dict[str, Any]]:
-    records = {}
-    for folder in _places(directory):
-        with contextlib.suppress(CheckpointError):  # damaged: whoever loads is told
-            records[folder] = _read_record(folder)
-    return records
 
 
 def _check_seal(path: Path, expected: Seal) -> None:
     folder, name = path.parent, path.name
     try:
-        came = digest_file(path)
+        came = digest_file(path, expected.size)
     except FileNotFoundError:
         raise CheckpointError(f"{folder} is damaged: {name} is missing") from None
     except OSError as error:
@@ -328,6 +414,11 @@ def _what_is(path: Path) -> str:
 
 def _write_record(path: Path, record: Mapping[str, object]) -> None:
     text = json.dumps({"sha256": _NO_SEAL, **record}, indent=2, allow_nan=False).encode() + b"\n"
+    if len(text) > RECORD_BYTES:
+        raise ValueError(
+            f"what is saved beside tensors takes {len(text):,} bytes: expected {RECORD_BYTES:,} at "
+            f"most. Keep large things out of extra"
+        )
     seal = hashlib.sha256(text).hexdigest()
     with path.open("xb") as file:
         file.write(text.replace(_NO_SEAL.encode(), seal.encode(), 1))
@@ -335,7 +426,7 @@ def _write_record(path: Path, record: Mapping[str, object]) -> None:
         os.fsync(file.fileno())
 
 
-def _put_in_place(aside: Path, folder: Path, record: Mapping[str, object]) -> None:
+def _put_in_place(aside: Path, folder: Path, record: Mapping[str, object], old: Path) -> None:
     if not folder.exists():
         os.rename(aside, folder)
         return
@@ -346,11 +437,9 @@ def _put_in_place(aside: Path, folder: Path, record: Mapping[str, object]) -> No
         os.rename(aside, folder)
         _log.warning("%s was there from another run: it is now %s", folder, other.name)
         return
-    old = _beside(folder, "old")
-    with _held(folder):
-        os.rename(folder, old)
-        os.rename(aside, folder)
-        shutil.rmtree(old)
+    os.rename(folder, old)
+    os.rename(aside, folder)
+    shutil.rmtree(old)
 
 
 def _run_of(folder: Path) -> object:
@@ -364,71 +453,114 @@ def _run_of(folder: Path) -> object:
 def _delete(folder: Path) -> None:
     if folder.is_symlink() or _strange_files(folder):
         return
-    gone = _beside(folder, "gone")
-    with contextlib.suppress(_InUse), _held(folder):
-        os.rename(folder, gone)
-        shutil.rmtree(gone)
+    # Another process may be deleting it as well.
+    with contextlib.suppress(FileNotFoundError), _names_beside(folder) as beside:
+        os.rename(folder, beside("gone"))
+        shutil.rmtree(beside("gone"))
+
+
+# Leftovers
 
 
 def _sweep(directory: Path) -> None:
     """Tidy up what processes that were killed at it have left; what cannot be, stays."""
-    for path in list(directory.iterdir()):
+    left: dict[tuple[str, str], list[Path]] = {}
+    for path in directory.iterdir():
         match = _BESIDE.fullmatch(path.name)
-        if match is None:
-            continue
-        with contextlib.suppress(_InUse, OSError), _held(path, wait=False):
-            place = directory / match[1]
-            if match[2] == "old" and not place.exists():
-                os.rename(path, place)
-            else:
-                shutil.rmtree(path)
+        if match is not None:
+            folders = left.setdefault((match[1], match[2]), [])
+            if match[3] != "lock":
+                folders.append(path)
+    for (name, word), folders in left.items():
+        with contextlib.suppress(OSError), _abandoned(_lock_of(directory / name, word)):
+            for folder in filter(_is_our_leftover, folders):
+                _tidy(folder, directory / name)
 
 
-def _beside(folder: Path, what: str) -> Path:
-    return folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.{what}")
+def _tidy(folder: Path, place: Path) -> None:
+    if folder.suffix == ".old" and not place.exists():
+        os.rename(folder, place)
+    else:
+        shutil.rmtree(folder)
 
 
-class _InUse(Exception):
-    """Another process works on the folder, or has just tidied it up."""
+def _is_our_leftover(folder: Path) -> bool:
+    """Whether it is a folder of this user, with parts of a checkpoint alone."""
+    there = folder.lstat()
+    ours = stat.S_ISDIR(there.st_mode) and there.st_uid == os.geteuid()
+    return ours and not _strange_files(folder)
+
+
+def _lock_of(folder: Path, word: str) -> Path:
+    return folder.with_name(f".{folder.name}.{word}.lock")
 
 
 @contextlib.contextmanager
-def _new_folder_beside(folder: Path) -> Iterator[Path]:
-    """A new folder of this process, held."""
+def _names_beside(folder: Path) -> Iterator[Callable[[str], Path]]:
+    """Names beside a folder that are this process's alone while it lasts, by their endings."""
     while True:
-        aside = _beside(folder, "part")
-        aside.mkdir()
-        with contextlib.suppress(_InUse), contextlib.ExitStack() as stack:
-            # Another process may sweep it up before it is held.
-            stack.enter_context(_held(aside))
-            kept = stack.pop_all()
+        word = uuid.uuid4().hex[:8]
+        lock = _lock_of(folder, word)
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        if _holds(descriptor, lock):
             break
-    with kept:
-        yield aside
+        os.close(descriptor)  # another process has just swept it up
+    try:
+        yield lambda ending: folder.with_name(f".{folder.name}.{word}.{ending}")
+    finally:
+        _let_go(descriptor, lock)
+
+
+def _holds(descriptor: int, lock: Path) -> bool:
+    """Take the lock of a new file; on a file system without locks there is nothing to take."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+    return _is_at(descriptor, lock)
+
+
+def _is_at(descriptor: int, lock: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), lock.lstat())
+    except FileNotFoundError:
+        return False
 
 
 @contextlib.contextmanager
-def _held(folder: Path, *, wait: bool = True) -> Iterator[None]:
-    """Hold the lock of a folder, whatever it is renamed to meanwhile."""
+def _abandoned(lock: Path) -> Iterator[None]:
+    """Hold what a process has left behind.
+
+    Raises:
+        OSError: the process is still at work, or it cannot be known.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(lock, flags, 0o600)
     try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except FileNotFoundError:
-        raise _InUse from None
+        if os.fstat(descriptor).st_uid != os.geteuid():
+            raise PermissionError(errno.EPERM, "it is somebody else's", str(lock))
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not _is_at(descriptor, lock):
+            raise FileNotFoundError(errno.ENOENT, "its owner has just removed it", str(lock))
+    except BaseException:
+        os.close(descriptor)
+        raise
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            raise _InUse from None
-        except OSError as error:
-            # A file system without locks: one may write there, but not tidy up after others.
-            if error.errno not in _NO_LOCKS or not wait:
-                raise _InUse from error
         yield
     finally:
-        # A process that was forked meanwhile has the file open as well, and the lock with it.
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-        os.close(descriptor)
+        _let_go(descriptor, lock)
+
+
+def _let_go(descriptor: int, lock: Path) -> None:
+    with contextlib.suppress(OSError):  # the folder may be gone, or read-only by now
+        lock.unlink()
+    # A process that was forked meanwhile has the file open as well, and the lock with it.
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
 
 
 def _check_ours(folder: Path) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from onefold.checkpoint.tensorfile import DTYPES, TensorParts
@@ -101,9 +102,15 @@ class ModelFiles:
         self._stack = ExitStack()
 
     def __enter__(self) -> ModelFiles:
-        opened = [self._stack.enter_context(safe_open(p, framework="pt")) for p in self._paths]
+        opened = [self._opened(path) for path in self._paths]
         self._files = {name: file for file in opened for name in file.keys()}  # noqa: SIM118
         return self
+
+    def _opened(self, path: Path) -> Any:
+        try:
+            return self._stack.enter_context(safe_open(path, framework="pt"))
+        except SafetensorError as error:
+            raise CheckpointError(f"{path} is a broken safetensors file: {error}") from error
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
@@ -121,8 +128,7 @@ class ModelFiles:
                     f"{name}, of shape {tuple(tensor.shape)}, is in this model and not in the "
                     f"checkpoint: it was saved from another model"
                 )
-            saved = self._files[name].get_slice(name)
-            shape, dtype = tuple(saved.get_shape()), saved.get_dtype()
+            shape, dtype = self.kind_of(name)
             if (shape, dtype) != (tuple(tensor.shape), DTYPES.get(tensor.dtype)):
                 raise CheckpointError(
                     f"{name} is {dtype} {shape} in the checkpoint and "
@@ -131,11 +137,21 @@ class ModelFiles:
                 )
         for name in self._files:
             if name not in wanted:
-                shape = tuple(self._files[name].get_slice(name).get_shape())
+                shape, _ = self.kind_of(name)
                 raise CheckpointError(
                     f"{name}, of shape {shape}, is in the checkpoint and not in this model: it was "
                     f"saved from another model"
                 )
+
+    @property
+    def names(self) -> Collection[str]:
+        """Of all tensors."""
+        return self._files.keys()
+
+    def kind_of(self, name: str) -> tuple[tuple[int, ...], str]:
+        """The shape of a tensor and its type, as `DTYPES` calls it."""
+        saved = self._files[name].get_slice(name)
+        return tuple(saved.get_shape()), saved.get_dtype()
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor, on the host."""

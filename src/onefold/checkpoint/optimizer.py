@@ -18,7 +18,16 @@ from onefold.checkpoint.jsonvalue import from_bytes, from_json, to_bytes, to_jso
 from onefold.checkpoint.tensorfile import DTYPES, TensorParts
 from onefold.flat import Layout, Piece, aligned, laid_out, storage_order
 
-__all__ = ["JoinedState", "PieceState", "is_by_element", "join", "pack", "take_apart", "unpack"]
+__all__ = [
+    "JoinedState",
+    "PieceState",
+    "check_saved",
+    "is_by_element",
+    "join",
+    "pack",
+    "take_apart",
+    "unpack",
+]
 
 _DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
@@ -146,6 +155,40 @@ def join(states: Iterable[PieceState], pieces: Sequence[Piece], layout: Layout) 
         name = f"{entry.name}.{key}"
         tensors.append(TensorParts(name, first.value.dtype, shape, stride, stretches))
     return JoinedState(tensors, dict(keys), dict(values))
+
+
+def check_saved(
+    keys: Mapping[str, Sequence[str]],
+    kind_of: Callable[[str], tuple[tuple[int, ...], str] | None],
+    pieces: Sequence[Piece],
+    layout: Layout,
+) -> None:
+    """Refuse tensors that `take_apart` could not take apart.
+
+    Args:
+        keys: see `JoinedState`.
+        kind_of: takes a tensor's name, and returns its shape and type; None if there is none.
+        pieces: of the model.
+        layout: of the trained parameters.
+
+    Raises:
+        ValueError: one is missing, or has neither the shape of its parameter nor that of a number.
+    """
+    divided = {piece.entry for piece in pieces if not piece.whole}
+    for number, entry in enumerate(layout.entries):
+        for key in keys.get(entry.name, ()):
+            name = f"{entry.name}.{key}"
+            found = kind_of(name)
+            if found is None:
+                raise ValueError(f"the optimizer's {name} is not among its tensors")
+            shape, dtype = found
+            if dtype not in _DTYPES:
+                raise ValueError(f"the optimizer's {name} is of {dtype}, which is not known")
+            if number in divided and shape not in ((), entry.shape):
+                raise ValueError(
+                    f"the optimizer's {name} has shape {shape}, expected that of its parameter, "
+                    f"{entry.shape}"
+                )
 
 
 def take_apart(

@@ -16,8 +16,8 @@ from __future__ import annotations
 import logging
 import platform
 import uuid
-from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
@@ -30,6 +30,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from onefold.assembly import Settings
 from onefold.checkpoint.background import Background
+from onefold.checkpoint.finite import first_not_finite, names_with_nan
 from onefold.checkpoint.folder import (
     FORMAT,
     Best,
@@ -38,31 +39,33 @@ from onefold.checkpoint.folder import (
     folder_of,
     has_checkpoints,
     prune,
+    try_directory,
     write_checkpoint,
 )
 from onefold.checkpoint.jsonvalue import from_bytes, from_json, to_bytes, to_json
+from onefold.checkpoint.lead import Lead
 from onefold.checkpoint.model import (
     ModelCopy,
     ModelFiles,
     check_model_can_be_saved,
     copy_model,
 )
-from onefold.checkpoint.optimizer import join, pack, take_apart, unpack
+from onefold.checkpoint.optimizer import check_saved, join, pack, take_apart, unpack
+from onefold.checkpoint.record import check_run
 from onefold.engine import Engine
-from onefold.errors import CheckpointError
+from onefold.errors import CheckpointError, StateError
 from onefold.exchange.base import roomy
 from onefold.fingerprint import fingerprint_of, named_tensors, tensor_digests
 from onefold.head import Call
+from onefold.names import own_name
 from onefold.position import PROMISES, Position, check_same
-from onefold.schedule import read_schedule, write_schedule
+from onefold.schedule import check_state, read_schedule, write_schedule
 from onefold.team import Team
 
 __all__ = ["Checkpoint", "Checkpoints", "Keeping"]
 
 _log = logging.getLogger("onefold")
 
-_LOOK_S = 1.0
-"""How often the devices that wait for a checkpoint hear that it is still being written."""
 _WITH_SCHEDULE = ("lr", "initial_lr")
 """Settings of an optimizer that a schedule owns."""
 _OF_THE_SCRIPT = ("capturable", "differentiable", "foreach", "fused")
@@ -143,10 +146,14 @@ class Checkpoints:
         self._team = team
         self._position = position
         self._schedule = schedule
+        self._lead = Lead(engine, team, settings.timeout_s)
         self._run = uuid.uuid4().hex
         self._settings_at_start = _settings_if_any(self._optimizer)
         self._writing = Background("writing a checkpoint")
         self._model_room: torch.Tensor | None = None
+        self._nan_from_the_start = names_with_nan(self._buffers())
+        self.lost = False
+        """What was written last did not come to the disk."""
 
     def save(
         self,
@@ -165,6 +172,7 @@ class Checkpoints:
             extra: of the user, as JSON.
         """
         folder = folder_of(directory, self._position.step)
+        self._refuse_torn()
         self._engine.agree(
             Call.SAVE,
             self._position.step + 1,
@@ -172,20 +180,26 @@ class Checkpoints:
         )
         record = self._record(keeping, extra)
         self._engine.check_last_step()
-        self._writing.wait()
-        self._meet()  # until the lead has written what lies in everybody's rooms
+        self._wait_until_written()  # what lies in everybody's rooms
+        self._refuse_not_finite()
         pack(self._engine.update.states(), self._engine.exchange.room)
         brought = self._engine.exchange.bring()
-        if self._leads:
+        self.lost = False
+        if self._lead.is_here:
             model = copy_model(self._module, self._room)
             self._writing.start(partial(self._write, folder, record, model, brought, keeping))
-        while wait and not self._is_written():
-            pass  # however long it takes: the others wait for word, and not for the writing
+        if wait:
+            self._wait_until_written()
         self._position.note_save()
         return folder
 
     def load(
-        self, path: Path, *, changed: Collection[str] = (), if_any: bool = False
+        self,
+        path: Path,
+        *,
+        changed: Collection[str] = (),
+        if_any: bool = False,
+        leave_out: int = 0,
     ) -> Checkpoint | None:
         """Go on from a checkpoint; see `Trainer.load`.
 
@@ -193,14 +207,16 @@ class Checkpoints:
             path: of a checkpoint, or a directory of them.
             changed: those of `PROMISES` that may differ.
             if_any: where the directory holds none, do nothing, and return None.
+            leave_out: how many of the newest are passed over, as long as there is one more.
         """
         unknown = sorted(set(changed) - PROMISES.keys())
         if unknown:
             raise ValueError(f"expected changed to name some of {list(PROMISES)}, got {unknown}")
-        self._writing.wait()
         self._engine.agree(Call.LOAD, self._position.step + 1, arguments=(sorted(changed), if_any))
+        self._wait_until_written()
         with ExitStack() as stack:
-            told, files = self._find(path, changed, if_any, stack) if self._leads else (None, None)
+            find = partial(self._find, path, changed, if_any, leave_out, stack)
+            told, files = self._lead.do("checking a checkpoint", find) or (None, None)
             stored = self._agree_on(told)
             if stored is None:
                 return None
@@ -211,7 +227,8 @@ class Checkpoints:
         self._position.go_to(stored.run, changed)
         self._run = stored.run["run"]
         self._check_fingerprint(stored)
-        if self._leads:
+        self._nan_from_the_start = names_with_nan(self._buffers())
+        if self._lead.is_here:
             self._warn_of_differences(stored)
         return Checkpoint(
             folder=stored.folder,
@@ -234,17 +251,38 @@ class Checkpoints:
         check_model_can_be_saved(self._module)
         _settings(self._optimizer)
 
+    def try_directory(self, directory: Path) -> None:
+        """Refuse at the start a directory to which the first save could not write.
+
+        Raises:
+            OSError: it is one; where the lead is.
+        """
+        if self._lead.is_here:
+            try_directory(directory)
+
     def check(self) -> None:
         """Raise what has failed in the background; does not wait."""
-        self._writing.check()
+        with self._noting_loss():
+            self._writing.check()
 
     def finish(self) -> None:
         """Wait until all is written, and raise what has failed."""
-        self._writing.wait()
+        with self._noting_loss():
+            self._writing.wait()
 
-    @property
-    def _leads(self) -> bool:
-        return 0 in self._team.own
+    def _wait_until_written(self) -> None:
+        """All devices call this together."""
+        with self._noting_loss():
+            self._lead.wait_for(self._writing)
+
+    @contextmanager
+    def _noting_loss(self) -> Iterator[None]:
+        """Remember what failed in writing: a script may survive it, and save once more."""
+        try:
+            yield
+        except BaseException:
+            self.lost = True
+            raise
 
     @property
     def _module(self) -> torch.nn.Module:
@@ -254,26 +292,51 @@ class Checkpoints:
     def _optimizer(self) -> torch.optim.Optimizer:
         return self._engine.update.optimizer
 
-    def _meet(self) -> None:
-        self._share(0.0)
-
-    def _share(self, number: float) -> torch.Tensor:
-        """A number of each device, (D, 1) float64; waits for all of them."""
-        devices = self._team.own_devices
-        return self._engine.exchange.share(
-            {n: torch.tensor([number], dtype=torch.float64, device=d) for n, d in devices.items()}
-        )
-
-    def _is_written(self) -> bool:
-        """Whether the lead has written its checkpoint; all devices ask, and hear the same."""
-        done = self._writing.done_within(_LOOK_S) if self._leads else True
-        return bool(self._share(float(done))[0] > 0)
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        return {own_name(name): buffer for name, buffer in self._module.named_buffers()}
 
     def _room(self, nbytes: int) -> torch.Tensor:
         self._model_room = roomy(self._model_room, nbytes, self._engine.replicas[0].device)
         return self._model_room
 
     # Saving
+
+    def _refuse_torn(self) -> None:
+        if self._engine.is_torn:
+            raise StateError(
+                f"the step after step {self._position.step} broke off while parameters were being "
+                f"updated, so the model is neither before that step nor after it, and no "
+                f"checkpoint is written: go on from the last one with trainer.load"
+            )
+
+    def _refuse_not_finite(self) -> None:
+        """The lead looks, and all devices hear which tensor it is.
+
+        Raises:
+            StateError: a parameter is not finite, or a buffer has become NaN.
+        """
+        parameters = {own_name(n): p for n, p in self._module.named_parameters()}
+        names = [*parameters, *self._buffers()]
+        found = self._first_not_finite(parameters) if self._lead.is_here else None
+        number = int(self._lead.share(0.0 if found is None else 1.0 + names.index(found)))
+        if number:
+            what = "parameter" if number <= len(parameters) else "buffer"
+            raise StateError(
+                f"{what} {names[number - 1]} is not finite after step {self._position.step}: no "
+                f"checkpoint is written, and those that are there stay. The loss was finite and a "
+                f"gradient, or what was computed beside it, was not. Look at the samples of that "
+                f"step, and at square roots, norms and divisions at 0; lower the learning rate, or "
+                f"set clip_norm. The run can go on from the checkpoint before"
+            )
+
+    def _first_not_finite(self, parameters: Mapping[str, torch.Tensor]) -> str | None:
+        first = self._engine.replicas[0]
+        sections = (*first.trained.sections, *first.other.sections)
+        found = first_not_finite(sections, parameters)
+        if found is not None:
+            return found
+        spoilt = names_with_nan(self._buffers()) - self._nan_from_the_start
+        return min(spoilt, default=None)
 
     def _record(self, keeping: Keeping, extra: object) -> dict[str, Any]:
         """What ``run.json`` says, but for what is known only when the files are written."""
@@ -336,17 +399,29 @@ class Checkpoints:
     # Going on
 
     def _find(
-        self, path: Path, changed: Collection[str], if_any: bool, stack: ExitStack
+        self,
+        path: Path,
+        changed: Collection[str],
+        if_any: bool,
+        leave_out: int,
+        stack: ExitStack,
     ) -> tuple[Callable[[int], torch.Tensor], _Files | None]:
         """On the lead: the checkpoint, checked, or why there is none; for all to hear."""
         if if_any and not has_checkpoints(path):
             return _told(None), None
         try:
-            found = find_checkpoint(path)
+            found = find_checkpoint(path, leave_out=leave_out)
+            try:
+                check_run(found.run)
+            except ValueError as error:
+                raise CheckpointError(
+                    f"{found.folder} is damaged: its run.json cannot be used: {error}"
+                ) from error
             files = _Files(found, stack)
             try:
                 files.model.check(self._module)
                 self._check_fits(found.run, changed)
+                self._check_optimizer_files(found.run, files, changed)
             except CheckpointError as error:
                 raise CheckpointError(f"{found.folder} does not fit: {error}") from None
         except CheckpointError as error:
@@ -376,6 +451,8 @@ class Checkpoints:
             check_same("optimizer", before.get(name), after.get(name), changed, said)
         then, now = (s and s["class"] for s in (run["schedule"], here["schedule"]))
         check_same("schedule", then, now, changed, "schedule")
+        if self._schedule is not None and "schedule" not in changed:
+            check_state(self._schedule, run["schedule"])
         if run["loss_scale"] != here["loss_scale"]:
             raise CheckpointError(
                 f"the checkpoint was saved with losses scaled by {run['loss_scale']}, which this "
@@ -383,10 +460,26 @@ class Checkpoints:
             )
         self._position.check_fits(run, changed)
 
+    def _check_optimizer_files(
+        self, run: Mapping[str, Any], files: _Files, changed: Collection[str]
+    ) -> None:
+        if "optimizer" in changed:
+            return
+        storage, saved = self._engine.update.storage, files.optimizer
+        try:
+            check_saved(
+                run["optimizer"]["tensors"],
+                lambda name: saved.kind_of(name) if name in saved.names else None,
+                storage.pieces,
+                storage.trained,
+            )
+        except ValueError as error:
+            raise CheckpointError(str(error)) from error
+
     def _take_model(self, files: _Files | None) -> None:
         self._engine.replicas[0].buffers.absorb()
-        if files is not None:
-            files.model.fill(self._module)
+        fill = None if files is None else partial(files.model.fill, self._module)
+        self._lead.do("reading a model", fill)
         self._engine.exchange.follow_lead(self._engine.replicas[0].buffers.flat)
         self._engine.model_loaded()
 
@@ -400,7 +493,7 @@ class Checkpoints:
             only = set(_WITH_SCHEDULE) if self._schedule is not None else set()
         else:
             make = None if files is None else partial(self._pieces_for, saved, files)
-            self._engine.update.take_states(unpack(self._engine.exchange.hand_out(make)))
+            self._engine.update.take_states(unpack(self._lead.hand_out(make)))
             only = {key for values in saved["settings"] for key in values}
         if "schedule" in changed:
             kept |= set(_WITH_SCHEDULE)

@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from onefold.plainfile import open_plain
+
 __all__ = ["DTYPES", "Seal", "TensorParts", "digest_file", "write_tensors"]
 
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
@@ -111,15 +113,27 @@ def write_tensors(path: Path, tensors: Iterable[TensorParts]) -> Seal:
     return Seal(size, digest.hexdigest())
 
 
-def digest_file(path: Path) -> Seal:
+def digest_file(path: Path, most_bytes: int) -> Seal:
     """What `write_tensors` said of a file, from the file as it is now.
 
+    Args:
+        path: of a regular file.
+        most_bytes: a larger file is not read; its digest is then empty.
+
     Raises:
-        OSError: it could not be read.
+        OSError: it could not be read, or is a link, a FIFO or a device.
     """
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256")
-        return Seal(file.tell(), digest.hexdigest())
+    digest, size = hashlib.sha256(), 0
+    with open_plain(path) as file:
+        there = os.fstat(file.fileno()).st_size
+        if there > most_bytes:
+            return Seal(there, "")
+        room = memoryview(bytearray(_CHUNK_BYTES))
+        # One that grows meanwhile is read no further than just beyond its limit.
+        while size <= most_bytes and (came := file.readinto(room)):
+            digest.update(room[:came])
+            size += came
+    return Seal(size, digest.hexdigest())
 
 
 def _stretches(tensors: Sequence[TensorParts]) -> Iterator[memoryview]:

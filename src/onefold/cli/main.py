@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -11,6 +12,7 @@ from rich.console import Console
 
 from onefold.devices import select_devices
 from onefold.errors import LaunchError, OnefoldError, RunFailed
+from onefold.interrupt import Stopped, stopped_by_signals
 from onefold.launch import LaunchOptions, Outcome, supervise
 from onefold.world import DEFAULT_TIMEOUT_S, current_world
 
@@ -54,7 +56,8 @@ def run(
         Path | None, typer.Option(help="Write a timeline into this folder, to open in Perfetto.")
     ] = None,
     logs: Annotated[
-        Path | None, typer.Option(help="Keep the output of the other devices in this folder.")
+        Path | None,
+        typer.Option(help="Keep the output of the other devices in this folder, as device-1.log."),
     ] = None,
     checkpoint: Annotated[
         Path | None,
@@ -68,7 +71,7 @@ def run(
     ] = None,
     grace: Annotated[
         float | None,
-        typer.Option(help="Seconds for saving after SIGTERM or Ctrl-C, 60 by default."),
+        typer.Option(help="Seconds for saving after SIGTERM, SIGHUP or Ctrl-C, 60 by default."),
     ] = None,
     changed: Annotated[
         str | None,
@@ -80,8 +83,8 @@ def run(
 ) -> None:
     """Run a script on the devices of this machine.
 
-    With --checkpoint, the first SIGTERM or Ctrl-C has the run save itself at the end of its step
-    and end with exit code 75; the same command goes on. The second one ends it at once.
+    With --checkpoint, the first SIGTERM, SIGHUP or Ctrl-C has the run save itself at the end of its
+    step and end with exit code 75; the same command goes on. The second one ends it at once.
     """
     command = _command(script, module, context.args)
     if trace is not None and not trace.absolute().parent.is_dir():
@@ -251,17 +254,31 @@ app.add_typer(train_app, name="train")
 
 def main() -> None:
     """Entry point: errors that we foresaw are one line, not a traceback."""
+    if current_world().launched:
+        _run_command()  # the launcher tells the user, and sees to signals
+        return
     try:
-        if sys.argv[1:2] == ["train"]:  # its commands are made from options that load PyTorch
-            from onefold.cli.train import add_jobs
-
-            add_jobs(train_app)
-        app()
+        with stopped_by_signals() as came:
+            try:
+                _run_command()
+            except SystemExit as end:
+                if came and end.code == 128 + signal.SIGINT:  # typer takes it for Ctrl-C
+                    raise Stopped(came[0]) from None
+                raise
+    except Stopped as stop:
+        print(f"onefold: stopped by {stop.number.name}", file=sys.stderr)
+        sys.exit(128 + stop.number)
     except (OnefoldError, ValueError, OSError) as error:
-        if current_world().launched:
-            raise  # the launcher tells the user
         print(f"onefold: {_in_words(error)}", file=sys.stderr)
         sys.exit(error.exit_code if isinstance(error, RunFailed) else 2)
+
+
+def _run_command() -> None:
+    if sys.argv[1:2] == ["train"]:  # its commands are made from options that load PyTorch
+        from onefold.cli.train import add_jobs
+
+        add_jobs(train_app)
+    app()
 
 
 def _in_words(error: Exception) -> str:

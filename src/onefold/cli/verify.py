@@ -151,6 +151,7 @@ class _Comparison:
         options = replace(
             self._options,
             probe=str(self._folder),
+            probe_run=name,
             probe_steps=self.steps,
             probe_records=self._runs == 0,
             probe_mathematics=mathematics,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from onefold.errors import DataError
 
-__all__ = ["BadFile", "readable", "refuse"]
+__all__ = ["BadFile", "readable", "refuse", "visible"]
 
 _TOLD = 5
 
@@ -37,8 +38,22 @@ class BadFile:
 
 
 def readable(path: Path) -> str:
-    """A path that can be printed and written, even if its name is not UTF-8."""
-    return os.fsencode(path).decode(errors="replace")
+    """A path that can be printed and written, even if its name is not UTF-8 or moves the cursor.
+
+    >>> print(readable(Path("a\\x1b[2J.png")))
+    a\\x1b[2J.png
+    """
+    return visible(os.fsencode(path).decode(errors="backslashreplace"))
+
+
+def visible(text: str) -> str:
+    """A text with what controls a screen written out.
+
+    >>> print(visible("one\\ttwo"))
+    one\\ttwo
+    """
+    controls = {letter for letter in text if unicodedata.category(letter) == "Cc"}
+    return text.translate({ord(each): repr(each)[1:-1] for each in controls}) if controls else text
 
 
 def refuse(bad: Sequence[BadFile]) -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import os
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from onefold.data.bad import BadFile, readable, refuse
 from onefold.data.digest import digest_of
 from onefold.data.idx import find_file, read_labelled
 from onefold.data.labels import check_labels
-from onefold.data.overlap import check_apart
+from onefold.data.overlap import check_apart, check_one_label
 from onefold.data.pictures import (
     ArrayPictures,
     Look,
@@ -89,15 +90,8 @@ class PictureClasses:
     """What to mention before training."""
     scan: str = ""
     """What was seen of the files, for `onefold.data.scan.read_scan`."""
-
-    @property
-    def digest(self) -> str:
-        """The same for the same pictures, by their names, sums and labels."""
-        splits = [
-            [[split.pictures.name(i) for i in range(len(split))], split.labels]
-            for split in (self.train, self.test)
-        ]
-        return digest_of(splits, self.classes, self.sums.totals, self.sums.squares)
+    digest: str
+    """The same for the same pictures under the same names, in the same classes and sets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +101,8 @@ class _Found:
     paths: list[Path]
     labels: list[str]
     bad: list[BadFile]
+    names: list[str]
+    """Of the folders."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +123,11 @@ class _Usable:
     @property
     def looks(self) -> list[Look]:
         return [each.look for each in self.seen]
+
+    def samples(self, root: Path) -> Iterator[tuple[str, str, str]]:
+        """Name from the root, label and content of each."""
+        for path, label, seen in zip(self.paths, self.labels, self.seen, strict=True):
+            yield str(path.relative_to(root)), label, seen.content
 
 
 def read_folders(
@@ -158,6 +159,7 @@ def read_folders(
     found = [_class_files(train_folder if given else directory)]
     if given:
         found.append(_class_files(test_folder(directory)))
+    _refuse_same_classes(directory, found)
     notes = [] if labels_as_is else check_labels(Counter(found[0].labels), readable(directory))
     usable, bad = _looked_through(found, directory, scanning)
     if given:
@@ -188,7 +190,17 @@ def read_folders(
             *_apart(directory, train, test),
         ],
         scan=pack_scan([*train.paths, *test.paths], [*train.seen, *test.seen], directory),
+        digest=_digest(classes, *([*part.samples(directory)] for part in (train, test))),
     )
+
+
+def _digest(
+    classes: Sequence[str],
+    train: Sequence[tuple[str, str, str]],
+    test: Sequence[tuple[str, str, str]],
+) -> str:
+    """Of the name, the class and the content of every picture."""
+    return digest_of(list(classes), train, test, size_bytes=16)
 
 
 def _split(part: _Usable, root: Path, classes: Sequence[str], white: int | None) -> Split:
@@ -198,13 +210,25 @@ def _split(part: _Usable, root: Path, classes: Sequence[str], white: int | None)
 
 
 def _apart(directory: Path, train: _Usable, test: _Usable) -> list[str]:
-    return check_apart(
-        [each.content for each in train.seen],
-        [each.content for each in test.seen],
-        train_names=[readable(path.relative_to(directory)) for path in train.paths],
-        test_names=[readable(path.relative_to(directory)) for path in test.paths],
-        where=readable(directory),
-    )
+    contents = [[each.content for each in part.seen] for part in (train, test)]
+    names = [
+        [readable(path.relative_to(directory)) for path in part.paths] for part in (train, test)
+    ]
+    labels = [*train.labels, *test.labels]
+    return _notes_of_same(contents, names, labels, readable(directory))
+
+
+def _notes_of_same(
+    contents: Sequence[Sequence[str]],
+    names: Sequence[Sequence[str]],
+    labels: Sequence[object],
+    where: str,
+) -> list[str]:
+    """What to mention of pictures that are there twice; contents and names of each set."""
+    train, test = contents
+    apart = check_apart(train, test, train_names=names[0], test_names=names[1], where=where)
+    whole, all_names = ([*parts[0], *parts[1]] for parts in (contents, names))
+    return [*apart, *check_one_label(whole, labels, all_names, where)]
 
 
 def untested(classes: Sequence[str], tested: Collection[str], where: str) -> list[str]:
@@ -295,9 +319,12 @@ def _of_arrays(
     sums = Sums()
     sums.add(train_pixels.unsqueeze(-1).numpy())
     height, width = train_pixels.shape[1:]
+    train = Split(ArrayPictures(train_pixels, "training picture"), train_labels.tolist())
+    test = Split(ArrayPictures(test_pixels, "test picture"), test_labels.tolist())
     return PictureClasses(
-        train=Split(ArrayPictures(train_pixels, "training picture"), train_labels.tolist()),
-        test=Split(ArrayPictures(test_pixels, "test picture"), test_labels.tolist()),
+        train=train,
+        test=test,
+        digest=_digest(classes, *(list(_array_samples(part, classes)) for part in (train, test))),
         classes=classes,
         mode="L",
         sizes=[(width, height)] * len(train_pixels),
@@ -307,12 +334,21 @@ def _of_arrays(
 
 
 def _arrays_apart(data: PictureClasses, where: str) -> list[str]:
-    contents, names = [], []
-    for split in (data.train, data.test):
-        names.append([split.pictures.name(i) for i in range(len(split))])
-        pixels = [split.pictures[i].tobytes() for i in range(len(split))]
-        contents.append([hashlib.blake2b(each, digest_size=16).hexdigest() for each in pixels])
-    return check_apart(*contents, train_names=names[0], test_names=names[1], where=where)
+    samples = [list(_array_samples(part, data.classes)) for part in (data.train, data.test)]
+    return _notes_of_same(
+        [[content for _, _, content in part] for part in samples],
+        [[name for name, _, _ in part] for part in samples],
+        [label for part in samples for _, label, _ in part],
+        where,
+    )
+
+
+def _array_samples(split: Split, classes: Sequence[str]) -> Iterator[tuple[str, str, str]]:
+    """Name, label and content of each."""
+    for number, label in enumerate(split.labels):
+        pixels = split.pictures[number].tobytes()
+        content = hashlib.blake2b(pixels, digest_size=16).hexdigest()
+        yield split.pictures.name(number), classes[label], content
 
 
 def test_folder(directory: Path) -> Path:
@@ -367,8 +403,8 @@ def _class_files(directory: Path) -> _Found:
     """All pictures beneath the class folders, in the order of their paths."""
     if not directory.is_dir():
         raise DataError(f"{readable(directory)}: expected a folder with one folder for each class")
-    found = _Found([], [], [])
     folders = sorted(path for path in directory.iterdir() if is_visible_folder(path))
+    found = _Found([], [], [], [folder.name for folder in folders])
     if not folders:
         raise DataError(f"{readable(directory)}: expected a folder for each class, found none")
     _refuse_masks(directory, [folder.name for folder in folders])
@@ -378,8 +414,29 @@ def _class_files(directory: Path) -> _Found:
         if not paths and len(found.bad) == before:
             found.bad.append(BadFile(folder, "expected pictures of the class, found none"))
         found.paths.extend(paths)
-        found.labels.extend([readable(Path(folder.name))] * len(paths))
+        found.labels.extend([_class_of(folder.name)] * len(paths))
     return found
+
+
+def _class_of(name: str) -> str:
+    """The class of a folder of that name: bytes that are no UTF-8 are written as ``\\xe9``."""
+    return os.fsencode(name).decode(errors="backslashreplace")
+
+
+def _refuse_same_classes(directory: Path, found: Sequence[_Found]) -> None:
+    """Refuse two folders whose names are not the same, and would be written the same way.
+
+    Raises:
+        DataError: there are two.
+    """
+    first: dict[str, str] = {}
+    for name in sorted({name for files in found for name in files.names}):
+        other = first.setdefault(_class_of(name), name)
+        if other != name:
+            raise DataError(
+                f"{readable(directory)}: expected names of classes that can be told apart, got "
+                f"{os.fsencode(other)!r} and {os.fsencode(name)!r}: give one of them another name"
+            )
 
 
 def _refuse_masks(directory: Path, names: Sequence[str]) -> None:

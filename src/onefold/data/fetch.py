@@ -2,6 +2,12 @@
 
 What a file must hold is known beforehand by its SHA-256, so it does not matter where it comes from
 or who put it there.
+
+Note: a limit for the whole
+---------------------------
+A time limit of a socket holds for each wait, so a server that sends a byte now and then is waited
+for without end: while it greets, in its headers, or in what it sends. So a clock runs beside all of
+it, and cuts the connection when the time is up.
 """
 
 from __future__ import annotations
@@ -9,20 +15,27 @@ from __future__ import annotations
 import hashlib
 import http.client
 import os
+import socket
+import threading
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
-import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+from onefold.data.files import open_regular
 from onefold.errors import DataError
+from onefold.plainfile import write_whole
 
 __all__ = ["SETS", "RemoteSet", "fetch_dataset"]
 
 _CHUNK_BYTES = 1 << 20
-_LARGEST_BYTES = 1 << 30
+_LARGEST_BYTES = 1 << 28
 _LONGEST_SILENCE_S = 30.0
 
 
@@ -93,7 +106,7 @@ def fetch_dataset(
         name: of the data set, ``"mnist"`` or ``"fashion-mnist"``.
         cache: holds one folder for each data set; made if it is missing.
         sets: the data sets that are known.
-        timeout_s: the longest time for one file from one address.
+        timeout_s: the longest time for one file from one address, from the greeting to the end.
 
     Returns:
         ``cache/name``, where every file has the right SHA-256.
@@ -110,7 +123,7 @@ def fetch_dataset(
     folder.mkdir(parents=True, exist_ok=True)
     missing = [file for file in wanted.sums if not _is_there(folder / file, wanted.sums[file])]
     for file in missing:
-        _write_whole(folder / file, _fetch(file, wanted, folder, timeout_s))
+        write_whole(folder / file, _fetch(file, wanted, folder, timeout_s))
     return folder
 
 
@@ -118,7 +131,7 @@ def _is_there(path: Path, expected: str) -> bool:
     """Whether the file lies there; one that does must be the right one."""
     if not path.exists():
         return False
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         got = hashlib.file_digest(file, "sha256").hexdigest()
     if got != expected:
         raise DataError(
@@ -146,23 +159,155 @@ def _fetch(file: str, wanted: RemoteSet, folder: Path, timeout_s: float) -> byte
 
 
 def _download(address: str, timeout_s: float) -> bytes:
-    """What the address answers, whole, within the time."""
-    limit = time.monotonic() + timeout_s
+    """What the address answers, whole, within the time.
+
+    Raises:
+        TimeoutError: it takes longer.
+        OSError, http.client.HTTPException: the connection fails.
+        ValueError: the answer is too long, or not as long as announced.
+    """
     content = bytearray()
-    with urllib.request.urlopen(address, timeout=min(timeout_s, _LONGEST_SILENCE_S)) as answer:
-        # One wait on the socket for each piece: a slow answer cannot stretch its time.
+    with _limited(timeout_s) as limit:
+        try:
+            _receive(address, limit, content)
+        except (OSError, http.client.HTTPException, ValueError):
+            if not limit.is_up:
+                raise
+        if limit.is_up:
+            raise TimeoutError(
+                f"expected the whole file within {timeout_s:g} s, got {len(content)} bytes"
+            )
+    return bytes(content)
+
+
+def _receive(address: str, limit: _Limit, content: bytearray) -> None:
+    with _opener(limit).open(address, timeout=limit.left_s) as answer:
+        promised = answer.headers.get("Content-Length")
         while piece := answer.read1(_CHUNK_BYTES):
             content += piece
-            if time.monotonic() > limit:
-                raise TimeoutError(
-                    f"expected the whole file within {timeout_s:g} s, got {len(content)} bytes"
-                )
             if len(content) > _LARGEST_BYTES:
                 raise ValueError(f"expected at most {_LARGEST_BYTES} bytes, got more")
-        promised = answer.headers.get("Content-Length")
     if promised is not None and promised != str(len(content)):
         raise ValueError(f"expected {promised} bytes as announced, got {len(content)}")
-    return bytes(content)
+
+
+class _Limit:
+    """The time that a download may take, and its connections, which are cut when it is up."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.is_up = False
+        self._end_s = time.monotonic() + timeout_s
+        self._lines: list[socket.socket] = []
+        self._changing = threading.Lock()
+
+    @property
+    def left_s(self) -> float:
+        """For a single wait: a little longer than for the whole, which is then what is told."""
+        return min(max(self._end_s - time.monotonic(), 0.0) + 1.0, _LONGEST_SILENCE_S)
+
+    def watch(self, line: socket.socket) -> None:
+        """Cut this connection, too, when the time is up."""
+        with self._changing:
+            # One of its own: what is wrapped for TLS gives up the first.
+            self._lines.append(socket.socket(fileno=os.dup(line.fileno())))
+        if self.is_up:
+            self.cut()
+
+    def cut(self) -> None:
+        """Wake up whoever waits for a connection."""
+        self.is_up = True
+        with self._changing:
+            for line in self._lines:
+                with suppress(OSError):  # it has ended by itself
+                    line.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Let go of all connections."""
+        with self._changing:
+            for line in self._lines:
+                line.close()
+            self._lines.clear()
+
+
+@contextmanager
+def _limited(timeout_s: float) -> Iterator[_Limit]:
+    limit = _Limit(timeout_s)
+    clock = threading.Timer(timeout_s, limit.cut)
+    clock.daemon = True
+    clock.start()
+    try:
+        yield limit
+    finally:
+        clock.cancel()
+        clock.join()
+        limit.close()
+
+
+class _Connection(http.client.HTTPConnection):
+    """A connection that is cut when the time is up."""
+
+    limit: _Limit
+
+    def connect(self) -> None:
+        self.timeout = self.limit.left_s
+        super().connect()
+        self.limit.watch(self.sock)
+
+
+class _SecureConnection(http.client.HTTPSConnection, _Connection):
+    """The same with TLS: the plain connection is watched before the two greet each other."""
+
+
+def _connect(kind: type[_Connection], limit: _Limit, /, *args: Any, **options: Any) -> _Connection:
+    connection = kind(*args, **options)
+    connection.limit = limit
+    return connection
+
+
+class _Limited:
+    """Of a handler: its connections have one time limit."""
+
+    def __init__(self, limit: _Limit) -> None:
+        super().__init__()
+        self._limit = limit
+
+
+class _Handler(_Limited, urllib.request.HTTPHandler):
+    def http_open(self, request: urllib.request.Request) -> Any:
+        return self.do_open(partial(_connect, _Connection, self._limit), request)
+
+
+class _SecureHandler(_Limited, urllib.request.HTTPSHandler):
+    def https_open(self, request: urllib.request.Request) -> Any:
+        return self.do_open(partial(_connect, _SecureConnection, self._limit), request)
+
+
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    """Goes where an answer leads, if that is no less safe."""
+
+    def redirect_request(
+        self, req: urllib.request.Request, fp: Any, code: int, msg: str, headers: Any, newurl: str
+    ) -> urllib.request.Request | None:
+        kind = urllib.parse.urlsplit(newurl).scheme
+        if kind not in {"https", req.type}:
+            raise ValueError(f"expected to be led on by {req.type}, got {newurl!r:.100}")
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
+def _opener(limit: _Limit) -> urllib.request.OpenerDirector:
+    """Of addresses of http and https, and of no others, such as those of files."""
+    opener = urllib.request.OpenerDirector()
+    for handler in (
+        urllib.request.ProxyHandler(),
+        urllib.request.UnknownHandler(),
+        _Handler(limit),
+        _SecureHandler(limit),
+        _Redirects(),
+        urllib.request.HTTPDefaultErrorHandler(),
+        urllib.request.HTTPErrorProcessor(),
+    ):
+        opener.add_handler(handler)
+    return opener
 
 
 def _check_sum(content: bytes, expected: str) -> None:
@@ -179,16 +324,3 @@ def _told(failure: Exception) -> str:
     if isinstance(failure, urllib.error.URLError):
         return str(failure.reason)
     return str(failure) or type(failure).__name__
-
-
-def _write_whole(path: Path, content: bytes) -> None:
-    """Write a file aside under a name of its own, and rename it when it is on the disk."""
-    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.part")
-    try:
-        with aside.open("xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)

@@ -2,25 +2,40 @@
 
 Format: http://yann.lecun.com/exdb/mnist (two zero bytes, a code for the type of the numbers, the
 number of dimensions, then each dimension as a big-endian uint32, then the numbers in C order).
+
+What the header promises is compared with the file before anything is made of that size, and of what
+a gzip file unpacks to no more is taken than that.
 """
 
 from __future__ import annotations
 
 import gzip
+import os
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BufferedReader
 from math import prod
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import TensorDataset
 
+from onefold.data.files import open_regular
+
 __all__ = ["find_file", "mnist", "read_idx", "read_labelled"]
 
 GZIP_MAGIC = b"\x1f\x8b"
 NUMBER_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
+
+_MOST_PACKED = 1100
+"""Bytes that a byte of a gzip file can hold, and some to spare."""
+_MOST_UNPACKED_BYTES = 1 << 30
+_PIECE_BYTES = 1 << 20
 
 # Mean and standard deviation of the 60,000 training images of MNIST, pixels in [0, 1].
 MNIST_MEAN = 0.1307
@@ -63,55 +78,112 @@ def read_idx(path: str | PathLike[str]) -> torch.Tensor:
         tensor([7, 2, 1], dtype=torch.uint8)
     """
     path = Path(path)
-    content = read_bytes(path)
-    header = read_header(content, path)
-    expected = header.length_bytes + prod(header.shape) * header.number_type.itemsize
-    if len(content) != expected:
-        raise ValueError(
-            f"{path}: expected {expected} bytes for {header.number_type.name} numbers of shape "
-            f"{header.shape}, got {len(content)}"
-        )
-    numbers = np.frombuffer(content, header.number_type, offset=header.length_bytes)
-    return torch.from_numpy(
-        numbers.reshape(header.shape).astype(header.number_type.newbyteorder("="), copy=True)
-    )
+    with _unpacked(path) as stream:
+        header = read_header(stream, path)
+        numbers = _read_numbers(stream, header, path)
+    if header.number_type.itemsize > 1:
+        numbers = numbers.astype(header.number_type.newbyteorder("="))
+    return torch.from_numpy(numbers.reshape(header.shape))
 
 
-def read_bytes(path: Path) -> bytes:
+@dataclass(slots=True)
+class _Stream:
+    """The content of a file, which comes in pieces and is never longer than asked for."""
+
+    file: BufferedReader | gzip.GzipFile
+    size_bytes: int
+    """Of the file."""
+    packed: bool
+
+    @property
+    def most_bytes(self) -> int:
+        """That it can hold."""
+        return self.size_bytes * (_MOST_PACKED if self.packed else 1)
+
+
+@contextmanager
+def _unpacked(path: Path) -> Iterator[_Stream]:
     """The file's content, decompressed if it is a gzip file."""
-    content = path.read_bytes()
-    if not content.startswith(GZIP_MAGIC):
-        return content
-    try:
-        return gzip.decompress(content)
-    except (EOFError, gzip.BadGzipFile, zlib.error) as damage:
-        raise ValueError(
-            f"{path}: expected a whole gzip file, got {len(content)} bytes that do not "
-            f"decompress ({damage}); download it again"
-        ) from damage
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        packed = file.peek(2)[:2] == GZIP_MAGIC
+        if not packed:
+            yield _Stream(file, size, packed)
+            return
+        try:
+            with gzip.GzipFile(fileobj=file) as stream:
+                yield _Stream(stream, size, packed)
+        except (EOFError, gzip.BadGzipFile, zlib.error) as damage:
+            raise ValueError(
+                f"{path}: expected a whole gzip file, got {size} bytes that do not decompress "
+                f"({damage}); download it again"
+            ) from damage
 
 
-def read_header(content: bytes, path: Path) -> Header:
-    """The header of an IDX file, checked."""
-    if len(content) < 4:
-        raise ValueError(f"{path}: expected an IDX header of 4 bytes, got {len(content)}")
-    if content[:2] != b"\x00\x00":
+def _read_numbers(
+    stream: _Stream, header: Header, path: Path
+) -> np.ndarray[tuple[int, ...], np.dtype[Any]]:
+    """What the header promises, all of it and nothing more.
+
+    Raises:
+        ValueError: the file holds another number of bytes, or promises more than it can hold.
+    """
+    length = prod(header.shape) * header.number_type.itemsize
+    expected = (
+        f"{path}: expected {header.length_bytes + length} bytes for {header.number_type.name} "
+        f"numbers of shape {header.shape}"
+    )
+    if length > stream.most_bytes:
+        raise ValueError(f"{expected}, which a file of {stream.size_bytes} bytes cannot hold")
+    if stream.packed and length > _MOST_UNPACKED_BYTES:
         raise ValueError(
-            f"{path}: expected an IDX file, which begins with 00 00, got {content[:2].hex(' ')}"
+            f"{expected}, more than the {_MOST_UNPACKED_BYTES} that are taken out of a gzip file: "
+            f"unpack it with gunzip"
         )
-    code, dimensions = content[2], content[3]
+    content = bytearray(length)
+    got = _read_into(stream.file, content)
+    if got < length:
+        raise ValueError(f"{expected}, got {header.length_bytes + got}")
+    if stream.file.read(1):
+        raise ValueError(f"{expected}, got more")
+    return np.frombuffer(content, header.number_type)
+
+
+def _read_into(file: BufferedReader | gzip.GzipFile, content: bytearray) -> int:
+    """Fill the content as far as the file goes; how far that is."""
+    got, view = 0, memoryview(content)
+    while got < len(content):
+        piece = file.read(min(_PIECE_BYTES, len(content) - got))
+        if not piece:
+            break
+        view[got : got + len(piece)] = piece
+        got += len(piece)
+    return got
+
+
+def read_header(stream: _Stream, path: Path) -> Header:
+    """The header of an IDX file, checked."""
+    head = stream.file.read(4)
+    if len(head) < 4:
+        raise ValueError(f"{path}: expected an IDX header of 4 bytes, got {len(head)}")
+    if head[:2] != b"\x00\x00":
+        raise ValueError(
+            f"{path}: expected an IDX file, which begins with 00 00, got {head[:2].hex(' ')}"
+        )
+    code, dimensions = head[2], head[3]
     if code not in NUMBER_TYPES:
         known = ", ".join(f"{number:02x}" for number in NUMBER_TYPES)
         raise ValueError(f"{path}: expected a type code of {known}, got {code:02x}")
     if dimensions == 0:
         raise ValueError(f"{path}: expected one dimension or more, got 0")
+    sizes = stream.file.read(4 * dimensions)
     length_bytes = 4 + 4 * dimensions
-    if len(content) < length_bytes:
+    if 4 + len(sizes) < length_bytes:
         raise ValueError(
             f"{path}: expected a header of {length_bytes} bytes for {dimensions} dimensions, "
-            f"got {len(content)}"
+            f"got {4 + len(sizes)}"
         )
-    shape = tuple(int(size) for size in np.frombuffer(content, ">u4", dimensions, offset=4))
+    shape = tuple(int(size) for size in np.frombuffer(sizes, ">u4", dimensions))
     return Header(number_type=np.dtype(NUMBER_TYPES[code]), shape=shape, length_bytes=length_bytes)
 
 

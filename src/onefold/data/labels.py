@@ -39,14 +39,15 @@ def check_labels(counts: Mapping[str, int], where: str) -> list[str]:
         What to mention before training.
 
     Raises:
-        DataError: two labels differ by spelling alone, or they are measured numbers, or lists of
-            several labels, or mostly occur once.
+        DataError: two labels differ by spelling alone, or one has control characters, or they are
+            measured numbers, or lists of several labels, or mostly occur once.
 
     Example:
         >>> check_labels({"lob": 10, "smash": 12}, "train.tsv")
         []
     """
     refuse_spellings(counts, where)
+    _refuse_controls(counts, where)
     _refuse_lists(counts, where)
     samples = sum(counts.values())
     if len(counts) <= _MANY:
@@ -76,7 +77,8 @@ def check_labels(counts: Mapping[str, int], where: str) -> list[str]:
 
 
 def refuse_spellings(labels: Collection[str], where: str) -> None:
-    """Refuse labels that differ by case, by spaces, or by how Unicode writes the same letters.
+    """Refuse labels that differ by case, by spaces, by letters that nobody sees, or by how Unicode
+    writes the same letters.
 
     Raises:
         DataError: two of them do.
@@ -91,9 +93,20 @@ def refuse_spellings(labels: Collection[str], where: str) -> None:
             )
 
 
+def _refuse_controls(labels: Collection[str], where: str) -> None:
+    """Refuse names that would move the cursor, or break a line, wherever they are shown."""
+    for label in labels:
+        if any(unicodedata.category(letter) == "Cc" for letter in label):
+            raise DataError(
+                f"{where}: expected names of classes in letters, got {label!r} with a character "
+                f"that controls a screen: give it another name{_OTHERWISE}"
+            )
+
+
 def _plain(label: str) -> str:
     folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", label).casefold())
-    return " ".join(folded.split())
+    unseen = {letter for letter in folded if unicodedata.category(letter) == "Cf"}
+    return " ".join(folded.translate({ord(each): None for each in unseen}).split())
 
 
 def _difference(one: str, other: str) -> str:

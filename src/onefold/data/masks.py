@@ -50,8 +50,10 @@ _NOISE = 8
 _COLOUR_NOISE = 48
 """The same for the channels of a colour, which JPEG keeps less well."""
 _LISTED = 6
+_WEIGHT = 8
+"""How many times the memory of a picture a mask takes: it is counted in whole numbers."""
 _LOSSY = frozenset({".jfif", ".jpe", ".jpeg", ".jpg", ".webp"})
-_NUMBERS = re.compile(r"(\d+)(?:-(\d+))?")
+_NUMBERS = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 _COLOUR = re.compile(r"#([0-9a-fA-F]{6})")
 
 
@@ -240,7 +242,7 @@ def _foreground(pixels: _Pixels, rule: MaskRule, counted: _Array) -> _Array:
 
 
 def _pixels(path: Path) -> _Pixels:
-    picture = load_picture(path)
+    picture = load_picture(path, weight=_WEIGHT)
     lossy = path.suffix.lower() in _LOSSY
     if picture.mode == "P":
         return _of_palette(picture)

@@ -1,4 +1,4 @@
-"""Finds samples that are in the training set and in the test set."""
+"""Finds samples that are in the training set and in the test set, or in more than one class."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from onefold.errors import DataError
 
-__all__ = ["check_apart"]
+__all__ = ["check_apart", "check_one_label"]
 
 
 def check_apart(
@@ -57,3 +57,34 @@ def check_apart(
             f"test samples that are not in the training set"
         )
     return [f"{where}: {told}: {example}"]
+
+
+def check_one_label(
+    contents: Sequence[str], labels: Sequence[object], names: Sequence[str], where: str
+) -> list[str]:
+    """What to mention before training of samples that are the same, with different labels.
+
+    Args:
+        contents: of every sample, or a digest of it; empty if not known.
+        labels: of every sample.
+        names: what to call each.
+        where: the data are.
+
+    Example:
+        >>> check_one_label(["1", "2", "1"], ["cat", "dog", "dog"], ["a", "b", "c"], "pets")
+        ['pets: 1 sample is the same as one with another label: c is the same as a']
+    """
+    first: dict[str, tuple[object, str]] = {}
+    torn = []
+    for content, label, name in zip(contents, labels, names, strict=True):
+        before = first.setdefault(content, (label, name))
+        if content and before[0] != label:
+            torn.append((name, before[1]))
+    if not torn:
+        return []
+    told = "1 sample is" if len(torn) == 1 else f"{len(torn):,} samples are"
+    note = (
+        f"{where}: {told} the same as one with another label: {torn[0][0]} is the same as "
+        f"{torn[0][1]}"
+    )
+    return [note]

@@ -11,7 +11,7 @@ from onefold.data.bad import BadFile, readable, refuse
 from onefold.data.classes import held_out, test_folder
 from onefold.data.digest import digest_of
 from onefold.data.masks import MaskLook, MaskRule, look_at_mask
-from onefold.data.overlap import check_apart
+from onefold.data.overlap import check_apart, check_one_label
 from onefold.data.pictures import Look, Sums, look_at, sum_looks, white_of
 from onefold.data.scan import Scanning, Seen, by_one_white, deep_note, pack_scan, scan_files
 from onefold.data.walk import picture_paths
@@ -60,12 +60,8 @@ class MaskedPictures:
     scan: str = ""
     """What was seen of the files, for `onefold.data.scan.read_scan`."""
 
-    @property
-    def digest(self) -> str:
-        """The same for the same pictures, by their names and sums."""
-        names = [[pair.name for pair in split] for split in (self.train, self.test)]
-        void = [self.void] if self.rule.void else []
-        return digest_of(names, self.sums.totals, self.sums.squares, self.foreground, *void)
+    digest: str
+    """The same for the same pictures and masks under the same names, in the same sets."""
 
 
 def read_pairs(
@@ -138,9 +134,11 @@ def _of_looks(
         [readable(look.pair.image.relative_to(directory)) for look in part]
         for part in (train, test)
     ]
-    notes = check_apart(
-        *contents, train_names=names[0], test_names=names[1], where=readable(directory)
-    )
+    where = readable(directory)
+    notes = check_apart(*contents, train_names=names[0], test_names=names[1], where=where)
+    masks = [look.seen[1].content for look in both]
+    notes += check_one_label([*contents[0], *contents[1]], masks, [*names[0], *names[1]], where)
+    samples = [[look.sample(directory) for look in part] for part in (train, test)]
     return MaskedPictures(
         train=[look.pair for look in train],
         test=[look.pair for look in test],
@@ -154,6 +152,7 @@ def _of_looks(
         white=white_of(pictures),
         notes=[*deep_note(pictures), *notes],
         scan=pack_scan(paths, seen, directory),
+        digest=digest_of(*samples, str(rule), size_bytes=16),
     )
 
 
@@ -172,6 +171,11 @@ class _Look:
     def mask(self) -> MaskLook:
         look: MaskLook = self.seen[1].look
         return look
+
+    def sample(self, root: Path) -> list[str]:
+        """Names and contents of both."""
+        names = [str(path.relative_to(root)) for path in (self.pair.image, self.pair.mask)]
+        return [*names, *(each.content for each in self.seen)]
 
 
 def _look_through(

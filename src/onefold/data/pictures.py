@@ -13,6 +13,14 @@ Note: large JPEGs
 -----------------
 The look before training needs no more than size, soundness and mean colours. The decoder can leave
 out the finest detail of a large JPEG, which takes a fraction of the time. Training reads all of it.
+
+Note: what a picture may cost
+-----------------------------
+A file of a few kilobytes may say that it has any number of pixels. What its header says is looked
+at before anything is decoded: no picture may have more than `MOST_PIXELS`, and threads that look
+through many wait for each other where theirs together would have more than `_PIXELS_IN_HAND`. Only
+decoders of the formats in `_FORMATS` are tried, whatever the file is called: others that Pillow
+knows start programs, such as Ghostscript for EPS.
 """
 
 from __future__ import annotations
@@ -32,12 +40,16 @@ import numpy as np
 import torch
 
 from onefold.data.bad import readable
+from onefold.data.files import open_regular
 from onefold.errors import DataError, LaunchError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+    from PIL.ImageFile import ImageFile
+    from PIL.PngImagePlugin import PngInfo
 
 __all__ = [
+    "MOST_PIXELS",
     "ArrayPictures",
     "Look",
     "Mode",
@@ -51,6 +63,7 @@ __all__ = [
     "load_picture",
     "look_at",
     "look_through",
+    "made_here",
     "open_picture",
     "require_pillow",
     "sum_looks",
@@ -68,6 +81,12 @@ _SUFFIXES = frozenset({
     ".tif", ".tiff", ".webp",
 })  # fmt: skip
 """Also of formats that not every Pillow reads: such a file is told, not passed over."""
+_FORMATS = ("PNG", "JPEG", "BMP", "GIF", "PPM", "TIFF", "WEBP", "AVIF", "HEIF")
+"""That are tried, those of `_SUFFIXES`; the last is read where somebody has added it to Pillow."""
+MOST_PIXELS = 1 << 27
+"""Of a picture."""
+_PIXELS_IN_HAND = 1 << 26
+"""That threads decode together, unless a single picture has more."""
 _GREY_MODES = frozenset({"1", "L", "LA"})
 _READERS = 4
 """Threads that look through the pictures: decoding leaves Python to the others."""
@@ -269,17 +288,95 @@ def _pillow_quiet() -> Iterator[None]:
         yield
 
 
-def load_picture(path: Path) -> Image:
+def load_picture(path: Path, *, weight: int = 1) -> Image:
     """Read a picture as its file has it, turned as its note says; for threads of `look_through`.
+
+    Args:
+        path: of the file.
+        weight: as many pictures it counts for while threads look through many.
 
     Raises:
         DataError: it cannot be read; the message names the file.
     """
-    from PIL import Image, ImageOps
+    with _reading(path), _opened(path) as opened:
+        return _loaded(opened, weight)
 
-    with _reading(path), Image.open(path) as opened:
-        opened.load()
-        return ImageOps.exif_transpose(opened)
+
+@contextmanager
+def _opened(path: Path) -> Iterator[ImageFile]:
+    """A picture of which only the header has been read, and that may be decoded.
+
+    Raises:
+        ValueError: it has too many pixels.
+    """
+    from PIL import Image
+
+    with open_regular(path) as file, Image.open(file, formats=_known_formats()) as opened:
+        width, height = opened.size
+        if width * height > MOST_PIXELS:
+            raise ValueError(
+                f"it has {width}x{height} pixels, more than the {MOST_PIXELS:,} that a picture may "
+                f"have: make it smaller, or cut it into several"
+            )
+        yield opened
+
+
+def _known_formats() -> tuple[str, ...]:
+    from PIL import Image
+
+    Image.init()
+    return tuple(name for name in _FORMATS if name in Image.OPEN)
+
+
+def _loaded(opened: ImageFile, weight: int = 1) -> Image:
+    """The pixels, turned as the note says; without a copy where there is nothing to turn."""
+    from PIL import ImageOps
+
+    _in_hand.take(opened.width * opened.height * weight)
+    opened.load()
+    turned = opened.getexif().get(_ORIENTATION, 1) != 1
+    return ImageOps.exif_transpose(opened) if turned else opened
+
+
+class _InHand:
+    """How many pixels the threads of `look_through` decode at the moment.
+
+    A thread that is none of them, or has taken none yet, is not counted.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._pixels: dict[int, int] = {}
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count what this thread takes, until the end."""
+        thread = threading.get_ident()
+        with self._changed:
+            self._pixels[thread] = 0
+        try:
+            yield
+        finally:
+            with self._changed:
+                del self._pixels[thread]
+                self._changed.notify_all()
+
+    def take(self, pixels: int) -> None:
+        """Wait until there is room for so many, or nobody else has any."""
+        thread = threading.get_ident()
+        with self._changed:
+            if thread not in self._pixels:
+                return
+            self._pixels[thread] = 0
+            self._changed.wait_for(lambda: self._fits(pixels))
+            self._pixels[thread] = pixels
+
+    def _fits(self, pixels: int) -> bool:
+        others = sum(self._pixels.values())
+        return not others or others + pixels <= _PIXELS_IN_HAND
+
+
+_in_hand = _InHand()
 
 
 @contextmanager
@@ -294,6 +391,15 @@ def _reading(path: Path) -> Iterator[None]:
         raise DataError(f"{readable(path)}: expected a picture that can be read: {came}") from error
 
 
+def made_here(software: str) -> PngInfo:
+    """What a PNG says of who has made it."""
+    from PIL.PngImagePlugin import PngInfo
+
+    note = PngInfo()
+    note.add_text("Software", software)
+    return note
+
+
 def is_deep(picture: Image) -> bool:
     """Whether a picture has more than 8 bits a pixel."""
     return picture.mode.startswith(("I", "F"))
@@ -303,7 +409,8 @@ def _in_bytes(picture: Image, path: Path, white: int | None) -> Image:
     with _reading(path):
         if is_deep(picture):
             picture = _to_bytes(picture, white)
-        return picture.convert("L" if picture.mode in _GREY_MODES else "RGB")
+        mode = "L" if picture.mode in _GREY_MODES else "RGB"
+        return picture if picture.mode == mode else picture.convert(mode)
 
 
 def _what_came(path: Path, error: Exception) -> str:
@@ -313,9 +420,11 @@ def _what_came(path: Path, error: Exception) -> str:
         return error.strerror
     if not isinstance(error, UnidentifiedImageError):
         return f"{error}" or type(error).__name__
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         start = file.read(16)
-    return f"a file of no known format that begins with {start!r}" if start else "an empty file"
+    if not start:
+        return "an empty file"
+    return f"a file of no known format that begins with {start!r}; known are {', '.join(_FORMATS)}"
 
 
 def _to_bytes(picture: Image, white: int | None) -> Image:
@@ -380,7 +489,8 @@ def look_through(
         for item in group:
             if stopped.is_set():
                 break
-            seen.append(look(item))
+            with _in_hand.counted():
+                seen.append(look(item))
             if watch is not None:
                 with counting:
                     done += 1
@@ -439,17 +549,15 @@ def _load_small(path: Path) -> tuple[Image, tuple[int, int], int]:
     """A picture, with less detail if it is a large JPEG; its whole size; and for how many pixels
     one of these stands.
     """
-    from PIL import Image, ImageOps
-
-    with _reading(path), Image.open(path) as opened:
+    with _reading(path), _opened(path) as opened:
         width, height = opened.size
         if opened.format in ("JPEG", "MPO"):
             opened.draft(None, (_LOOKED_AT, _LOOKED_AT))
         step = round(width / opened.width)
-        opened.load()
+        picture = _loaded(opened)
         if opened.getexif().get(_ORIENTATION) in _TURNED:
             width, height = height, width
-        return ImageOps.exif_transpose(opened), (width, height), step * step
+        return picture, (width, height), step * step
 
 
 def count_levels(

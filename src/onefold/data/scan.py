@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from onefold.data.bad import BadFile, readable
+from onefold.data.files import open_regular, read_whole
 from onefold.data.masks import MaskLook
 from onefold.data.pictures import Look, Watch, look_at, look_through, white_of
 from onefold.errors import DataError
@@ -36,6 +37,8 @@ __all__ = [
 ]
 
 _FORMAT = 1
+_MOST_BYTES = 1 << 29
+"""Of what was kept: more than a million files."""
 _SETTLED_NS = 2_000_000_000
 """A file that changed more recently may change again without another stamp."""
 _KINDS: Mapping[str, type[Look] | type[MaskLook]] = {"picture": Look, "mask": MaskLook}
@@ -166,7 +169,7 @@ def scan_files(
 def read_scan(path: Path) -> Mapping[str, Seen]:
     """What was seen before; nothing if the file is not there, or not whole."""
     try:
-        return unpack_scan(path.read_text(encoding="utf-8"))
+        return unpack_scan(read_whole(path, _MOST_BYTES).decode())
     except (OSError, ValueError):
         return {}  # then the files are read again
 
@@ -193,12 +196,13 @@ def unpack_scan(content: str) -> Mapping[str, Seen]:
     Raises:
         ValueError: it is something else.
     """
-    said = json.loads(content)
+    said = None
     try:
+        said = json.loads(content)
         if said["format"] == _FORMAT:
             return {name: _unpacked(*values) for name, values in said["files"].items()}
         raise ValueError(f"expected format {_FORMAT}, got {said['format']}")
-    except (TypeError, KeyError) as error:
+    except (TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"expected what was seen of files, got {said!r:.40}") from error
 
 
@@ -228,7 +232,7 @@ def _stamp(path: Path) -> tuple[int, ...] | None:
 def _content(path: Path) -> str:
     """Empty if the file cannot be read: whoever looks at it says why."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return hashlib.file_digest(file, _hash).hexdigest()
     except OSError:
         return ""

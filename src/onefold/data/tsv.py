@@ -7,18 +7,23 @@ decision (`onefold.data.bad.refuse`).
 from __future__ import annotations
 
 import codecs
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from io import BufferedReader
 from os import PathLike
 from pathlib import Path
 
 from onefold.data.bad import BadFile
 from onefold.data.digest import digest_of
+from onefold.data.files import open_regular
 from onefold.errors import DataError
 
-__all__ = ["Line", "TextSplits", "read_splits", "read_tsv", "split_lines"]
+__all__ = ["Line", "TextSplits", "decoded", "read_lines", "read_splits", "read_tsv"]
 
 _BOM = b"\xef\xbb\xbf"
+_LONGEST_LINE_BYTES = 1 << 20
+_LONGEST_LABEL = 200
+"""Characters: a name, and no text; as a number, one that Python reads."""
 _SHOWN_CHARACTERS = 40
 _SHOWN_CLASSES = 10
 
@@ -80,10 +85,8 @@ def read_tsv(path: str | PathLike[str]) -> tuple[list[Line], list[BadFile]]:
         "expected a text, a tab and a label, got no tab in 'no label'"
     """
     path = Path(path)
-    whole = path.read_bytes()
-    _refuse_utf16(path, whole)
     lines, bad = [], []
-    for number, content in enumerate(split_lines(whole), start=1):
+    for number, content in enumerate(read_lines(path), start=1):
         try:
             lines.append(_read_line(content, number))
         except ValueError as wrong:
@@ -139,23 +142,53 @@ def _refuse_utf16(path: Path, content: bytes) -> None:
         )
 
 
-def split_lines(content: bytes) -> list[bytes]:
-    """The lines without their ends, and without blank ones after the last."""
-    lines = [line.removesuffix(b"\r") for line in content.removeprefix(_BOM).split(b"\n")]
-    while lines and not lines[-1].strip():
-        lines.pop()
-    return lines
+def read_lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file without their ends, and without blank ones after the last.
+
+    Of a line that is too long for a text, only so much comes that `decoded` refuses it.
+
+    Raises:
+        OSError: the file cannot be read.
+        DataError: it is UTF-16.
+    """
+    blank: list[bytes] = []
+    with open_regular(path) as file:
+        _refuse_utf16(path, file.peek(2)[:2])
+        if file.peek(len(_BOM)).startswith(_BOM):
+            file.read(len(_BOM))
+        while line := file.readline(_LONGEST_LINE_BYTES + 3):
+            if not line.endswith(b"\n"):
+                _skip_rest(file)
+            line = line.removesuffix(b"\n").removesuffix(b"\r")
+            blank.append(line)
+            if line.strip():
+                yield from blank
+                blank.clear()
+
+
+def _skip_rest(file: BufferedReader) -> None:
+    """Go on behind the end of a line of which only the beginning has been read."""
+    rest = file.readline(_LONGEST_LINE_BYTES)
+    while rest and not rest.endswith(b"\n"):
+        rest = file.readline(_LONGEST_LINE_BYTES)
 
 
 def _read_line(content: bytes, number: int) -> Line:
     """A sound line; ValueError says what is wrong with another."""
-    text, label = _cut(_decode(content))
+    text, label = _cut(decoded(content))
     if number == 1 and label.casefold() == "label":
         raise ValueError(f"expected no header, got {_shown(content.decode())}; remove this line")
     return Line(text, label, number)
 
 
-def _decode(content: bytes) -> str:
+def decoded(content: bytes) -> str:
+    """A line of `read_lines` as text.
+
+    Raises:
+        ValueError: it is too long, no UTF-8, or holds a NUL.
+    """
+    if len(content) > _LONGEST_LINE_BYTES:
+        raise ValueError(f"expected a line of at most {_LONGEST_LINE_BYTES:,} bytes, got more")
     try:
         line = content.decode()
     except UnicodeDecodeError as wrong:
@@ -180,6 +213,11 @@ def _cut(line: str) -> tuple[str, str]:
         raise ValueError(f"expected a text before the tab, got nothing in {_shown(line)}")
     if not label:
         raise ValueError(f"expected a label after the tab, got nothing in {_shown(line)}")
+    if len(label) > _LONGEST_LABEL:
+        raise ValueError(
+            f"expected a label of at most {_LONGEST_LABEL} characters, got {len(label):,}: "
+            f"{_shown(label)}"
+        )
     return text, label
 
 

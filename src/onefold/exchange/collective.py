@@ -16,11 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 
 from onefold.errors import OnefoldError, PeerError, PeerFailed, PeerLost, PeerTimeout
 from onefold.exchange.base import LEFT, Board, Exchange, Start, Storage, roomy
-from onefold.exchange.group import break_off, who_left
+from onefold.exchange.group import Joined, break_off, who_left
 from onefold.exchange.spans import Partial, SpanFold, Spanned, SpanTensors
 from onefold.flat import Chunk, FlatTensors, cut_chunks
 from onefold.fold import Published, blocks_of
@@ -31,6 +30,7 @@ __all__ = ["CollectiveExchange"]
 _log = logging.getLogger("onefold")
 _FAILURE_KEY = "onefold/failure"
 _LAST_WORDS_S = 1.0
+_SIGNS = ("gloo", "nccl", "connection", "timed out", "timeout", "socket", "peer")
 
 
 class CollectiveExchange(Exchange):
@@ -40,9 +40,8 @@ class CollectiveExchange(Exchange):
         storage: the sizes.
         start: this process's values; those of the lead become everybody's.
         device: what this process drives.
-        group: a process group whose ranks are the devices' numbers, with a backend for the host and
-            for ``device``.
-        store: of the group; carries word of failures.
+        joined: a process group whose ranks are the devices' numbers, with a backend for the host
+            and for ``device``.
         timeout_s: the limit of the group, for errors.
     """
 
@@ -51,16 +50,17 @@ class CollectiveExchange(Exchange):
         storage: Storage,
         start: Start,
         device: torch.device,
-        group: dist.ProcessGroup,
-        store: Store,
+        joined: Joined,
         timeout_s: float,
     ) -> None:
         self._timeout_s = timeout_s
         self._storage = storage
         self._device = device
-        self._joined: dist.ProcessGroup | None = group
-        self._store = store
-        self._rank = group.rank()
+        self._joined: dist.ProcessGroup | None = joined.group
+        self._store = joined.store
+        self._connections = joined.connections
+        self._watch = joined.watch
+        self._rank = joined.group.rank()
         self._step = 1
         self._spans = [[storage.pieces[i] for i in span] for span in storage.spans]
         self._fold = SpanFold(storage.trained, self._spans[self._rank], storage.shards)
@@ -219,11 +219,15 @@ class CollectiveExchange(Exchange):
 
     def close(self, failure: BaseException | None = None) -> None:
         self._joined = None  # its threads end with the last who holds it, while Python still runs
+        self._watch.close()
         if failure is None:
             return
         break_off()
-        if isinstance(failure, PeerError):
-            return
+        if not isinstance(failure, PeerError):
+            self._tell(failure)
+        self._connections.cut()  # or who waits for us would wait up to the limit
+
+    def _tell(self, failure: BaseException) -> None:
         told = {"device": self._rank, "step": self._step, "kind": type(failure).__name__}
         text = json.dumps({**told, "text": str(failure)[:4000]})
         try:
@@ -266,6 +270,9 @@ class CollectiveExchange(Exchange):
         try:
             yield
         except RuntimeError as error:
+            if not _is_of_connection(error):
+                error.add_note(f"raised in step {self._step}, on device {self._rank}")
+                raise
             raise self._explain(error) from error
 
     def _explain(self, error: RuntimeError) -> PeerError:
@@ -277,6 +284,14 @@ class CollectiveExchange(Exchange):
                 f"{told['kind']}: {told['text']}",
                 device=told["device"],
                 step=told["step"],
+            )
+        if self._watch.stopped is not None:
+            rank = self._watch.stopped
+            return PeerLost(
+                f"device {rank} (process {self._watch.pids[rank]}) is stopped (by SIGSTOP or a "
+                f"debugger) and does not respond; device {self._rank} waits for it in step {step}",
+                device=rank,
+                step=step,
             )
         gone = self._gone()
         if gone:
@@ -311,6 +326,14 @@ class CollectiveExchange(Exchange):
             return json.loads(self._store.get(_FAILURE_KEY))  # type: ignore[no-any-return]
         except RuntimeError:  # nobody said anything, or the store went with the one that is lost
             return None
+
+
+def _is_of_connection(error: RuntimeError) -> bool:
+    """Whether a backend has lost a peer or waited in vain; PyTorch has no type of error for it."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return False
+    text = str(error).lower()
+    return isinstance(error, dist.DistError) or any(sign in text for sign in _SIGNS)
 
 
 class _Operation(NamedTuple):

@@ -3,24 +3,48 @@
 from __future__ import annotations
 
 import atexit
+import json
 import logging
+import os
+import secrets
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from onefold.errors import DisagreementError, PeerTimeout
-from onefold.world import World
+from onefold.errors import DisagreementError, PeerLost, PeerTimeout
+from onefold.exchange.connections import (
+    Connections,
+    PeerWatch,
+    host_identity,
+    noted_connections,
+)
+from onefold.exchange.proof import prove
+from onefold.process import LOOK_S
+from onefold.world import World, current_world, gloo_on_loopback
 
-__all__ = ["agree_on_kind", "break_off", "gather_bytes", "join_group", "who_left"]
+__all__ = [
+    "Joined",
+    "agree_on_kind",
+    "agree_on_name",
+    "break_off",
+    "gather_bytes",
+    "join_group",
+    "tell_end",
+    "watch_for_end",
+    "who_left",
+]
 
 _log = logging.getLogger("onefold")
 _FAREWELL = timedelta(seconds=5)
 _SEEN_KEY = "onefold/seen"
+_POLL_S = 0.005
+_GOODBYE = timedelta(seconds=2)
 
 
 def agree_on_kind(world: World, kind: str, size: int, timeout_s: float) -> None:
@@ -40,16 +64,10 @@ def agree_on_kind(world: World, kind: str, size: int, timeout_s: float) -> None:
     """
     store = _store(world, size, timeout_s)
     store.set(_kind_key(world.rank), kind)
+    limit = time.monotonic() + timeout_s
+    ended = watch_for_end(world, size, timeout_s)
     for rank in range(size):
-        try:
-            store.wait([_kind_key(rank)], timedelta(seconds=timeout_s))
-        except RuntimeError as error:
-            raise PeerTimeout(
-                f"device {rank} did not join within {timeout_s:g} s: every device must run the "
-                f"same script and make its Trainer ({str(error).splitlines()[0]})",
-                device=rank,
-                step=0,
-            ) from error
+        _await(store, _kind_key(rank), rank, limit, timeout_s, ended)
     kinds = [store.get(_kind_key(rank)).decode() for rank in range(size)]
     for rank, other in enumerate(kinds):
         if other != kinds[0]:
@@ -60,10 +78,40 @@ def agree_on_kind(world: World, kind: str, size: int, timeout_s: float) -> None:
             )
 
 
-def join_group(
-    world: World, kind: str, size: int, *, timeout_s: float, trainer: int
-) -> tuple[dist.ProcessGroup, Store]:
-    """A group of all devices of the run for one Trainer, and the store behind it.
+def agree_on_name(world: World, size: int, timeout_s: float, trainer: int) -> str:
+    """A name that the lead has drawn for one Trainer, and that nobody can guess.
+
+    Args:
+        world: of this process.
+        size: how many devices take part.
+        timeout_s: the longest wait for the lead.
+        trainer: counts the trainers of a script, from 0.
+
+    Raises:
+        PeerTimeout: the lead did not come.
+    """
+    store, key = _store(world, size, timeout_s), f"name/{trainer}"
+    if world.rank == 0:
+        store.set(key, secrets.token_hex(16))
+    limit, ended = time.monotonic() + timeout_s, watch_for_end(world, size, timeout_s)
+    _await(store, key, 0, limit, timeout_s, ended)
+    return str(store.get(key).decode())
+
+
+class Joined(NamedTuple):
+    """A group that this process has joined."""
+
+    group: dist.ProcessGroup
+    store: Store
+    """Behind the group; carries word of failures."""
+    connections: Connections
+    """Of the group, on the host."""
+    watch: PeerWatch
+    """Of the peers on this host."""
+
+
+def join_group(world: World, kind: str, size: int, *, timeout_s: float, trainer: int) -> Joined:
+    """A group of all devices of the run for one Trainer, in which all know the run's secret.
 
     A group that the script has made itself is left alone; ours is then made beside it. A later
     Trainer gets another one: that of a Trainer that failed may be waiting for messages for ever.
@@ -74,7 +122,29 @@ def join_group(
         size: how many devices take part; others may have been started and have left.
         timeout_s: the longest that anything waits in the group.
         trainer: counts the trainers of a script, from 0.
+
+    Raises:
+        DisagreementError: a process does not know the secret of the run.
     """
+    if not world.one_host and not world.secret and world.rank == 0 and trainer == 0:
+        _log.warning(
+            "this run goes over several hosts without a secret: whoever reaches them may take "
+            "part in it. Set ONEFOLD_SECRET to the same long random text for every process"
+        )
+    connections = Connections()
+    with noted_connections(connections), gloo_on_loopback(world):
+        group, store = _make_group(world, kind, size, timeout_s, trainer)
+    rank = group.rank()
+    prove(world.proof, rank, lambda word: _gather_alike(group, word))
+    here = host_identity()
+    said = [json.loads(t) for t in gather_bytes(group, json.dumps([here, os.getpid()]).encode())]
+    pids = {r: int(pid) for r, (host, pid) in enumerate(said) if host == here and r != rank}
+    return Joined(group, store, connections, PeerWatch(pids, connections))
+
+
+def _make_group(
+    world: World, kind: str, size: int, timeout_s: float, trainer: int
+) -> tuple[dist.ProcessGroup, Store]:
     backend = "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl"
     limit = timedelta(seconds=timeout_s)
     if dist.is_initialized():
@@ -96,6 +166,7 @@ def join_group(
     )
     _memberships.append(_Membership(store, world.rank, size))
     atexit.register(_leave)
+    os.register_at_fork(after_in_child=break_off)  # a child is not the device
     own = dist.group.WORLD
     if own is None:
         raise RuntimeError("torch.distributed made no process group")
@@ -108,11 +179,16 @@ def gather_bytes(group: dist.ProcessGroup, text: bytes) -> list[bytes]:
     lengths = [torch.empty(1, dtype=torch.int64) for _ in range(size)]
     dist.all_gather(lengths, torch.tensor([len(text)]), group=group)
     longest = max(int(length) for length in lengths)
-    own = torch.frombuffer(bytearray(text.ljust(longest, b"\0")), dtype=torch.uint8)
-    parts = [torch.empty_like(own) for _ in range(size)]
+    parts = _gather_alike(group, text.ljust(longest, b"\0"))
+    return [part[: int(length)] for part, length in zip(parts, lengths, strict=True)]
+
+
+def _gather_alike(group: dist.ProcessGroup, text: bytes) -> list[bytes]:
+    """The same, where all have as many bytes to say."""
+    own = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    parts = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(parts, own, group=group)
-    pairs = zip(parts, lengths, strict=True)
-    return [bytes(part[: int(length)].numpy()) for part, length in pairs]
+    return [bytes(part.numpy()) for part in parts]
 
 
 _stores: dict[tuple[World, int], Store] = {}
@@ -132,21 +208,70 @@ def _kind_key(rank: int) -> str:
 
 
 def _rendezvous(world: World, size: int, limit: timedelta) -> Store:
-    directory = world.run_directory
-    if directory is None:  # PyTorch's launcher has said where in the environment
-        store: Store
-        store, _, _ = next(rendezvous("env://", world.rank, size, timeout=limit))
-        return store
-    if world.rank == 0:
-        lead = TCPStore("127.0.0.1", 0, size, True, limit, wait_for_workers=False)
-        directory.write_port(lead.port)
-        return lead
-    port = directory.read_port(limit.total_seconds())
-    return TCPStore("127.0.0.1", port, size, False, limit)
+    """The store through which the processes find each other.
+
+    On one host it is a file without a name, which the kernel lets nobody open but this user: no
+    port is open, and there is nothing that could be removed or left behind.
+    """
+    if world.store_descriptor >= 0:
+        return FileStore(f"/proc/self/fd/{world.store_descriptor}", size)
+    store: Store  # PyTorch's launcher has said where in the environment
+    store, _, _ = next(rendezvous("env://", world.rank, size, timeout=limit))
+    return store
+
+
+def _await(
+    store: Store,
+    key: str,
+    rank: int,
+    limit: float,
+    timeout_s: float,
+    ended: Callable[[int], bool],
+) -> None:
+    """Wait for what a process is to write into the store."""
+    look = time.monotonic() + LOOK_S
+    while not store.check([key]):
+        now = time.monotonic()
+        if now > limit:
+            raise PeerTimeout(
+                f"device {rank} did not join within {timeout_s:g} s: every device must run the "
+                f"same script and make its Trainer",
+                device=rank,
+                step=0,
+            )
+        if now > look:
+            look = now + LOOK_S
+            if ended(rank) and not store.check([key]):
+                raise PeerLost.before_start(rank)
+        time.sleep(_POLL_S)
+
+
+def watch_for_end(world: World, size: int, timeout_s: float) -> Callable[[int], bool]:
+    """Tells of a device by its number whether its script has come to its end."""
+    if world.progress is not None:
+        return world.progress.has_ended
+    store = _store(world, size, timeout_s)
+    return lambda rank: bool(store.check([_ended_key(rank)]))
+
+
+def tell_end() -> None:
+    """Under PyTorch's launcher: others may wait for a Trainer that this process never makes."""
+    world = current_world()
+    if world.size == 1 or _memberships:
+        return
+    try:
+        store = _store(world, world.size, _GOODBYE.total_seconds())
+        store.set(_ended_key(world.rank), "1")
+    except RuntimeError as error:  # the launcher has gone, and whoever might have waited
+        _log.info("device %d could not say that it ends: %s", world.rank, error)
+
+
+def _ended_key(rank: int) -> str:
+    return f"ended/{rank}"
 
 
 def break_off() -> None:
-    """Do not wait for the others at the end of the program: this process has failed."""
+    """Do not wait for the others at the end of the program, as where this process has failed."""
     atexit.unregister(_leave)
 
 

@@ -18,20 +18,20 @@ import struct
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
 from onefold.errors import DisagreementError, OnefoldError, PeerFailed, PeerLost, PeerTimeout
 from onefold.exchange.base import LEFT
-from onefold.process import stopped_process
+from onefold.process import LOOK_S, Stillness
 
 __all__ = ["Mailbox"]
 
 _ARRIVED, _NOTE, _MORE, _FAILED = b"A", b"N", b"M", b"F"
 _SPIN_S = 60e-6
-_LOOK_S = 0.5
-_STOPPED_LOOKS = 8
+_HELLO = struct.Struct("<q")
+_HELLO_S = 5.0
 _CHUNK_BYTES = 32 * 1024
 _FRAME_BYTES = 64 * 1024
 
@@ -42,24 +42,35 @@ class _Peer:
     socket: socket.socket
     pid: int
     pidfd: int | None
+    stillness: Stillness
     frames: deque[bytes] = field(default_factory=deque)
-    stopped_looks: int = 0
 
 
 class Mailbox:
     """Connects this process with all others of the run on this host.
 
     Args:
-        address: common to all processes of this run, and to no other run of the machine.
+        address: common to all processes of this run, and to no other run of the machine; nobody
+            else should be able to guess it, or he could take it first.
         rank: of this process.
         size: how many processes there are.
         timeout_s: the longest that anything here waits.
+        ended: whether the script of a process has come to its end, so that it will not come.
 
     Raises:
         PeerTimeout: not everybody came in time.
+        PeerLost: somebody will not come.
     """
 
-    def __init__(self, address: str, *, rank: int, size: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        rank: int,
+        size: int,
+        timeout_s: float,
+        ended: Callable[[int], bool] = lambda rank: False,
+    ) -> None:
         self.rank = rank
         self.size = size
         self.timeout_s = timeout_s
@@ -69,7 +80,7 @@ class Mailbox:
         self._peers: dict[int, _Peer] = {}
         self._closed = False
         try:
-            self._connect(address, time.monotonic() + timeout_s)
+            self._connect(address, time.monotonic() + timeout_s, ended)
         except BaseException:
             self.close()
             raise
@@ -199,7 +210,7 @@ class Mailbox:
 
     def _wait_for_news(self, pending: Iterable[_Peer], limit: float) -> None:
         waiting = list(pending)
-        if not self._wait_readable(waiting, _LOOK_S):
+        if not self._wait_readable(waiting, LOOK_S):
             for peer in waiting:
                 self._look_at(peer)
             if time.monotonic() > limit:
@@ -235,8 +246,7 @@ class Mailbox:
         return bool(events)
 
     def _look_at(self, peer: _Peer) -> None:
-        peer.stopped_looks = peer.stopped_looks + 1 if stopped_process(peer.pid) else 0
-        if peer.stopped_looks >= _STOPPED_LOOKS:
+        if peer.stillness.look():
             self._raise_lost(peer, "is stopped (by SIGSTOP or a debugger) and does not respond")
 
     def _raise_lost(self, peer: _Peer, what: str) -> NoReturn:
@@ -272,50 +282,64 @@ class Mailbox:
 
     # Connecting
 
-    def _connect(self, address: str, limit: float) -> None:
+    def _connect(self, address: str, limit: float, ended: Callable[[int], bool]) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind(f"\0{address}.{self.rank}")
             listener.listen(self.size)
             for rank in range(self.rank):
-                self._admit(self._reach(f"\0{address}.{rank}", rank, limit), rank)
-            while len(self._peers) < self.size - 1:
-                listener.settimeout(max(0.01, limit - time.monotonic()))
+                self._admit(self._reach(f"\0{address}.{rank}", rank, limit, ended), rank)
+            while missing := sorted(set(range(self.rank + 1, self.size)) - self._peers.keys()):
+                listener.settimeout(min(LOOK_S, max(0.01, limit - time.monotonic())))
                 try:
                     connection, _ = listener.accept()
                 except TimeoutError:
-                    missing = sorted(set(range(self.size)) - {self.rank} - self._peers.keys())
-                    raise self._nobody(missing) from None
-                if _credentials(connection)[1] != os.getuid():
-                    connection.close()
+                    self._check_coming(missing, limit, ended)
                     continue
-                connection.settimeout(max(0.01, limit - time.monotonic()))
-                (rank,) = struct.unpack("<q", connection.recv(8))
-                self._admit(connection, rank)
+                who = _hello(connection)
+                if who in missing:
+                    self._admit(connection, who)
+                else:
+                    connection.close()
 
-    def _reach(self, name: str, rank: int, limit: float) -> socket.socket:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    def _reach(
+        self, name: str, rank: int, limit: float, ended: Callable[[int], bool]
+    ) -> socket.socket:
+        """Connect to a process of this user that listens under a name, once it does."""
+        look = time.monotonic() + LOOK_S
         while True:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             try:
                 connection.connect(name)
-                connection.send(struct.pack("<q", self.rank))
-                return connection
+                if _credentials(connection)[1] == os.getuid():
+                    connection.send(_HELLO.pack(self.rank))
+                    return connection
             except OSError as error:
                 if error.errno not in (errno.ECONNREFUSED, errno.EAGAIN, errno.ENOENT):
                     connection.close()
                     raise
-            if time.monotonic() > limit:
-                connection.close()
-                raise self._nobody([rank])
+            connection.close()
+            if time.monotonic() > look:
+                look += LOOK_S
+                self._check_coming([rank], limit, ended)
             time.sleep(0.005)
+
+    def _check_coming(
+        self, missing: Sequence[int], limit: float, ended: Callable[[int], bool]
+    ) -> None:
+        for rank in missing:
+            if ended(rank):
+                raise PeerLost.before_start(rank)
+        if time.monotonic() > limit:
+            raise self._nobody(missing)
 
     def _admit(self, connection: socket.socket, rank: int) -> None:
         connection.setblocking(True)
         limit = struct.pack("ll", int(self.timeout_s), int(self.timeout_s % 1 * 1e6))
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         pid, _ = _credentials(connection)
-        self._peers[rank] = _Peer(rank, connection, pid, _open_pidfd(pid))
+        self._peers[rank] = _Peer(rank, connection, pid, _open_pidfd(pid), Stillness(pid))
 
-    def _nobody(self, missing: list[int]) -> PeerTimeout:
+    def _nobody(self, missing: Sequence[int]) -> PeerTimeout:
         return PeerTimeout(
             f"device {', '.join(map(str, missing))} did not join within {self.timeout_s:g} s. "
             f"Every device must run the same script and make its Trainer",
@@ -345,6 +369,18 @@ def _let_go_in_children(mailbox: Mailbox) -> None:
 def _close_all() -> None:
     for mailbox in list(_open_mailboxes):
         mailbox.close()
+
+
+def _hello(connection: socket.socket) -> int | None:
+    """The rank of a process that has connected; None for a stranger, or one who does not say."""
+    if _credentials(connection)[1] != os.getuid():
+        return None
+    connection.settimeout(_HELLO_S)
+    try:
+        (rank,) = _HELLO.unpack(connection.recv(_HELLO.size))
+    except (OSError, struct.error):
+        return None
+    return int(rank)
 
 
 def _credentials(connection: socket.socket) -> tuple[int, int]:

@@ -40,15 +40,16 @@ from onefold.jobs.finetune import (
     best_checkpoint,
     freeze,
     load_body,
+    load_finite,
     new_head,
     parameter_groups,
     require_pretrained,
     reuse_rows,
     run_of,
 )
-from onefold.jobs.options import Augment
+from onefold.jobs.options import MOST_SIDE, Augment, expect
 from onefold.jobs.rates import scaled_rate, usual_rate
-from onefold.jobs.runfolder import RunFolder, read_run
+from onefold.jobs.runfolder import RunFolder, kept_facts, read_run
 from onefold.jobs.training import Task
 from onefold.models.catalog import MODELS, build_model, head_name, head_of, import_timm
 
@@ -91,9 +92,12 @@ class PictureModel:
             DataError: it is no run of this job.
         """
         said = read_run(run, JOB)
-        kept = said["picture_model"]
-        lists = {name: tuple(kept[name]) for name in ("classes", "mean", "std")}
-        return cls(**{**kept, **lists})
+        with kept_facts(run):
+            kept = said["picture_model"]
+            lists = {name: tuple(kept[name]) for name in ("classes", "mean", "std")}
+            made = cls(**{**kept, **lists})
+            expect(8 <= made.image_size <= MOST_SIDE, "image_size", made.image_size, "a side")
+            return made
 
     def build(self, *, small_stem: bool | None = None) -> nn.Module:
         """The model with fresh weights."""
@@ -363,7 +367,7 @@ def _with_weights(options: ClassifyOptions, kind: PictureModel) -> tuple[nn.Modu
     if options.reuse_classes:
         old_classes = _old_classes(options, run)
         old = replace(kind, classes=tuple(old_classes)).build()
-        onefold.load_weights(old, weights, key=options.pretrained_key)
+        load_finite(old, weights, key=options.pretrained_key)
         reuse_rows(model.get_submodule(head), kind.classes, head_of(old), old_classes)
     return model, kind
 

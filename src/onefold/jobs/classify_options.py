@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from onefold.jobs.options import Augment, TrainOptions, expect, option
+from onefold.jobs.options import (
+    MOST_FACTOR,
+    MOST_SIDE,
+    MOST_STEPS,
+    Augment,
+    TrainOptions,
+    expect,
+    option,
+)
 from onefold.models.catalog import MODELS
 
 __all__ = ["ClassifyOptions", "Flip"]
@@ -20,10 +28,16 @@ class ClassifyOptions(TrainOptions):
     """Options of ``onefold train classify``."""
 
     epochs: int | None = option(
-        None, "Times that the training set is read.", shown="10, or 5 with --pretrained"
+        None,
+        "Times that the training set is read.",
+        shown="10, or 5 with --pretrained",
+        most=MOST_STEPS,
     )
     lr: float | None = option(
-        None, "Learning rate.", shown="0.05 with sgd, else 0.001; a fifth with --pretrained"
+        None,
+        "Learning rate.",
+        shown="0.05 with sgd, else 0.001; a fifth with --pretrained",
+        most=MOST_FACTOR,
     )
     model: str | None = option(
         None,
@@ -33,7 +47,10 @@ class ClassifyOptions(TrainOptions):
     cache: str = option("~/.cache/onefold", "Where mnist and fashion-mnist are fetched to.")
     holdout: float = option(0.1, "Share of each class to test with, where there is no test set.")
     image_size: int | None = option(
-        None, "Side of the square that pictures are brought to, in pixels.", shown="by the data"
+        None,
+        "Side of the square that pictures are brought to, in pixels.",
+        shown="by the data",
+        most=MOST_SIDE,
     )
     stem: Stem = option(
         "auto", "Beginning of a ResNet: for small pictures (up to 64 pixels) or large ones."

@@ -22,6 +22,7 @@ from onefold.jobs.digits_report import (
     Epoch,
     Run,
     draw_curves,
+    require_new,
     results_table,
     verdict,
 )
@@ -177,11 +178,13 @@ def demo(output: Path, devices: str = "auto", epochs: int = EPOCHS) -> int:
 
     Raises:
         LaunchError: the packages of the extra ``[demo]`` are not installed.
-        ValueError: ``epochs`` is less than 1.
+        ValueError: ``epochs`` is less than 1, or the picture would replace one that is not of the
+            demo.
     """
     require("sklearn", "matplotlib")
     if epochs < 1:
         raise ValueError(f"expected 1 epoch or more, got {epochs}")
+    require_new(picture_in(output))
     console = Console()
     console.print(
         f"Training a residual network on handwritten digits for {counted(epochs, 'epoch')}: "
@@ -192,6 +195,11 @@ def demo(output: Path, devices: str = "auto", epochs: int = EPOCHS) -> int:
     return report(console, first, second, output)
 
 
+def picture_in(output: Path) -> Path:
+    """The file of the learning curves."""
+    return output if output.suffix == ".png" else output / "digits.png"
+
+
 def report(console: Console, first: Run, second: Run, output: Path) -> int:
     """Show the two runs; the exit code of the demo."""
     console.print(results_table([first, second]))
@@ -199,7 +207,7 @@ def report(console: Console, first: Run, second: Run, output: Path) -> int:
         console.print("Only one device was found, so the second run repeats the first.")
     same, sentence = verdict(first, second)
     console.print(sentence, style="bold green" if same else "bold red", soft_wrap=True)
-    picture = output if output.suffix == ".png" else output / "digits.png"
+    picture = picture_in(output)
     draw_curves([first, second], picture)
     console.print(f"The learning curves are in {picture}", soft_wrap=True)
     return 0 if same else 1

@@ -12,7 +12,13 @@ from statistics import median
 
 from rich.table import Table
 
-__all__ = ["Epoch", "Run", "draw_curves", "results_table", "verdict"]
+from onefold.data.files import require_ours
+from onefold.ownfiles import aside_of
+
+__all__ = ["Epoch", "Run", "draw_curves", "require_new", "results_table", "verdict"]
+
+_SOFTWARE = "onefold demo"
+"""In the PNG, as what made it."""
 
 CURVE_STYLES = (
     {"linewidth": 6, "alpha": 0.3, "marker": "o", "markersize": 9},
@@ -129,4 +135,19 @@ def draw_curves(runs: Sequence[Run], path: Path) -> None:
         axes.grid(alpha=0.3)
         axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    require_new(path)
+    with aside_of(path) as file:
+        figure.savefig(file, format="png", dpi=150, metadata={"Software": _SOFTWARE})
+
+
+def require_new(path: Path) -> None:
+    """Refuse to write over a picture that is none of the demo.
+
+    Raises:
+        ValueError: there is one.
+    """
+    require_ours(
+        path,
+        lambda head: _SOFTWARE.encode() in head,
+        f"--output {path}: expected a new file, or the curves of before",
+    )

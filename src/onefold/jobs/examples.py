@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from onefold.ownfiles import aside_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -90,9 +93,12 @@ def confusion_matrix(truth: torch.Tensor, predicted: torch.Tensor, classes: int)
 
 def save_picture(picture: Image, folder: Path, name: object) -> str:
     """Write a picture small enough for a report; its path from the run's folder."""
+    if folder.is_symlink():
+        raise NotADirectoryError(errno.ENOTDIR, "a link, and no folder of the run", str(folder))
     folder.mkdir(exist_ok=True)
     small = picture.copy()
     small.thumbnail((_LARGEST, _LARGEST))
     path = folder / f"{name}.png"
-    small.save(path)
+    with aside_of(path) as file:
+        small.save(file, format="PNG")
     return f"{folder.name}/{path.name}"

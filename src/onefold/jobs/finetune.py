@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -13,9 +13,14 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import onefold
-from onefold.errors import CheckpointError, LaunchError
+from onefold.checkpoint.finite import first_not_finite, names_with_nan
+from onefold.checkpoint.folder import readable_records
+from onefold.checkpoint.jsonvalue import from_json
+from onefold.errors import CheckpointError, DataError, LaunchError
 from onefold.jobs.options import TrainOptions
 from onefold.jobs.runfolder import CHECKPOINTS, read_run
+from onefold.weights.file import check_weights
+from onefold.weights.load import Loaded
 
 __all__ = [
     "best_checkpoint",
@@ -24,6 +29,7 @@ __all__ = [
     "lacking_names",
     "listed",
     "load_body",
+    "load_finite",
     "new_head",
     "parameter_groups",
     "require_pretrained",
@@ -35,6 +41,8 @@ Head = str | tuple[str, ...]
 """Names of the parts that make the last layer, mostly one."""
 
 _TOLD = 5
+_SHOWN = 80
+_CHECKPOINT = re.compile(rf"{CHECKPOINTS}/step-[0-9]{{8,}}")
 _WRAPPERS = ("module", "_orig_mod")
 """Words that DataParallel and torch.compile put into names."""
 
@@ -57,20 +65,27 @@ def best_checkpoint(run: Path) -> Path:
         DataError: it is not the folder of a run.
         CheckpointError: the run has not come to the end of an epoch, or the folder is gone.
     """
-    best = read_run(run).get("best")
+    said = read_run(run)
+    best = said.get("best")
     if not best:
         raise CheckpointError(
             f"{run} has not come to the end of an epoch yet, so it has no best weights; what it "
             f"has saved is in {run / CHECKPOINTS}"
         )
-    folder = run / str(best["checkpoint"])
+    named = best.get("checkpoint") if isinstance(best, dict) else best
+    if not (isinstance(named, str) and _CHECKPOINT.fullmatch(named)):
+        raise DataError(
+            f"{run / 'run.json'}: expected the best checkpoint to be one of the run, such as "
+            f"{CHECKPOINTS}/step-00000100, got {str(named)[:_SHOWN]!r}"
+        )
+    folder = run / named
     if folder.is_dir():
         return folder
     # The run was killed after a better checkpoint had taken its place, and before it said so.
     scored = _scored_checkpoints(run / CHECKPOINTS, str(best.get("score")))
     if not scored:
         raise CheckpointError(f"{folder}: expected the run's best weights there, found nothing")
-    highest = str(read_run(run).get("score", "highest")).startswith("highest")
+    highest = str(said.get("score", "highest")).startswith("highest")
     return max(scored)[1] if highest else min(scored)[1]
 
 
@@ -91,12 +106,14 @@ def require_pretrained(
     run = run_of(pretrained)
     if run is not None:
         read_run(run, job)
-        best_checkpoint(run)
+        check_weights(best_checkpoint(run))
     elif pretrained and not Path(pretrained).exists():
         raise CheckpointError(
             f"--pretrained {pretrained}: expected a file of weights, or the folder of a run; there "
             f"is nothing of that name"
         )
+    elif pretrained:
+        check_weights(Path(pretrained))
     if pretrained_classes and not Path(pretrained_classes).is_file():
         raise CheckpointError(
             f"--pretrained-classes {pretrained_classes}: expected a file of class names, one a "
@@ -107,11 +124,31 @@ def require_pretrained(
 def _scored_checkpoints(folder: Path, score: str) -> list[tuple[float, Path]]:
     """The checkpoints that were saved with a score."""
     found = []
-    for file in sorted(folder.glob("step-*/run.json")):
-        scores = json.loads(file.read_text(encoding="utf-8")).get("scores", {})
-        if isinstance(scores.get(score), float | int):
-            found.append((float(scores[score]), file.parent))
+    for path, record in sorted(readable_records(folder).items()):
+        value = from_json(record["scores"]).get(score)
+        if value is not None:
+            found.append((float(value), path))
     return found
+
+
+def load_finite(
+    model: nn.Module, weights: Path, *, key: str | None = None, strict: bool = True
+) -> Loaded:
+    """`onefold.load_weights`, and a look at what came: NaN and infinities are of no use.
+
+    Raises:
+        CheckpointError: it does not fit, is damaged, or is not finite.
+    """
+    loaded = onefold.load_weights(model, weights, key=key, strict=strict)
+    parameters = dict(model.named_parameters())
+    spoilt = first_not_finite(parameters.values(), parameters)
+    spoilt = spoilt or min(names_with_nan(dict(model.named_buffers())), default=None)
+    if spoilt is not None:
+        raise CheckpointError(
+            f"{weights}: {spoilt} has values that are NaN or infinite: expected finite ones. The "
+            f"run that saved them went wrong before; use an earlier checkpoint of it"
+        )
+    return loaded
 
 
 def load_body(
@@ -132,7 +169,7 @@ def load_body(
     for make in build:
         model = make()
         try:
-            loaded = onefold.load_weights(model, weights, key=key, strict=False)
+            loaded = load_finite(model, weights, key=key, strict=False)
         except CheckpointError as error:
             reasons.append(str(error))
             continue

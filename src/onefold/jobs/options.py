@@ -18,6 +18,9 @@ from typing import Any, Literal, TypeVar
 
 import tomli_w
 
+from onefold.data.files import read_whole
+from onefold.plainfile import write_whole
+
 __all__ = [
     "RUN_OPTIONS",
     "Augment",
@@ -38,18 +41,33 @@ Schedule = Literal["constant", "step", "cosine"]
 ScaleRate = Literal["none", "linear", "sqrt"]
 Augment = Literal["auto", "none", "shift", "crop"]
 
+MOST_STEPS = 10**9
+"""Of what goes on in time: epochs, and steps between two checkpoints."""
+MOST_SAMPLES = 10**9
+"""Of a batch."""
+MOST_SHARDS = 10**6
+MOST_WORKERS = 1024
+MOST_FACTOR = 10**6
+"""Of a rate, and what multiplies one."""
+MOST_SIDE = 1 << 14
+"""Of a picture, in pixels."""
+_MOST_CONFIG_BYTES = 1 << 20
+_SHOWN_DIGITS = 30
+
 _Options = TypeVar("_Options", bound="TrainOptions")
 
 
-def option(default: Any, help: str, *, shown: str | None = None) -> Any:
+def option(default: Any, help: str, *, shown: str | None = None, most: float | None = None) -> Any:
     """A field of options.
 
     Args:
         default: its value where nobody gave one.
         help: one line.
         shown: how the default is told; as it is if None.
+        most: the largest number that it takes.
     """
-    return dataclasses.field(default=default, metadata={"help": help, "shown": shown})
+    told = {"help": help, "shown": shown, "most": most}
+    return dataclasses.field(default=default, metadata=told)
 
 
 def expect(condition: bool, name: str, value: object, expected: str) -> None:
@@ -72,31 +90,48 @@ class TrainOptions:
     runs: str = option("runs", "Folder of all runs.")
     resume: bool = option(False, "Go on with the run of this name from its last checkpoint.")
     devices: str = option("auto", "N, auto, cpu:N, or a list of GPUs such as cuda:1,cuda:3.")
-    shards: int = option(8, "Parts of every batch: the most devices that may share one.")
-    batch_size: int = option(64, "Samples of a batch, over all devices.")
-    epochs: int | None = option(None, "Times that the training set is read.", shown="10")
-    lr: float | None = option(None, "Learning rate.", shown="0.05 with sgd, else 0.001")
+    shards: int = option(
+        8, "Parts of every batch: the most devices that may share one.", most=MOST_SHARDS
+    )
+    batch_size: int = option(64, "Samples of a batch, over all devices.", most=MOST_SAMPLES)
+    epochs: int | None = option(
+        None, "Times that the training set is read.", shown="10", most=MOST_STEPS
+    )
+    lr: float | None = option(
+        None, "Learning rate.", shown="0.05 with sgd, else 0.001", most=MOST_FACTOR
+    )
     optimizer: Optimizer = option("sgd", "How the parameters are updated.")
     momentum: float = option(0.9, "Of sgd.")
-    weight_decay: float = option(5e-4, "Pull of the parameters towards zero.")
+    weight_decay: float = option(5e-4, "Pull of the parameters towards zero.", most=MOST_FACTOR)
     clip_norm: float | None = option(
-        None, "Scale larger gradients down to this norm.", shown="no limit"
+        None, "Scale larger gradients down to this norm.", shown="no limit", most=1e20
     )
     schedule: Schedule = option("cosine", "How the learning rate goes on after the warm-up.")
-    warmup_epochs: float = option(0.5, "Epochs in which the learning rate rises to its full value.")
+    warmup_epochs: float = option(
+        0.5, "Epochs in which the learning rate rises to its full value.", most=MOST_STEPS
+    )
     decay_epochs: int | None = option(
-        None, "With --schedule step: epochs from one decay to the next.", shown="a third of all"
+        None,
+        "With --schedule step: epochs from one decay to the next.",
+        shown="a third of all",
+        most=MOST_STEPS,
     )
     decay: float = option(0.1, "With --schedule step: what the learning rate is multiplied by.")
     scale_lr: ScaleRate = option(
         "none", "Scale the learning rate with batch size / base batch size, or its square root."
     )
-    base_batch_size: int = option(256, "With --scale-lr: the batch size that --lr is meant for.")
+    base_batch_size: int = option(
+        256, "With --scale-lr: the batch size that --lr is meant for.", most=MOST_SAMPLES
+    )
     seed: int = option(0, "Of first weights, order, augmentation and dropout.")
-    workers: int = option(0, "Processes that read ahead, for each device.")
-    save_every: int = option(200, "Steps from one checkpoint to the next within an epoch.")
+    workers: int = option(0, "Processes that read ahead, for each device.", most=MOST_WORKERS)
+    save_every: int = option(
+        200, "Steps from one checkpoint to the next within an epoch.", most=MOST_STEPS
+    )
     skip_bad: bool = option(False, "Leave out files and lines that cannot be used, and say so.")
-    head_lr_scale: float = option(1.0, "How much faster the model's last layer learns.")
+    head_lr_scale: float = option(
+        1.0, "How much faster the model's last layer learns.", most=MOST_FACTOR
+    )
     freeze: tuple[str, ...] = option(
         (),
         "Parts of the model that keep their values, such as layer1 or layer2.0.",
@@ -111,6 +146,9 @@ class TrainOptions:
             value = getattr(self, field.name)
             finite = not isinstance(value, float) or math.isfinite(value)
             expect(finite, field.name, value, "a finite number")
+            most = field.metadata["most"]
+            small = value is None or most is None or value <= most
+            expect(small, field.name, _short(value), f"{most:,} or less" if most else "")
         for name in ("shards", "batch_size", "base_batch_size", "save_every"):
             expect(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
         for name in ("epochs", "decay_epochs"):
@@ -176,13 +214,26 @@ def _typed(name: str, value: Any, hint: Any, source: str) -> Any:
             if isinstance(value, list | tuple) and all(isinstance(part, str) for part in value):
                 return tuple(value)
         elif choice is float and isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value)
+            return _as_float(name, value, source)
         elif choice is types.NoneType and value is None:
             return None
         elif isinstance(choice, type) and type(value) is choice:
             return value
     expected = " or ".join(_told(choice) for choice in choices if choice is not types.NoneType)
     raise ValueError(f"{source}: {name}: expected {expected}, got {value!r}")
+
+
+def _as_float(name: str, value: float, source: str) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{source}: {name}: expected a number, got one without end") from None
+
+
+def _short(value: object) -> str:
+    """A number as it can be shown: of many digits the first."""
+    text = str(value)
+    return text if len(text) <= _SHOWN_DIGITS else f"{text[:_SHOWN_DIGITS]}..."
 
 
 def _parts(hint: Any) -> tuple[Any, ...]:
@@ -211,9 +262,12 @@ def read_config(path: Path, job: str) -> dict[str, Any]:
         FileNotFoundError: there is no such file.
         ValueError: it is not TOML, or of another job.
     """
+    content = read_whole(path, _MOST_CONFIG_BYTES)
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        values = tomllib.loads(content.decode())
+    except RecursionError:
+        raise ValueError(f"{path}: expected a TOML file, got lists without end") from None
+    except ValueError as error:
         raise ValueError(f"{path}: expected a TOML file: {error}") from error
     found = values.pop("job", job)
     if found != job:
@@ -224,7 +278,7 @@ def read_config(path: Path, job: str) -> dict[str, Any]:
 def write_config(options: TrainOptions, job: str, path: Path) -> None:
     """Write what `read_config` reads; options without a value are left out."""
     values = {"job": job, **given_options(options, ("resume",))}
-    path.write_text(tomli_w.dumps(values), encoding="utf-8")
+    write_whole(path, tomli_w.dumps(values).encode())
 
 
 def given_options(options: TrainOptions, without: Collection[str]) -> dict[str, Any]:

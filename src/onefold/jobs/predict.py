@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,21 +18,40 @@ from torch.utils.data import Dataset
 import onefold
 from onefold.data.augment import LabelledPictures, Normalise
 from onefold.data.bad import BadFile, refuse
-from onefold.data.pictures import PictureFiles, open_picture, require_pillow
+from onefold.data.files import require_ours
+from onefold.data.pictures import PictureFiles, made_here, open_picture, require_pillow
 from onefold.data.scan import Scanning, scan_pictures
-from onefold.data.tsv import split_lines
+from onefold.data.tsv import decoded, read_lines
 from onefold.data.walk import picture_paths
-from onefold.errors import CheckpointError, DataError
+from onefold.errors import CheckpointError, DataError, OnefoldError
 from onefold.jobs import classify, segment, text
-from onefold.jobs.finetune import best_checkpoint
+from onefold.jobs.finetune import best_checkpoint, load_finite
+from onefold.jobs.options import MOST_SAMPLES, MOST_WORKERS
 from onefold.jobs.progress import ReadingBar
-from onefold.jobs.runfolder import CHECKPOINTS, read_run, require_writable
+from onefold.jobs.runfolder import CHECKPOINTS, kept_facts, read_run, require_writable
 from onefold.jobs.segment_pictures import Padded, whole_logits
 from onefold.jobs.tokens import EncodedTexts
+from onefold.ownfiles import aside_of
+from onefold.plainfile import write_whole
+from onefold.weights.file import check_weights
 
 __all__ = ["Format", "PredictOptions", "Prediction", "predict_run", "write_prediction"]
 
+_FORMULAS = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")
+"""With these a cell begins that a spreadsheet computes; the last are the wide ones of Asia."""
+_NUMBER = re.compile(r"[-+]?[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
+_QUOTED = ',;"\t\r\n'
+_BEGINNINGS = (
+    b"file,class,confidence", b"file,line,text,class,confidence", b"file,mask,share",
+    b'[\n {\n  "file": ', b"[]",
+)  # fmt: skip
+"""Of files of predictions."""
+_MASK_NOTE = "onefold predict"
+"""In a PNG of a mask, as the software that made it."""
+
 Format = Literal["csv", "json"]
+
+_STEP = re.compile(r"step-([0-9]{8,})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +76,16 @@ class PredictOptions:
     """Leave out what cannot be read."""
 
     def __post_init__(self) -> None:
-        for name, least in (("top", 1), ("batch_size", 1), ("workers", 0)):
+        for name, least, most in (
+            ("top", 1, MOST_SAMPLES),
+            ("batch_size", 1, MOST_SAMPLES),
+            ("workers", 0, MOST_WORKERS),
+        ):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"--{name.replace('_', '-')} {value}: expected {least} or more")
+            if value is not None and value > most:
+                raise ValueError(f"--{name.replace('_', '-')} {value}: expected {most:,} or less")
 
     @property
     def chosen_format(self) -> Format:
@@ -103,13 +127,14 @@ def predict_run(run: Path, paths: Sequence[Path], options: PredictOptions) -> Pr
 
     Raises:
         DataError: it is no run, a path is not there, or a file cannot be read.
-        CheckpointError: the run has no weights yet.
+        CheckpointError: the run has no weights yet, or they are damaged or not finite.
         ValueError: an option does not suit the run.
     """
     job = str(read_run(run).get("job"))
     if job not in _PREDICTORS:
         raise DataError(f"{run}: expected a run of {', '.join(_PREDICTORS)}, got {job}")
     weights = best_checkpoint(run) if options.weights == "best" else _last_checkpoint(run)
+    check_weights(weights)
     _check_output(job, options.output)
     inputs = _read(job, paths)
     if not options.skip_bad:
@@ -117,19 +142,25 @@ def predict_run(run: Path, paths: Sequence[Path], options: PredictOptions) -> Pr
     if not inputs.paths:
         raise DataError(f"{', '.join(map(str, paths))}: expected something to look at, found none")
     _check_inputs_stay(job, inputs, options.output)
-    rows: list[dict[str, Any]] = onefold.launch(
+    rows: list[dict[str, Any]] | OnefoldError = onefold.launch(
         _predict, devices=options.devices, args=(job, run, weights, inputs, options)
     )
+    if isinstance(rows, OnefoldError):
+        raise rows
     return Prediction(rows, inputs.left_out)
 
 
 def _last_checkpoint(run: Path) -> Path:
     """The folder of a run's newest weights."""
-    files = (run / CHECKPOINTS).glob("step-*/model.safetensors")
-    folders = [file.parent for file in files if file.parent.name[len("step-") :].isdecimal()]
-    if not folders:
+    steps = map(_STEP.fullmatch, os.listdir(run / CHECKPOINTS) if _has_checkpoints(run) else ())
+    names = {int(step[1]): step[0] for step in steps if step is not None}
+    if not names:
         raise CheckpointError(f"{run / CHECKPOINTS}: expected the run's checkpoints, found none")
-    return max(folders, key=lambda folder: int(folder.name.removeprefix("step-")))
+    return run / CHECKPOINTS / names[max(names)]
+
+
+def _has_checkpoints(run: Path) -> bool:
+    return (run / CHECKPOINTS).is_dir()
 
 
 def write_prediction(
@@ -145,12 +176,10 @@ def write_prediction(
     if prediction.rows and "mask" in prediction.rows[0]:
         path = path / f"masks.{options.chosen_format}"
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.new")
+    _require_predictions(path)
     # Names of files may be no UTF-8: CSV takes their bytes as they are, JSON cannot.
-    aside.write_bytes(
-        content.encode(errors="backslashreplace" if json_wanted else "surrogateescape")
-    )
-    os.replace(aside, path)
+    encoded = content.encode(errors="backslashreplace" if json_wanted else "surrogateescape")
+    write_whole(path, encoded, sync=False)
     return path
 
 
@@ -161,11 +190,24 @@ def _as_json(rows: list[dict[str, Any]]) -> str:
 def _as_csv(rows: list[dict[str, Any]]) -> str:
     """One line a sample; further classes have columns of their own."""
     flat = [_flat(row) for row in rows]
-    file = io.StringIO()
-    writer = csv.DictWriter(file, list(flat[0]) if flat else [], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(flat)
-    return file.getvalue()
+    lines = [list(flat[0]) if flat else [], *(list(row.values()) for row in flat)]
+    return "".join(",".join(_cell(value) for value in line) + "\n" for line in lines)
+
+
+def _cell(value: object) -> str:
+    """A value as a cell that no spreadsheet takes for a formula: such texts get an apostrophe.
+
+    Numbers stay numbers. What a spreadsheet might take for the end of a cell is quoted.
+
+    Source: OWASP, CSV Injection.
+    """
+    text = str(value)
+    formula = isinstance(value, str) and text.startswith(_FORMULAS) and not _NUMBER.fullmatch(text)
+    if formula:
+        text = f"'{text}"
+    if formula or any(letter in text for letter in _QUOTED):
+        return '"' + text.replace('"', '""') + '"'
+    return text
 
 
 def _flat(row: dict[str, Any]) -> dict[str, Any]:
@@ -212,11 +254,11 @@ def _read_texts(paths: Sequence[Path]) -> _Inputs:
         if not path.is_file():
             came = "a folder" if path.is_dir() else "nothing there"
             raise DataError(f"{path}: expected a file with one text a line, got {came}")
-        for number, content in enumerate(split_lines(path.read_bytes()), start=1):
+        for number, content in enumerate(read_lines(path), start=1):
             try:
-                line = content.decode().partition("\t")[0]
-            except UnicodeDecodeError:
-                inputs.left_out.append(BadFile(path, "expected UTF-8", number))
+                line = decoded(content).partition("\t")[0]
+            except ValueError as wrong:
+                inputs.left_out.append(BadFile(path, str(wrong), number))
                 continue
             if not line.strip():
                 inputs.left_out.append(BadFile(path, "expected a text, got none", number))
@@ -239,23 +281,60 @@ def _check_output(job: str, output: Path | None) -> None:
         raise ValueError("expected --output with a folder for the masks")
     elif output.exists() and not output.is_dir():
         raise ValueError(f"--output {output}: expected a folder for the masks, this is a file")
-    if output is not None:
-        folder = output if job == segment.JOB else output.parent
-        require_writable(folder, "--output names another one")
+    if output is None:
+        return
+    if job == segment.JOB:
+        require_writable(output, "--output names another one")
+    else:
+        require_writable(output.parent, "--output names another one")
 
 
 def _check_inputs_stay(job: str, inputs: _Inputs, output: Path | None) -> None:
-    """Refuse to write over what is read."""
+    """Refuse to write over what is read, or what somebody else has made."""
     if output is None:
         return
     if job == segment.JOB:
         _check_masks(inputs)
-        written = {(output / _mask_name(name)).resolve() for name in inputs.names}
+        masks = [output / _mask_name(name) for name in inputs.names]
+        written = {mask.resolve() for mask in masks}
     else:
         written = {output.resolve()}
     for path in inputs.paths:
         if path.resolve() in written:
             raise ValueError(f"--output {output}: expected another place, {path} would be lost")
+    if job == segment.JOB:
+        for mask in masks:
+            _require_mask(mask, output)
+        for each in ("csv", "json"):
+            _require_predictions(output / f"masks.{each}")
+    else:
+        _require_predictions(output)
+
+
+def _require_predictions(path: Path) -> None:
+    """Refuse to write over what are no predictions."""
+    require_ours(
+        path,
+        lambda head: head.startswith(_BEGINNINGS),
+        f"--output {path}: expected a new file, or predictions of before",
+    )
+
+
+def _require_mask(path: Path, folder: Path) -> None:
+    """Refuse to write over what is no mask, or where a link leads."""
+    for above in path.parents:
+        if above == folder:
+            break
+        if above.is_symlink():
+            raise ValueError(
+                f"--output {folder}: expected folders of its own, {above} is a link: remove it, or "
+                f"name another folder"
+            )
+    require_ours(
+        path,
+        lambda head: _MASK_NOTE.encode() in head,
+        f"--output {folder}: expected new masks, or masks of before",
+    )
 
 
 def _check_masks(inputs: _Inputs) -> None:
@@ -275,19 +354,23 @@ def _mask_name(name: str) -> str:
 
 def _predict(
     job: str, run: Path, weights: Path, inputs: _Inputs, options: PredictOptions
-) -> list[dict[str, Any]]:
-    """On every device."""
-    return _PREDICTORS[job](run, weights, inputs, options)
+) -> list[dict[str, Any]] | OnefoldError:
+    """On every device; weights of no use come back alike from all, and are no traceback."""
+    try:
+        return _PREDICTORS[job](run, weights, inputs, options)
+    except (CheckpointError, DataError) as error:
+        return error
 
 
 def _trainer(model: nn.Module, run: Path, weights: Path) -> onefold.Trainer:
     """A trainer that holds a model and never makes a step."""
-    onefold.load_weights(model, weights)
+    load_finite(model, weights)
     *others, last = model.parameters()
     for parameter in others:
         parameter.requires_grad_(False)  # or there would be room for their gradients
     optimizer = torch.optim.SGD([last], lr=0.0)
-    shards = int(read_run(run)["shards"])
+    with kept_facts(run):
+        shards = int(read_run(run)["shards"])
     return onefold.Trainer(model, optimizer, _no_loss, shards=shards)
 
 
@@ -389,9 +472,8 @@ def _predict_masks(
             path = folder / _mask_name(inputs.names[number])
             path.parent.mkdir(parents=True, exist_ok=True)
             drawn = Image.fromarray(np.where(pixels.numpy(), 255, 0).astype(np.uint8))
-            aside = path.with_name(f".{path.name}.new")
-            drawn.save(aside, format="PNG")
-            os.replace(aside, path)
+            with aside_of(path) as file:
+                drawn.save(file, format="PNG", pnginfo=made_here(_MASK_NOTE))
             shares.append(pixels.to(torch.float64).mean())
         return {"share": torch.stack(shares)}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib.util
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import onefold
+from onefold.data.bad import visible
 from onefold.data.scan import Scanning, read_scan
 from onefold.errors import (
     CheckpointError,
@@ -20,6 +22,7 @@ from onefold.errors import (
     PeerLost,
     RunFailed,
 )
+from onefold.interrupt import STOP_SIGNALS, Stopped
 from onefold.jobs.options import (
     RUN_OPTIONS,
     TrainOptions,
@@ -37,12 +40,16 @@ from onefold.jobs.runfolder import (
     require_room,
 )
 from onefold.jobs.training import Task, begin_training
+from onefold.rundir import STOPPED_CODE
 
 __all__ = ["Job", "read_options", "run_job"]
 
 _MAY_CHANGE = RUN_OPTIONS | {"cache", "dev", "labels_as_is"}
 """The same, with options of single jobs: where data lie, and what is refused of them."""
-_INTERRUPTED = 130
+_GRACE_S = 60.0
+"""How long a run may take to save itself when it is asked to stop."""
+_STOPPED = frozenset({STOPPED_CODE, *(128 + number for number in STOP_SIGNALS)})
+"""Exit codes of a run that somebody has stopped."""
 _REFUSED = 2
 _OUTER = frozenset({
     errno.EACCES, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno.EPERM, errno.EROFS,
@@ -119,19 +126,20 @@ def run_job(job: Job, options: TrainOptions) -> dict[str, Any]:
     job.check_early(options)
     data = _read_data(job, options)
     for each in [*(f"left out: {bad}" for bad in data.left_out), *data.notes, *_without_report()]:
-        print(f"onefold: {each}", file=sys.stderr)
+        print(f"onefold: {visible(each)}", file=sys.stderr)
     _check_same_data(options, before, data.digest)
     settled = job.settle(options, data)
     try:
         result: dict[str, Any] | Exception = onefold.launch(
-            _train, devices=options.devices, args=(job, settled, data)
+            _train, devices=options.devices, args=(job, settled, data), grace_s=_GRACE_S
         )
     except RunFailed as failure:
-        if failure.exit_code != _INTERRUPTED:
+        if failure.exit_code not in _STOPPED:
             raise
+        where = "there" if failure.exit_code == STOPPED_CODE else "its last checkpoint"
         raise RunFailed(
             f"{failure}: onefold train {job.name} --runs {options.runs} --name {options.name} "
-            f"--resume goes on from its last checkpoint",
+            f"--resume goes on from {where}",
             failure.exit_code,
         ) from None
     if isinstance(result, OSError):
@@ -154,9 +162,10 @@ def _read_data(job: Job, options: TrainOptions) -> Any:
     try:
         with ReadingBar() as bar:
             return job.prepare(options, Scanning(known=known, watch=bar.watch))
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
+        number = stop.number if isinstance(stop, Stopped) else signal.SIGINT
         stopped = "stopped while the data were read, before anything was trained or written"
-        raise RunFailed(stopped, _INTERRUPTED) from None
+        raise RunFailed(stopped, 128 + number) from None
 
 
 def _without_report() -> list[str]:
@@ -187,6 +196,12 @@ def _check_unfinished(options: TrainOptions, before: dict[str, Any]) -> None:
 
 def _check_same_data(options: TrainOptions, before: dict[str, Any], digest: str) -> None:
     then = before.get("data", digest)
+    if isinstance(then, str) and len(then) < len(digest):
+        raise DataError(
+            f"{options.data}: the run {options.name} was begun by a onefold that noted less of its "
+            f"data, so nobody can tell whether these are the same. A new --name begins another "
+            f"run; --pretrained {options.folder} begins it with these weights"
+        )
     if then != digest:
         raise DataError(
             f"{options.data}: expected the data that the run {options.name} was begun with, these "

@@ -9,18 +9,21 @@ shows, ``report.html`` the report. Only the lead writes.
 
 from __future__ import annotations
 
-import fcntl
 import importlib.util
 import json
+import logging
 import math
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from onefold.errors import DataError, LaunchError
+from onefold.errors import DataError, LaunchError, OnefoldError
 from onefold.jobs.options import TrainOptions, write_config
+from onefold.jobs.runlock import open_lock
+from onefold.plainfile import open_plain, parse_json, read_plain, write_whole
 
 __all__ = [
     "CHECKPOINTS",
@@ -29,6 +32,7 @@ __all__ = [
     "SCAN",
     "RunFolder",
     "check_folder",
+    "kept_facts",
     "next_name",
     "read_run",
     "require_room",
@@ -40,6 +44,12 @@ CONFIG = "config.toml"
 RUN = "run.json"
 SCAN = "scan.json"
 LOCK = ".lock"
+MOST_JSON_BYTES = 1 << 26
+"""Of ``run.json``."""
+
+_log = logging.getLogger("onefold")
+_TRIED_BYTES = 4096
+_LINE_BYTES = 1 << 20
 
 
 def next_name(runs: Path, job: str) -> str:
@@ -77,7 +87,8 @@ def require_writable(folder: Path, otherwise: str) -> None:
     """
     nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     try:
-        tempfile.TemporaryFile(dir=nearest).close()
+        with tempfile.TemporaryFile(dir=nearest) as file:
+            file.write(bytes(_TRIED_BYTES))
     except OSError as error:
         raise LaunchError(
             f"{folder}: expected a folder that can be written to, got {error.strerror} in "
@@ -95,23 +106,12 @@ def require_room(folder: Path) -> None:
         LaunchError: no file can be made there, or another process is at work in it.
     """
     require_writable(folder, "--runs names another one")
+    require_writable(folder / CHECKPOINTS, "mend it, or give this run another --name")
     try:
-        lock = os.open(folder / LOCK, os.O_RDONLY)
+        lock = open_lock(folder / LOCK, make=False)
     except FileNotFoundError:
         return
-    try:
-        fcntl.lockf(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: others may look as well
-    except OSError as error:
-        raise _held(folder, error) from error
-    finally:
-        os.close(lock)
-
-
-def _held(folder: Path, error: OSError) -> LaunchError:
-    return LaunchError(
-        f"{folder}: another process is at work in this folder ({error.strerror}); wait for its "
-        f"end, or give this run another --name"
-    )
+    os.close(lock)
 
 
 def check_folder_is_free(folder: Path) -> None:
@@ -137,15 +137,36 @@ def read_run(folder: Path, job: str | None = None) -> dict[str, Any]:
         DataError: the folder is not that of a run, or of another job's, or the file is damaged.
     """
     path = folder / RUN
-    if not path.is_file():
-        raise DataError(f"{folder}: expected the folder of a run, with run.json in it")
     try:
-        said: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        said = parse_json(read_plain(path).decode())
+    except (FileNotFoundError, NotADirectoryError):
+        raise DataError(f"{folder}: expected the folder of a run, with run.json in it") from None
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from error
     except ValueError as error:
         raise DataError(f"{path}: expected JSON: {error}") from error
+    if not isinstance(said, dict):
+        raise DataError(f"{path}: expected facts by name, got a {type(said).__name__}")
     if job is not None and said.get("job") != job:
         raise DataError(f"{folder}: expected a run of onefold train {job}, got {said.get('job')}")
     return said
+
+
+@contextmanager
+def kept_facts(folder: Path) -> Iterator[None]:
+    """What is missing in ``run.json``, or of another kind, becomes one error that names it.
+
+    Raises:
+        DataError: something is.
+    """
+    try:
+        yield
+    except OnefoldError:
+        raise
+    except (AttributeError, LookupError, OSError, OverflowError, TypeError, ValueError) as error:
+        raise DataError(
+            f"{folder / RUN}: expected what the run has kept of its model, got {error!r}"
+        ) from error
 
 
 class RunFolder:
@@ -171,7 +192,7 @@ class RunFolder:
         self._lock()
         check_folder_is_free(self.path)
         for name, content in files.items():
-            _write_whole(self.path / name, content)
+            write_whole(self.path / name, content.encode())
         self._write_config(options, job)
 
     def go_on(self, options: TrainOptions, job: str, *, steps: int, epochs: int) -> None:
@@ -191,7 +212,8 @@ class RunFolder:
             for line in self.lines()
             if (line["epoch"] < epochs if line["kind"] == "epoch" else line["step"] <= steps)
         ]
-        _write_whole(self._metrics, "".join(json.dumps(line) + "\n" for line in lines))
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        write_whole(self._metrics, text.encode())
         if (self.path / RUN).is_file():  # or the run was stopped before it said anything
             self._said = read_run(self.path)
         self._write_config(options, job)
@@ -205,11 +227,7 @@ class RunFolder:
 
     def _lock(self) -> None:
         """Keep other processes from this run while it lasts; a process that ends lets go of it."""
-        self._locked = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            fcntl.lockf(self._locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise _held(self.path, error) from error
+        self._locked = open_lock(self.path / LOCK, make=True)
 
     def close(self) -> None:
         """Bring all events to the disk, and let others go on with the run."""
@@ -224,34 +242,46 @@ class RunFolder:
         """Note in ``run.json`` what is known now."""
         if self._is_lead:
             self._said.update(facts)
-            _write_whole(self.path / RUN, json.dumps(_finite(self._said), indent=1))
+            write_whole(self.path / RUN, json.dumps(_finite(self._said), indent=1).encode())
 
     def add(self, line: dict[str, Any]) -> None:
         """Add a line to the metrics, and the same to the events."""
         if not self._is_lead:
             return
-        with self._metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(_finite(line)) + "\n")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        with os.fdopen(os.open(self._metrics, flags, 0o666), "ab") as file:
+            file.write(json.dumps(_finite(line)).encode() + b"\n")
         if self._events is not None:
             for name, value in _scalars(line):
                 self._events.add_scalar(name, value, line["step"])
 
     def lines(self) -> list[dict[str, Any]]:
-        """The metrics so far; a last line that was cut off is left out."""
-        if not self._metrics.is_file():
+        """The metrics so far; what was cut off or damaged is left out, with a warning."""
+        try:
+            file = open_plain(self._metrics)
+        except FileNotFoundError:
             return []
-        whole = self._metrics.read_text(encoding="utf-8").rpartition("\n")[0]
-        return [json.loads(line) for line in whole.splitlines()]
+        found, damaged = [], 0
+        with file:
+            while line := file.readline(_LINE_BYTES):
+                record = _read_line(line)
+                if record is not None:
+                    found.append(record)
+                elif line.endswith(b"\n"):  # else the run was stopped while it wrote this
+                    damaged += 1
+        if damaged:
+            _log.warning("%s: %d damaged lines were left out", self._metrics, damaged)
+        return found
 
     def keep_scan(self, scan: str) -> None:
         """Note what was seen of the data's files."""
         if self._is_lead and scan:
-            _write_whole(self.path / SCAN, scan)
+            write_whole(self.path / SCAN, scan.encode())
 
     def write_examples(self, examples: dict[str, Any]) -> None:
         """Note what the report shows of the model at work."""
         if self._is_lead:
-            _write_whole(self.path / "examples.json", json.dumps(_finite(examples)))
+            write_whole(self.path / "examples.json", json.dumps(_finite(examples)).encode())
 
     @property
     def pictures(self) -> Path:
@@ -268,18 +298,19 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     def _write_config(self, options: TrainOptions, job: str) -> None:
-        aside = self.path / f".{CONFIG}.new"
-        write_config(options, job, aside)
-        os.replace(aside, self.path / CONFIG)
+        write_config(options, job, self.path / CONFIG)
 
 
-def _write_whole(path: Path, content: str) -> None:
-    aside = path.with_name(f".{path.name}.new")
-    with aside.open("w", encoding="utf-8") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
+def _read_line(line: bytes) -> dict[str, Any] | None:
+    """A line of the metrics; None if it is none that `RunFolder.add` has written."""
+    try:
+        record = parse_json(line)
+    except ValueError:
+        return None
+    if not isinstance(record, dict) or not line.endswith(b"\n"):
+        return None
+    whole = all(type(record.get(name)) is int for name in ("epoch", "step"))
+    return record if whole and record.get("kind") in ("epoch", "steps") else None
 
 
 def _finite(value: Any) -> Any:

@@ -27,12 +27,13 @@ from onefold.jobs.finetune import (
     is_run,
     lacking_names,
     listed,
+    load_finite,
     parameter_groups,
     require_pretrained,
     run_of,
 )
 from onefold.jobs.rates import scaled_rate, usual_rate
-from onefold.jobs.runfolder import RunFolder, read_run
+from onefold.jobs.runfolder import RunFolder, kept_facts, read_run
 from onefold.jobs.segment_options import SegmentOptions
 from onefold.jobs.segment_pictures import (
     LARGEST_CROP,
@@ -146,8 +147,9 @@ class MaskModel:
             DataError: it is no run of this job.
         """
         said = read_run(run, JOB)
-        kept = said["mask_model"]
-        return cls(**{**kept, "mean": tuple(kept["mean"]), "std": tuple(kept["std"])})
+        with kept_facts(run):
+            kept = said["mask_model"]
+            return cls(**{**kept, "mean": tuple(kept["mean"]), "std": tuple(kept["std"])})
 
     def build(self) -> UNet:
         """The model with fresh weights."""
@@ -275,9 +277,9 @@ def _mask_model(options: SegmentOptions, data: MaskedPictures) -> MaskModel:
 def _load(model: UNet, path: Path, key: str | None) -> None:
     """Weights for the whole model from a run of this job, or for the encoder from a file."""
     if is_run(path):
-        onefold.load_weights(model, best_checkpoint(path))
+        load_finite(model, best_checkpoint(path))
         return
-    loaded = onefold.load_weights(model.encoder, path, key=key, strict=False)
+    loaded = load_finite(model.encoder, path, key=key, strict=False)
     lacking = lacking_names(loaded.missing, HEAD)
     if lacking:
         raise CheckpointError(

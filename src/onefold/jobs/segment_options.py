@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
 from onefold.data.masks import MaskRule
-from onefold.jobs.options import Optimizer, TrainOptions, expect, option
+from onefold.jobs.options import (
+    MOST_FACTOR,
+    MOST_SAMPLES,
+    MOST_SHARDS,
+    MOST_SIDE,
+    MOST_STEPS,
+    Optimizer,
+    TrainOptions,
+    expect,
+    option,
+)
 
 __all__ = ["SegmentOptions"]
 
@@ -20,15 +29,24 @@ Normalisation = Literal["auto", "imagenet", "data", "none"]
 class SegmentOptions(TrainOptions):
     """Options of ``onefold train segment``."""
 
-    shards: int = option(4, "Parts of every batch: the most devices that may share one.")
-    batch_size: int = option(8, "Pictures of a batch, over all devices.")
-    epochs: int | None = option(
-        None, "Times that the training set is read.", shown="40, or 20 with --pretrained"
+    shards: int = option(
+        4, "Parts of every batch: the most devices that may share one.", most=MOST_SHARDS
     )
-    lr: float | None = option(None, "Learning rate.", shown="0.001, or 0.0002 with --pretrained")
+    batch_size: int = option(8, "Pictures of a batch, over all devices.", most=MOST_SAMPLES)
+    epochs: int | None = option(
+        None,
+        "Times that the training set is read.",
+        shown="40, or 20 with --pretrained",
+        most=MOST_STEPS,
+    )
+    lr: float | None = option(
+        None, "Learning rate.", shown="0.001, or 0.0002 with --pretrained", most=MOST_FACTOR
+    )
     optimizer: Optimizer = option("adamw", "How the parameters are updated.")
-    weight_decay: float = option(0.01, "Pull of the parameters towards zero.")
-    warmup_epochs: float = option(1.0, "Epochs in which the learning rate rises to its full value.")
+    weight_decay: float = option(0.01, "Pull of the parameters towards zero.", most=MOST_FACTOR)
+    warmup_epochs: float = option(
+        1.0, "Epochs in which the learning rate rises to its full value.", most=MOST_STEPS
+    )
     encoder: Encoder | None = option(
         None,
         "The half of the U-Net that looks at the picture.",
@@ -38,10 +56,14 @@ class SegmentOptions(TrainOptions):
         None,
         "Channels of its first layer; published weights need 64.",
         shown="64, or that of the pretrained run",
+        most=4096,
     )
     holdout: float = option(0.1, "Share to test with, where there is no test set.")
     crop: int | None = option(
-        None, "Side of the squares that are cut out for training.", shown="256, or what there is"
+        None,
+        "Side of the squares that are cut out for training.",
+        shown="256, or what there is",
+        most=MOST_SIDE,
     )
     flip: Switch = option("yes", "Mirror every second picture and its mask.")
     turns: Switch = option("no", "Turn by 0, 90, 180 or 270 degrees: where no side is up.")
@@ -60,7 +82,7 @@ class SegmentOptions(TrainOptions):
         shown="none",
     )
     threshold: float = option(0.5, "Probability from which a pixel is in the predicted mask.")
-    evaluation_batch_size: int = option(8, "Whole pictures of a batch in tests.")
+    evaluation_batch_size: int = option(8, "Whole pictures of a batch in tests.", most=MOST_SAMPLES)
     normalise: Normalisation = option(
         "auto", "By the numbers of ImageNet or of the data; auto: as pretrained weights want it."
     )
@@ -84,7 +106,12 @@ class SegmentOptions(TrainOptions):
         expect(crop is None or crop >= 32, "crop", crop, "32 or more")
         expect(many >= 1, "evaluation_batch_size", many, "1 or more")
         known = self.pos_weight == "auto" or _is_positive(self.pos_weight)
-        expect(known, "pos_weight", self.pos_weight, "auto, or a number above 0")
+        expect(
+            known,
+            "pos_weight",
+            self.pos_weight,
+            "auto, or a number above 0 and at most a million",
+        )
         MaskRule(self.foreground, self.void)  # refuses what it cannot read
         if self.pretrained is None:
             expect(not self.pretrained_key, "pretrained_key", "", "with --pretrained")
@@ -97,6 +124,6 @@ class SegmentOptions(TrainOptions):
 
 def _is_positive(text: str) -> bool:
     try:
-        return 0 < float(text) < math.inf
+        return 0 < float(text) <= MOST_FACTOR
     except ValueError:
         return False

@@ -16,16 +16,24 @@ from torch import nn
 import onefold
 from onefold.data.bad import readable, refuse
 from onefold.data.classes import untested
+from onefold.data.files import read_whole
 from onefold.data.labels import check_labels
-from onefold.data.overlap import check_apart
+from onefold.data.overlap import check_apart, check_one_label
 from onefold.data.scan import Scanning
 from onefold.data.tsv import Line, TextSplits, read_splits
 from onefold.errors import CheckpointError, DataError
 from onefold.jobs.examples import classifier_examples
 from onefold.jobs.finetune import freeze, parameter_groups
-from onefold.jobs.options import Optimizer, TrainOptions, expect, option
+from onefold.jobs.options import (
+    MOST_FACTOR,
+    MOST_STEPS,
+    Optimizer,
+    TrainOptions,
+    expect,
+    option,
+)
 from onefold.jobs.rates import scaled_rate
-from onefold.jobs.runfolder import read_run
+from onefold.jobs.runfolder import kept_facts, read_run
 from onefold.jobs.text_models import (
     build_classifier,
     build_from_config,
@@ -51,31 +59,42 @@ EVALUATION_BATCH_SIZE = 256
 CONFIG_FILE = "model_config.json"
 TOKENIZER_FILE = "tokenizer.json"
 SHOWN_CHARACTERS = 400
+_MOST_FILE_BYTES = 1 << 28
+"""Of what a run keeps of its model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextOptions(TrainOptions):
     """Options of ``onefold train text``."""
 
-    lr: float | None = option(None, "Learning rate.", shown="0.0005, or 0.00003 for --model DIR")
+    lr: float | None = option(
+        None, "Learning rate.", shown="0.0005, or 0.00003 for --model DIR", most=MOST_FACTOR
+    )
     epochs: int | None = option(
-        None, "Times that the training set is read.", shown="10, or 3 for --model DIR"
+        None,
+        "Times that the training set is read.",
+        shown="10, or 3 for --model DIR",
+        most=MOST_STEPS,
     )
     optimizer: Optimizer = option("adamw", "How the parameters are updated.")
-    weight_decay: float = option(0.01, "Pull of the parameters towards zero.")
-    clip_norm: float | None = option(1.0, "Scale larger gradients down to this norm.")
+    weight_decay: float = option(0.01, "Pull of the parameters towards zero.", most=MOST_FACTOR)
+    clip_norm: float | None = option(1.0, "Scale larger gradients down to this norm.", most=1e20)
     dev: str | None = option(
         None, "TSV file to score on, if --data is a file.", shown="dev.tsv in the folder"
     )
     model: str = option(
         TINY, "tiny, made from the options below, or a folder with a pretrained model."
     )
-    vocabulary: int = option(4000, "Tokens that the tokenizer learns from the training texts.")
-    width: int = option(128, "Size of the tiny model's embeddings.")
-    layers: int = option(2, "Of the tiny model.")
-    heads: int = option(4, "Attention heads in each layer of the tiny model.")
+    vocabulary: int = option(
+        4000, "Tokens that the tokenizer learns from the training texts.", most=10**7
+    )
+    width: int = option(128, "Size of the tiny model's embeddings.", most=1 << 16)
+    layers: int = option(2, "Of the tiny model.", most=1000)
+    heads: int = option(4, "Attention heads in each layer of the tiny model.", most=1 << 16)
     dropout: float = option(0.2, "Of the tiny model.")
-    max_length: int = option(128, "Tokens of a text at most; what is beyond is cut off.")
+    max_length: int = option(
+        128, "Tokens of a text at most; what is beyond is cut off.", most=1 << 20
+    )
     token_dropout: float = option(
         0.15, "Share of tokens hidden in training, anew at every reading."
     )
@@ -152,6 +171,14 @@ def prepare(options: TextOptions, scanning: Scanning | None = None) -> TextSplit
         test_names=[f"line {line.line_number}" for line in splits.dev],
         where=readable(dev),
     )
+    lines = [*splits.train, *splits.dev]
+    parts = [train] * len(splits.train) + [dev] * len(splits.dev)
+    notes += check_one_label(
+        [line.text for line in lines],
+        [line.label for line in lines],
+        [f"line {n.line_number} of {readable(part)}" for n, part in zip(lines, parts, strict=True)],
+        readable(path),
+    )
     return replace(splits, notes=notes)
 
 
@@ -183,11 +210,13 @@ class TextModel:
             DataError: it is no run of this job.
         """
         said = read_run(run, JOB)
-        return cls(
-            tokenizer=(run / TOKENIZER_FILE).read_text(encoding="utf-8"),
-            classes=tuple(said["classes"]),
-            **said["text_model"],
-        )
+        with kept_facts(run):
+            return cls(
+                tokenizer=_read_file(run / TOKENIZER_FILE),
+                classes=tuple(map(str, said["classes"])),
+                max_length=int(said["text_model"]["max_length"]),
+                pad_id=int(said["text_model"]["pad_id"]),
+            )
 
     def encode(self, texts: Sequence[str]) -> list[torch.Tensor]:
         """Token ids of each text, (t,) int64."""
@@ -264,7 +293,14 @@ def make_task(options: TextOptions, data: TextSplits) -> Task:
 
 def build_of_run(run: Path) -> nn.Module:
     """A run's model with fresh weights."""
-    return build_from_config((run / CONFIG_FILE).read_text(encoding="utf-8"))
+    try:
+        return build_from_config(_read_file(run / CONFIG_FILE))
+    except (CheckpointError, ValueError) as error:
+        raise CheckpointError(f"{run / CONFIG_FILE}: {error}") from error
+
+
+def _read_file(path: Path) -> str:
+    return read_whole(path, _MOST_FILE_BYTES).decode()
 
 
 def logits(model: nn.Module, batch: Any) -> torch.Tensor:

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from onefold.data.files import read_json, read_whole
 from onefold.errors import CheckpointError
 from onefold.jobs.tokens import END_ID, PAD_ID, START_ID, require
+from onefold.weights.file import read_weights
 
 __all__ = ["build_classifier", "build_from_config", "head_parts", "load_pretrained"]
 
@@ -24,6 +26,12 @@ _WEIGHTS = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
+"""In the order in which they are looked for."""
+_CODE = ("attn_implementation", "experts_implementation")
+"""How names end of what may say where code comes from."""
+_INDEX = ".index.json"
+_MOST_CONFIG_BYTES = 1 << 24
+_MOST_TOKENIZER_BYTES = 1 << 28
 _TOKENIZERS = ("tokenizer.json", "vocab.json", "vocab.txt")
 
 
@@ -103,14 +111,38 @@ def build_from_config(config: str) -> nn.Module:
 
     Raises:
         LaunchError: ``transformers`` is not installed.
+        CheckpointError: it describes no model, or one that needs code from elsewhere.
     """
     require("transformers")
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
-    values = json.loads(config)
-    described = AutoConfig.for_model(values.pop("model_type"), **values)
-    model: nn.Module = AutoModelForSequenceClassification.from_config(described)
+    try:
+        values = json.loads(config)
+        _refuse_kernels(values)
+        with _quiet():
+            described = AutoConfig.for_model(values.pop("model_type"), **values)
+            model: nn.Module = AutoModelForSequenceClassification.from_config(
+                described, trust_remote_code=False
+            )
+    except Exception as failure:  # of many kinds: the values are read by another library
+        raise CheckpointError(
+            f"expected the description of a model that transformers can build, got "
+            f"{type(failure).__name__}: {failure}"
+        ) from failure
     return model
+
+
+def _refuse_kernels(value: object, name: str = "") -> None:
+    """Refuse a description that has code fetched from elsewhere: an attention named OWNER/NAME.
+
+    Raises:
+        ValueError: it does.
+    """
+    if isinstance(value, dict):
+        for key, part in value.items():
+            _refuse_kernels(part, name if name.endswith(_CODE) else str(key))
+    elif isinstance(value, str) and name.endswith(_CODE) and "/" in value:
+        raise ValueError(f"{name} {value!r} names code that would be fetched and run")
 
 
 def load_pretrained(directory: str | PathLike[str], num_classes: int) -> tuple[nn.Module, str]:
@@ -158,12 +190,21 @@ def _check_files(directory: Path) -> None:
 
 def _load_model(directory: Path, num_classes: int) -> tuple[Any, dict[str, Any]]:
     """The model, and which of its weights were not in the folder or did not fit."""
-    from transformers import AutoModelForSequenceClassification
+    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoConfig
 
-    model, told = AutoModelForSequenceClassification.from_pretrained(
+    _refuse_kernels(read_json(directory / "config.json", _MOST_CONFIG_BYTES))
+    config = AutoConfig.from_pretrained(
         directory,
         num_labels=num_classes,
         problem_type="single_label_classification",
+        local_files_only=True,
+        trust_remote_code=False,
+    )
+    # With the weights as tensors: of a folder, the library would also read pickles and adapters.
+    model, told = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)].from_pretrained(
+        None,
+        config=config,
+        state_dict=_read_state(directory),
         dtype=torch.float32,
         local_files_only=True,
         trust_remote_code=False,
@@ -173,6 +214,30 @@ def _load_model(directory: Path, num_classes: int) -> tuple[Any, dict[str, Any]]
     return model, told
 
 
+def _read_state(directory: Path) -> dict[str, torch.Tensor]:
+    """The weights of a folder, from one file or several, without running any code of them."""
+    name = next(name for name in _WEIGHTS if (directory / name).is_file())
+    if not name.endswith(_INDEX):
+        return _tensors(directory / name)
+    index = read_json(directory / name, _MOST_CONFIG_BYTES)
+    parts = sorted(set(index["weight_map"].values()))
+    state: dict[str, torch.Tensor] = {}
+    for part in parts:
+        if Path(part).name != part:
+            raise ValueError(f"{name} names {part!r}, which is no file beside it")
+        state.update(_tensors(directory / part))
+    return state
+
+
+def _tensors(path: Path) -> dict[str, torch.Tensor]:
+    content = read_weights(path)
+    return {
+        name: value
+        for name, value in content.items()
+        if isinstance(name, str) and isinstance(value, torch.Tensor)
+    }
+
+
 def _load_tokenizer(directory: Path) -> tuple[str, int]:
     """The tokenizer as JSON, made from older files if need be, and how many tokens it has."""
     from tokenizers import Tokenizer
@@ -180,7 +245,7 @@ def _load_tokenizer(directory: Path) -> tuple[str, int]:
 
     whole = directory / "tokenizer.json"
     if whole.is_file():
-        tokenizer = Tokenizer.from_file(str(whole))
+        tokenizer = Tokenizer.from_str(read_whole(whole, _MOST_TOKENIZER_BYTES).decode())
     else:
         tokenizer = AutoTokenizer.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False

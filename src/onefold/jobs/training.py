@@ -22,6 +22,7 @@ from onefold.jobs.options import TrainOptions
 from onefold.jobs.progress import TrainingBar, counted, epoch_line
 from onefold.jobs.rates import make_optimizer, rate_factor
 from onefold.jobs.runfolder import RunFolder
+from onefold.rundir import STOPPED_CODE
 
 __all__ = ["Task", "Training", "begin_training", "train"]
 
@@ -245,6 +246,7 @@ class Training:
         Raises:
             LaunchError: nothing has been trained, as the run cannot be written.
             OSError: something could not be written later, such as for want of room.
+            SystemExit: the launcher asked the run to stop, and it has been saved.
         """
         self._begin()
         try:
@@ -376,9 +378,12 @@ class Training:
             if step.number % every == 0:
                 where = {"kind": "steps", "epoch": epoch, "step": step.number}
                 self._folder.add({**where, **meter.take_line()})
-            if step.number % self._options.save_every == 0:
+            stop = self._trainer.asked_to_stop
+            if stop or step.number % self._options.save_every == 0:
                 extra = self._extra(self._epochs_done, meter.saved())
-                self._trainer.save(self._folder.checkpoints, keep=_KEPT, wait=False, extra=extra)
+                self._trainer.save(self._folder.checkpoints, keep=_KEPT, wait=stop, extra=extra)
+            if stop:
+                raise SystemExit(STOPPED_CODE)
         meter.look()
 
     def _evaluate(self, epoch: int, meter: _Meter, bar: TrainingBar) -> None:

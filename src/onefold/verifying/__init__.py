@@ -172,5 +172,5 @@ class Verifying:
         return replace(batch, shards=payloads), whole
 
     def _path(self, what: str) -> Path:
-        run = Path(self._world.directory).name
-        return Path(self._world.probe) / f"{run}-{self._team.trainer}-{what}.jsonl"
+        name = f"{self._world.probe_run}-{self._team.trainer}-{what}.jsonl"
+        return Path(self._world.probe) / name

@@ -1,6 +1,7 @@
 """Reads the tensors of a file that anybody may have written, without running any code of it.
 
-It knows nothing of models: what fits where is `onefold.weights.load`.
+It knows nothing of models: what fits where is `onefold.weights.load`. What belongs to a checkpoint
+is read only where every byte of that is as it was written.
 """
 
 from __future__ import annotations
@@ -16,10 +17,14 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from onefold.checkpoint.folder import is_checkpoint, open_checkpoint
+from onefold.checkpoint.record import TENSOR_FILES
 from onefold.errors import CheckpointError
+from onefold.plainfile import open_plain
 
-__all__ = ["keys_of_states", "read_weights", "state_under"]
+__all__ = ["check_weights", "keys_of_states", "read_weights", "state_under"]
 
+_MODEL = "model.safetensors"
 _ZIP = b"PK\x03\x04"
 _LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # what torch.save wrote before PyTorch 1.6
 _PICKLE = b"\x80"
@@ -34,15 +39,12 @@ def read_weights(path: Path) -> Mapping[Any, object]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        CheckpointError: it is of another kind, broken, or cannot be read without running code.
+        CheckpointError: it is of another kind, broken, or cannot be read without running code; or
+            the checkpoint that it belongs to is damaged.
     """
-    file = path / "model.safetensors" if path.is_dir() else path
-    if path.is_dir() and not file.exists():
-        raise CheckpointError(
-            f"{path} is a folder without model.safetensors: expected a file of weights, or the "
-            f"folder of one checkpoint, such as {path / 'step-00000100'}"
-        )
-    with file.open("rb") as stream:
+    check_weights(path)
+    file = path / _MODEL if path.is_dir() else path
+    with open_plain(file, follow=True) as stream:
         head = stream.read(_HEAD_BYTES)
     if head.startswith(_ZIP):
         _check_zip(file)
@@ -59,6 +61,25 @@ def read_weights(path: Path) -> Mapping[Any, object]:
         else f"{file} is no file of weights: expected safetensors or what torch.save writes, and "
         f"it begins with {head!r}. A download that failed leaves such files"
     )
+
+
+def check_weights(path: Path) -> None:
+    """Refuse what is no place of weights, and a checkpoint of which a byte is not as written.
+
+    Raises:
+        CheckpointError: it is one.
+    """
+    folder = path if path.is_dir() else path.parent
+    if (path.is_dir() or path.name in TENSOR_FILES) and is_checkpoint(folder):
+        stored = open_checkpoint(folder)
+        wanted = _MODEL if path.is_dir() else path.name
+        if path.exists() and stored.path(wanted) is None:
+            raise CheckpointError(f"{folder} is a checkpoint without {wanted}")
+    elif path.is_dir() and not (path / _MODEL).exists():
+        raise CheckpointError(
+            f"{path} is a folder without {_MODEL}: expected a file of weights, or the folder of "
+            f"one checkpoint, such as {path / 'step-00000100'}"
+        )
 
 
 def state_under(content: Mapping[Any, object], key: str | None, path: Path) -> Mapping[str, object]:

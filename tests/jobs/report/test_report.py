@@ -11,6 +11,8 @@ from typer.testing import CliRunner
 from onefold.cli.main import app
 from onefold.errors import DataError, LaunchError
 from onefold.jobs.report import build_report
+from onefold.jobs.report.markup import page
+from onefold.jobs.report.page import write_page
 from onefold.jobs.report.words import NOTHING
 from tests.jobs.report import runs
 from tests.jobs.report.pages import Page, check_accessible, check_stands_alone
@@ -62,6 +64,24 @@ def test_the_page_of_one_run_can_be_written_elsewhere(tmp_path: Path) -> None:
     assert build_report(folder, output) == output
     assert not (folder / "report.html").exists()
     assert output.read_text() == build_report(folder).read_text()
+
+
+@pytest.mark.parametrize("kind", ["a file", "a link"])
+def test_a_page_is_not_written_over_files_of_others(tmp_path: Path, kind: str) -> None:
+    theirs, output = tmp_path / "theirs.html", tmp_path / "page.html"
+    theirs.write_text("<!doctype html><title>theirs</title>")
+    if kind == "a file":
+        theirs.rename(output)
+        theirs = output
+    else:
+        output.symlink_to(theirs)
+    with pytest.raises(ValueError, match="expected a new file, or a page of onefold"):
+        write_page(output, page("ours"))
+    assert "theirs" in theirs.read_text()
+    output.unlink()
+    write_page(output, page("before"))
+    write_page(output, page("ours"))
+    assert "ours" in output.read_text()
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -6,7 +6,6 @@ counted; what is not there yet is empty. Numbers that were not finite are NaN.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import tomllib
@@ -16,11 +15,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from onefold.errors import DataError
+from onefold.plainfile import open_plain, parse_json, read_plain
 
 __all__ = ["PHASES", "EpochLine", "Run", "StepsLine", "finite_or_zero", "number", "read_run"]
 
 _BEGINNING = re.compile(r'(?=\{"kind":)')
 """Of a line; a text inside one would have its quotes escaped."""
+
+_MOST_OPTIONS_BYTES = 1 << 20
+_LONGEST_LINE_BYTES = 1 << 20
+"""Of metrics; what is longer is cut, and counts as lines that cannot be read."""
 
 PHASES = ("data", "forward", "backward", "exchange", "update")
 """What a device does in a step of training, in order."""
@@ -191,8 +195,8 @@ def finite_or_zero(value: float) -> float:
 
 def _read_object(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        value = parse_json(read_plain(path).decode())
+    except (OSError, ValueError) as error:
         raise DataError(f"{path}: expected JSON, got: {error}; run the training again") from None
     if not isinstance(value, dict):
         raise DataError(f"{path}: expected a JSON object, got {type(value).__name__}")
@@ -201,8 +205,8 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 def _read_options(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        return tomllib.loads(read_plain(path).decode())
+    except (OSError, RecursionError, ValueError) as error:
         raise DataError(f"{path}: expected TOML, got: {error}; mend the file") from None
 
 
@@ -224,15 +228,15 @@ def _read_lines(path: Path) -> tuple[tuple[StepsLine, ...], tuple[EpochLine, ...
 def _lines(path: Path) -> Iterator[str]:
     """The lines; what a resumed run wrote right behind a line that was cut is one of its own."""
     if path.is_file():
-        with path.open(encoding="utf-8", errors="replace") as file:
-            for line in file:
-                yield from filter(str.strip, _BEGINNING.split(line))
+        with open_plain(path) as file:
+            while line := file.readline(_LONGEST_LINE_BYTES):
+                yield from filter(str.strip, _BEGINNING.split(line.decode(errors="replace")))
 
 
 def _parsed(line: str) -> dict[str, Any] | None:
     """A line's record; None where the run was killed while it wrote the line."""
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except ValueError:
         return None
     whole = isinstance(record, dict) and isinstance(record.get("step"), int)

@@ -11,6 +11,7 @@ __all__ = [
     "Markup",
     "card",
     "definitions",
+    "is_page",
     "joined",
     "page",
     "scrolling",
@@ -127,3 +128,13 @@ def page(title: str, *content: str) -> str:
         tag("style", Markup(STYLE)),
     )
     return f'<!doctype html>\n<html lang="en">{head}{tag("body", tag("main", *content))}</html>\n'
+
+
+def is_page(head: bytes) -> bool:
+    """Whether a file that begins so is a page that `page` has made.
+
+    >>> is_page(page("title").encode()), is_page(b"<!doctype html><title>mine</title>")
+    (True, False)
+    """
+    policy = escape(_NOTHING_FROM_ELSEWHERE).encode()
+    return head.startswith(b"<!doctype html>") and policy in head

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from onefold.data.files import require_ours
 from onefold.jobs.report.confusion import confusion_section
 from onefold.jobs.report.curves import curves_section, epochs_section
 from onefold.jobs.report.examples import samples_section, worst_section
@@ -16,6 +16,7 @@ from onefold.jobs.report.markup import (
     Markup,
     card,
     definitions,
+    is_page,
     joined,
     page,
     section,
@@ -24,6 +25,7 @@ from onefold.jobs.report.markup import (
 )
 from onefold.jobs.report.phases import phases_section
 from onefold.jobs.report.words import NOTHING, counted, duration, score, speed, when
+from onefold.plainfile import write_whole
 
 __all__ = ["REPORT_NAME", "build_report", "devices_in_words", "option_in_words", "write_page"]
 
@@ -58,11 +60,14 @@ def build_report(run: Path, output: Path | None = None) -> Path:
 
 
 def write_page(path: Path, text: str) -> Path:
-    """Write a page aside and put it in its place, so that a browser never finds half of it."""
+    """Write a page aside and put it in its place, so that a browser never finds half of it.
+
+    Raises:
+        ValueError: something else is there.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(path.name + ".part")
-    aside.write_bytes(text.encode("utf-8", "replace"))  # a file's name may be no text at all
-    os.replace(aside, path)
+    require_ours(path, is_page, f"{path}: expected a new file, or a page of onefold")
+    write_whole(path, text.encode("utf-8", "replace"))  # a file's name may be no text at all
     return path
 
 

@@ -6,6 +6,7 @@ import struct
 from base64 import b64encode
 from pathlib import Path
 
+from onefold.data.files import read_whole
 from onefold.jobs.report.markup import Markup, tag
 
 __all__ = ["picture"]
@@ -13,6 +14,8 @@ __all__ = ["picture"]
 _PNG = b"\x89PNG\r\n\x1a\n"
 _SIZE = struct.Struct(">II")
 _SIZE_AT = 16
+_MOST_BYTES = 1 << 23
+"""Of a picture as a run keeps it, which is small."""
 _FEW_PIXELS = 100
 """Of width, under which pixels are shown as squares: smoothed, they would only be a blur."""
 
@@ -51,7 +54,7 @@ def _read(folder: Path, name: str) -> bytes | None:
         path = (folder / name).resolve()
         if not path.is_relative_to(folder.resolve()):
             return None
-        content = path.read_bytes()
+        content = read_whole(path, _MOST_BYTES)
     except (OSError, ValueError):
         return None
     whole = content.startswith(_PNG) and len(content) >= _SIZE_AT + _SIZE.size

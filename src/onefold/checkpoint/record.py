@@ -1,0 +1,218 @@
+"""Checks what ``run.json`` of a checkpoint says before anything of it is used.
+
+Its digest finds damage; that it comes from a run at all, nobody can promise. Whatever is used of it
+later is looked at here, so that a file that somebody made up ends in one error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from onefold.checkpoint.jsonvalue import from_json
+
+__all__ = ["TENSOR_FILES", "check_run", "check_stored"]
+
+TENSOR_FILES = ("model.safetensors", "optimizer.safetensors", "buffers.safetensors")
+
+_MOST = 1 << 62
+"""Of any whole number: steps, sizes and seeds fit, and may be counted on."""
+_SHA256_DIGITS = 64
+_SHOWN = 60
+_OF_A_GROUP = {"params", "param_names"}
+"""Keys of an optimizer's group that are no settings."""
+
+_Check = Callable[[Any], bool]
+
+
+def check_stored(record: object) -> None:
+    """Look at what makes files a checkpoint, whatever run it is of.
+
+    Raises:
+        ValueError: something is missing, or not of its kind.
+    """
+    run = _mapping(record, "the whole")
+    for name, check, expected in _STORED:
+        _expect(run, name, check, expected)
+    for name, seal in run["files"].items():
+        if name not in TENSOR_FILES:
+            raise ValueError(
+                f"it names {_shown(name)} as one of its files: expected {', '.join(TENSOR_FILES)}"
+            )
+        whole = isinstance(seal, dict) and seal.keys() == {"size", "sha256"}
+        if not (whole and _is_count(seal["size"]) and _is_digest(seal["sha256"])):
+            raise ValueError(f"expected size and sha256 of {name}, got {_shown(seal)}")
+    scores = from_json(run["scores"])
+    if not (isinstance(scores, dict) and all(map(_is_number, scores.values()))):
+        raise ValueError(f"expected scores to be numbers by name, got {_shown(run['scores'])}")
+
+
+def check_run(run: Mapping[str, Any]) -> None:
+    """Look at what a run goes on from.
+
+    Args:
+        run: checked by `check_stored`.
+
+    Raises:
+        ValueError: something is missing, or not of its kind.
+    """
+    for name, check, expected in _RUN:
+        _expect(run, name, check, expected)
+    missing = {"model.safetensors", "optimizer.safetensors"} - run["files"].keys()
+    if missing:
+        raise ValueError(f"it names no {' and no '.join(sorted(missing))} among its files")
+    if not isinstance(run["libraries"].get("torch"), str):
+        raise ValueError("expected libraries to say which torch, it does not")
+    for name, check, expected in _OPTIMIZER:
+        _expect(run["optimizer"], name, check, expected, "optimizer.")
+    if run["schedule"] is not None:
+        _expect(run["schedule"], "class", _is_text, "a text", "schedule.")
+        _expect(run["schedule"], "state", _is_object, "values by name", "schedule.")
+    for number, loader in enumerate(run["position"]):
+        for name, check, expected in _LOADER:
+            _expect(_mapping(loader, "position"), name, check, expected, f"position[{number}].")
+    from_json(run["extra"])
+
+
+def _expect(
+    place: Mapping[str, Any], name: str, check: _Check, expected: str, within: str = ""
+) -> None:
+    optional = name.endswith("?")
+    name = name.removesuffix("?")
+    if name not in place:
+        if not optional:
+            raise ValueError(f"{within}{name} is missing")
+        return
+    if not check(place[name]):
+        raise ValueError(f"expected {within}{name} to be {expected}, got {_shown(place[name])}")
+
+
+def _mapping(value: object, what: str) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"expected {what} to be values by name, got {_shown(value)}")
+    return value
+
+
+def _shown(value: object) -> str:
+    text = str(value) if isinstance(value, int | float) and abs(value) < _MOST else ""
+    text = text or (f"a number beyond {_MOST}" if isinstance(value, int) else repr(value))
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+
+
+# Kinds of values
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < _MOST
+
+
+def _is_one_or_more(value: Any) -> bool:
+    return _is_count(value) and value > 0
+
+
+def _is_whole(value: Any) -> bool:
+    return type(value) is int and -2 * _MOST <= value < 4 * _MOST
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is float or (type(value) is int and -_MOST < value < _MOST)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_truth(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_digest(value: Any) -> bool:
+    return isinstance(value, str) and len(value) == _SHA256_DIGITS
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_rule(value: Any) -> bool:
+    order, _, score = value.partition(" ") if isinstance(value, str) else ("", "", "")
+    return order in ("highest", "lowest") and bool(score)
+
+
+def _or_none(check: _Check) -> _Check:
+    return lambda value: value is None or check(value)
+
+
+def _list_of(check: _Check) -> _Check:
+    return lambda value: isinstance(value, list) and all(map(check, value))
+
+
+def _by_name(check: _Check) -> _Check:
+    return lambda value: isinstance(value, dict) and all(map(check, value.values()))
+
+
+def _is_pass(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(map(_is_count, value))
+
+
+def _is_settings(value: Any) -> bool:
+    return isinstance(value, dict) and not value.keys() & _OF_A_GROUP and _is_value(value)
+
+
+def _is_value(value: Any) -> bool:
+    from_json(value)
+    return True
+
+
+def _is_state(value: Any) -> bool:
+    return isinstance(value, dict) and _is_value(value)
+
+
+_STORED: tuple[tuple[str, _Check, str], ...] = (
+    ("step", _is_count, "a number of steps"),
+    ("run", _is_text, "a text"),
+    ("serial?", _is_count, "a whole number"),
+    ("keep", _or_none(_is_one_or_more), "a number of 1 or more, or null"),
+    ("best", _or_none(_is_rule), '"highest NAME", "lowest NAME" or null'),
+    ("scores", _is_object, "numbers by name"),
+    ("files", _is_object, "seals by name"),
+)
+
+_RUN: tuple[tuple[str, _Check, str], ...] = (
+    ("epoch", _is_count, "a whole number"),
+    ("seed", _is_whole, "a whole number"),
+    ("shards", _is_one_or_more, "a number of 1 or more"),
+    ("clip_norm", _or_none(_is_number), "a number or null"),
+    ("loss_scale", _is_number, "a number"),
+    ("fingerprint", _is_text, "a text"),
+    ("threads", _is_one_or_more, "a number of 1 or more"),
+    ("device", _is_text, "a text"),
+    ("libraries", _is_object, "versions by name"),
+    ("schedule", _or_none(_is_object), "values by name, or null"),
+    ("optimizer", _is_object, "values by name"),
+    ("position", _list_of(_is_object), "a list of loaders"),
+    ("extra", lambda value: True, "anything"),
+)
+
+_OPTIMIZER: tuple[tuple[str, _Check, str], ...] = (
+    ("class", _is_text, "a text"),
+    ("parameters", _list_of(_list_of(_is_text)), "names for each group"),
+    ("settings", _list_of(_is_settings), "settings for each group"),
+    ("settings_at_start", _list_of(_is_object), "settings for each group"),
+    ("tensors", _by_name(_list_of(_is_text)), "lists of keys by name"),
+    ("other_state", _by_name(_is_state), "values by name"),
+)
+
+_LOADER: tuple[tuple[str, _Check, str], ...] = (
+    ("made_in_epoch", _or_none(_is_count), "a whole number or null"),
+    ("number", _is_count, "a whole number"),
+    ("loader?", _is_count, "a whole number"),
+    ("samples", _is_count, "a whole number"),
+    ("batch_size", _is_one_or_more, "a number of 1 or more"),
+    ("drop_last", _is_truth, "true or false"),
+    ("shuffle", _is_truth, "true or false"),
+    ("lengths?", _is_text, "a text"),
+    ("first_pass", _is_count, "a whole number"),
+    ("empty_passes", _is_count, "a whole number"),
+    ("passes", _list_of(_is_pass), "pairs of a pass and its samples used"),
+)

@@ -1,0 +1,94 @@
+"""Reading and writing that takes longer than devices wait for each other ends no run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+import onefold
+from onefold.checkpoint import resume
+from onefold.errors import RunFailed
+from tests.small import make_trainer, points
+
+LIMIT_S = 12.0
+SLOW_S = 15.0
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(320)]
+
+
+def slowly(call: Callable[..., Any]) -> Callable[..., Any]:
+    def slow(*arguments: Any, **options: Any) -> Any:
+        time.sleep(SLOW_S)
+        return call(*arguments, **options)
+
+    return slow
+
+
+def save_twice(directory: Path) -> str:
+    """The second one, and a load, wait for the first, which is written beside training."""
+    with mock.patch.object(resume, "write_checkpoint", slowly(resume.write_checkpoint)):
+        trainer = make_trainer(devices=None)
+        for wait in (False, False, True):
+            trainer.step(points(8))
+            trainer.save(directory, wait=wait)
+        trainer.step(points(8))
+        trainer.save(directory, wait=False)
+        found = trainer.load(directory)
+        return f"{found.step} {trainer.fingerprint()}"
+
+
+def go_on(directory: Path, slow: str) -> str:
+    trainer = make_trainer(devices=None)
+    place, name = resume, slow
+    if slow == "fill":
+        place, name = resume.ModelFiles, "fill"
+    with mock.patch.object(place, name, slowly(getattr(place, name))):
+        found = trainer.load(directory)
+    trainer.step(points(8))
+    return f"{found.step} {trainer.fingerprint()}"
+
+
+def on_two(call: Callable[..., str], *arguments: object, exchange: str) -> str:
+    told: str = onefold.launch(
+        call, devices="cpu:2", args=arguments, exchange=exchange, timeout_s=LIMIT_S
+    )
+    return told
+
+
+@pytest.mark.parametrize("exchange", ["shared", "collective"])
+def test_writing_may_take_longer_than_a_device_waits(tmp_path: Path, exchange: str) -> None:
+    assert on_two(save_twice, tmp_path, exchange=exchange).startswith("4 ")
+
+
+@pytest.mark.parametrize("exchange", ["shared", "collective"])
+@pytest.mark.parametrize("slow", ["find_checkpoint", "fill", "take_apart"])
+def test_reading_may_take_longer_than_a_device_waits(
+    tmp_path: Path, exchange: str, slow: str
+) -> None:
+    trainer = make_trainer()
+    trainer.step(points(8))
+    trainer.save(tmp_path)
+    trainer.step(points(8))
+    said = on_two(go_on, tmp_path, slow, exchange=exchange)
+    assert said == f"1 {trainer.fingerprint()}"
+
+
+def fail_while_reading(directory: Path) -> str:
+    def fail(*_: object, **__: object) -> None:
+        raise ArithmeticError("the fault that was asked for")
+
+    with mock.patch.object(resume, "find_checkpoint", fail):
+        trainer = make_trainer(devices=None)
+        trainer.load(directory)
+    return "loaded"
+
+
+@pytest.mark.parametrize("exchange", ["shared", "collective"])
+def test_what_fails_in_the_leads_work_ends_all(tmp_path: Path, exchange: str) -> None:
+    make_trainer().save(tmp_path)
+    with pytest.raises(RunFailed, match="ArithmeticError: the fault that was asked for"):
+        on_two(fail_while_reading, tmp_path, exchange=exchange)

@@ -1,0 +1,166 @@
+"""Processes that were started apart, as on several hosts: who belongs to the run, who is gone."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent.parent / "scripts" / "apart.py"
+LIMIT_S = 150
+"""Far less than the script's own limit of ten minutes for a device that does not come."""
+SECRET = "long enough that nobody guesses it"
+
+
+class Apart:
+    """Two processes, each of which believes to be alone on its host."""
+
+    def __init__(self, kind: str, environments: list[Mapping[str, str]]) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+        alone = {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "GLOO_SOCKET_IFNAME": "lo"}
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, SCRIPT, kind],
+                env={**os.environ, **common, **alone, "RANK": str(rank), **own},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank, own in enumerate(environments)
+        ]
+
+    def finish(self, rank: int) -> tuple[int, str]:
+        """Exit code and what was said."""
+        said, errors = self.processes[rank].communicate(timeout=LIMIT_S)
+        return self.processes[rank].returncode, said + errors
+
+    def kill(self) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+            process.communicate()
+
+
+@pytest.fixture
+def apart() -> Iterator[type[Apart]]:
+    started: list[Apart] = []
+
+    def start(kind: str, *environments: Mapping[str, str]) -> Apart:
+        started.append(Apart(kind, list(environments) or [{}, {}]))
+        return started[-1]
+
+    yield start  # type: ignore[misc]
+    for each in started:
+        each.kill()
+
+
+def test_a_run_with_a_secret_trains(apart: type[Apart]) -> None:
+    run = apart("train", *[{"ONEFOLD_SECRET": SECRET}] * 2)
+    endings = [run.finish(rank) for rank in (0, 1)]
+    assert [code for code, _ in endings] == [0, 0], endings
+    assert re.search("^[0-9a-f]{16}$", endings[0][1], re.MULTILINE)
+    assert not any("without a secret" in said for _, said in endings)
+
+
+@pytest.mark.parametrize("theirs", [{}, {"ONEFOLD_SECRET": "some other text, just as long"}])
+def test_who_does_not_know_the_secret_takes_no_part(
+    apart: type[Apart], theirs: Mapping[str, str]
+) -> None:
+    run = apart("train", {"ONEFOLD_SECRET": SECRET}, theirs)
+    code, said = run.finish(0)
+    assert code != 0
+    assert "device 1 has not shown that it belongs to this run" in said
+    assert SECRET not in said
+
+
+def test_a_run_over_hosts_without_a_secret_says_so(apart: type[Apart]) -> None:
+    run = apart("train")
+    (code, said), (_, others) = (run.finish(rank) for rank in (0, 1))
+    assert code == 0
+    assert said.count("several hosts without a secret") == 1
+    assert "without a secret" not in others
+
+
+def test_a_secret_that_can_be_guessed_is_refused(apart: type[Apart]) -> None:
+    run = apart("train", *[{"ONEFOLD_SECRET": "short"}] * 2)
+    code, said = run.finish(0)
+    assert code != 0
+    assert re.search("ONEFOLD_SECRET has 5 characters: expected 16 or more", said)
+    assert "Exception ignored" not in said
+
+
+def test_a_stopped_process_is_noticed_in_seconds(apart: type[Apart]) -> None:
+    run = apart("stop")
+    code, said = run.finish(0)
+    assert code != 0
+    stopped = run.processes[1].pid
+    assert f"device 1 (process {stopped}) is stopped (by SIGSTOP or a debugger)" in said
+
+
+def test_who_fails_and_lives_on_holds_nobody(apart: type[Apart]) -> None:
+    run = apart("fail")
+    code, said = run.finish(0)
+    assert code != 0
+    assert "device 1 failed in step 3: ArithmeticError: the fault that was asked for" in said
+    assert run.processes[1].poll() is None
+
+
+def test_an_error_of_another_kind_is_no_lost_connection(apart: type[Apart]) -> None:
+    run = apart("memory")
+    (code, said), (_, others) = (run.finish(rank) for rank in (1, 0))
+    assert code != 0
+    assert "OutOfMemoryError: no room for 3.1 GiB" in said
+    assert "raised in step 3, on device 1" in said
+    assert "in no_memory" in said  # where it was raised
+    assert "device 1 failed in step 3: OutOfMemoryError: no room for 3.1 GiB" in others
+
+
+LAUNCHERS = {
+    "shared": ["-m", "onefold", "run", "--devices", "cpu:2", "--exchange", "shared"],
+    "collective": ["-m", "onefold", "run", "--devices", "cpu:2", "--exchange", "collective"],
+    "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_device_that_ends_before_its_trainer_is_named(launcher: str) -> None:
+    command = [sys.executable, *LAUNCHERS[launcher], str(SCRIPT), "early"]
+    began = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode != 0
+    assert "device 1 came to the end of its script without making this Trainer" in done.stderr
+    assert time.monotonic() - began < LIMIT_S
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_child_of_a_device_ends_without_a_word(launcher: str) -> None:
+    command = [sys.executable, *LAUNCHERS[launcher], str(SCRIPT), "fork"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    assert re.search("^[0-9a-f]{16}$", done.stdout, re.MULTILINE)
+    assert "LaunchError" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
+@pytest.mark.parametrize("launcher", ["shared", "collective"])
+def test_nothing_listens_where_other_hosts_could_reach_it(launcher: str) -> None:
+    command = [sys.executable, *LAUNCHERS[launcher], str(SCRIPT), "listen"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    line = next(line for line in done.stdout.splitlines() if line.startswith("0"))
+    addresses = line.split()[1:]
+    if launcher == "shared":
+        assert not addresses
+    loopback = ("0100007F:", "00000000000000000000000001000000:")
+    assert all(address.startswith(loopback) for address in addresses)

@@ -1,0 +1,165 @@
+"""The lock of a run's folder, and files there that no run has written."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from onefold.errors import DataError, LaunchError
+from onefold.jobs.options import TrainOptions, read_config
+from onefold.jobs.runfolder import RunFolder, read_run, require_room
+from onefold.plainfile import RECORD_BYTES
+from tests.somebody import NOBODY, needs_root, somebody_else
+
+OPTIONS = TrainOptions(data="digits", name="one")
+DIGITS = "7" * 5000
+
+
+def begun(path: Path) -> RunFolder:
+    folder = RunFolder(path, is_lead=True)
+    folder.create(OPTIONS, "classify", {})
+    return folder
+
+
+def test_the_lock_is_its_owners_alone(tmp_path: Path) -> None:
+    (tmp_path / ".lock").touch(0o666)
+    folder = begun(tmp_path)
+    assert (tmp_path / ".lock").stat().st_mode & 0o777 == 0o600
+    folder.close()
+
+
+def share(path: Path) -> None:
+    """Hold a lock as anybody may who can read a file."""
+    fcntl.lockf(os.open(path, os.O_RDONLY), fcntl.LOCK_SH)
+
+
+@needs_root
+def test_a_strangers_lock_does_not_keep_a_run_from_going_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a file of a former version, which others could open."""
+    path = tmp_path / "run" / ".lock"
+    path.parent.mkdir()
+    path.touch()
+    path.chmod(0o644)
+    with somebody_else(share, path), caplog.at_level(logging.WARNING, "onefold"):
+        require_room(path.parent)
+        folder = begun(path.parent)
+        folder.close()
+    assert "was held by process" in caplog.text
+
+
+def test_ones_own_process_is_named(tmp_path: Path) -> None:
+    begun(tmp_path).close()
+    child = os.fork()
+    if not child:
+        os.setuid(os.geteuid())
+        folder = RunFolder(tmp_path, is_lead=True)
+        folder.go_on(OPTIONS, "classify", steps=0, epochs=0)
+        os.kill(os.getpid(), 19)
+        os._exit(0)
+    os.waitpid(child, os.WUNTRACED)
+    try:
+        with pytest.raises(LaunchError, match=rf"another process is at work .*process {child}\)"):
+            require_room(tmp_path)
+    finally:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+
+
+def test_a_lock_is_not_followed_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "else").touch()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".lock").symlink_to(tmp_path / "else")
+    with pytest.raises(LaunchError, match="expected a file of this user's own, got a link"):
+        begun(tmp_path / "run")
+
+
+@needs_root
+def test_a_lock_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / ".lock").touch()
+    os.chown(tmp_path / ".lock", NOBODY, NOBODY)
+    with pytest.raises(LaunchError, match=f"expected a file of user 0, got one of user {NOBODY}"):
+        begun(tmp_path)
+
+
+def test_a_file_in_place_of_the_checkpoints_is_told_at_once(tmp_path: Path) -> None:
+    begun(tmp_path).close()
+    require_room(tmp_path)
+    (tmp_path / "checkpoints").touch()
+    with pytest.raises(LaunchError, match="checkpoints: expected a folder that can be written to"):
+        require_room(tmp_path)
+
+
+def huge(path: Path) -> None:
+    path.touch()
+    os.truncate(path, RECORD_BYTES + 1)
+
+
+RECORDS: dict[str, Callable[[Path], object]] = {
+    "deep": lambda path: path.write_text("[" * 100_000 + "]" * 100_000),
+    "digits": lambda path: path.write_text(f'{{"job": {DIGITS}}}'),
+    "a list": lambda path: path.write_text("[]"),
+    "no JSON": lambda path: path.write_text("{"),
+    "no UTF-8": lambda path: path.write_bytes(b'{"job": "\xff"}'),
+    "a FIFO": lambda path: os.mkfifo(path),
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+    "a folder": lambda path: path.mkdir(),
+    "huge": huge,
+}
+
+
+@pytest.mark.parametrize("kind", RECORDS)
+def test_a_record_that_no_run_has_written(tmp_path: Path, kind: str) -> None:
+    RECORDS[kind](tmp_path / "run.json")
+    with pytest.raises(DataError, match=r"run\.json"):
+        read_run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (f"seed = {DIGITS}", "a TOML file"),
+        ("a = " + "[" * 50_000, "a TOML file"),
+        ("a = '\xff", "a TOML file"),
+        (" " * (RECORD_BYTES + 1), "a file of at most 1,048,576 bytes, got more"),
+    ],
+)
+def test_a_config_that_no_run_has_written(tmp_path: Path, content: str, expected: str) -> None:
+    (tmp_path / "config.toml").write_text(content, encoding="latin-1")
+    with pytest.raises(ValueError, match=rf"config\.toml: expected {expected}"):
+        read_config(tmp_path / "config.toml", "classify")
+
+
+def test_lines_that_no_run_has_written_are_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = [{"kind": "steps", "epoch": 0, "step": step} for step in (1, 2)]
+    bad = ["[]", "{", '{"kind": "steps"}', '{"kind": "else", "epoch": 0, "step": 1}', "[" * 9000]
+    bad += [f'{{"kind": "steps", "epoch": 0, "step": {DIGITS}}}', "\0\0\0", "\xff"]
+    lines = [json.dumps(good[0]), *bad, json.dumps(good[1])]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines), "latin-1")
+    folder = RunFolder(tmp_path, is_lead=True)
+    with caplog.at_level(logging.WARNING, "onefold"):
+        assert folder.lines() == good
+    assert f"metrics.jsonl: {len(bad)} damaged lines were left out" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["run.json", "config.toml", "metrics.jsonl"])
+def test_a_link_aside_is_not_written_through(tmp_path: Path, name: str) -> None:
+    foreign = tmp_path / "foreign"
+    foreign.write_text("somebody else's")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / f".{name}.new").symlink_to(foreign)
+    folder = begun(tmp_path / "run")
+    folder.say(job="classify")
+    folder.go_on(OPTIONS, "classify", steps=0, epochs=0)
+    folder.close()
+    assert foreign.read_text() == "somebody else's"
+    assert not (tmp_path / "run" / name).is_symlink()

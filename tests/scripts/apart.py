@@ -1,0 +1,80 @@
+"""Processes that know each other by PyTorch's variables: ``apart.py KIND``.
+
+``train``: four steps, and the fingerprint. ``stop``: device 1 is stopped in step 3. ``fail``: the
+loss of device 1 raises in step 3, and its process lives on. ``early``: device 1 ends without one.
+``memory``: device 1 has no memory left for a message of step 3. ``listen``: which ports are open.
+``fork``: a child that ends at once is forked before there is a Trainer.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import onefold
+from onefold.world import current_world
+
+
+def no_memory(*_: object, **__: object) -> None:
+    raise torch.OutOfMemoryError("no room for 3.1 GiB")
+
+
+def listening() -> list[str]:
+    """Addresses at which this process listens, in hexadecimal as the kernel shows them."""
+    own = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            own.add(os.readlink(f"/proc/self/fd/{name}"))
+        except OSError:
+            continue
+    found = []
+    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
+        with open(table) as file:
+            rows = [line.split() for line in file.readlines()[1:]]
+        found += [row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own]
+    return found
+
+
+def main(kind: str) -> None:
+    rank = int(os.environ["RANK"])
+    if kind == "early" and rank == 1:
+        return
+    if kind == "fork":
+        current_world()
+        if (child := os.fork()) == 0:
+            return
+        os.waitpid(child, 0)
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        if kind == "fail" and rank == 1 and trainer.steps == 2:
+            raise ArithmeticError("the fault that was asked for")
+        return model(batch).square().mean(dim=1)
+
+    trainer = onefold.Trainer(model, optimizer, loss, shards=2, timeout_s=600)
+    for number in range(1, 5):
+        if rank == 1 and number == 3:
+            if kind == "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if kind == "memory":
+                dist.batch_isend_irecv = no_memory
+        try:
+            trainer.step(torch.full((4, 3), float(number)))
+        except ArithmeticError:
+            print("lives on", flush=True)
+            time.sleep(600)
+    if kind == "listen":
+        print(f"{rank} {' '.join(listening())}", flush=True)
+    print(trainer.fingerprint(), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
