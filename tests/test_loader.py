@@ -796,6 +796,22 @@ from torch.utils.data import TensorDataset
 from onefold.loader import Loader
 from onefold.shard import Plan
 
+class Noise:
+    "New tensors are of the dtype that the script has chosen."
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return torch.rand(3)
+
+def numbers(workers):
+    loader = Loader(
+        Noise(), batch_size=2, workers=workers, seed=0, plan=lambda: Plan((1,)), own=[0],
+        first_epoch=0, pin_memory=False, timeout_s=60,
+    )
+    return [value.hex() for batch in loader for value in batch.shards[0].flatten().tolist()]
+
 def read(passes):
     for batch in loader:
         passes.append([shard[0].tolist() for shard in batch.shards.values()])
@@ -816,6 +832,9 @@ if __name__ == "__main__":
         thread.join()
         time.sleep(0.5)
         print(len(begun) + len(list(passing)))
+    elif sys.argv[2] == "noise":
+        torch.set_default_dtype(torch.float64)
+        print(numbers(0) == numbers(1))
     else:
         passes = []
         read(passes)
@@ -833,6 +852,16 @@ def test_workers_are_made_in_any_way_that_python_has(method: str, tmp_path: Path
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [10, 11]]]
+
+
+@processes
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_workers_draw_in_the_default_dtype_of_the_script(method: str, tmp_path: Path) -> None:
+    script = tmp_path / "read.py"
+    script.write_text(MAKES_WORKERS)
+    command = [sys.executable, script, method, "noise"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "True\n", done.stderr
 
 
 def temporary_folder(length: int) -> str:

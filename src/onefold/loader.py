@@ -389,7 +389,10 @@ def _one_thread() -> Iterator[None]:
 
 
 class _Tied:
-    """Ends a worker process with the process that it reads for.
+    """Ends a worker process with the process that it reads for, and gives it that one's dtype.
+
+    A worker that is not forked begins with PyTorch's own default dtype, and would draw other
+    numbers than ``workers=0``.
 
     What the kernel takes for the parent is the thread that has made the worker: where that may end
     before the process, it is left to PyTorch's workers to notice the end by themselves. A fork
@@ -400,8 +403,10 @@ class _Tied:
         self._parent = os.getpid()
         self._lasting = threading.current_thread() is threading.main_thread()
         self._served = multiprocessing.get_start_method() == "forkserver"
+        self._dtype = torch.get_default_dtype()
 
     def __call__(self, worker: int) -> None:
+        torch.set_default_dtype(self._dtype)
         if self._lasting:
             die_with_parent(os.getppid() if self._served else self._parent)
         ctrl_c_as_before()

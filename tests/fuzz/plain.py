@@ -12,7 +12,7 @@ from onefold.randomness import derive_seed, kept_generators, seed_generators
 from tests.fuzz.case import Case
 from tests.fuzz.data import Fields
 from tests.fuzz.losses import LOSSES, value_of
-from tests.fuzz.script import Observer, Script, bits_of, build, change
+from tests.fuzz.script import Observer, Script, bits_of, build, change, set_default_dtype
 from tests.fuzz.shards import ShardByShard, last_round
 
 __all__ = ["PlainLoop", "PlainSteps"]
@@ -26,7 +26,10 @@ class _Plain(Observer):
     def __init__(self, case: Case) -> None:
         self.case = case
         self.wrong: list[str] = []
+        default = torch.get_default_dtype()
+        set_default_dtype(case)
         self.model, self.optimizer, self.schedule = build(case)
+        torch.set_default_dtype(default)
         self.loss = LOSSES[case.loss][0](self.model)
 
     def changed(self, event: str) -> None:

@@ -80,6 +80,12 @@ def build(case: Case) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     return model, optimizer, schedule
 
 
+def set_default_dtype(case: Case) -> None:
+    """Let new tensors be of the dtype that a case asks for: what is built may hold some."""
+    if case.double:
+        torch.set_default_dtype(torch.float64)
+
+
 def _warm_up(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """A step before onefold comes in, so that the optimizer has a state."""
     for number, parameter in enumerate(model.parameters()):
@@ -422,8 +428,7 @@ def run(
     saved = f"{folder}/stop-{case.seed}"
     before = torch.get_default_dtype()
     try:
-        if case.double:
-            torch.set_default_dtype(torch.float64)
+        set_default_dtype(case)
         running = script(case, devices, ending.lines, observer or Observer(), folder)
         if part == "second":
             running.where = "load"
