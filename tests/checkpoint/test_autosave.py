@@ -289,6 +289,7 @@ def test_what_was_changed_on_purpose_may_be_said(runs: Runs) -> None:
     [
         (["--restarts", "2"], "--restarts: expected with --checkpoint, which names the directory"),
         (["--every", "2", "--grace", "1"], "--every, --grace: expected with --checkpoint"),
+        (["--checkpoint", "a-file"], "--checkpoint a-file: expected a folder, this is a file"),
         (["--checkpoint", "c", "--every", "0"], "expected every of at least 1, got 0"),
         (["--checkpoint", "c", "--keep", "0"], "expected keep of at least 1, got 0"),
         (["--checkpoint", "c", "--grace", "0"], "expected the grace to be more than 0, got 0.0"),
@@ -298,6 +299,7 @@ def test_bad_options_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], text: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "a-file").touch()
     command = [sys.executable, "-m", "onefold", "run", *options, str(SCRIPT), "steps", "0", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2

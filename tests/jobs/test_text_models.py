@@ -119,6 +119,15 @@ def test_weights_of_half_precision_are_loaded_in_full(folder: Path) -> None:
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
+def test_weights_that_are_not_finite_are_refused(folder: Path) -> None:
+    spoilt = small(num_classes=4)
+    with torch.no_grad():
+        spoilt.base_model.get_input_embeddings().weight[3, 1] = float("nan")
+    save(spoilt, folder)
+    with pytest.raises(CheckpointError, match=r"embeddings\.weight has values that are NaN or inf"):
+        load_pretrained(folder, 4)
+
+
 def test_an_older_tokenizer_is_made_anew(folder: Path, tokenizer: str) -> None:
     trained = json.loads((folder / "tokenizer.json").read_text())["model"]
     (folder / "tokenizer.json").unlink()

@@ -100,6 +100,8 @@ def run(
     }
     saving = {name: value for name, value in chosen.items() if value is not None}
     if checkpoint is not None:
+        if checkpoint.exists() and not checkpoint.is_dir():
+            raise LaunchError(f"--checkpoint {checkpoint}: expected a folder, this is a file")
         checkpoint.mkdir(parents=True, exist_ok=True)
     elif saving:
         given = ", ".join(f"--{name.removesuffix('_s')}" for name in saving)

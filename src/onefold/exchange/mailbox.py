@@ -308,6 +308,7 @@ class Mailbox:
         look = time.monotonic() + LOOK_S
         while True:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            connection.setblocking(False)  # a peer that does not accept would hold this process
             try:
                 connection.connect(name)
                 if _credentials(connection)[1] == os.getuid():

@@ -32,6 +32,7 @@ __all__ = [
     "load_finite",
     "new_head",
     "parameter_groups",
+    "refuse_spoilt",
     "require_pretrained",
     "reuse_rows",
     "run_of",
@@ -140,6 +141,20 @@ def load_finite(
         CheckpointError: it does not fit, is damaged, or is not finite.
     """
     loaded = onefold.load_weights(model, weights, key=key, strict=strict)
+    refuse_spoilt(model, weights)
+    return loaded
+
+
+def refuse_spoilt(model: nn.Module, weights: Path) -> None:
+    """Refuse a model with values that are of no use.
+
+    Args:
+        model: as it was read.
+        weights: where from.
+
+    Raises:
+        CheckpointError: a parameter is NaN or infinite, or a buffer NaN.
+    """
     parameters = dict(model.named_parameters())
     spoilt = first_not_finite(parameters.values(), parameters)
     spoilt = spoilt or min(names_with_nan(dict(model.named_buffers())), default=None)
@@ -148,7 +163,6 @@ def load_finite(
             f"{weights}: {spoilt} has values that are NaN or infinite: expected finite ones. The "
             f"run that saved them went wrong before; use an earlier checkpoint of it"
         )
-    return loaded
 
 
 def load_body(

@@ -15,6 +15,7 @@ from torch import nn
 
 from onefold.data.files import read_json, read_whole
 from onefold.errors import CheckpointError
+from onefold.jobs.finetune import refuse_spoilt
 from onefold.jobs.tokens import END_ID, PAD_ID, START_ID, require
 from onefold.weights.file import read_weights
 
@@ -174,6 +175,7 @@ def load_pretrained(directory: str | PathLike[str], num_classes: int) -> tuple[n
             f"{directory}: expected a model and a tokenizer that transformers can load, got "
             f"{type(failure).__name__}: {failure}"
         ) from failure
+    refuse_spoilt(model, directory)
     _check_weights(directory, model, told)
     _check_vocabulary(directory, model, tokens)
     return model.train(), tokenizer

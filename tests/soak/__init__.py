@@ -1,0 +1,1 @@
+"""Runs to which something happens, as many as asked for; see __main__."""

@@ -1,0 +1,209 @@
+"""Each call that can run code, harm what is not ours, or wait was looked at once, and stands here.
+
+Who adds one adds it below, and says why it is harmless. What to look for: whether another user can
+decide what it runs, reads or writes; whether a link is followed; whether what it removes or ends is
+surely ours; whether it waits for somebody for ever, without a word.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import onefold
+
+SOURCE = Path(onefold.__file__).parent
+
+RUNS_CODE = """
+    models/catalog.py importlib.import_module: timm, by that name, where it is installed
+    __init__.py import_module: our own modules, when their names are first used
+    jobs/text_models.py AutoConfig.from_pretrained: reads JSON; without code from elsewhere
+    jobs/text_models.py AutoModelForSequenceClassification.from_config: known classes alone
+    jobs/text_models.py AutoTokenizer.from_pretrained: without code from elsewhere
+    jobs/text_models.py MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)].from_pretrained:
+        safetensors alone, which hold no code
+    launch.py cloudpickle.loads: what our own worker wrote into a file without a name
+    launch.py subprocess.Popen: this Python, with -P, on our own module; no shell
+    weights/file.py torch.load: with weights_only
+    worker.py cloudpickle.loads: the launcher's function, from a file without a name
+    worker.py importlib.import_module: the compiler, part of PyTorch
+    worker.py pickle.loads: as above, to have the path of imports first
+    worker.py runpy.run_module: the user's own, as asked
+    worker.py runpy.run_path: the user's own script
+"""
+
+WRITES_OR_REMOVES = """
+    checkpoint/folder.py lock.unlink: while it is held, and is still that file
+    checkpoint/folder.py open: a new file in a folder that was just made, to try the directory
+    checkpoint/folder.py os.open: the lock, for its owner alone, through no link; and a folder
+    checkpoint/folder.py os.rename: folders of this name and form, whose record says they are ours
+    checkpoint/folder.py path.open: a new file in the folder that is being written
+    checkpoint/folder.py shutil.rmtree: what was put aside under a name that we have drawn
+    checkpoint/folder.py tempfile.TemporaryDirectory: in the directory, to try it
+    checkpoint/tensorfile.py open: a new file in the folder that is being written
+    cli/verify.py tempfile.TemporaryDirectory: for the outputs of the script
+    exchange/shared.py os.ftruncate: memory without a name
+    exchange/shared.py os.memfd_create: memory without a name
+    jobs/digits_report.py figure.savefig: into a file that is put aside first
+    jobs/report/charts.py figure.savefig: into memory
+    jobs/runfolder.py os.fdopen: appends to the metrics, through no link
+    jobs/runfolder.py os.open: the same
+    jobs/runfolder.py tempfile.TemporaryFile: without a name, to try the folder
+    jobs/runlock.py os.open: for its owner alone, through no link
+    jobs/runlock.py path.unlink: while it is held, and is still that file
+    launch.py tempfile.TemporaryFile: without a name
+    membership.py os.fdopen: a copy of stderr
+    ownfiles.py aside.unlink: the file that was just made
+    ownfiles.py os.fdopen: the same
+    ownfiles.py os.open: new files, through no link; a folder that was just made; or for looking
+    ownfiles.py os.replace: the place of an output that was found to be ours or free
+    ownfiles.py shutil.rmtree: the private folder, while it is still the one that was made
+    ownfiles.py tempfile.mkdtemp: for this user alone
+    plainfile.py os.fdopen: reads
+    plainfile.py os.open: reads; does not wait for a FIFO
+    record.py os.fdopen: appends to a trace that was found to be one
+    rundir.py os.ftruncate: memory without a name
+    rundir.py os.memfd_create: memory without a name
+    rundir.py self.path(rank).unlink: a log that was just made, as another of them was taken
+    timeline.py os.fdopen: reads
+    worker.py os.fdopen: what the function returned, into the launcher's file without a name
+"""
+
+ENDS = """
+    exchange/mailbox.py os.pidfd_open: of a peer that the kernel has named; only looked at
+    launch.py os.killpg: of a worker whose end was not collected, so nobody can have its number
+    launch.py os.pidfd_open: of a child that was just started
+    launch.py self.signal: by pidfd
+    launch.py signal.pidfd_send_signal: to a child
+    launch.py worker.signal: by pidfd
+    process.py os._exit: itself, where its parent is gone
+    worker.py os._exit: itself
+    worker.py os.kill: itself
+"""
+
+LOCKS = """
+    checkpoint/folder.py fcntl.flock: on a file of its owner alone; never waits
+    data/fetch.py threading.Lock: held for a few lines
+    data/pictures.py threading.Lock: held for a line
+    jobs/progress.py threading.Lock: held for a line
+    jobs/runlock.py fcntl.lockf: on a file of its owner alone; never waits
+    ownfiles.py fcntl.flock: on the private folder, so that cleaners leave it; never waits
+"""
+
+WAITS = """
+    checkpoint/background.py background.wait: for a file that is being written by this process
+    checkpoint/background.py self._thread.join: the same; done_within has a limit
+    checkpoint/background.py self.wait: the same
+    checkpoint/resume.py self._writing.wait: the same
+    data/fetch.py clock.join: for a timer that was cancelled
+    data/fetch.py super().connect: cut by the clock of the whole download
+    exchange/collective.py dist.recv: the group's limit; cut when a peer has failed
+    exchange/collective.py moving.wait: the same
+    exchange/collective.py self._start(operations).wait: the same
+    exchange/collective.py self._store.wait: for seconds
+    exchange/collective.py self.wait: the group's limit
+    exchange/collective.py talk.wait: the same
+    exchange/collective.py works.pop(0).wait: the same
+    exchange/connections.py self._end.wait: the pause of a thread that looks at peers
+    exchange/group.py store.wait: a farewell, for seconds
+    exchange/group.py time.sleep: in a loop with a limit
+    exchange/mailbox.py connection.connect: does not wait; in a loop with a limit
+    exchange/mailbox.py connection.recv: the socket has a limit
+    exchange/mailbox.py listener.accept: the socket has a limit
+    exchange/mailbox.py listener.bind: an abstract name that was drawn at random
+    exchange/mailbox.py listener.listen: for processes of the same user
+    exchange/mailbox.py peer.socket.recv: does not wait
+    exchange/mailbox.py poller.poll: for part of the limit
+    exchange/mailbox.py time.sleep: in a loop with a limit
+    launch.py poller.poll: as long as the workers run, signals and stopped ones noticed
+    launch.py self._process.wait: for what the kernel has said to have ended
+"""
+
+ENVIRONMENT = """
+    world.py environment.pop: takes the run's record out
+    world.py os.environ: gloo's interface, put back afterwards
+    world.py environment: for a worker, in a copy
+    world.py environment.setdefault: for a worker, in a copy
+"""
+
+_RECEIVERS = {"torch", "pickle", "cloudpickle", "marshal", "joblib", "numpy", "np", "os"}
+"""Of names that mean something else elsewhere: dicts, text, trainers have such methods too."""
+_ONLY_OF_THESE = {"load", "loads", "replace", "remove", "system", "link", "abort"}
+_CALLS = {
+    "code": "load loads eval exec import_module run_path run_module Popen check_call check_output "
+    "system from_pretrained from_config all_gather_object broadcast_object_list",
+    "files": "unlink rmtree rmdir remove rename replace symlink symlink_to link hardlink_to chmod "
+    "truncate ftruncate memfd_create mkstemp mkdtemp TemporaryFile NamedTemporaryFile "
+    "TemporaryDirectory SharedMemory write_text write_bytes touch fdopen savefig",
+    "ends": "kill killpg pidfd_open pidfd_send_signal send_signal terminate signal _exit abort",
+    "locks": "flock lockf Lock RLock Semaphore",
+    "waits": "wait join recv accept bind listen connect sleep communicate waitpid poll select",
+}
+_KIND = {name: kind for kind, names in _CALLS.items() for name in names.split()}
+LEDGERS = {
+    "code": RUNS_CODE,
+    "files": WRITES_OR_REMOVES,
+    "ends": ENDS,
+    "locks": LOCKS,
+    "waits": WAITS,
+    "environment": ENVIRONMENT,
+}
+
+
+def kind_of(call: ast.Call) -> str | None:
+    """What a call can do, if it can do anything of this; by its name."""
+    receiver, _, name = ast.unparse(call.func).rpartition(".")
+    if name == "open":
+        modes = [*call.args[0 if receiver else 1 :][:1], *(k.value for k in call.keywords)]
+        writes = any(isinstance(m, ast.Constant) and set("wax+") & set(str(m.value)) for m in modes)
+        return "files" if writes or receiver == "os" else None
+    if name in ("pop", "setdefault", "update", "putenv", "clear"):
+        return "environment" if receiver in ("os.environ", "environment") else None
+    if name in _ONLY_OF_THESE and receiver not in _RECEIVERS:
+        return None
+    if name in ("eval", "exec") and receiver:
+        return None
+    if name == "join" and (call.args or isinstance(call.func, ast.Name)):
+        return None  # of text, of paths
+    if (receiver, name) in (("signal", "signal"), ("select", "poll")):
+        return None  # takes signals, and sends none; makes what waits
+    return _KIND.get(name)
+
+
+def hazards() -> Iterator[tuple[str, str]]:
+    """The kind and the place of each."""
+    for path in sorted(SOURCE.rglob("*.py")):
+        module = path.relative_to(SOURCE).as_posix()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and (kind := kind_of(node)):
+                yield kind, f"{module} {ast.unparse(node.func)}"
+            if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
+                owner = ast.unparse(node.value)
+                if owner in ("os.environ", "environment"):
+                    yield "environment", f"{module} {owner}"
+
+
+def entries(ledger: str) -> dict[str, str]:
+    """Why each place is harmless; a reason may take two lines."""
+    joined = ledger.replace("\n        ", " ").strip().splitlines()
+    return dict(line.strip().split(": ", 1) for line in joined)
+
+
+def test_every_hazard_was_looked_at() -> None:
+    found: dict[str, set[str]] = {kind: set() for kind in LEDGERS}
+    for kind, place in hazards():
+        found[kind].add(place)
+    assert found == {kind: set(entries(ledger)) for kind, ledger in LEDGERS.items()}
+    assert all(len(why) > 4 for ledger in LEDGERS.values() for why in entries(ledger).values())
+
+
+def test_what_is_no_hazard_is_not_asked_for() -> None:
+    harmless = "trainer.load(p); text.replace(a, b); ', '.join(x); json.loads(x); open(p); d.pop(k)"
+    hazardous = (
+        "torch.load(p); os.replace(a, b); t.join(); pickle.loads(x); open(p, 'a'); p.unlink()"
+    )
+    calls = [node for node in ast.walk(ast.parse(harmless)) if isinstance(node, ast.Call)]
+    assert [kind_of(call) for call in calls] == [None] * 6
+    calls = [node for node in ast.walk(ast.parse(hazardous)) if isinstance(node, ast.Call)]
+    assert [kind_of(call) for call in calls] == ["code", "files", "waits", "code", "files", "files"]
