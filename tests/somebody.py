@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -51,3 +53,45 @@ def somebody_else(call: Callable[..., object], path: Path, *arguments: Any) -> I
         os.close(ready)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+
+
+@contextmanager
+def somebody_trying(attack: Callable[[], Iterable[str]]) -> Iterator[list[str]]:
+    """While it lasts, a process of another user that attacks again and again; needs root.
+
+    Args:
+        attack: tried many times; names what it has got hold of.
+
+    Yields:
+        A list that has, after the end, how often it was tried and all that it has got hold of.
+    """
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+            while True:
+                for each in (*attack(), ""):  # the empty line counts
+                    os.write(writer, f"{each}\n".encode())
+                time.sleep(0.01)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    os.close(writer)
+    said: list[str] = []
+    lines: list[str] = []
+    with os.fdopen(reader) as pipe:
+        thread = threading.Thread(target=lambda: lines.extend(pipe))
+        thread.start()
+        try:
+            yield said
+        finally:
+            ended, _ = os.waitpid(child, os.WNOHANG)
+            assert not ended, "it has failed, see above"
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            thread.join()
+    said += [str(lines.count("\n")), *sorted({line.strip() for line in lines} - {""})]

@@ -227,7 +227,7 @@ def _join_shared(
     if world.launcher == "torch":
         drawn = agree_on_name(world, size, limit_s, team.trainer)
     mailbox = Mailbox(
-        f"onefold-{drawn}-{team.trainer}",
+        f"{drawn}-{team.trainer}",
         rank=team.own[0],
         size=size,
         timeout_s=limit_s,

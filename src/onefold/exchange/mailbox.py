@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import select
@@ -284,10 +285,10 @@ class Mailbox:
 
     def _connect(self, address: str, limit: float, ended: Callable[[int], bool]) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-            listener.bind(f"\0{address}.{self.rank}")
+            listener.bind(_socket_name(address, self.rank))
             listener.listen(self.size)
             for rank in range(self.rank):
-                self._admit(self._reach(f"\0{address}.{rank}", rank, limit, ended), rank)
+                self._admit(self._reach(_socket_name(address, rank), rank, limit, ended), rank)
             while missing := sorted(set(range(self.rank + 1, self.size)) - self._peers.keys()):
                 listener.settimeout(min(LOOK_S, max(0.01, limit - time.monotonic())))
                 try:
@@ -370,6 +371,15 @@ def _let_go_in_children(mailbox: Mailbox) -> None:
 def _close_all() -> None:
     for mailbox in list(_open_mailboxes):
         mailbox.close()
+
+
+def _socket_name(address: str, rank: int) -> str:
+    """Where a device listens: a name without a file, which shows nothing of the others' names.
+
+    Everybody on the host can list such names, and could take that of a device that is still to
+    come if it followed from one that is there.
+    """
+    return "\0onefold-" + hashlib.sha256(f"{address}.{rank}".encode()).hexdigest()[:32]
 
 
 def _hello(connection: socket.socket) -> int | None:
