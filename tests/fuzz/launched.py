@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 import onefold
+from onefold.errors import RunFailed
 from onefold.world import current_world
 from tests.fuzz.case import Case, draw
 from tests.fuzz.differences import DIFFERENCES, Difference
@@ -41,7 +42,7 @@ def judge_together(cases: Sequence[Case]) -> list[Verdict]:
                 exchange=first.exchange,
                 timeout_s=60,
             )
-        except onefold.RunFailed as error:
+        except RunFailed as error:
             failed = f"the launch failed: {error}"
         return [_judge(case, folder, failed) for case in cases]
 

@@ -27,6 +27,8 @@ def main() -> int:
     seeds = list(range(options.start, options.start + options.runs))
     if options.fault:
         seeds = [seed for seed in seeds if draw(seed).fault == options.fault]
+    if not seeds:
+        parser.error("no course has this fault: more --runs, or root, may be needed")
     whole = run_whole()
     print(f"{len(seeds)} courses; a whole run takes {whole.seconds:.1f} s", flush=True)
     kinds: defaultdict[tuple[str, str], list[Told]] = defaultdict(list)
