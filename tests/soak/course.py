@@ -202,7 +202,7 @@ def run_course(course: Course, whole: Whole) -> Told:
         if not told.wrong:
             run = _Run(course, place, None)
             _judge_last(run, whole, told)
-            told.wrong += _left(place, killed=fault.kills)
+            told.wrong += _left(place, fault)
         if told.wrong:
             told.wrong.append(run.said[-3000:])
     return told
@@ -232,7 +232,7 @@ def _judge(run: _Run, whole: Whole, told: Told, fault: Fault) -> None:
         told.wrong.append("this should have made no difference")
     elif not fault.kills and len(run.errors) != 1:
         told.wrong.append(f"expected one error, got {len(run.errors)}")
-    told.wrong += _left(run.place, killed=fault.kills)
+    told.wrong += _left(run.place, fault)
 
 
 def _judge_last(run: _Run, whole: Whole, told: Told) -> None:
@@ -242,9 +242,10 @@ def _judge_last(run: _Run, whole: Whole, told: Told) -> None:
         told.wrong.append(f"run again: code {code}, expected {whole.end}, got {run.last_line}")
 
 
-def _left(place: Place, *, killed: bool) -> list[str]:
+def _left(place: Place, fault: Fault) -> list[str]:
     """What is wrong with the place; who is told by the kernel to end is given some seconds."""
     until = time.monotonic() + 10
     while place.processes() and time.monotonic() < until:
         time.sleep(0.05)
-    return place.touched() + place.left(killed=killed)
+    left = place.left(killed=fault.kills, ended_well=fault.must_end_well)
+    return place.touched() + left

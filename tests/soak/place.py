@@ -122,18 +122,19 @@ class Place:
             wrong.append("a process of somebody else was ended")
         return wrong
 
-    def left(self, *, killed: bool) -> list[str]:
+    def left(self, *, killed: bool, ended_well: bool = False) -> list[str]:
         """What the runs have left behind where nothing of them should be.
 
         Args:
             killed: nobody was left to tidy up; what has a name in the temporary folder may stay.
+            ended_well: no device was killed; else a folder of Python's own (pymp-...) may stay,
+                which the process of a loader's worker removes at its end.
         """
         wrong = [f"process {pid} is left" for pid in self.processes()]
         if not killed and self.temporary.is_dir():
-            names = sorted(path.name for path in self.temporary.iterdir())
-            wrong += [
-                f"{name} is left among temporary files" for name in names if name[:5] != "notes"
-            ]
+            names = {path.name for path in self.temporary.iterdir()} - {"notes.txt"}
+            names = {name for name in names if ended_well or not name.startswith("pymp-")}
+            wrong += [f"{name} is left among temporary files" for name in sorted(names)]
         if has_own_mounts():
             wrong += [f"{name} is left in shared memory" for name in os.listdir("/dev/shm")]
         return wrong
