@@ -81,6 +81,13 @@ class Broken(Augmented):
         return super().__getitem__(index)
 
 
+class Unsendable(Augmented):
+    """Its items cannot go from one process to another."""
+
+    def __getitem__(self, index: int) -> Any:
+        return lambda: index
+
+
 class Stream(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(range(9))
@@ -862,6 +869,14 @@ def test_workers_draw_in_the_default_dtype_of_the_script(method: str, tmp_path: 
     command = [sys.executable, script, method, "noise"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout == "True\n", done.stderr
+
+
+@processes
+def test_workers_that_give_nothing_are_one_error(capfd: pytest.CaptureFixture[str]) -> None:
+    loader = make_loader(Unsendable(), Plan((1,)), workers=1, timeout_s=2.0)
+    with pytest.raises(SampleError, match=r"workers gave nothing within 2 s.* reported above"):
+        next(iter(loader))
+    assert "pickle" in capfd.readouterr().err
 
 
 def temporary_folder(length: int) -> str:

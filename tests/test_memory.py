@@ -70,3 +70,16 @@ def test_who_chooses_the_allocator(
     assert not allocator_chosen()
     monkeypatch.setenv(name, value)
     assert allocator_chosen() is chosen
+
+
+def test_shared_memory_that_the_limits_forbid_is_one_error() -> None:
+    code = (
+        "import resource, signal; from onefold.exchange.shared import _new_file; "
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)); _new_file(1_000_000)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert "OSError: [Errno 27] expected 1,000,000 bytes of memory that all devices" in done.stderr
+    assert "ulimit -f" in done.stderr

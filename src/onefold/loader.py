@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -172,7 +173,7 @@ class Loader:
         """Begin a pass.
 
         Raises:
-            SampleError: a sample could not be read.
+            SampleError: a sample could not be read, or workers gave none within the timeout.
         """
         this = self.track.begin()
         try:
@@ -191,10 +192,10 @@ class Loader:
         try:
             while this.given < this.end:
                 requests.follow(self._plan(), this.given)
-                request, payloads, digest = next(answers)
+                request, payloads, digest = self._next(answers)
                 self._data_digest = digest or self._data_digest
                 while request.turn != requests.turn:  # read ahead for a plan of before
-                    request, payloads, _ = next(answers)
+                    request, payloads, _ = self._next(answers)
                 this.given = request.stop
                 yield ShardedBatch(
                     request.samples,
@@ -214,6 +215,20 @@ class Loader:
             # An exception keeps this frame, and would keep the worker processes with it.
             with ctrl_c_later():
                 del answers
+
+    def _next(self, answers: Iterator[_Answer]) -> _Answer:
+        began = time.monotonic()
+        try:
+            return next(answers)
+        except RuntimeError as error:
+            if not self._workers or time.monotonic() - began < self._timeout_s:
+                raise
+            raise SampleError(
+                f"the loader's workers gave nothing within {self._timeout_s:g} s: expected a "
+                f"batch. Reading takes longer (raise timeout_s of Trainer, or onefold run "
+                f"--timeout), or what a worker had read could not be sent, which it has reported "
+                f"above; with workers=0 this process reads"
+            ) from error
 
     def _requests(self, this: DataPass) -> _Requests:
         return _Requests(

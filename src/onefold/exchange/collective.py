@@ -20,6 +20,7 @@ import torch.distributed as dist
 from onefold.errors import OnefoldError, PeerError, PeerFailed, PeerLost, PeerTimeout
 from onefold.exchange.base import LEFT, Board, Exchange, Start, Storage, roomy
 from onefold.exchange.group import Joined, break_off, who_left
+from onefold.exchange.lateness import ANSWERS_S
 from onefold.exchange.spans import Partial, SpanFold, Spanned, SpanTensors
 from onefold.flat import Chunk, FlatTensors, cut_chunks
 from onefold.fold import Published, blocks_of
@@ -60,6 +61,7 @@ class CollectiveExchange(Exchange):
         self._store = joined.store
         self._connections = joined.connections
         self._watch = joined.watch
+        self._lateness = joined.lateness
         self._rank = joined.group.rank()
         self._step = 1
         self._spans = [[storage.pieces[i] for i in span] for span in storage.spans]
@@ -268,7 +270,8 @@ class CollectiveExchange(Exchange):
     def _naming_the_lost(self) -> Iterator[None]:
         """Turn an error of the backend into one that says which device is gone, where known."""
         try:
-            yield
+            with self._lateness.waiting():
+                yield
         except RuntimeError as error:
             if not _is_of_connection(error):
                 error.add_note(f"raised in step {self._step}, on device {self._rank}")
@@ -277,7 +280,8 @@ class CollectiveExchange(Exchange):
 
     def _explain(self, error: RuntimeError) -> PeerError:
         step = self._step
-        told = self._failure_told()
+        timed_out = "timed out" in str(error).lower()
+        told = self._failure_told(self._last_words_s(timed_out))
         if told is not None:
             return PeerFailed(
                 f"device {told['device']} failed in step {told['step']}: "
@@ -301,16 +305,25 @@ class CollectiveExchange(Exchange):
                 device=gone[0],
                 step=step,
             )
-        if "timed out" in str(error).lower():
-            return PeerTimeout(
-                f"another device did not arrive within {self._timeout_s:g} s in step {step}, where "
-                f"device {self._rank} waits. If that much time is needed, raise the limit: "
-                f"timeout_s of Trainer, or onefold run --timeout",
-                step=step,
-            )
+        if timed_out:
+            return self._late(step)
         return PeerLost(
             f"device {self._rank} lost the connection to another device in step {step}: "
             f"{str(error).splitlines()[0]}",
+            step=step,
+        )
+
+    def _late(self, step: int) -> PeerTimeout:
+        try:
+            late = self._lateness.late()
+        except RuntimeError:  # as above
+            late = []
+        who = f"device {', '.join(map(str, late))}" if late else "another device"
+        return PeerTimeout(
+            f"{who} did not arrive within {self._timeout_s:g} s in step {step}, where "
+            f"device {self._rank} waits. If that much time is needed, raise the limit: "
+            f"timeout_s of Trainer, or onefold run --timeout",
+            device=late[0] if late else -1,
             step=step,
         )
 
@@ -320,9 +333,21 @@ class CollectiveExchange(Exchange):
         except RuntimeError:  # the store went with the device that is lost
             return []
 
-    def _failure_told(self) -> dict[str, Any] | None:
+    def _last_words_s(self, timed_out: bool) -> float:
+        """How long to wait for word of a failure."""
         try:
-            self._store.wait([_FAILURE_KEY], timedelta(seconds=_LAST_WORDS_S))
+            self._lateness.answer()
+            if timed_out:
+                self._lateness.ask()
+            elif self._lateness.is_asked():  # somebody is finding out for whom all wait
+                return _LAST_WORDS_S + ANSWERS_S
+        except RuntimeError as gone:  # the store went with the device that is lost
+            _log.info("the other devices cannot be asked: %s", gone)
+        return _LAST_WORDS_S
+
+    def _failure_told(self, within_s: float) -> dict[str, Any] | None:
+        try:
+            self._store.wait([_FAILURE_KEY], timedelta(seconds=within_s))
             return json.loads(self._store.get(_FAILURE_KEY))  # type: ignore[no-any-return]
         except RuntimeError:  # nobody said anything, or the store went with the one that is lost
             return None

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from onefold.exchange.lateness import Lateness
 from onefold.process import LOOK_S, Stillness
 
 __all__ = ["Connections", "PeerWatch", "host_identity", "noted_connections"]
@@ -56,17 +57,20 @@ class PeerWatch:
     Args:
         pids: process id of each peer on this host, by its rank.
         connections: what to cut.
+        lateness: answers from the same thread.
     """
 
-    def __init__(self, pids: Mapping[int, int], connections: Connections) -> None:
+    def __init__(
+        self, pids: Mapping[int, int], connections: Connections, lateness: Lateness
+    ) -> None:
         self.stopped: int | None = None
         """Rank of a peer that was found stopped."""
         self.pids = dict(pids)
         self._connections = connections
+        self._lateness = lateness
         self._end = threading.Event()
         self._peers = {rank: Stillness(pid) for rank, pid in pids.items()}
-        if pids:
-            threading.Thread(target=self._watch, name="onefold peers", daemon=True).start()
+        threading.Thread(target=self._watch, name="onefold peers", daemon=True).start()
 
     def close(self) -> None:
         """End the thread."""
@@ -79,6 +83,10 @@ class PeerWatch:
                     self.stopped = rank
                     self._connections.cut()
                     return
+            try:
+                self._lateness.look()
+            except RuntimeError:  # the store has gone, and the run with it
+                return
 
 
 def host_identity() -> str:

@@ -24,6 +24,7 @@ from onefold.exchange.connections import (
     host_identity,
     noted_connections,
 )
+from onefold.exchange.lateness import Lateness
 from onefold.exchange.proof import prove
 from onefold.process import LOOK_S
 from onefold.world import World, current_world, gloo_on_loopback
@@ -108,6 +109,7 @@ class Joined(NamedTuple):
     """Of the group, on the host."""
     watch: PeerWatch
     """Of the peers on this host."""
+    lateness: Lateness
 
 
 def join_group(world: World, kind: str, size: int, *, timeout_s: float, trainer: int) -> Joined:
@@ -139,7 +141,8 @@ def join_group(world: World, kind: str, size: int, *, timeout_s: float, trainer:
     here = host_identity()
     said = [json.loads(t) for t in gather_bytes(group, json.dumps([here, os.getpid()]).encode())]
     pids = {r: int(pid) for r, (host, pid) in enumerate(said) if host == here and r != rank}
-    return Joined(group, store, connections, PeerWatch(pids, connections))
+    lateness = Lateness(store, rank, group.size())
+    return Joined(group, store, connections, PeerWatch(pids, connections, lateness), lateness)
 
 
 def _make_group(

@@ -181,6 +181,13 @@ def _new_file(size_bytes: int) -> tuple[int, torch.Tensor]:
     try:
         os.ftruncate(descriptor, max(size_bytes, 1))
         return descriptor, _memory_of(descriptor)
+    except OSError as error:
+        os.close(descriptor)
+        raise OSError(
+            error.errno,
+            f"expected {size_bytes:,} bytes of memory that all devices of this host share, got: "
+            f"{error.strerror}. The limits for files (ulimit -f) and for memory hold for it",
+        ) from error
     except BaseException:
         os.close(descriptor)
         raise
