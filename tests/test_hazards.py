@@ -108,6 +108,7 @@ WAITS = """
     exchange/connections.py self._end.wait: the pause of a thread that looks at peers
     exchange/group.py store.wait: a farewell, for seconds
     exchange/group.py time.sleep: in a loop with a limit
+    exchange/lateness.py time.sleep: in a loop with a limit
     exchange/mailbox.py connection.connect: does not wait; in a loop with a limit
     exchange/mailbox.py connection.recv: the socket has a limit
     exchange/mailbox.py listener.accept: the socket has a limit
