@@ -73,7 +73,7 @@ class StateError(OnefoldError, ValueError):
 
 
 class SampleError(OnefoldError):
-    """Reading one sample of a data set raised; the message names the sample."""
+    """Reading a sample of a data set raised, and is named; or workers gave none in time."""
 
 
 class DataError(OnefoldError, ValueError):

@@ -34,6 +34,11 @@ class Stillness:
         self._pid = pid
         self._looks = 0
 
+    @property
+    def is_still(self) -> bool:
+        """Whether it was found stopped by the last look."""
+        return self._looks > 0
+
     def look(self) -> bool:
         """Whether it was found stopped so many times in a row that it will not go on by itself."""
         self._looks = self._looks + 1 if _is_stopped(self._pid) else 0

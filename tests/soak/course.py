@@ -207,7 +207,7 @@ def run_course(course: Course, whole: Whole) -> Told:
         if not told.wrong:
             run = _Run(course, place, None)
             _judge_last(run, whole, told)
-            told.wrong += _left(place, fault)
+            told.wrong += _left(run, fault)
         if told.wrong:
             told.wrong.append(run.said[-3000:])
     return told
@@ -233,13 +233,13 @@ def _judge(run: _Run, whole: Whole, told: Told, fault: Fault) -> None:
     elif code == 0:
         if run.last_line != whole.end:
             told.wrong.append(f"expected {whole.end}, got {run.last_line}")
-    elif code < 0 and run.begun_steps == 0 and not run.said:
+    elif (code < 0 or code == 130) and run.begun_steps == 0 and not run.said:
         told.kind = "ended by the signal itself, as nothing had begun"
     elif fault.must_end_well:
         told.wrong.append("this should have made no difference")
     elif not fault.kills and len(run.errors) != 1 + run.said.count("onefold: starting again"):
         told.wrong.append(f"expected one error of each attempt, got {len(run.errors)}")
-    told.wrong += _left(run.place, fault)
+    told.wrong += _left(run, fault)
 
 
 def _judge_last(run: _Run, whole: Whole, told: Told) -> None:
@@ -249,10 +249,11 @@ def _judge_last(run: _Run, whole: Whole, told: Told) -> None:
         told.wrong.append(f"run again: code {code}, expected {whole.end}, got {run.last_line}")
 
 
-def _left(place: Place, fault: Fault) -> list[str]:
+def _left(run: _Run, fault: Fault) -> list[str]:
     """What is wrong with the place; who is told by the kernel to end is given some seconds."""
+    run.place.said += run.said
     until = time.monotonic() + 10
-    while place.processes() and time.monotonic() < until:
+    while run.place.processes() and time.monotonic() < until:
         time.sleep(0.05)
-    left = place.left(killed=fault.kills, ended_well=fault.must_end_well)
-    return place.touched() + left
+    left = run.place.left(killed=fault.kills, ended_well=fault.must_end_well)
+    return run.place.touched() + left

@@ -65,6 +65,8 @@ class Place:
         self.logs = self.root / "logs"
         self.profile = self.root / "profile"
         self.checkpoints = self.disk / "checkpoints"
+        self.said = ""
+        """What runs have said here; they may have named what they keep, such as logs."""
         for folder in (self.disk, self.temporary, self.logs, self.profile):
             folder.mkdir()
         if has_own_mounts():
@@ -136,6 +138,7 @@ class Place:
         if not killed and self.temporary.is_dir():
             names = {path.name for path in self.temporary.iterdir()} - {"notes.txt"}
             names = {name for name in names if ended_well or not name.startswith("pymp-")}
+            names = {name for name in names if f"devices: {self.temporary / name}" not in self.said}
             wrong += [f"{name} is left among temporary files" for name in sorted(names)]
         if has_own_mounts():
             names = set(os.listdir("/dev/shm"))

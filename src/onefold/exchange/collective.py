@@ -20,7 +20,6 @@ import torch.distributed as dist
 from onefold.errors import OnefoldError, PeerError, PeerFailed, PeerLost, PeerTimeout
 from onefold.exchange.base import LEFT, Board, Exchange, Start, Storage, roomy
 from onefold.exchange.group import Joined, break_off, who_left
-from onefold.exchange.lateness import ANSWERS_S
 from onefold.exchange.spans import Partial, SpanFold, Spanned, SpanTensors
 from onefold.flat import Chunk, FlatTensors, cut_chunks
 from onefold.fold import Published, blocks_of
@@ -183,34 +182,32 @@ class CollectiveExchange(Exchange):
     def bring(self) -> list[torch.Tensor]:
         if self._room is None:
             raise ValueError("there is nothing to bring: fill a room first")
-        with self._naming_the_lost():
-            if self._rank != 0:
-                self._send_sized(self._room, 0)
-                return []
-            others = range(1, self._storage.devices)
-            return [self._room, *(self._receive_sized(peer) for peer in others)]
+        if self._rank != 0:
+            self._send_sized(self._room, 0)
+            return []
+        others = range(1, self._storage.devices)
+        return [self._room, *(self._receive_sized(peer) for peer in others)]
 
     def hand_out(self, make: Callable[[int], torch.Tensor] | None) -> torch.Tensor:
         if make is None:
-            with self._naming_the_lost():
-                return self._receive_sized(0)
+            return self._receive_sized(0)
         for peer in range(1, self._storage.devices):
-            made = make(peer)
-            with self._naming_the_lost():
-                self._send_sized(made, peer)
+            self._send_sized(make(peer), peer)
         return make(0)
 
     def _send_sized(self, tensor: torch.Tensor, peer: int) -> None:
-        dist.send(torch.tensor([tensor.numel()]), group=self._group, group_dst=peer)
-        if tensor.numel():
-            dist.send(tensor, group=self._group, group_dst=peer)
+        with self._naming_the_lost():
+            dist.send(torch.tensor([tensor.numel()]), group=self._group, group_dst=peer)
+            if tensor.numel():
+                dist.send(tensor, group=self._group, group_dst=peer)
 
     def _receive_sized(self, peer: int) -> torch.Tensor:
         size = torch.empty(1, dtype=torch.int64)
-        dist.recv(size, group=self._group, group_src=peer)
-        tensor = torch.empty(int(size), dtype=torch.uint8)
-        if tensor.numel():
-            dist.recv(tensor, group=self._group, group_src=peer)
+        with self._naming_the_lost():
+            dist.recv(size, group=self._group, group_src=peer)
+            tensor = torch.empty(int(size), dtype=torch.uint8)
+            if tensor.numel():
+                dist.recv(tensor, group=self._group, group_src=peer)
         return tensor
 
     @property
@@ -280,22 +277,23 @@ class CollectiveExchange(Exchange):
 
     def _explain(self, error: RuntimeError) -> PeerError:
         step = self._step
-        timed_out = "timed out" in str(error).lower()
-        told = self._failure_told(self._last_words_s(timed_out))
-        if told is not None:
-            return PeerFailed(
-                f"device {told['device']} failed in step {told['step']}: "
-                f"{told['kind']}: {told['text']}",
-                device=told["device"],
-                step=told["step"],
-            )
-        if self._watch.stopped is not None:
+        if self._watch.stopped is not None:  # before the store is asked, which it may hold
             rank = self._watch.stopped
             return PeerLost(
                 f"device {rank} (process {self._watch.pids[rank]}) is stopped (by SIGSTOP or a "
                 f"debugger) and does not respond; device {self._rank} waits for it in step {step}",
                 device=rank,
                 step=step,
+            )
+        timed_out = "timed out" in str(error).lower()
+        self._say_that_it_waits(timed_out)
+        told = self._failure_told()
+        if told is not None:
+            return PeerFailed(
+                f"device {told['device']} failed in step {told['step']}: "
+                f"{told['kind']}: {told['text']}",
+                device=told["device"],
+                step=told["step"],
             )
         gone = self._gone()
         if gone:
@@ -305,27 +303,41 @@ class CollectiveExchange(Exchange):
                 device=gone[0],
                 step=step,
             )
-        if timed_out:
-            return self._late(step)
+        late = self._late()
+        if timed_out or late:
+            who = f"device {', '.join(map(str, late))}" if late else "another device"
+            return PeerTimeout(
+                f"{who} did not arrive within {self._timeout_s:g} s in step {step}, where device "
+                f"{self._rank} waits. If that much time is needed, raise the limit: timeout_s of "
+                f"Trainer, or onefold run --timeout",
+                device=late[0] if late else -1,
+                step=step,
+            )
         return PeerLost(
             f"device {self._rank} lost the connection to another device in step {step}: "
             f"{str(error).splitlines()[0]}",
             step=step,
         )
 
-    def _late(self, step: int) -> PeerTimeout:
+    def _say_that_it_waits(self, in_vain: bool) -> None:
+        """Say so in the store, for others that ask who does; and ask, if it was in vain."""
         try:
-            late = self._lateness.late()
+            if in_vain:
+                self._lateness.ask()
+            self._lateness.answer()
+        except RuntimeError as gone:  # the store went with the device that is lost
+            _log.info("the other devices cannot be asked: %s", gone)
+
+    def _late(self) -> list[int]:
+        """Devices for whom all wait in vain, where one has found so, this one or another.
+
+        A backend that gives up closes its connections, so that whoever waits for this device hears
+        of a lost connection, though nothing is wrong with it.
+        """
+        try:
+            return self._lateness.late() if self._lateness.is_asked() else []
         except RuntimeError:  # as above
-            late = []
-        who = f"device {', '.join(map(str, late))}" if late else "another device"
-        return PeerTimeout(
-            f"{who} did not arrive within {self._timeout_s:g} s in step {step}, where "
-            f"device {self._rank} waits. If that much time is needed, raise the limit: "
-            f"timeout_s of Trainer, or onefold run --timeout",
-            device=late[0] if late else -1,
-            step=step,
-        )
+            return []
 
     def _gone(self) -> list[int]:
         try:
@@ -333,21 +345,9 @@ class CollectiveExchange(Exchange):
         except RuntimeError:  # the store went with the device that is lost
             return []
 
-    def _last_words_s(self, timed_out: bool) -> float:
-        """How long to wait for word of a failure."""
+    def _failure_told(self) -> dict[str, Any] | None:
         try:
-            self._lateness.answer()
-            if timed_out:
-                self._lateness.ask()
-            elif self._lateness.is_asked():  # somebody is finding out for whom all wait
-                return _LAST_WORDS_S + ANSWERS_S
-        except RuntimeError as gone:  # the store went with the device that is lost
-            _log.info("the other devices cannot be asked: %s", gone)
-        return _LAST_WORDS_S
-
-    def _failure_told(self, within_s: float) -> dict[str, Any] | None:
-        try:
-            self._store.wait([_FAILURE_KEY], timedelta(seconds=within_s))
+            self._store.wait([_FAILURE_KEY], timedelta(seconds=_LAST_WORDS_S))
             return json.loads(self._store.get(_FAILURE_KEY))  # type: ignore[no-any-return]
         except RuntimeError:  # nobody said anything, or the store went with the one that is lost
             return None

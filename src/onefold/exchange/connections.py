@@ -14,13 +14,14 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from onefold.exchange.lateness import Lateness
 from onefold.process import LOOK_S, Stillness
 
-__all__ = ["Connections", "PeerWatch", "host_identity", "noted_connections"]
+__all__ = ["Connections", "PeerWatch", "close_watches", "host_identity", "noted_connections"]
 
 
 class Connections:
@@ -54,10 +55,12 @@ def noted_connections(connections: Connections) -> Iterator[None]:
 class PeerWatch:
     """Looks, from a thread, whether a process of this host has been stopped, and ends the waits.
 
+    The same thread answers others that ask who waits.
+
     Args:
         pids: process id of each peer on this host, by its rank.
         connections: what to cut.
-        lateness: answers from the same thread.
+        lateness: what answers.
     """
 
     def __init__(
@@ -67,14 +70,16 @@ class PeerWatch:
         """Rank of a peer that was found stopped."""
         self.pids = dict(pids)
         self._connections = connections
-        self._lateness = lateness
+        self._lateness: Lateness | None = lateness
         self._end = threading.Event()
         self._peers = {rank: Stillness(pid) for rank, pid in pids.items()}
+        _watches.add(self)
         threading.Thread(target=self._watch, name="onefold peers", daemon=True).start()
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread, and let go of the store."""
         self._end.set()
+        self._lateness = None
 
     def _watch(self) -> None:
         while not self._end.wait(LOOK_S):
@@ -83,10 +88,25 @@ class PeerWatch:
                     self.stopped = rank
                     self._connections.cut()
                     return
-            try:
-                self._lateness.look()
-            except RuntimeError:  # the store has gone, and the run with it
-                return
+            if not any(peer.is_still for peer in self._peers.values()):  # it may hold the store
+                self._answer()
+
+    def _answer(self) -> None:
+        lateness = self._lateness
+        try:
+            if lateness is not None:
+                lateness.look()
+        except RuntimeError:  # the store has gone: nobody asks in it any more
+            self._lateness = None
+
+
+_watches: weakref.WeakSet[PeerWatch] = weakref.WeakSet()
+
+
+def close_watches() -> None:
+    """Close those of Trainers that nobody has closed."""
+    for watch in list(_watches):
+        watch.close()
 
 
 def host_identity() -> str:

@@ -21,6 +21,7 @@ from onefold.errors import DisagreementError, PeerLost, PeerTimeout
 from onefold.exchange.connections import (
     Connections,
     PeerWatch,
+    close_watches,
     host_identity,
     noted_connections,
 )
@@ -315,6 +316,7 @@ def _leave() -> None:
         except RuntimeError as error:
             _log.info("the other devices did not end in order: %s", error)
             return
+        close_watches()  # they have the store as well
         _stores.clear()  # or its threads would go on while Python is taken apart
         dist.destroy_process_group()
 

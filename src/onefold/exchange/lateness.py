@@ -4,7 +4,8 @@ Note: who is late
 -----------------
 A backend that has waited in vain does not tell for whom: in a collective call all wait for all. So
 who gives up asks in the store, and each device that waits too answers, from a thread. A device that
-computes, or hangs in the script, does not wait and does not answer: it is late.
+computes, or hangs in the script, does not wait and does not answer: it is late. One that had only
+to send has gone on, may compute by right, and is named beside the one that is late.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from onefold.process import LOOK_S
 __all__ = ["ANSWERS_S", "Lateness"]
 
 _ASKED_KEY = "onefold/who-waits"
-ANSWERS_S = 3 * LOOK_S
+ANSWERS_S = 2 * LOOK_S
 
 
 class Lateness:
@@ -36,17 +37,16 @@ class Lateness:
         self._store = store
         self._rank = rank
         self._size = size
-        self._since: float | None = None
-        self._asked = 0.0
+        self._waits = False
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """This device waits for others inside the block."""
-        self._since = time.monotonic()
+        self._waits = True
         try:
             yield
         finally:
-            self._since = None
+            self._waits = False
 
     def look(self) -> None:
         """Answer if it was asked; called every `LOOK_S`, from a thread.
@@ -54,12 +54,11 @@ class Lateness:
         Raises:
             RuntimeError: the store has gone.
         """
-        since = self._since
-        if since is not None and time.monotonic() - since > LOOK_S and self.is_asked():
+        if self._waits and self.is_asked():
             self.answer()
 
     def is_asked(self) -> bool:
-        """Whether a device has waited in vain, and will tell soon for whom."""
+        """Whether a device has waited in vain."""
         return bool(self._store.check([_ASKED_KEY]))
 
     def answer(self) -> None:
@@ -72,18 +71,18 @@ class Lateness:
         Raises:
             RuntimeError: the store has gone.
         """
-        self._asked = time.monotonic()
         self._store.set(_ASKED_KEY, "1")
 
     def late(self) -> list[int]:
-        """Devices that have not answered `ANSWERS_S` after `ask`.
+        """Devices that do not answer, `ANSWERS_S` from now.
 
         Raises:
             RuntimeError: the store has gone.
         """
+        until = time.monotonic() + ANSWERS_S
+        keys = {rank: _waits_key(rank) for rank in range(self._size)}
         while True:
-            at_an_end = time.monotonic() > self._asked + ANSWERS_S
-            keys = {rank: _waits_key(rank) for rank in range(self._size)}
+            at_an_end = time.monotonic() > until
             missing = [rank for rank, key in keys.items() if not self._store.check([key])]
             if at_an_end or not missing:
                 return missing
