@@ -24,7 +24,7 @@ __all__ = ["Course", "Told", "Whole", "draw", "run_course", "run_whole"]
 SCRIPT = Path(__file__).parent / "train.py"
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 75.0
-"""Of a run: all of it, the time for noticing what is silent, and that for saving."""
+"""Of an attempt: all of it, the time for noticing what is silent, and that for saving."""
 _TIMEOUT_S, _GRACE_S = 15, 20
 _NOTICES = re.compile(
     r"onefold: (going on after step|starting again|output of the other devices|timeline:"
@@ -81,13 +81,20 @@ def draw(seed: int) -> Course:
     options += ["--logs=logs"] * (rng.random() < 0.3)
     options += ["--profile=profile"] * (rng.random() < 0.15)
     options += ["--trace=trace.jsonl"] * (rng.random() < 0.2)
+    fault = names[seed % len(names)]
+    devices, exchange = rng.choice((1, 2, 2, 3)), rng.choice(("shared", "collective"))
+    workers = rng.choice((0, 0, 0, 1))
+    if FAULTS[fault].script == "waits":
+        devices = max(devices, 2)  # nobody waits for one alone
+    if fault == "temporary files removed":
+        workers = 0  # theirs hold sockets of Python's own, which it cannot do without
     return Course(
         seed=seed,
-        fault=names[seed % len(names)],
-        devices=rng.choice((1, 2, 2, 3)),
-        exchange=rng.choice(("shared", "collective")),
+        fault=fault,
+        devices=devices,
+        exchange=exchange,
         options=tuple(options),
-        workers=rng.choice((0, 0, 0, 1)),
+        workers=workers,
         after=rng.choice((-1, rng.randrange(24), rng.randrange(24), rng.randrange(24))),
     )
 
@@ -97,6 +104,8 @@ class _Run:
 
     def __init__(self, course: Course, place: Place, fault: Fault | None) -> None:
         self.place, self.rng = place, random.Random(course.seed)
+        again = [word for word in course.options if word.startswith("--restarts=")]
+        self._restarts = int(again[0].partition("=")[2]) if again else 0
         at = f"{self.rng.randrange(24)} {self.rng.randrange(course.devices)}"
         clean = {key: value for key, value in os.environ.items() if key != "SOAK_FAULT"}
         self._output, self._errors = place.root / "output", place.root / "errors"
@@ -157,7 +166,7 @@ class _Run:
     def wait(self) -> int | None:
         """The exit code; None where it has not ended within the limit."""
         try:
-            return self._process.wait(LIMIT_S)
+            return self._process.wait(LIMIT_S * (1 + self._restarts))
         except subprocess.TimeoutExpired:
             return None
 
@@ -229,7 +238,7 @@ def _judge(run: _Run, whole: Whole, told: Told, fault: Fault) -> None:
     told.message = " | ".join(run.errors)
     told.kind = "well" if code == 0 else f"code {code}"
     if code is None:
-        told.wrong.append(f"not ended within {LIMIT_S:g} s")
+        told.wrong.append(f"not ended within {LIMIT_S:g} s an attempt")
     elif code == 0:
         if run.last_line != whole.end:
             told.wrong.append(f"expected {whole.end}, got {run.last_line}")
