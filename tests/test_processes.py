@@ -109,7 +109,7 @@ def test_a_device_that_never_arrives_is_named_at_the_limit(run: type[Run], excha
     this.wait_until_ready()
     began = time.monotonic()
     code, errors = this.finish()
-    assert time.monotonic() - began < LIMIT_S
+    assert time.monotonic() - began < 4 + LIMIT_S
     assert re.search(r"device 2( \(process \d+\))? did not arrive within 4 s in step 3", errors)
     assert "onefold run --timeout" in errors
     assert code == 1

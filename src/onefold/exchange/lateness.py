@@ -21,7 +21,8 @@ from onefold.process import LOOK_S
 __all__ = ["ANSWERS_S", "Lateness"]
 
 _ASKED_KEY = "onefold/who-waits"
-ANSWERS_S = 2 * LOOK_S
+ANSWERS_S = LOOK_S
+"""For answers that are still on their way: who asks has waited for word of a failure before."""
 
 
 class Lateness:
