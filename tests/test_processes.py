@@ -15,7 +15,7 @@ import pytest
 
 SCRIPT = Path(__file__).parent / "scripts" / "faulty.py"
 ONEFOLD = [sys.executable, "-m", "onefold"]
-LIMIT_S = 10
+LIMIT_S = 30  # far below the 600 s that devices wait for each other; processors may be taken away
 pytestmark = [
     pytest.mark.processes,
     pytest.mark.timeout(120),
