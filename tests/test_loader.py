@@ -850,13 +850,33 @@ if __name__ == "__main__":
 """A script of its own: how processes are made is settled once in a program."""
 
 
+def makes_workers(
+    folder: Path, method: str, what: str, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run the script.
+
+    Args:
+        folder: for the script.
+        method: how Python makes processes.
+        what: ``process``, ``thread`` or ``noise``.
+        variables: of its environment, beside the usual ones.
+    """
+    script = folder / "read.py"
+    script.write_text(MAKES_WORKERS)
+    return subprocess.run(
+        [sys.executable, str(script), method, what],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, **variables},
+    )
+
+
 @processes
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 def test_workers_are_made_in_any_way_that_python_has(method: str, tmp_path: Path) -> None:
-    script = tmp_path / "read.py"
-    script.write_text(MAKES_WORKERS)
-    command = [sys.executable, script, method, "process"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = makes_workers(tmp_path, method, "process")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [10, 11]]]
 
@@ -864,10 +884,7 @@ def test_workers_are_made_in_any_way_that_python_has(method: str, tmp_path: Path
 @processes
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 def test_workers_draw_in_the_default_dtype_of_the_script(method: str, tmp_path: Path) -> None:
-    script = tmp_path / "read.py"
-    script.write_text(MAKES_WORKERS)
-    command = [sys.executable, script, method, "noise"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = makes_workers(tmp_path, method, "noise")
     assert done.stdout == "True\n", done.stderr
 
 
@@ -892,18 +909,9 @@ def temporary_folder(length: int) -> str:
 def test_workers_need_a_temporary_folder_of_a_short_path(
     tmp_path: Path, bytes_too_many: int
 ) -> None:
-    script = tmp_path / "read.py"
-    script.write_text(MAKES_WORKERS)
     temporary = temporary_folder(75 + bytes_too_many)
     try:
-        done = subprocess.run(
-            [sys.executable, script, "fork", "process"],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-            env={**os.environ, "TMPDIR": temporary},
-        )
+        done = makes_workers(tmp_path, "fork", "process", TMPDIR=temporary)
     finally:
         shutil.rmtree(temporary)
     if not bytes_too_many:
@@ -915,10 +923,7 @@ def test_workers_need_a_temporary_folder_of_a_short_path(
 
 @processes
 def test_workers_outlive_the_thread_that_began_the_pass(tmp_path: Path) -> None:
-    script = tmp_path / "read.py"
-    script.write_text(MAKES_WORKERS)
-    command = [sys.executable, script, "fork", "thread"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = makes_workers(tmp_path, "fork", "thread")
     assert done.stdout == "3\n", done.stderr
 
 

@@ -106,6 +106,16 @@ class PeerLost(PeerError):
             step=0,
         )
 
+    @classmethod
+    def stopped(cls, device: int, pid: int, *, waiting: int, step: int) -> PeerLost:
+        """The error where a device's process is stopped, and device ``waiting`` waits for it."""
+        return cls(
+            f"device {device} (process {pid}) is stopped (by SIGSTOP or a debugger) and does not "
+            f"respond; device {waiting} waits for it in step {step}",
+            device=device,
+            step=step,
+        )
+
 
 class PeerFailed(PeerError):
     """A device raised an exception and said so before it left."""
@@ -113,3 +123,16 @@ class PeerFailed(PeerError):
 
 class PeerTimeout(PeerError):
     """A device did not arrive within the limit."""
+
+    @classmethod
+    def in_step(
+        cls, who: str, *, device: int, timeout_s: float, waiting: int, step: int
+    ) -> PeerTimeout:
+        """The error in a step; ``who`` names all that are late, ``device`` is the first of them."""
+        return cls(
+            f"{who} did not arrive within {timeout_s:g} s in step {step}, where device {waiting} "
+            f"waits. If that much time is needed, raise the limit: timeout_s of Trainer, or "
+            f"onefold run --timeout",
+            device=device,
+            step=step,
+        )

@@ -279,12 +279,8 @@ class CollectiveExchange(Exchange):
         step = self._step
         if self._watch.stopped is not None:  # before the store is asked, which it may hold
             rank = self._watch.stopped
-            return PeerLost(
-                f"device {rank} (process {self._watch.pids[rank]}) is stopped (by SIGSTOP or a "
-                f"debugger) and does not respond; device {self._rank} waits for it in step {step}",
-                device=rank,
-                step=step,
-            )
+            pid = self._watch.pids[rank]
+            return PeerLost.stopped(rank, pid, waiting=self._rank, step=step)
         timed_out = "timed out" in str(error).lower()
         self._say_that_it_waits(timed_out)
         told = self._failure_told()
@@ -306,11 +302,11 @@ class CollectiveExchange(Exchange):
         late = self._late()
         if timed_out or late:
             who = f"device {', '.join(map(str, late))}" if late else "another device"
-            return PeerTimeout(
-                f"{who} did not arrive within {self._timeout_s:g} s in step {step}, where device "
-                f"{self._rank} waits. If that much time is needed, raise the limit: timeout_s of "
-                f"Trainer, or onefold run --timeout",
+            return PeerTimeout.in_step(
+                who,
                 device=late[0] if late else -1,
+                timeout_s=self._timeout_s,
+                waiting=self._rank,
                 step=step,
             )
         return PeerLost(

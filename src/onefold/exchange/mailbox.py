@@ -136,7 +136,7 @@ class Mailbox:
         if message.startswith(_FAILED):
             self._raise_failed(peer, message)
         if not descriptors:
-            self._raise_lost(peer, "ended")
+            self._raise_ended(peer)
         return descriptors[0]
 
     def tell_failure(self, failure: BaseException) -> None:
@@ -205,7 +205,7 @@ class Mailbox:
             self._raise_failed(peer, frame)
         if not frame:
             if not peer.frames:
-                self._raise_lost(peer, "ended")
+                self._raise_ended(peer)
             return
         peer.frames.append(frame)
 
@@ -219,11 +219,11 @@ class Mailbox:
 
     def _late(self, peers: list[_Peer]) -> PeerTimeout:
         names = ", ".join(f"{peer.number} (process {peer.pid})" for peer in peers)
-        return PeerTimeout(
-            f"device {names} did not arrive within {self.timeout_s:g} s in step {self.step}, "
-            f"where device {self.rank} waits. If that much time is needed, raise the limit: "
-            f"timeout_s of Trainer, or onefold run --timeout",
+        return PeerTimeout.in_step(
+            f"device {names}",
             device=peers[0].number,
+            timeout_s=self.timeout_s,
+            waiting=self.rank,
             step=self.step,
         )
 
@@ -243,21 +243,18 @@ class Mailbox:
             if peer.socket.fileno() not in ready:
                 self._drain(peer)  # its last words may have come in between
                 if not peer.frames:
-                    self._raise_lost(peer, "ended")
+                    self._raise_ended(peer)
         return bool(events)
 
     def _look_at(self, peer: _Peer) -> None:
         if peer.stillness.look():
-            self._raise_lost(peer, "is stopped (by SIGSTOP or a debugger) and does not respond")
+            raise PeerLost.stopped(peer.number, peer.pid, waiting=self.rank, step=self.step)
 
-    def _raise_lost(self, peer: _Peer, what: str) -> NoReturn:
-        hint = (
-            " without saying why: it was killed (by somebody, or by the system for lack of "
-            "memory), or its script came to an end before the others'"
-        )
+    def _raise_ended(self, peer: _Peer) -> NoReturn:
         raise PeerLost(
-            f"device {peer.number} (process {peer.pid}) {what}{hint if what == 'ended' else ''}; "
-            f"device {self.rank} waits for it in step {self.step}",
+            f"device {peer.number} (process {peer.pid}) ended without saying why: it was killed "
+            f"(by somebody, or by the system for lack of memory), or its script came to an end "
+            f"before the others'; device {self.rank} waits for it in step {self.step}",
             device=peer.number,
             step=self.step,
         )
@@ -279,7 +276,7 @@ class Mailbox:
             raise self._late([peer]) from None
         except ConnectionError:
             self._drain(peer)  # what it said before it left, if anything
-            self._raise_lost(peer, "ended")
+            self._raise_ended(peer)
 
     # Connecting
 
