@@ -33,12 +33,12 @@ class Connections:
     def cut(self) -> None:
         """End them, in both directions: whoever waits for a message on them gets an error."""
         for descriptor, inode in self.sockets.items():
-            if _inode_of(descriptor) == inode:  # the number may be somebody else's by now
-                with socket.socket(fileno=os.dup(descriptor)) as copy:
-                    try:
+            with _copy_of(descriptor, inode) as copy:
+                try:
+                    if copy is not None:
                         copy.shutdown(socket.SHUT_RDWR)
-                    except OSError:  # its other end has gone before
-                        continue
+                except OSError:  # its other end has gone before
+                    continue
         self.sockets = {}
 
 
@@ -122,7 +122,7 @@ def _connected() -> dict[int, str]:
     for name in os.listdir("/proc/self/fd"):
         descriptor = int(name)
         inode = _inode_of(descriptor)
-        if inode.startswith("socket:") and _is_connected(descriptor):
+        if inode.startswith("socket:") and _is_connected(descriptor, inode):
             found[descriptor] = inode
     return found
 
@@ -134,10 +134,32 @@ def _inode_of(descriptor: int) -> str:
         return ""
 
 
-def _is_connected(descriptor: int) -> bool:
+@contextmanager
+def _copy_of(descriptor: int, inode: str) -> Iterator[socket.socket | None]:
+    """The socket under a descriptor of its own; None if the number is no longer that socket's.
+
+    A backend closes its sockets from threads of its own, at any time: so the copy is made first,
+    which nobody else closes, and looked at afterwards.
+    """
     try:
-        with socket.socket(fileno=os.dup(descriptor)) as copy:
+        own = os.dup(descriptor)
+    except OSError:  # it was closed in between
+        yield None
+        return
+    if _inode_of(own) != inode:
+        os.close(own)
+        yield None
+        return
+    with socket.socket(fileno=own) as copy:
+        yield copy
+
+
+def _is_connected(descriptor: int, inode: str) -> bool:
+    with _copy_of(descriptor, inode) as copy:
+        try:
+            if copy is None:
+                return False
             copy.getpeername()
-            return copy.family in (socket.AF_INET, socket.AF_INET6)
-    except OSError:
-        return False
+        except OSError:
+            return False
+        return copy.family in (socket.AF_INET, socket.AF_INET6)
