@@ -26,11 +26,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import onefold
+from onefold.core.fold import published_by
 from onefold.exchange.collective import CollectiveExchange
 from onefold.exchange.mailbox import Mailbox
 from onefold.exchange.shared import SharedExchange
 from onefold.exchange.spans import SpanFold
-from onefold.fold import published_by
 
 __all__ = ["Traffic", "Training", "main", "memory_bytes_per_s", "new_model"]
 

@@ -34,12 +34,12 @@ from measure import (
     record,
     spread,
 )
+from onefold.core.flat import FlatTensors, cut_pieces, lay_out
+from onefold.core.shard import Plan
 from onefold.exchange.base import Exchange, Start, Storage
 from onefold.exchange.collective import CollectiveExchange
 from onefold.exchange.mailbox import Mailbox
 from onefold.exchange.shared import SharedExchange
-from onefold.flat import FlatTensors, cut_pieces, lay_out
-from onefold.shard import Plan
 
 __all__ = ["main"]
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from onefold.fold import Block, blocks_of
-from onefold.shard import Plan
+from onefold.core.fold import Block, blocks_of
+from onefold.core.shard import Plan
 
 __all__ = [
     "Links",
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 CHUNK_BYTES = 4 << 20
-"""Longest message of partial sums or parameters, as `onefold.flat.cut_chunks` cuts them."""
+"""Longest message of partial sums or parameters, as `onefold.core.flat.cut_chunks` cuts them."""
 LARGE_BYTES = 256 << 10
 """From here on a tensor is moved by itself, and copied only where others must see it."""
 HEAD_BYTES = 136

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import onefold
-from onefold.world import current_world
+from onefold.run.world import current_world
 from tests.small import Batch, line, make_trainer, points, sgd, square
 
 Case = Callable[[bool], None]

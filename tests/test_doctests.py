@@ -12,7 +12,7 @@ import pytest
 import onefold
 
 SOURCE = Path(onefold.__file__).parent
-STARTS_PROCESSES = {"onefold.launch"}
+STARTS_PROCESSES = {"onefold.run.launch"}
 
 MODULES = sorted(
     ".".join(["onefold", *path.relative_to(SOURCE).with_suffix("").parts])
@@ -22,7 +22,12 @@ MODULES = sorted(
 
 
 def test_there_are_examples_of_the_public_interface() -> None:
-    assert {"onefold.trainer", "onefold.mean", "onefold.launch", "onefold.shard"} <= set(MODULES)
+    assert {
+        "onefold.trainer",
+        "onefold.core.mean",
+        "onefold.run.launch",
+        "onefold.core.shard",
+    } <= set(MODULES)
 
 
 @pytest.mark.parametrize(

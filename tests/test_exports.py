@@ -19,9 +19,11 @@ MODULES = sorted(
 
 
 def test_the_public_names_are_these() -> None:
-    values = ["Mean", "Means", "Step", "Sum", "Trainer"]
-    names = ["__version__", "errors", "launch", "load_weights", "losses"]
-    assert onefold.__all__ == [*values, *names]
+    types = ["Checkpoint", "DeviceInfo", "Loader", "Mean", "Means", "Outcome", "RunOptions"]
+    types += ["Selection", "Step", "Sum", "Trainer"]
+    names = ["__version__", "errors", "is_launched", "launch", "list_devices", "load_weights"]
+    names += ["losses", "select_devices", "supervise"]
+    assert onefold.__all__ == [*types, *names]
     assert len(onefold.__all__) <= 20
     assert set(onefold.__all__) == set(dir(onefold))
 
@@ -57,7 +59,7 @@ def test_the_errors_are_one_family() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("module", ["onefold", "onefold.cli.main", "onefold.worker"])
+@pytest.mark.parametrize("module", ["onefold", "onefold.cli.main", "onefold.run.worker"])
 def test_the_launcher_does_not_load_pytorch(module: str) -> None:
     """Or every run would begin a second later."""
     code = f"import sys, {module}; print([m for m in ('torch', 'numpy') if m in sys.modules])"

@@ -23,14 +23,14 @@ RUNS_CODE = """
     jobs/text_models.py AutoTokenizer.from_pretrained: without code from elsewhere
     jobs/text_models.py MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)].from_pretrained:
         safetensors alone, which hold no code
-    launch.py cloudpickle.loads: what our own worker wrote into a file without a name
-    launch.py subprocess.Popen: this Python, with -P, on our own module; no shell
+    run/launch.py cloudpickle.loads: what our own worker wrote into a file without a name
+    run/launch.py subprocess.Popen: this Python, with -P, on our own module; no shell
     weights/file.py torch.load: with weights_only
-    worker.py cloudpickle.loads: the launcher's function, from a file without a name
-    worker.py importlib.import_module: the compiler, part of PyTorch
-    worker.py pickle.loads: as above, to have the path of imports first
-    worker.py runpy.run_module: the user's own, as asked
-    worker.py runpy.run_path: the user's own script
+    run/worker.py cloudpickle.loads: the launcher's function, from a file without a name
+    run/worker.py importlib.import_module: the compiler, part of PyTorch
+    run/worker.py pickle.loads: as above, to have the path of imports first
+    run/worker.py runpy.run_module: the user's own, as asked
+    run/worker.py runpy.run_path: the user's own script
 """
 
 WRITES_OR_REMOVES = """
@@ -41,7 +41,7 @@ WRITES_OR_REMOVES = """
     checkpoint/folder.py path.open: a new file in the folder that is being written
     checkpoint/folder.py shutil.rmtree: what was put aside under a name that we have drawn
     checkpoint/folder.py tempfile.TemporaryDirectory: in the directory, to try it
-    checkpoint/tensorfile.py open: a new file in the folder that is being written
+    system/tensorfile.py open: a new file in the folder that is being written
     cli/verify.py tempfile.TemporaryDirectory: for the outputs of the script
     exchange/shared.py os.ftruncate: memory without a name
     exchange/shared.py os.memfd_create: memory without a name
@@ -52,34 +52,34 @@ WRITES_OR_REMOVES = """
     jobs/runfolder.py tempfile.TemporaryFile: without a name, to try the folder
     jobs/runlock.py os.open: for its owner alone, through no link
     jobs/runlock.py path.unlink: while it is held, and is still that file
-    launch.py tempfile.TemporaryFile: without a name
-    membership.py os.fdopen: a copy of stderr
-    ownfiles.py aside.unlink: the file that was just made
-    ownfiles.py os.fdopen: the same
-    ownfiles.py os.open: new files, through no link; a folder that was just made; or for looking
-    ownfiles.py os.replace: the place of an output that was found to be ours or free
-    ownfiles.py shutil.rmtree: the private folder, while it is still the one that was made
-    ownfiles.py tempfile.mkdtemp: for this user alone
-    plainfile.py os.fdopen: reads
-    plainfile.py os.open: reads; does not wait for a FIFO
-    record.py os.fdopen: appends to a trace that was found to be one
-    rundir.py os.ftruncate: memory without a name
-    rundir.py os.memfd_create: memory without a name
-    rundir.py self.path(rank).unlink: a log that was just made, as another of them was taken
-    timeline.py os.fdopen: reads
-    worker.py os.fdopen: what the function returned, into the launcher's file without a name
+    run/launch.py tempfile.TemporaryFile: without a name
+    run/membership.py os.fdopen: a copy of stderr
+    system/ownfiles.py aside.unlink: the file that was just made
+    system/ownfiles.py os.fdopen: the same
+    system/ownfiles.py os.open: new files, through no link; a folder just made; or for looking
+    system/ownfiles.py os.replace: the place of an output that was found to be ours or free
+    system/ownfiles.py shutil.rmtree: the private folder, while it is still the one that was made
+    system/ownfiles.py tempfile.mkdtemp: for this user alone
+    system/plainfile.py os.fdopen: reads
+    system/plainfile.py os.open: reads; does not wait for a FIFO
+    system/record.py os.fdopen: appends to a trace that was found to be one
+    run/rundir.py os.ftruncate: memory without a name
+    run/rundir.py os.memfd_create: memory without a name
+    run/rundir.py self.path(rank).unlink: a log that was just made, as another of them was taken
+    watch/timeline.py os.fdopen: reads
+    run/worker.py os.fdopen: what the function returned, into the launcher's file without a name
 """
 
 ENDS = """
     exchange/mailbox.py os.pidfd_open: of a peer that the kernel has named; only looked at
-    launch.py os.killpg: of a worker whose end was not collected, so nobody can have its number
-    launch.py os.pidfd_open: of a child that was just started
-    launch.py self.signal: by pidfd
-    launch.py signal.pidfd_send_signal: to a child
-    launch.py worker.signal: by pidfd
-    process.py os._exit: itself, where its parent is gone
-    worker.py os._exit: itself
-    worker.py os.kill: itself
+    run/launch.py os.killpg: of a worker whose end was not collected, so nobody can have its number
+    run/launch.py os.pidfd_open: of a child that was just started
+    run/launch.py self.signal: by pidfd
+    run/launch.py signal.pidfd_send_signal: to a child
+    run/launch.py worker.signal: by pidfd
+    system/process.py os._exit: itself, where its parent is gone
+    run/worker.py os._exit: itself
+    run/worker.py os.kill: itself
 """
 
 LOCKS = """
@@ -88,7 +88,7 @@ LOCKS = """
     data/pictures.py threading.Lock: held for a line
     jobs/progress.py threading.Lock: held for a line
     jobs/runlock.py fcntl.lockf: on a file of its owner alone; never waits
-    ownfiles.py fcntl.flock: on the private folder, so that cleaners leave it; never waits
+    system/ownfiles.py fcntl.flock: on the private folder, so that cleaners leave it; never waits
 """
 
 WAITS = """
@@ -117,15 +117,15 @@ WAITS = """
     exchange/mailbox.py peer.socket.recv: does not wait
     exchange/mailbox.py poller.poll: for part of the limit
     exchange/mailbox.py time.sleep: in a loop with a limit
-    launch.py poller.poll: as long as the workers run, signals and stopped ones noticed
-    launch.py self._process.wait: for what the kernel has said to have ended
+    run/launch.py poller.poll: as long as the workers run, signals and stopped ones noticed
+    run/launch.py self._process.wait: for what the kernel has said to have ended
 """
 
 ENVIRONMENT = """
-    world.py environment.pop: takes the run's record out
-    world.py os.environ: gloo's interface, put back afterwards
-    world.py environment: for a worker, in a copy
-    world.py environment.setdefault: for a worker, in a copy
+    run/world.py environment.pop: takes the run's record out
+    exchange/loopback.py os.environ: gloo's interface, put back afterwards
+    run/world.py environment: for a worker, in a copy
+    run/world.py environment.setdefault: for a worker, in a copy
 """
 
 _RECEIVERS = {"torch", "pickle", "cloudpickle", "marshal", "joblib", "numpy", "np", "os"}

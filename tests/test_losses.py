@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import onefold
 from onefold import losses
-from onefold.mean import weigh
+from onefold.core.mean import weigh
 
 SAMPLES = 11
 CUTS = {

@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import onefold
-from onefold.devices import cores
 from onefold.errors import GradientError, LaunchError, LossError
+from onefold.run.devices import cores
 from tests.small import Batch, bits, line, make_trainer, points, sgd, square
 
 both = pytest.mark.parametrize("devices", [1, 3])
@@ -329,8 +329,8 @@ def test_threads_may_be_chosen() -> None:
 def test_idle_cores_are_told_once(
     first: bool, told: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("onefold.team.cores", lambda: 16)
-    monkeypatch.setattr("onefold.team._trainers", iter([0 if first else 1]))
+    monkeypatch.setattr("onefold.run.team.cores", lambda: 16)
+    monkeypatch.setattr("onefold.run.team._trainers", iter([0 if first else 1]))
     monkeypatch.setattr("sys.argv", ["train.py"])
     with caplog.at_level(logging.WARNING, logger="onefold"):
         make_trainer(shards=5, threads=None)

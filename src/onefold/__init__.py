@@ -15,40 +15,57 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from onefold import errors
-from onefold.launch import launch
-from onefold.world import current_world
+from onefold.core.options import RunOptions
+from onefold.run.devices import DeviceInfo, Selection, list_devices, select_devices
+from onefold.run.launch import Outcome, launch, supervise
+from onefold.run.world import current_world, is_launched
 
 if TYPE_CHECKING:
     from onefold import losses
-    from onefold.mean import Mean, Means, Sum
-    from onefold.step import Step
+    from onefold.checkpoint.resume import Checkpoint
+    from onefold.core.mean import Mean, Means, Sum
+    from onefold.engine.step import Step
+    from onefold.reading.loader import Loader
     from onefold.trainer import Trainer
     from onefold.weights.load import load_weights
 
 __all__ = [
+    "Checkpoint",
+    "DeviceInfo",
+    "Loader",
     "Mean",
     "Means",
+    "Outcome",
+    "RunOptions",
+    "Selection",
     "Step",
     "Sum",
     "Trainer",
     "__version__",
     "errors",
+    "is_launched",
     "launch",
+    "list_devices",
     "load_weights",
     "losses",
+    "select_devices",
+    "supervise",
 ]
 
 __version__ = version("onefold")
 
 _HOMES = {
-    "Mean": "onefold.mean",
-    "Means": "onefold.mean",
-    "Step": "onefold.step",
-    "Sum": "onefold.mean",
+    "Checkpoint": "onefold.checkpoint.resume",
+    "Loader": "onefold.reading.loader",
+    "Mean": "onefold.core.mean",
+    "Means": "onefold.core.mean",
+    "Step": "onefold.engine.step",
+    "Sum": "onefold.core.mean",
     "Trainer": "onefold.trainer",
     "load_weights": "onefold.weights.load",
     "losses": "onefold.losses",
 }
+"""Where the names are that need PyTorch."""
 
 
 def __getattr__(name: str) -> Any:
@@ -63,8 +80,9 @@ def __getattr__(name: str) -> Any:
 def _tell_end() -> None:
     """Under PyTorch's launcher others may wait for a Trainer that this process never makes."""
     with suppress(errors.LaunchError):  # told when the Trainer was made
-        if current_world().agent_store and "torch" in sys.modules:
-            import_module("onefold.exchange.group").tell_end()
+        world = current_world()
+        if world.agent_store and "torch" in sys.modules:
+            import_module("onefold.exchange.group").tell_end(world)
 
 
 atexit.register(_tell_end)

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from onefold.mean import Mean, Sum
+from onefold.core.mean import Mean, Sum
 
 __all__ = [
     "binary_cross_entropy",

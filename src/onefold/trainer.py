@@ -13,33 +13,34 @@ from typing import Any, Literal, overload
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from onefold.assembly import Settings, assemble
-from onefold.batch import ShardedBatch, cut_batch
-from onefold.buffers import BufferRule
 from onefold.checkpoint.autosave import Autosave
-from onefold.checkpoint.jsonvalue import to_json
 from onefold.checkpoint.resume import Checkpoint, Checkpoints, Keeping
+from onefold.core.batch import ShardedBatch, cut_batch
+from onefold.core.fingerprint import fingerprint_of, named_tensors, tensor_digests
+from onefold.core.head import Call
+from onefold.core.jsonvalue import to_json
+from onefold.core.seconds import check_seconds
+from onefold.core.shard import Plan
+from onefold.engine.assembly import Settings, assemble
+from onefold.engine.buffers import BufferRule
+from onefold.engine.evaluation import DataCall, ScoreFunction, evaluate
+from onefold.engine.modelcheck import check_model
+from onefold.engine.prediction import gather, predict
+from onefold.engine.replica import LossFunction
+from onefold.engine.schedule import check_schedule
+from onefold.engine.step import Step
+from onefold.engine.update import check_optimizer
 from onefold.errors import CheckpointError
-from onefold.evaluation import DataCall, ScoreFunction, evaluate
-from onefold.fingerprint import fingerprint_of, named_tensors, tensor_digests
-from onefold.head import Call
-from onefold.loader import Collate, Loader, SizedDataset
-from onefold.membership import at_good_end
-from onefold.modelcheck import check_model
-from onefold.observers import observers_of
-from onefold.position import Position
-from onefold.prediction import gather, predict
-from onefold.replica import LossFunction
-from onefold.rundir import STOPPED_CODE
-from onefold.schedule import check_schedule
-from onefold.seconds import check_seconds
-from onefold.shard import Plan
-from onefold.step import Step
-from onefold.team import form_team, settle_process
-from onefold.timing import Span, host_now_s
-from onefold.update import check_optimizer
+from onefold.exchange.progress import progress_of
+from onefold.reading.loader import Collate, Loader, SizedDataset
+from onefold.reading.position import Position
+from onefold.run.membership import at_good_end, register
+from onefold.run.observers import observers_of
+from onefold.run.team import form_team, settle_process
+from onefold.run.world import current_world
+from onefold.system.interrupt import STOPPED_CODE
 from onefold.verifying import Verifying
-from onefold.world import current_world
+from onefold.watch.timing import Span, host_now_s
 
 __all__ = ["Trainer"]
 
@@ -109,7 +110,7 @@ class Trainer:
     ) -> None:
         self._world = current_world()
         if timeout_s is None:
-            timeout_s = self._world.timeout_s
+            timeout_s = self._world.options.timeout_s
         settings = Settings(
             shards=shards,
             seed=seed,
@@ -138,6 +139,7 @@ class Trainer:
             team=self._team,
             plan=self._plan,
             schedule=schedule,
+            joined=register,
         )
         self._verifying.begin(self._engine, self._team)
         self._schedule = schedule
@@ -149,7 +151,7 @@ class Trainer:
             self._engine, settings, self._team, self._position, schedule
         )
         self._check_can_be_saved()
-        self._progress = self._world.progress
+        self._progress = progress_of(self._world)
         with self._telling_others():
             self._autosave = Autosave.of(
                 self._team, self._checkpoints, self._position, self._progress
@@ -301,7 +303,7 @@ class Trainer:
         if self._before_step(cut):
             raise SystemExit(STOPPED_CODE)
         with self._telling_others():
-            asked = self._world.may_stop and self._is_asked_to_stop()
+            asked = self._world.options.may_stop and self._is_asked_to_stop()
             with self._verifying.step(cut, number) as given:
                 outcome = self._engine.step(given, number, asked_to_stop=asked)
             if self._schedule is not None and outcome.weight > 0:
@@ -569,7 +571,7 @@ class Trainer:
         try:
             self._checkpoints.check_can_be_saved()
         except TypeError as error:
-            if self._world.checkpoint:
+            if self._world.options.checkpoint:
                 raise
             if self.is_lead:
                 _log.warning("trainer.save will refuse this run: %s", error)

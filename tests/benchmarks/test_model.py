@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 import model
 from model import Links, Run
+from onefold.core.flat import cut_chunks, cut_pieces, lay_out
+from onefold.core.head import StepHead
 from onefold.exchange.base import Board, BoardShape
-from onefold.flat import cut_chunks, cut_pieces, lay_out
-from onefold.head import StepHead
 
 MEGABYTE = 10**6
 LINKS = Links(

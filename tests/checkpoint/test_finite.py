@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from onefold.checkpoint.finite import all_finite, first_not_finite, names_with_nan
 from onefold.checkpoint.folder import try_directory
+from onefold.core.finite import all_finite, first_not_finite, names_with_nan
 from onefold.errors import LossError, StateError
 from tests.checkpoint.folders import full_disk, names_in, steps_in
 from tests.small import Batch, line, make_trainer, points, square

@@ -21,8 +21,8 @@ from onefold.checkpoint.folder import (
     prune,
     write_checkpoint,
 )
-from onefold.checkpoint.jsonvalue import to_json
-from onefold.checkpoint.tensorfile import TensorParts
+from onefold.core.jsonvalue import to_json
+from onefold.system.tensorfile import TensorParts
 from tests.checkpoint.folders import full_disk, names_in, steps_in
 from tests.small import bits, make_trainer, points
 from tests.somebody import NOBODY, needs_root, somebody_else

@@ -5,7 +5,7 @@ import io
 from rich.console import Console
 
 from onefold.cli.tables import device_table
-from onefold.devices import DeviceInfo
+from onefold.run.devices import DeviceInfo
 
 GPU = DeviceInfo(
     index=1, kind="cuda", name="NVIDIA A100", total_bytes=80 * 2**30, free_bytes=3 * 2**29

@@ -304,7 +304,7 @@ def test_more_devices_than_shards_are_refused_before_the_data_are_read(
     words: Sequence[str],
     shards: int,
 ) -> None:
-    monkeypatch.setattr("onefold.devices._gpus", list)
+    monkeypatch.setattr("onefold.run.devices._gpus", list)
     monkeypatch.setattr(train, "run_job", lambda *_: pytest.fail("the data would be read"))
     said = end(job, "--data", "x", *words)
     assert f"devices cannot share {shards} shards: a shard is never divided. Use --devices" in said
@@ -314,7 +314,7 @@ def test_more_devices_than_shards_are_refused_before_the_data_are_read(
 def test_devices_that_are_not_there_are_refused_before_the_data_are_read(
     end: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("onefold.devices._gpus", list)
+    monkeypatch.setattr("onefold.run.devices._gpus", list)
     monkeypatch.setattr(train, "run_job", lambda *_: pytest.fail("the data would be read"))
     said = end("classify", "--data", "x", "--devices", "cuda:0")
     assert said.startswith("onefold: cuda:0 is not there: this machine has no GPU")
@@ -323,7 +323,7 @@ def test_devices_that_are_not_there_are_refused_before_the_data_are_read(
 def test_all_devices_may_be_more_than_the_shards(
     asked: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("onefold.devices.cores", lambda: 64)
+    monkeypatch.setattr("onefold.run.devices.cores", lambda: 64)
     assert asked("classify", "--data", "x", "--shards", "2").shards == 2
 
 

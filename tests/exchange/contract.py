@@ -7,15 +7,15 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from onefold.core.flat import FlatTensors, cut_pieces, lay_out
+from onefold.core.fold import Block, blocks_of, fold, fold_shards
+from onefold.core.shard import Plan
 from onefold.exchange.base import Exchange, Start, Storage
 from onefold.exchange.collective import CollectiveExchange
 from onefold.exchange.group import join_group
 from onefold.exchange.mailbox import Mailbox
 from onefold.exchange.shared import SharedExchange
-from onefold.flat import FlatTensors, cut_pieces, lay_out
-from onefold.fold import Block, blocks_of, fold, fold_shards
-from onefold.shard import Plan
-from onefold.world import current_world
+from onefold.run.world import current_world
 
 SHARDS = 7
 BUFFERS = {

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from onefold.core.flat import FlatTensors, Layout, Piece, cut_chunks, cut_pieces, cut_spans, lay_out
+from onefold.core.fold import Published
+from onefold.core.shard import Plan
 from onefold.exchange.spans import Partial, SpanFold, SpanTensors
-from onefold.flat import FlatTensors, Layout, Piece, cut_chunks, cut_pieces, cut_spans, lay_out
-from onefold.fold import Published
-from onefold.shard import Plan
 
 CPU = torch.device("cpu")
 

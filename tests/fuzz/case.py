@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from onefold.shard import cut_bounds
+from onefold.core.shard import cut_bounds
 from tests.fuzz.hooks import HOOKS
 from tests.fuzz.losses import LOSSES
 from tests.fuzz.optimizers import OPTIMIZERS, SCHEDULES

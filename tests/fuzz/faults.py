@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import onefold
+from onefold.core.shard import cut_bounds
 from onefold.errors import GradientError, LossError, StateError
-from onefold.shard import cut_bounds
 from tests.fuzz.case import Case
 from tests.fuzz.data import CLASSES, FEATURES, Fields, read_fields
 

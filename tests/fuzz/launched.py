@@ -12,7 +12,7 @@ import torch
 
 import onefold
 from onefold.errors import RunFailed
-from onefold.world import current_world
+from onefold.run.world import current_world
 from tests.fuzz.case import Case, draw
 from tests.fuzz.differences import DIFFERENCES, Difference
 from tests.fuzz.judge import Verdict, judge_difference, judge_launched

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import onefold
-from onefold.mean import Means
+from onefold.core.mean import Means
 from tests.fuzz.data import CLASSES, FEATURES, Fields, read_fields
 
 __all__ = ["LOSSES", "LossTraits", "score", "value_of"]

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from onefold.flat import extent, storage_order
-from onefold.randomness import derive_seed, kept_generators, seed_generators
+from onefold.core.flat import extent, storage_order
+from onefold.core.randomness import derive_seed, kept_generators, seed_generators
 from tests.fuzz.case import Case
 from tests.fuzz.data import Fields
 from tests.fuzz.losses import LOSSES, value_of

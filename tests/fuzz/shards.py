@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import onefold
-from onefold.mean import Means
-from onefold.randomness import derive_seed, kept_generators, seed_generators
-from onefold.shard import cut_bounds
+from onefold.core.mean import Means
+from onefold.core.randomness import derive_seed, kept_generators, seed_generators
+from onefold.core.shard import cut_bounds
 from tests.fuzz.case import Case
 from tests.fuzz.data import Fields
 from tests.fuzz.hooks import HOOKS

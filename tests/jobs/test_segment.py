@@ -18,6 +18,7 @@ from torch import nn
 
 import onefold
 from onefold.cli.verify import verify_script
+from onefold.core.options import RunOptions
 from onefold.data.augment import IMAGENET, Normalise
 from onefold.data.masks import VOID, MaskRule
 from onefold.data.pairs import MaskedPictures, Pair
@@ -32,7 +33,6 @@ from onefold.jobs.segment import (
 )
 from onefold.jobs.segment_pictures import Crops, Padded, WholePictures, inside, whole_logits
 from onefold.jobs.training import Task
-from onefold.launch import LaunchOptions
 from onefold.models.unet import UNet
 from tests.masked import black_and_white, grey, on_cpu, run_here, save, save_pairs
 from tests.small import bits, make_trainer
@@ -438,7 +438,7 @@ def test_void_pixels_leave_the_bits_alone_on_any_number_of_devices(
     words = f"--data {voids} --runs {tmp_path} --encoder resnet18 --width 4 --crop 32 --shards 3"
     words += " --batch-size 4 --epochs 2 --workers 1 --foreground 2 --void 255"
     command = ["-m", "onefold", "train", "segment", *words.split()]
-    assert verify_script(command, "1,2,3", steps=3, options=LaunchOptions(quiet=True)) == 0
+    assert verify_script(command, "1,2,3", steps=3, options=RunOptions(quiet=True)) == 0
 
 
 # Weights of pixels.

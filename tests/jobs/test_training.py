@@ -11,11 +11,11 @@ import pytest
 
 import onefold
 from onefold.cli.verify import verify_script
+from onefold.core.options import RunOptions
 from onefold.errors import DataError, LaunchError
 from onefold.jobs.catalog import JOBS, job_of
 from onefold.jobs.finetune import best_checkpoint
 from onefold.jobs.run import read_options, run_job
-from onefold.launch import LaunchOptions
 from tests.jobs.tiny import SMALL, WRITERS, run_here, write_pictures
 
 BAD: dict[str, Callable[[Path], object]] = {
@@ -76,7 +76,7 @@ def test_every_job_has_the_same_bits_on_any_number_of_devices(job: str, tmp_path
     words = [part for name, value in options.items() for part in (f"--{name}", str(value))]
     words = [word.replace("_", "-") if word.startswith("--") else word for word in words]
     command = ["-m", "onefold", "train", job, "--skip-bad", *words]
-    assert verify_script(command, "1,2,3", steps=4, options=LaunchOptions(quiet=True)) == 0
+    assert verify_script(command, "1,2,3", steps=4, options=RunOptions(quiet=True)) == 0
 
 
 @pytest.mark.parametrize("epochs_first", [0, 1])

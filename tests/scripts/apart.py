@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 import onefold
-from onefold.world import current_world
+from onefold.run.world import current_world
 
 
 def no_memory(*_: object, **__: object) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from onefold.checkpoint.folder import folder_of, prune, write_checkpoint
-from onefold.checkpoint.tensorfile import TensorParts
+from onefold.system.tensorfile import TensorParts
 
 NUMEL = 20_000
 CHANGES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"}

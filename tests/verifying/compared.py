@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 import onefold
-from onefold.record import read_record
-from onefold.world import World
+from onefold.core.options import RunOptions
+from onefold.core.world import World
+from onefold.system.record import read_record
 
 
 class Compared:
@@ -23,12 +24,14 @@ class Compared:
         self.run = folder / "0"
         self.run.mkdir()
         self._patch = monkeypatch
-        monkeypatch.setattr("onefold.observers._steps_done", {})
+        monkeypatch.setattr("onefold.run.observers._steps_done", {})
         self.world = World(
-            probe=str(folder),
-            probe_run=self.run.name,
-            probe_steps=3,
-            probe_mathematics="float64",
+            options=RunOptions(
+                probe=str(folder),
+                probe_run=self.run.name,
+                probe_steps=3,
+                probe_mathematics="float64",
+            ),
             directory=str(self.run),
         )
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import onefold
-from onefold.world import World
+from onefold.core.world import World
 from tests.small import line, points, square
 from tests.verifying.compared import Compared, compared
 

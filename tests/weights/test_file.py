@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save as save_safetensors
 
+from onefold.core.flat import same_bits
 from onefold.errors import CheckpointError
-from onefold.flat import same_bits
 from onefold.weights.file import keys_of_states, read_weights, state_under
 
 STATE = {

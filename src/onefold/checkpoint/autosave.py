@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from onefold.batch import ShardedBatch
 from onefold.checkpoint.folder import RUN
 from onefold.checkpoint.resume import Checkpoints, Keeping
-from onefold.position import Position
-from onefold.rundir import Progress
-from onefold.team import Team
+from onefold.core.batch import ShardedBatch
+from onefold.core.team import Team
+from onefold.exchange.progress import Progress
+from onefold.reading.position import Position
 
 __all__ = ["Autosave"]
 
@@ -72,14 +72,14 @@ class Autosave:
             OSError: no checkpoint could be written there.
         """
         world = team.world
-        if not world.checkpoint or progress is None:
+        if not world.options.checkpoint or progress is None:
             return None
         if team.trainer > 0:
             raise ValueError(
                 "onefold run --checkpoint follows one Trainer, and this script makes a second one: "
                 "call trainer.save and trainer.load in the script instead"
             )
-        directory = Path(world.checkpoint)
+        directory = Path(world.options.checkpoint)
         if (directory / RUN).exists():
             raise ValueError(
                 f"--checkpoint {directory} is the folder of one checkpoint: expected the directory "
@@ -88,16 +88,16 @@ class Autosave:
         checkpoints.try_directory(directory)
         found = checkpoints.load(
             directory,
-            changed=world.checkpoint_changed,
+            changed=world.options.changed,
             if_any=True,
-            leave_out=world.checkpoint_leave_out,
+            leave_out=world.leave_out,
         )
         if found is not None and 0 in team.own:
             print(f"onefold: going on after step {found.step}: {found.folder}", file=sys.stderr)
         return cls(
             directory,
-            every=world.checkpoint_every,
-            keep=world.checkpoint_keep,
+            every=world.options.every,
+            keep=world.options.keep,
             checkpoints=checkpoints,
             position=position,
         )

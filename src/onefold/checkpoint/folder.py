@@ -45,11 +45,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from onefold.checkpoint.jsonvalue import from_json
 from onefold.checkpoint.record import TENSOR_FILES, check_stored
-from onefold.checkpoint.tensorfile import Seal, TensorParts, digest_file, write_tensors
+from onefold.core.jsonvalue import from_json
 from onefold.errors import CheckpointError
-from onefold.plainfile import RECORD_BYTES, parse_json, read_plain
+from onefold.system.plainfile import RECORD_BYTES, parse_json, read_plain
+from onefold.system.tensorfile import Seal, TensorParts, digest_file, write_tensors
 
 __all__ = [
     "FORMAT",

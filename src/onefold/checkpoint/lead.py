@@ -18,8 +18,8 @@ from typing import TypeVar
 import torch
 
 from onefold.checkpoint.background import Background
-from onefold.engine import Engine
-from onefold.team import Team
+from onefold.core.team import Team
+from onefold.engine.engine import Engine
 
 __all__ = ["Lead"]
 

@@ -12,11 +12,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
-from onefold.checkpoint.tensorfile import DTYPES, TensorParts
+from onefold.core.fingerprint import fingerprint_of, named_tensors, tensor_digests
+from onefold.core.flat import aligned
+from onefold.core.names import own_name
 from onefold.errors import CheckpointError
-from onefold.fingerprint import fingerprint_of, named_tensors, tensor_digests
-from onefold.flat import aligned
-from onefold.names import own_name
+from onefold.system.tensorfile import DTYPES, TensorParts
 
 __all__ = ["ModelCopy", "ModelFiles", "check_model_can_be_saved", "copy_model"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from onefold.checkpoint.jsonvalue import from_json
+from onefold.core.jsonvalue import from_json
 
 __all__ = ["TENSOR_FILES", "check_run", "check_stored"]
 

@@ -28,9 +28,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from onefold.assembly import Settings
 from onefold.checkpoint.background import Background
-from onefold.checkpoint.finite import first_not_finite, names_with_nan
 from onefold.checkpoint.folder import (
     FORMAT,
     Best,
@@ -42,7 +40,6 @@ from onefold.checkpoint.folder import (
     try_directory,
     write_checkpoint,
 )
-from onefold.checkpoint.jsonvalue import from_bytes, from_json, to_bytes, to_json
 from onefold.checkpoint.lead import Lead
 from onefold.checkpoint.model import (
     ModelCopy,
@@ -50,17 +47,20 @@ from onefold.checkpoint.model import (
     check_model_can_be_saved,
     copy_model,
 )
-from onefold.checkpoint.optimizer import check_saved, join, pack, take_apart, unpack
 from onefold.checkpoint.record import check_run
-from onefold.engine import Engine
+from onefold.core.fingerprint import fingerprint_of, named_tensors, tensor_digests
+from onefold.core.finite import first_not_finite, names_with_nan
+from onefold.core.head import Call
+from onefold.core.jsonvalue import from_bytes, from_json, to_bytes, to_json
+from onefold.core.names import own_name
+from onefold.core.team import Team
+from onefold.engine.assembly import Settings
+from onefold.engine.engine import Engine
+from onefold.engine.optimizerstate import check_saved, join, pack, take_apart, unpack
+from onefold.engine.schedule import check_state, read_schedule, write_schedule
 from onefold.errors import CheckpointError, StateError
 from onefold.exchange.base import roomy
-from onefold.fingerprint import fingerprint_of, named_tensors, tensor_digests
-from onefold.head import Call
-from onefold.names import own_name
-from onefold.position import PROMISES, Position, check_same
-from onefold.schedule import check_state, read_schedule, write_schedule
-from onefold.team import Team
+from onefold.reading.position import PROMISES, Position, check_same
 
 __all__ = ["Checkpoint", "Checkpoints", "Keeping"]
 

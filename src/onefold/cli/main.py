@@ -10,11 +10,10 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
-from onefold.devices import select_devices
+import onefold
+from onefold import Outcome, RunOptions, select_devices, supervise
 from onefold.errors import LaunchError, OnefoldError, RunFailed
-from onefold.interrupt import Stopped, stopped_by_signals
-from onefold.launch import LaunchOptions, Outcome, supervise
-from onefold.world import DEFAULT_TIMEOUT_S, current_world
+from onefold.system.interrupt import Stopped, stopped_by_signals
 
 __all__ = ["app", "main"]
 
@@ -26,6 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+_DEFAULTS = RunOptions()
 _SCRIPT = {
     "allow_extra_args": True,
     "ignore_unknown_options": True,
@@ -50,7 +50,7 @@ def run(
     module: Module = None,
     devices: Devices = "auto",
     exchange: Exchange = "auto",
-    timeout: Timeout = DEFAULT_TIMEOUT_S,
+    timeout: Timeout = _DEFAULTS.timeout_s,
     trace: Annotated[Path | None, typer.Option(help="Write one JSON line a step here.")] = None,
     profile: Annotated[
         Path | None, typer.Option(help="Write a timeline into this folder, to open in Perfetto.")
@@ -106,11 +106,11 @@ def run(
     elif saving:
         given = ", ".join(f"--{name.removesuffix('_s')}" for name in saving)
         raise LaunchError(f"{given}: expected with --checkpoint, which names the directory")
-    options = LaunchOptions(
-        exchange=exchange,  # type: ignore[arg-type]  # LaunchOptions checks it
+    options = RunOptions(
+        exchange=exchange,  # type: ignore[arg-type]  # RunOptions checks it
         timeout_s=timeout,
         checkpoint=str(checkpoint.absolute()) if checkpoint else "",
-        **saving,  # type: ignore[arg-type]  # LaunchOptions checks them
+        **saving,  # type: ignore[arg-type]  # RunOptions checks them
         trace=str(trace.absolute()) if trace else "",
         profile=str(profile.absolute()) if profile else "",
         logs=str(logs.absolute()) if logs else "",
@@ -128,7 +128,7 @@ def verify(
     devices: Annotated[str, typer.Option(help="Device counts to compare, such as 1,2,3.")] = "1,2",
     steps: Annotated[int, typer.Option(help="Steps of each Trainer to compare.")] = 5,
     exchange: Exchange = "auto",
-    timeout: Timeout = DEFAULT_TIMEOUT_S,
+    timeout: Timeout = _DEFAULTS.timeout_s,
 ) -> None:
     """Run a script on several device counts and say whether the bits agree, and the mathematics.
 
@@ -148,8 +148,8 @@ def verify(
     from onefold.cli.verify import verify_script
 
     command = _command(script, module, context.args)
-    options = LaunchOptions(
-        exchange=exchange,  # type: ignore[arg-type]  # LaunchOptions checks it
+    options = RunOptions(
+        exchange=exchange,  # type: ignore[arg-type]  # RunOptions checks it
         timeout_s=timeout,
         quiet=True,
     )
@@ -160,9 +160,8 @@ def verify(
 def show_devices() -> None:
     """Show what this machine has to compute on."""
     from onefold.cli.tables import device_table
-    from onefold.devices import list_devices
 
-    Console().print(device_table(list_devices()))
+    Console().print(device_table(onefold.list_devices()))
 
 
 @app.command()
@@ -256,7 +255,7 @@ app.add_typer(train_app, name="train")
 
 def main() -> None:
     """Entry point: errors that we foresaw are one line, not a traceback."""
-    if current_world().launched:
+    if onefold.is_launched():
         _run_command()  # the launcher tells the user, and sees to signals
         return
     try:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from rich.markup import escape
 from rich.table import Table
 
-from onefold.devices import DeviceInfo
+from onefold import DeviceInfo
 
 __all__ = ["device_table"]
 

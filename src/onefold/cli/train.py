@@ -13,12 +13,11 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from onefold.devices import select_devices
+from onefold import is_launched, select_devices
 from onefold.errors import LaunchError
 from onefold.jobs.catalog import JOBS
 from onefold.jobs.options import TrainOptions
 from onefold.jobs.run import Job, read_options, run_job
-from onefold.world import current_world
 
 __all__ = ["add_jobs"]
 
@@ -57,7 +56,7 @@ def _require_devices(options: TrainOptions) -> None:
     Raises:
         LaunchError, ValueError: there are too many.
     """
-    if current_world().launched:
+    if is_launched():
         return  # they were chosen by who launched this process
     chosen = select_devices(options.devices)
     count = len(chosen.devices)

@@ -15,11 +15,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from onefold import Outcome, RunOptions, select_devices, supervise
 from onefold.cli.hints import State, hints_of
 from onefold.cli.mathematics import report_mathematics
-from onefold.devices import select_devices
-from onefold.launch import LaunchOptions, Outcome, supervise
-from onefold.record import read_record
+from onefold.system.record import read_record
 
 __all__ = ["Difference", "first_difference", "verify_script"]
 
@@ -71,9 +70,7 @@ def first_difference(
     return None
 
 
-def verify_script(
-    command: Sequence[str], devices: str, *, steps: int, options: LaunchOptions
-) -> int:
+def verify_script(command: Sequence[str], devices: str, *, steps: int, options: RunOptions) -> int:
     """Run, compare, and print a verdict.
 
     Args:
@@ -107,7 +104,7 @@ class _Comparison:
         command: Sequence[str],
         folder: Path,
         steps: int,
-        options: LaunchOptions,
+        options: RunOptions,
     ) -> None:
         self._console = console
         self._command = command

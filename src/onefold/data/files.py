@@ -9,7 +9,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from onefold.plainfile import open_plain, parse_json
+from onefold.system.plainfile import open_plain, parse_json
 
 __all__ = ["open_regular", "read_json", "read_whole", "require_ours"]
 

@@ -3,7 +3,7 @@
 Note: what happens in a step, and who may touch what
 ----------------------------------------------------
 1. ``agree`` returns when every device has begun the same call, with what each of them says of it
-   (see `onefold.head`). Until then nobody computes with the parameters: whoever changed them
+   (see `onefold.core.head`). Until then nobody computes with the parameters: whoever changed them
    between two calls has finished.
 2. Every device *publishes* its partial sums and fills its own rows of the `Board`.
 3. ``collect`` returns when all have published. From then on the board may be read as a whole, and
@@ -28,9 +28,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from onefold.flat import FlatTensors, Layout, Piece, cut_spans
-from onefold.fold import max_blocks
-from onefold.shard import Plan
+from onefold.core.flat import FlatTensors, Layout, Piece, cut_spans
+from onefold.core.fold import max_blocks
+from onefold.core.shard import Plan
 
 __all__ = [
     "LEFT",
@@ -143,7 +143,7 @@ class Board:
         devices, shards = shape.devices, shape.shards
         self.weights = _typed(parts[0], torch.float64, (shards,)).numpy()
         """(V,) float64: each shard's part of the divisor, or a code below 0 that says why there is
-        none, see `onefold.weights_of_step`."""
+        none, see `onefold.core.weights_of_step`."""
         self.gave = _typed(parts[1], torch.int32, (devices, shape.parameters)).numpy()
         """(D, P) int32: how many of a device's shards gave a gradient to each parameter."""
         self.changed = _typed(parts[2], torch.uint8, (shards, len(shape.buffers.entries))).numpy()

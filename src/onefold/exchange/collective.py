@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from onefold.core.flat import Chunk, FlatTensors, cut_chunks
+from onefold.core.fold import Published, blocks_of
+from onefold.core.shard import Plan
 from onefold.errors import OnefoldError, PeerError, PeerFailed, PeerLost, PeerTimeout
 from onefold.exchange.base import LEFT, Board, Exchange, Start, Storage, roomy
 from onefold.exchange.group import Joined, break_off, who_left
 from onefold.exchange.spans import Partial, SpanFold, Spanned, SpanTensors
-from onefold.flat import Chunk, FlatTensors, cut_chunks
-from onefold.fold import Published, blocks_of
-from onefold.shard import Plan
 
 __all__ = ["CollectiveExchange"]
 

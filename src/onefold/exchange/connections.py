@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from onefold.exchange.lateness import Lateness
-from onefold.process import LOOK_S, Stillness
+from onefold.system.process import LOOK_S, Stillness
 
 __all__ = ["Connections", "PeerWatch", "close_watches", "host_identity", "noted_connections"]
 

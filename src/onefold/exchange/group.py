@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from onefold.core.world import World
 from onefold.errors import DisagreementError, PeerLost, PeerTimeout
 from onefold.exchange.connections import (
     Connections,
@@ -26,9 +27,10 @@ from onefold.exchange.connections import (
     noted_connections,
 )
 from onefold.exchange.lateness import Lateness
+from onefold.exchange.loopback import gloo_on_loopback
+from onefold.exchange.progress import progress_of
 from onefold.exchange.proof import prove
-from onefold.process import LOOK_S
-from onefold.world import World, current_world, gloo_on_loopback
+from onefold.system.process import LOOK_S
 
 __all__ = [
     "Joined",
@@ -252,15 +254,15 @@ def _await(
 
 def watch_for_end(world: World, size: int, timeout_s: float) -> Callable[[int], bool]:
     """Tells of a device by its number whether its script has come to its end."""
-    if world.progress is not None:
-        return world.progress.has_ended
+    progress = progress_of(world)
+    if progress is not None:
+        return progress.has_ended
     store = _store(world, size, timeout_s)
     return lambda rank: bool(store.check([_ended_key(rank)]))
 
 
-def tell_end() -> None:
+def tell_end(world: World) -> None:
     """Under PyTorch's launcher: others may wait for a Trainer that this process never makes."""
-    world = current_world()
     if world.size == 1 or _memberships:
         return
     try:

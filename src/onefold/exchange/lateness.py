@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 from torch._C._distributed_c10d import Store
 
-from onefold.process import LOOK_S
+from onefold.system.process import LOOK_S
 
 __all__ = ["ANSWERS_S", "Lateness"]
 

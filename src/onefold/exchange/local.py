@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from onefold.core.flat import FlatTensors, Piece, storage_order
+from onefold.core.fold import Published
+from onefold.core.shard import Plan
 from onefold.exchange.base import Board, LoneExchange, Start, Storage
 from onefold.exchange.spans import Partial, SpanFold
-from onefold.flat import FlatTensors, Piece, storage_order
-from onefold.fold import Published
-from onefold.shard import Plan
 
 __all__ = ["LocalExchange", "SoloExchange"]
 

@@ -25,7 +25,7 @@ from typing import NoReturn
 
 from onefold.errors import DisagreementError, OnefoldError, PeerFailed, PeerLost, PeerTimeout
 from onefold.exchange.base import LEFT
-from onefold.process import LOOK_S, Stillness
+from onefold.system.process import LOOK_S, Stillness
 
 __all__ = ["Mailbox"]
 

@@ -14,12 +14,12 @@ from itertools import accumulate
 
 import torch
 
+from onefold.core.flat import FlatTensors, cut_chunks
+from onefold.core.fold import Published
+from onefold.core.shard import Plan
 from onefold.exchange.base import Board, Exchange, Start, Storage
 from onefold.exchange.mailbox import Mailbox
 from onefold.exchange.spans import Partial, SpanFold, Spanned
-from onefold.flat import FlatTensors, cut_chunks
-from onefold.fold import Published
-from onefold.shard import Plan
 
 __all__ = ["SharedExchange"]
 

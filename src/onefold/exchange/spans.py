@@ -16,9 +16,9 @@ from typing import Protocol
 
 import torch
 
-from onefold.flat import Chunk, FlatTensors, Layout, Piece, cut_chunks, storage_order
-from onefold.fold import Block, Published, fold, published_by
-from onefold.shard import Plan
+from onefold.core.flat import Chunk, FlatTensors, Layout, Piece, cut_chunks, storage_order
+from onefold.core.fold import Block, Published, fold, published_by
+from onefold.core.shard import Plan
 
 __all__ = ["Partial", "SpanFold", "SpanTensors", "Spanned"]
 

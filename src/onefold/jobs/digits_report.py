@@ -13,7 +13,7 @@ from statistics import median
 from rich.table import Table
 
 from onefold.data.files import require_ours
-from onefold.ownfiles import aside_of
+from onefold.system.ownfiles import aside_of
 
 __all__ = ["Epoch", "Run", "draw_curves", "require_new", "results_table", "verdict"]
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from onefold.ownfiles import aside_of
+from onefold.system.ownfiles import aside_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image

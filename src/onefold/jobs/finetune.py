@@ -13,14 +13,11 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import onefold
-from onefold.checkpoint.finite import first_not_finite, names_with_nan
-from onefold.checkpoint.folder import readable_records
-from onefold.checkpoint.jsonvalue import from_json
 from onefold.errors import CheckpointError, DataError, LaunchError
 from onefold.jobs.options import TrainOptions
 from onefold.jobs.runfolder import CHECKPOINTS, read_run
-from onefold.weights.file import check_weights
-from onefold.weights.load import Loaded
+from onefold.weights.file import check_weights, scored_checkpoints
+from onefold.weights.load import Loaded, refuse_spoilt
 
 __all__ = [
     "best_checkpoint",
@@ -32,7 +29,6 @@ __all__ = [
     "load_finite",
     "new_head",
     "parameter_groups",
-    "refuse_spoilt",
     "require_pretrained",
     "reuse_rows",
     "run_of",
@@ -83,7 +79,7 @@ def best_checkpoint(run: Path) -> Path:
     if folder.is_dir():
         return folder
     # The run was killed after a better checkpoint had taken its place, and before it said so.
-    scored = _scored_checkpoints(run / CHECKPOINTS, str(best.get("score")))
+    scored = scored_checkpoints(run / CHECKPOINTS, str(best.get("score")))
     if not scored:
         raise CheckpointError(f"{folder}: expected the run's best weights there, found nothing")
     highest = str(said.get("score", "highest")).startswith("highest")
@@ -122,16 +118,6 @@ def require_pretrained(
         )
 
 
-def _scored_checkpoints(folder: Path, score: str) -> list[tuple[float, Path]]:
-    """The checkpoints that were saved with a score."""
-    found = []
-    for path, record in sorted(readable_records(folder).items()):
-        value = from_json(record["scores"]).get(score)
-        if value is not None:
-            found.append((float(value), path))
-    return found
-
-
 def load_finite(
     model: nn.Module, weights: Path, *, key: str | None = None, strict: bool = True
 ) -> Loaded:
@@ -143,26 +129,6 @@ def load_finite(
     loaded = onefold.load_weights(model, weights, key=key, strict=strict)
     refuse_spoilt(model, weights)
     return loaded
-
-
-def refuse_spoilt(model: nn.Module, weights: Path) -> None:
-    """Refuse a model with values that are of no use.
-
-    Args:
-        model: as it was read.
-        weights: where from.
-
-    Raises:
-        CheckpointError: a parameter is NaN or infinite, or a buffer NaN.
-    """
-    parameters = dict(model.named_parameters())
-    spoilt = first_not_finite(parameters.values(), parameters)
-    spoilt = spoilt or min(names_with_nan(dict(model.named_buffers())), default=None)
-    if spoilt is not None:
-        raise CheckpointError(
-            f"{weights}: {spoilt} has values that are NaN or infinite: expected finite ones. The "
-            f"run that saved them went wrong before; use an earlier checkpoint of it"
-        )
 
 
 def load_body(

@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar
 import tomli_w
 
 from onefold.data.files import read_whole
-from onefold.plainfile import write_whole
+from onefold.system.plainfile import write_whole
 
 __all__ = [
     "RUN_OPTIONS",

@@ -31,8 +31,8 @@ from onefold.jobs.progress import ReadingBar
 from onefold.jobs.runfolder import CHECKPOINTS, kept_facts, read_run, require_writable
 from onefold.jobs.segment_pictures import Padded, whole_logits
 from onefold.jobs.tokens import EncodedTexts
-from onefold.ownfiles import aside_of
-from onefold.plainfile import write_whole
+from onefold.system.ownfiles import aside_of
+from onefold.system.plainfile import write_whole
 from onefold.weights.file import check_weights
 
 __all__ = ["Format", "PredictOptions", "Prediction", "predict_run", "write_prediction"]

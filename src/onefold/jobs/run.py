@@ -14,15 +14,7 @@ from typing import Any
 import onefold
 from onefold.data.bad import visible
 from onefold.data.scan import Scanning, read_scan
-from onefold.errors import (
-    CheckpointError,
-    DataError,
-    LaunchError,
-    PeerFailed,
-    PeerLost,
-    RunFailed,
-)
-from onefold.interrupt import STOP_SIGNALS, Stopped
+from onefold.errors import CheckpointError, DataError, LaunchError, PeerFailed, PeerLost, RunFailed
 from onefold.jobs.options import (
     RUN_OPTIONS,
     TrainOptions,
@@ -40,7 +32,7 @@ from onefold.jobs.runfolder import (
     require_room,
 )
 from onefold.jobs.training import Task, begin_training
-from onefold.rundir import STOPPED_CODE
+from onefold.system.interrupt import STOP_SIGNALS, STOPPED_CODE, Stopped
 
 __all__ = ["Job", "read_options", "run_job"]
 

@@ -23,7 +23,7 @@ from typing import Any
 from onefold.errors import DataError, LaunchError, OnefoldError
 from onefold.jobs.options import TrainOptions, write_config
 from onefold.jobs.runlock import open_lock
-from onefold.plainfile import open_plain, parse_json, read_plain, write_whole
+from onefold.system.plainfile import open_plain, parse_json, read_plain, write_whole
 
 __all__ = [
     "CHECKPOINTS",

@@ -15,9 +15,9 @@ from torch import nn
 
 from onefold.data.files import read_json, read_whole
 from onefold.errors import CheckpointError
-from onefold.jobs.finetune import refuse_spoilt
 from onefold.jobs.tokens import END_ID, PAD_ID, START_ID, require
 from onefold.weights.file import read_weights
+from onefold.weights.load import refuse_spoilt
 
 __all__ = ["build_classifier", "build_from_config", "head_parts", "load_pretrained"]
 

@@ -22,7 +22,7 @@ from onefold.jobs.options import TrainOptions
 from onefold.jobs.progress import TrainingBar, counted, epoch_line
 from onefold.jobs.rates import make_optimizer, rate_factor
 from onefold.jobs.runfolder import RunFolder
-from onefold.rundir import STOPPED_CODE
+from onefold.system.interrupt import STOPPED_CODE
 
 __all__ = ["Task", "Training", "begin_training", "train"]
 

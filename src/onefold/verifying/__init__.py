@@ -2,7 +2,7 @@
 
 Such a run writes down what its steps were, in the folder of the comparison:
 
-- ``RUN-T.jsonl``: the digests of trainer T after each step, see `onefold.probe`.
+- ``RUN-T.jsonl``: the digests of trainer T after each step, see `onefold.watch.probe`.
 - ``RUN-T-state-D.jsonl``: what device D saw change that must not, see `onefold.verifying.state`.
 - ``RUN-T-mathematics.jsonl``: V shards against one, see `onefold.verifying.mathematics`.
 - ``RUN/checkpoints/``: what the script saved.
@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 
-from onefold.batch import ShardedBatch
-from onefold.engine import Engine
-from onefold.loader import Collate, Loader
-from onefold.record import append_line
-from onefold.replica import LossFunction
-from onefold.team import Team
+from onefold.core.batch import ShardedBatch
+from onefold.core.team import Team
+from onefold.core.world import World
+from onefold.engine.engine import Engine
+from onefold.engine.replica import LossFunction
+from onefold.reading.loader import Collate, Loader
+from onefold.system.record import append_line
 from onefold.verifying.causes import causes_of
 from onefold.verifying.mathematics import Mathematics, tolerance_of
 from onefold.verifying.state import StateWatch, place_of, unseeded_generators, watch_unseeded
@@ -34,7 +35,6 @@ from onefold.verifying.whole import (
     whole_of,
     whole_tensors,
 )
-from onefold.world import World
 
 __all__ = ["Verifying", "prepare_process"]
 
@@ -44,12 +44,12 @@ _saved: set[Path] = set()
 
 def prepare_process(world: World) -> None:
     """Before the script of a run of ``onefold verify`` begins."""
-    if not world.probe:
+    if not world.options.probe:
         return
     watch_unseeded()
-    if world.probe_mathematics:
+    if world.options.probe_mathematics:
         torch.compiler.set_stance("force_eager")
-        torch.set_default_dtype(getattr(torch, world.probe_mathematics))
+        torch.set_default_dtype(getattr(torch, world.options.probe_mathematics))
 
 
 class Verifying:
@@ -63,7 +63,7 @@ class Verifying:
 
     def __init__(self, world: World, model: torch.nn.Module, loss: LossFunction) -> None:
         self._world = world
-        self._on = bool(world.probe)
+        self._on = bool(world.options.probe)
         self._place = place_of(loss) if self._on else ""
         self._state = StateWatch(model, loss) if self._on else None
         self._collates: dict[int, KeepingCollate] = {}
@@ -73,8 +73,8 @@ class Verifying:
         """What the engine is to use."""
         self._mathematics: Mathematics | None = None
         self._dtype: torch.dtype | None = None
-        if self._on and world.probe_mathematics:
-            if world.probe_mathematics == "float64":
+        if self._on and world.options.probe_mathematics:
+            if world.options.probe_mathematics == "float64":
                 self._dtype = torch.float64
                 model.double()
             self._mathematics = Mathematics(model, loss)
@@ -122,7 +122,7 @@ class Verifying:
             yield batch
             return
         self._steps += 1
-        if self._steps > self._world.probe_steps:
+        if self._steps > self._world.options.probe_steps:
             yield self._unpacked(batch)[0]
             return
         with self._state.step() as states:
@@ -172,5 +172,5 @@ class Verifying:
         return replace(batch, shards=payloads), whole
 
     def _path(self, what: str) -> Path:
-        name = f"{self._world.probe_run}-{self._team.trainer}-{what}.jsonl"
-        return Path(self._world.probe) / name
+        name = f"{self._world.options.probe_run}-{self._team.trainer}-{what}.jsonl"
+        return Path(self._world.options.probe) / name

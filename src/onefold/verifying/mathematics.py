@@ -18,15 +18,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from onefold.batch import ShardedBatch, move
-from onefold.engine import Engine
-from onefold.flat import laid_out, storage_order
-from onefold.fold import fold_shards
-from onefold.losscheck import LossFinding, inspect_loss
-from onefold.mean import Contribution, weigh
-from onefold.randomness import derive_seed, kept_generators
-from onefold.replica import LossFunction
-from onefold.shard import cut_bounds
+from onefold.core.batch import ShardedBatch, move
+from onefold.core.flat import laid_out, storage_order
+from onefold.core.fold import fold_shards
+from onefold.core.mean import Contribution, weigh
+from onefold.core.randomness import derive_seed, kept_generators
+from onefold.core.shard import cut_bounds
+from onefold.engine.engine import Engine
+from onefold.engine.losscheck import LossFinding, inspect_loss
+from onefold.engine.replica import LossFunction
 from onefold.verifying.draws import Draws, seed_alike, without_dropout
 from onefold.verifying.relation import PARTS, Relation, relation_of
 from onefold.verifying.surroundings import (

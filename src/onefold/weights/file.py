@@ -17,12 +17,13 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from onefold.checkpoint.folder import is_checkpoint, open_checkpoint
+from onefold.checkpoint.folder import is_checkpoint, open_checkpoint, readable_records
 from onefold.checkpoint.record import TENSOR_FILES
+from onefold.core.jsonvalue import from_json
 from onefold.errors import CheckpointError
-from onefold.plainfile import open_plain
+from onefold.system.plainfile import open_plain
 
-__all__ = ["check_weights", "keys_of_states", "read_weights", "state_under"]
+__all__ = ["check_weights", "keys_of_states", "read_weights", "scored_checkpoints", "state_under"]
 
 _MODEL = "model.safetensors"
 _ZIP = b"PK\x03\x04"
@@ -165,3 +166,13 @@ def _needs_code(file: Path, what: str) -> CheckpointError:
         f"expected a state_dict. If you trust it, load it in a program of its own and save the "
         f"model's state_dict() with torch.save or safetensors"
     )
+
+
+def scored_checkpoints(folder: Path, score: str) -> list[tuple[float, Path]]:
+    """The checkpoints that were saved with a score."""
+    found = []
+    for path, record in sorted(readable_records(folder).items()):
+        value = from_json(record["scores"]).get(score)
+        if value is not None:
+            found.append((float(value), path))
+    return found

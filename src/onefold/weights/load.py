@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from onefold.core.finite import first_not_finite, names_with_nan
+from onefold.core.flat import same_bits
 from onefold.errors import CheckpointError
-from onefold.flat import same_bits
 from onefold.weights.file import keys_of_states, read_weights, state_under
 from onefold.weights.names import match_names
 
-__all__ = ["Loaded", "load_weights"]
+__all__ = ["Loaded", "load_weights", "refuse_spoilt"]
 
 _NAMES_TOLD = 5
 
@@ -263,3 +264,23 @@ def _listed(names: Collection[str]) -> str:
     told = list(names)[:_NAMES_TOLD]
     more = len(names) - len(told)
     return ", ".join(told) + (f" and {more} more" if more else "") or "none"
+
+
+def refuse_spoilt(model: torch.nn.Module, weights: Path) -> None:
+    """Refuse a model with values that are of no use.
+
+    Args:
+        model: as it was read.
+        weights: where from.
+
+    Raises:
+        CheckpointError: a parameter is NaN or infinite, or a buffer NaN.
+    """
+    parameters = dict(model.named_parameters())
+    spoilt = first_not_finite(parameters.values(), parameters)
+    spoilt = spoilt or min(names_with_nan(dict(model.named_buffers())), default=None)
+    if spoilt is not None:
+        raise CheckpointError(
+            f"{weights}: {spoilt} has values that are NaN or infinite: expected finite ones. The "
+            f"run that saved them went wrong before; use an earlier checkpoint of it"
+        )

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 
+from onefold.core.names import own_name
 from onefold.errors import CheckpointError
-from onefold.names import own_name
 
 __all__ = ["match_names"]
 

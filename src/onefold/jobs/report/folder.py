@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from onefold.errors import DataError
-from onefold.plainfile import open_plain, parse_json, read_plain
+from onefold.system.plainfile import open_plain, parse_json, read_plain
 
 __all__ = ["PHASES", "EpochLine", "Run", "StepsLine", "finite_or_zero", "number", "read_run"]
 

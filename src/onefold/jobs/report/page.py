@@ -25,7 +25,7 @@ from onefold.jobs.report.markup import (
 )
 from onefold.jobs.report.phases import phases_section
 from onefold.jobs.report.words import NOTHING, counted, duration, score, speed, when
-from onefold.plainfile import write_whole
+from onefold.system.plainfile import write_whole
 
 __all__ = ["REPORT_NAME", "build_report", "devices_in_words", "option_in_words", "write_page"]
 

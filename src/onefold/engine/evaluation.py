@@ -1,0 +1,228 @@
+"""Scores over a whole data set: every sample once, and the same bits on any number of devices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from onefold.core.batch import ShardedBatch, move
+from onefold.core.fold import fold_shards
+from onefold.core.head import Call
+from onefold.core.mean import weigh
+from onefold.core.randomness import derive_seed, seed_generators
+from onefold.engine.engine import Engine, plan_number
+from onefold.engine.replica import Replica
+from onefold.errors import DisagreementError, LossError
+from onefold.exchange.base import Exchange
+
+__all__ = ["DataCall", "ScoreFunction", "agree_on_lines", "evaluate", "values_of_shard"]
+
+_UNDIVIDED = " (not divided)"
+
+ScoreFunction = Callable[[torch.nn.Module, Any], object]
+"""Takes the model and one shard; returns a dict of values as `onefold.core.mean` reads them."""
+
+
+def evaluate(
+    engine: Engine, score: ScoreFunction, batches: Iterable[ShardedBatch], call: DataCall
+) -> dict[str, float]:
+    """Every value's total over its weight, over all samples of all batches.
+
+    Args:
+        engine: the devices of this process.
+        score: the user's.
+        batches: of the data set.
+        call: what all devices must have been given alike.
+
+    Raises:
+        LossError: a value is of the wrong kind or shape.
+        DisagreementError: the score function does not return the same names for every shard, or
+            another device was given other data.
+    """
+    tallies = {replica.number: _Tally() for replica in engine.replicas}
+    shards = 0
+    with engine.evaluating():
+        for number, batch in enumerate(batches):
+            if number == 0:
+                call.agree(engine, batch)
+            shards = batch.plan.shards
+            with engine.noting("the first batch of an evaluation", wanted=number == 0):
+                for replica in engine.replicas:
+                    with engine.attached(replica):
+                        _score_shards(
+                            replica, score, batch, number, tallies[replica.number], engine.seed
+                        )
+    return _combine(engine.exchange, tallies, shards)
+
+
+@dataclass(frozen=True, slots=True)
+class DataCall:
+    """A call that goes through a data set, as all devices must make it."""
+
+    call: Call
+    step: int
+    """Those done, and one."""
+    samples: int
+    """Of the data set."""
+    batch_size: int
+    function: object
+    """What is to be computed."""
+
+    def agree(self, engine: Engine, batch: ShardedBatch) -> None:
+        """Wait for all devices to have read their first batch, and compare.
+
+        Raises:
+            DisagreementError: another device was given something else.
+        """
+        engine.agree(
+            self.call,
+            self.step,
+            samples=self.samples,
+            batch_size=self.batch_size,
+            plan=plan_number(batch.plan),
+            data=batch.data_digest,
+            function=self.function,
+        )
+
+
+class _Tally:
+    """What one device's shards contributed, batch by batch."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        """One line for each part of each value: its name, and whether it is not divided."""
+        self.batches: list[dict[int, torch.Tensor]] = []
+        """Shard to (lines, 2) float64: totals, and weights; 0 for what is not divided."""
+
+    def add(self, shard: int, values: dict[str, object], samples: int, where: str) -> None:
+        found = [
+            (name, part)
+            for name, value in values.items()
+            for part in weigh(value, samples, f"the value {name!r} of {where}").parts
+        ]
+        names = [name + (_UNDIVIDED if part.kind == "sum" else "") for name, part in found]
+        if self.names and names != self.names:
+            before = list(dict.fromkeys(name.removesuffix(_UNDIVIDED) for name in self.names))
+            raise DisagreementError(
+                f"{where}: the score function returned {list(values)}, and {before} before; "
+                f"expected the same names, and terms of the same kind, for every shard"
+            )
+        self.names = names
+        parts = [part for _, part in found]
+        totals = torch.stack([part.total() for part in parts])
+        weights = torch.tensor([part.weight for part in parts], dtype=torch.float64)
+        self.batches[-1][shard] = torch.stack([totals, weights.to(totals.device)], dim=1)
+
+    def table(self, shards: int, names: int) -> torch.Tensor:
+        """(batches, V, names, 2) float64 on the host, zeros where another device computed."""
+        table = torch.zeros(len(self.batches), shards, names, 2, dtype=torch.float64)
+        for number, batch in enumerate(self.batches):
+            for shard, values in batch.items():
+                table[number, shard] = values
+        return table
+
+
+def _score_shards(
+    replica: Replica,
+    score: ScoreFunction,
+    batch: ShardedBatch,
+    number: int,
+    tally: _Tally,
+    seed: int,
+) -> None:
+    tally.batches.append({})
+    for shard in batch.plan.shards_of(replica.number):
+        if shard in batch.shards:
+            where = f"batch {number} of an evaluation, shard {shard}"
+            values = values_of_shard(replica, score, batch, (number, shard), seed, where)
+            tally.add(shard, values, batch.size_of(shard), where)
+
+
+def values_of_shard(
+    replica: Replica,
+    function: ScoreFunction,
+    batch: ShardedBatch,
+    place: tuple[int, int],
+    seed: int,
+    where: str,
+) -> dict[str, Any]:
+    """What a function returns for one shard, checked to be values by name.
+
+    Args:
+        replica: computes it.
+        function: the user's.
+        batch: holds the shard.
+        place: numbers of the batch and the shard.
+        seed: of the run.
+        where: for errors.
+
+    Raises:
+        LossError: it is something else.
+    """
+    number, shard = place
+    payload = move(batch.shards[shard], replica.device)
+    replica.buffers.restore()
+    seed_generators(derive_seed("evaluate", seed, number, shard), replica.device)
+    values = function(replica.module, payload)
+    if not isinstance(values, dict) or not values:
+        raise LossError(
+            f"{where}: expected the function to return a dict of values by name, such as "
+            f'{{"loss": ..., "accuracy": ...}}, got {type(values).__name__}'
+        )
+    for name in values:
+        if not isinstance(name, str) or not name or "\n" in name:
+            raise LossError(f"{where}: expected names of one line for values, got {name!r}")
+    return values
+
+
+def _combine(exchange: Exchange, tallies: dict[int, _Tally], shards: int) -> dict[str, float]:
+    names = agree_on_lines(exchange, {number: t.names for number, t in tallies.items()})
+    tables = {number: tally.table(shards, len(names)) for number, tally in tallies.items()}
+    shape = next(iter(tables.values())).shape
+    rows = exchange.share({number: table.flatten() for number, table in tables.items()})
+    table = rows.cpu().sum(dim=0).view(shape)  # a shard has one device: adding zeros is exact
+    by_batch = fold_shards(list(table.unbind(dim=1)), torch.add)  # (batches, names, 2)
+    totals = fold_shards(list(by_batch.unbind(dim=0)), torch.add)
+    scores: dict[str, float] = {}
+    for line, (total, weight) in zip(names, totals.tolist(), strict=True):
+        name = line.removesuffix(_UNDIVIDED)
+        value = total if name != line else total / weight if weight else math.nan
+        scores[name] = scores[name] + value if name in scores else value
+    return scores
+
+
+def agree_on_lines(exchange: Exchange, own: dict[int, list[str]]) -> list[str]:
+    """What all devices say alike; one whose shards were all empty learns it from the others.
+
+    Args:
+        exchange: of the run.
+        own: for each own device the names of its values, or other lines; none if it has no values.
+
+    Raises:
+        DisagreementError: two devices say something else.
+    """
+    texts = {number: "\n".join(names).encode() for number, names in own.items()}
+    lengths = exchange.share(
+        {number: torch.tensor([float(len(t))], dtype=torch.float64) for number, t in texts.items()}
+    )
+    longest = int(lengths.max())
+    if not longest:
+        return []
+    padded = {
+        n: torch.tensor(list(t.ljust(longest, b"\0")), dtype=torch.float64)
+        for n, t in texts.items()
+    }
+    rows = exchange.share(padded).cpu().to(torch.uint8)
+    said = [bytes(row.tolist()).rstrip(b"\0").decode() for row in rows]
+    spoken = [text for text in said if text]
+    for number, text in enumerate(said):
+        if text and text != spoken[0]:
+            raise DisagreementError(
+                f"device {number} has {text.splitlines()} and another one "
+                f"{spoken[0].splitlines()}: expected the same names for every shard"
+            )
+    return spoken[0].split("\n")

@@ -1,0 +1,134 @@
+"""What backward leaves behind: one shard's gradients, each in memory of its own.
+
+Note: who owns a gradient
+-------------------------
+A shard begins with nothing in ``.grad`` and its gradients are taken away before the next one
+begins, so the user's code (hooks, an inner backward, ``zero_grad()``) only ever sees its own
+shard's. From then on they are onefold's, which adds to them in place: in the fold, and in the
+exchange. That is why no two of them may share memory. Autograd does give two parameters views of
+one tensor, where they went through ``torch.cat`` or a sum, and a hook may hand over a tensor that
+it keeps, one that is expanded, or one of other strides than its parameter's; such gradients are
+copied first, into the parameter's strides: a norm is added up in the order of the memory, and fused
+optimizers read gradients in the parameter's order, whatever their strides.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import NoReturn
+
+import torch
+
+from onefold.core.flat import extent, laid_out
+from onefold.errors import GradientError
+
+__all__ = ["Gradients", "add_gradients", "drop_gradients", "gradients_of", "take_gradients"]
+
+_grad = operator.attrgetter("grad")
+_layout = operator.attrgetter("layout")
+
+Gradients = list[torch.Tensor | None]
+"""One for each trained parameter; None where a shard gave none."""
+
+
+def gradients_of(parameters: Iterable[torch.nn.Parameter]) -> Gradients:
+    """What there is in ``.grad``."""
+    return list(map(_grad, parameters))
+
+
+def drop_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Leave nothing in ``.grad``."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad = None
+
+
+def take_gradients(
+    parameters: Sequence[torch.nn.Parameter],
+    strides: Sequence[tuple[int, ...]],
+    names: Sequence[str],
+    where: str,
+) -> Gradients:
+    """Hand over what backward left in ``.grad``, and leave nothing there.
+
+    Args:
+        parameters: the trained ones.
+        strides: of each of them.
+        names: of them.
+        where: step and shard, for errors.
+
+    Raises:
+        GradientError: a gradient is sparse.
+    """
+    gradients = gradients_of(parameters)
+    for parameter in parameters:
+        parameter.grad = None
+    given = [gradient for gradient in gradients if gradient is not None]
+    if set(map(_layout, given)) - {torch.strided}:
+        _refuse_sparse(gradients, names, where)
+    # Only views of a tensor begin elsewhere than at its start, or where another one begins.
+    starts = set(map(torch.Tensor.data_ptr, given))
+    if len(starts) < len(given) or any(map(torch.Tensor.storage_offset, given)):
+        gradients = _apart(gradients)
+    if len(given) == len(gradients) and list(map(torch.Tensor.stride, given)) == strides:
+        return gradients
+    pairs = zip(gradients, strides, strict=True)
+    return [None if g is None else _laid_out_like(g, stride) for g, stride in pairs]
+
+
+def add_gradients(left: Gradients, right: Gradients) -> Gradients:
+    """Add two lists of gradients, in place of the left one where both have one."""
+    pairs = list(zip(left, right, strict=True))
+    both = [(a, b) for a, b in pairs if a is not None and b is not None]
+    if any(a is b for a, b in both):  # a hook has given the same tensor twice
+        raise GradientError(
+            "a hook of a parameter put the same tensor into .grad for two shards: give each of "
+            "them a tensor of its own (clone what you keep)"
+        )
+    if both:
+        torch._foreach_add_([a for a, _ in both], [b for _, b in both])
+    return [b if a is None else a for a, b in pairs]
+
+
+def _apart(gradients: Gradients) -> Gradients:
+    """Copy every gradient whose memory another one before it has a part of."""
+    extents = {
+        number: extent(gradient)
+        for number, gradient in enumerate(gradients)
+        if gradient is not None and gradient.numel()
+    }
+    result = list(gradients)
+    taken = 0  # addresses below it belong to gradients that were seen
+    for number in sorted(extents, key=extents.__getitem__):
+        gradient = gradients[number]
+        if gradient is None:
+            continue
+        start, stop = extents[number]
+        dense = stop - start == gradient.numel() * gradient.element_size()
+        if not dense or start < taken:
+            result[number] = gradient.clone()
+        taken = max(taken, stop)
+    return result
+
+
+def _laid_out_like(gradient: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """In a parameter's strides; those of dimensions of length 1 are of no matter."""
+    if gradient.stride() == stride:
+        return gradient
+    sides = zip(gradient.shape, gradient.stride(), stride, strict=True)
+    if all(ours == theirs for size, ours, theirs in sides if size > 1):
+        return gradient
+    return laid_out(gradient, stride)
+
+
+def _refuse_sparse(gradients: Gradients, names: Sequence[str], where: str) -> NoReturn:
+    name = next(
+        name
+        for name, gradient in zip(names, gradients, strict=True)
+        if gradient is not None and gradient.layout is not torch.strided
+    )
+    raise GradientError(
+        f"{where}: parameter {name} got a sparse gradient, a dense one is expected. Make its "
+        f"layer with sparse=False"
+    )

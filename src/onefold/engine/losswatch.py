@@ -1,0 +1,61 @@
+"""Looks at what a loss returns, and refuses what onefold would read as something else."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from onefold.engine.losscheck import FindingKind, LossFinding, inspect_loss
+from onefold.errors import LossError
+
+__all__ = ["LossWatch"]
+
+_log = logging.getLogger("onefold")
+_CERTAIN: tuple[FindingKind, ...] = ("sum", "weights", "ignored")
+"""Read wrongly for sure, where there are several shards; the others may be meant."""
+
+
+class LossWatch:
+    """Follows the losses of a run.
+
+    Scalars are looked at in every step, as a target may be ignored in any of them; values of
+    samples in the first few steps, and then now and then.
+
+    Args:
+        refuses: whether what is certainly read wrongly is an error.
+    """
+
+    def __init__(self, *, refuses: bool = True) -> None:
+        self.refuses = refuses
+        self.findings: dict[FindingKind, LossFinding] = {}
+        """The first of each kind."""
+
+    def look(self, result: object, *, samples: int, due: bool, where: str) -> None:
+        """Inspect the loss of one shard of several; with one, nothing could be read wrongly.
+
+        Args:
+            result: what the loss returned.
+            samples: of the shard.
+            due: whether to look at what costs more.
+            where: step and shard, for errors.
+
+        Raises:
+            LossError: it is certain that the number is not the one that was meant.
+        """
+        if not isinstance(result, torch.Tensor):
+            return
+        if (result.dim() or result.device.type != "cpu") and not due:
+            return  # on a GPU, looking waits for the work that is under way
+        finding = inspect_loss(result, samples)
+        if finding is None:
+            return
+        if self.refuses and finding.kind in _CERTAIN:
+            raise LossError(f"the loss of {where} is {finding.text}")
+        if finding.kind not in self.findings:
+            self.findings[finding.kind] = finding
+            _log.warning(
+                "the loss of %s is %s. To see whether it is what you mean: onefold verify",
+                where,
+                finding.text,
+            )

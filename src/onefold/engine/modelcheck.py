@@ -1,0 +1,94 @@
+"""Refuses models that cannot be folded, before any work."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from onefold.core.flat import extent
+
+__all__ = ["check_model"]
+
+_MAY_BE_SPARSE = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+
+
+def check_model(model: object) -> None:
+    """Check that every parameter can lie in flat memory and get a dense gradient.
+
+    Raises:
+        TypeError: not a module, or one that is wrapped for another kind of parallel training.
+        ValueError: a parameter is complex, has no values yet or shares memory with another tensor,
+            or a layer gives sparse gradients.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"expected model to be a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(model, torch.nn.DataParallel | torch.nn.parallel.DistributedDataParallel):
+        raise TypeError(
+            f"the model is wrapped in {type(model).__name__}; expected the plain module. Pass "
+            f"model.module: onefold does the rest"
+        )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise ValueError(
+                f"{name} has no shape yet: run one forward pass of the lazy module first"
+            )
+        if tensor.device.type == "meta":
+            raise ValueError(f"{name} is on the meta device: give the model values first")
+    for name, parameter in model.named_parameters():
+        if parameter.is_complex():
+            raise ValueError(
+                f"parameter {name} is complex ({parameter.dtype}): expected real parameters. Keep "
+                f"its real and imaginary part as two real ones (torch.view_as_real)"
+            )
+    _check_memory(model)
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.SyncBatchNorm):
+            raise ValueError(
+                f"layer {name} is a SyncBatchNorm, whose statistics are those of all processes "
+                f"that take part: expected BatchNorm, whose statistics are those of a shard and "
+                f"do not depend on the devices. Leave out convert_sync_batchnorm"
+            )
+        if isinstance(module, _MAY_BE_SPARSE) and module.sparse:
+            raise ValueError(
+                f"layer {name} ({type(module).__name__}) gives sparse gradients: expected dense "
+                f"ones. Make it with sparse=False"
+            )
+
+
+def _check_memory(model: torch.nn.Module) -> None:
+    """Every tensor gets memory of its own; what shared some would no longer follow."""
+    named = {id(t): (name, t) for name, t in (*model.named_buffers(), *model.named_parameters())}
+    held = [(name, t) for name, t in named.values() if t.numel() and t.layout is torch.strided]
+    ranges = sorted((*extent(tensor), name, tensor) for name, tensor in held)
+    for place, (_, stop, name, tensor) in enumerate(ranges):
+        for start, _, other_name, other in ranges[place + 1 :]:
+            if start >= stop:
+                break
+            if (tensor.requires_grad or other.requires_grad) and _touch(tensor, other):
+                raise ValueError(
+                    f"{' and '.join(sorted((name, other_name)))} share memory without being the "
+                    f"same tensor: a change of one would no longer be one of the other. To tie "
+                    f"them, give both names the same parameter (a.weight = b.weight); else clone "
+                    f"one of them"
+                )
+
+
+def _touch(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors whose ranges overlap have a byte in common, and not rows in turn."""
+    if all(_fills_its_range(tensor) for tensor in (one, other)):
+        return True
+    return bool(torch.isin(_places_of(one), _places_of(other)).any())
+
+
+def _fills_its_range(tensor: torch.Tensor) -> bool:
+    start, stop = extent(tensor)
+    return stop - start == tensor.numel() * tensor.element_size()
+
+
+def _places_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Every address at which something of it lies."""
+    size = tensor.element_size()
+    place = torch.tensor([tensor.data_ptr()])
+    for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        place = (place[:, None] + torch.arange(length) * stride * size).flatten()
+    return (place[:, None] + torch.arange(size)).flatten()

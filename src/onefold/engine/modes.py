@@ -1,0 +1,79 @@
+"""Training and evaluation mode of a module and all its parts, and numbers that scripts change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from onefold.core.head import checksum
+
+__all__ = ["Modes", "evaluating"]
+
+
+_NUMBERS = ("p", "momentum", "eps", "dropout")
+"""Settings of PyTorch's layers that schedules of a script change between steps."""
+
+
+class Modes:
+    """Reads the modes of a module's parts, and puts them back.
+
+    Args:
+        module: its parts are listed once, and again at `refresh`.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self._last: list[object] = []
+        self._checksum = 0
+        self.refresh()
+
+    def refresh(self) -> None:
+        """List the parts anew."""
+        self._parts = list(self._module.modules())
+        self._numbers = [
+            (part.__dict__, name)
+            for part in self._parts
+            if type(part).__module__.startswith("torch.nn.")
+            for name in _NUMBERS
+            if isinstance(part.__dict__.get(name), int | float)
+        ]
+
+    def numbers_checksum(self) -> int:
+        """Of the layers' settings such as the ``p`` of dropout; quick where they are as before."""
+        now = [held.get(name) for held, name in self._numbers]
+        if now != self._last:
+            self._last = now
+            self._checksum = checksum(repr(now).encode())
+        return self._checksum
+
+    def read(self) -> bytes:
+        """One byte a part: 1 for training mode."""
+        return bytes([part.training for part in self._parts])
+
+    def restore(self, modes: bytes) -> None:
+        """Give every part the mode that `read` found."""
+        if self.read() != modes:
+            for part, mode in zip(self._parts, modes, strict=True):
+                part.training = bool(mode)
+
+
+@contextmanager
+def evaluating(module: torch.nn.Module) -> Iterator[None]:
+    """Evaluation mode, and each part's own mode again afterwards."""
+    parts = list(module.modules())
+    before = [part.training for part in parts]
+    if not all(not part.training and _is_plain(part) for part in parts):
+        module.eval()
+    try:
+        yield
+    finally:
+        for part, mode in zip(parts, before, strict=True):
+            if part.training is not mode:
+                part.training = mode
+
+
+def _is_plain(module: torch.nn.Module) -> bool:
+    """Whether setting a module's mode sets the flag and nothing else."""
+    return type(module).train is torch.nn.Module.train and "train" not in module.__dict__

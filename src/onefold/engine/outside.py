@@ -1,0 +1,162 @@
+"""Finds state that the loss uses and that is not the model's: nothing folds it, nothing saves it.
+
+Modules show themselves when they are called: for a few steps every call of a module is noted.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Any
+
+import torch
+
+from onefold.core.flat import same_bits
+from onefold.core.head import checksum
+from onefold.errors import StateError
+
+__all__ = ["OutsideModules"]
+
+_NOTHING = nullcontext()
+_LOOKED_AT = 16
+"""Values of each tensor of an outside module that are compared between devices."""
+
+
+class OutsideModules:
+    """Modules that the loss uses beside the model.
+
+    Those that are made inside the loss and end with it are nobody's state, and are left alone; so
+    only weak references are kept.
+
+    Args:
+        module: the model.
+        function: its loss, which may close over others.
+    """
+
+    def __init__(self, module: torch.nn.Module, function: object) -> None:
+        self._module = module
+        self._function = function
+        self._found: list[_Outside] = []
+
+    def noting(self, *, wanted: bool) -> AbstractContextManager[None]:
+        """Note every module that is called in here, if ``wanted``."""
+        return self._noting() if wanted else _NOTHING
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        known = {id(part) for part in self._module.modules()}
+        self._found = []
+
+        def note(module: torch.nn.Module, _: object) -> None:
+            if id(module) not in known:
+                known.add(id(module))
+                self._found.append(_Outside(module))
+
+        handle = torch.nn.modules.module.register_module_forward_pre_hook(note)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def check(self, where: str) -> None:
+        """Refuse an outside module that the shards have changed, of those noted last.
+
+        Args:
+            where: step or batch, for errors.
+
+        Raises:
+            StateError: there is one.
+        """
+        found, self._found = self._found, []
+        for outside in found:
+            name = outside.changed()
+            if name is not None:
+                raise StateError(
+                    f"{where}: a module of {outside.kind} is called that is no part of the model, "
+                    f"and its {name} was changed by the shards: every device would have its own. "
+                    f"Put the module into the model (an attribute, or a ModuleDict of both), or "
+                    f"into evaluation mode with .eval() if it is not to learn there; what follows "
+                    f"the model, such as an average, is changed between steps"
+                )
+
+    def checksum(self, function: object = None) -> int:
+        """Of a few values of each module that a function can reach; 0 for none.
+
+        Args:
+            function: another one than the loss.
+        """
+        own = {id(part) for part in self._module.modules()}
+        reached = _modules_of(self._function if function is None else function)
+        parts = {id(p): p for module in reached for p in module.modules() if id(p) not in own}
+        text = b"".join(map(_sampled, parts.values()))
+        return checksum(text) if text else 0
+
+
+class _Outside:
+    """One such module, as it was before its first call."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = weakref.ref(module)
+        self.kind = type(module).__name__
+        self._buffers = {n: b.clone() for n, b in module._buffers.items() if b is not None}
+        self._versions = {n: p._version for n, p in module._parameters.items() if p is not None}
+
+    def changed(self) -> str | None:
+        """What of it was changed, if it is still there."""
+        module = self._module()
+        if module is None:
+            return None
+        now = {name: b for name, b in module._buffers.items() if b is not None}
+        for name, before in self._buffers.items():
+            value = now.get(name)
+            if value is None or value.shape != before.shape or not same_bits(value, before):
+                return f"buffer {name}"
+        for name, version in self._versions.items():
+            parameter = module._parameters.get(name)
+            if parameter is None or parameter._version != version:
+                return f"parameter {name}"
+        return next((f"buffer {name}" for name in now if name not in self._buffers), None)
+
+
+def _sampled(module: torch.nn.Module) -> bytes:
+    tensors = [*module._parameters.values(), *module._buffers.values()]
+    parts = [
+        t.detach().reshape(-1)[:: max(1, t.numel() // _LOOKED_AT)]
+        for t in tensors
+        if t is not None and t.numel()
+    ]
+    return b"".join(p.cpu().contiguous().view(torch.uint8).numpy().tobytes() for p in parts)
+
+
+def _modules_of(function: Any) -> list[torch.nn.Module]:
+    """Modules that a function can reach: what it closes over, is bound to, or names."""
+    found: dict[int, torch.nn.Module] = {}
+    for value in _values_of(function):
+        held = value.values() if isinstance(value, dict) else value
+        for each in held if isinstance(value, list | tuple | dict) else (value,):
+            if isinstance(each, torch.nn.Module):
+                found[id(each)] = each
+    return list(found.values())
+
+
+def _values_of(function: Any) -> Iterator[Any]:
+    while isinstance(function, functools.partial):
+        yield from (*function.args, *function.keywords.values())
+        function = function.func
+    owner = getattr(function, "__self__", None)
+    if owner is not None:
+        yield from (owner, *getattr(owner, "__dict__", {}).values())
+    if isinstance(function, torch.nn.Module):
+        yield function
+    function = getattr(function, "__func__", function)
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return
+    names = getattr(function, "__globals__", {})
+    yield from (names[name] for name in code.co_names if name in names)
+    yield from getattr(function, "__defaults__", None) or ()
+    for cell in getattr(function, "__closure__", None) or ():
+        with suppress(ValueError):  # not filled yet
+            yield cell.cell_contents

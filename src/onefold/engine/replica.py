@@ -1,0 +1,385 @@
+"""The model on one device: runs shards, and adds up their gradients.
+
+Note: one module for all devices of a process
+---------------------------------------------
+The user's module exists once. Where one process drives several devices, each has memory of its own
+for parameters and buffers, and the module's are pointed at it while that device's shards run. So
+hooks, attributes, modes and a loss that closes over the model are the same for every device: there
+is no copy that could stay behind. Between calls the module points at the first device.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
+
+import torch
+
+from onefold.core.batch import ShardedBatch, move
+from onefold.core.flat import FlatTensors
+from onefold.core.fold import Block, blocks_of, fold
+from onefold.core.mean import Contribution, weigh
+from onefold.core.randomness import derive_seed, seed_generators
+from onefold.core.weights_of_step import SUM, several
+from onefold.engine.buffers import BufferSet
+from onefold.engine.gradients import (
+    Gradients,
+    add_gradients,
+    drop_gradients,
+    gradients_of,
+    take_gradients,
+)
+from onefold.engine.losswatch import LossWatch
+from onefold.engine.modes import Modes
+from onefold.errors import GradientError, StateError
+from onefold.exchange.base import Exchange
+from onefold.watch.timing import Stopwatch
+
+__all__ = ["LossFunction", "ModelParts", "Replica", "ShardTask", "Weighed"]
+
+_requires_grad = operator.attrgetter("requires_grad")
+
+LossFunction = Callable[[torch.nn.Module, Any], object]
+"""Takes the model and one shard; see `onefold.core.mean.weigh` for what it may return."""
+
+
+Weighed = Mapping[int, Sequence[tuple[str, float]]]
+"""For each shard, kind and weight of each term of its loss."""
+
+
+class ModelParts:
+    """The user's module, with its parameters sorted; tied ones count once.
+
+    Args:
+        module: the user's own.
+        trained_names: of the parameters that the optimizer updates.
+    """
+
+    def __init__(self, module: torch.nn.Module, trained_names: Sequence[str]) -> None:
+        self.named = dict(module.named_parameters())
+        self._parameters = list(self.named.values())
+        self.homes = [
+            (f"{prefix}.{name}" if prefix else name, owner._parameters, name, parameter)
+            for prefix, owner in module.named_modules()
+            if isinstance(owner._parameters, dict)  # a scripted module makes it anew when asked
+            for name, parameter in owner._parameters.items()
+            if parameter is not None
+        ]
+        """Where modules hold them: full name, the module's own table, name in it, parameter."""
+        tables = [m._parameters for m in module.modules() if isinstance(m._parameters, dict)]
+        self._tables = [table for table in tables if table]
+        self._held = self._in_tables()
+        self.module = module
+        self.modes = Modes(module)
+        self.trained = {name: self.named[name] for name in trained_names}
+        self.other = {name: p for name, p in self.named.items() if name not in self.trained}
+        self._tensors = self._ids()
+
+    def check_held(self) -> None:
+        """Refuse parameters that have been replaced.
+
+        Raises:
+            ValueError: one has been.
+        """
+        held = self._in_tables()
+        if len(held) == len(self._held) and all(map(operator.is_, held, self._held)):
+            return
+        for full_name, table, name, parameter in self.homes:
+            if table.get(name) is not parameter:
+                raise ValueError(
+                    f"parameter {full_name} has been replaced by another tensor since Trainer was "
+                    f"made, which no optimizer updates. Change values in place "
+                    f"(parameter.copy_(...) in trainer.changing()), or make Trainer afterwards"
+                )
+
+    def _in_tables(self) -> list[torch.nn.Parameter | None]:
+        return list(chain.from_iterable(map(dict.values, self._tables)))
+
+    def trainable(self) -> list[bool]:
+        """Of every parameter, whether it requires a gradient."""
+        return list(map(_requires_grad, self._parameters))
+
+    def restore_frozen(self, trainable: Sequence[bool]) -> None:
+        """Let the parameters require gradients as `trainable` found them to."""
+        if self.trainable() != trainable:
+            for parameter, required in zip(self.named.values(), trainable, strict=True):
+                parameter.requires_grad_(required)
+
+    def check_parts(self) -> None:
+        """Refuse a model that has been given other parts since Trainer was made.
+
+        Raises:
+            StateError: it has.
+        """
+        now = self._ids()
+        for name in {**now, **self._tensors}:
+            if now.get(name) != self._tensors.get(name):
+                raise StateError(
+                    f"{name} of the model was put in, taken out or replaced since Trainer was "
+                    f"made: nobody would train or fold it. Change the model first, make its "
+                    f"optimizer, and then Trainer"
+                )
+
+    def _ids(self) -> dict[str, int]:
+        """Every parameter and buffer, and the name under which a module has it."""
+        parameters = self.module.named_parameters(remove_duplicate=False)
+        buffers = self.module.named_buffers(remove_duplicate=False)
+        return {
+            **{f"parameter {name}": id(tensor) for name, tensor in parameters},
+            **{f"buffer {name}": 0 for name, _ in buffers},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class ShardTask:
+    """What all shards of a step have in common."""
+
+    loss: LossFunction
+    seed: int
+    """Of the run."""
+    step: int
+    shards: int
+    """V."""
+    modes: bytes
+    """Of the module's parts, put back after every shard where there are several."""
+    trainable: Sequence[bool]
+    """Of the parameters, which require a gradient; put back likewise."""
+    due: bool = False
+    """Whether to look at what costs more."""
+    divisors: Sequence[float] | None = None
+    """Of the loss's terms, where it has several; None while they are not known."""
+
+
+class Replica:
+    """The model on one device.
+
+    Args:
+        number: of the device, among all of the run.
+        device: where it computes.
+        parts: the user's module.
+        trained: memory of the trained parameters on this device.
+        other: of the other parameters.
+        buffers: the module's buffers on this device.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        device: torch.device,
+        parts: ModelParts,
+        trained: FlatTensors,
+        other: FlatTensors,
+        buffers: BufferSet,
+    ) -> None:
+        self.number = number
+        self.device = device
+        self.parts = parts
+        self.trained = trained
+        self.other = other
+        self.buffers = buffers
+        self.watch = Stopwatch(device)
+        self.loss_watch = LossWatch()
+        self._names = list(parts.trained)
+        self._parameters = list(parts.trained.values())
+        self._strides = [view.stride() for view in trained.views]
+        self._watched = [parameter for parameter in parts.other.values() if parameter.requires_grad]
+        views = [*zip(parts.trained, trained.views, strict=True)]
+        views += zip(parts.other, other.views, strict=True)
+        self._placed_names = [name for name, view in views if view.numel()]
+        self._placed = [parts.named[name] for name in self._placed_names]
+        self._places = [view.data_ptr() for _, view in views if view.numel()]
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The user's own, the same for all devices of this process."""
+        return self.parts.module
+
+    def attach(self) -> None:
+        """Have the module compute in this device's memory; parameters keep their identity."""
+        for parameters, flat in (
+            (self.parts.trained, self.trained),
+            (self.parts.other, self.other),
+        ):
+            for parameter, view in zip(parameters.values(), flat.views, strict=True):
+                parameter.data = view
+                parameter.grad = None
+        self.buffers.attach()
+
+    def check_places(self) -> None:
+        """Refuse parameters that have been moved elsewhere, or replaced.
+
+        Raises:
+            ValueError: one has been.
+        """
+        self.parts.check_held()
+        places = list(map(torch.Tensor.data_ptr, self._placed))
+        if places != self._places:
+            triples = zip(self._placed_names, places, self._places, strict=True)
+            moved = next(name for name, now, before in triples if now != before)
+            raise ValueError(
+                f"parameter {moved} has been given other memory since Trainer was made, by "
+                f"model.to(), .data = ... or a second Trainer. Change values in place, or make "
+                f"Trainer afterwards"
+            )
+
+    def run(self, batch: ShardedBatch, task: ShardTask, exchange: Exchange) -> Gradients:
+        """Forward and backward of this device's shards; publishes one partial sum a block.
+
+        Returns:
+            The gradients of the last block: of the whole batch, where there is one shard.
+
+        Raises:
+            LossError: the loss is of the wrong kind.
+            GradientError: a gradient cannot be added up.
+        """
+        shards_run = batch.plan.shards_of(self.number)
+        exchange.board.clear_rows(self.number, shards_run)
+        drop_gradients(self._parameters)
+        self._may_be_kept = self._hooked() if task.shards > 1 else []
+        gradients: Gradients = []
+        for slot, block in enumerate(blocks_of(shards_run, batch.plan.shards)):
+            gradients = self._sum_of(block, batch, task, exchange)
+            start = self.watch.now()
+            exchange.publish(self.number, slot, gradients)
+            self.watch.note("exchange", "publish", start)
+        drop_gradients(self.parts.other.values())
+        return gradients
+
+    def _hooked(self) -> list[int]:
+        """Parameters with hooks that may put something of their own into ``.grad``."""
+        return [n for n, p in enumerate(self._parameters) if p._post_accumulate_grad_hooks]
+
+    def weigh_shards(self, batch: ShardedBatch, task: ShardTask) -> Weighed:
+        """Kind and weight of each term of the loss, for each of this device's shards."""
+        found: dict[int, list[tuple[str, float]]] = {}
+        drop_gradients(self._parameters)
+        for shard in batch.plan.shards_of(self.number):
+            if shard in batch.shards:
+                where = self._begin_shard(shard, task)
+                try:
+                    # With a graph: the loss may go through one of its own.
+                    result = task.loss(self.module, move(batch.shards[shard], self.device))
+                    weighed = weigh(result, batch.size_of(shard), f"the loss of {where}")
+                    found[shard] = [(part.kind, part.weight) for part in weighed.parts]
+                except Exception as error:
+                    self._put_back(task)
+                    self._explain(error, where)
+                    raise
+                drop_gradients(self._parameters)
+                self._put_back(task)
+        return found
+
+    def _sum_of(
+        self, block: Block, batch: ShardedBatch, task: ShardTask, exchange: Exchange
+    ) -> Gradients:
+        """Add up the gradients of a block's shards in the fold's order."""
+
+        def leaf(node: Block) -> Gradients | None:
+            if node.stop - node.start > 1:
+                return None
+            if node.start not in batch.shards:
+                return [None] * len(self._parameters)
+            return self._run_shard(node.start, batch, task, exchange)
+
+        return fold(leaf, block, add_gradients)
+
+    def _run_shard(
+        self, shard: int, batch: ShardedBatch, task: ShardTask, exchange: Exchange
+    ) -> Gradients:
+        watch, board = self.watch, exchange.board
+        payload = batch.shards[shard]
+        there = watch.now()
+        if self.device.type != "cpu":
+            payload, start = move(payload, self.device), there
+            there = watch.now()
+            watch.note("data", f"move shard {shard}", start, there)
+        where = self._begin_shard(shard, task)
+        try:
+            result = task.loss(self.module, payload)
+            self._refuse_leftovers(where)
+            samples = batch.size_of(shard)
+            part = weigh(result, samples, f"the loss of {where}")
+            if task.shards > 1:
+                self.loss_watch.look(result, samples=samples, due=task.due, where=where)
+            if part.kind == "means":
+                part = _of_one_divisor(part, task)
+            middle = watch.now()
+            watch.note("forward", f"forward shard {shard}", there, middle)
+            _backward(part, batch)
+        except Exception as error:
+            self._put_back(task)
+            self._explain(error, where)
+            raise
+        watch.note("backward", f"backward shard {shard}", middle)
+        self.buffers.end_shard(shard, board)
+        gradients = take_gradients(self._parameters, self._strides, self._names, where)
+        for number in self._may_be_kept:
+            kept = gradients[number]
+            gradients[number] = None if kept is None else kept.clone()
+        board.weights[shard] = _code(part)
+        if part.kind != "means":
+            board.set_total(shard, part.total())
+        self._put_back(task)
+        given = [gradient is not None for gradient in gradients]
+        board.gave[self.number] += 1 if all(given) else given
+        return gradients
+
+    def _begin_shard(self, shard: int, task: ShardTask) -> str:
+        """Make a shard's surroundings, the same whatever was run before it; says what it is."""
+        self.buffers.restore()
+        drop_gradients(self._watched)  # which no optimizer takes, and at which hooks may look
+        seed_generators(derive_seed("shard", task.seed, task.step, shard), self.device)
+        return f"step {task.step}, shard {shard}"
+
+    def _put_back(self, task: ShardTask) -> None:
+        """Modes, and which parameters are frozen, where there may be another shard."""
+        if task.shards > 1:
+            self.parts.modes.restore(task.modes)
+            self.parts.restore_frozen(task.trainable)
+
+    def _explain(self, error: Exception, where: str) -> None:
+        """Say where it was raised; or what it comes of, if a buffer was resized."""
+        error.add_note(f"raised in {where}, on device {self.number} ({self.device})")
+        self.buffers.check_shapes()
+
+    def _refuse_leftovers(self, where: str) -> None:
+        """An inner backward must leave nothing: it would be added to the shard's gradient."""
+        left = gradients_of(self._parameters)
+        if left.count(None) == len(left):
+            return
+        for name, gradient in zip(self._names, left, strict=True):
+            if gradient is not None and bool(gradient.count_nonzero()):
+                raise GradientError(
+                    f"{where}: the loss function has left a gradient in {name}.grad, by a backward "
+                    f"of its own; added to the shard's gradient, it would count another number of "
+                    f"times for every number of shards. Call model.zero_grad() before returning, "
+                    f"or use torch.autograd.grad"
+                )
+
+
+def _of_one_divisor(part: Contribution, task: ShardTask) -> Contribution:
+    """The finished loss of several terms, where the batch's weights are known."""
+    alone = task.shards == 1
+    divisors = [each.weight for each in part.parts] if alone else task.divisors
+    if divisors is None:
+        return part
+    whole = part.combine(divisors)
+    return whole if any(divisors) else replace(whole, kind="mean", weight=0.0)
+
+
+def _backward(part: Contribution, batch: ShardedBatch) -> None:
+    """Where nothing depends on a parameter there is no gradient, as for a shard of no positives."""
+    if part.kind == "means" or not part.root.requires_grad:
+        return
+    divisor = 1.0 if part.kind == "sum" else batch.divisor(part.weight)
+    if divisor:
+        part.backward(divisor)
+
+
+def _code(part: Contribution) -> float:
+    if part.kind == "means":
+        return several(len(part.parts))
+    return SUM if part.kind == "sum" else part.weight

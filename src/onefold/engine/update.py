@@ -1,0 +1,347 @@
+"""The user's own optimizer, at work on the spans of this process.
+
+Note: how an optimizer is divided
+---------------------------------
+The user's optimizer object is kept, so that schedulers attached to it, its hooks and its parameter
+groups go on working. For the length of ``step`` its groups hold this process's pieces in place of
+the parameters; its state is keyed by pieces for good. Whole pieces are the parameters themselves.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from onefold.core.flat import Layout, Piece, laid_out, storage_order
+from onefold.engine.optimizerstate import PieceState, is_by_element
+from onefold.exchange.base import Storage
+
+__all__ = ["OwnedPiece", "SpanOptimizer", "check_optimizer", "updates_by_element"]
+
+_BY_ELEMENT = frozenset(
+    {
+        torch.optim.SGD,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.Adamax,
+        torch.optim.Adagrad,
+        torch.optim.Adadelta,
+        torch.optim.RMSprop,
+        torch.optim.ASGD,
+        torch.optim.Rprop,
+    }
+)
+
+
+_taken: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+def updates_by_element(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether each element's update depends on nothing but that element's own history."""
+    return type(optimizer) in _BY_ELEMENT
+
+
+def check_optimizer(optimizer: object, module: torch.nn.Module) -> None:
+    """Refuse what cannot be divided, before any work.
+
+    Raises:
+        TypeError: it is no optimizer, needs a closure, or works on sparse gradients.
+        ValueError: it holds a parameter that is not the module's.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    name = type(optimizer).__name__
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise TypeError(
+            f"{name} needs a closure that runs the model several times a step, which cannot be "
+            f"divided among devices. Use an optimizer whose step() takes no closure"
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise TypeError("SparseAdam works on sparse gradients; use Adam and dense embeddings")
+    if isinstance(optimizer, torch.optim.Adafactor):
+        _check_adafactor(optimizer)
+    if optimizer in _taken:
+        raise ValueError(
+            f"this {name} already belongs to a Trainer, which has divided its state. Make another "
+            f"optimizer for another Trainer"
+        )
+    known = {id(parameter) for parameter in module.parameters()}
+    for number, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            if id(parameter) not in known:
+                raise ValueError(
+                    f"{name}: parameter {place} of group {number}, of shape "
+                    f"{tuple(parameter.shape)}, is not a parameter of the model. Make the "
+                    f"optimizer from this model's parameters() (after moving or changing it)"
+                )
+
+
+def _check_adafactor(optimizer: torch.optim.Adafactor) -> None:
+    """PyTorch takes the first parameter's precision for all that follow in a call of step."""
+    for number, group in enumerate(optimizer.param_groups):
+        dtypes = {parameter.dtype for parameter in group["params"]}
+        if group["eps"][0] is None and len(dtypes) > 1:
+            listed = ", ".join(sorted(map(str, dtypes)))
+            raise ValueError(
+                f"Adafactor: group {number} has parameters of {listed} and the default eps, which "
+                f"then depends on the parameter that is updated first, and so on the device. Give "
+                f"eps=(1e-7, 1e-3) or the like, or a group for each dtype"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedPiece:
+    """A piece of a span of this process."""
+
+    number: int
+    """Of the piece, among those of the model."""
+    device: int
+    """Number of the device that updates it."""
+    piece: Piece
+    parameter: torch.nn.Parameter
+    """The user's own parameter that it is cut from, which tells the group and the old state."""
+    values: torch.Tensor
+    """The piece's values, on its device: what the optimizer updates in place."""
+
+
+class SpanOptimizer:
+    """Runs the user's optimizer on the pieces that this process owns.
+
+    Args:
+        optimizer: the user's own, already checked.
+        owned: this process's pieces.
+        storage: the sizes.
+        devices: this process's devices by number.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        owned: Sequence[OwnedPiece],
+        storage: Storage,
+        devices: Mapping[int, torch.device],
+    ) -> None:
+        self.optimizer = optimizer
+        self.owned = owned
+        """This process's pieces."""
+        self._values = [item.values for item in owned]
+        self._entries = [item.piece.entry for item in owned]
+        self.storage = storage
+        self._devices = devices
+        group_of = {
+            id(parameter): number
+            for number, group in enumerate(optimizer.param_groups)
+            for parameter in group["params"]
+        }
+        self._held = [list(group["params"]) for group in optimizer.param_groups]
+        self._divided: list[list[torch.Tensor]] = [[] for _ in optimizer.param_groups]
+        for item in owned:
+            self._divided[group_of[id(item.parameter)]].append(item.values)
+        _taken.add(optimizer)
+        self._stepping = False
+        self._divide_state(storage.trained)
+        self._explain_state_dict()
+        self._refuse_own_steps()
+
+    def take(
+        self, totals: Sequence[torch.Tensor | None], gave: Sequence[int], *, shards: int
+    ) -> None:
+        """Accept the gradients of a step.
+
+        Args:
+            totals: one summed gradient for each owned piece, shaped as the piece; changed in place.
+            gave: for each trained parameter the number of shards that gave it a gradient; a
+                parameter that got none is left alone, as plain PyTorch does.
+            shards: V; where fewer gave one, the missing ones count as zeros.
+        """
+        for values, entry, total in zip(self._values, self._entries, totals, strict=True):
+            given = gave[entry]
+            if total is None or not given:
+                values.grad = None
+                continue
+            if given < shards:
+                total.add_(0.0)  # minus zero plus a missing shard's zero is zero
+            values.grad = total
+
+    def scale(self, factor: float | torch.Tensor) -> None:
+        """Multiply the gradients."""
+        gradients = [g for values in self._values if (g := values.grad) is not None]
+        if not gradients:
+            return  # no parameter of this span got one
+        if isinstance(factor, float):
+            torch._foreach_mul_(gradients, factor)
+            return
+        alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        for gradient in gradients:
+            alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+        # As clip_grad_norm_ does: a factor that was rounded to bfloat16 would be coarse.
+        for (device, _), group in alike.items():
+            torch._foreach_mul_(group, factor.to(device))
+
+    def squared_norms(self) -> dict[int, torch.Tensor]:
+        """For each own device, one number a piece of the model: (pieces,) float64.
+
+        A number depends on the piece alone; it is 0 where another device owns the piece.
+        """
+        rows: dict[int, torch.Tensor] = {}
+        for item in self.owned:
+            device = item.values.device
+            row = rows.setdefault(
+                item.device,
+                torch.zeros(len(self.storage.pieces), dtype=torch.float64, device=device),
+            )
+            gradient = item.values.grad
+            if gradient is not None:
+                row[item.number] = torch.linalg.vector_norm(gradient).double().square()
+        for number, device in self._devices.items():
+            rows.setdefault(
+                number, torch.zeros(len(self.storage.pieces), dtype=torch.float64, device=device)
+            )
+        return rows
+
+    def step(self) -> None:
+        """Run the user's optimizer on the owned pieces with the gradients taken."""
+        groups = self.optimizer.param_groups
+        users = [group["params"] for group in groups]
+        self._stepping = True
+        try:
+            for group, pieces in zip(groups, self._divided, strict=True):
+                group["params"] = pieces
+            self.optimizer.step()
+        finally:
+            self._stepping = False
+            for group, parameters in zip(groups, users, strict=True):
+                group["params"] = parameters
+            for values in self._values:
+                values.grad = None
+
+    def states(self) -> list[PieceState]:
+        """The state of the owned pieces as it is now; the tensors are the optimizer's own."""
+        found = []
+        if self._loose():
+            raise TypeError(
+                f"the optimizer keeps {', '.join(map(repr, self._loose()))} in its state, under no "
+                f"parameter, which no checkpoint of onefold holds: expected state by parameter"
+            )
+        for item in self.owned:
+            for key, value in self.optimizer.state.get(item.values, {}).items():
+                by_element = is_by_element(key, value, item.values.shape)
+                if by_element:
+                    value = storage_order(laid_out(value, item.values.stride()))
+                found.append(PieceState(item.number, key, value, by_element))
+        return found
+
+    def take_states(self, states: Iterable[PieceState]) -> None:
+        """Put states in place of those there are.
+
+        Args:
+            states: of the owned pieces; tensors are copied.
+        """
+        owned = {item.number: item for item in self.owned}
+        found: dict[torch.Tensor, dict[str, Any]] = {}
+        for state in states:
+            values = owned[state.piece].values
+            value = state.value
+            if state.by_element:
+                value = torch.empty_strided(
+                    values.shape, values.stride(), dtype=value.dtype, device=values.device
+                )
+                storage_order(value).copy_(state.value)
+            elif isinstance(value, torch.Tensor):
+                value = value.to(self._home(state.key, values), copy=True)
+            found.setdefault(values, {})[state.key] = value
+        self._forget()
+        self.optimizer.state.update(found)
+
+    def _forget(self) -> None:
+        """Drop the state of all parameters; what lies under other keys stays."""
+        for key in [key for key in self.optimizer.state if isinstance(key, torch.Tensor)]:
+            del self.optimizer.state[key]
+
+    def _loose(self) -> list[Any]:
+        """Keys of the optimizer's state that are no parameters; the same on every device."""
+        return [key for key in self.optimizer.state if not isinstance(key, torch.Tensor)]
+
+    def _home(self, key: str, values: torch.Tensor) -> torch.device:
+        """Where the optimizer wants a value of a state: PyTorch's rule when it loads one."""
+        if key != "step":
+            return values.device
+        held = zip(self.optimizer.param_groups, self._divided, strict=True)
+        group = next(group for group, pieces in held if any(p is values for p in pieces))
+        there = group.get("capturable") or group.get("fused")
+        return values.device if there else torch.device("cpu")
+
+    def check_groups(self) -> None:
+        """Refuse groups that are not those with which Trainer was made.
+
+        Raises:
+            ValueError: one was added, or has other parameters.
+        """
+        groups = self.optimizer.param_groups
+        same = len(groups) == len(self._held) and all(
+            len(group["params"]) == len(held)
+            for group, held in zip(groups, self._held, strict=True)
+        )
+        if not same:
+            raise ValueError(
+                "the optimizer's parameter groups were changed after Trainer was made. Add every "
+                "group first, with lr=0 or frozen parameters if they are to start later"
+            )
+
+    def _divide_state(self, layout: Layout) -> None:
+        """Hand over state that the optimizer already has, cut as the parameters are."""
+        whole = dict(self.optimizer.state)
+        self._forget()
+        for item in self.owned:
+            state = whole.get(item.parameter)
+            if state:
+                entry = layout.entries[item.piece.entry]
+                self.optimizer.state[item.values] = {
+                    key: _cut_state(value, item, entry.stride) for key, value in state.items()
+                }
+
+    def _explain_state_dict(self) -> None:
+        def refuse(*_: Any) -> None:
+            raise RuntimeError(
+                "the optimizer's state is divided among the devices of the run, so its own "
+                "state_dict() and load_state_dict() would see a part of it. Load it before "
+                "Trainer is made"
+            )
+
+        self.optimizer.register_state_dict_pre_hook(refuse)
+        self.optimizer.register_load_state_dict_pre_hook(refuse)
+
+    def _refuse_own_steps(self) -> None:
+        """A line that is left over from a plain loop would update nothing, without a word."""
+        update = weakref.ref(self)
+
+        def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            owner = update()
+            if owner is not None and not owner._stepping:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__}.step() was called by the script: trainer.step() "
+                    f"has made the update already, and there are no gradients left. Remove the "
+                    f"line (and loss.backward(), clip_grad_norm_ and zero_grad with it)"
+                )
+
+        self.optimizer.register_step_pre_hook(refuse)
+
+
+def _cut_state(value: Any, item: OwnedPiece, stride: tuple[int, ...]) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.shape != item.parameter.shape or value.dim() == 0:
+        return value.clone()
+    laid = laid_out(value, stride)
+    device = item.values.device
+    if item.piece.whole:
+        return laid.to(device, copy=True)
+    return storage_order(laid)[item.piece.start : item.piece.stop].to(device, copy=True)

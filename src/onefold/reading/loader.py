@@ -1,0 +1,509 @@
+"""Reads a data set in shards: the same samples in the same order with the same augmentation, on any
+number of devices and with any number of worker processes."""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+from torch.multiprocessing import get_sharing_strategy
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    TensorDataset,
+    default_collate,
+)
+
+from onefold.core.batch import DataPass, ShardedBatch
+from onefold.core.randomness import (
+    derive_seed,
+    kept_generators,
+    loader_seed,
+    order_by_length,
+    sample_order,
+    seed_generators,
+)
+from onefold.core.shard import Plan, cut_bounds
+from onefold.errors import SampleError
+from onefold.reading.datadigest import digest_of, digest_samples, join_digests
+from onefold.reading.position import LoaderSize, LoaderTrack
+from onefold.system.interrupt import ctrl_c_as_before, ctrl_c_later
+from onefold.system.process import die_with_parent
+from onefold.watch.timing import host_now_s
+
+__all__ = ["Collate", "Loader", "SizedDataset"]
+
+# Bytes: what the address of a socket holds, less what Python puts after the folder's path.
+_LONGEST_TEMPORARY_PATH = 107 - len("/pymp-12345678/listener-12345678")
+
+Collate = Callable[[list[Any]], Any]
+"""Makes one shard's payload from its samples."""
+
+
+class SizedDataset(Protocol):
+    """What a loader can read: a length, and an item for every index below it."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """One batch to read: which samples go into which of this process's shards."""
+
+    loader: int
+    epoch: int
+    samples: int
+    stop: int
+    """Samples of the pass up to the end of this batch."""
+    plan: Plan
+    turn: int
+    """How often the plan had changed in the pass when this was asked for."""
+    digest: bool
+    """Whether the digest of the data set is wanted as well."""
+    shards: dict[int, list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class _BadSample:
+    """A sample that could not be read, on its way to the process that will say so."""
+
+    index: int
+    epoch: int
+    kind: str
+    text: str
+    traceback: str
+
+
+_Answer = tuple[_Request, dict[int, Any] | _BadSample, int]
+"""What was asked for, each shard's payload, and the digest of the data set where it was wanted."""
+
+
+class Loader:
+    """Yields the batches of one pass over a data set, this process's shards of them.
+
+    Made by ``Trainer.loader``. Every ``iter()`` is a new pass, in a new order if ``shuffle``; the
+    order depends on the seed and the numbers of the pass and the loader alone. Each sample is read
+    under generators seeded by these and its index, so that augmentation does not depend on who
+    reads. Worker processes are begun for each pass, with the data set as it is then.
+
+    Args:
+        dataset: has a length and an item for each index.
+        batch_size: samples of a whole batch, over all devices.
+        shuffle: visit the samples in another order in each pass.
+        lengths: of every sample; those of near length come into one batch. None if of no matter.
+        workers: processes that read ahead; 0 reads in this process.
+        drop_last: leave out a last batch that is short.
+        collate: makes a shard's payload from a list of samples; PyTorch's default if None.
+        seed: of the run.
+        plan: the plan now; asked when a batch is handed out, whenever it was read.
+        own: numbers of this process's devices.
+        first_epoch: number of the first pass.
+        pin_memory: read into memory that a GPU can fetch from by itself.
+        timeout_s: the longest wait for a worker.
+        digest: read a few samples more, once, by which processes can tell whether they read the
+            same data.
+    """
+
+    def __init__(
+        self,
+        dataset: SizedDataset,
+        *,
+        batch_size: int,
+        shuffle: bool = False,
+        lengths: Sequence[int] | None = None,
+        workers: int = 0,
+        drop_last: bool = False,
+        collate: Collate | None = None,
+        seed: int,
+        plan: Callable[[], Plan],
+        own: Sequence[int],
+        first_epoch: int,
+        pin_memory: bool,
+        timeout_s: float,
+        digest: bool = False,
+    ) -> None:
+        _check_dataset(dataset)
+        _check_count("batch_size", batch_size, least=1)
+        _check_count("workers", workers, least=0)
+        if workers:
+            _check_temporary_path(workers)
+        if collate is not None and not callable(collate):
+            raise TypeError(f"expected collate to be a function of a list of samples: {collate!r}")
+        self._reader = _Reader(dataset, collate, seed)
+        by_length = None if lengths is None else _checked_lengths(lengths, len(dataset), shuffle)
+        size = LoaderSize(
+            samples=len(dataset),
+            batch_size=batch_size,
+            drop_last=drop_last,
+            shuffle=shuffle,
+            lengths="" if by_length is None else _digest(by_length),
+        )
+        self.track = LoaderTrack(size, first_epoch)
+        """Which passes were gone through."""
+        self._by_length = by_length
+        self._seed = seed
+        self._plan = plan
+        self._own = tuple(own)
+        self._workers = workers
+        self._pin_memory = pin_memory
+        self._timeout_s = timeout_s
+        self._wants_digest = digest
+        self._data_digest = 0
+
+    def __len__(self) -> int:
+        """Batches of a pass."""
+        size = self.track.size
+        whole, rest = divmod(size.samples, size.batch_size)
+        return whole + (1 if rest and not size.drop_last else 0)
+
+    def __iter__(self) -> Iterator[ShardedBatch]:
+        """Begin a pass.
+
+        Raises:
+            SampleError: a sample could not be read, or workers gave none within the timeout.
+        """
+        this = self.track.begin()
+        try:
+            if this.given < this.end:
+                yield from self._batches(this)
+        except GeneratorExit:
+            self.track.end(this, broken_off=True)
+            raise
+        self.track.end(this, broken_off=False)
+
+    def _batches(self, this: DataPass) -> Iterator[ShardedBatch]:
+        start, process = host_now_s(), os.getpid()
+        requests = self._requests(this)
+        with ctrl_c_later():
+            answers = self._answers(requests)
+        try:
+            while this.given < this.end:
+                requests.follow(self._plan(), this.given)
+                request, payloads, digest = self._next(answers)
+                self._data_digest = digest or self._data_digest
+                while request.turn != requests.turn:  # read ahead for a plan of before
+                    request, payloads, _ = self._next(answers)
+                this.given = request.stop
+                yield ShardedBatch(
+                    request.samples,
+                    request.plan,
+                    _checked(payloads),
+                    request.epoch,
+                    (start, host_now_s()),
+                    this,
+                    request.stop,
+                    request.loader,
+                    self._data_digest,
+                )
+                start = host_now_s()
+        finally:
+            if os.getpid() != process:
+                _disown(answers)
+            # An exception keeps this frame, and would keep the worker processes with it.
+            with ctrl_c_later():
+                del answers
+
+    def _next(self, answers: Iterator[_Answer]) -> _Answer:
+        began = time.monotonic()
+        try:
+            return next(answers)
+        except RuntimeError as error:
+            late = time.monotonic() - began >= self._timeout_s and "timed out" in str(error)
+            if not self._workers or not late:
+                raise
+            raise SampleError(
+                f"the loader's workers gave nothing within {self._timeout_s:g} s: expected a "
+                f"batch. Reading takes longer (raise timeout_s of Trainer, or onefold run "
+                f"--timeout), or what a worker had read could not be sent, which it has reported "
+                f"above; with workers=0 this process reads"
+            ) from error
+
+    def _requests(self, this: DataPass) -> _Requests:
+        return _Requests(
+            this,
+            self._order(this.number),
+            batch_size=self.track.size.batch_size,
+            loader=self.track.number,
+            plan=self._plan(),
+            own=self._own,
+            digest=self._wants_digest,
+        )
+
+    def _order(self, epoch: int) -> torch.Tensor:  # (samples,) int64
+        size, seed, loader = self.track.size, self._seed, self.track.number
+        if not size.shuffle:
+            return torch.arange(size.samples)
+        if self._by_length is None:
+            return sample_order(size.samples, seed=seed, epoch=epoch, loader=loader)
+        return order_by_length(
+            self._by_length, batch_size=size.batch_size, seed=seed, epoch=epoch, loader=loader
+        )
+
+    def _answers(self, requests: _Requests) -> Iterator[_Answer]:
+        if not self._workers:
+            return self._read(requests)
+        return iter(
+            DataLoader(
+                self._reader,
+                batch_size=None,
+                sampler=requests,
+                num_workers=self._workers,
+                collate_fn=_as_it_is,
+                worker_init_fn=_Tied(),
+                persistent_workers=False,  # or they would never see what the data set becomes
+                pin_memory=self._pin_memory,
+                timeout=self._timeout_s,
+                generator=torch.Generator().manual_seed(0),  # or it would draw from the caller's
+            )
+        )
+
+    def _read(self, requests: _Requests) -> Iterator[_Answer]:
+        for request in requests:
+            with kept_generators(), _one_thread():
+                answer = self._reader[request]
+            yield answer
+
+
+class _Requests:
+    """What is to be read in a pass, batch by batch; goes back where the plan has changed.
+
+    Note: a plan that changes while workers read ahead
+    --------------------------------------------------
+    A batch has the plan of the moment in which it is handed out, so that devices agree however far
+    ahead each of them reads. Where the plan has changed, the requests go back to the first batch
+    that was not handed out, and the loader drops the answers to those of the turn before. With each
+    answer that DataLoader takes in it draws another request, also when there was none before: so
+    ``__next__`` may go on after it has raised StopIteration.
+
+    It knows nothing of the loader: in a cycle of references the worker processes would be told of
+    their end too late.
+    """
+
+    def __init__(
+        self,
+        this: DataPass,
+        order: torch.Tensor,  # (samples,) int64
+        *,
+        batch_size: int,
+        loader: int,
+        plan: Plan,
+        own: Sequence[int],
+        digest: bool,
+    ) -> None:
+        self.turn = 0
+        """How often the plan has changed in this pass."""
+        self._epoch, self._next, self._end = this.number, this.given, this.end
+        self._order = order
+        self._batch_size = batch_size
+        self._loader = loader
+        self._plan = plan
+        self._own = own
+        self._digest = digest
+
+    def __iter__(self) -> _Requests:
+        return self
+
+    def __next__(self) -> _Request:
+        if self._next >= self._end:
+            raise StopIteration
+        start, self._next = self._next, min(self._next + self._batch_size, self._end)
+        return self._request(self._order[start : self._next])
+
+    def follow(self, plan: Plan, start: int) -> None:
+        """Go back to the sample ``start`` of the pass if the plan is another one than before."""
+        if plan is not self._plan and plan != self._plan:
+            self.turn += 1
+            self._plan, self._next = plan, start
+
+    def _request(self, batch: torch.Tensor) -> _Request:
+        plan = self._plan
+        bounds = cut_bounds(len(batch), plan.shards)
+        shards = {
+            shard: batch[bounds[shard][0] : bounds[shard][1]].tolist()
+            for device in self._own
+            for shard in plan.shards_of(device)
+            if bounds[shard][0] < bounds[shard][1]
+        }
+        digest, self._digest = self._digest, False
+        return _Request(
+            self._loader, self._epoch, len(batch), self._next, plan, self.turn, digest, shards
+        )
+
+
+class _Reader(Dataset[Any]):
+    """Reads what a request asks for; lives in every worker process."""
+
+    def __init__(self, dataset: SizedDataset, collate: Collate | None, seed: int) -> None:
+        self._dataset = dataset
+        self._collate = collate
+        self._seed = seed
+
+    def __getitem__(self, request: _Request) -> _Answer:
+        payloads, digest = {}, 0
+        if request.digest:
+            found = self._read_digest(request.epoch)
+            if isinstance(found, _BadSample):
+                return request, found, 0
+            digest = found
+        for shard, indices in request.shards.items():
+            payload = self._read_shard(request, indices)
+            if isinstance(payload, _BadSample):
+                return request, payload, digest
+            payloads[shard] = payload
+        return request, payloads, digest
+
+    def _read_digest(self, epoch: int) -> int | _BadSample:
+        digests = []
+        for index in digest_samples(len(self._dataset)):
+            seed_generators(derive_seed("digest", self._seed, index))
+            try:
+                digests.append(digest_of(self._dataset[index]))
+            except Exception as error:
+                return _bad(index, epoch, error)
+        return join_digests(len(self._dataset), digests)
+
+    def _read_shard(self, request: _Request, indices: list[int]) -> Any:
+        if type(self._dataset) is TensorDataset and self._collate is None:
+            # Nothing random and nothing that can fail: the rows at once, as default_collate's list.
+            return [tensor[indices] for tensor in self._dataset.tensors]
+        samples, seed, epoch, loader = [], self._seed, request.epoch, request.loader
+        for index in indices:
+            seed_generators(loader_seed("sample", seed, epoch, index, loader=loader))
+            try:
+                samples.append(self._dataset[index])
+            except Exception as error:
+                return _bad(index, epoch, error)
+        seed_generators(loader_seed("collate", seed, epoch, indices[0], loader=loader))
+        return (self._collate or default_collate)(samples)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """As PyTorch's worker processes read: the bits of a sum depend on the number of threads."""
+    before = torch.get_num_threads()
+    if before == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class _Tied:
+    """Ends a worker process with the process that it reads for, and gives it that one's dtype.
+
+    A worker that is not forked begins with PyTorch's own default dtype, and would draw other
+    numbers than ``workers=0``.
+
+    What the kernel takes for the parent is the thread that has made the worker: where that may end
+    before the process, it is left to PyTorch's workers to notice the end by themselves. A fork
+    server is the parent of those that it makes, and ends with the process that it serves.
+    """
+
+    def __init__(self) -> None:
+        self._parent = os.getpid()
+        self._lasting = threading.current_thread() is threading.main_thread()
+        self._served = multiprocessing.get_start_method() == "forkserver"
+        self._dtype = torch.get_default_dtype()
+
+    def __call__(self, worker: int) -> None:
+        torch.set_default_dtype(self._dtype)
+        if self._lasting:
+            die_with_parent(os.getppid() if self._served else self._parent)
+        ctrl_c_as_before()
+
+
+def _check_temporary_path(workers: int) -> None:
+    """Refuse a temporary folder in which no socket can have a name: workers send tensors by one.
+
+    In the worker itself this would fail in a thread of its queue, and the answer would never come.
+    """
+    folder = os.fsencode(tempfile.gettempdir())
+    by_socket = get_sharing_strategy() == "file_descriptor"  # type: ignore[no-untyped-call]
+    if by_socket and len(folder) > _LONGEST_TEMPORARY_PATH:
+        raise ValueError(
+            f"workers={workers}: worker processes send tensors through sockets in the temporary "
+            f"folder, so expected its path to have at most {_LONGEST_TEMPORARY_PATH} bytes, got "
+            f"{len(folder)}: {os.fsdecode(folder)}; set TMPDIR to a shorter path, or use workers=0"
+        )
+
+
+def _disown(answers: Iterator[_Answer]) -> None:
+    """In a forked child that leaves the pass: the worker processes go on reading for its parent.
+
+    PyTorch ends them when the iterator goes, whoever lets it go.
+    """
+    if hasattr(answers, "_shutdown"):
+        answers._shutdown = True
+
+
+def _bad(index: int, epoch: int, error: Exception) -> _BadSample:
+    trace = "".join(traceback.format_exception(error))
+    return _BadSample(index, epoch, type(error).__name__, str(error), trace)
+
+
+def _checked(payloads: dict[int, Any] | _BadSample) -> dict[int, Any]:
+    if isinstance(payloads, _BadSample):
+        # Made elsewhere: a frame that holds its own exception would keep the workers alive.
+        raise _sample_error(payloads)
+    return payloads
+
+
+def _sample_error(bad: _BadSample) -> SampleError:
+    error = SampleError(
+        f"reading sample {bad.index} in epoch {bad.epoch} failed: {bad.kind}: {bad.text}"
+    )
+    error.add_note(f"Where it happened:\n{bad.traceback}")
+    return error
+
+
+def _as_it_is(answer: Any) -> Any:
+    return answer
+
+
+def _check_dataset(dataset: object) -> None:
+    indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if not indexed or isinstance(dataset, IterableDataset):
+        raise TypeError(
+            f"expected a data set with a length and an item for each index, got "
+            f"{type(dataset).__name__}. Samples are dealt out by number, so a stream cannot be "
+            f"read; give it an index, or call trainer.step with whole batches of your own"
+        )
+    if len(cast(SizedDataset, dataset)) == 0:
+        raise ValueError("the data set is empty: expected at least one sample")
+
+
+def _checked_lengths(lengths: Sequence[int], samples: int, shuffle: bool) -> torch.Tensor:
+    if not shuffle:
+        raise ValueError("batches by length are made of shuffled samples: expected shuffle=True")
+    if len(lengths) != samples:
+        raise ValueError(
+            f"expected one length for each of the {samples} samples, got {len(lengths)} lengths"
+        )
+    return torch.as_tensor(lengths).to(torch.int64)
+
+
+def _digest(lengths: torch.Tensor) -> str:
+    return hashlib.blake2b(lengths.numpy().tobytes(), digest_size=8).hexdigest()
+
+
+def _check_count(name: str, value: int, *, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"expected {name} to be a whole number, got {value!r}")
+    if value < least:
+        raise ValueError(f"expected {name} of at least {least}, got {value}")

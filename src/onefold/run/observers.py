@@ -1,0 +1,111 @@
+"""Who looks on while a run goes: the trace, the timeline, the comparison of runs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from onefold.core.fingerprint import fingerprint_of, named_tensors, tensor_digests
+from onefold.core.team import Team
+from onefold.engine.step import Step
+from onefold.system.record import append_line, keep_steps
+from onefold.watch.probe import Probe
+from onefold.watch.profile import Profile
+from onefold.watch.timing import Span, Stopwatch
+
+__all__ = ["Observer", "observers_of"]
+
+_log = logging.getLogger("onefold")
+
+Observer = Callable[[Step, Mapping[int, Sequence[Span]]], None]
+"""Told of every step when it is done, with what each device of this process did in it."""
+
+
+def observers_of(
+    team: Team, model: torch.nn.Module, watches: Mapping[int, Stopwatch], steps: int
+) -> list[Observer]:
+    """Those that the launcher asked for, in the order in which they are told.
+
+    The trace follows the first trainer of a script, on the lead; a comparison, every trainer.
+
+    Args:
+        team: who takes part.
+        model: of the lead, or of this process.
+        watches: of this process's devices, by number.
+        steps: done so far.
+    """
+    world = team.world
+    found: list[Observer] = []
+    if world.timeline_parts:
+        found += _profilers(Path(world.timeline_parts), team, watches)
+    if team.trainer == 0 and 0 in team.own and world.options.trace:
+        found.append(_tracer(Path(world.options.trace), model, steps))
+    if world.options.probe:
+        if 0 in team.own and not world.options.probe_mathematics:
+            probe = Probe(
+                Path(world.options.probe),
+                records=world.options.probe_records,
+                run=world.options.probe_run,
+                trainer=team.trainer,
+            )
+            found.append(_prober(probe, model, world.options.probe_steps))
+        found.append(_stopper(team.trainer, world.options.probe_steps))
+    return found
+
+
+def _profilers(folder: Path, team: Team, watches: Mapping[int, Stopwatch]) -> list[Observer]:
+    try:
+        profile = Profile(folder, team, watches)
+    except FileNotFoundError:  # a cleaner of temporary files; that is no reason to end the run
+        _log.warning("%s was removed meanwhile: this trainer is missing in the timeline", folder)
+        return []
+    return [lambda step, spans: profile.add_step(step.number, spans)]
+
+
+def _tracer(path: Path, model: torch.nn.Module, steps: int) -> Observer:
+    done = steps
+    keep_steps(path, done)
+
+    def trace(step: Step, spans: Mapping[int, Sequence[Span]]) -> None:
+        nonlocal done
+        if step.number != done + 1:  # the run has gone on from a checkpoint
+            keep_steps(path, step.number - 1)
+        done = step.number
+        line = {"step": step.number, "epoch": step.epoch, "loss": float(step.loss)}
+        fingerprint = fingerprint_of(tensor_digests(named_tensors(model)))
+        append_line(path, {**line, "samples": step.samples, "fingerprint": fingerprint})
+
+    return trace
+
+
+def _prober(probe: Probe, model: torch.nn.Module, steps: int) -> Observer:
+    probe.observe(0, model, None)
+    done = 0
+
+    def observe(step: Step, spans: Mapping[int, Sequence[Span]]) -> None:
+        nonlocal done
+        done += 1  # step.number may begin elsewhere, where the script loads a checkpoint
+        if done <= steps:
+            probe.observe(done, model, float(step.loss))
+
+    return observe
+
+
+_PATIENCE = 10
+_steps_done: dict[int, int] = {}
+"""By number of the trainer, in a comparison."""
+
+
+def _stopper(trainer: int, steps: int) -> Observer:
+    """Ends the script when every trainer has made its steps, or some cannot be waited for."""
+    _steps_done[trainer] = 0
+
+    def stop(step: Step, spans: Mapping[int, Sequence[Span]]) -> None:
+        _steps_done[trainer] += 1
+        if min(_steps_done.values()) >= steps or _steps_done[trainer] >= _PATIENCE * steps:
+            raise SystemExit(0)
+
+    return stop

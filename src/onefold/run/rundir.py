@@ -1,0 +1,137 @@
+"""What a launcher and its workers share: reports, progress, logs, and the store of a group.
+
+Note: nothing of a name
+-----------------------
+Progress, reports and the store lie in memory that the workers inherit as open descriptors. It has
+no name, so nobody else can write there, no cleaner of temporary files can remove it, and nothing
+stays behind however a process ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from onefold.exchange.progress import Progress
+from onefold.system.ownfiles import create_file
+
+__all__ = ["Board", "Logs", "Report", "write_report"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """How a worker failed, in its own words."""
+
+    rank: int
+    """Number of the device."""
+    step: int
+    """What it was at; -1 before the first step."""
+    time_s: float
+    """When, in seconds since the epoch."""
+    kind: str
+    """Type of the exception."""
+    text: str
+    """Its message."""
+    traceback: str
+    """As Python prints it."""
+    caused_by_peer: bool
+    """It failed because another device did."""
+
+
+class Board:
+    """The launcher's side of what it shares with its workers in memory, for one attempt of a run.
+
+    Args:
+        devices: number of workers.
+    """
+
+    def __init__(self, devices: int) -> None:
+        self.table = os.memfd_create("onefold-progress")
+        """Descriptor of the table of steps."""
+        self.reports = [os.memfd_create(f"onefold-report-{rank}") for rank in range(devices)]
+        """Descriptor of each worker's report."""
+        self.store = os.memfd_create("onefold-store")
+        """Descriptor of the file through which the workers' process group is formed."""
+        os.ftruncate(self.table, Progress.nbytes(devices))
+        self.progress = Progress(self.table, devices)
+
+    def report(self, rank: int) -> Report | None:
+        """Word of a failure, if the worker left any and was not killed over it."""
+        descriptor = self.reports[rank]
+        text = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+        return Report(**json.loads(text)) if text.endswith(b"\n") else None
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        for descriptor in (self.table, self.store, *self.reports):
+            os.close(descriptor)
+
+
+def write_report(descriptor: int, report: Report) -> None:
+    """Leave word of a failure; the last one counts."""
+    os.ftruncate(descriptor, 0)
+    rest = json.dumps(asdict(report)).encode() + b"\n"  # the line is whole when it has its end
+    written = 0
+    while written < len(rest):
+        written += os.pwrite(descriptor, rest[written:], written)
+
+
+class Logs:
+    """Files for the output of some devices, of this run alone.
+
+    They are called ``device-1.log`` and so on. Where one of these names is taken, by an earlier run
+    or anything else, all of them are ``device-1.run-2.log`` and so on, with the first number that
+    is free.
+
+    Args:
+        folder: made if it is not there.
+        ranks: of the devices that have one.
+    """
+
+    def __init__(self, folder: Path, ranks: Sequence[int]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self.number = 1
+        """The first run of the folder, the second one, and so on."""
+        while (made := self._make(ranks)) is None:
+            self.number += 1
+        self._files = made
+
+    def _make(self, ranks: Sequence[int]) -> dict[int, int] | None:
+        """The descriptors of the logs, or None if one of the names is taken."""
+        made: dict[int, int] = {}
+        try:
+            for rank in ranks:
+                made[rank] = create_file(self.path(rank), append=True)
+        except FileExistsError:
+            for rank, descriptor in made.items():
+                os.close(descriptor)
+                self.path(rank).unlink(missing_ok=True)
+            return None
+        return made
+
+    @property
+    def pattern(self) -> str:
+        """How the files are called."""
+        return str(self.path("*"))
+
+    def path(self, rank: int | str) -> Path:
+        """The file of a device."""
+        run = "" if self.number == 1 else f".run-{self.number}"
+        return self.folder / f"device-{rank}{run}.log"
+
+    def descriptor(self, rank: int) -> int | None:
+        """Where the device's output goes, if it has a log."""
+        return self._files.get(rank)
+
+    def size(self) -> int:
+        """Bytes of all logs."""
+        return sum(os.fstat(descriptor).st_size for descriptor in self._files.values())
+
+    def close(self) -> None:
+        """Let go of the files."""
+        for descriptor in self._files.values():
+            os.close(descriptor)

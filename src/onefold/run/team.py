@@ -1,0 +1,177 @@
+"""Settles which devices take part and which of them this process drives."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from onefold.core.team import Team
+from onefold.core.world import World
+from onefold.errors import LaunchError
+from onefold.run.devices import cores
+from onefold.run.membership import hush_and_report
+from onefold.run.memory import keep_memory
+from onefold.run.world import visible_gpus
+
+__all__ = ["form_team", "settle_process"]
+
+_log = logging.getLogger("onefold")
+_trainers = itertools.count()
+_hushed: list[World] = []
+
+
+def form_team(
+    world: World,
+    chosen: Sequence[str | torch.device] | None,
+    *,
+    shards: int,
+    module: torch.nn.Module,
+) -> Team:
+    """The devices of a run.
+
+    Args:
+        world: how this process was started.
+        chosen: devices that the script names, for one process to drive.
+        shards: V, the most devices that there can be.
+        module: where its parameters are tells the device where nothing else does.
+
+    Raises:
+        ValueError: more devices than shards, devices of several kinds, or both the script and a
+            launcher chose.
+        LaunchError: a device is not there.
+    """
+    own: tuple[int, ...]
+    if world.size > 1 or (world.launched and not chosen):
+        if chosen:
+            raise ValueError(
+                f"Trainer(devices=...) drives several devices from one process, and this process "
+                f"is one of {world.size} that a launcher started. Leave out one of the two"
+            )
+        devices, own = _launched(world, shards), (world.rank,)
+    else:
+        devices = tuple(_checked(_read(d)) for d in _listed(chosen) or [_default(module)])
+        own = tuple(range(len(devices)))
+    _check_together(devices, shards)
+    if world.launcher == "torch" and world.size > 1 and world not in _hushed:
+        _hushed.append(world)
+        hush_and_report(world)
+    for number in own[:1]:
+        if devices[number].type == "cuda":
+            torch.cuda.set_device(devices[number])
+    return Team(devices=devices, own=own, world=world, trainer=next(_trainers))
+
+
+def settle_process(team: Team, *, shards: int, threads: int | None) -> None:
+    """Fix the threads of a CPU device: bits depend on their number, so it is part of the run.
+
+    A CPU device also keeps its memory from here on, see `onefold.run.memory`.
+    """
+    if team.devices[team.own[0]].type != "cpu":
+        if threads is not None:
+            torch.set_num_threads(threads)
+        return
+    keep_memory()
+    available = cores()
+    settled = max(1, available // shards) if threads is None else threads
+    torch.set_num_threads(settled)
+    idle = available - settled
+    script = sys.argv[0]
+    if idle > 0 and script and not team.world.launched and team.trainer == 0:
+        _log.warning(
+            "%d of %d cores at work: a CPU device has %d thread%s with %d shards. "
+            "To use all cores: onefold run --devices auto %s",
+            settled,
+            available,
+            settled,
+            "" if settled == 1 else "s",
+            shards,
+            script,
+        )
+
+
+def _launched(world: World, shards: int) -> tuple[torch.device, ...]:
+    if world.launcher == "onefold":
+        names = world.devices[:shards] if world.may_leave else world.devices
+        if world.rank >= len(names):
+            print(f"device {world.rank} is not needed: the batch has {shards} shards")
+            sys.exit(0)
+        return tuple(_checked(torch.device(name)) for name in names)
+    seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if seen == 0:
+        return (torch.device("cpu"),) * world.size
+    if seen >= world.local_size:
+        first = world.rank - world.local_rank  # ranks of a host follow one another
+        indices = ((rank - first) % world.local_size for rank in range(world.size))
+        return tuple(torch.device("cuda", index) for index in indices)
+    if seen == 1 and _shows_one_gpu(visible_gpus()):
+        return (torch.device("cuda", 0),) * world.size
+    raise LaunchError(
+        f"expected a GPU for each of the {world.local_size} processes that the launcher started on "
+        f"this host; process {world.rank} sees {seen}. Start as many processes as there are GPUs "
+        f"(torchrun --nproc-per-node {seen}), let every process see all GPUs or exactly its own "
+        f"(CUDA_VISIBLE_DEVICES), or hide them from all to compute on the processor "
+        f"(CUDA_VISIBLE_DEVICES=)"
+    )
+
+
+def _shows_one_gpu(visible: str | None) -> bool:
+    """Whether the launcher, or the script, lets each process see its own GPU and no other.
+
+    That two processes do not share one is left to NCCL, which refuses it: from one process it
+    cannot be seen.
+    """
+    return visible is not None and len([name for name in visible.split(",") if name.strip()]) == 1
+
+
+def _listed(chosen: object) -> list[object]:
+    if chosen is None or isinstance(chosen, list | tuple):
+        return list(chosen or ())
+    raise TypeError(
+        f'expected devices to be a list of devices such as ["cuda:0", "cuda:1"], got {chosen!r}'
+    )
+
+
+def _read(device: object) -> torch.device:
+    try:
+        return torch.device(device)  # type: ignore[call-overload,no-any-return]
+    except (RuntimeError, TypeError):
+        raise ValueError(f"expected cpu or cuda devices, got {device!r}") from None
+
+
+def _default(module: torch.nn.Module) -> torch.device:
+    """Where the model is, if the user has put it somewhere; else a GPU; else the processor."""
+    placed = next((p.device for p in module.parameters()), torch.device("cpu"))
+    if placed.type == "cpu" and torch.cuda.is_available():
+        free = [torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count())]
+        return torch.device("cuda", free.index(max(free)))
+    return placed
+
+
+def _checked(device: torch.device) -> torch.device:
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type != "cuda":
+        raise ValueError(f"expected cpu or cuda devices, got {device}")
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    index = device.index if device.index is not None else 0
+    if index >= there:
+        raise LaunchError(
+            f"cuda:{index} is not there: PyTorch sees {there} GPUs on this machine "
+            f"(see: onefold devices)"
+        )
+    return torch.device("cuda", index)
+
+
+def _check_together(devices: Sequence[torch.device], shards: int) -> None:
+    if len({device.type for device in devices}) > 1:
+        listed = ", ".join(map(str, devices))
+        raise ValueError(f"the devices of a run must be of one kind, got {listed}")
+    if len(devices) > shards:
+        raise ValueError(
+            f"{len(devices)} devices cannot share {shards} shards: a shard is never divided. Use "
+            f"at most {shards} devices, or give Trainer more shards (that changes the result)"
+        )

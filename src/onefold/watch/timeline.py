@@ -1,0 +1,114 @@
+"""The file of a timeline: what every device did when, as Perfetto and Chrome read it.
+
+Every process of a run appends to a part of its own, in the private folder of the run; the launcher
+makes one file of them where the user wants it. The format is the trace event format of Chrome,
+whose times are in microseconds. This module does not load PyTorch, for the launcher does not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from onefold.system.ownfiles import create_file, open_regular, replace_file
+
+__all__ = ["Event", "TimelinePart", "check_timeline", "join_timeline", "name_row", "slice_of"]
+
+Event = Mapping[str, Any]
+
+_NAME = "timeline.json"
+_BEGIN = re.compile(
+    rb'\{"traceEvents": \[\{"ph": "M", "pid": \d+, "tid": \d+, "name": "process_name", '
+    rb'"args": \{"name": "trainer \d+"\}\}'
+)
+"""How every timeline of ours begins: with the name of a group of rows, see `name_row`."""
+_WORK = "X"  # the format's letter for an event with a start and a length
+
+
+def name_row(*, group: int, row: int, name: str) -> list[Event]:
+    """Events that name a row, and the group of rows that it belongs to."""
+    place = {"ph": "M", "pid": group, "tid": row}
+    return [
+        {**place, "name": "process_name", "args": {"name": f"trainer {group}"}},
+        {**place, "name": "thread_name", "args": {"name": name}},
+        {**place, "name": "thread_sort_index", "args": {"sort_index": row}},
+    ]
+
+
+def slice_of(
+    name: str, category: str, start_s: float, stop_s: float, *, group: int, row: int, step: int
+) -> Event:
+    """An event for work that took a while."""
+    return {
+        "ph": _WORK,
+        "name": name,
+        "cat": category,
+        "ts": round(start_s * 1e6, 3),
+        "dur": round((stop_s - start_s) * 1e6, 3),
+        "pid": group,
+        "tid": row,
+        "args": {"step": step},
+    }
+
+
+class TimelinePart:
+    """What one process adds to the timeline.
+
+    Args:
+        folder: of the parts.
+        name: different for each part.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        # Kept open: a cleaner of temporary files may remove it while the run goes on.
+        self._descriptor = create_file(folder / f"{name}.part", append=True)
+
+    def append(self, events: Sequence[Event]) -> None:
+        """Add events; they are in the file when this returns."""
+        rest = "".join(json.dumps(event) + "\n" for event in events).encode()
+        while rest:
+            rest = rest[os.write(self._descriptor, rest) :]
+
+
+def check_timeline(folder: Path) -> None:
+    """Refuse a folder where the timeline would take the place of something else.
+
+    Raises:
+        ValueError: its ``timeline.json`` is not one of ours.
+    """
+    path = folder / _NAME
+    try:
+        descriptor = open_regular(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return
+    with os.fdopen(descriptor, "rb") as file:
+        if not _BEGIN.match(file.read(1000)):
+            raise ValueError(
+                f"{path} is there, and is not a timeline that onefold wrote: move it away, or name "
+                f"another folder"
+            )
+
+
+def join_timeline(parts: Path, folder: Path) -> Path | None:
+    """Make ``timeline.json`` of all parts; None if no work was noted.
+
+    Args:
+        parts: folder of the parts.
+        folder: takes the timeline.
+
+    Raises:
+        OSError: it cannot be written.
+        ValueError: see `check_timeline`.
+    """
+    texts = [part.read_text() for part in sorted(parts.glob("*.part"))]
+    lines = [line for text in texts for line in text.splitlines(keepends=True)]
+    events = [json.loads(line) for line in lines if line.endswith("\n")]  # the last may be cut off
+    if not any(event["ph"] == _WORK for event in events):
+        return None
+    check_timeline(folder)
+    replace_file(folder / _NAME, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    return folder / _NAME

@@ -1,0 +1,70 @@
+"""What devices state first, and how differences are put into words."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onefold.core.head import Call, StepHead, differing, read_said
+from onefold.errors import DisagreementError
+
+HEAD = StepHead(call=Call.STEP, step=7, samples=64, plan=5)
+NUMBERS = st.integers(-(2**63), 2**63 - 1)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 5])
+def test_devices_that_agree_are_told_nothing(devices: int) -> None:
+    said = read_said([HEAD.word()] * devices)
+    assert said.changed == (0,) * devices
+    assert not said.stop
+
+
+def test_what_may_differ_is_reported_by_device() -> None:
+    said = read_said([HEAD.word(), HEAD.word(changed=3), HEAD.word(stop=True)])
+    assert said.changed == (0, 3, 0)
+    assert said.stop
+
+
+@pytest.mark.parametrize("field", StepHead._fields)
+def test_every_field_that_differs_is_an_error_that_names_the_device(field: str) -> None:
+    other = HEAD._replace(**{field: Call.SAVE if field == "call" else 3})
+    base = HEAD._replace(outside=2)
+    other = other if field == "outside" else other._replace(outside=2)
+    words = [base.word(), base.word(), other.word()]
+    with pytest.raises(DisagreementError, match=r"device 2"):
+        read_said(words)
+    found = differing(words)
+    assert found is not None
+    assert found.field == field
+
+
+def test_the_first_thing_that_differs_is_named_and_all_devices_that_do() -> None:
+    other = HEAD._replace(samples=63, plan=6)
+    words = [HEAD.word(), other.word(), HEAD.word(), other.word()]
+    with pytest.raises(DisagreementError, match=r"^step 7, trainer.step: devices 1, 3 has 63"):
+        read_said(words)
+
+
+def test_what_a_device_does_not_know_yet_is_no_difference() -> None:
+    """A device without samples has not met the modules that the loss uses."""
+    heads = [HEAD, HEAD._replace(outside=9), HEAD._replace(outside=9)]
+    assert read_said([head.word() for head in heads]).changed == (0, 0, 0)
+    heads[0] = HEAD._replace(outside=8)
+    with pytest.raises(DisagreementError, match="a module that the loss uses beside the model"):
+        read_said([head.word() for head in heads])
+
+
+def test_a_change_says_more_than_that_values_differ() -> None:
+    words = [HEAD.word(changed=1), HEAD._replace(values=4).word()]
+    assert read_said(words).changed == (1, 0)
+    with pytest.raises(DisagreementError, match="has other parameters or buffers than device 0"):
+        read_said([HEAD.word(), HEAD._replace(values=4).word()])
+
+
+@given(numbers=st.lists(NUMBERS, min_size=15, max_size=15), changed=NUMBERS, stop=st.booleans())
+def test_any_numbers_travel(numbers: list[int], changed: int, stop: bool) -> None:
+    word = StepHead(*numbers).word(changed=changed, stop=stop)
+    said = read_said([word, word])
+    assert said.changed == (changed, changed)
+    assert said.stop is stop

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter, OrderedDict, deque
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onefold.core.jsonvalue import from_json, to_json
+
+leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+nested = st.recursive(
+    leaves,
+    lambda inner: (
+        st.lists(inner)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.text(), inner)
+        | st.dictionaries(st.integers() | st.tuples(st.integers()), inner)
+    ),
+    max_leaves=20,
+)
+
+
+def there_and_back(value: object) -> Any:
+    return from_json(json.loads(json.dumps(to_json(value, "it"))))
+
+
+@given(nested)
+def test_values_come_back_as_they_were(value: object) -> None:
+    back = there_and_back(value)
+    assert back == value
+    assert type(back) is type(value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Counter({3: 1, 9: 2}),
+        OrderedDict([("b", 1), ("a", (2,))]),
+        deque([1, 2]),
+        {1, 2, 3},
+        {"kind of value": "tuple", "items": []},
+        (),
+        {},
+        -0.0,
+        math.inf,
+    ],
+)
+def test_what_json_has_no_words_for(value: object) -> None:
+    back = there_and_back(value)
+    assert back == value
+    assert type(back) is type(value)
+
+
+def test_nan_stays_nan() -> None:
+    assert math.isnan(there_and_back(float("nan")))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64])
+def test_a_tensor_keeps_type_shape_and_bits(dtype: torch.dtype) -> None:
+    tensor = (torch.randn(3, 2) * 10).to(dtype)
+    back = there_and_back({"lr": tensor})["lr"]
+    assert back.dtype == dtype
+    assert torch.equal(back, tensor)
+    assert torch.equal(there_and_back(torch.tensor(0.1)), torch.tensor(0.1))
+
+
+def test_numbers_of_numpy_become_pythons() -> None:
+    back = there_and_back([np.float64(0.1), np.int64(3), np.float32(0.5), np.bool_(True)])
+    assert back == [0.1, 3, 0.5, True]
+    assert [type(v) for v in back] == [float, int, float, bool]
+
+
+@pytest.mark.parametrize(
+    ("value", "where"), [({"f": print}, r"it\['f'\]"), ([1, object()], r"it\[1\]")]
+)
+def test_anything_else_is_refused_by_its_place(value: object, where: str) -> None:
+    with pytest.raises(TypeError, match=rf"{where} is of type .*, which a checkpoint cannot hold"):
+        to_json(value, "it")

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onefold.core.shard import Plan, cut_bounds
+
+
+@given(samples=st.integers(0, 500), shards=st.integers(1, 70))
+def test_shards_are_cut_as_tensor_split_does(samples: int, shards: int) -> None:
+    parts = torch.tensor_split(torch.arange(samples), shards)
+    assert [stop - start for start, stop in cut_bounds(samples, shards)] == [len(p) for p in parts]
+    assert [i for start, stop in cut_bounds(samples, shards) for i in range(start, stop)] == list(
+        range(samples)
+    )
+
+
+@given(shards=st.integers(1, 70), data=st.data())
+def test_an_even_plan_gives_each_device_a_share(shards: int, data: st.DataObject) -> None:
+    devices = data.draw(st.integers(1, shards))
+    plan = Plan.even(shards=shards, devices=devices)
+    assert plan.shards == shards
+    assert plan.devices == devices
+    assert max(plan.counts) - min(plan.counts) <= 1
+    assert [s for d in range(devices) for s in plan.shards_of(d)] == list(range(shards))
+
+
+def test_more_devices_than_shards_are_refused() -> None:
+    with pytest.raises(ValueError, match="3 devices cannot share 2 shards"):
+        Plan.even(shards=2, devices=3)
+
+
+@pytest.mark.parametrize("counts", [(), (0, 0), (2, -1)])
+def test_a_plan_without_shards_is_refused(counts: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="zero or more shards"):
+        Plan(counts)
+
+
+def test_a_given_plan_must_fit_the_run() -> None:
+    with pytest.raises(ValueError, match="this run has 2 devices and 5 shards"):
+        Plan.given((2, 2), shards=5, devices=2)
+    assert Plan.given([0, 5], shards=5, devices=2).shards_of(1) == range(5)

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch.optim import lr_scheduler as lrs
+
+from onefold.engine.schedule import check_schedule, read_schedule, write_schedule
+from tests.small import line, make_trainer, points, sgd, square
+
+Make = Callable[[torch.optim.Optimizer], lrs.LRScheduler]
+
+SCHEDULES: dict[str, Make] = {
+    "step": lambda o: lrs.StepLR(o, 3),
+    "milestones": lambda o: lrs.MultiStepLR(o, [2, 5]),
+    "cosine": lambda o: lrs.CosineAnnealingLR(o, 12),
+    "restarts": lambda o: lrs.CosineAnnealingWarmRestarts(o, 4),
+    "one cycle": lambda o: lrs.OneCycleLR(o, 0.3, total_steps=12),
+    "lambda": lambda o: lrs.LambdaLR(o, lambda step: 0.9**step),
+    "exponential": lambda o: lrs.ExponentialLR(o, 0.8),
+    "cyclic": lambda o: lrs.CyclicLR(o, 0.01, 0.1, step_size_up=3),
+    "sequence": lambda o: lrs.SequentialLR(
+        o, [lrs.LinearLR(o, total_iters=3), lrs.CosineAnnealingLR(o, 9)], [3]
+    ),
+    "chained": lambda o: lrs.ChainedScheduler([lrs.ConstantLR(o), lrs.ExponentialLR(o, 0.9)]),
+}
+
+
+def trained(
+    make: Make, steps: int, devices: int, load: Path | None = None, save: Path | None = None
+) -> list[object]:
+    """Learning rates and the final bits; from one folder and into another one."""
+    optimizer = sgd(model := line())
+    schedule = make(optimizer)
+    trainer = make_trainer(model, optimizer=optimizer, devices=devices, schedule=schedule)
+    seen: list[object] = []
+    if load is not None:
+        trainer.load(load)
+    while trainer.steps < steps:
+        trainer.step(points(8))
+        seen.append(optimizer.param_groups[0]["lr"])
+    if save is not None:
+        trainer.save(save)
+    return [*seen, trainer.fingerprint()]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_goes_on_where_it_was(tmp_path: Path, name: str) -> None:
+    make = SCHEDULES[name]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The epoch parameter")
+        whole = trained(make, 10, 1)
+        assert whole == trained(make, 10, 3)
+        first = trained(make, 5, 3, save=tmp_path)
+        assert first[:-1] == whole[:5]
+        assert trained(make, 10, 2, load=tmp_path) == whole[5:]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_its_state_comes_back_from_json(name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The epoch parameter|Detected call of")
+        one, other = (SCHEDULES[name](sgd(line())) for _ in range(2))
+        for _ in range(4):
+            one.step()
+        state = copy.deepcopy(one.state_dict())
+        read_schedule(other, write_schedule(one))
+    assert other.state_dict() == state
+
+
+def test_it_steps_like_plain_pytorch() -> None:
+    optimizer, plain = sgd(model := line()), sgd(other := line())
+    schedules = [lrs.ExponentialLR(o, 0.7) for o in (optimizer, plain)]
+    trainer = make_trainer(model, optimizer=optimizer, shards=1, schedule=schedules[0])
+    for _ in range(5):
+        trainer.step(points(6))
+        plain.zero_grad()
+        square(other, points(6)).mean().backward()
+        plain.step()
+        schedules[1].step()
+    assert torch.equal(model.weight, other.weight)
+    assert schedules[0].get_last_lr() == schedules[1].get_last_lr()
+
+
+def test_a_step_that_updates_nothing_is_none_for_the_schedule() -> None:
+    import onefold
+
+    def weightless(model: torch.nn.Module, batch: torch.Tensor) -> onefold.Mean:
+        return onefold.Mean(model(batch).sum() * 0, 0.0)
+
+    optimizer = sgd(model := line())
+    schedule = lrs.ExponentialLR(optimizer, 0.7)
+    trainer = make_trainer(model, weightless, optimizer=optimizer, schedule=schedule)
+    assert trainer.step(points(6)[0]).skipped
+    assert schedule.get_last_lr() == [0.1]
+
+
+def test_what_cannot_be_stepped_is_refused() -> None:
+    optimizer = sgd(line())
+    with pytest.raises(TypeError, match=r"expected schedule to be .* got int"):
+        check_schedule(3, optimizer)
+    with pytest.raises(TypeError, match="ReduceLROnPlateau needs a score"):
+        check_schedule(lrs.ReduceLROnPlateau(optimizer), optimizer)
+    with pytest.raises(ValueError, match="StepLR was made for another optimizer"):
+        check_schedule(lrs.StepLR(sgd(line()), 1), optimizer)
+
+
+def test_a_state_that_cannot_be_saved_is_refused_at_once() -> None:
+    schedule = lrs.StepLR(optimizer := sgd(line()), 1)
+    schedule.helper = print  # type: ignore[attr-defined]
+    with pytest.raises(TypeError, match=r"the state of StepLR\['helper'\] is of type builtin"):
+        check_schedule(schedule, optimizer)

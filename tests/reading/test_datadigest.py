@@ -1,0 +1,254 @@
+"""Equal data have equal digests in any process; data that differ mostly do not."""
+
+from __future__ import annotations
+
+import enum
+import os
+import subprocess
+import sys
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onefold.reading.datadigest import digest_of, digest_samples, join_digests
+
+Pair = namedtuple("Pair", "left right")
+
+
+@dataclass
+class Record:
+    name: str
+    values: Any = None
+
+
+@dataclass(slots=True)
+class Slotted:
+    name: str
+    values: list[int] = field(default_factory=list)
+
+
+class Plain:
+    def __init__(self, **fields: Any) -> None:
+        self.__dict__.update(fields)
+
+
+class Opaque:
+    """Nothing of it can be seen."""
+
+    __slots__ = ("hidden",)
+
+    def __init__(self, hidden: int) -> None:
+        self.hidden = hidden
+
+
+class Colour(enum.Enum):
+    RED = 1
+    BLUE = 2
+
+
+class Loud(int):
+    """Says where it lies, which is another place in every process."""
+
+    __repr__ = object.__repr__
+
+
+def picture(mode: str, brightness: int, size: tuple[int, int] = (2, 3)) -> Any:
+    image = pytest.importorskip("PIL.Image")
+    return image.new(mode, size, brightness)
+
+
+def palette(first: int) -> Any:
+    made = picture("P", 0)
+    made.putpalette([first, 0, 0] * 256)
+    return made
+
+
+DIFFERENT: dict[str, tuple[Any, Any]] = {
+    "values": (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0])),
+    "dtype": (torch.zeros(2), torch.zeros(2, dtype=torch.int32)),
+    "shape": (torch.zeros(2, 3), torch.zeros(3, 2)),
+    "empty shape": (torch.zeros(0, 3), torch.zeros(3, 0)),
+    "a bit": (torch.tensor(0.0), torch.tensor(-0.0)),
+    "bfloat16": (torch.ones(3, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.bfloat16)),
+    "conj": (torch.tensor([1 + 2j]), torch.tensor([1 + 2j]).conj()),
+    "array or tensor": (np.zeros(2, np.float32), torch.zeros(2)),
+    "array": (np.arange(3), np.arange(3) + 1),
+    "array dtype": (np.zeros(1, "<i4"), np.zeros(1, "<f4")),
+    "text array": (np.array(["a"]), np.array(["b"])),
+    "object array": (np.array([[1], None], dtype=object), np.array([[2], None], dtype=object)),
+    "masked": (np.ma.masked_equal([1, 2], 1), np.ma.masked_equal([1, 2], 2)),
+    "fields": (np.zeros(2, [("a", "i4")]), np.zeros(2, [("b", "i4")])),
+    "number": (1, 2),
+    "kind of number": (1, 1.0),
+    "truth": (True, 1),
+    "huge": (10**5000, 10**5000 + 1),
+    "complex": (1j, 2j),
+    "scalar": (np.float32(1), np.float32(2)),
+    "text": ("a", "b"),
+    "text or bytes": ("a", b"a"),
+    "none": (None, 0),
+    "order": ([1, 2], [2, 1]),
+    "list or tuple": ([1], (1,)),
+    "cut elsewhere": (["ab", "c"], ["a", "bc"]),
+    "nested": ([[1], 2], [[1, 2]]),
+    "key": ({"a": 1}, {"b": 1}),
+    "value": ({"a": 1, "b": 2}, {"a": 2, "b": 1}),
+    "set": ({1, 2}, {1, 3}),
+    "names": (Pair(1, 2), (1, 2)),
+    "record": (Record("a"), Record("b")),
+    "within a record": (Record("a", [torch.zeros(1)]), Record("a", [torch.ones(1)])),
+    "slots": (Slotted("a", [1]), Slotted("a", [2])),
+    "object": (Plain(a=1), Plain(a=2)),
+    "field": (Plain(a=1), Plain(b=1)),
+    "type": (Plain(a=1), Opaque(1)),
+    "choice": (Colour.RED, Colour.BLUE),
+    "function": (len, print),
+    "class": (Plain, Opaque),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_what_differs_has_another_digest(name: str) -> None:
+    one, other = DIFFERENT[name]
+    assert digest_of(one) != digest_of(other)
+    assert digest_of([one]) != digest_of([other])
+
+
+def test_pictures_count_by_their_pixels() -> None:
+    pictures = [picture("L", 1), picture("L", 2), picture("I", 1), picture("L", 1, (3, 2))]
+    pictures += [palette(1), palette(2)]
+    assert len({digest_of(each) for each in pictures}) == 6
+    assert digest_of(picture("L", 1)) == digest_of(picture("L", 1))
+
+
+ALIKE: dict[str, tuple[Any, Any]] = {
+    "strides": (torch.arange(6).view(2, 3).t(), torch.arange(6).view(2, 3).t().contiguous()),
+    "array strides": (np.arange(6)[::2], np.array([0, 2, 4])),
+    "gradient": (torch.ones(2, requires_grad=True), torch.ones(2)),
+    "order of keys": ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
+    "nan": (float("nan"), float("nan")),
+    "hidden": (Opaque(1), Opaque(2)),
+    "unknown": (Plain(a=object()), Plain(a=object())),
+    "iterator": (iter([1]), iter([2])),
+    "where it lies": (Loud(3), Loud(3)),
+    "below the mask": (np.ma.masked_equal([1, 2], 1), np.ma.array([5, 2], mask=[1, 0])),
+    "sparse": (torch.eye(2).to_sparse(), torch.eye(2).to_sparse()),
+    "nowhere": (torch.zeros(2, device="meta"), torch.zeros(2, device="meta")),
+}
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_what_is_alike_or_cannot_be_seen_has_the_same(name: str) -> None:
+    one, other = ALIKE[name]
+    assert digest_of(one) == digest_of(other)
+
+
+def test_what_lies_between_the_fields_does_not_count() -> None:
+    kind = np.dtype([("a", "u1"), ("b", "<i4")], align=True)
+    one, other = (np.frombuffer(bytes([filling]) * 16, np.uint8).copy() for filling in (1, 2))
+    records = [each.view(kind) for each in (one, other)]
+    for record in records:
+        record["a"], record["b"] = 3, 4
+    assert one.tobytes() != other.tobytes()
+    assert digest_of(records[0]) == digest_of(records[1])
+    assert digest_of(records[0][0]) == digest_of(records[1][0])
+
+
+def circle(value: int) -> list[Any]:
+    made: list[Any] = [value]
+    made.append({"back": made})
+    return made
+
+
+def tower(value: object, height: int) -> object:
+    for _ in range(height):
+        value = [value]
+    return value
+
+
+def test_what_lies_in_itself_or_very_deep_comes_to_an_end() -> None:
+    assert digest_of(circle(1)) == digest_of(circle(1)) != digest_of(circle(2))
+    assert digest_of(tower(1, 5000)) == digest_of(tower(1, 5000))
+    assert digest_of(tower(1, 40)) != digest_of(tower(2, 40))
+    twice: list[Any] = [1]
+    for _ in range(49):
+        twice = [twice, twice]
+    assert digest_of(twice) == digest_of(twice)
+
+
+def test_modules_and_methods_are_not_gone_through() -> None:
+    assert digest_of([np, np.ma.filled, Plain().__init__]) == digest_of(  # type: ignore[misc]
+        [np, np.ma.filled, Plain(other=1).__init__]  # type: ignore[misc]
+    )
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(), inner, max_size=3)
+        | st.builds(Record, st.text(), inner)
+    ),
+    max_leaves=8,
+)
+
+
+@given(value=values)
+def test_a_digest_depends_on_the_value_alone(value: Any) -> None:
+    import copy
+
+    assert digest_of(value) == digest_of(copy.deepcopy(value))
+
+
+def test_a_digest_does_not_depend_on_the_process() -> None:
+    """Sets and dicts that are made of them have another order in each."""
+    code = """
+import numpy, torch
+from onefold.reading.datadigest import digest_of, join_digests
+names = {"one", "two", "three", "four", "five"}
+sample = [names, frozenset(names), {name: len(name) for name in names}, torch.ones(3), object(),
+          numpy.array(["a", None], dtype=object), type("Thing", (), {})()]
+print(join_digests(7, [digest_of(sample)]), list(names))
+"""
+    answers = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": str(seed)},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        ).stdout.split(maxsplit=1)
+        for seed in (1, 2)
+    ]
+    assert answers[0][1] != answers[1][1], "the order of a set is the same: this proves nothing"
+    assert answers[0][0] == answers[1][0]
+
+
+@pytest.mark.parametrize(
+    ("samples", "read"),
+    [(1, [0]), (2, [0, 1]), (3, [0, 1, 2]), (10, [0, 5, 9]), (10**9, [0, 5 * 10**8, 10**9 - 1])],
+)
+def test_at_most_three_samples_are_read(samples: int, read: list[int]) -> None:
+    assert digest_samples(samples) == read
+
+
+@given(samples=st.integers(1, 10**12), digests=st.lists(st.binary(min_size=16, max_size=16)))
+def test_the_digest_of_a_data_set_is_a_number_of_64_bits(
+    samples: int, digests: list[bytes]
+) -> None:
+    joined = join_digests(samples, digests)
+    assert joined != 0
+    assert -(2**63) <= joined < 2**63
+    assert joined != join_digests(samples + 1, digests)
+    assert joined != join_digests(samples, [*digests, b"another sample.."])
+
+
+def test_types_tell_equal_contents_apart() -> None:
+    assert digest_of(OrderedDict(a=1)) != digest_of({"a": 1})

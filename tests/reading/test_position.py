@@ -1,0 +1,570 @@
+"""Where a run goes on, for every way in which a script may go through its data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from onefold.core.batch import ShardedBatch
+from onefold.core.randomness import sample_order
+from onefold.core.shard import Plan
+from onefold.errors import CheckpointError
+from onefold.reading.loader import Loader
+from onefold.reading.position import Position
+
+
+def make_loader(samples: int = 10, batch_size: int = 3, **choices: Any) -> Loader:
+    return Loader(
+        [(n,) for n in range(samples)],  # type: ignore[arg-type]
+        **{
+            "batch_size": batch_size,
+            "shuffle": True,
+            "workers": 0,
+            "drop_last": False,
+            "collate": lambda rows: [row[0] for row in rows],
+            "seed": 3,
+            "plan": lambda: Plan((1,)),
+            "own": (0,),
+            "first_epoch": 0,
+            "pin_memory": False,
+            "timeout_s": 60.0,
+            **choices,
+        },
+    )
+
+
+class Script:
+    """A trainer without a model: a position, its loaders, and what was used in which step."""
+
+    def __init__(self, saved: dict[str, Any] | None = None) -> None:
+        self.position = Position()
+        if saved is not None:
+            self.position.check_fits(saved, ())
+            self.position.go_to(saved, ())
+        self.used: list[tuple[int, int, tuple[int, ...]]] = []
+
+    def loader(self, samples: int = 10, batch_size: int = 3, **choices: Any) -> Loader:
+        loader = make_loader(samples, batch_size, first_epoch=self.position.epoch, **choices)
+        self.position.add(loader.track)
+        return loader
+
+    def step(self, batch: ShardedBatch) -> None:
+        self.position.check(batch)
+        self.position.note_step(batch)
+        self.used.append((self.position.step, batch.epoch, tuple(batch.shards[0])))  # type: ignore[arg-type]
+
+
+def simple(script: Script) -> Iterator[None]:
+    train = script.loader()
+    for _ in script.position.epochs(3):
+        for batch in train:
+            script.step(batch)
+            yield
+        yield
+
+
+def dropping(script: Script) -> Iterator[None]:
+    train = script.loader(drop_last=True)
+    for _ in script.position.epochs(3):
+        for batch in train:
+            script.step(batch)
+            yield
+        yield
+
+
+def made_in_the_loop(script: Script) -> Iterator[None]:
+    for _ in script.position.epochs(3):
+        for batch in script.loader():
+            script.step(batch)
+            yield
+        yield
+
+
+def two_in_turn(script: Script) -> Iterator[None]:
+    first, second = script.loader(), script.loader(samples=7, batch_size=2)
+    for _ in script.position.epochs(3):
+        for batch in first:
+            script.step(batch)
+            yield
+        for batch in second:
+            script.step(batch)
+            yield
+        yield
+
+
+def with_others_that_are_only_read(script: Script) -> Iterator[None]:
+    for _ in script.loader(samples=5):
+        pass  # read once, and gone
+    train, test = script.loader(), script.loader(samples=4)
+    for _ in script.position.epochs(3):
+        for batch in train:
+            script.step(batch)
+            yield
+        assert sum(batch.samples for batch in test) == 4
+        yield
+
+
+def cycling(script: Script) -> Iterator[None]:
+    """Small batches beside the large ones, from passes that have nothing to do with epochs."""
+    train, other = script.loader(batch_size=4), script.loader(samples=5, batch_size=2)
+
+    def endless() -> Iterator[ShardedBatch]:
+        while True:
+            yield from other
+
+    more = endless()
+    for _ in script.position.epochs(3):
+        for batch in train:
+            script.step(next(more))
+            script.step(batch)
+            yield
+        yield
+
+
+def ending_early(script: Script) -> Iterator[None]:
+    train = script.loader(samples=20)
+    for _ in script.position.epochs(3):
+        for batch in train:
+            script.step(batch)
+            if script.position.step % 3 == 0:
+                break
+            yield
+        yield
+
+
+def reading_ahead(script: Script) -> Iterator[None]:
+    train = script.loader()
+    for _ in script.position.epochs(3):
+        batches = iter(train)
+        waiting = [next(batches, None), next(batches, None)]
+        while waiting[0] is not None:
+            batch = waiting.pop(0)
+            script.step(batch)
+            waiting.append(next(batches, None))
+            yield
+        del batches
+        yield
+
+
+def plain_counting(script: Script) -> Iterator[None]:
+    """Epochs that the script counts itself."""
+    train = script.loader()
+    for _ in range(3):
+        for batch in train:
+            script.step(batch)
+            yield
+        yield
+
+
+def warming_up(script: Script) -> Iterator[None]:
+    """Steps before the first epoch, from a loader that is gone afterwards."""
+    for batch in script.loader(samples=7):
+        script.step(batch)
+        yield
+    train = script.loader()
+    for _ in script.position.epochs(3):
+        for batch in train:
+            script.step(batch)
+            yield
+        yield
+
+
+def several_passes_an_epoch(script: Script) -> Iterator[None]:
+    train = script.loader(samples=7)
+    for _ in script.position.epochs(3):
+        for _ in range(2):
+            for batch in train:
+                script.step(batch)
+                yield
+        yield
+
+
+def looking_first(script: Script) -> Iterator[None]:
+    """What is only read in an epoch that goes on is read again, as it was."""
+    test, train = script.loader(samples=6), script.loader()
+    for epoch in script.position.epochs(3):
+        seen = [sample for batch in test for sample in batch.shards[0]]  # type: ignore[attr-defined]
+        assert seen == sample_order(6, seed=3, epoch=epoch).tolist()
+        for batch in train:
+            script.step(batch)
+            yield
+        yield
+
+
+def peeking(script: Script) -> Iterator[None]:
+    """One look at the data before the first epoch."""
+    train = script.loader()
+    next(iter(train))
+    for _ in script.position.epochs(3):
+        for batch in train:
+            script.step(batch)
+            yield
+        yield
+
+
+LENGTHS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
+
+
+def by_length(script: Script) -> Iterator[None]:
+    train = script.loader(lengths=LENGTHS)
+    for _ in script.position.epochs(3):
+        for batch in train:
+            script.step(batch)
+            yield
+        yield
+
+
+def numbered(script: Script) -> Iterator[None]:
+    """Four loaders of one data set, of which every one must find its own order again."""
+    first, second = script.loader(), script.loader()
+    for _ in script.position.epochs(3):
+        third, fourth = script.loader(), script.loader()
+        for batches in zip(first, second, third, fourth, strict=True):
+            assert len({tuple(batch.shards[0]) for batch in batches}) > 1  # type: ignore[arg-type]
+            assert [batch.loader for batch in batches] == [0, 1, 2, 3]
+            for batch in batches:
+                script.step(batch)
+            yield
+        yield
+
+
+SCRIPTS: dict[str, Callable[[Script], Iterator[None]]] = {
+    script.__name__: script
+    for script in (
+        simple,
+        by_length,
+        dropping,
+        made_in_the_loop,
+        two_in_turn,
+        with_others_that_are_only_read,
+        cycling,
+        ending_early,
+        plain_counting,
+        warming_up,
+        several_passes_an_epoch,
+        looking_first,
+        peeking,
+        numbered,
+    )
+}
+
+
+def saves_of(body: Callable[[Script], Iterator[None]]) -> tuple[Script, list[dict[str, Any]]]:
+    """A whole run, and what was saved at each point where the script may save."""
+    script = Script()
+    return script, [script.position.to_json() for _ in body(script)]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_run_goes_on_with_the_samples_that_were_to_come(name: str) -> None:
+    body = SCRIPTS[name]
+    whole, saves = saves_of(body)
+    assert len(saves) > 8
+    for saved in saves:
+        again = Script(saved)
+        for _ in body(again):
+            pass
+        assert again.used == whole.used[saved["step"] :], saved
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_it_may_stop_again_and_again(name: str) -> None:
+    body = SCRIPTS[name]
+    whole, _ = saves_of(body)
+    saved: dict[str, Any] | None = None
+    used: list[object] = []
+    for stop in range(2, whole.position.step + 3, 2):
+        script = Script(saved)
+        saves = (script.position.to_json() for _ in body(script))
+        saved = next((save for save in saves if save["step"] >= stop), saved)
+        used += script.used
+    assert used == whole.used
+
+
+def used_of(saved: dict[str, Any]) -> int:
+    """Samples of the pass that the first loader is in."""
+    passes = saved["position"][0]["passes"]
+    return int(passes[-1][1]) if passes else 0
+
+
+def test_what_was_read_ahead_is_read_again() -> None:
+    whole, saves = saves_of(reading_ahead)
+    within = [save for save in saves if used_of(save) not in (0, 10)]
+    assert within
+    for saved in within:
+        again = Script(saved)
+        for _ in simple(again):
+            pass
+        assert again.used == whole.used[saved["step"] :]
+
+
+def test_an_epoch_with_nothing_left_is_gone_through_once_more() -> None:
+    """A save after an epoch's last step: what the script does at its end has not been done."""
+    _, saves = saves_of(simple)
+    saved = next(save for save in saves if used_of(save) == 10)
+    script = Script(saved)
+    train = script.loader()
+    seen = [(epoch, sum(1 for _ in train)) for epoch in script.position.epochs(3)]
+    assert seen == [(0, 0), (1, 4), (2, 4)]
+
+
+def test_a_save_at_the_end_of_an_epoch_goes_on_with_the_next() -> None:
+    script = Script()
+    train = script.loader()
+    for epoch in script.position.epochs(2):
+        for batch in train:
+            script.step(batch)
+        assert script.position.to_json()["epoch"] == epoch + 1
+    assert script.position.to_json()["epoch"] == 2
+
+
+def test_with_batches_of_ones_own_an_epoch_is_done_once_a_step_was() -> None:
+    position = Position()
+    for epoch in position.epochs(2):
+        assert position.to_json()["epoch"] == epoch
+        position.note_step(ShardedBatch(3, Plan((1,)), {}))
+        assert position.to_json()["epoch"] == epoch + 1
+
+
+def test_a_run_may_go_back_within_its_epochs() -> None:
+    script = Script()
+    train = script.loader()
+    saved, seen = None, []
+    for epoch in script.position.epochs(3):
+        seen.append(epoch)
+        for batch in train:
+            script.step(batch)
+            if script.position.step == 6 and saved is None:
+                saved = script.position.to_json()
+            if script.position.step == 10 and len(seen) == 3:
+                script.position.go_to(saved, ())
+                with pytest.raises(ValueError, match=r"a pass .* begun before trainer.load"):
+                    script.step(batch)
+                break
+    assert seen == [0, 1, 2, 1, 2]
+    whole, _ = saves_of(simple)
+    assert script.used[:10] == whole.used[:10]
+    assert script.used[10:] == whole.used[6:]
+
+
+@pytest.mark.parametrize(
+    ("choices", "changed", "what"),
+    [
+        ({"samples": 11}, "dataset", "a data set of length 10, this run has 11"),
+        ({"batch_size": 4}, "batch_size", "batch_size 3, this run has 4"),
+        ({"drop_last": True}, "batch_size", "drop_last False, this run has True"),
+        ({"shuffle": False}, "dataset", "shuffle True, this run has False"),
+        ({"lengths": LENGTHS}, "dataset", "lengths of samples, as a digest , this run has"),
+    ],
+)
+def test_another_loader_is_refused_by_name(
+    choices: dict[str, Any], changed: str, what: str
+) -> None:
+    _, saves = saves_of(simple)
+    early = Script()
+    made = early.loader(**choices)
+    with pytest.raises(CheckpointError, match=f"was saved with {what}.*then "):
+        early.position.check_fits(saves[1], ())
+    early.position.check_fits(saves[1], (changed,))
+    late = Script(saves[1])
+    with pytest.raises(CheckpointError, match=f"was saved with {what}.*then "):
+        late.loader(**choices)
+    early.position.go_to(saves[1], (changed,))
+    next_pass = made.track.begin()
+    assert (next_pass.number, next_pass.used) == (0, 6)
+
+
+@pytest.mark.parametrize("lengths", [None, [*LENGTHS[:-1], 4], LENGTHS[::-1]])
+def test_other_lengths_of_as_many_samples_are_refused(lengths: list[int] | None) -> None:
+    _, saves = saves_of(by_length)
+    words = "was saved with lengths of samples, as a digest [0-9a-f]{16}, this run has .*then "
+    early = Script()
+    early.loader(lengths=lengths)
+    with pytest.raises(CheckpointError, match=words):
+        early.position.check_fits(saves[1], ())
+    early.position.check_fits(saves[1], ("dataset",))
+    late = Script(saves[1])
+    with pytest.raises(CheckpointError, match=words):
+        late.loader(lengths=lengths)
+
+
+def test_another_batch_size_still_gives_each_sample_once() -> None:
+    whole, saves = saves_of(simple)
+    script = Script()
+    script.position.go_to(saves[1], ("batch_size",))
+    train = script.loader(batch_size=2)
+    rest = [sample for batch in train for sample in batch.shards[0]]  # type: ignore[attr-defined]
+    used = [sample for _, _, samples in whole.used[:2] for sample in samples]
+    assert sorted([*used, *rest]) == list(range(10))
+
+
+def test_loaders_are_numbered_as_they_are_made() -> None:
+    script = Script()
+    outside = [script.loader().track.number for _ in range(2)]
+    inside = []
+    for epoch in script.position.epochs(2):
+        inside.append([script.loader().track.number for _ in range(2)])
+        if epoch:
+            outside.append(script.position.to_json()["position"][-1]["loader"])
+    outside.append(script.loader().track.number)
+    assert inside == [[2, 3], [2, 3]]
+    assert outside == [0, 1, 3, 2]
+
+
+def test_a_loader_that_no_position_follows_is_number_0() -> None:
+    """Such as that of an evaluation."""
+    assert make_loader().track.number == 0
+
+
+def before_numbers(saved: dict[str, Any]) -> dict[str, Any]:
+    """As it was saved before loaders were numbered."""
+    loaders = [{k: v for k, v in each.items() if k != "loader"} for each in saved["position"]]
+    return {**saved, "position": loaders}
+
+
+def test_what_was_saved_before_loaders_had_numbers_loads() -> None:
+    whole, saves = saves_of(simple)
+    for saved in saves:
+        again = Script(before_numbers(saved))
+        for _ in simple(again):
+            pass
+        assert again.used == whole.used[saved["step"] :]
+
+
+def test_a_loader_with_another_number_is_refused_by_name() -> None:
+    """As from a checkpoint of before, in which the second loader had the order of the first."""
+    _, saves = saves_of(two_in_turn)
+    old = before_numbers(saves[1])
+    words = "was saved with the order and random numbers of loader 0, this run has 1: .*changed="
+    script = Script()
+    script.loader()
+    second = script.loader(samples=7, batch_size=2)
+    with pytest.raises(CheckpointError, match=words):
+        script.position.check_fits(old, ())
+    script.position.check_fits(old, ("dataset",))
+    late = Script(old)
+    late.loader()
+    with pytest.raises(CheckpointError, match=words):
+        late.loader(samples=7, batch_size=2)
+    script.position.go_to(old, ("dataset",))
+    assert {batch.loader for batch in second} == {1}
+
+
+def interrupted(script: Script, at: int) -> dict[str, Any]:
+    """Save where an exception has left both loops, as a script may on Ctrl-C."""
+    train = script.loader()
+    try:
+        for _ in script.position.epochs(3):
+            for batch in train:
+                script.step(batch)
+                if script.position.step == at:
+                    raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        pass
+    return script.position.to_json()
+
+
+@pytest.mark.parametrize("at", range(1, 12))
+def test_a_run_that_is_saved_after_an_exception_loses_no_sample(at: int) -> None:
+    whole, _ = saves_of(simple)
+    again = Script(interrupted(Script(), at))
+    for _ in simple(again):
+        pass
+    assert again.used == whole.used[at:]
+
+
+def kept_iterators(script: Script) -> dict[int, dict[str, Any]]:
+    """A part of each pass, from iterators that are let go of in the next epoch."""
+    train = script.loader()
+    saves = {}
+    for epoch in script.position.epochs(3):
+        saves[script.position.step] = script.position.to_json()
+        batches = iter(train)
+        if epoch:
+            assert script.position.to_json()["epoch"] == epoch, "nothing of it was used"
+        for _ in range(2):
+            script.step(next(batches))
+    return saves
+
+
+def test_an_iterator_of_an_epoch_before_ends_nothing() -> None:
+    script = Script()
+    saves = kept_iterators(script)
+    assert [epoch for _, epoch, _ in script.used] == [0, 0, 1, 1, 2, 2]
+    assert [saved["epoch"] for saved in saves.values()] == [0, 1, 2]
+
+
+def test_an_epoch_that_is_left_is_not_gone_through_twice() -> None:
+    script = Script()
+    train = script.loader()
+    for epoch in script.position.epochs(5):
+        for batch in train:
+            script.step(batch)
+        if epoch == 1:
+            break
+    assert script.position.to_json()["epoch"] == 2
+    assert list(script.position.epochs(4)) == [2, 3]
+
+
+def test_a_save_between_two_loops_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    script = Script()
+    first, second = script.loader(), script.loader(samples=4)
+    for _ in script.position.epochs(1):
+        for batch in first:
+            script.step(batch)
+        script.position.note_save()
+        for batch in second:
+            script.step(batch)
+    assert caplog.text.count("was made between two loops of epoch 0") == 1
+
+
+def test_many_passes_outside_the_epochs_are_told_in_a_word() -> None:
+    script = Script()
+    train = script.loader()
+    for _ in range(1000):
+        for batch in train:
+            script.step(batch)
+    saved = script.position.to_json()
+    assert len(str(saved)) < 300
+    again = Script(saved)
+    train = again.loader()
+    lengths = [sum(1 for _ in train) for _ in range(1002)]
+    assert lengths == [0] * 1000 + [4, 4]
+    middle = again.position.to_json()["position"][0]
+    assert (middle["first_pass"], middle["empty_passes"]) == (0, 1000)
+    assert [number for number, _ in middle["passes"]] == [1000, 1001]
+
+
+def test_a_batch_that_was_used_and_one_that_waits_are_known() -> None:
+    script = Script()
+    first, second = iter(script.loader()), iter(script.loader(samples=4))
+    one, other = next(first), next(second)
+    position = script.position
+    assert not position.has_used(one)
+    assert not position.is_between_batches(one)
+    script.step(one)
+    assert position.has_used(one)
+    assert not position.is_between_batches(one)
+    script.step(other)
+    assert position.is_between_batches(other)
+    assert not position.is_at_an_end()
+    for batch in first:
+        script.step(batch)
+        assert position.is_at_an_end() == (batch.stop == 10)
+    assert not position.is_at_an_end(), "the script knows that the pass is over"
+
+
+def test_an_iterator_that_is_kept_from_before_the_epochs_holds_nothing_up() -> None:
+    script = Script()
+    peeked, warm = iter(script.loader(samples=4)), iter(script.loader(samples=3))
+    next(peeked)
+    script.step(next(warm))
+    assert script.position.is_at_an_end()
+    train = script.loader()
+    for _ in script.position.epochs(1):
+        for batch in train:
+            script.step(batch)
+            assert script.position.is_between_batches(batch)
+            assert script.position.is_at_an_end() == (batch.stop == 10)

@@ -1,0 +1,148 @@
+"""Launching a function or a script on several devices."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+import onefold
+from onefold.core.options import RunOptions
+from onefold.errors import RunFailed
+
+pytestmark = pytest.mark.timeout(120)
+processes = pytest.mark.processes
+
+TRAINING = """
+import sys, torch, onefold
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+trainer = onefold.Trainer(model, optimizer, lambda m, b: m(b).square().mean(dim=1), shards={shards})
+for _ in range(3):
+    trainer.step(torch.randn(6, 4))
+print(len(trainer.devices), trainer.fingerprint(), sys.argv[1:])
+"""
+
+
+def cli(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "onefold", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+        cwd=cwd,
+    )
+
+
+def ranks(extra: int) -> tuple[int, str, int]:
+    print("this is printed once")
+    return int(os.environ["RANK"]) + extra, os.environ["WORLD_SIZE"], torch.get_num_threads()
+
+
+def fail() -> None:
+    if os.environ["RANK"] == "1":
+        raise LookupError("not here")
+
+
+@processes
+def test_the_leads_result_comes_back(capfd: pytest.CaptureFixture[str]) -> None:
+    rank, size, _ = onefold.launch(ranks, devices="cpu:2", args=(10,))
+    assert (rank, size) == (10, "2")
+    assert capfd.readouterr().out == "this is printed once\n"
+
+
+@processes
+def test_a_closure_can_be_launched() -> None:
+    number = 41
+    assert onefold.launch(lambda: number + 1, devices=["cpu"]) == 42
+
+
+@processes
+def test_a_failure_comes_back_with_its_traceback() -> None:
+    with pytest.raises(RunFailed, match=r"device 1 .* LookupError: not here\nTraceback") as caught:
+        onefold.launch(fail, devices="cpu:2")
+    assert caught.value.exit_code == 1
+
+
+@processes
+@pytest.mark.parametrize("exchange", ["shared", "collective"])
+def test_auto_takes_no_more_devices_than_shards(tmp_path: Path, exchange: str) -> None:
+    (tmp_path / "train.py").write_text(TRAINING.format(shards=1))
+    done = cli("run", "--devices", "auto", "--exchange", exchange, "train.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("1 ")
+
+
+@processes
+def test_more_devices_than_shards_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAINING.format(shards=1))
+    done = cli("run", "--devices", "2", "train.py", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "ValueError: 2 devices cannot share 1 shards" in done.stderr
+
+
+@processes
+def test_the_scripts_own_arguments_and_the_trace(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAINING.format(shards=2))
+    options = ("--devices", "2", "--trace", "trace.jsonl", "--logs", "logs")
+    done = cli("run", *options, "train.py", "--devices", "mine", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.rstrip().endswith("['--devices', 'mine']")
+    lines = [json.loads(line) for line in (tmp_path / "trace.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert lines[-1]["fingerprint"] in done.stdout
+    assert set(lines[0]) == {"step", "epoch", "loss", "samples", "fingerprint"}
+    assert "['--devices', 'mine']" in (tmp_path / "logs" / "device-1.log").read_text()
+
+
+BAD: list[tuple[Sequence[str], str]] = [
+    (("run", "nowhere.py"), "there is no script nowhere.py"),
+    (("verify", "nowhere.py"), "there is no script nowhere.py"),
+    (("run", "--devices", "0", "x.py"), "expected at least one device"),
+    (("run", "--devices", "two", "x.py"), "'two' is none of these"),
+    (("run", "--devices", "cuda:0", "x.py"), "cuda:0 is not there: this machine has no GPU"),
+    (("run", "--exchange", "pigeon", "x.py"), "expected the exchange to be auto, shared or"),
+    (("run", "--timeout", "-1", "x.py"), "expected the timeout to be more than 0"),
+    (
+        ("run", "--timeout", "1e12", "x.py"),
+        "expected the timeout to be finite and at most 2073600 s",
+    ),
+    (("run", "--checkpoint", "c", "--grace", "inf", "x.py"), "expected the grace to be finite"),
+    (("verify", "--timeout", "1e300", "x.py"), "expected the timeout to be finite and at most"),
+    (("run", "--trace", "x.py", "x.py"), "x.py is there, and is not a trace that onefold wrote"),
+    (("run", "--trace", "no/where", "x.py"), "there is no folder"),
+    (("verify", "--steps", "0", "x.py"), "expected at least one step"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD)
+def test_bad_arguments_are_refused_before_any_work(
+    arguments: Sequence[str], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "x.py").write_text("raise SystemExit('the script was started')")
+    done = cli(*arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "the script was started" not in done.stderr
+
+
+def test_launch_options_are_checked() -> None:
+    with pytest.raises(ValueError, match="auto, shared or collective"):
+        RunOptions(exchange="pigeon")  # type: ignore[arg-type]
+
+
+@processes
+def test_devices_are_shown(tmp_path: Path) -> None:
+    done = cli("devices", cwd=tmp_path)
+    assert done.returncode == 0
+    assert "memory free" in done.stdout
+    assert "cpu" in done.stdout

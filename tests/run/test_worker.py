@@ -1,0 +1,247 @@
+"""What a worker's script finds, and what becomes of the processes that it makes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+import onefold
+from onefold.core.world import World
+from onefold.errors import LaunchError
+from onefold.run import world
+from onefold.run.world import current_world, take_world
+
+SOURCE = str(Path(onefold.__file__).parent.parent)
+COMMAND = "from onefold.cli.main import main\nmain()\n"
+"""As pip installs it: without the current folder on the path."""
+
+
+def run(
+    folder: Path, *words: str, cwd: Path | None = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """``onefold run``, with its temporary files in a folder of their own, empty at the end."""
+    (folder / "bin").mkdir(exist_ok=True)
+    (folder / "bin" / "onefold").write_text(COMMAND)
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    clean["TORCHINDUCTOR_CACHE_DIR"] = str(folder)  # or PyTorch makes one among temporary files
+    # Not in the test's own folder: its path may be too long for the sockets of a loader's workers.
+    with tempfile.TemporaryDirectory(dir="/tmp") as temporary:
+        done = subprocess.run(
+            [sys.executable, str(folder / "bin" / "onefold"), "run", *words],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=150,
+            cwd=cwd or folder,
+            env={**clean, "PYTHONPATH": SOURCE, "TMPDIR": temporary, **variables},
+        )
+        assert list(Path(temporary).iterdir()) == []
+    return done
+
+
+def trainer() -> onefold.Trainer:
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return onefold.Trainer(model, optimizer, lambda m, b: m(b).square().mean(dim=1), shards=1)
+
+
+def said_by_child(call: object) -> str:
+    """What a call says in a forked child, or the exception that it raises there."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            text = str(call())  # type: ignore[operator]
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}"
+        os.write(writer, text.encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as file:
+        text = file.read()
+    os.waitpid(pid, 0)
+    return text
+
+
+def test_the_record_of_a_worker_is_taken_out_of_the_environment() -> None:
+    mine = World(rank=1, size=2, launcher="onefold")
+    environment = {"ONEFOLD_WORLD": mine.to_json(), "RANK": "1", "HOME": "/home"}
+    assert take_world(environment) == mine
+    assert environment == {"RANK": "1", "HOME": "/home"}
+    assert not take_world(environment).launched
+
+
+@pytest.mark.parametrize("launcher", ["onefold", "torch"])
+def test_a_forked_child_of_a_device_is_not_the_device(
+    launcher: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = World(size=2, launcher=launcher)  # type: ignore[arg-type]
+    monkeypatch.setattr(world, "_own_world", lambda: (mine, parent))
+    parent = os.getpid()
+    assert current_world() is mine
+    words = said_by_child(trainer)
+    assert words.startswith("LaunchError: process ")
+    assert f"was forked from process {parent}, which is device 0 of a run" in words
+
+
+def test_a_process_of_no_run_may_fork() -> None:
+    assert not current_world().launched
+    assert said_by_child(lambda: current_world().launched) == "False"
+
+
+def test_a_trainer_is_of_no_use_in_a_forked_child(tmp_path: Path) -> None:
+    mine = trainer()
+    mine.step(torch.ones(2, 4))
+    for call in (
+        lambda: mine.step(torch.ones(2, 4)),
+        lambda: mine.save(tmp_path),
+        lambda: mine.load(tmp_path, if_any=True),
+        lambda: mine.gather({}),
+        mine.barrier,
+        mine.close,
+    ):
+        words = said_by_child(call)
+        assert words.startswith(f"RuntimeError: the Trainer was made in process {os.getpid()}")
+    assert list(tmp_path.iterdir()) == []
+    assert mine.step(torch.ones(2, 4)).number == 2
+
+
+def test_launching_in_a_forked_child_of_a_device_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(world, "_own_world", lambda: (World(launcher="onefold"), os.getppid()))
+    with pytest.raises(LaunchError, match="only that one is part of the run"):
+        onefold.launch(len, devices="cpu:1")
+
+
+CHILDREN = """
+import json, multiprocessing, os, subprocess, sys
+import torch, onefold
+
+ASK = "import json, os, onefold.run.world as w; world = w.current_world()"
+ASK += "; print(json.dumps([world.launched, world.options.checkpoint, os.environ['RANK']]))"
+
+def fall_through():
+    "A forked child that comes to the end of the script by itself."
+    if os.fork() == 0:
+        raise {end}
+    os.wait()
+
+def name(queue):
+    queue.put(onefold.run.world.current_world().launched)
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = lambda m, b: m(b[0]).square().mean(dim=1)
+    trainer = onefold.Trainer(model, optimizer, loss, shards=2)
+    data = torch.utils.data.TensorDataset(torch.randn(6, 4))
+    for batch in trainer.loader(data, batch_size=2, workers=1):
+        trainer.step(batch)
+        if trainer.steps == 1:
+            fall_through()
+    asked = subprocess.run([sys.executable, "-c", ASK], capture_output=True, text=True, check=True)
+    context = multiprocessing.get_context("spawn")
+    queue = context.SimpleQueue()
+    child = context.Process(target=name, args=(queue,))
+    child.start()
+    child.join()
+    spawned = queue.get()
+    variable = "ONEFOLD_WORLD" in os.environ
+    print(json.dumps([variable, json.loads(asked.stdout), spawned, trainer.steps]))
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("end", ["SystemExit(0)", "SystemExit(3)", "LookupError('of the child')"])
+def test_what_a_script_starts_or_forks_is_not_part_of_the_run(tmp_path: Path, end: str) -> None:
+    (tmp_path / "train.py").write_text(CHILDREN.replace("{end}", end))
+    checkpoint = tmp_path / "checkpoints"
+    done = run(tmp_path, "--devices=cpu:2", f"--checkpoint={checkpoint}", "train.py")
+    assert done.returncode == 0, done.stderr
+    # A lead that leaves word, or ends the run, or saves once more, would show.
+    assert json.loads(done.stdout) == [False, [False, "", "0"], False, 3]
+    assert [path.name for path in checkpoint.iterdir()] == ["step-00000003"]
+    assert ("LookupError: of the child" in done.stderr) == ("Lookup" in end)
+
+
+SHADOWS = ("pickle", "json", "typing_extensions", "sympy", "numpy", "cloudpickle")
+PATH = """
+import json, sys
+import helper
+print(json.dumps(sys.path))
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("how", ["script", "module", "link", "safe"])
+def test_the_current_folder_is_no_place_of_libraries(tmp_path: Path, how: str) -> None:
+    folder = tmp_path / "everybodys"
+    folder.mkdir()
+    for name in SHADOWS:
+        (folder / f"{name}.py").write_text(f"open({str(tmp_path / 'shown')!r}, 'a').write('run')")
+    (folder / "helper.py").touch()
+    (folder / "train.py").write_text(PATH if how != "safe" else PATH.replace("import helper", ""))
+    (tmp_path / "link.py").symlink_to(folder / "train.py")
+    words = {"module": ["-m", "train"], "link": [str(tmp_path / "link.py")]}.get(how, ["train.py"])
+    variables = {"PYTHONSAFEPATH": "1"} if how == "safe" else {}
+    done = run(tmp_path, "--devices=cpu:1", *words, cwd=folder, **variables)
+    assert done.returncode == 0, done.stderr
+    path = json.loads(done.stdout)
+    assert not (tmp_path / "shown").exists()
+    assert (str(folder) in path) == (how != "safe")
+    assert path[how != "safe"] == SOURCE, "an entry of somebody else was overwritten"
+
+
+CALL = textwrap.dedent("""
+    import os, pathlib, shutil, tempfile, time
+    import onefold
+
+    def work(seconds):
+        for each in pathlib.Path(tempfile.gettempdir()).iterdir():
+            shutil.rmtree(each, ignore_errors=True)
+        time.sleep(seconds)
+        return os.getpid()
+
+    if __name__ == "__main__":
+        ready = os.environ["READY"]
+        print(onefold.launch(lambda: (pathlib.Path(ready).touch(), work({seconds}))[1],
+              devices="cpu:2") != os.getpid())
+""")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_call_needs_no_file_and_leaves_none(tmp_path: Path, stopped: bool) -> None:
+    """A cleaner removes all temporary files meanwhile; SIGTERM does in the end what it does."""
+    script, temporary = tmp_path / "call.py", tmp_path / "temporary"
+    script.write_text(CALL.replace("{seconds}", "600" if stopped else "0"))
+    temporary.mkdir()
+    variables = {
+        "TMPDIR": str(temporary),
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
+        "READY": str(tmp_path / "ready"),
+    }
+    with subprocess.Popen(
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **variables},
+    ) as process:
+        if stopped:
+            while not (tmp_path / "ready").exists():
+                assert process.poll() is None
+            process.terminate()
+        output, errors = process.communicate(timeout=100)
+    assert (process.returncode, output) == ((-15, "") if stopped else (0, "True\n")), errors
+    assert list(temporary.iterdir()) == []

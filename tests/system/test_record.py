@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+
+from onefold.system.record import append_line, check_trace, keep_steps, read_record
+
+
+def test_lines_are_added_one_by_one(tmp_path: Path) -> None:
+    lines = [{"step": 1, "loss": 0.1}, {"step": 2, "loss": None, "text": "zwei\nZeilen é"}]
+    for line in lines:
+        append_line(tmp_path / "run.jsonl", line)
+    assert read_record(tmp_path, "run") == lines
+    assert len((tmp_path / "run.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize("number", [0.1, 1e-320, 1 / 3, -0.0, math.inf])
+def test_numbers_keep_their_bits(tmp_path: Path, number: float) -> None:
+    append_line(tmp_path / "run.jsonl", {"loss": number})
+    (line,) = read_record(tmp_path, "run")
+    assert line["loss"].hex() == number.hex()
+
+
+def test_a_record_that_nobody_wrote_is_empty(tmp_path: Path) -> None:
+    append_line(tmp_path / "other.jsonl", {"step": 1})
+    assert read_record(tmp_path, "run") == []
+
+
+def test_other_programs_can_read_it(tmp_path: Path) -> None:
+    append_line(tmp_path / "run.jsonl", {"step": 1, "loss": 0.5})
+    assert json.loads((tmp_path / "run.jsonl").read_text()) == {"step": 1, "loss": 0.5}
+
+
+def test_a_folder_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        append_line(tmp_path / "nowhere" / "run.jsonl", {})
+
+
+def trace(path: Path, *steps: int) -> None:
+    for step in steps:
+        append_line(path, {"step": step, "epoch": 0, "loss": 0.5})
+
+
+@pytest.mark.parametrize("rest", ["", "{", '{"step"', '{"step": 4, "lo'])
+def test_steps_after_the_last_are_dropped_and_what_was_cut_off(tmp_path: Path, rest: str) -> None:
+    path = tmp_path / "trace"
+    trace(path, 1, 2, 3)
+    path.chmod(0o640)
+    with path.open("a") as file:
+        file.write(rest)
+    check_trace(path)
+    keep_steps(path, 2)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
+    assert path.stat().st_mode & 0o777 == 0o640
+    assert os.listdir(tmp_path) == ["trace"]
+
+
+def test_a_trace_that_is_not_there_is_begun(tmp_path: Path) -> None:
+    check_trace(tmp_path / "trace")
+    assert os.listdir(tmp_path) == []
+    keep_steps(tmp_path / "trace", 0)
+    assert (tmp_path / "trace").read_text() == ""
+
+
+NO_TRACE = {
+    "notes": "Buy milk.\n",
+    "no end": "Buy milk.",
+    "numbers": "1\n2\n",
+    "other lines": '{"step": 1}\n',
+    "a trace and notes": '{"step": 1, "loss": 0.5}\nBuy milk.\n',
+    "deep": "[" * 20_000 + "\n",
+    "a long line": '{"step": 1, "loss": "' + "x" * 100_000 + '"}\n',
+    "no text": "\0\udcff",
+}
+
+
+@pytest.mark.parametrize("text", NO_TRACE.values(), ids=NO_TRACE)
+def test_a_file_that_is_no_trace_is_left_as_it_is(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text(text, errors="surrogateescape")
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match="not a trace that onefold wrote"):
+        check_trace(path)
+    with pytest.raises(ValueError, match="not a trace that onefold wrote"):
+        keep_steps(path, 0)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_a_trace_is_written_through_no_link_or_pipe(tmp_path: Path, kind: str) -> None:
+    path, target = tmp_path / "trace", tmp_path / "target"
+    trace(target, 1)
+    make = {"link": lambda: path.symlink_to(target), "pipe": lambda: os.mkfifo(path)}
+    make.get(kind, path.mkdir)()
+    before = target.read_text()
+    for write in (lambda: keep_steps(path, 0), lambda: trace(path, 2)):
+        with pytest.raises((ValueError, IsADirectoryError)):
+            write()
+    assert target.read_text() == before

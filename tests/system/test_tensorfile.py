@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from onefold.core.flat import same_bits, storage_order
+from onefold.system.tensorfile import DTYPES, Seal, TensorParts, digest_file, write_tensors
+
+
+def parts_of(name: str, tensor: torch.Tensor, cuts: Sequence[int] = ()) -> TensorParts:
+    """A dense tensor, cut after so many elements."""
+    flat = storage_order(tensor)
+    bounds = [0, *cuts, flat.numel()]
+    stretches = [flat[a:b] for a, b in pairwise(bounds)]
+    arrays = [s.contiguous().view(torch.uint8).numpy() for s in stretches]
+    return TensorParts(name, tensor.dtype, tuple(tensor.shape), tensor.stride(), arrays)
+
+
+def values(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    numbers = torch.randint(0, 2, shape, generator=generator) * 3 - 1
+    return numbers.abs().to(dtype) if not dtype.is_signed else numbers.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+def test_the_library_reads_every_type(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensor = values(dtype, (3, 5))
+    write_tensors(tmp_path / "ours", [parts_of("t", tensor, [4, 7])])
+    (read,) = load_file(tmp_path / "ours").values()
+    assert read.dtype == dtype
+    assert same_bits(read, tensor)
+
+
+def test_the_bytes_are_those_of_the_library(tmp_path: Path) -> None:
+    tensors = {
+        "b": values(torch.float32, (7, 3)),
+        "a": values(torch.bfloat16, (5,)),
+        "c": values(torch.int64, ()),
+        "d": values(torch.bool, (3,)),
+        "e": torch.zeros(0, 4),
+    }
+    write_tensors(tmp_path / "ours", [parts_of(name, t) for name, t in tensors.items()])
+    save_file(tensors, tmp_path / "theirs")
+    with (
+        safe_open(tmp_path / "ours", "pt") as ours,
+        safe_open(tmp_path / "theirs", "pt") as theirs,
+    ):
+        assert set(ours.keys()) == set(theirs.keys())
+        assert all(same_bits(ours.get_tensor(n), theirs.get_tensor(n)) for n in tensors)
+    assert (tmp_path / "ours").stat().st_size == (tmp_path / "theirs").stat().st_size
+
+
+@given(st.permutations([0, 1, 2, 3]), st.lists(st.integers(1, 4), min_size=4, max_size=4))
+def test_other_strides_are_put_in_order(
+    tmp_path_factory: pytest.TempPathFactory, order: list[int], sizes: list[int]
+) -> None:
+    path = tmp_path_factory.mktemp("t") / "file"
+    numel = int(np.prod(sizes))
+    dense = torch.arange(numel, dtype=torch.float32).view([sizes[i] for i in order])
+    tensor = dense.permute([order.index(i) for i in range(4)])
+    assert list(tensor.shape) == sizes
+    write_tensors(path, [parts_of("t", tensor, [numel // 2])])
+    assert torch.equal(load_file(path)["t"], tensor)
+
+
+def test_the_seal_is_that_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    seal = write_tensors(path, [parts_of("t", torch.randn(3_000_000), [5, 2_000_000])])
+    content = path.read_bytes()
+    assert seal == Seal(len(content), hashlib.sha256(content).hexdigest())
+    assert digest_file(path, seal.size) == seal
+    assert digest_file(path, seal.size - 1).sha256 == "", "a larger file is not read"
+
+
+def test_a_file_that_is_there_is_not_written_over(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(FileExistsError, match="file could not be written"):
+        write_tensors(tmp_path / "file", [])
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="two tensors of a file are called t"):
+        write_tensors(tmp_path / "f", [parts_of("t", torch.ones(1)), parts_of("t", torch.ones(2))])
+
+
+def test_a_file_of_nothing_can_be_read(tmp_path: Path) -> None:
+    write_tensors(tmp_path / "file", [])
+    assert load_file(tmp_path / "file") == {}

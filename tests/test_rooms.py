@@ -1,0 +1,107 @@
+"""The rooms of the house: who may import whom."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import onefold
+
+SOURCE = Path(onefold.__file__).parent
+
+# From the ground up: a room may use itself and those before it.
+ROOMS = (
+    "errors",
+    "core",
+    "system",
+    "watch",
+    "exchange",
+    "reading",
+    "engine",
+    "verifying",
+    "checkpoint",
+    "run",
+    "weights",
+    "losses",
+    "trainer",
+    "onefold",
+    "models",
+    "data",
+    "jobs",
+    "cli",
+    "__main__",
+)
+OUTER = {"models", "data", "jobs", "cli"}
+"""What is built on the public interface, as a user's program is."""
+OPEN_TO_OUTER = {"errors", "losses", "system", "weights", "onefold", *OUTER}
+
+
+class Import(NamedTuple):
+    """One module that uses a name of another."""
+
+    room: str
+    module: str
+    target: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.module} uses {self.name} of {self.target}"
+
+    @property
+    def target_room(self) -> str:
+        return room_of(self.target)
+
+
+def room_of(module: str) -> str:
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else parts[0]
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    for path in sorted(SOURCE.rglob("*.py")):
+        parts = ["onefold", *path.relative_to(SOURCE).with_suffix("").parts]
+        yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
+
+
+def imports() -> Iterator[Import]:
+    known = {name for name, _ in modules()}
+    for module, path in modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                pairs = [(alias.name, "") for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{module} has a relative import"
+                pairs = [(str(node.module), alias.name) for alias in node.names]
+            else:
+                continue
+            for target, name in pairs:
+                if room_of(target) and target.split(".")[0] == "onefold":
+                    whole = f"{target}.{name}"
+                    yield Import(room_of(module), module, whole if whole in known else target, name)
+
+
+def test_every_module_has_a_room() -> None:
+    assert {room_of(module) for module, _ in modules()} == set(ROOMS)
+
+
+def test_no_room_uses_one_above_it() -> None:
+    wrong = [
+        str(found)
+        for found in imports()
+        if ROOMS.index(found.target_room) > ROOMS.index(found.room)
+    ]
+    assert wrong == []
+
+
+def test_jobs_and_commands_use_what_every_program_may_use() -> None:
+    public = {*onefold.__all__, ""}
+    wrong = [
+        str(found)
+        for found in imports()
+        if found.room in OUTER
+        and (
+            found.target_room not in OPEN_TO_OUTER
+            or (found.target == "onefold" and found.name not in public)
+        )
+    ]
+    assert wrong == []
