@@ -27,9 +27,11 @@ from torch import nn
 
 import onefold
 from onefold.core.fold import published_by
-from onefold.exchange.collective import CollectiveExchange
+from onefold.exchange.collective import GroupTransport
+from onefold.exchange.exchange import Exchange
 from onefold.exchange.mailbox import Mailbox
-from onefold.exchange.shared import SharedExchange
+from onefold.exchange.private import PrivateMemory
+from onefold.exchange.shared import SharedMemory
 from onefold.exchange.spans import SpanFold
 
 __all__ = ["Traffic", "Training", "main", "memory_bytes_per_s", "new_model"]
@@ -64,13 +66,13 @@ class Traffic:
 
     def watch(self) -> None:
         """Count from here on, for good."""
-        _before(CollectiveExchange, "collect", functools.partial(self._enter, "collect"))
-        _before(CollectiveExchange, "spread", functools.partial(self._enter, "spread"))
-        _before(CollectiveExchange, "agree", functools.partial(self._enter, "board"))
-        _before(CollectiveExchange, "_start", self._count_sends)
+        _before(PrivateMemory, "collect", functools.partial(self._enter, "collect"))
+        _before(PrivateMemory, "hand_on", functools.partial(self._enter, "spread"))
+        _before(Exchange, "agree", functools.partial(self._enter, "board"))
+        _before(GroupTransport, "move", self._count_sends)
         _before(dist, "all_gather", self._count_gather)
-        _before(SharedExchange, "publish", functools.partial(self._enter, "written"))
-        _before(SharedExchange, "collect", functools.partial(self._enter, "collect"))
+        _before(SharedMemory, "publish", functools.partial(self._enter, "written"))
+        _before(SharedMemory, "collect", functools.partial(self._enter, "collect"))
         _before(torch, "_foreach_copy_", self._count_copied)
         _before(SpanFold, "fold", self._count_added)
         _before(Mailbox, "_send", self._count_frame)
@@ -80,7 +82,7 @@ class Traffic:
 
     def _count_sends(self, _exchange: object, operations: Sequence[Any]) -> None:
         for operation in operations:
-            if operation.kind is dist.isend and operation.part.numel():
+            if operation.sends and operation.part.numel():
                 # Trained parameters go in chunks; rows and totals as they are.
                 trained = operation.chunk is not None
                 self.amounts[self._phase if trained else "board"] += operation.part.nbytes

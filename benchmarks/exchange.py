@@ -35,11 +35,17 @@ from measure import (
     spread,
 )
 from onefold.core.flat import FlatTensors, cut_pieces, lay_out
+from onefold.core.roster import Roster
 from onefold.core.shard import Plan
-from onefold.exchange.base import Exchange, Start, Storage
-from onefold.exchange.collective import CollectiveExchange
+from onefold.core.storage import Storage
+from onefold.exchange.connections import Connections, PeerWatch
+from onefold.exchange.exchange import Exchange
+from onefold.exchange.group import Joined
+from onefold.exchange.lateness import Lateness
 from onefold.exchange.mailbox import Mailbox
-from onefold.exchange.shared import SharedExchange
+from onefold.exchange.memory import Start
+from onefold.exchange.private import collective_exchange
+from onefold.exchange.shared import shared_exchange
 
 __all__ = ["main"]
 
@@ -163,7 +169,8 @@ def new_shared(rank: int, amount: Amount) -> Exchange:
     """onefold's exchange in shared memory."""
     address = f"onefold-benchmark-{os.getppid()}-{amount.size_bytes}"
     mailbox = Mailbox(address, rank=rank, size=PROCESSES, timeout_s=TIMEOUT_S)
-    return SharedExchange(storage_of(amount), start_of(amount), mailbox)
+    storage = storage_of(amount)
+    return shared_exchange(storage, start_of(amount), mailbox, roster_of(storage))
 
 
 def new_collective(rank: int, amount: Amount) -> Exchange:
@@ -172,27 +179,30 @@ def new_collective(rank: int, amount: Amount) -> Exchange:
     if group is None:
         raise RuntimeError("torch.distributed made no process group")
     store = dist.distributed_c10d._get_default_store()
-    return CollectiveExchange(
-        storage_of(amount),
-        start_of(amount),
-        torch.device("cpu"),
-        group,
-        store,
-        timeout_s=TIMEOUT_S,
-    )
+    connections, lateness = Connections(), Lateness(store, rank, PROCESSES)
+    watch = PeerWatch({}, connections, lateness)
+    joined = Joined(group, store, connections, watch, lateness)
+    storage = storage_of(amount)
+    return collective_exchange(storage, start_of(amount), joined, roster_of(storage), TIMEOUT_S)
 
 
 def storage_of(amount: Amount) -> Storage:
     """A model that has `amount` of parameters, and nothing else."""
     trained = lay_out({str(number): one for number, one in enumerate(amount.gradients(0.0))})
-    return Storage(
-        trained=trained,
+    return Storage.alike(
+        trained,
         other=lay_out({}),
         buffers=lay_out({}),
         pieces=cut_pieces(trained, by_element=True),
         shards=PROCESSES,
         devices=PROCESSES,
     )
+
+
+def roster_of(storage: Storage) -> Roster:
+    """Processors of one host, a shard for each."""
+    devices = [torch.device("cpu")] * PROCESSES
+    return Roster.first(devices, plan=PLAN, pieces=storage.pieces)
 
 
 def start_of(amount: Amount) -> Start:

@@ -34,7 +34,9 @@ def test_every_public_name_is_there(name: str) -> None:
 
 
 def test_there_are_all_the_modules() -> None:
-    assert {"onefold", "onefold.trainer", "onefold.exchange.base", "onefold.cli"} <= set(MODULES)
+    assert {"onefold", "onefold.trainer", "onefold.exchange.exchange", "onefold.cli"} <= set(
+        MODULES
+    )
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -19,10 +19,10 @@ from onefold.core.batch import ShardedBatch, cut_batch
 from onefold.core.fingerprint import fingerprint_of, named_tensors, tensor_digests
 from onefold.core.head import Call
 from onefold.core.jsonvalue import to_json
-from onefold.core.seconds import check_seconds
+from onefold.core.numbers import check_seconds
+from onefold.core.settings import BufferRule, Settings
 from onefold.core.shard import Plan
-from onefold.engine.assembly import Settings, assemble
-from onefold.engine.buffers import BufferRule
+from onefold.engine.assembly import assemble
 from onefold.engine.evaluation import DataCall, ScoreFunction, evaluate
 from onefold.engine.modelcheck import check_model
 from onefold.engine.prediction import gather, predict
@@ -128,7 +128,7 @@ class Trainer:
             raise TypeError(f"expected loss to be a function of model and batch, got {loss!r}")
         self._settings = settings
         self._team = form_team(self._world, devices, shards=shards, module=model)
-        self._plan = self._checked_plan(plan)
+        chosen = self._checked_plan(plan)
         settle_process(self._team, shards=shards, threads=threads)
         self._verifying = Verifying(self._world, model, loss)
         self._engine = assemble(
@@ -137,7 +137,7 @@ class Trainer:
             self._verifying.loss,
             settings=settings,
             team=self._team,
-            plan=self._plan,
+            plan=chosen,
             schedule=schedule,
             joined=register,
         )
@@ -202,11 +202,12 @@ class Trainer:
         May be set between steps, alike on all devices; it holds from the next batch that a loader
         hands out, however many were read ahead. The result does not depend on it.
         """
-        return self._plan.counts
+        return self._engine.roster.plan.counts
 
     @plan.setter
     def plan(self, counts: Sequence[int]) -> None:
-        self._plan = self._checked_plan(counts)
+        plan = self._checked_plan(counts)
+        self._engine.bind(self._engine.roster.next(plan=plan))
 
     def loader(
         self,
@@ -263,7 +264,7 @@ class Trainer:
             dataset,
             **choices,
             seed=self._settings.seed,
-            plan=lambda: self._plan,
+            plan=lambda: self._engine.roster.plan,
             own=self._team.own,
             first_epoch=self._position.epoch,
             pin_memory=self._team.devices[0].type == "cuda",
@@ -624,10 +625,12 @@ class Trainer:
         if isinstance(batch, ShardedBatch):
             cut = self._checked_batch(batch)
         else:
-            own = [s for number in self._team.own for s in self._plan.shards_of(number)]
+            own = [
+                s for number in self._team.own for s in self._engine.roster.plan.shards_of(number)
+            ]
             cut = cut_batch(
                 batch,
-                self._plan,
+                self._engine.roster.plan,
                 own,
                 self._position.epoch,
                 digest=self._engine.with_others,
@@ -637,7 +640,7 @@ class Trainer:
         return cut
 
     def _checked_batch(self, batch: ShardedBatch) -> ShardedBatch:
-        ours, theirs = self._plan, batch.plan
+        ours, theirs = self._engine.roster.plan, batch.plan
         if (theirs.shards, theirs.devices) != (ours.shards, ours.devices):
             raise ValueError(
                 f"the batch was cut for {theirs.shards} shards and {theirs.devices} devices, this "

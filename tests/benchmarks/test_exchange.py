@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from exchange import AMOUNTS, GLOO, Amount, Found, show, storage_of, summary
+from exchange import AMOUNTS, GLOO, Amount, Found, roster_of, show, storage_of, summary
 from measure import spread
 
 
@@ -23,8 +23,8 @@ def test_summary_compares_with_gloo_round_by_round() -> None:
 @pytest.mark.parametrize("amount", AMOUNTS, ids=lambda amount: amount.title)
 def test_storage_holds_the_amount_and_both_processes_add_up_some(amount: Amount) -> None:
     storage = storage_of(amount)
-    assert storage.trained.nbytes == amount.size_bytes
-    assert all(len(span) for span in storage.spans)
+    assert storage.gradients.nbytes == amount.size_bytes
+    assert all(len(span) for span in roster_of(storage).spans)
 
 
 def test_every_exchange_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

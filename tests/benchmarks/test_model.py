@@ -13,7 +13,8 @@ import model
 from model import Links, Run
 from onefold.core.flat import cut_chunks, cut_pieces, lay_out
 from onefold.core.head import StepHead
-from onefold.exchange.base import Board, BoardShape
+from onefold.core.storage import BoardShape
+from onefold.exchange.board import Board
 
 MEGABYTE = 10**6
 LINKS = Links(

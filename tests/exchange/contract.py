@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 
 from onefold.core.flat import FlatTensors, cut_pieces, lay_out
 from onefold.core.fold import Block, blocks_of, fold, fold_shards
+from onefold.core.roster import Roster
 from onefold.core.shard import Plan
-from onefold.exchange.base import Exchange, Start, Storage
-from onefold.exchange.collective import CollectiveExchange
+from onefold.core.storage import Storage
+from onefold.exchange.exchange import Exchange
 from onefold.exchange.group import join_group
 from onefold.exchange.mailbox import Mailbox
-from onefold.exchange.shared import SharedExchange
+from onefold.exchange.memory import Start
+from onefold.exchange.private import collective_exchange
+from onefold.exchange.shared import shared_exchange
 from onefold.run.world import current_world
 
 SHARDS = 7
@@ -44,8 +48,8 @@ def tensors() -> dict[str, torch.Tensor]:
 
 def storage(devices: int) -> Storage:
     trained = lay_out(tensors())
-    return Storage(
-        trained=trained,
+    return Storage.alike(
+        trained,
         other=lay_out({"frozen": torch.zeros(4)}),
         buffers=lay_out({name: torch.zeros(3).to(dtype) for name, dtype in BUFFERS.items()}),
         pieces=cut_pieces(trained, by_element=True),
@@ -81,7 +85,15 @@ def add(
     return [b if a is None else a if b is None else a + b for a, b in zip(left, right, strict=True)]
 
 
-def check_step(exchange: Exchange, sizes: Storage, own: range, step: int, plan: Plan) -> None:
+def roster(sizes: Storage, plan: Plan | None = None) -> Roster:
+    """That of a run's begin."""
+    plan = plan or Plan.even(shards=SHARDS, devices=sizes.devices)
+    return Roster.first([CPU] * sizes.devices, plan=plan, pieces=sizes.pieces)
+
+
+def check_step(
+    exchange: Exchange, sizes: Storage, own: range, step: int, plan: Plan, now: Roster
+) -> None:
     """Publish, collect, update and spread; compare with the fold done alone."""
     said = exchange.agree(step, bytes([own[0], step]))
     processes = [own[0]] if len(own) == plan.devices else range(plan.devices)
@@ -109,28 +121,37 @@ def check_step(exchange: Exchange, sizes: Storage, own: range, step: int, plan: 
     assert board.gave[:, 0].tolist() == list(plan.counts)
     for shard in range(SHARDS):
         assert board.buffer_rows[shard].views[0].tolist() == [float(shard)] * 3
-    expected = FlatTensors(sizes.trained)
+    expected = FlatTensors(sizes.gradients)
     expected.write(fold_shards([gradients(step, shard) for shard in range(SHARDS)], add))
     for device in own:
-        span = [sizes.pieces[i] for i in sizes.spans[device]]
+        span = [sizes.pieces[i] for i in now.spans[device]]
         for piece, total in zip(span, exchange.totals(device), strict=True):
             wanted = expected.piece(piece)
             assert total.shape == wanted.shape
             assert torch.equal(total + 0.0, wanted + 0.0)
-            exchange.trained[device].piece(piece).copy_(wanted)
+            exchange.memory.trained[device].piece(piece).copy_(wanted)
     exchange.spread()
     for device in own:
-        for mine, wanted in zip(exchange.trained[device].views, expected.views, strict=True):
+        for mine, wanted in zip(exchange.memory.trained[device].views, expected.views, strict=True):
             assert torch.equal(mine + 0.0, wanted + 0.0)
+
+
+def uneven_spans(first: Roster, turn: int) -> list[range]:
+    """Other spans for the same devices: nearly all for one of them, nothing for another."""
+    devices = len(first.devices)
+    cuts = [0, *([first.pieces - 2] * (devices - 1)), first.pieces]
+    if turn % 4 == 1:
+        cuts = [first.pieces - cut for cut in reversed(cuts)]
+    return [range(start, stop) for start, stop in pairwise(cuts)]
 
 
 def check_exchange(exchange: Exchange, sizes: Storage, begun: Start, own: range) -> None:
     """The whole contract."""
     devices = sizes.devices
     for device in own:
-        for view in exchange.trained[device].views:
+        for view in exchange.memory.trained[device].views:
             assert bool((view == 1).all()), "the lead's values become everybody's"
-        assert exchange.other[device].views[0].tolist() == [5.0] * 4
+        assert exchange.memory.other[device].views[0].tolist() == [5.0] * 4
     for view in begun.buffers.views:
         assert view.tolist() == [0] * 3, "the lead's buffers become everybody's"
     plans = [Plan.even(shards=SHARDS, devices=devices), Plan.even(shards=SHARDS, devices=devices)]
@@ -138,12 +159,21 @@ def check_exchange(exchange: Exchange, sizes: Storage, begun: Start, own: range)
         counts = [1] * devices
         counts[0], counts[-1] = SHARDS - devices + 2, 0
         plans += [Plan(tuple(counts)), Plan(tuple(reversed(counts))), plans[0]]
+    first = roster(sizes)
     for step, plan in enumerate(plans, start=1):
-        check_step(exchange, sizes, own, step, plan)
+        now = first.next(spans=uneven_spans(first, step)) if step % 2 else first
+        exchange.bind(now)
+        check_step(exchange, sizes, own, step, plan, now)
         rows = {d: torch.tensor([d, step / 3], dtype=torch.float64) for d in own}
-        assert exchange.share(rows).tolist() == [[d, step / 3] for d in range(devices)]
+        assert exchange.transport.share(rows).tolist() == [[d, step / 3] for d in range(devices)]
     long = {d: torch.full((300_000,), float(d), dtype=torch.float64) for d in own}
-    assert exchange.share(long).sum(dim=1).tolist() == [300_000.0 * d for d in range(devices)]
+    assert exchange.transport.share(long).sum(dim=1).tolist() == [
+        300_000.0 * d for d in range(devices)
+    ]
+    for longest in (0, 5, 70_000):
+        texts = {d: bytes([65 + d]) * (longest * d // devices) for d in own}
+        gathered = exchange.transport.gather_bytes(texts)
+        assert gathered == [bytes([65 + d]) * (longest * d // devices) for d in range(devices)]
     check_bytes(exchange, begun, own)
     exchange.close()
     exchange.close()
@@ -154,9 +184,9 @@ def check_bytes(exchange: Exchange, begun: Start, own: range) -> None:
     processes = exchange.board.shape.devices // len(own)
     leads = 0 in own
     for turn, nbytes in enumerate((10, 70_000, 0, 3_000_000)):
-        exchange.share({d: torch.zeros(1, dtype=torch.float64) for d in own})
-        exchange.room(nbytes)[:nbytes] = own[0] + turn
-        brought = exchange.bring()
+        exchange.transport.share({d: torch.zeros(1, dtype=torch.float64) for d in own})
+        exchange.transport.room(nbytes)[:nbytes] = own[0] + turn
+        brought = exchange.transport.bring()
         assert len(brought) == (processes if leads else 0)
         for number, memory in enumerate(brought):
             assert memory[:nbytes].tolist() == [number + turn] * nbytes
@@ -165,17 +195,17 @@ def check_bytes(exchange: Exchange, begun: Start, own: range) -> None:
         def make(number: int, nbytes: int = nbytes) -> torch.Tensor:
             return torch.full((nbytes + number,), number + 7, dtype=torch.uint8)
 
-        given = exchange.hand_out(make if leads else None)
+        given = exchange.transport.hand_out(make if leads else None)
         assert torch.equal(given[: nbytes + own[0]], make(own[0]))
-    for view in (*exchange.trained[own[0]].views, *exchange.other[own[0]].views):
+    for view in (*exchange.memory.trained[own[0]].views, *exchange.memory.other[own[0]].views):
         view.fill_(3.0 if leads else 4.0)
-    exchange.share({d: torch.zeros(1, dtype=torch.float64) for d in own})
+    exchange.transport.share({d: torch.zeros(1, dtype=torch.float64) for d in own})
     begun.buffers.views[0].fill_(3.0 if leads else 4.0)
     if leads:
-        for view in (*exchange.trained[0].views, *exchange.other[0].views):
+        for view in (*exchange.memory.trained[0].views, *exchange.memory.other[0].views):
             view.fill_(3.0)
-    exchange.follow_lead(begun.buffers)
-    for view in (*exchange.trained[own[0]].views, *exchange.other[own[0]].views):
+    exchange.memory.follow_lead(begun.buffers)
+    for view in (*exchange.memory.trained[own[0]].views, *exchange.memory.other[own[0]].views):
         assert bool((view == 3).all())
     assert begun.buffers.views[0].tolist() == [3.0] * 3
 
@@ -192,10 +222,10 @@ def check_one_launched(kind: str) -> str:
     exchange: Exchange
     if kind == "shared":
         mailbox = Mailbox(world.run_id, rank=world.rank, size=world.size, timeout_s=30)
-        exchange = SharedExchange(sizes, begun, mailbox)
+        exchange = shared_exchange(sizes, begun, mailbox, roster(sizes))
     else:
         joined = join_group(world, "cpu", world.size, timeout_s=30, trainer=0)
-        exchange = CollectiveExchange(sizes, begun, CPU, joined, timeout_s=30)
+        exchange = collective_exchange(sizes, begun, joined, roster(sizes), 30)
     check_exchange(exchange, sizes, begun, range(world.rank, world.rank + 1))
     if kind == "collective":
         dist.barrier()

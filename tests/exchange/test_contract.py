@@ -5,20 +5,15 @@ from __future__ import annotations
 import pytest
 
 import onefold
-from onefold.exchange.base import Exchange
-from onefold.exchange.local import LocalExchange, SoloExchange
-from tests.exchange.contract import CPU, check_exchange, check_launched, start, storage
+from onefold.exchange.local import local_exchange
+from tests.exchange.contract import check_exchange, check_launched, roster, start, storage
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3, 7])
 def test_devices_of_one_process(devices: int) -> None:
     sizes = storage(devices)
     begun = start(0, sizes)
-    exchange: Exchange
-    if devices == 1:
-        exchange = SoloExchange(sizes, begun, CPU)
-    else:
-        exchange = LocalExchange(sizes, begun, [CPU] * devices)
+    exchange = local_exchange(sizes, begun, roster(sizes))
     check_exchange(exchange, sizes, begun, range(devices))
 
 

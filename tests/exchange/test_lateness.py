@@ -14,7 +14,7 @@ from torch.distributed import HashStore
 
 from onefold.errors import PeerError, PeerLost, PeerTimeout
 from onefold.exchange import connections, lateness
-from onefold.exchange.collective import CollectiveExchange
+from onefold.exchange.collective import GroupTransport
 from onefold.exchange.connections import Connections, PeerWatch
 from onefold.exchange.lateness import Lateness
 
@@ -86,10 +86,10 @@ def test_nobody_is_late_because_of_an_answer_at_the_very_end(
     assert one.late() == []
 
 
-def waiting_device(store: HashStore, rank: int) -> CollectiveExchange:
+def waiting_device(store: HashStore, rank: int) -> GroupTransport:
     """As much of an exchange as explains an error, in step 7."""
-    exchange = object.__new__(CollectiveExchange)
-    exchange._rank, exchange._step, exchange._timeout_s = rank, 7, 600.0
+    exchange = object.__new__(GroupTransport)
+    exchange.rank, exchange.step, exchange._timeout_s = rank, 7, 600.0
     exchange._store, exchange._lateness = store, Lateness(store, rank, DEVICES)
     exchange._watch = PeerWatch({}, Connections(), exchange._lateness)
     return exchange

@@ -6,9 +6,8 @@ from typing import Any, cast
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from onefold.exchange.collective import _Moving, _Operation
+from onefold.exchange.collective import Moving, Operation
 
 
 class Work:
@@ -23,14 +22,14 @@ class Work:
         self._waited.append(self._name)
 
 
-def operations() -> list[_Operation]:
+def operations() -> list[Operation]:
     part = torch.zeros(1)
     return [
-        _Operation(dist.irecv, 1, part, None),
-        _Operation(dist.irecv, 1, part, 0),
-        _Operation(dist.irecv, 2, part, 0),
-        _Operation(dist.isend, 1, part, 0),
-        _Operation(dist.irecv, 1, part, 1),
+        Operation(False, 1, part, None),
+        Operation(False, 1, part, 0),
+        Operation(False, 2, part, 0),
+        Operation(True, 1, part, 0),
+        Operation(False, 1, part, 1),
     ]
 
 
@@ -41,11 +40,11 @@ def operations() -> list[_Operation]:
 def test_each_is_waited_for_once(names: list[str], after_first_chunk: list[str]) -> None:
     waited: list[str] = []
     works = cast(Any, [Work(name, waited) for name in names])
-    moving = _Moving(operations(), works)
+    moving = Moving(operations(), works)
     moving.wait_for(0)
     assert waited == after_first_chunk
     moving.wait_for(0)
     moving.wait_for(1)
-    moving.wait()
-    moving.wait()
+    moving.finish()
+    moving.finish()
     assert sorted(waited) == sorted(names)

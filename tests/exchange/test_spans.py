@@ -38,7 +38,8 @@ def test_span_memory_has_the_size_of_the_span_alone() -> None:
 
 def test_large_gradients_are_not_copied_but_for_what_others_see() -> None:
     layout, spans = model()
-    partial = Partial(FlatTensors(layout), visible=cut_chunks(layout, spans[1]))
+    partial = Partial(FlatTensors(layout))
+    partial.show(cut_chunks(layout, spans[1]))
     given = gradients(layout, 1.0)
     partial.write(given)
     flat = partial.flat

@@ -58,7 +58,7 @@ class Lead:
         rows = {
             n: torch.tensor([number], dtype=torch.float64, device=d) for n, d in devices.items()
         }
-        return float(self._engine.exchange.share(rows)[0])
+        return float(self._engine.exchange.transport.share(rows)[0])
 
     def wait_for(self, job: Background) -> None:
         """Until the lead has done a job; what that has raised is raised on the lead."""
@@ -99,17 +99,17 @@ class Lead:
         """As the exchange does, but one device after the other, while all hear that it is made.
 
         Args:
-            make: where the lead is; see `onefold.exchange.base.Courier.hand_out`.
+            make: where the lead is; see `onefold.exchange.transport.Courier.hand_out`.
         """
         exchange = self._engine.exchange
         if not self._engine.with_others:
-            return exchange.hand_out(make)
+            return exchange.transport.hand_out(make)
         mine = torch.empty(0, dtype=torch.uint8)
         for device in range(len(self._team.devices)):
             work = None if make is None else partial(make, device)
             made = self.do("reading the optimizer's state", work)
             part = None if made is None else partial(_part_for, device, made)
-            given = exchange.hand_out(part)
+            given = exchange.transport.hand_out(part)
             if device in self._team.own:
                 mine = given
         return mine

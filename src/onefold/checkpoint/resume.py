@@ -53,13 +53,13 @@ from onefold.core.finite import first_not_finite, names_with_nan
 from onefold.core.head import Call
 from onefold.core.jsonvalue import from_bytes, from_json, to_bytes, to_json
 from onefold.core.names import own_name
+from onefold.core.settings import Settings
 from onefold.core.team import Team
-from onefold.engine.assembly import Settings
 from onefold.engine.engine import Engine
-from onefold.engine.optimizerstate import check_saved, join, pack, take_apart, unpack
+from onefold.engine.optimizerstate import check_saved, join, pack, packed, take_apart, unpack
 from onefold.engine.schedule import check_state, read_schedule, write_schedule
 from onefold.errors import CheckpointError, StateError
-from onefold.exchange.base import roomy
+from onefold.exchange.transport import roomy
 from onefold.reading.position import PROMISES, Position, check_same
 
 __all__ = ["Checkpoint", "Checkpoints", "Keeping"]
@@ -182,8 +182,8 @@ class Checkpoints:
         self._engine.check_last_step()
         self._wait_until_written()  # what lies in everybody's rooms
         self._refuse_not_finite()
-        pack(self._engine.update.states(), self._engine.exchange.room)
-        brought = self._engine.exchange.bring()
+        pack(self._engine.update.states(), self._engine.exchange.transport.room)
+        brought = self._engine.exchange.transport.bring()
         self.lost = False
         if self._lead.is_here:
             model = copy_model(self._module, self._room)
@@ -386,7 +386,7 @@ class Checkpoints:
         """In the background, from copies alone."""
         storage = self._engine.update.storage
         states = chain.from_iterable(map(unpack, rooms))
-        joined = join(states, storage.pieces, storage.trained)
+        joined = join(states, storage.pieces, storage.masters)
         record["optimizer"] |= {"tensors": joined.keys, "other_state": joined.values}
         saved, rest = model.parts()
         files = {"model.safetensors": saved, "optimizer.safetensors": joined.tensors}
@@ -430,7 +430,7 @@ class Checkpoints:
 
     def _agree_on(self, told: Callable[[int], torch.Tensor] | None) -> StoredCheckpoint | None:
         """What the lead has found; if that is an error, all raise it alike."""
-        said, _ = from_bytes(self._engine.exchange.hand_out(told))
+        said, _ = from_bytes(self._engine.exchange.transport.hand_out(told))
         if said is None:
             return None
         if "error" in said:
@@ -471,7 +471,7 @@ class Checkpoints:
                 run["optimizer"]["tensors"],
                 lambda name: saved.kind_of(name) if name in saved.names else None,
                 storage.pieces,
-                storage.trained,
+                storage.masters,
             )
         except ValueError as error:
             raise CheckpointError(str(error)) from error
@@ -480,7 +480,7 @@ class Checkpoints:
         self._engine.replicas[0].buffers.absorb()
         fill = None if files is None else partial(files.model.fill, self._module)
         self._lead.do("reading a model", fill)
-        self._engine.exchange.follow_lead(self._engine.replicas[0].buffers.flat)
+        self._engine.exchange.memory.follow_lead(self._engine.replicas[0].buffers.flat)
         self._engine.model_loaded()
 
     def _take_optimizer(
@@ -505,23 +505,16 @@ class Checkpoints:
         """What the process whose first device this is needs of the optimizer's state."""
         storage = self._engine.update.storage
         devices = self._team.own if first in self._team.own else (first,)
-        owned = chain.from_iterable(storage.spans[device] for device in devices)
+        owned = chain.from_iterable(self._engine.roster.spans[device] for device in devices)
         states = take_apart(
             saved["tensors"],
             saved["other_state"],
             files.optimizer.read,
             owned,
             storage.pieces,
-            storage.trained,
+            storage.masters,
         )
-        memory: list[torch.Tensor] = []
-
-        def room(nbytes: int) -> torch.Tensor:
-            memory.append(torch.empty(nbytes, dtype=torch.uint8))
-            return memory[0]
-
-        pack(list(states), room)
-        return memory[0]
+        return packed(list(states))
 
     def _check_fingerprint(self, stored: StoredCheckpoint) -> None:
         now = fingerprint_of(tensor_digests(named_tensors(self._module)))

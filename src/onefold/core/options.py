@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from onefold.core.seconds import check_seconds
+from onefold.core.numbers import check_seconds
 
 __all__ = ["DEFAULT_GRACE_S", "DEFAULT_TIMEOUT_S", "ExchangeName", "RunOptions"]
 

@@ -25,6 +25,12 @@ class Team:
     """Counts the trainers of a script, from 0."""
 
     @property
+    def hosts(self) -> tuple[int, ...]:
+        """Number of each device's host; ranks of a host follow one another."""
+        here = self.world.local_size if self.world.launcher == "torch" else len(self.devices)
+        return tuple(number // max(1, here) for number in range(len(self.devices)))
+
+    @property
     def own_devices(self) -> dict[int, torch.device]:
         """This process's devices by number."""
         return {number: self.devices[number] for number in self.own}

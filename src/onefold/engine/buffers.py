@@ -21,7 +21,7 @@ from onefold.core.batch import ShardedBatch
 from onefold.core.flat import FlatTensors, Layout, lay_out, same_bits
 from onefold.core.fold import fold_shards
 from onefold.errors import StateError
-from onefold.exchange.base import Board
+from onefold.exchange.board import Board
 
 __all__ = ["BufferPlaces", "BufferRule", "BufferSet"]
 

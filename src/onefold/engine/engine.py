@@ -17,18 +17,22 @@ from onefold.core.fold import fold_shards
 from onefold.core.head import Call, Said, StepHead, checksum, read_said
 from onefold.core.jsonvalue import from_bytes, to_bytes
 from onefold.core.randomness import kept_generators
+from onefold.core.roster import Roster
+from onefold.core.settings import Settings
 from onefold.core.shard import Plan
 from onefold.core.weights_of_step import StepWeight, total_weight
 from onefold.engine.gradients import Gradients
 from onefold.engine.guard import Samples, Turns, ValueGuard
 from onefold.engine.kernels import Compilers, repeatable_kernels
 from onefold.engine.modes import evaluating
+from onefold.engine.optimizerstate import pack, packed, unpack
 from onefold.engine.outside import OutsideModules
 from onefold.engine.replica import LossFunction, Replica, ShardTask, Weighed
 from onefold.engine.settings import GroupSettings
 from onefold.engine.update import SpanOptimizer
 from onefold.errors import DisagreementError, LossError, StateError
-from onefold.exchange.base import Board, Exchange
+from onefold.exchange.board import Board
+from onefold.exchange.exchange import Exchange
 from onefold.watch.timing import Span
 
 __all__ = ["Engine", "Outcome", "plan_number"]
@@ -54,11 +58,10 @@ class Engine:
     Args:
         replicas: of this process's devices.
         exchange: with all devices.
+        roster: who takes part.
         update: the optimizer on this process's spans.
         loss: of one shard.
-        seed: of the run.
-        clip_norm: the largest norm of the whole gradient, or None.
-        deterministic: whether kernels that do not repeat their bits are refused.
+        settings: of the run.
         frozen: parameters that must go on being frozen, by name.
     """
 
@@ -67,20 +70,21 @@ class Engine:
         *,
         replicas: Sequence[Replica],
         exchange: Exchange,
+        roster: Roster,
         update: SpanOptimizer,
         loss: LossFunction,
-        seed: int,
-        clip_norm: float | None,
-        deterministic: bool,
+        settings: Settings,
         frozen: Mapping[str, torch.nn.Parameter],
     ) -> None:
         self.replicas = replicas
         self.exchange = exchange
-        self.seed = seed
+        self.roster = roster
+        """Who takes part; `bind` sets it."""
+        self.seed = settings.seed
         self.update = update
         self._loss = loss
-        self._clip_norm = clip_norm
-        self._deterministic = deterministic
+        self._clip_norm = settings.clip_norm
+        self._deterministic = settings.deterministic
         self._frozen = frozen
         first = replicas[0]
         self._parts = first.parts
@@ -100,6 +104,29 @@ class Engine:
         self._torn = False
         self.gradient_ready: Callable[[float], None] | None = None
         """Called before clipping and update with the weight that the gradient is divided by."""
+
+    def bind(self, roster: Roster) -> None:
+        """Follow the next roster; called on all devices, between two steps.
+
+        The optimizer's state of the pieces that change hands travels through the lead's process,
+        which holds it for a moment.
+        """
+        before, self.roster = self.roster, roster
+        if roster.spans == before.spans:
+            return
+        moving = {n for n in range(before.pieces) if before.owner_of(n) != roster.owner_of(n)}
+        transport, leads = self.exchange.transport, self.replicas[0].number == 0
+        pack([s for s in self.update.states() if s.piece in moving], transport.room)
+        brought = [state for memory in transport.bring() for state in unpack(memory)]
+
+        def make(device: int) -> torch.Tensor:
+            devices = {device} if self.with_others else set(range(len(roster.devices)))
+            return packed([s for s in brought if roster.owner_of(s.piece) in devices])
+
+        given = transport.hand_out(make if leads else None)
+        self.update.bind(roster)
+        self.update.adopt_states(unpack(given))
+        self.exchange.bind(roster)
 
     @property
     def with_others(self) -> bool:
@@ -244,7 +271,7 @@ class Engine:
         Args:
             step: those done, and one.
         """
-        private = self.exchange.one_memory and self.replicas[0].number != 0
+        private = self.exchange.memory.is_common and self.replicas[0].number != 0
         try:
             if private:
                 # What this process writes is its own; copied before anybody may write.
@@ -269,7 +296,7 @@ class Engine:
             self.agree(Call.CHANGED, step)
         finally:
             self._changing = False
-        self.exchange.follow_lead(first.buffers.flat)
+        self.exchange.memory.follow_lead(first.buffers.flat)
         if self.with_others:
             self._settings.adopt(self._settings_of_lead())
         self._give_to_others()
@@ -282,7 +309,9 @@ class Engine:
         def make(device: int) -> torch.Tensor:
             return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
-        said: list[dict[str, Any]] = from_bytes(self.exchange.hand_out(make if leads else None))[0]
+        said: list[dict[str, Any]] = from_bytes(
+            self.exchange.transport.hand_out(make if leads else None)
+        )[0]
         return said
 
     def check_last_step(self) -> None:
@@ -434,7 +463,9 @@ class Engine:
                 table[shard] = torch.tensor(values, dtype=torch.float64)
             rows[replica.number] = table.flatten().to(replica.device)
         # A shard has one device: adding zeros is exact.
-        shared: list[list[float]] = self.exchange.share(rows).sum(dim=0).view(shards, -1).tolist()
+        shared: list[list[float]] = (
+            self.exchange.transport.share(rows).sum(dim=0).view(shards, -1).tolist()
+        )
         return shared
 
     def _refuse_writing(self, step: int) -> None:
@@ -505,7 +536,7 @@ class Engine:
             given = [g for g in self._gradients if g is not None]
             norm = torch.nn.utils.get_total_norm(given) if given else torch.zeros(())
         else:
-            norms = self.exchange.share(self.update.squared_norms())
+            norms = self.exchange.transport.share(self.update.squared_norms())
             norm = norms.sum(dim=0).sum().sqrt()  # a piece has one owner: adding zeros is exact
         self.update.scale((clip_norm / (norm + 1e-6)).clamp(max=1.0))
 
@@ -541,13 +572,13 @@ class Engine:
 
     def _look_at_values(self, *, due: bool) -> tuple[int, int]:
         """A parameter that was changed since the call before, and a checksum of what there is."""
-        of_all = not self.exchange.one_memory  # else all have the same parameters
+        of_all = not self.exchange.memory.is_common  # else all have the same parameters
         return self._guard.look(also=self._buffer_samples, due=due, of_all=of_all)
 
     def _words_of_change(self, said: Said, head: StepHead) -> str:
         device, changed = next((n, c) for n, c in enumerate(said.changed) if c)
         who = f"device {device}"
-        if self.exchange.one_memory and changed > len(self._parts.named):
+        if self.exchange.memory.is_common and changed > len(self._parts.named):
             who = "a device"  # which of them wrote to the common memory cannot be seen
         return (
             f"step {head.step}, {Call(head.call).words}: {self._guard.name_of(changed)} changed "

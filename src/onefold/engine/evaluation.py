@@ -17,7 +17,7 @@ from onefold.core.randomness import derive_seed, seed_generators
 from onefold.engine.engine import Engine, plan_number
 from onefold.engine.replica import Replica
 from onefold.errors import DisagreementError, LossError
-from onefold.exchange.base import Exchange
+from onefold.exchange.exchange import Exchange
 
 __all__ = ["DataCall", "ScoreFunction", "agree_on_lines", "evaluate", "values_of_shard"]
 
@@ -183,7 +183,7 @@ def _combine(exchange: Exchange, tallies: dict[int, _Tally], shards: int) -> dic
     names = agree_on_lines(exchange, {number: t.names for number, t in tallies.items()})
     tables = {number: tally.table(shards, len(names)) for number, tally in tallies.items()}
     shape = next(iter(tables.values())).shape
-    rows = exchange.share({number: table.flatten() for number, table in tables.items()})
+    rows = exchange.transport.share({number: table.flatten() for number, table in tables.items()})
     table = rows.cpu().sum(dim=0).view(shape)  # a shard has one device: adding zeros is exact
     by_batch = fold_shards(list(table.unbind(dim=1)), torch.add)  # (batches, names, 2)
     totals = fold_shards(list(by_batch.unbind(dim=0)), torch.add)
@@ -206,19 +206,10 @@ def agree_on_lines(exchange: Exchange, own: dict[int, list[str]]) -> list[str]:
         DisagreementError: two devices say something else.
     """
     texts = {number: "\n".join(names).encode() for number, names in own.items()}
-    lengths = exchange.share(
-        {number: torch.tensor([float(len(t))], dtype=torch.float64) for number, t in texts.items()}
-    )
-    longest = int(lengths.max())
-    if not longest:
-        return []
-    padded = {
-        n: torch.tensor(list(t.ljust(longest, b"\0")), dtype=torch.float64)
-        for n, t in texts.items()
-    }
-    rows = exchange.share(padded).cpu().to(torch.uint8)
-    said = [bytes(row.tolist()).rstrip(b"\0").decode() for row in rows]
+    said = [text.decode() for text in exchange.transport.gather_bytes(texts)]
     spoken = [text for text in said if text]
+    if not spoken:
+        return []
     for number, text in enumerate(said):
         if text and text != spoken[0]:
             raise DisagreementError(

@@ -25,6 +25,7 @@ __all__ = [
     "is_by_element",
     "join",
     "pack",
+    "packed",
     "take_apart",
     "unpack",
 ]
@@ -105,6 +106,18 @@ def pack(states: Sequence[PieceState], room: Callable[[int], torch.Tensor]) -> N
             nbytes = state.value.numel() * state.value.element_size()
             target = memory[place : place + nbytes].view(state.value.dtype)
             target.view(state.value.shape).copy_(state.value)
+
+
+def packed(states: Sequence[PieceState]) -> torch.Tensor:
+    """States in new memory on the host: (k,) uint8, see `pack`."""
+    made: list[torch.Tensor] = []
+
+    def room(nbytes: int) -> torch.Tensor:
+        made.append(torch.empty(nbytes, dtype=torch.uint8))
+        return made[0]
+
+    pack(states, room)
+    return made[0]
 
 
 def unpack(memory: torch.Tensor) -> Iterator[PieceState]:

@@ -16,7 +16,7 @@ from onefold.engine.engine import Engine
 from onefold.engine.evaluation import DataCall, ScoreFunction, agree_on_lines, values_of_shard
 from onefold.engine.replica import Replica
 from onefold.errors import DisagreementError, LossError
-from onefold.exchange.base import Exchange
+from onefold.exchange.exchange import Exchange
 
 __all__ = ["gather", "predict"]
 
@@ -88,7 +88,7 @@ def gather(exchange: Exchange, own: Mapping[int, Mapping[str, float]]) -> list[d
         number: torch.tensor([values[name] for name in names], dtype=torch.float64)
         for number, values in own.items()
     }
-    return [dict(zip(names, row, strict=True)) for row in exchange.share(rows).tolist()]
+    return [dict(zip(names, row, strict=True)) for row in exchange.transport.share(rows).tolist()]
 
 
 class _Rows:
@@ -138,15 +138,13 @@ def _join_batch(
 ) -> dict[str, torch.Tensor]:
     """One batch's values of all its samples, by column."""
     counts = _samples_of_devices(samples, plan)
-    longest = max(counts) * sum(_nbytes(column) for column in columns)
-    length = -(-longest // _NUMBER_BYTES) * _NUMBER_BYTES
-    padded = {}
-    for device, rows in own.items():
-        memory = torch.zeros(length, dtype=torch.uint8)
-        message = rows.message(number, columns)
-        memory[: len(message)] = message
-        padded[device] = memory.view(torch.float64)
-    messages = exchange.share(padded).cpu().view(torch.uint8)
+    texts = {
+        device: rows.message(number, columns).numpy().tobytes() for device, rows in own.items()
+    }
+    messages = [
+        torch.frombuffer(bytearray(text or b"\0"), dtype=torch.uint8)
+        for text in exchange.transport.gather_bytes(texts)
+    ]
     return {
         column: torch.cat(
             [

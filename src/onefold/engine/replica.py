@@ -35,7 +35,7 @@ from onefold.engine.gradients import (
 from onefold.engine.losswatch import LossWatch
 from onefold.engine.modes import Modes
 from onefold.errors import GradientError, StateError
-from onefold.exchange.base import Exchange
+from onefold.exchange.exchange import Exchange
 from onefold.watch.timing import Stopwatch
 
 __all__ = ["LossFunction", "ModelParts", "Replica", "ShardTask", "Weighed"]

@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
-from onefold.core.flat import Layout, Piece, laid_out, storage_order
+from onefold.core.flat import FlatTensors, Layout, Piece, laid_out, storage_order
+from onefold.core.roster import Roster
+from onefold.core.storage import Storage
 from onefold.engine.optimizerstate import PieceState, is_by_element
-from onefold.exchange.base import Storage
 
 __all__ = ["OwnedPiece", "SpanOptimizer", "check_optimizer", "updates_by_element"]
 
@@ -117,39 +118,61 @@ class SpanOptimizer:
 
     Args:
         optimizer: the user's own, already checked.
-        owned: this process's pieces.
+        users: the user's own parameters, in the order of the layouts.
         storage: the sizes.
-        devices: this process's devices by number.
+        memory: of the parameters on each device of this process, by its number.
+        roster: who updates what.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        owned: Sequence[OwnedPiece],
+        users: Sequence[torch.nn.Parameter],
         storage: Storage,
-        devices: Mapping[int, torch.device],
+        memory: Mapping[int, FlatTensors],
+        roster: Roster,
     ) -> None:
         self.optimizer = optimizer
-        self.owned = owned
-        """This process's pieces."""
-        self._values = [item.values for item in owned]
-        self._entries = [item.piece.entry for item in owned]
         self.storage = storage
-        self._devices = devices
-        group_of = {
+        self.owned: list[OwnedPiece] = []
+        """This process's pieces."""
+        self._users = users
+        self._memory = memory
+        self._group_of = {
             id(parameter): number
             for number, group in enumerate(optimizer.param_groups)
             for parameter in group["params"]
         }
         self._held = [list(group["params"]) for group in optimizer.param_groups]
-        self._divided: list[list[torch.Tensor]] = [[] for _ in optimizer.param_groups]
-        for item in owned:
-            self._divided[group_of[id(item.parameter)]].append(item.values)
         _taken.add(optimizer)
         self._stepping = False
-        self._divide_state(storage.trained)
+        self.bind(roster)
+        self._divide_state(storage.masters)
         self._explain_state_dict()
         self._refuse_own_steps()
+
+    def bind(self, roster: Roster) -> None:
+        """Follow a roster; the state of pieces that leave is dropped, see `adopt_states`."""
+        before = {(item.device, item.number): item for item in self.owned}
+        places = [(d, number) for d in self._memory for number in roster.spans[d]]
+        self.owned = [
+            before.pop(place) if place in before else self._own_piece(*place) for place in places
+        ]
+        for item in before.values():
+            self.optimizer.state.pop(item.values, None)
+        self._values = [item.values for item in self.owned]
+        self._entries = [item.piece.entry for item in self.owned]
+        self._divided: list[list[torch.Tensor]] = [[] for _ in self.optimizer.param_groups]
+        for item in self.owned:
+            self._divided[self._group_of[id(item.parameter)]].append(item.values)
+
+    def _own_piece(self, device: int, number: int) -> OwnedPiece:
+        piece = self.storage.pieces[number]
+        user = self._users[piece.entry]
+        values: torch.Tensor = self._memory[device].piece(piece)
+        if piece.whole:  # the user's own on the first device, stand-ins on the others
+            values = user if device == next(iter(self._memory)) else torch.nn.Parameter(values)
+        return OwnedPiece(number, device, piece, user, values)
 
     def take(
         self, totals: Sequence[torch.Tensor | None], gave: Sequence[int], *, shards: int
@@ -201,9 +224,10 @@ class SpanOptimizer:
             gradient = item.values.grad
             if gradient is not None:
                 row[item.number] = torch.linalg.vector_norm(gradient).double().square()
-        for number, device in self._devices.items():
+        for number, flat in self._memory.items():
             rows.setdefault(
-                number, torch.zeros(len(self.storage.pieces), dtype=torch.float64, device=device)
+                number,
+                torch.zeros(len(self.storage.pieces), dtype=torch.float64, device=flat.device),
             )
         return rows
 
@@ -240,10 +264,19 @@ class SpanOptimizer:
         return found
 
     def take_states(self, states: Iterable[PieceState]) -> None:
-        """Put states in place of those there are.
+        """Put states in place of all there are.
 
         Args:
             states: of the owned pieces; tensors are copied.
+        """
+        self._forget()
+        self.adopt_states(states)
+
+    def adopt_states(self, states: Iterable[PieceState]) -> None:
+        """Take the states of pieces that have none yet.
+
+        Args:
+            states: of owned pieces; tensors are copied.
         """
         owned = {item.number: item for item in self.owned}
         found: dict[torch.Tensor, dict[str, Any]] = {}
@@ -258,7 +291,6 @@ class SpanOptimizer:
             elif isinstance(value, torch.Tensor):
                 value = value.to(self._home(state.key, values), copy=True)
             found.setdefault(values, {})[state.key] = value
-        self._forget()
         self.optimizer.state.update(found)
 
     def _forget(self) -> None:

@@ -1,59 +1,67 @@
-"""Exchange between the devices of one process: copies, and nothing to wait for."""
+"""Memory of a process that drives all devices: copies between them, and nothing to wait for."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from onefold.core.flat import FlatTensors, Piece, storage_order
+from onefold.core.flat import Chunk, FlatTensors, cut_chunks
 from onefold.core.fold import Published
+from onefold.core.roster import Roster
 from onefold.core.shard import Plan
-from onefold.exchange.base import Board, LoneExchange, Start, Storage
-from onefold.exchange.spans import Partial, SpanFold
+from onefold.core.storage import Storage
+from onefold.exchange.board import Board
+from onefold.exchange.exchange import Exchange
+from onefold.exchange.memory import Arrivals, Memory, Start
+from onefold.exchange.spans import AsGiven, Partial, Spanned
+from onefold.exchange.transport import Alone
 
-__all__ = ["LocalExchange", "SoloExchange"]
+__all__ = ["DevicesMemory", "OneDeviceMemory", "local_exchange"]
 
 
-class SoloExchange(LoneExchange):
+def local_exchange(storage: Storage, start: Start, roster: Roster) -> Exchange:
+    """The exchange of a process that drives all devices of the roster."""
+    first = roster.devices[0]
+    memory: Memory = (
+        OneDeviceMemory(storage, start, first)
+        if len(roster.devices) == 1
+        else DevicesMemory(storage, start, roster.devices)
+    )
+    return Exchange(storage, memory, Alone(first), roster)
+
+
+class OneDeviceMemory(Memory):
     """One device: the gradients are used where backward left them."""
 
     def __init__(self, storage: Storage, start: Start, device: torch.device) -> None:
         self.trained, self.other = _own_flats(storage, start, [device])
-        self._pieces = storage.pieces
-        self._gradients: Sequence[torch.Tensor | None] = ()
-        self._entries = storage.trained.entries
         self.board = Board.private(storage.board, device)
+        self._given = AsGiven(storage.gradients)
+
+    def bind(self, roster: Roster) -> None:
+        pass  # the device owns every span
+
+    def follow_lead(self, buffers: FlatTensors) -> None:
+        pass  # it is the lead
 
     def publish(self, device: int, slot: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        self._gradients = gradients
+        self._given.gradients = gradients
 
-    def collect(self, plan: Plan) -> None:
-        pass  # all there is lies here already
+    def collect(self, plan: Plan) -> Arrivals | None:
+        return None
 
-    def totals(self, device: int) -> Sequence[torch.Tensor | None]:
-        return [self._total(piece) for piece in self._pieces]
+    def partial(self, place: Published) -> Spanned:
+        return self._given
 
-    def _total(self, piece: Piece) -> torch.Tensor | None:
-        gradient = self._gradients[piece.entry]
-        if gradient is None or piece.whole:
-            return gradient
-        entry = self._entries[piece.entry]
-        if gradient.stride() != entry.stride:
-            moved = torch.empty_strided(
-                entry.shape, entry.stride, dtype=gradient.dtype, device=gradient.device
-            )
-            gradient = moved.copy_(gradient)
-        return storage_order(gradient)[piece.start : piece.stop]
+    def hand_on(self) -> None:
+        pass  # the device owns every span
 
-    def share(self, rows: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        return rows[0].unsqueeze(0)
-
-    def spread(self) -> None:
-        self._gradients = ()
+    def release(self) -> None:
+        self._given.gradients = ()
 
 
-class LocalExchange(LoneExchange):
+class DevicesMemory(Memory):
     """Several devices driven by one process, each with flat memory of its own.
 
     Args:
@@ -64,42 +72,47 @@ class LocalExchange(LoneExchange):
 
     def __init__(self, storage: Storage, start: Start, devices: Sequence[torch.device]) -> None:
         self.trained, self.other = _own_flats(storage, start, devices)
+        self.board = Board.private(storage.board, devices[0])
         self._storage = storage
         self._devices = devices
         self._partials: dict[Published, Partial] = {}
-        spans = [[storage.pieces[i] for i in span] for span in storage.spans]
-        self._folds = [SpanFold(storage.trained, span, storage.shards) for span in spans]
-        self.board = Board.private(storage.board, devices[0])
+        self._chunks: dict[int, list[Chunk]] = {}
 
-    def _slot(self, place: Published) -> Partial:
+    def bind(self, roster: Roster) -> None:
+        pieces = self._storage.pieces
+        self._chunks = {
+            owner: cut_chunks(self._storage.parameters, [pieces[number] for number in span])
+            for owner, span in enumerate(roster.spans)
+        }
+
+    def follow_lead(self, buffers: FlatTensors) -> None:
+        pass  # copies of the first device's model follow it at the next step
+
+    def publish(self, device: int, slot: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        self.partial(Published(device, slot)).write(gradients)
+
+    def collect(self, plan: Plan) -> Arrivals | None:
+        return None
+
+    def partial(self, place: Published) -> Partial:
         """The memory of one partial sum; a plan that has many blocks makes more of them."""
         if place not in self._partials:
             device = self._devices[place.device]
-            self._partials[place] = Partial.private(self._storage.trained, device)
+            self._partials[place] = Partial.private(self._storage.gradients, device)
         return self._partials[place]
 
-    def publish(self, device: int, slot: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        self._slot(Published(device, slot)).write(gradients)
+    def home(self, device: int) -> FlatTensors | None:
+        one_memory = self._devices[device].type == "cpu"
+        return None if one_memory else self.partial(Published(device, 0)).flat
 
-    def collect(self, plan: Plan) -> None:
-        for number, span_fold in enumerate(self._folds):
-            one_memory = self._devices[number].type == "cpu"
-            home = None if one_memory else self._slot(Published(number, 0)).flat
-            span_fold.fold(plan, self._slot, home=home)
-
-    def totals(self, device: int) -> Sequence[torch.Tensor | None]:
-        return self._folds[device].totals
-
-    def share(self, rows: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        return torch.stack([rows[number].to(self._devices[0]) for number in sorted(rows)])
-
-    def spread(self) -> None:
-        for owner, span_fold in enumerate(self._folds):
+    def hand_on(self) -> None:
+        for owner, chunks in self._chunks.items():
             source = self.trained[owner]
             for receiver, parameters in self.trained.items():
-                for chunk in span_fold.chunks if receiver != owner else ():
+                for chunk in chunks if receiver != owner else ():
                     parameters.chunk(chunk).copy_(source.chunk(chunk), non_blocking=True)
-            span_fold.release()
+
+    def release(self) -> None:
         for partial in self._partials.values():
             partial.release()
 
@@ -110,7 +123,7 @@ def _own_flats(
     """The start values in flat memory of each device: trained parameters, and other ones."""
     trained, other = (
         {number: FlatTensors(layout, device=device) for number, device in enumerate(devices)}
-        for layout in (storage.trained, storage.other)
+        for layout in (storage.parameters, storage.other)
     )
     for number in trained:
         trained[number].write(start.trained)

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from onefold.errors import DisagreementError, OnefoldError, PeerFailed, PeerLost, PeerTimeout
-from onefold.exchange.base import LEFT
+from onefold.exchange.transport import LEFT
 from onefold.system.process import LOOK_S, Stillness
 
 __all__ = ["Mailbox"]

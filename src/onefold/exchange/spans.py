@@ -16,11 +16,11 @@ from typing import Protocol
 
 import torch
 
-from onefold.core.flat import Chunk, FlatTensors, Layout, Piece, cut_chunks, storage_order
+from onefold.core.flat import Chunk, FlatTensors, Layout, Piece, cut_chunks, laid_out, storage_order
 from onefold.core.fold import Block, Published, fold, published_by
 from onefold.core.shard import Plan
 
-__all__ = ["Partial", "SpanFold", "SpanTensors", "Spanned"]
+__all__ = ["AsGiven", "Partial", "SpanFold", "SpanTensors", "Spanned"]
 
 
 class Spanned(Protocol):
@@ -29,8 +29,11 @@ class Spanned(Protocol):
     def chunk(self, chunk: Chunk) -> torch.Tensor:
         """(stop - start,) view."""
 
-    def piece(self, piece: Piece) -> torch.Tensor:
-        """A view of one piece: in the entry's shape if it is whole, else (numel,)."""
+    def piece(self, piece: Piece) -> torch.Tensor | None:
+        """A view of one piece: in the entry's shape if it is whole, else (numel,).
+
+        None is allowed where nothing was added up.
+        """
 
 
 class SpanTensors:
@@ -76,12 +79,11 @@ class Partial:
 
     Args:
         flat: room for all of them.
-        visible: chunks that others read in ``flat``, so that they must be there.
     """
 
-    def __init__(self, flat: FlatTensors, visible: Sequence[Chunk] = ()) -> None:
+    def __init__(self, flat: FlatTensors) -> None:
         self.flat = flat
-        self._visible = [chunk for chunk in visible if chunk.entry is not None]
+        self._visible: list[Chunk] = []
         self._large = [n for n in range(len(flat.views)) if flat.layout.is_large(n)]
         self._direct: dict[int, torch.Tensor] = {}
 
@@ -94,6 +96,10 @@ class Partial:
         """
         memory = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
         return cls(FlatTensors(layout, memory=memory))
+
+    def show(self, visible: Sequence[Chunk]) -> None:
+        """Have these chunks lie in ``flat`` from now on, where others read them."""
+        self._visible = [chunk for chunk in visible if chunk.entry is not None]
 
     def write(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Take one tensor for each entry; None stands for zeros."""
@@ -130,6 +136,32 @@ class Partial:
         self._direct = {}
 
 
+class AsGiven:
+    """Gradients where backward left them, read by nobody but the device that computed them.
+
+    Args:
+        layout: of the gradients.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self._entries = layout.entries
+        self.gradients: Sequence[torch.Tensor | None] = ()
+        """One for each entry; None for none."""
+
+    def chunk(self, chunk: Chunk) -> torch.Tensor:
+        """Never asked for: there is nothing to add."""
+        raise TypeError("expected a single partial sum, which is added to nothing")
+
+    def piece(self, piece: Piece) -> torch.Tensor | None:
+        """A view of one piece: in the entry's shape if it is whole, else (numel,)."""
+        gradient = self.gradients[piece.entry]
+        if gradient is None or piece.whole:
+            return gradient
+        return storage_order(laid_out(gradient, self._entries[piece.entry].stride))[
+            piece.start : piece.stop
+        ]
+
+
 class SpanFold:
     """The owner's part of the fold: adds the published partial sums over one span.
 
@@ -146,8 +178,8 @@ class SpanFold:
         self.chunks = cut_chunks(layout, span)
         self._span = span
         self._shards = shards
-        self.totals: list[torch.Tensor] = []
-        """One tensor for each piece of the span, shaped as the piece."""
+        self.totals: list[torch.Tensor | None] = []
+        """One tensor for each piece of the span, shaped as the piece; None for none."""
 
     def fold(
         self,
@@ -165,8 +197,11 @@ class SpanFold:
             home: where the total goes, if it cannot stay where the leftmost partial sum lies.
             arrived: waits until the chunk of a number is there.
         """
-        memories = {block: memory(at) for block, at in published_by(plan).items()}
-        for number, chunk in enumerate(self.chunks):
+        published = published_by(plan)
+        memories = {block: memory(at) for block, at in published.items()}
+        # A single partial sum that is here and may stay where it lies is the total already.
+        nothing_to_do = len(published) == 1 and arrived is None and home is None
+        for number, chunk in enumerate(() if nothing_to_do else self.chunks):
             if arrived is not None:
                 arrived(number)
             parts = {block: partial.chunk(chunk) for block, partial in memories.items()}
@@ -175,7 +210,7 @@ class SpanFold:
             total = fold(parts.get, Block(0, self._shards), _add_in_place)
             if home is not None and total.data_ptr() != home.chunk(chunk).data_ptr():
                 home.chunk(chunk).copy_(total)
-        source = memories[min(memories)] if home is None else home
+        source: Spanned = memories[min(memories)] if home is None else home
         self.totals = [source.piece(piece) for piece in self._span]
 
     def release(self) -> None:

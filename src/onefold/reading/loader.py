@@ -26,6 +26,7 @@ from torch.utils.data import (
 )
 
 from onefold.core.batch import DataPass, ShardedBatch
+from onefold.core.numbers import check_whole
 from onefold.core.randomness import (
     derive_seed,
     kept_generators,
@@ -136,8 +137,8 @@ class Loader:
         digest: bool = False,
     ) -> None:
         _check_dataset(dataset)
-        _check_count("batch_size", batch_size, least=1)
-        _check_count("workers", workers, least=0)
+        check_whole("batch_size", batch_size, least=1, most=2**63)
+        check_whole("workers", workers, least=0, most=2**63)
         if workers:
             _check_temporary_path(workers)
         if collate is not None and not callable(collate):
@@ -500,10 +501,3 @@ def _checked_lengths(lengths: Sequence[int], samples: int, shuffle: bool) -> tor
 
 def _digest(lengths: torch.Tensor) -> str:
     return hashlib.blake2b(lengths.numpy().tobytes(), digest_size=8).hexdigest()
-
-
-def _check_count(name: str, value: int, *, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"expected {name} to be a whole number, got {value!r}")
-    if value < least:
-        raise ValueError(f"expected {name} of at least {least}, got {value}")

@@ -35,8 +35,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from onefold.core.numbers import check_seconds
 from onefold.core.options import DEFAULT_GRACE_S, DEFAULT_TIMEOUT_S, ExchangeName, RunOptions
-from onefold.core.seconds import check_seconds
 from onefold.core.world import World
 from onefold.errors import LaunchError, RunFailed
 from onefold.run.devices import Selection, select_devices

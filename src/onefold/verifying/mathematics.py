@@ -271,7 +271,7 @@ class Mathematics:
         names = list(self._engine.replicas[0].parts.trained)
         for item in update.owned:
             name = names[item.piece.entry]
-            entry = update.storage.trained.entries[item.piece.entry]
+            entry = update.storage.gradients.entries[item.piece.entry]
             mine, whole = item.values.grad, self._gradients[name]
             folded = torch.zeros(item.piece.numel) if mine is None else _flat(mine)
             alone = torch.zeros(item.piece.numel)

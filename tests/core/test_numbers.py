@@ -6,8 +6,8 @@ import select
 import pytest
 
 import onefold
+from onefold.core.numbers import MOST_S, check_seconds
 from onefold.core.options import RunOptions
-from onefold.core.seconds import MOST_S, check_seconds
 
 TOO_LARGE = [1e12, 1e300, math.inf, MOST_S + 1]
 NOT_POSITIVE = [0, -1, math.nan, -math.inf]

@@ -1,0 +1,96 @@
+"""The sizes of everything that the devices of a run have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from onefold.core.flat import Layout, Piece, aligned
+from onefold.core.fold import max_blocks
+
+__all__ = ["BoardShape", "Storage"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Storage:
+    """The layouts of parameters, gradients and buffers, and how many devices and shards there are.
+
+    The first three layouts have the same entries in the same order, and may differ in dtype. A
+    piece is the same stretch of elements in each of them.
+    """
+
+    parameters: Layout
+    """Parameters that the optimizer updates, as models compute with them."""
+    gradients: Layout
+    """Their gradients, as they are added up."""
+    masters: Layout
+    """Their values, as the optimizer updates them."""
+    other: Layout
+    """The rest of the parameters: frozen ones, and those that no optimizer holds."""
+    buffers: Layout
+    """The module's buffers."""
+    pieces: tuple[Piece, ...]
+    """Of the trained parameters."""
+    shards: int
+    """How many shards every batch is cut into."""
+    devices: int
+    """How many devices take part."""
+
+    @classmethod
+    def alike(
+        cls,
+        trained: Layout,
+        *,
+        other: Layout,
+        buffers: Layout,
+        pieces: tuple[Piece, ...],
+        shards: int,
+        devices: int,
+    ) -> Storage:
+        """One layout for parameters, gradients and masters."""
+        return cls(
+            parameters=trained,
+            gradients=trained,
+            masters=trained,
+            other=other,
+            buffers=buffers,
+            pieces=pieces,
+            shards=shards,
+            devices=devices,
+        )
+
+    @property
+    def slots(self) -> int:
+        """The most partial sums that a device may have to publish, whatever the plan."""
+        return max_blocks(self.shards) if self.devices > 1 else 1
+
+    @property
+    def board(self) -> BoardShape:
+        """The sizes of the board."""
+        return BoardShape(
+            devices=self.devices,
+            shards=self.shards,
+            parameters=len(self.parameters.entries),
+            buffers=self.buffers,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class BoardShape:
+    """The numbers that fix how large a board is."""
+
+    devices: int
+    shards: int
+    parameters: int
+    buffers: Layout
+
+    @property
+    def host_bytes(self) -> tuple[int, ...]:
+        """Bytes of weights, gave and changed, each rounded up to where any tensor may follow."""
+        changed = self.shards * len(self.buffers.entries)
+        sizes = (self.shards * 8, self.devices * self.parameters * 4, changed)
+        return tuple(map(aligned, sizes))
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of totals and buffer rows."""
+        return aligned(self.shards * 8) + self.shards * self.buffers.nbytes

@@ -1,0 +1,123 @@
+"""Everything that must be the same on every device before a run begins, in words."""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+from collections.abc import Sequence
+from importlib.metadata import version
+
+import numpy as np
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from onefold.core.settings import Settings
+from onefold.core.shard import Plan
+from onefold.core.team import Team
+from onefold.engine.replica import ModelParts
+from onefold.errors import DisagreementError
+
+__all__ = ["compare", "describe"]
+
+_log = logging.getLogger("onefold")
+_HASHES = "a hash"
+
+
+def describe(
+    parts: ModelParts,
+    optimizer: torch.optim.Optimizer,
+    settings: Settings,
+    team: Team,
+    plan: Plan,
+    schedule: LRScheduler | None,
+) -> dict[str, str]:
+    """Everything that must be the same on every device, in words."""
+    said = {
+        "shards": str(settings.shards),
+        "seed": str(settings.seed),
+        "clip_norm": str(settings.clip_norm),
+        "deterministic": str(settings.deterministic),
+        "the rules of buffers": str(dict(settings.buffers)),
+        "the plan": str(plan.counts),
+        "the number of Trainers before this one": str(team.trainer),
+        "the optimizer": type(optimizer).__name__,
+        "the schedule": "None" if schedule is None else type(schedule).__name__,
+        "the state of the schedule": "" if schedule is None else _state_of(schedule),
+        **_surroundings(team.devices[team.own[0]]),
+    }
+    for kind, parameters in (("trained", parts.trained), ("other", parts.other)):
+        for name, p in parameters.items():
+            said[f"parameter {name}"] = f"{kind} {p.dtype} {tuple(p.shape)} {p.stride()}"
+    for name, buffer in parts.module.named_buffers():
+        said[f"buffer {name}"] = f"{buffer.dtype} {tuple(buffer.shape)}"
+    for number, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            if key != "params":
+                said[f"optimizer group {number} {key}"] = str(value)
+    return said
+
+
+def _surroundings(device: torch.device) -> dict[str, str]:
+    """What bits depend on beside the script: threads, libraries, processors and their settings."""
+    said = {
+        "the kind of device": device.type,
+        _HASHES: str(hash("onefold")),
+        "the version of onefold": version("onefold"),
+        "the version of torch": torch.__version__,
+        "the version of numpy": np.__version__,
+        "the version of Python": platform.python_version(),
+        "the precision of matrix products": torch.get_float32_matmul_precision(),
+        "the default dtype": str(torch.get_default_dtype()),
+    }
+    if device.type == "cpu":
+        said["the threads of a device"] = f"{torch.get_num_threads()} (Trainer(threads=...))"
+        said["the kind of processor"] = (
+            f"{platform.machine()} with {torch.backends.cpu.get_cpu_capability()}"
+        )
+        said["oneDNN"] = str(torch.backends.mkldnn.enabled)
+    else:
+        said["the type of GPU"] = torch.cuda.get_device_name(device)
+        said["the version of CUDA"] = str(torch.version.cuda)
+        said["TF32 in convolutions"] = str(torch.backends.cudnn.allow_tf32)
+    return said
+
+
+def _state_of(schedule: LRScheduler) -> str:
+    """Its numbers; functions and other objects count by their type alone."""
+    state = schedule.state_dict()
+    kept = {k: v if _is_plain(v) else type(v).__name__ for k, v in state.items()}
+    return str(kept)
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def compare(descriptions: Sequence[bytes]) -> None:
+    """Refuse a device that differs from device 0.
+
+    Raises:
+        DisagreementError: one does.
+    """
+    lead: dict[str, str] = json.loads(descriptions[0])
+    for number, text in enumerate(descriptions):
+        if text == descriptions[0]:
+            continue
+        other: dict[str, str] = json.loads(text)
+        if lead.pop(_HASHES, None) != other.pop(_HASHES, None):
+            _log.warning(
+                "the processes of this run hash text differently, so that sets have another order "
+                "in each: if anything depends on it, set PYTHONHASHSEED=0 for all of them"
+            )
+        for what in {**lead, **other}:
+            if lead.get(what) != other.get(what):
+                raise DisagreementError(
+                    f"{what} is {lead.get(what, 'absent')} on device 0 and "
+                    f"{other.get(what, 'absent')} on device {number}: every device must build the "
+                    f"same model, optimizer and Trainer, with the same libraries"
+                )

@@ -1,0 +1,116 @@
+"""What devices report to each other in a step, beside their partial sums.
+
+Note: who may write what, and when
+----------------------------------
+A device writes its own row of ``gave``, and its own shards' rows of everything else, before it
+calls ``collect``. All rows may be read between ``collect`` and ``spread``, and nobody writes then.
+Where the board is memory that processes share, this is all that keeps them apart: there is no lock.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from onefold.core.flat import FlatTensors
+from onefold.core.storage import BoardShape
+
+__all__ = ["Board"]
+
+
+class Board:
+    """What every device reports to the others in a step, beside its partial sums.
+
+    What the host knows lies on the host, as NumPy arrays: single numbers are written to them, which
+    costs a tensor far more. What a device computes lies where ``computed`` lies, so that nobody has
+    to wait for a device to know it.
+
+    Args:
+        shape: its sizes.
+        known: (sum(shape.host_bytes),) uint8 on the host, zeros.
+        computed: (shape.device_bytes,) uint8 on a device, zeros.
+    """
+
+    def __init__(self, shape: BoardShape, known: torch.Tensor, computed: torch.Tensor) -> None:
+        self.shape = shape
+        self.known = known
+        parts = torch.split(known, list(shape.host_bytes))
+        devices, shards = shape.devices, shape.shards
+        self.weights = _typed(parts[0], torch.float64, (shards,)).numpy()
+        """(V,) float64: each shard's part of the divisor, or a code below 0 that says why there is
+        none, see `onefold.core.weights_of_step`."""
+        self.gave = _typed(parts[1], torch.int32, (devices, shape.parameters)).numpy()
+        """(D, P) int32: how many of a device's shards gave a gradient to each parameter."""
+        self.changed = _typed(parts[2], torch.uint8, (shards, len(shape.buffers.entries))).numpy()
+        """(V, B) uint8: whether a shard changed a buffer."""
+        rows = shape.buffers.nbytes
+        first = shape.device_bytes - shards * rows
+        self.totals = _typed(computed[:first], torch.float64, (shards,))
+        """(V,) float64: each shard's part of the loss."""
+        self.on_host = computed.device.type == "cpu"
+        """Whether what devices compute lies on the host as well."""
+        self._host_totals = self.totals.numpy() if self.on_host else None
+        self.rows_memory = computed[first:].view(shards, rows)
+        """(V, bytes of the buffers) uint8: the memory of ``buffer_rows``."""
+        self.buffer_rows = [
+            FlatTensors(shape.buffers, memory=self.rows_memory[shard]) for shard in range(shards)
+        ]
+        """V sets of the module's buffers: what each shard made of them."""
+
+    @classmethod
+    def private(cls, shape: BoardShape, device: torch.device) -> Board:
+        """A board in memory of this process."""
+        known = torch.zeros(sum(shape.host_bytes), dtype=torch.uint8)
+        return cls(shape, known, torch.zeros(shape.device_bytes, dtype=torch.uint8, device=device))
+
+    def clear_rows(self, device: int, shards: range) -> None:
+        """Empty one device's rows before a step."""
+        rows = slice(shards.start, shards.stop)
+        self.gave[device] = 0
+        self.weights[rows] = 0.0
+        self.changed[rows] = 0
+        if self._host_totals is not None:
+            self._host_totals[rows] = 0.0
+        else:
+            self.totals[rows].zero_()
+
+    def set_total(self, shard: int, total: torch.Tensor) -> None:
+        """Note a shard's part of the loss, () float64; on a GPU without waiting for it."""
+        if self._host_totals is not None:
+            self._host_totals[shard] = total.item()
+        else:
+            self.totals[shard : shard + 1].copy_(total, non_blocking=True)
+
+    def row(self, device: int, shards: range) -> torch.Tensor:  # (row_bytes,) uint8 on the host
+        """What ``device`` wrote on this board, as a message to others.
+
+        Its totals are in it where they lie on the host; where they do not, `totals` must travel by
+        themselves, and so must the buffers in any case.
+        """
+        parts = self._row_parts(device, shards)
+        return torch.from_numpy(np.concatenate([part.view(np.uint8).ravel() for part in parts]))
+
+    def empty_row(self, device: int, shards: range) -> torch.Tensor:
+        """Room for another board's `row`."""
+        parts = self._row_parts(device, shards)
+        return torch.empty(sum(part.nbytes for part in parts), dtype=torch.uint8)
+
+    def take_row(self, device: int, shards: range, message: torch.Tensor) -> None:
+        """Write another board's `row` onto this one."""
+        start = 0
+        for part in self._row_parts(device, shards):
+            stop = start + part.nbytes
+            part[...] = message[start:stop].numpy().view(part.dtype).reshape(part.shape)
+            start = stop
+
+    def _row_parts(self, device: int, shards: range) -> list[np.ndarray[Any, Any]]:
+        rows = slice(shards.start, shards.stop)
+        parts = [self.gave[device], self.weights[rows], self.changed[rows]]
+        return [*parts, self.totals[rows].numpy()] if self.on_host else parts
+
+
+def _typed(memory: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    numel = torch.Size(shape).numel()
+    return memory[: numel * dtype.itemsize].view(dtype).view(shape)

@@ -1,0 +1,120 @@
+"""What devices trade in a step: one algorithm over any memory and any transport.
+
+Note: the order of a step, and who may touch what
+-------------------------------------------------
+1. ``agree`` returns when every device has begun the same call, with what each of them says of it
+   (see `onefold.core.head`). Until then nobody computes with the parameters: whoever changed them
+   between two calls has finished.
+2. Every device *publishes* its partial sums and fills its own rows of the `Board`.
+3. ``collect`` returns when all have published. From then on the board may be read as a whole, and
+   the totals of this process's own spans stand ready.
+4. The owner updates its spans of the parameters, and nobody else touches them.
+5. ``spread`` returns when every device has every span. From then on partial sums and board may be
+   written again.
+
+Every device of the run makes the same calls in the same order. ``agree``, ``collect`` and
+``spread`` may block, for the transport's limit at the most; they raise `PeerError` when another
+device is lost, has failed, or does not arrive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from onefold.core.roster import Roster
+from onefold.core.shard import Plan
+from onefold.core.storage import Storage
+from onefold.exchange.memory import Memory
+from onefold.exchange.spans import SpanFold
+from onefold.exchange.transport import Transport
+
+__all__ = ["Exchange"]
+
+
+class Exchange:
+    """The devices of this process in trade with all others of the run.
+
+    Args:
+        storage: the sizes.
+        memory: of this process's devices.
+        transport: to the other processes.
+        roster: who takes part.
+    """
+
+    def __init__(
+        self, storage: Storage, memory: Memory, transport: Transport, roster: Roster
+    ) -> None:
+        self.memory = memory
+        self.transport = transport
+        self.board = memory.board
+        """Own rows may be written before `collect`; all rows may be read after it."""
+        self._storage = storage
+        self._folds: dict[int, SpanFold] = {}
+        self.bind(roster)
+
+    def bind(self, roster: Roster) -> None:
+        """Follow a roster: who owns which span. Called between steps, on all devices."""
+        storage = self._storage
+        self._folds = {
+            device: SpanFold(
+                storage.gradients,
+                [storage.pieces[number] for number in roster.spans[device]],
+                storage.shards,
+            )
+            for device in self.memory.trained
+        }
+        self.memory.bind(roster)
+
+    def agree(self, step: int, word: bytes) -> Sequence[bytes]:
+        """Wait for every process to have begun the same call.
+
+        Args:
+            step: that the run is at, for errors.
+            word: what this process says of its call, of the same length everywhere.
+
+        Returns:
+            The words of all processes, in the order of their devices.
+        """
+        self.transport.begin_step(step)
+        return self.transport.meet(word)
+
+    def publish(self, device: int, slot: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Hand over the partial sum of one of ``device``'s blocks; never blocks.
+
+        Args:
+            device: a device of this process.
+            slot: the number of the block among those of the device, from the left.
+            gradients: one tensor a trained parameter, shaped like it; None for none. They belong to
+                the exchange until ``spread``, which may add to them in place.
+        """
+        self.memory.publish(device, slot, gradients)
+
+    def collect(self, plan: Plan) -> None:
+        """Wait for every device to have published; afterwards the own spans' totals are ready."""
+        memory = self.memory
+        arrivals = memory.collect(plan)
+        arrived = None if arrivals is None else arrivals.wait_for
+        for device, span_fold in self._folds.items():
+            span_fold.fold(plan, memory.partial, home=memory.home(device), arrived=arrived)
+        if arrivals is not None:
+            arrivals.finish()
+
+    def totals(self, device: int) -> Sequence[torch.Tensor | None]:
+        """The summed gradient of each piece of an own device's span, valid until ``spread``.
+
+        None is allowed where no shard gave one.
+        """
+        return self._folds[device].totals
+
+    def spread(self) -> None:
+        """Wait until the updated spans are in every device's parameters."""
+        self.memory.hand_on()
+        for span_fold in self._folds.values():
+            span_fold.release()
+        self.memory.release()
+
+    def close(self, failure: BaseException | None = None) -> None:
+        """Leave the run, telling the others why if it is for a failure. May be called again."""
+        self.transport.close(failure)

@@ -1,0 +1,72 @@
+"""Reaches the other processes of a host: words through sockets, bytes through shared files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+import torch
+
+from onefold.exchange.commonfile import new_file, take_file
+from onefold.exchange.mailbox import Mailbox
+from onefold.exchange.transport import Transport
+
+__all__ = ["HostTransport"]
+
+
+class HostTransport(Transport):
+    """One process of several on this host.
+
+    Args:
+        mailbox: connects the processes; closed with this transport.
+    """
+
+    def __init__(self, mailbox: Mailbox) -> None:
+        self.mailbox = mailbox
+        self._room: tuple[int, torch.Tensor] | None = None
+
+    def begin_step(self, step: int) -> None:
+        self.step = self.mailbox.step = step
+
+    def meet(self, word: bytes = b"") -> Sequence[bytes]:
+        return self.mailbox.meet(word)
+
+    def room(self, nbytes: int) -> torch.Tensor:
+        if self._room is None or self._room[1].numel() < nbytes:
+            self._drop_room()
+            self._room = new_file(nbytes)
+        return self._room[1]
+
+    def bring(self) -> list[torch.Tensor]:
+        if self._room is None:
+            raise ValueError("there is nothing to bring: fill a room first")
+        descriptor, memory = self._room
+        mailbox = self.mailbox
+        if mailbox.rank != 0:
+            mailbox.send_file(0, descriptor)
+            return []
+        return [memory, *(take_file(mailbox, peer) for peer in range(1, mailbox.size))]
+
+    def hand_out(self, make: Callable[[int], torch.Tensor] | None) -> torch.Tensor:
+        if make is None:
+            return take_file(self.mailbox, 0)
+        for peer in range(1, self.mailbox.size):
+            made = make(peer)
+            descriptor, memory = new_file(made.numel())
+            memory[: made.numel()] = made
+            try:
+                self.mailbox.send_file(peer, descriptor)
+            finally:
+                os.close(descriptor)
+        return make(0)
+
+    def close(self, failure: BaseException | None = None) -> None:
+        if failure is not None:
+            self.mailbox.tell_failure(failure)
+        self.mailbox.close()
+        self._drop_room()
+
+    def _drop_room(self) -> None:
+        if self._room is not None:
+            os.close(self._room[0])
+            self._room = None

@@ -1,0 +1,104 @@
+"""Joins the devices of a run: chooses memory and transport, and compares before it shares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from onefold.core.roster import Roster
+from onefold.core.storage import Storage
+from onefold.core.team import Team
+from onefold.exchange.exchange import Exchange
+from onefold.exchange.group import (
+    agree_on_kind,
+    agree_on_name,
+    gather_bytes,
+    join_group,
+    watch_for_end,
+)
+from onefold.exchange.local import local_exchange
+from onefold.exchange.mailbox import Mailbox
+from onefold.exchange.memory import Start
+from onefold.exchange.private import collective_exchange
+from onefold.exchange.shared import shared_exchange
+
+__all__ = ["join"]
+
+Compare = Callable[[Sequence[bytes]], None]
+
+
+def join(
+    storage: Storage,
+    start: Start,
+    roster: Roster,
+    team: Team,
+    *,
+    description: bytes,
+    compare: Compare,
+    timeout_s: float,
+) -> Exchange:
+    """This process's part in the run.
+
+    Args:
+        storage: the sizes.
+        start: this process's values; those of the lead become everybody's.
+        roster: who takes part.
+        team: which devices this process drives.
+        description: of this process: what must be the same everywhere.
+        compare: refuses the descriptions of all processes if they differ.
+        timeout_s: the longest wait for another device.
+
+    Raises:
+        DisagreementError: another device brought another description, or computes elsewhere.
+        PeerError: another device did not come.
+        ValueError: the exchange that was asked for cannot serve these devices.
+    """
+    if len(team.own) == len(team.devices):
+        return local_exchange(storage, start, roster)
+    kind, world, size = team.devices[team.own[0]].type, team.world, len(team.devices)
+    can_share = kind == "cpu" and world.one_host
+    shares = can_share and world.options.exchange != "collective"
+    if world.launcher == "torch" or not shares:
+        # Under PyTorch's launcher each process has chosen its device by itself.
+        agree_on_kind(world, kind, size, timeout_s)
+    if world.options.exchange == "shared" and not can_share:
+        raise ValueError(
+            "the shared exchange is for CPU processes of one host; use --exchange collective"
+        )
+    if shares:
+        mailbox = _mailbox(team, timeout_s)
+        try:
+            _compare_on_host(mailbox, description, compare)
+            return shared_exchange(storage, start, mailbox, roster)
+        except BaseException as error:
+            mailbox.tell_failure(error)
+            mailbox.close()
+            raise
+    joined = join_group(world, kind, size, timeout_s=timeout_s, trainer=team.trainer)
+    try:
+        compare(gather_bytes(joined.group, description))
+        return collective_exchange(storage, start, joined, roster, timeout_s)
+    except BaseException:
+        joined.watch.close()
+        raise
+
+
+def _mailbox(team: Team, timeout_s: float) -> Mailbox:
+    """Connections to the other processes of this host, for one Trainer."""
+    world, size = team.world, len(team.devices)
+    drawn = world.run_id  # known to the workers of onefold's launcher alone
+    if world.launcher == "torch":
+        drawn = agree_on_name(world, size, timeout_s, team.trainer)
+    return Mailbox(
+        f"{drawn}-{team.trainer}",
+        rank=team.own[0],
+        size=size,
+        timeout_s=timeout_s,
+        ended=watch_for_end(world, size, timeout_s),
+    )
+
+
+def _compare_on_host(mailbox: Mailbox, description: bytes, compare: Compare) -> None:
+    if mailbox.rank != 0:
+        mailbox.send_note(0, description)
+        return
+    compare([description, *(mailbox.receive_note(rank) for rank in range(1, mailbox.size))])

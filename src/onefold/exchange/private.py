@@ -1,0 +1,171 @@
+"""Memory of one process of several that see nothing of each other's: tensors are moved.
+
+Partial sums go from every device straight to the owner of each span, and the updated spans straight
+back to everybody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from onefold.core.flat import Chunk, FlatTensors, cut_chunks
+from onefold.core.fold import Published, blocks_of
+from onefold.core.roster import Roster
+from onefold.core.shard import Plan
+from onefold.core.storage import Storage
+from onefold.exchange.board import Board
+from onefold.exchange.collective import GroupTransport, Moving, Operation
+from onefold.exchange.exchange import Exchange
+from onefold.exchange.group import Joined
+from onefold.exchange.memory import Arrivals, Memory, Start
+from onefold.exchange.spans import Partial, Spanned, SpanTensors
+
+__all__ = ["PrivateMemory", "collective_exchange"]
+
+
+def collective_exchange(
+    storage: Storage, start: Start, joined: Joined, roster: Roster, timeout_s: float
+) -> Exchange:
+    """The exchange of one process of a group; all of them make it at the same time.
+
+    Args:
+        storage: the sizes.
+        start: this process's values; those of the lead become everybody's.
+        joined: the process group, whose ranks are the devices' numbers.
+        roster: who takes part.
+        timeout_s: the limit of the group, for errors.
+    """
+    transport = GroupTransport(roster.devices[joined.group.rank()], joined, timeout_s)
+    return Exchange(storage, PrivateMemory(storage, start, transport), transport, roster)
+
+
+class PrivateMemory(Memory):
+    """One device, and the spans of the others' partial sums that it owns.
+
+    Args:
+        storage: the sizes.
+        start: this process's values; those of the lead become everybody's.
+        transport: to the other devices.
+    """
+
+    def __init__(self, storage: Storage, start: Start, transport: GroupTransport) -> None:
+        self._storage = storage
+        self._transport = transport
+        self._rank = rank = transport.rank
+        device = transport.device
+        self._own: dict[int, Partial] = {}
+        self._received: dict[Published, SpanTensors] = {}
+        self.board = Board.private(storage.board, device)
+        self.trained = {rank: FlatTensors(storage.parameters, device=device)}
+        self.other = {rank: FlatTensors(storage.other, device=device)}
+        self.trained[rank].write(start.trained)
+        self.other[rank].write(start.other)
+        self.follow_lead(start.buffers)
+
+    def bind(self, roster: Roster) -> None:
+        storage = self._storage
+        spans = [[storage.pieces[number] for number in span] for span in roster.spans]
+        self._span = spans[self._rank]
+        self._summed = [cut_chunks(storage.gradients, span) for span in spans]
+        self._updated = [cut_chunks(storage.parameters, span) for span in spans]
+        self._received = {}
+
+    def follow_lead(self, buffers: FlatTensors) -> None:
+        flats = (self.trained[self._rank], self.other[self._rank], buffers)
+        self._transport.follow_lead(section for flat in flats for section in flat.sections)
+
+    def publish(self, device: int, slot: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        self._slot(slot).write(gradients)
+
+    def collect(self, plan: Plan) -> Arrivals | None:
+        transport = self._transport
+        own = self.board.row(self._rank, plan.shards_of(self._rank))
+        rows = {
+            peer: self.board.empty_row(peer, plan.shards_of(peer)) for peer in transport.peers()
+        }
+        partials = self._partials_to_move(plan)
+        talk = transport.move([op for peer, row in rows.items() for op in _swap(peer, own, row)])
+        moving = transport.move(partials)
+        talk.finish()
+        for peer, row in rows.items():
+            self.board.take_row(peer, plan.shards_of(peer), row)
+        return _Coming(self, moving, plan)
+
+    def partial(self, place: Published) -> Spanned:
+        if place.device == self._rank:
+            return self._slot(place.slot)
+        if place not in self._received:
+            device = self._transport.device
+            self._received[place] = SpanTensors(self._storage.gradients, self._span, device)
+        return self._received[place]
+
+    def hand_on(self) -> None:
+        flat = self.trained[self._rank]
+        operations = []
+        for peer in self._transport.peers():
+            operations += _moves(True, peer, flat, self._updated[self._rank])
+            operations += _moves(False, peer, flat, self._updated[peer])
+        self._transport.move(operations).finish()
+
+    def release(self) -> None:
+        for partial in self._own.values():
+            partial.release()
+
+    def gather_buffers(self, plan: Plan) -> None:
+        """Bring the others' buffers in, if a shard changed any."""
+        if not self.board.changed.any():
+            return
+        rows = self.board.rows_memory
+        own = plan.shards_of(self._rank)
+        padded = torch.zeros(max(plan.counts), rows.shape[1], dtype=torch.uint8, device=rows.device)
+        padded[: len(own)] = rows[own.start : own.stop]
+        for peer, part in enumerate(self._transport.gather(padded)):
+            theirs = plan.shards_of(peer)
+            rows[theirs.start : theirs.stop] = part[: len(theirs)]
+
+    def _slot(self, slot: int) -> Partial:
+        if slot not in self._own:
+            self._own[slot] = Partial.private(self._storage.gradients, self._transport.device)
+        return self._own[slot]
+
+    def _partials_to_move(self, plan: Plan) -> list[Operation]:
+        """The others' spans of our partial sums leave, our span of theirs comes."""
+        own = plan.shards_of(self._rank)
+        operations = []
+        for peer in self._transport.peers():
+            theirs = plan.shards_of(peer)
+            if not self.board.on_host:
+                leaving = self.board.totals[own.start : own.stop]
+                coming = self.board.totals[theirs.start : theirs.stop]
+                operations += _swap(peer, leaving, coming)
+            for slot in range(len(blocks_of(own, plan.shards))):
+                operations += _moves(True, peer, self._slot(slot), self._summed[peer])
+            for slot in range(len(blocks_of(theirs, plan.shards))):
+                partial = self.partial(Published(peer, slot))
+                operations += _moves(False, peer, partial, self._summed[self._rank])
+        return operations
+
+
+class _Coming:
+    """Partial sums on their way, and the buffers that follow them."""
+
+    def __init__(self, memory: PrivateMemory, moving: Moving, plan: Plan) -> None:
+        self._memory = memory
+        self._moving = moving
+        self._plan = plan
+        self.wait_for = moving.wait_for
+
+    def finish(self) -> None:
+        """Until everything has come and gone."""
+        self._moving.finish()
+        self._memory.gather_buffers(self._plan)
+
+
+def _swap(peer: int, leaving: torch.Tensor, coming: torch.Tensor) -> list[Operation]:
+    return [Operation(True, peer, leaving), Operation(False, peer, coming)]
+
+
+def _moves(sends: bool, peer: int, memory: Spanned, chunks: Sequence[Chunk]) -> list[Operation]:
+    return [Operation(sends, peer, memory.chunk(c), number) for number, c in enumerate(chunks)]

@@ -1,0 +1,162 @@
+"""How the processes of a run reach each other: short words, numbers, and bytes of any length.
+
+A transport knows nothing of steps, parameters or gradients. Every process makes the same calls in
+the same order. Each of them may block, for the transport's limit at the most, and raises
+`PeerError` when another device is lost, has failed, or does not arrive.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+__all__ = ["LEFT", "Alone", "Courier", "Transport", "roomy"]
+
+LEFT = (
+    "this trainer has left its run, closed by the script or after a failure, and the other devices "
+    "go on without it: make a new run"
+)
+"""The message of a transport that has been closed."""
+
+
+class Courier(ABC):
+    """Transfers between the lead and the other processes, made between steps."""
+
+    @abstractmethod
+    def room(self, nbytes: int) -> torch.Tensor:
+        """Memory to fill for `bring`: (at least nbytes,) uint8 on the host.
+
+        It is the same memory again and again, so the result of an earlier `bring` is not valid any
+        more.
+        """
+
+    @abstractmethod
+    def bring(self) -> list[torch.Tensor]:
+        """Bring the content of each process's `room` to the lead's process.
+
+        Returns:
+            There, each process's room in the order of their devices; elsewhere, nothing.
+        """
+
+    @abstractmethod
+    def hand_out(self, make: Callable[[int], torch.Tensor] | None) -> torch.Tensor:
+        """Bring each process what the lead's process has for it.
+
+        Args:
+            make: where the lead is: takes the number of a process's first device, and returns
+                (k,) uint8 on the host for that process.
+
+        Returns:
+            What was made for this process; there may be bytes behind it.
+        """
+
+
+class Transport(Courier):
+    """Reaches the other processes of a run."""
+
+    step = 1
+    """The step that the run is at, for errors."""
+    frame_bytes = 32 * 1024
+    """The longest word that `meet` takes."""
+
+    def begin_step(self, step: int) -> None:
+        """Note which step the run is at."""
+        self.step = step
+
+    @abstractmethod
+    def meet(self, word: bytes = b"") -> Sequence[bytes]:
+        """Wait for every process to make this call.
+
+        Args:
+            word: from this process, of the same length everywhere, `frame_bytes` at most.
+
+        Returns:
+            The words of all processes, in the order of their devices.
+        """
+
+    @abstractmethod
+    def close(self, failure: BaseException | None = None) -> None:
+        """Leave the run, telling the others why if it is for a failure. May be called again."""
+
+    def share(self, rows: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """Give one row of numbers for each own device and get those of all.
+
+        Args:
+            rows: own device number to a (k,) float64 tensor there, k the same everywhere.
+
+        Returns:
+            (D, k) float64 on the first own device.
+        """
+        (row,) = rows.values()
+        words = self._meet_in_frames(row.cpu().numpy().tobytes())
+        table = [torch.frombuffer(word, dtype=torch.float64) for word in words if word]
+        return torch.stack(table).to(row.device) if table else row.new_empty(len(words), 0)
+
+    def gather_bytes(self, texts: Mapping[int, bytes]) -> list[bytes]:
+        """Give some bytes for each own device and get those of all, in the order of the devices.
+
+        Args:
+            texts: own device number to bytes of any length.
+        """
+        (text,) = texts.values()
+        lengths = [int.from_bytes(word) for word in self.meet(len(text).to_bytes(8))]
+        padded = text.ljust(max(lengths), b"\0")
+        words = self._meet_in_frames(padded)
+        return [bytes(word[:n]) for word, n in zip(words, lengths, strict=True)]
+
+    def _meet_in_frames(self, text: bytes) -> list[bytearray]:
+        """The texts of all processes, which are of one length."""
+        parts: list[bytearray] = []
+        for start in range(0, len(text) or 1, self.frame_bytes):
+            words = self.meet(text[start : start + self.frame_bytes])
+            parts = parts or [bytearray() for _ in words]
+            for part, word in zip(parts, words, strict=True):
+                part += word
+        return parts
+
+
+class Alone(Transport):
+    """Within one process, which drives all devices: there is nobody to wait for.
+
+    Args:
+        device: the first one.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._room: torch.Tensor | None = None
+
+    def meet(self, word: bytes = b"") -> Sequence[bytes]:
+        return (word,)
+
+    def share(self, rows: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        if len(rows) == 1:
+            return next(iter(rows.values())).unsqueeze(0)
+        return torch.stack([rows[number].to(self._device) for number in sorted(rows)])
+
+    def gather_bytes(self, texts: Mapping[int, bytes]) -> list[bytes]:
+        return [texts[number] for number in sorted(texts)]
+
+    def room(self, nbytes: int) -> torch.Tensor:
+        self._room = roomy(self._room, nbytes, self._device)
+        return self._room
+
+    def bring(self) -> list[torch.Tensor]:
+        return [] if self._room is None else [self._room]
+
+    def hand_out(self, make: Callable[[int], torch.Tensor] | None) -> torch.Tensor:
+        if make is None:
+            raise ValueError("expected the lead's process to say what there is to hand out")
+        return make(0)
+
+    def close(self, failure: BaseException | None = None) -> None:
+        pass
+
+
+def roomy(memory: torch.Tensor | None, nbytes: int, device: torch.device) -> torch.Tensor:
+    """``memory`` if it is large enough, or new memory on the host that ``device`` copies to."""
+    if memory is not None and memory.numel() >= nbytes:
+        return memory
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
