@@ -17,7 +17,7 @@ from onefold.checkpoint.autosave import Autosave
 from onefold.checkpoint.resume import Checkpoint, Checkpoints, Keeping
 from onefold.core.batch import ShardedBatch, cut_batch
 from onefold.core.fingerprint import fingerprint_of, named_tensors, tensor_digests
-from onefold.core.head import Call
+from onefold.core.head import Call, StepHead
 from onefold.core.jsonvalue import to_json
 from onefold.core.numbers import check_seconds
 from onefold.core.settings import BufferRule, Settings
@@ -307,9 +307,9 @@ class Trainer:
             asked = self._world.options.may_stop and self._is_asked_to_stop()
             with self._verifying.step(cut, number) as given:
                 outcome = self._engine.step(given, number, asked_to_stop=asked)
-            if self._schedule is not None and outcome.weight > 0:
+            if self._schedule is not None and outcome.verdict.updates:
                 self._schedule.step()
-        self._asked_to_stop |= outcome.asked_to_stop
+        self._asked_to_stop |= outcome.verdict.stops
         self._position.note_step(cut)
         self._engine.end_step()
         self._note_progress()
@@ -319,7 +319,7 @@ class Trainer:
         step = Step(number, cut.samples, cut.epoch, outcome, first)
         for observe in self._observers:
             observe(step, spans)
-        if self._after_step(cut, stop=outcome.asked_to_stop):
+        if self._after_step(cut, stop=outcome.verdict.stops):
             raise SystemExit(STOPPED_CODE)
         return step
 
@@ -414,7 +414,7 @@ class Trainer:
             ValueError: a name is empty, or of several lines.
         """
         with self._telling_others():
-            self._engine.agree(Call.GATHER, self.steps + 1)
+            self._engine.agree(StepHead(Call.GATHER, self.steps + 1))
             return gather(self._engine.exchange, dict.fromkeys(self._team.own, numbers))
 
     @contextmanager
@@ -447,7 +447,7 @@ class Trainer:
             PeerError: another device failed, is lost or does not come.
         """
         with self._telling_others():
-            self._engine.agree(Call.BARRIER, self.steps + 1)
+            self._engine.agree(StepHead(Call.BARRIER, self.steps + 1))
 
     def fingerprint(self) -> str:
         """16 hexadecimal digits over parameters and buffers: the same for the same bits."""

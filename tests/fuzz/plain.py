@@ -68,7 +68,7 @@ class PlainLoop(_Plain):
         with kept_generators():
             seed_generators(derive_seed("shard", self.case.seed, number, 0))
             value = self._value(batch)
-            self.optimizer.zero_grad()
+            self.model.zero_grad()  # of all parameters: a step of onefold begins without gradients
             if value is not None and value.requires_grad:
                 value.backward()
         if value is not None:

@@ -50,7 +50,7 @@ from onefold.checkpoint.model import (
 from onefold.checkpoint.record import check_run
 from onefold.core.fingerprint import fingerprint_of, named_tensors, tensor_digests
 from onefold.core.finite import first_not_finite, names_with_nan
-from onefold.core.head import Call
+from onefold.core.head import Call, StepHead, digest
 from onefold.core.jsonvalue import from_bytes, from_json, to_bytes, to_json
 from onefold.core.names import own_name
 from onefold.core.settings import Settings
@@ -173,10 +173,9 @@ class Checkpoints:
         """
         folder = folder_of(directory, self._position.step)
         self._refuse_torn()
+        arguments = (keeping.newest, keeping.best, sorted(keeping.scores), wait)
         self._engine.agree(
-            Call.SAVE,
-            self._position.step + 1,
-            arguments=(keeping.newest, keeping.best, sorted(keeping.scores), wait),
+            StepHead(Call.SAVE, self._position.step + 1, arguments=digest(arguments))
         )
         record = self._record(keeping, extra)
         self._engine.check_last_step()
@@ -212,7 +211,8 @@ class Checkpoints:
         unknown = sorted(set(changed) - PROMISES.keys())
         if unknown:
             raise ValueError(f"expected changed to name some of {list(PROMISES)}, got {unknown}")
-        self._engine.agree(Call.LOAD, self._position.step + 1, arguments=(sorted(changed), if_any))
+        arguments = digest((sorted(changed), if_any))
+        self._engine.agree(StepHead(Call.LOAD, self._position.step + 1, arguments=arguments))
         self._wait_until_written()
         with ExitStack() as stack:
             find = partial(self._find, path, changed, if_any, leave_out, stack)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from onefold.errors import DisagreementError
 
-__all__ = ["Call", "Said", "StepHead", "checksum", "differing", "read_said"]
+__all__ = ["Call", "Said", "StepHead", "checksum", "differing", "digest", "read_said"]
 
 
 class Call(IntEnum):
@@ -167,6 +167,11 @@ def differing(words: Sequence[bytes]) -> Difference | None:
 def checksum(text: bytes) -> int:
     """32 bits that differ where the text does, but for one case in four billion."""
     return zlib.crc32(text)
+
+
+def digest(arguments: object) -> int:
+    """A checksum of a call's arguments: anything with a repr that says it all."""
+    return checksum(repr(arguments).encode())
 
 
 def _shown(name: str, number: int) -> str:

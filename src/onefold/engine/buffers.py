@@ -20,6 +20,7 @@ import torch
 from onefold.core.batch import ShardedBatch
 from onefold.core.flat import FlatTensors, Layout, lay_out, same_bits
 from onefold.core.fold import fold_shards
+from onefold.core.result import ChangedBuffers
 from onefold.errors import StateError
 from onefold.exchange.board import Board
 
@@ -66,16 +67,16 @@ class BufferSet:
         _copy(self.flat, first.flat)
         _copy(self._start, first.flat)
 
-    def end_shard(self, shard: int, board: Board) -> None:
-        """Note in the shard's rows which buffers it changed, and into what."""
+    def changed(self) -> ChangedBuffers | None:
+        """Which buffers a shard has changed since `begin_step` or `restore`, and into what."""
         self.places.check()
         if not self.places.tensors:
-            return
+            return None
         self.absorb()
-        row = board.buffer_rows[shard]
-        for index in self._changed():
-            board.changed[shard, index] = 1
-            row.views[index].copy_(self.flat.views[index], non_blocking=True)
+        indices = self._changed()
+        if not indices:
+            return None
+        return ChangedBuffers(indices, [section.clone() for section in self.flat.sections])
 
     def end_step(self, board: Board, batch: ShardedBatch, *, due: bool = True) -> None:
         """Give every changed buffer its value after the step; the others have been restored.

@@ -1,8 +1,9 @@
-"""Drives one step through replicas, exchange and update. Holds no memory of its own."""
+"""Drives one step through replicas, exchange and update. Owns no model state: replicas do."""
 
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,24 +14,26 @@ from typing import Any
 import torch
 
 from onefold.core.batch import ShardedBatch
-from onefold.core.fold import fold_shards
-from onefold.core.head import Call, Said, StepHead, checksum, read_said
-from onefold.core.jsonvalue import from_bytes, to_bytes
+from onefold.core.head import Call, Said, StepHead, checksum
 from onefold.core.randomness import kept_generators
 from onefold.core.roster import Roster
 from onefold.core.settings import Settings
 from onefold.core.shard import Plan
 from onefold.core.weights_of_step import StepWeight, total_weight
+from onefold.engine.agreement import Agreement
+from onefold.engine.divisors import trade_divisors
 from onefold.engine.gradients import Gradients
-from onefold.engine.guard import Samples, Turns, ValueGuard
+from onefold.engine.guard import Turns
 from onefold.engine.kernels import Compilers, repeatable_kernels
 from onefold.engine.modes import evaluating
 from onefold.engine.optimizerstate import pack, packed, unpack
 from onefold.engine.outside import OutsideModules
-from onefold.engine.replica import LossFunction, Replica, ShardTask, Weighed
-from onefold.engine.settings import GroupSettings
+from onefold.engine.replica import LossFunction, Replica, ShardTask
+from onefold.engine.share import run_share
+from onefold.engine.siblings import Siblings
 from onefold.engine.update import SpanOptimizer
-from onefold.errors import DisagreementError, LossError, StateError
+from onefold.engine.verdict import Verdict, verdict_of
+from onefold.errors import LossError, StateError
 from onefold.exchange.board import Board
 from onefold.exchange.exchange import Exchange
 from onefold.watch.timing import Span
@@ -42,14 +45,14 @@ _log = logging.getLogger("onefold")
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a step came to."""
+    """The result of a step."""
 
     totals: torch.Tensor
     """(V,) float64, where the lead computes: each shard's part of the loss."""
     weight: float
-    """What their sum is divided by; where it is 0 nothing was updated."""
-    asked_to_stop: bool
-    """Whether some device has been asked to stop; all devices say the same."""
+    """What their sum is divided by."""
+    verdict: Verdict
+    """What became of the step; the same on all devices."""
 
 
 class Engine:
@@ -86,24 +89,40 @@ class Engine:
         self._clip_norm = settings.clip_norm
         self._deterministic = settings.deterministic
         self._frozen = frozen
-        first = replicas[0]
-        self._parts = first.parts
-        self._module = first.module
-        self._guard = ValueGuard(self._parts.named, [first.trained, first.other])
-        self._buffer_samples = Samples([first.buffers.flat])
-        self._settings = GroupSettings(update.optimizer)
-        self._outside = OutsideModules(self._module, loss)
+        self._parts = replicas[0].parts
+        self._module = module = replicas[0].module
+        self._outside = OutsideModules(module, loss)
         self._turns = Turns()
-        self._samples = [Samples([r.trained, r.other]) for r in replicas[1:]]
-        self._compilers = Compilers(self._module, loss)
+        self._agreement = Agreement(replicas, exchange, update, self._outside, self._turns)
+        self._guard = self._agreement.guard
+        self._siblings = Siblings(replicas, self._guard, self._turns)
+        self._compilers = Compilers(module, loss)
         self._unread: tuple[int, torch.Tensor] | None = None
         self._several_terms = False
-        self._changing = False
         self._warned_of_mode = False
         self._updating = False
         self._torn = False
         self.gradient_ready: Callable[[float], None] | None = None
         """Called before clipping and update with the weight that the gradient is divided by."""
+
+    @property
+    def with_others(self) -> bool:
+        """Whether other processes take part."""
+        return len(self.replicas) < self.exchange.board.shape.devices
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether a step broke off in its update, and was survived: the model is in no step."""
+        return self._torn or self._updating
+
+    def end_step(self) -> None:
+        """All that belongs to the last step has been done."""
+        self._updating = False
+
+    @property
+    def _alone(self) -> bool:
+        """Whether there is one device in all."""
+        return self.exchange.board.shape.devices == 1
 
     def bind(self, roster: Roster) -> None:
         """Follow the next roster; called on all devices, between two steps.
@@ -128,32 +147,13 @@ class Engine:
         self.update.adopt_states(unpack(given))
         self.exchange.bind(roster)
 
-    @property
-    def with_others(self) -> bool:
-        """Whether other processes take part."""
-        return len(self.replicas) < self.exchange.board.shape.devices
-
-    @property
-    def is_torn(self) -> bool:
-        """Whether a step broke off in its update, and was survived: the model is in no step."""
-        return self._torn or self._updating
-
-    def end_step(self) -> None:
-        """All that belongs to the last step has been done."""
-        self._updating = False
-
-    @property
-    def _alone(self) -> bool:
-        """Whether there is one device in all."""
-        return self.exchange.board.shape.devices == 1
-
     def step(self, batch: ShardedBatch, number: int, *, asked_to_stop: bool = False) -> Outcome:
         """One update of the parameters.
 
         Args:
             batch: this process's shards of it.
             number: of the step.
-            asked_to_stop: whether this process has been; all devices are told.
+            asked_to_stop: whether this process has been; all devices hear of it.
 
         Raises:
             DisagreementError: another device is somewhere else, or was given something else.
@@ -161,30 +161,19 @@ class Engine:
             StateError: a shard has changed what it must not.
             PeerError: another device is lost or has failed.
         """
-        watch = self.replicas[0].watch
+        watch, board = self.replicas[0].watch, self.exchange.board
         self._torn, self._updating = self.is_torn, False
         self._turns.advance()
         self._check_frozen()
         start = watch.now()
-        said = self.agree(
-            Call.STEP,
-            number,
-            samples=batch.samples,
-            plan=plan_number(batch.plan),
-            loader=batch.loader,
-            data_pass=batch.pass_number,
-            place=batch.stop,
-            data=batch.data_digest,
-            batch=batch.digest,
-            stop=asked_to_stop,
-        )
+        said = self.agree(_head_of(batch, number), stop=asked_to_stop)
         watch.note("exchange", "agree", start)
         self._warn_of_mode()
         weight = self._run(batch, number)
-        board = self.exchange.board
         self._check_finite(board, number)
-        outcome = Outcome(board.totals.clone(), weight.value, said.stop)
-        if weight.value > 0:
+        verdict = verdict_of(weight, said)
+        outcome = Outcome(board.totals.clone(), weight.value, verdict)
+        if verdict.updates:
             self._apply(batch, weight, number)
         for replica in self.replicas:
             replica.buffers.end_step(board, batch, due=self._turns.due)
@@ -195,74 +184,9 @@ class Engine:
             self._guard.note()
         return outcome
 
-    def agree(
-        self,
-        call: Call,
-        step: int,
-        *,
-        samples: int = 0,
-        batch_size: int = 0,
-        plan: int = 0,
-        loader: int = 0,
-        data_pass: int = 0,
-        place: int = 0,
-        data: int = 0,
-        batch: int = 0,
-        arguments: object = None,
-        function: object = None,
-        stop: bool = False,
-    ) -> Said:
-        """Wait for all devices to have begun the same call, in the same state.
-
-        Args:
-            call: what is to be done together.
-            step: those done, and one.
-            arguments: of the call, alike on all devices; anything with a repr that tells.
-            function: what is to be computed, if it is not the loss.
-
-        The others are fields of `onefold.core.head.StepHead`.
-
-        Raises:
-            DisagreementError: a device is somewhere else, or its parameters were changed.
-        """
-        if self._changing and call is not Call.CHANGED:
-            raise RuntimeError(
-                f"{call.words} was called inside `with trainer.changing():`, where devices may "
-                f"differ: expected the block to end first"
-            )
-        self.update.check_groups()
-        due = call is not Call.STEP or self._turns.due
-        if due:
-            self.replicas[0].check_places()
-            self._parts.check_parts()
-            self._parts.modes.refresh()
-        if not self.with_others:
-            return Said((0,), stop)
-        # What is being loaded or was changed in the block makes all else equal.
-        settles = call in (Call.LOAD, Call.CHANGED)
-        self.replicas[0].buffers.absorb()
-        changed, values = (0, 0) if settles else self._look_at_values(due=due)
-        head = StepHead(
-            call=call,
-            step=step,
-            samples=samples,
-            batch_size=batch_size,
-            plan=plan,
-            loader=loader,
-            data_pass=data_pass,
-            place=place,
-            data=data,
-            batch=batch,
-            settings=0 if settles else self._settings.checksum(due=due),
-            modes=self._modes_checksum(),
-            values=values,
-            arguments=0 if arguments is None else checksum(repr(arguments).encode()),
-            outside=self._outside.checksum(function) if due else 0,
-        )
-        said = read_said(self.exchange.agree(step, head.word(changed=changed, stop=stop)))
-        if any(said.changed):
-            raise DisagreementError(self._words_of_change(said, head))
-        return said
+    def agree(self, head: StepHead, *, function: object = None, stop: bool = False) -> Said:
+        """Wait for all devices to have begun the same call; see `Agreement.begin`."""
+        return self._agreement.begin(head, function=function, stop=stop)
 
     @contextmanager
     def changing(self, step: int) -> Iterator[None]:
@@ -271,48 +195,42 @@ class Engine:
         Args:
             step: those done, and one.
         """
-        private = self.exchange.memory.is_common and self.replicas[0].number != 0
+        agreement, first = self._agreement, self.replicas[0]
+        private = self.exchange.memory.is_common and first.number != 0
         try:
             if private:
                 # What this process writes is its own; copied before anybody may write.
-                self.replicas[0].check_places()
+                first.check_places()
                 copies = [parameter.data.clone() for parameter in self._parts.named.values()]
-            self.agree(Call.CHANGING, step)
-            self._changing = True
+            self.agree(StepHead(Call.CHANGING, step))
+            agreement.changing = True
             if private:
                 for parameter, copy in zip(self._parts.named.values(), copies, strict=True):
                     parameter.data = copy
             yield
         finally:
-            self._changing = False
+            agreement.changing = False
             if private:
-                self.replicas[0].attach()
-        first = self.replicas[0]
+                first.attach()
         first.check_places()
         first.buffers.places.check()
         first.buffers.absorb()
-        self._changing = True
+        agreement.changing = True
         try:
-            self.agree(Call.CHANGED, step)
+            self.agree(StepHead(Call.CHANGED, step))
         finally:
-            self._changing = False
+            agreement.changing = False
         self.exchange.memory.follow_lead(first.buffers.flat)
         if self.with_others:
-            self._settings.adopt(self._settings_of_lead())
-        self._give_to_others()
+            agreement.settings.adopt(self._settings_of_lead())
+        self._siblings.copy_first()
         self._guard.note()
 
     def _settings_of_lead(self) -> list[dict[str, Any]]:
-        leads = self.replicas[0].number == 0
-        text = to_bytes(self._settings.as_json()) if leads else b""
-
-        def make(device: int) -> torch.Tensor:
-            return torch.frombuffer(bytearray(text), dtype=torch.uint8)
-
-        said: list[dict[str, Any]] = from_bytes(
-            self.exchange.transport.hand_out(make if leads else None)
-        )[0]
-        return said
+        settings = self._agreement.settings.as_json() if self.replicas[0].number == 0 else None
+        own = {replica.number: json.dumps(settings).encode() for replica in self.replicas}
+        found: list[dict[str, Any]] = json.loads(self.exchange.transport.gather_bytes(own)[0])
+        return found
 
     def check_last_step(self) -> None:
         """Wait for the last step's loss where nobody has looked at it yet.
@@ -359,7 +277,7 @@ class Engine:
     def model_loaded(self) -> None:
         """The model was given the values of a checkpoint."""
         self._torn = self._updating = False
-        self._give_to_others()
+        self._siblings.copy_first()
         self._guard.note()
         self._turns.restart()
 
@@ -374,8 +292,7 @@ class Engine:
             self._compilers.settled(),
         ):
             first.buffers.begin_step()
-            if len(self.replicas) > 1:
-                self._follow_first()
+            self._siblings.follow_first()
             yield
 
     def _run(self, batch: ShardedBatch, number: int) -> StepWeight:
@@ -398,7 +315,7 @@ class Engine:
         with self._computing(due=due), self.noting(f"step {number}, the loss", wanted=watched):
             while True:
                 if self._several_terms and several:
-                    task = replace(task, divisors=self._trade_divisors(batch, task))
+                    task = replace(task, divisors=self._divisors(batch, task))
                 self._gradients = self._run_shards(batch, task)
                 board = self.exchange.board
                 weight = total_weight(board.weights.tolist(), batch.sizes, number)
@@ -412,7 +329,7 @@ class Engine:
         gradients: Gradients = []
         for replica in self.replicas:
             with self.attached(replica):
-                gradients = replica.run(batch, task, self.exchange)
+                gradients = run_share(replica, batch, task, self.exchange)
         if task.shards > 1:  # with one it is as in a plain loop
             self._refuse_writing(task.step)
         watch = self.replicas[0].watch
@@ -421,52 +338,13 @@ class Engine:
         watch.note("exchange", "collect", start)
         return gradients
 
-    def _trade_divisors(self, batch: ShardedBatch, task: ShardTask) -> tuple[float, ...] | None:
+    def _divisors(self, batch: ShardedBatch, task: ShardTask) -> tuple[float, ...] | None:
         """The whole batch's weight of each term of the loss, None if it has one term."""
-        found: dict[int, Weighed] = {}
+        found = {}
         for replica in self.replicas:
             with self.attached(replica):
                 found[replica.number] = replica.weigh_shards(batch, task)
-        numbers = {n: {s: [float(len(own[s]))] for s in own} for n, own in found.items()}
-        counts = [int(row[0]) for row in self._share_by_shard(batch, numbers, 1)]
-        terms = max(counts)
-        wrong = next((s for s, c in enumerate(counts) if batch.size_of(s) and c != terms), None)
-        if wrong is not None:
-            raise LossError(
-                f"the loss of step {task.step}, shard {wrong} has {counts[wrong]} terms and "
-                f"that of another shard {terms}: expected the same terms for every shard; one in "
-                f"which there is nothing to count has the weight 0"
-            )
-        if terms == 1:
-            return None
-        # Of each term its weight, and whether it is not divided.
-        pairs = {
-            n: {s: [x for kind, w in own[s] for x in (w, float(kind == "sum"))] for s in own}
-            for n, own in found.items()
-        }
-        rows = self._share_by_shard(batch, pairs, 2 * terms)
-        columns = [[row[place] for row in rows] for place in range(2 * terms)]
-        return tuple(
-            1.0 if any(undivided) else fold_shards(weights, _add)
-            for weights, undivided in zip(columns[::2], columns[1::2], strict=True)
-        )
-
-    def _share_by_shard(
-        self, batch: ShardedBatch, own: Mapping[int, Mapping[int, Sequence[float]]], numbers: int
-    ) -> list[list[float]]:
-        """(V, numbers) of all shards on every device, zeros for empty ones."""
-        shards = batch.plan.shards
-        rows = {}
-        for replica in self.replicas:
-            table = torch.zeros(shards, numbers, dtype=torch.float64)
-            for shard, values in own[replica.number].items():
-                table[shard] = torch.tensor(values, dtype=torch.float64)
-            rows[replica.number] = table.flatten().to(replica.device)
-        # A shard has one device: adding zeros is exact.
-        shared: list[list[float]] = (
-            self.exchange.transport.share(rows).sum(dim=0).view(shards, -1).tolist()
-        )
-        return shared
+        return trade_divisors(self.exchange, batch, found, self.replicas, task.step)
 
     def _refuse_writing(self, step: int) -> None:
         """Parameters belong to the optimizer while shards run."""
@@ -479,34 +357,6 @@ class Engine:
                 f"Write to parameters between steps, in `with trainer.changing():`, or keep what "
                 f"changes with every batch in a buffer"
             )
-
-    def _follow_first(self) -> None:
-        """Bring what the user did to the model since the last step to the other devices."""
-        first, *others = self.replicas
-        for replica in others:
-            replica.buffers.begin_as(first.buffers)
-        if others and (self._guard.changed() or self._others_differ()):
-            self._give_to_others()
-            self._guard.note()
-
-    def _give_to_others(self) -> None:
-        """Copy the first device's parameters to the others of this process."""
-        first, *others = self.replicas
-        for replica in others:
-            for mine, theirs in (
-                (replica.trained, first.trained),
-                (replica.other, first.other),
-            ):
-                for target, source in zip(mine.sections, theirs.sections, strict=True):
-                    target.copy_(source)
-
-    def _others_differ(self) -> bool:
-        """Whether a device of this process has other values, as far as it is looked at."""
-        due, first = self._turns.due, self._guard.samples
-        if not (due or first.on_host):
-            return False
-        here = first.add_up() if due else first.read()
-        return any(here != (s.add_up() if due else s.read()) for s in self._samples)
 
     def _apply(self, batch: ShardedBatch, weight: StepWeight, step: int) -> None:
         watch = self.replicas[0].watch
@@ -565,33 +415,26 @@ class Engine:
                     "are yours; call model.train() before the steps if that was not meant"
                 )
 
-    def _modes_checksum(self) -> int:
-        modes = self._parts.modes
-        numbers = modes.numbers_checksum().to_bytes(4, "little")
-        return checksum(modes.read() + bytes(self._parts.trainable()) + numbers)
-
-    def _look_at_values(self, *, due: bool) -> tuple[int, int]:
-        """A parameter that was changed since the call before, and a checksum of what there is."""
-        of_all = not self.exchange.memory.is_common  # else all have the same parameters
-        return self._guard.look(also=self._buffer_samples, due=due, of_all=of_all)
-
-    def _words_of_change(self, said: Said, head: StepHead) -> str:
-        device, changed = next((n, c) for n, c in enumerate(said.changed) if c)
-        who = f"device {device}"
-        if self.exchange.memory.is_common and changed > len(self._parts.named):
-            who = "a device"  # which of them wrote to the common memory cannot be seen
-        return (
-            f"step {head.step}, {Call(head.call).words}: {self._guard.name_of(changed)} changed "
-            f"since the call before, on {who}, outside of `with trainer.changing():`. With several "
-            f"devices the order of such changes is left to chance; inside that block, what the "
-            f"lead changes becomes everybody's"
-        )
-
 
 @functools.lru_cache(maxsize=16)
 def plan_number(plan: Plan) -> int:
     """A plan as one number that devices can compare."""
     return checksum(repr(plan.counts).encode())
+
+
+def _head_of(batch: ShardedBatch, step: int) -> StepHead:
+    """What this process knows of a step by its batch."""
+    return StepHead(
+        call=Call.STEP,
+        step=step,
+        samples=batch.samples,
+        plan=plan_number(batch.plan),
+        loader=batch.loader,
+        data_pass=batch.pass_number,
+        place=batch.stop,
+        data=batch.data_digest,
+        batch=batch.digest,
+    )
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
@@ -608,7 +451,3 @@ def _raise_if_not_finite(totals: torch.Tensor, step: int) -> None:
                 f"ignored, an empty mask) is not a number, which onefold.losses and onefold.Mean "
                 f"get right. Else lower the learning rate, or set clip_norm"
             )
-
-
-def _add(left: float, right: float) -> float:
-    return left + right

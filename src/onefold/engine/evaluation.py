@@ -11,7 +11,7 @@ import torch
 
 from onefold.core.batch import ShardedBatch, move
 from onefold.core.fold import fold_shards
-from onefold.core.head import Call
+from onefold.core.head import Call, StepHead
 from onefold.core.mean import weigh
 from onefold.core.randomness import derive_seed, seed_generators
 from onefold.engine.engine import Engine, plan_number
@@ -78,15 +78,15 @@ class DataCall:
         Raises:
             DisagreementError: another device was given something else.
         """
-        engine.agree(
-            self.call,
-            self.step,
+        head = StepHead(
+            call=self.call,
+            step=self.step,
             samples=self.samples,
             batch_size=self.batch_size,
             plan=plan_number(batch.plan),
             data=batch.data_digest,
-            function=self.function,
         )
+        engine.agree(head, function=self.function)
 
 
 class _Tally:

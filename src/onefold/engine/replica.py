@@ -20,14 +20,13 @@ import torch
 
 from onefold.core.batch import ShardedBatch, move
 from onefold.core.flat import FlatTensors
-from onefold.core.fold import Block, blocks_of, fold
 from onefold.core.mean import Contribution, weigh
 from onefold.core.randomness import derive_seed, seed_generators
+from onefold.core.result import ShardResult
 from onefold.core.weights_of_step import SUM, several
 from onefold.engine.buffers import BufferSet
 from onefold.engine.gradients import (
     Gradients,
-    add_gradients,
     drop_gradients,
     gradients_of,
     take_gradients,
@@ -35,7 +34,6 @@ from onefold.engine.gradients import (
 from onefold.engine.losswatch import LossWatch
 from onefold.engine.modes import Modes
 from onefold.errors import GradientError, StateError
-from onefold.exchange.exchange import Exchange
 from onefold.watch.timing import Stopwatch
 
 __all__ = ["LossFunction", "ModelParts", "Replica", "ShardTask", "Weighed"]
@@ -225,28 +223,71 @@ class Replica:
                 f"Trainer afterwards"
             )
 
-    def run(self, batch: ShardedBatch, task: ShardTask, exchange: Exchange) -> Gradients:
-        """Forward and backward of this device's shards; publishes one partial sum a block.
+    def begin(self, task: ShardTask) -> None:
+        """Before the first shard of a step."""
+        drop_gradients(self._parameters)
+        self._may_be_kept = self._hooked() if task.shards > 1 else []
 
-        Returns:
-            The gradients of the last block: of the whole batch, where there is one shard.
+    def end(self) -> None:
+        """After the last one."""
+        drop_gradients(self.parts.other.values())
+
+    def compute(self, shard: int, batch: ShardedBatch, task: ShardTask) -> ShardResult:
+        """Forward and backward of one shard, between `begin` and `end`.
 
         Raises:
             LossError: the loss is of the wrong kind.
             GradientError: a gradient cannot be added up.
         """
-        shards_run = batch.plan.shards_of(self.number)
-        exchange.board.clear_rows(self.number, shards_run)
-        drop_gradients(self._parameters)
-        self._may_be_kept = self._hooked() if task.shards > 1 else []
-        gradients: Gradients = []
-        for slot, block in enumerate(blocks_of(shards_run, batch.plan.shards)):
-            gradients = self._sum_of(block, batch, task, exchange)
-            start = self.watch.now()
-            exchange.publish(self.number, slot, gradients)
-            self.watch.note("exchange", "publish", start)
-        drop_gradients(self.parts.other.values())
-        return gradients
+        payload = self._on_device(shard, batch)
+        start = self.watch.now()
+        where = self._begin_shard(shard, task)
+        try:
+            part = self._loss_of(shard, payload, batch, task, where)
+            middle = self.watch.now()
+            self.watch.note("forward", f"forward shard {shard}", start, middle)
+            _backward(part, batch)
+        except Exception as error:
+            self._put_back(task)
+            self._explain(error, where)
+            raise
+        self.watch.note("backward", f"backward shard {shard}", middle)
+        buffers = self.buffers.changed()
+        gradients = take_gradients(self._parameters, self._strides, self._names, where)
+        for number in self._may_be_kept:
+            kept = gradients[number]
+            gradients[number] = None if kept is None else kept.clone()
+        total = None if part.kind == "means" else part.total()
+        self._put_back(task)
+        return ShardResult(gradients, total, _code(part), buffers)
+
+    @property
+    def nothing(self) -> Gradients:
+        """What a shard without samples gives."""
+        return [None] * len(self._parameters)
+
+    def _on_device(self, shard: int, batch: ShardedBatch) -> Any:
+        payload = batch.shards[shard]
+        if self.device.type == "cpu":
+            return payload
+        start = self.watch.now()
+        payload = move(payload, self.device)
+        self.watch.note("data", f"move shard {shard}", start)
+        return payload
+
+    def _loss_of(
+        self, shard: int, payload: Any, batch: ShardedBatch, task: ShardTask, where: str
+    ) -> Contribution:
+        """The forward pass, and what its result counts for."""
+        result = task.loss(self.module, payload)
+        self._refuse_leftovers(where)
+        samples = batch.size_of(shard)
+        part = weigh(result, samples, f"the loss of {where}")
+        if task.shards > 1:
+            self.loss_watch.look(result, samples=samples, due=task.due, where=where)
+        if part.kind == "means":
+            part = _of_one_divisor(part, task)
+        return part
 
     def _hooked(self) -> list[int]:
         """Parameters with hooks that may put something of their own into ``.grad``."""
@@ -271,61 +312,6 @@ class Replica:
                 drop_gradients(self._parameters)
                 self._put_back(task)
         return found
-
-    def _sum_of(
-        self, block: Block, batch: ShardedBatch, task: ShardTask, exchange: Exchange
-    ) -> Gradients:
-        """Add up the gradients of a block's shards in the fold's order."""
-
-        def leaf(node: Block) -> Gradients | None:
-            if node.stop - node.start > 1:
-                return None
-            if node.start not in batch.shards:
-                return [None] * len(self._parameters)
-            return self._run_shard(node.start, batch, task, exchange)
-
-        return fold(leaf, block, add_gradients)
-
-    def _run_shard(
-        self, shard: int, batch: ShardedBatch, task: ShardTask, exchange: Exchange
-    ) -> Gradients:
-        watch, board = self.watch, exchange.board
-        payload = batch.shards[shard]
-        there = watch.now()
-        if self.device.type != "cpu":
-            payload, start = move(payload, self.device), there
-            there = watch.now()
-            watch.note("data", f"move shard {shard}", start, there)
-        where = self._begin_shard(shard, task)
-        try:
-            result = task.loss(self.module, payload)
-            self._refuse_leftovers(where)
-            samples = batch.size_of(shard)
-            part = weigh(result, samples, f"the loss of {where}")
-            if task.shards > 1:
-                self.loss_watch.look(result, samples=samples, due=task.due, where=where)
-            if part.kind == "means":
-                part = _of_one_divisor(part, task)
-            middle = watch.now()
-            watch.note("forward", f"forward shard {shard}", there, middle)
-            _backward(part, batch)
-        except Exception as error:
-            self._put_back(task)
-            self._explain(error, where)
-            raise
-        watch.note("backward", f"backward shard {shard}", middle)
-        self.buffers.end_shard(shard, board)
-        gradients = take_gradients(self._parameters, self._strides, self._names, where)
-        for number in self._may_be_kept:
-            kept = gradients[number]
-            gradients[number] = None if kept is None else kept.clone()
-        board.weights[shard] = _code(part)
-        if part.kind != "means":
-            board.set_total(shard, part.total())
-        self._put_back(task)
-        given = [gradient is not None for gradient in gradients]
-        board.gave[self.number] += 1 if all(given) else given
-        return gradients
 
     def _begin_shard(self, shard: int, task: ShardTask) -> str:
         """Make a shard's surroundings, the same whatever was run before it; says what it is."""

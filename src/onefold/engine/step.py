@@ -40,7 +40,7 @@ class Step:
     @property
     def skipped(self) -> bool:
         """Whether the parameters were left alone, the sum of weights being 0."""
-        return self._outcome.weight == 0
+        return not self._outcome.verdict.updates
 
     @property
     def seconds(self) -> PhaseSeconds:

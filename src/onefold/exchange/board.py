@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from onefold.core.flat import FlatTensors
+from onefold.core.result import ChangedBuffers, ShardResult
 from onefold.core.storage import BoardShape
 
 __all__ = ["Board"]
@@ -75,6 +76,29 @@ class Board:
             self._host_totals[rows] = 0.0
         else:
             self.totals[rows].zero_()
+
+    def record(self, device: int, shard: int, result: ShardResult) -> None:
+        """Write down what a shard gave, beside its gradients."""
+        self.weights[shard] = result.weight
+        if result.total is not None:
+            self.set_total(shard, result.total)
+        gave = result.gave
+        self.gave[device] += 1 if all(gave) else gave
+        if result.buffers is not None:
+            self._record_buffers(shard, result.buffers)
+
+    def _record_buffers(self, shard: int, buffers: ChangedBuffers) -> None:
+        row = self.buffer_rows[shard]
+        self.changed[shard, buffers.indices] = 1
+        if len(buffers.indices) == len(row.views):
+            for target, values in zip(row.sections, buffers.sections, strict=True):
+                target.copy_(values, non_blocking=True)
+            return
+        for index in buffers.indices:
+            entry = row.layout.entries[index]
+            stretch = slice(entry.offset, entry.offset + entry.numel)
+            values = buffers.sections[entry.section][stretch]
+            row.sections[entry.section][stretch].copy_(values, non_blocking=True)
 
     def set_total(self, shard: int, total: torch.Tensor) -> None:
         """Note a shard's part of the loss, () float64; on a GPU without waiting for it."""

@@ -1,0 +1,121 @@
+"""What all devices say first in every call, and what one of them knows of its own state.
+
+Note: what is compared, and when
+--------------------------------
+A step's head (`onefold.core.head.StepHead`) travels in every call. Settings, modes and sampled
+values of parameters and buffers are compared each time; what costs more (all values, the parts of
+the model, modules beside it) only when it is due, see `onefold.engine.guard.Turns`. One device
+alone compares nothing: what its user changes between two steps is the user's affair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from onefold.core.head import Call, Said, StepHead, checksum, read_said
+from onefold.engine.guard import Samples, Turns, ValueGuard
+from onefold.engine.outside import OutsideModules
+from onefold.engine.replica import Replica
+from onefold.engine.settings import GroupSettings
+from onefold.engine.update import SpanOptimizer
+from onefold.errors import DisagreementError
+from onefold.exchange.exchange import Exchange
+
+__all__ = ["Agreement"]
+
+
+class Agreement:
+    """This process's word, and what the others say.
+
+    Args:
+        replicas: of this process's devices.
+        exchange: with all devices.
+        update: the optimizer, of whose settings all must have the same.
+        outside: modules that the loss uses beside the model.
+        turns: says when to look at what costs more.
+    """
+
+    def __init__(
+        self,
+        replicas: Sequence[Replica],
+        exchange: Exchange,
+        update: SpanOptimizer,
+        outside: OutsideModules,
+        turns: Turns,
+    ) -> None:
+        self._first = first = replicas[0]
+        self._exchange = exchange
+        self._update = update
+        self._outside = outside
+        self._turns = turns
+        self._parts = first.parts
+        self._with_others = len(replicas) < exchange.board.shape.devices
+        self._buffers = Samples([first.buffers.flat])
+        self.guard = ValueGuard(self._parts.named, [first.trained, first.other])
+        """Knows the parameters as the last call left them."""
+        self.settings = GroupSettings(update.optimizer)
+        """Of the optimizer's groups."""
+        self.changing = False
+        """Whether the script is inside `with trainer.changing():`."""
+
+    def begin(self, head: StepHead, *, function: object = None, stop: bool = False) -> Said:
+        """Wait for all devices to have begun the same call, in the same state.
+
+        Args:
+            head: of the call; what this process knows of its own state is added here.
+            function: what is to be computed, if it is not the loss.
+            stop: whether this process has been asked to stop.
+
+        Raises:
+            DisagreementError: a device is somewhere else, or its parameters were changed.
+        """
+        call = Call(head.call)
+        if self.changing and call is not Call.CHANGED:
+            raise RuntimeError(
+                f"{call.words} was called inside `with trainer.changing():`, where devices may "
+                f"differ: expected the block to end first"
+            )
+        self._update.check_groups()
+        due = call is not Call.STEP or self._turns.due
+        if due:
+            self._first.check_places()
+            self._parts.check_parts()
+            self._parts.modes.refresh()
+        if not self._with_others:
+            return Said((0,), stop)
+        # What is being loaded or was changed in the block makes all else equal.
+        settles = call in (Call.LOAD, Call.CHANGED)
+        self._first.buffers.absorb()
+        changed, values = (0, 0) if settles else self._look_at_values(due=due)
+        head = head._replace(
+            settings=0 if settles else self.settings.checksum(due=due),
+            modes=self._modes_checksum(),
+            values=values,
+            outside=self._outside.checksum(function) if due else 0,
+        )
+        said = read_said(self._exchange.agree(head.step, head.word(changed=changed, stop=stop)))
+        if any(said.changed):
+            raise DisagreementError(self._words_of_change(said, head))
+        return said
+
+    def _modes_checksum(self) -> int:
+        modes = self._parts.modes
+        numbers = modes.numbers_checksum().to_bytes(4, "little")
+        return checksum(modes.read() + bytes(self._parts.trainable()) + numbers)
+
+    def _look_at_values(self, *, due: bool) -> tuple[int, int]:
+        """A parameter that was changed since the call before, and a checksum of what there is."""
+        of_all = not self._exchange.memory.is_common  # else all have the same parameters
+        return self.guard.look(also=self._buffers, due=due, of_all=of_all)
+
+    def _words_of_change(self, said: Said, head: StepHead) -> str:
+        device, changed = next((n, c) for n, c in enumerate(said.changed) if c)
+        who = f"device {device}"
+        if self._exchange.memory.is_common and changed > len(self._parts.named):
+            who = "a device"  # which of them wrote to the common memory cannot be seen
+        return (
+            f"step {head.step}, {Call(head.call).words}: {self.guard.name_of(changed)} changed "
+            f"since the call before, on {who}, outside of `with trainer.changing():`. With several "
+            f"devices the order of such changes is left to chance; inside that block, what the "
+            f"lead changes becomes everybody's"
+        )
