@@ -67,7 +67,7 @@ def statistics_reset(trainer: onefold.Trainer, lead_alone: bool) -> float:
 
 
 def optimizer_of(trainer: onefold.Trainer) -> torch.optim.Optimizer:
-    return trainer._engine.update.optimizer
+    return trainer._session.engine.update.optimizer
 
 
 CHANGES: dict[str, Callable[[onefold.Trainer, bool], float]] = {

@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 
 import onefold
 
@@ -30,6 +31,14 @@ def test_there_are_examples_of_the_public_interface() -> None:
     } <= set(MODULES)
 
 
+def a_trainer() -> dict[str, object]:
+    """What the examples of the Trainer's methods begin with, as in the example of its class."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = lambda model, x: model(x).square().mean(dim=1)  # noqa: E731
+    return {"model": model, "trainer": onefold.Trainer(model, optimizer, loss, shards=2)}
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -40,7 +49,8 @@ def test_there_are_examples_of_the_public_interface() -> None:
 def test_the_examples_of(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # some leave their files
     module = importlib.import_module(name)
-    tests = doctest.DocTestFinder().find(module, extraglobs={"onefold": onefold})
+    names = {"onefold": onefold, **(a_trainer() if name == "onefold.trainer" else {})}
+    tests = doctest.DocTestFinder().find(module, extraglobs=names)
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
     reports: list[str] = []
     for test in tests:

@@ -564,8 +564,10 @@ def test_what_is_saved_is_the_run_as_it_was(tmp_path: Path, monkeypatch: Any) ->
     trainer = odd_trainer(OPTIMIZERS["adam"], 2)
     trainer.step(points(9))
     whole = trainer.save(tmp_path / "whole")
-    write = trainer._checkpoints._write
-    monkeypatch.setattr(trainer._checkpoints, "_write", lambda *args: (gate.wait(60), write(*args)))
+    write = trainer._session.checkpoints._write
+    monkeypatch.setattr(
+        trainer._session.checkpoints, "_write", lambda *args: (gate.wait(60), write(*args))
+    )
     folder = trainer.save(tmp_path / "beside", wait=False)
     for _ in range(3):
         trainer.step(points(9))
@@ -585,7 +587,7 @@ def test_a_failed_write_is_raised_at_the_next_call(tmp_path: Path, call: str) ->
     trainer.save(tmp_path / "good")
     with full_disk(64):
         trainer.save(tmp_path / "bad", wait=False)
-        thread = trainer._checkpoints._writing._thread
+        thread = trainer._session.checkpoints._writing._thread
         assert thread is not None
         thread.join()
     data = torch.utils.data.TensorDataset(*points(4))

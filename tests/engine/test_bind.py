@@ -54,12 +54,12 @@ def train(
         trainer.step(torch.randn(12, 40, generator=torch.Generator().manual_seed(step)))
         prints.append(trainer.fingerprint())
         if changes and step % 2:
-            roster = trainer._engine.roster
+            roster = trainer._session.engine.roster
             cuts = [roster.pieces * quarter // 4 for quarter in CUTS[step // 2]]
             spans = [range(start, stop) for start, stop in pairwise(cuts)]
             plan = roster.plan.__class__(((1, 3, 0), (0, 1, 3), (2, 1, 1))[step // 2])
-            trainer._engine.bind(roster.next(plan=plan, spans=spans))
-    generation = trainer._engine.roster.generation
+            trainer._session.engine.bind(roster.next(plan=plan, spans=spans))
+    generation = trainer._session.engine.roster.generation
     trainer.close()
     return prints, generation
 

@@ -52,7 +52,7 @@ class Compared:
         return self.lines(trainer)[1]
 
     def lines(self, trainer: onefold.Trainer) -> list[dict[str, Any]]:
-        number = trainer._team.trainer
+        number = trainer._session.team.trainer
         return read_record(self.folder, f"0-{number}-mathematics")
 
 

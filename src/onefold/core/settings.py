@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from onefold.core.numbers import check_positive, check_whole
+from onefold.core.numbers import check_positive, check_seconds, check_whole
 
 __all__ = ["BufferRule", "Settings"]
 
@@ -34,6 +34,7 @@ class Settings:
     """What becomes of buffers, by name or pattern, where it is not the rule of their type."""
 
     def __post_init__(self) -> None:
+        check_seconds("timeout_s", self.timeout_s)
         check_whole("shards", self.shards, least=1, most=2**31)
         check_whole("seed", self.seed, least=-(2**63), most=2**63 - 1)
         if self.threads is not None:

@@ -1,0 +1,328 @@
+"""A Trainer's part in a run, from its start to its end.
+
+The Trainer is the face and computes nothing; the engine computes and knows no run. Between them
+lies the order in which a step, its checkpoints, its observers and a request to stop follow each
+other, and who hears of a failure.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from onefold.checkpoint.autosave import Autosave
+from onefold.checkpoint.resume import Checkpoints
+from onefold.core.batch import ShardedBatch, cut_batch
+from onefold.core.head import Call
+from onefold.core.settings import Settings
+from onefold.core.shard import Plan
+from onefold.core.world import World
+from onefold.engine.assembly import assemble
+from onefold.engine.engine import Outcome
+from onefold.engine.evaluation import DataCall, ScoreFunction
+from onefold.engine.modelcheck import check_model
+from onefold.engine.replica import LossFunction
+from onefold.engine.schedule import check_schedule
+from onefold.engine.step import Step
+from onefold.engine.update import check_optimizer
+from onefold.exchange.progress import progress_of
+from onefold.reading.loader import Collate, Loader, SizedDataset
+from onefold.reading.position import Position
+from onefold.run.membership import at_good_end, register
+from onefold.run.observers import observers_of
+from onefold.run.team import form_team, settle_process
+from onefold.system.interrupt import STOPPED_CODE
+from onefold.verifying import Verifying
+from onefold.watch.timing import Span, host_now_s
+
+__all__ = ["Session", "UserParts"]
+
+_log = logging.getLogger("onefold")
+
+
+class UserParts(NamedTuple):
+    """What the user's script gave to its Trainer."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    loss: LossFunction
+    schedule: LRScheduler | None
+
+    def check(self) -> None:
+        """Refuse what is not usable, before any work.
+
+        Raises:
+            TypeError, ValueError: a part is not what it should be.
+        """
+        check_model(self.model)
+        check_optimizer(self.optimizer, self.model)
+        if self.schedule is not None:
+            check_schedule(self.schedule, self.optimizer)
+        if not callable(self.loss):
+            raise TypeError(f"expected loss to be a function of model and batch, got {self.loss!r}")
+
+
+class Session:
+    """One Trainer of a run, on this process's devices.
+
+    Args:
+        world: how this process was started.
+        user: model, optimizer, loss and schedule.
+        settings: of the run.
+        devices: that the script names, for one process to drive; None if it names none.
+        plan: how many shards each device runs; None for even shares.
+
+    Raises:
+        TypeError, ValueError: an argument is not usable.
+        LaunchError: a device is not there.
+        DisagreementError: another device of the run was given something else.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        user: UserParts,
+        settings: Settings,
+        *,
+        devices: Sequence[str | torch.device] | None,
+        plan: Sequence[int] | None,
+    ) -> None:
+        user.check()
+        self.settings = settings
+        self.team = form_team(world, devices, shards=settings.shards, module=user.model)
+        chosen = self._checked_plan(plan)
+        settle_process(self.team, shards=settings.shards, threads=settings.threads)
+        self.verifying = Verifying(world, user.model, user.loss)
+        self.engine = assemble(
+            user.model,
+            user.optimizer,
+            self.verifying.loss,
+            settings=settings,
+            team=self.team,
+            plan=chosen,
+            schedule=user.schedule,
+            joined=register,
+        )
+        self.verifying.begin(self.engine, self.team)
+        self.asked_to_stop = False
+        """Whether the launcher has asked the run to stop, the same on all devices."""
+        self.position = Position()
+        self.checkpoints = Checkpoints(
+            self.engine, settings, self.team, self.position, user.schedule
+        )
+        self._world = world
+        self._schedule = user.schedule
+        self._left = False
+        self._process = os.getpid()
+        self._progress = progress_of(world)
+        self._begin_saving()
+        self.note_progress()
+        watches = {replica.number: replica.watch for replica in self.engine.replicas}
+        self._observers = observers_of(self.team, user.model, watches, self.position.step)
+
+    def _begin_saving(self) -> None:
+        """Find out what can be saved while nothing is lost yet, and go on from what was saved."""
+        try:
+            self.checkpoints.check_can_be_saved()
+        except TypeError as error:
+            if self._world.options.checkpoint:
+                raise
+            if 0 in self.team.own:  # a run that saves nothing may go on
+                _log.warning("trainer.save will refuse this run: %s", error)
+        with self.telling_others():
+            self._autosave = Autosave.of(self.team, self.checkpoints, self.position, self._progress)
+        if self._autosave is not None:
+            at_good_end(self._finish)
+
+    def set_plan(self, counts: Sequence[int]) -> None:
+        """Have the devices run so many shards from the next batch on.
+
+        Raises:
+            TypeError, ValueError: it is no plan for this run.
+        """
+        roster = self.engine.roster
+        self.engine.bind(roster.next(plan=self._checked_plan(counts)))
+
+    def loader(self, dataset: SizedDataset, collate: Collate | None, **choices: Any) -> Loader:
+        """Batches for `evaluate` and `predict`; see `Loader` for ``choices``."""
+        return self._loader(dataset, self.verifying.collate(collate), **choices)
+
+    def loader_of_steps(
+        self, dataset: SizedDataset, collate: Collate | None, **choices: Any
+    ) -> Loader:
+        """Batches for `step`, whose place in the data is part of a checkpoint."""
+        collate = self.verifying.collate(collate, keeps=True)
+        made = self._loader(dataset, collate, **choices)
+        self.position.add(made.track)
+        self.verifying.add(made, dataset, collate)
+        return made
+
+    def _loader(self, dataset: SizedDataset, collate: Collate | None, **choices: Any) -> Loader:
+        return Loader(
+            dataset,
+            **choices,
+            collate=collate,
+            seed=self.settings.seed,
+            plan=lambda: self.engine.roster.plan,
+            own=self.team.own,
+            first_epoch=self.position.epoch,
+            pin_memory=self.team.devices[0].type == "cuda",
+            timeout_s=self.settings.timeout_s,
+            digest=self.engine.with_others,
+        )
+
+    @contextmanager
+    def data_call(self, call: Call, function: ScoreFunction, batches: Loader) -> Iterator[DataCall]:
+        """A call that goes through a data set, as all devices must make it."""
+        with self.telling_others():
+            self.checkpoints.check()
+            size = batches.track.size
+            yield DataCall(call, self.position.step + 1, size.samples, size.batch_size, function)
+
+    def step(self, batch: object) -> Step:
+        """One update; see `Trainer.step`."""
+        self.engine.take_spans()  # of a step that failed and was survived
+        start = host_now_s()
+        cut = self._cut(self.verifying.batch(batch))
+        waited = cut.waited or (start, host_now_s())
+        number = self.position.step + 1
+        if self._before_step(cut):
+            raise SystemExit(STOPPED_CODE)
+        with self.telling_others():
+            outcome = self._compute(cut, number)
+        self.asked_to_stop |= outcome.verdict.stops
+        self.position.note_step(cut)
+        self.engine.end_step()
+        self.note_progress()
+        spans = self.engine.take_spans()
+        first = [Span("data", "batch", *waited), *spans[self.team.own[0]]]
+        spans[self.team.own[0]] = first
+        step = Step(number, cut.samples, cut.epoch, outcome, first)
+        for observe in self._observers:
+            observe(step, spans)
+        if self._after_step(cut, stop=outcome.verdict.stops):
+            raise SystemExit(STOPPED_CODE)
+        return step
+
+    def _compute(self, batch: ShardedBatch, number: int) -> Outcome:
+        asked = self._world.options.may_stop and self._is_asked_to_stop()
+        with self.verifying.step(batch, number) as given:
+            outcome = self.engine.step(given, number, asked_to_stop=asked)
+        if self._schedule is not None and outcome.verdict.updates:
+            self._schedule.step()
+        return outcome
+
+    def _before_step(self, batch: ShardedBatch) -> bool:
+        """Look after checkpoints; whether the process is to stop, as was asked."""
+        with self.telling_others():
+            self.checkpoints.check()
+            if self._autosave is None:
+                return False
+            self._autosave.check(batch)
+            return self._autosave.before_step()
+
+    def _after_step(self, batch: ShardedBatch, *, stop: bool) -> bool:
+        """Save if it is time; whether the process is to stop."""
+        if self._autosave is None:
+            return False
+        with self.telling_others():
+            return self._autosave.after_step(batch, stop=stop)
+
+    def close(self) -> None:
+        """Leave the run; see `Trainer.close`."""
+        saves_with_others = self._autosave is not None and self.engine.with_others
+        if saves_with_others and not self._left and _is_failing():
+            return
+        self._finish()
+        self._left = True
+        self.engine.exchange.close()
+
+    def _finish(self) -> None:
+        """Bring everything that is to be saved to the disk."""
+        if self._autosave is not None and not self._left:
+            with self.telling_others(), _only_noting():
+                self._autosave.finish()
+        with self.telling_others():
+            self.checkpoints.finish()
+
+    def _cut(self, batch: object) -> ShardedBatch:
+        plan = self.engine.roster.plan
+        if isinstance(batch, ShardedBatch):
+            cut = self._checked_batch(batch, plan)
+        else:
+            own = [s for number in self.team.own for s in plan.shards_of(number)]
+            cut = cut_batch(batch, plan, own, self.position.epoch, digest=self.engine.with_others)
+        if cut.samples == 0:
+            raise ValueError("the batch is empty: expected at least one sample")
+        return cut
+
+    def _checked_batch(self, batch: ShardedBatch, ours: Plan) -> ShardedBatch:
+        theirs = batch.plan
+        if (theirs.shards, theirs.devices) != (ours.shards, ours.devices):
+            raise ValueError(
+                f"the batch was cut for {theirs.shards} shards and {theirs.devices} devices, this "
+                f"run has {ours.shards} and {ours.devices}: use a loader of this trainer"
+            )
+        self.position.check(batch)
+        return batch
+
+    def _checked_plan(self, counts: Sequence[int] | None) -> Plan:
+        shards, devices = self.settings.shards, len(self.team.devices)
+        if counts is None:
+            return Plan.even(shards=shards, devices=devices)
+        if not isinstance(counts, Sequence) or not all(isinstance(c, int) for c in counts):
+            raise TypeError(f"expected plan to be a list of numbers, got {counts!r}")
+        return Plan.given(counts, shards=shards, devices=devices)
+
+    @contextmanager
+    def telling_others(self, but: type[Exception] | None = None) -> Iterator[None]:
+        """Tell the other devices what is raised here, ``but`` what they raise as well."""
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"the Trainer was made in process {self._process}, and this is process "
+                f"{os.getpid()}, a forked child of it: what it does would be done twice. Use the "
+                f"Trainer where it was made"
+            )
+        try:
+            yield
+        except BaseException as error:
+            if but is None or not isinstance(error, but):
+                # Alone, nobody is left behind: a script that survives the error may go on.
+                self._left |= self.engine.with_others
+                self.engine.exchange.close(error)
+            raise
+
+    def _is_asked_to_stop(self) -> bool:
+        """Whether this process has been."""
+        return self._progress is not None and self._progress.stop_requested()
+
+    def note_progress(self) -> None:
+        """What comes before a step ends badly is reported as a failure in that step."""
+        if self._progress is not None:
+            self._progress.set_step(self._world.rank, self.position.step + 1)
+
+
+@contextmanager
+def _only_noting() -> Iterator[None]:
+    """Where the script fails already, that is what its user must see."""
+    failing = _is_failing()
+    try:
+        yield
+    except Exception as error:
+        if not failing:
+            raise
+        _log.error("the end of the run was not saved: %s: %s", type(error).__name__, error)
+
+
+def _is_failing() -> bool:
+    """Whether an exception is under way that ends the script, and not in order."""
+    error = sys.exc_info()[1]
+    ends_well = isinstance(error, SystemExit) and error.code in (None, 0)
+    return error is not None and not ends_well
