@@ -43,8 +43,8 @@ WRITES_OR_REMOVES = """
     checkpoint/folder.py tempfile.TemporaryDirectory: in the directory, to try it
     system/tensorfile.py open: a new file in the folder that is being written
     cli/verify.py tempfile.TemporaryDirectory: for the outputs of the script
-    exchange/shared.py os.ftruncate: memory without a name
-    exchange/shared.py os.memfd_create: memory without a name
+    exchange/commonfile.py os.ftruncate: memory without a name
+    exchange/commonfile.py os.memfd_create: memory without a name
     jobs/digits_report.py figure.savefig: into a file that is put aside first
     jobs/report/charts.py figure.savefig: into memory
     jobs/runfolder.py os.fdopen: appends to the metrics, through no link
@@ -72,11 +72,11 @@ WRITES_OR_REMOVES = """
 
 ENDS = """
     exchange/mailbox.py os.pidfd_open: of a peer that the kernel has named; only looked at
-    run/launch.py os.killpg: of a worker whose end was not collected, so nobody can have its number
-    run/launch.py os.pidfd_open: of a child that was just started
-    run/launch.py self.signal: by pidfd
-    run/launch.py signal.pidfd_send_signal: to a child
-    run/launch.py worker.signal: by pidfd
+    run/child.py os.killpg: of a worker whose end was not collected, so nobody can have its number
+    run/child.py os.pidfd_open: of a child that was just started
+    run/child.py self.signal: by pidfd
+    run/child.py signal.pidfd_send_signal: to a child
+    run/crew.py worker.signal: by pidfd
     system/process.py os._exit: itself, where its parent is gone
     run/worker.py os._exit: itself
     run/worker.py os.kill: itself
@@ -117,8 +117,8 @@ WAITS = """
     exchange/mailbox.py peer.socket.recv: does not wait
     exchange/mailbox.py poller.poll: for part of the limit
     exchange/mailbox.py time.sleep: in a loop with a limit
-    run/launch.py poller.poll: as long as the workers run, signals and stopped ones noticed
-    run/launch.py self._process.wait: for what the kernel has said to have ended
+    run/child.py poller.poll: as long as the workers run, signals and stopped ones noticed
+    run/child.py self._process.wait: for what the kernel has said to have ended
 """
 
 ENVIRONMENT = """

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 from onefold import errors
 from onefold.core.options import RunOptions
 from onefold.run.devices import DeviceInfo, Selection, list_devices, select_devices
-from onefold.run.launch import Outcome, launch, supervise
+from onefold.run.launch import launch, supervise
+from onefold.run.outcome import Outcome
 from onefold.run.world import current_world, is_launched
 
 if TYPE_CHECKING:

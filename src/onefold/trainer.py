@@ -168,7 +168,7 @@ class Trainer:
             collate: makes a shard's payload from a list of samples; PyTorch's default if None.
 
         Raises:
-            TypeError, ValueError: the data set has no samples by index, or a number is out of range.
+            TypeError, ValueError: no samples by index, or a number out of range.
             CheckpointError: the saved run's loader in this place had other sizes.
         """
         order = {"shuffle": shuffle, "lengths": lengths, "drop_last": drop_last}

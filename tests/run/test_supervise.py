@@ -19,7 +19,8 @@ import pytest
 from onefold.core.options import RunOptions
 from onefold.errors import LaunchError
 from onefold.run.devices import Selection
-from onefold.run.launch import Outcome, supervise
+from onefold.run.launch import supervise
+from onefold.run.outcome import Outcome
 from onefold.watch.timeline import TimelinePart, name_row, slice_of
 
 Start = Callable[..., Outcome]

@@ -1,0 +1,176 @@
+"""The workers of one attempt of a run: watched over, ended, and asked how it went.
+
+Note: how a run ends
+--------------------
+Each worker leads a process group of its own, so its children (loader workers) end with it. The
+kernel kills a worker whose launcher is gone. When one worker fails, the others notice by themselves
+(they wait for it) and are given ``_LAST_WORDS_S`` to say so; then whatever is left is killed. The
+first failure that no other device caused is the one that the user is told.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from onefold.run.child import Worker, poll
+from onefold.run.outcome import Outcome
+from onefold.run.requests import Requests
+from onefold.run.rundir import Board, Report
+from onefold.system.interrupt import STOPPED_CODE, StopSignals
+from onefold.system.process import LOOK_S
+
+__all__ = ["Crew"]
+
+_LAST_WORDS_S = 3.0
+_KILLED_S = 30.0
+"""How long a process that was killed may take to end: one may be waiting inside the system."""
+
+
+class Crew:
+    """The workers of one attempt."""
+
+    def __init__(self, board: Board, signals: StopSignals) -> None:
+        self._board = board
+        self._signals = signals
+        self._workers: list[Worker] = []
+
+    def add(self, rank: int, device: str, process: subprocess.Popen[bytes]) -> None:
+        """Take in a worker that was just started."""
+        self._workers.append(Worker(rank, device, process))
+
+    def watch(self, requests: Requests) -> None:
+        """Return when all have ended well, or when it is clear that one has not.
+
+        Raises:
+            StoppedAtOnce: somebody has asked for the end.
+        """
+        while waiting := self._running():
+            requests.check()
+            if not self._wait_for_end(waiting, LOOK_S):
+                for worker in waiting:
+                    worker.unresponsive = worker.stillness.look()
+            if self._note_ended() or any(worker.unresponsive for worker in self._workers):
+                self._wait_for_words()
+                return
+
+    def interrupt(self, number: signal.Signals) -> None:
+        """Pass a signal on and give the workers a moment to put things in order."""
+        for worker in self._running():
+            worker.ended_by_us = True
+            worker.signal(number)
+        self._wait_for_words()
+
+    def end(self) -> None:
+        """Kill whatever is left, children of the workers included."""
+        for worker in self._workers:
+            worker.kill_all()
+        limit = time.monotonic() + _KILLED_S
+        while (waiting := self._running()) and time.monotonic() < limit:
+            poll([worker.descriptor for worker in waiting], limit - time.monotonic())
+        for worker in waiting:
+            print(
+                f"onefold: {worker} was killed and has not ended within {_KILLED_S:g} s: it waits "
+                f"inside the system, for a disk or a device",
+                file=sys.stderr,
+            )
+        for worker in self._workers:
+            worker.collect()
+
+    def _running(self) -> list[Worker]:
+        return [worker for worker in self._workers if worker.code is None]
+
+    def _note_ended(self) -> bool:
+        """Note who has ended since; whether any of them ended badly."""
+        for worker in self._workers:
+            if worker.code is not None and worker.ended_s is None:
+                worker.ended_s = time.time()
+        return any(worker.code not in (None, 0, STOPPED_CODE) for worker in self._workers)
+
+    def _wait_for_words(self) -> None:
+        """Until all have ended, or time is up, or somebody asks for the end once more."""
+        limit, signals = time.monotonic() + _LAST_WORDS_S, self._signals.look()
+        while (waiting := self._running()) and time.monotonic() < limit:
+            self._wait_for_end(waiting, limit - time.monotonic())
+            self._note_ended()
+            if self._signals.look() > signals:
+                return
+
+    def _wait_for_end(self, workers: Sequence[Worker], limit_s: float) -> bool:
+        """Whether one of the workers has ended within the limit; a signal ends the wait."""
+        descriptors = [worker.descriptor for worker in workers]
+        ready = poll([*descriptors, self._signals.descriptor], limit_s)
+        return not ready.isdisjoint(descriptors)
+
+    def interrupted_outcome(self, by: signal.Signals) -> Outcome:
+        """How a run ended that somebody has ended at once."""
+        name = "Ctrl-C" if by == signal.SIGINT else by.name
+        text = f"stopped by {name} in step {self._step_text(0)} (device 0)"
+        return Outcome(128 + by, text, final=True, stopped_by=by)
+
+    def stopped_outcome(self, requests: Requests, checkpoint: str) -> Outcome:
+        """How a run ended that was asked to save itself and stop."""
+        codes = {worker.code for worker in self._workers}
+        name = requests.signal.name if requests.signal else "a signal to a device"
+        if codes == {0}:
+            return Outcome(0, final=True)
+        if codes <= {0, STOPPED_CODE}:
+            text = f"stopped by {name} after step {self._board.progress.step_of(0) - 1} and saved"
+            if checkpoint:
+                text += f" in {checkpoint}: the same command goes on from there"
+            return Outcome(STOPPED_CODE, text, final=True, stopped_by=requests.signal)
+        failed = self.outcome()
+        if failed.exit_code:
+            return replace(failed, final=True)
+        why = "a second signal came" if requests.twice else "its time for saving was over"
+        text = (
+            f"stopped by {name} in step {self._step_text(0)} (device 0) before it had saved "
+            f"itself, as {why}"
+        )
+        if checkpoint:
+            text += f"; earlier checkpoints, if any, are in {checkpoint}"
+        by = requests.signal or signal.SIGTERM
+        return Outcome(128 + by, text, final=True, stopped_by=by)
+
+    def outcome(self) -> Outcome:
+        """The first failure that no other device caused."""
+        failures = [failure for worker in self._workers if (failure := self._failure(worker))]
+        if not failures:
+            return Outcome(0, final=True)
+        _, _, outcome = min(failures, key=lambda failure: failure[:2])
+        return replace(outcome, failed=True)
+
+    def _failure(self, worker: Worker) -> tuple[bool, float, Outcome] | None:
+        """Whether another device caused it, when it was, and what to say."""
+        ended_s = worker.ended_s or time.time()
+        report = self._board.report(worker.rank)
+        step = self._step_text(worker.rank)
+        if report is not None:
+            return report.caused_by_peer, report.time_s, self._told(worker, report)
+        if worker.unresponsive:
+            text = f"{worker} is stopped and does not respond, in step {step}"
+            return False, ended_s, Outcome(1, text)
+        code = worker.code
+        if worker.ended_by_us or not code:
+            return None
+        if code < 0:
+            name = signal.Signals(-code).name
+            hint = " (the system does this when memory runs out)" if code == -9 else ""
+            text = f"{worker} was killed by {name}{hint} in step {step}"
+            return False, ended_s, Outcome(128 - code, text)
+        return False, ended_s, Outcome(code, f"{worker} ended with exit code {code} in step {step}")
+
+    def _told(self, worker: Worker, report: Report) -> Outcome:
+        step = self._step_text(worker.rank)
+        if report.caused_by_peer:  # it says who; where this device stood is of no interest
+            return Outcome(1, report.text)
+        text = f"{worker} failed in step {step}: {report.kind}: {report.text}"
+        return Outcome(1, text, report.traceback)
+
+    def _step_text(self, rank: int) -> str:
+        step = self._board.progress.step_of(rank)
+        return str(step) if step >= 0 else "0 (before the first step)"
