@@ -31,7 +31,7 @@ from onefold.exchange.collective import GroupTransport
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.mailbox import Mailbox
 from onefold.exchange.private import PrivateMemory
-from onefold.exchange.shared import SharedMemory
+from onefold.exchange.shared import HostMemory
 from onefold.exchange.spans import SpanFold
 
 __all__ = ["Traffic", "Training", "main", "memory_bytes_per_s", "new_model"]
@@ -71,8 +71,8 @@ class Traffic:
         _before(Exchange, "agree", functools.partial(self._enter, "board"))
         _before(GroupTransport, "move", self._count_sends)
         _before(dist, "all_gather", self._count_gather)
-        _before(SharedMemory, "publish", functools.partial(self._enter, "written"))
-        _before(SharedMemory, "collect", functools.partial(self._enter, "collect"))
+        _before(HostMemory, "publish", functools.partial(self._enter, "written"))
+        _before(HostMemory, "collect", functools.partial(self._enter, "collect"))
         _before(torch, "_foreach_copy_", self._count_copied)
         _before(SpanFold, "fold", self._count_added)
         _before(Mailbox, "_send", self._count_frame)

@@ -49,7 +49,11 @@ def a_trainer() -> dict[str, object]:
 def test_the_examples_of(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # some leave their files
     module = importlib.import_module(name)
-    names = {"onefold": onefold, **(a_trainer() if name == "onefold.trainer" else {})}
+    names = {
+        "onefold": onefold,
+        "torch": torch,
+        **(a_trainer() if name == "onefold.trainer" else {}),
+    }
     tests = doctest.DocTestFinder().find(module, extraglobs=names)
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
     reports: list[str] = []

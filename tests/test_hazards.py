@@ -34,14 +34,15 @@ RUNS_CODE = """
 """
 
 WRITES_OR_REMOVES = """
-    checkpoint/folder.py lock.unlink: while it is held, and is still that file
+    checkpoint/aside.py lock.unlink: while it is held, and is still that file
+    checkpoint/aside.py os.open: the lock, for its owner alone, through no link; and a folder
+    checkpoint/aside.py os.rename: of a checkpoint of ours, to and from a name beside it
+    checkpoint/aside.py shutil.rmtree: leftovers of this user, with parts of a checkpoint alone
     checkpoint/folder.py open: a new file in a folder that was just made, to try the directory
-    checkpoint/folder.py os.open: the lock, for its owner alone, through no link; and a folder
     checkpoint/folder.py os.rename: folders of this name and form, whose record says they are ours
     checkpoint/folder.py path.open: a new file in the folder that is being written
     checkpoint/folder.py shutil.rmtree: what was put aside under a name that we have drawn
     checkpoint/folder.py tempfile.TemporaryDirectory: in the directory, to try it
-    system/tensorfile.py open: a new file in the folder that is being written
     cli/verify.py tempfile.TemporaryDirectory: for the outputs of the script
     exchange/commonfile.py os.ftruncate: memory without a name
     exchange/commonfile.py os.memfd_create: memory without a name
@@ -54,6 +55,10 @@ WRITES_OR_REMOVES = """
     jobs/runlock.py path.unlink: while it is held, and is still that file
     run/launch.py tempfile.TemporaryFile: without a name
     run/membership.py os.fdopen: a copy of stderr
+    run/rundir.py os.ftruncate: memory without a name
+    run/rundir.py os.memfd_create: memory without a name
+    run/rundir.py self.path(rank).unlink: a log that was just made, as another of them was taken
+    run/worker.py os.fdopen: what the function returned, into the launcher's file without a name
     system/ownfiles.py aside.unlink: the file that was just made
     system/ownfiles.py os.fdopen: the same
     system/ownfiles.py os.open: new files, through no link; a folder just made; or for looking
@@ -63,11 +68,8 @@ WRITES_OR_REMOVES = """
     system/plainfile.py os.fdopen: reads
     system/plainfile.py os.open: reads; does not wait for a FIFO
     system/record.py os.fdopen: appends to a trace that was found to be one
-    run/rundir.py os.ftruncate: memory without a name
-    run/rundir.py os.memfd_create: memory without a name
-    run/rundir.py self.path(rank).unlink: a log that was just made, as another of them was taken
+    system/tensorfile.py open: a new file in the folder that is being written
     watch/timeline.py os.fdopen: reads
-    run/worker.py os.fdopen: what the function returned, into the launcher's file without a name
 """
 
 ENDS = """
@@ -83,7 +85,7 @@ ENDS = """
 """
 
 LOCKS = """
-    checkpoint/folder.py fcntl.flock: on a file of its owner alone; never waits
+    checkpoint/aside.py fcntl.flock: on a file of its owner alone; never waits
     data/fetch.py threading.Lock: held for a few lines
     data/pictures.py threading.Lock: held for a line
     jobs/progress.py threading.Lock: held for a line
@@ -98,14 +100,15 @@ WAITS = """
     checkpoint/resume.py self._writing.wait: the same
     data/fetch.py clock.join: for a timer that was cancelled
     data/fetch.py super().connect: cut by the clock of the whole download
+    engine/engine.py self.exchange.bind: no socket: follows a roster
+    engine/engine.py self.update.bind: no socket: follows a roster
+    engine/update.py self.bind: no socket: follows a roster
     exchange/collective.py dist.recv: the group's limit; cut when a peer has failed
-    exchange/collective.py moving.wait: the same
-    exchange/collective.py self._start(operations).wait: the same
     exchange/collective.py self._store.wait: for seconds
-    exchange/collective.py self.wait: the group's limit
-    exchange/collective.py talk.wait: the same
     exchange/collective.py works.pop(0).wait: the same
     exchange/connections.py self._end.wait: the pause of a thread that looks at peers
+    exchange/exchange.py self.bind: no socket: follows a roster
+    exchange/exchange.py self.memory.bind: no socket: follows a roster
     exchange/group.py store.wait: a farewell, for seconds
     exchange/group.py time.sleep: in a loop with a limit
     exchange/lateness.py time.sleep: in a loop with a limit
@@ -119,6 +122,8 @@ WAITS = """
     exchange/mailbox.py time.sleep: in a loop with a limit
     run/child.py poller.poll: as long as the workers run, signals and stopped ones noticed
     run/child.py self._process.wait: for what the kernel has said to have ended
+    run/crew.py poll: for part of a limit, or as long as the workers run
+    run/session.py self.engine.bind: no socket: follows a roster
 """
 
 ENVIRONMENT = """

@@ -23,7 +23,7 @@ from onefold.run.world import current_world, is_launched
 
 if TYPE_CHECKING:
     from onefold import losses
-    from onefold.checkpoint.resume import Checkpoint
+    from onefold.checkpoint.keeping import Checkpoint
     from onefold.core.mean import Mean, Means, Sum
     from onefold.engine.step import Step
     from onefold.reading.loader import Loader

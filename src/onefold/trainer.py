@@ -10,7 +10,7 @@ from typing import overload
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from onefold.checkpoint.resume import Checkpoint, Keeping
+from onefold.checkpoint.keeping import Checkpoint, Keeping
 from onefold.core.fingerprint import fingerprint_of, named_tensors, tensor_digests
 from onefold.core.head import Call, StepHead
 from onefold.core.jsonvalue import to_json
@@ -20,7 +20,8 @@ from onefold.engine.prediction import gather, predict
 from onefold.engine.replica import LossFunction
 from onefold.engine.step import Step
 from onefold.errors import CheckpointError
-from onefold.reading.loader import Collate, Loader, SizedDataset
+from onefold.reading.loader import Loader
+from onefold.reading.reader import Collate, SizedDataset
 from onefold.run.session import Session, UserParts
 from onefold.run.world import current_world
 

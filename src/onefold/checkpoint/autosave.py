@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from onefold.checkpoint.folder import RUN
-from onefold.checkpoint.resume import Checkpoints, Keeping
+from onefold.checkpoint.keeping import Keeping
+from onefold.checkpoint.record import RUN
+from onefold.checkpoint.resume import Checkpoints
 from onefold.core.batch import ShardedBatch
 from onefold.core.team import Team
 from onefold.exchange.progress import Progress

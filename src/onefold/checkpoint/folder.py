@@ -27,8 +27,6 @@ no lock here that anybody waits for. Readers need none.
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import hashlib
 import json
 import logging
@@ -36,16 +34,16 @@ import math
 import os
 import re
 import shutil
-import stat
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from onefold.checkpoint.record import TENSOR_FILES, check_stored
+from onefold.checkpoint.aside import BESIDE, check_ours, delete, names_beside, sweep, sync
+from onefold.checkpoint.record import RUN, check_stored
 from onefold.core.jsonvalue import from_json
 from onefold.errors import CheckpointError
 from onefold.system.plainfile import RECORD_BYTES, parse_json, read_plain
@@ -53,7 +51,6 @@ from onefold.system.tensorfile import Seal, TensorParts, digest_file, write_tens
 
 __all__ = [
     "FORMAT",
-    "RUN",
     "Best",
     "StoredCheckpoint",
     "find_checkpoint",
@@ -68,20 +65,13 @@ __all__ = [
 ]
 
 _log = logging.getLogger("onefold")
-
 FORMAT = 1
 """Of ``run.json`` and the files beside it; a newer one is refused."""
 _FORMATS = 1000
 """There will never be as many."""
-
-RUN = "run.json"
-"""Where the run is; written last."""
-
 _NAME = re.compile(r"step-([0-9]{8,})")
-_BESIDE = re.compile(r"\.(step-[0-9]{8,})\.([0-9a-f]{8})\.(part|old|gone|lock)")
 _SEAL = re.compile(rb'\A\{\n  "sha256": "([0-9a-f]{64})"')
 _NO_SEAL = "0" * 64
-_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 _TRIED_BYTES = 4096
 
 
@@ -142,11 +132,11 @@ def write_checkpoint(
         OSError: it could not be written; what lay there is still there.
     """
     directory = folder.parent
-    _check_ours(folder)
+    check_ours(folder)
     directory.mkdir(parents=True, exist_ok=True)
-    _sweep(directory)
+    sweep(directory)
     serial = 1 + max((r.get("serial", 0) for r in readable_records(directory).values()), default=0)
-    with _names_beside(folder) as beside:
+    with names_beside(folder) as beside:
         aside = beside("part")
         aside.mkdir()
         try:
@@ -154,12 +144,12 @@ def write_checkpoint(
             told = {"serial": serial, "time": datetime.now(UTC).isoformat(timespec="seconds")}
             record = {**describe(), **told, "files": {n: asdict(seals[n]) for n in seals}}
             _write_record(aside / RUN, record)
-            _sync(aside)
+            sync(aside)
             _put_in_place(aside, folder, record, beside("old"))
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)
             raise
-    _sync(directory)
+    sync(directory)
 
 
 def try_directory(directory: Path) -> None:
@@ -287,7 +277,7 @@ def prune(directory: Path, *, run: str, keep: int) -> None:
         kept |= _best_of(records, Best.read(rule))
     for folder in ordered:
         if folder not in kept:
-            _delete(folder)
+            delete(folder)
 
 
 def readable_records(directory: Path) -> dict[Path, dict[str, Any]]:
@@ -301,9 +291,6 @@ def readable_records(directory: Path) -> dict[Path, dict[str, Any]]:
     return records
 
 
-# Reading
-
-
 def _places(directory: Path) -> dict[Path, int]:
     """Every folder that may be a checkpoint, and its step; one that was being replaced if the new
     one has not come."""
@@ -311,7 +298,7 @@ def _places(directory: Path) -> dict[Path, int]:
         return {}
     found = {path: _step_of(path.name) for path in directory.iterdir() if _is_named(path)}
     for path in directory.iterdir():
-        match = _BESIDE.fullmatch(path.name)
+        match = BESIDE.fullmatch(path.name)
         if match and match[3] == "old" and not (directory / match[1]).exists():
             found[path] = _step_of(match[1])
     return dict(sorted(found.items(), key=lambda item: item[1]))
@@ -326,7 +313,7 @@ def _step_of(name: str) -> int:
 
 
 def _name_of(folder: Path) -> str:
-    match = _BESIDE.fullmatch(folder.name)
+    match = BESIDE.fullmatch(folder.name)
     return match[1] if match else folder.name
 
 
@@ -409,9 +396,6 @@ def _what_is(path: Path) -> str:
     return f"it holds {', '.join(names[:5])}{more}"
 
 
-# Writing
-
-
 def _write_record(path: Path, record: Mapping[str, object]) -> None:
     text = json.dumps({"sha256": _NO_SEAL, **record}, indent=2, allow_nan=False).encode() + b"\n"
     if len(text) > RECORD_BYTES:
@@ -450,133 +434,6 @@ def _run_of(folder: Path) -> object:
         return None
 
 
-def _delete(folder: Path) -> None:
-    if folder.is_symlink() or _strange_files(folder):
-        return
-    # Another process may be deleting it as well.
-    with contextlib.suppress(FileNotFoundError), _names_beside(folder) as beside:
-        os.rename(folder, beside("gone"))
-        shutil.rmtree(beside("gone"))
-
-
-# Leftovers
-
-
-def _sweep(directory: Path) -> None:
-    """Tidy up what processes that were killed at it have left; what cannot be, stays."""
-    left: dict[tuple[str, str], list[Path]] = {}
-    for path in directory.iterdir():
-        match = _BESIDE.fullmatch(path.name)
-        if match is not None:
-            folders = left.setdefault((match[1], match[2]), [])
-            if match[3] != "lock":
-                folders.append(path)
-    for (name, word), folders in left.items():
-        with contextlib.suppress(OSError), _abandoned(_lock_of(directory / name, word)):
-            for folder in filter(_is_our_leftover, folders):
-                _tidy(folder, directory / name)
-
-
-def _tidy(folder: Path, place: Path) -> None:
-    if folder.suffix == ".old" and not place.exists():
-        os.rename(folder, place)
-    else:
-        shutil.rmtree(folder)
-
-
-def _is_our_leftover(folder: Path) -> bool:
-    """Whether it is a folder of this user, with parts of a checkpoint alone."""
-    there = folder.lstat()
-    ours = stat.S_ISDIR(there.st_mode) and there.st_uid == os.geteuid()
-    return ours and not _strange_files(folder)
-
-
-def _lock_of(folder: Path, word: str) -> Path:
-    return folder.with_name(f".{folder.name}.{word}.lock")
-
-
-@contextlib.contextmanager
-def _names_beside(folder: Path) -> Iterator[Callable[[str], Path]]:
-    """Names beside a folder that are this process's alone while it lasts, by their endings."""
-    while True:
-        word = uuid.uuid4().hex[:8]
-        lock = _lock_of(folder, word)
-        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        if _holds(descriptor, lock):
-            break
-        os.close(descriptor)  # another process has just swept it up
-    try:
-        yield lambda ending: folder.with_name(f".{folder.name}.{word}.{ending}")
-    finally:
-        _let_go(descriptor, lock)
-
-
-def _holds(descriptor: int, lock: Path) -> bool:
-    """Take the lock of a new file; on a file system without locks there is nothing to take."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-    return _is_at(descriptor, lock)
-
-
-def _is_at(descriptor: int, lock: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), lock.lstat())
-    except FileNotFoundError:
-        return False
-
-
-@contextlib.contextmanager
-def _abandoned(lock: Path) -> Iterator[None]:
-    """Hold what a process has left behind.
-
-    Raises:
-        OSError: the process is still at work, or it cannot be known.
-    """
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    descriptor = os.open(lock, flags, 0o600)
-    try:
-        if os.fstat(descriptor).st_uid != os.geteuid():
-            raise PermissionError(errno.EPERM, "it is somebody else's", str(lock))
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not _is_at(descriptor, lock):
-            raise FileNotFoundError(errno.ENOENT, "its owner has just removed it", str(lock))
-    except BaseException:
-        os.close(descriptor)
-        raise
-    try:
-        yield
-    finally:
-        _let_go(descriptor, lock)
-
-
-def _let_go(descriptor: int, lock: Path) -> None:
-    with contextlib.suppress(OSError):  # the folder may be gone, or read-only by now
-        lock.unlink()
-    # A process that was forked meanwhile has the file open as well, and the lock with it.
-    with contextlib.suppress(OSError):
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
-    os.close(descriptor)
-
-
-def _check_ours(folder: Path) -> None:
-    if folder.is_symlink():
-        raise FileExistsError(f"{folder} is a link: expected a folder of its own. Save elsewhere")
-    if folder.exists() and (strange := _strange_files(folder)):
-        raise FileExistsError(
-            f"{folder} holds {', '.join(strange)}, which is no part of a checkpoint: expected a "
-            f"folder of its own. Save elsewhere, or move these away"
-        )
-
-
-def _strange_files(folder: Path) -> list[str]:
-    return sorted({path.name for path in folder.iterdir()} - {RUN, *TENSOR_FILES})
-
-
 def _is_complete(folder: Path, record: Mapping[str, Any]) -> bool:
     paths = {folder / name: seal["size"] for name, seal in record["files"].items()}
     return all(path.is_file() and path.stat().st_size == size for path, size in paths.items())
@@ -590,11 +447,3 @@ def _best_of(records: Mapping[Path, Mapping[str, Any]], best: Best) -> set[Path]
         if not math.isnan(value := from_json(record["scores"]).get(best.score, math.nan))
     ]
     return {max(scored)[2]} if scored else set()
-
-
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -11,7 +11,10 @@ from typing import Any
 
 from onefold.core.jsonvalue import from_json
 
-__all__ = ["TENSOR_FILES", "check_run", "check_stored"]
+__all__ = ["RUN", "TENSOR_FILES", "check_run", "check_stored"]
+
+RUN = "run.json"
+"""Where the run is; written last."""
 
 TENSOR_FILES = ("model.safetensors", "optimizer.safetensors", "buffers.safetensors")
 

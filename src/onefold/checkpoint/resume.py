@@ -14,13 +14,9 @@ out what each process needs.
 from __future__ import annotations
 
 import logging
-import platform
-import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
-from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -30,8 +26,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from onefold.checkpoint.background import Background
 from onefold.checkpoint.folder import (
-    FORMAT,
-    Best,
     StoredCheckpoint,
     find_checkpoint,
     folder_of,
@@ -40,6 +34,7 @@ from onefold.checkpoint.folder import (
     try_directory,
     write_checkpoint,
 )
+from onefold.checkpoint.keeping import Checkpoint, Keeping
 from onefold.checkpoint.lead import Lead
 from onefold.checkpoint.model import (
     ModelCopy,
@@ -48,78 +43,28 @@ from onefold.checkpoint.model import (
     copy_model,
 )
 from onefold.checkpoint.record import check_run
+from onefold.checkpoint.runstate import RunState
 from onefold.core.fingerprint import fingerprint_of, named_tensors, tensor_digests
 from onefold.core.finite import first_not_finite, names_with_nan
 from onefold.core.head import Call, StepHead, digest
-from onefold.core.jsonvalue import from_bytes, from_json, to_bytes, to_json
+from onefold.core.jsonvalue import from_bytes, from_json, to_bytes
 from onefold.core.names import own_name
 from onefold.core.settings import Settings
 from onefold.core.team import Team
 from onefold.engine.engine import Engine
 from onefold.engine.optimizerstate import check_saved, join, pack, packed, take_apart, unpack
-from onefold.engine.schedule import check_state, read_schedule, write_schedule
+from onefold.engine.schedule import read_schedule
 from onefold.errors import CheckpointError, StateError
 from onefold.exchange.transport import roomy
-from onefold.reading.position import PROMISES, Position, check_same
+from onefold.reading.position import PROMISES, Position
 
-__all__ = ["Checkpoint", "Checkpoints", "Keeping"]
+__all__ = ["Checkpoints"]
 
 _log = logging.getLogger("onefold")
-
 _WITH_SCHEDULE = ("lr", "initial_lr")
 """Settings of an optimizer that a schedule owns."""
 _OF_THE_SCRIPT = ("capturable", "differentiable", "foreach", "fused")
 """Settings that say how a device computes, and so stay those of the run that goes on."""
-_LIBRARIES = ("onefold", "torch", "numpy", "safetensors")
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """What a run goes on from."""
-
-    folder: Path
-    """Where it lies."""
-    step: int
-    """Steps that were done."""
-    epoch: int
-    """The epoch that the run goes on in."""
-    scores: Mapping[str, float]
-    """Given to `Trainer.save`."""
-    extra: Any
-    """Given to `Trainer.save`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Keeping:
-    """What tells later which checkpoints of a run stay in their directory."""
-
-    newest: int | None
-    """How many of the newest stay; with None, this one stays for good."""
-    best: str | None = None
-    """The rule by which another one stays, as `Best.read` has it."""
-    scores: Mapping[str, float] = field(default_factory=dict)
-    """Of this checkpoint."""
-
-    @classmethod
-    def checked(cls, newest: int | None, best: str | None, scores: Mapping[str, float]) -> Keeping:
-        """From what a user gives.
-
-        Raises:
-            TypeError, ValueError: it is not usable.
-        """
-        if newest is not None and (isinstance(newest, bool) or not isinstance(newest, int)):
-            raise TypeError(f"expected keep to be a whole number or None, got {newest!r}")
-        if newest is not None and newest < 1:
-            raise ValueError(f"expected keep of at least 1, got {newest}")
-        for name, value in scores.items():
-            if not isinstance(name, str) or not isinstance(value, int | float):
-                raise TypeError(f"expected scores to be numbers by name, got {name!r}: {value!r}")
-        if best is not None and Best.read(best).score not in scores:
-            raise ValueError(
-                f"best is {best!r}: expected a score of that name among scores, which has "
-                f"{list(scores)}"
-            )
-        return cls(newest, best, {name: float(value) for name, value in scores.items()})
 
 
 class Checkpoints:
@@ -142,13 +87,11 @@ class Checkpoints:
         schedule: LRScheduler | None,
     ) -> None:
         self._engine = engine
-        self._settings = settings
         self._team = team
         self._position = position
         self._schedule = schedule
         self._lead = Lead(engine, team, settings.timeout_s)
-        self._run = uuid.uuid4().hex
-        self._settings_at_start = _settings_if_any(self._optimizer)
+        self._state = RunState(engine, settings, team, position, schedule)
         self._writing = Background("writing a checkpoint")
         self._model_room: torch.Tensor | None = None
         self._nan_from_the_start = names_with_nan(self._buffers())
@@ -177,7 +120,7 @@ class Checkpoints:
         self._engine.agree(
             StepHead(Call.SAVE, self._position.step + 1, arguments=digest(arguments))
         )
-        record = self._record(keeping, extra)
+        record = self._state.record(keeping, extra)
         self._engine.check_last_step()
         self._wait_until_written()  # what lies in everybody's rooms
         self._refuse_not_finite()
@@ -225,11 +168,11 @@ class Checkpoints:
         if self._schedule is not None and "schedule" not in changed:
             read_schedule(self._schedule, stored.run["schedule"])
         self._position.go_to(stored.run, changed)
-        self._run = stored.run["run"]
+        self._state.run = stored.run["run"]
         self._check_fingerprint(stored)
         self._nan_from_the_start = names_with_nan(self._buffers())
         if self._lead.is_here:
-            self._warn_of_differences(stored)
+            self._state.warn_of_differences(stored)
         return Checkpoint(
             folder=stored.folder,
             step=self._position.step,
@@ -249,7 +192,7 @@ class Checkpoints:
             TypeError: the model or the optimizer holds what no file can hold.
         """
         check_model_can_be_saved(self._module)
-        _settings(self._optimizer)
+        self._state.check_settings()
 
     def try_directory(self, directory: Path) -> None:
         """Refuse at the start a directory to which the first save could not write.
@@ -338,43 +281,6 @@ class Checkpoints:
         spoilt = names_with_nan(self._buffers()) - self._nan_from_the_start
         return min(spoilt, default=None)
 
-    def _record(self, keeping: Keeping, extra: object) -> dict[str, Any]:
-        """What ``run.json`` says, but for what is known only when the files are written."""
-        return {
-            "format": FORMAT,
-            "run": self._run,
-            **self._state(),
-            "scores": to_json(dict(keeping.scores), "scores"),
-            "keep": keeping.newest,
-            "best": keeping.best,
-            "extra": extra,
-            "threads": torch.get_num_threads(),
-            "device": self._team.devices[0].type,
-            "devices": len(self._team.devices),
-            "python": platform.python_version(),
-            "libraries": {name: version(name) for name in _LIBRARIES},
-        }
-
-    def _state(self) -> dict[str, Any]:
-        return {
-            **self._position.to_json(),
-            "seed": self._settings.seed,
-            "shards": self._settings.shards,
-            "clip_norm": self._settings.clip_norm,
-            "loss_scale": 1.0,
-            "schedule": None if self._schedule is None else write_schedule(self._schedule),
-            "optimizer": {
-                "class": type(self._optimizer).__name__,
-                "parameters": self._group_names(),
-                "settings": _settings(self._optimizer),
-                "settings_at_start": self._settings_at_start,
-            },
-        }
-
-    def _group_names(self) -> list[list[str]]:
-        names = {id(p): name for name, p in named_tensors(self._module).items()}
-        return [[names[id(p)] for p in g["params"]] for g in self._optimizer.param_groups]
-
     def _write(
         self,
         folder: Path,
@@ -420,7 +326,7 @@ class Checkpoints:
             files = _Files(found, stack)
             try:
                 files.model.check(self._module)
-                self._check_fits(found.run, changed)
+                self._state.check_fits(found.run, changed)
                 self._check_optimizer_files(found.run, files, changed)
             except CheckpointError as error:
                 raise CheckpointError(f"{found.folder} does not fit: {error}") from None
@@ -436,29 +342,6 @@ class Checkpoints:
         if "error" in said:
             raise CheckpointError(said["error"])
         return StoredCheckpoint(Path(said["folder"]), said["run"])
-
-    def _check_fits(self, run: Mapping[str, Any], changed: Collection[str]) -> None:
-        here = self._state()
-        for name in ("seed", "shards", "clip_norm"):
-            check_same(name, run[name], here[name], changed, name)
-        one, other = run["optimizer"], here["optimizer"]
-        check_same("optimizer", one["class"], other["class"], changed, "optimizer")
-        groups = len(one["settings"]), len(other["settings"])
-        check_same("optimizer", *groups, changed=changed, name="a number of parameter groups of")
-        before, after = map(_grouped, (one["parameters"], other["parameters"]))
-        for name in {**before, **after}:
-            said = f"parameter {name} in the optimizer's group"
-            check_same("optimizer", before.get(name), after.get(name), changed, said)
-        then, now = (s and s["class"] for s in (run["schedule"], here["schedule"]))
-        check_same("schedule", then, now, changed, "schedule")
-        if self._schedule is not None and "schedule" not in changed:
-            check_state(self._schedule, run["schedule"])
-        if run["loss_scale"] != here["loss_scale"]:
-            raise CheckpointError(
-                f"the checkpoint was saved with losses scaled by {run['loss_scale']}, which this "
-                f"version does not do"
-            )
-        self._position.check_fits(run, changed)
 
     def _check_optimizer_files(
         self, run: Mapping[str, Any], files: _Files, changed: Collection[str]
@@ -525,38 +408,6 @@ class Checkpoints:
                 f"written to it"
             )
 
-    def _warn_of_differences(self, stored: StoredCheckpoint) -> None:
-        """Tell what does not keep a run from going on, but is worth knowing."""
-        run = stored.run
-        here = {"device": self._team.devices[0].type, "threads": torch.get_num_threads()}
-        here |= {"torch": version("torch")}
-        saved = {**run, **run["libraries"]}
-        for name, now in here.items():
-            if saved[name] != now:
-                _log.warning(
-                    "%s was saved with %s %s, here it is %s: the mathematics is the same, the bits "
-                    "from here on may not be",
-                    stored.folder,
-                    name,
-                    saved[name],
-                    now,
-                )
-        pairs = zip(run["optimizer"]["settings_at_start"], self._settings_at_start, strict=False)
-        for number, (began, begins) in enumerate(pairs):
-            for key in began.keys() & begins.keys():
-                if began[key] != begins[key]:
-                    _log.warning(
-                        "%s of the optimizer's group %d was %s when the run began and is %s in "
-                        "this script; the checkpoint's value is used. To change it, set "
-                        "optimizer.param_groups[%d][%r] after trainer.load",
-                        key,
-                        number,
-                        began[key],
-                        begins[key],
-                        number,
-                        key,
-                    )
-
 
 class _Files:
     """The open files of a checkpoint."""
@@ -567,31 +418,6 @@ class _Files:
         self.model = stack.enter_context(ModelFiles(*paths))
         optimizer = stored.folder / "optimizer.safetensors"
         self.optimizer = stack.enter_context(ModelFiles(optimizer))
-
-
-def _grouped(names: list[list[str]]) -> dict[str, int]:
-    """The group of each parameter."""
-    return {name: number for number, group in enumerate(names) for name in group}
-
-
-def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The settings of an optimizer's groups, as JSON."""
-    return [
-        {
-            key: to_json(value, f"{key} of the optimizer's group {number}")
-            for key, value in group.items()
-            if key not in ("params", "param_names")
-        }
-        for number, group in enumerate(optimizer.param_groups)
-    ]
-
-
-def _settings_if_any(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The settings with which a run begins; what cannot be saved is refused when it is."""
-    try:
-        return _settings(optimizer)
-    except TypeError:
-        return []
 
 
 def _told(said: object) -> Callable[[int], torch.Tensor]:

@@ -9,11 +9,22 @@ import struct
 import zlib
 from collections.abc import Sequence
 from enum import IntEnum
+from functools import lru_cache
 from typing import NamedTuple
 
+from onefold.core.shard import Plan
 from onefold.errors import DisagreementError
 
-__all__ = ["Call", "Said", "StepHead", "checksum", "differing", "digest", "read_said"]
+__all__ = [
+    "Call",
+    "Said",
+    "StepHead",
+    "checksum",
+    "differing",
+    "digest",
+    "plan_number",
+    "read_said",
+]
 
 
 class Call(IntEnum):
@@ -172,6 +183,12 @@ def checksum(text: bytes) -> int:
 def digest(arguments: object) -> int:
     """A checksum of a call's arguments: anything with a repr that says it all."""
     return checksum(repr(arguments).encode())
+
+
+@lru_cache(maxsize=16)
+def plan_number(plan: Plan) -> int:
+    """A plan as one number that devices can compare."""
+    return checksum(repr(plan.counts).encode())
 
 
 def _shown(name: str, number: int) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import math
@@ -14,11 +13,10 @@ from typing import Any
 import torch
 
 from onefold.core.batch import ShardedBatch
-from onefold.core.head import Call, Said, StepHead, checksum
+from onefold.core.head import Call, Said, StepHead, plan_number
 from onefold.core.randomness import kept_generators
 from onefold.core.roster import Roster
 from onefold.core.settings import Settings
-from onefold.core.shard import Plan
 from onefold.core.weights_of_step import StepWeight, total_weight
 from onefold.engine.agreement import Agreement
 from onefold.engine.divisors import trade_divisors
@@ -38,7 +36,7 @@ from onefold.exchange.board import Board
 from onefold.exchange.exchange import Exchange
 from onefold.watch.timing import Span
 
-__all__ = ["Engine", "Outcome", "plan_number"]
+__all__ = ["Engine", "Outcome"]
 
 _log = logging.getLogger("onefold")
 
@@ -414,12 +412,6 @@ class Engine:
                     "the model is in evaluation mode: dropout and batch norm do not train. Modes "
                     "are yours; call model.train() before the steps if that was not meant"
                 )
-
-
-@functools.lru_cache(maxsize=16)
-def plan_number(plan: Plan) -> int:
-    """A plan as one number that devices can compare."""
-    return checksum(repr(plan.counts).encode())
 
 
 def _head_of(batch: ShardedBatch, step: int) -> StepHead:

@@ -11,10 +11,10 @@ import torch
 
 from onefold.core.batch import ShardedBatch, move
 from onefold.core.fold import fold_shards
-from onefold.core.head import Call, StepHead
+from onefold.core.head import Call, StepHead, plan_number
 from onefold.core.mean import weigh
 from onefold.core.randomness import derive_seed, seed_generators
-from onefold.engine.engine import Engine, plan_number
+from onefold.engine.engine import Engine
 from onefold.engine.replica import Replica
 from onefold.errors import DisagreementError, LossError
 from onefold.exchange.exchange import Exchange

@@ -25,7 +25,7 @@ from onefold.exchange.mailbox import Mailbox
 from onefold.exchange.memory import Arrivals, Memory, Start
 from onefold.exchange.spans import Partial, Spanned
 
-__all__ = ["SharedMemory", "shared_exchange"]
+__all__ = ["HostMemory", "shared_exchange"]
 
 _PAGE_BYTES = 4096
 
@@ -39,11 +39,11 @@ def shared_exchange(storage: Storage, start: Start, mailbox: Mailbox, roster: Ro
         mailbox: connects the processes; closed with the exchange.
         roster: who takes part.
     """
-    memory = SharedMemory(storage, start, HostTransport(mailbox))
+    memory = HostMemory(storage, start, HostTransport(mailbox))
     return Exchange(storage, memory, memory.transport, roster)
 
 
-class SharedMemory(Memory):
+class HostMemory(Memory):
     """One process of several on this host; all of them make it at the same time.
 
     Args:

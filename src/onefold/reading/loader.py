@@ -4,92 +4,47 @@ number of devices and with any number of worker processes."""
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
 import os
 import tempfile
-import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch.multiprocessing import get_sharing_strategy
 from torch.utils.data import (
     DataLoader,
-    Dataset,
     IterableDataset,
-    TensorDataset,
-    default_collate,
 )
 
 from onefold.core.batch import DataPass, ShardedBatch
 from onefold.core.numbers import check_whole
 from onefold.core.randomness import (
-    derive_seed,
     kept_generators,
-    loader_seed,
     order_by_length,
     sample_order,
-    seed_generators,
 )
 from onefold.core.shard import Plan, cut_bounds
 from onefold.errors import SampleError
-from onefold.reading.datadigest import digest_of, digest_samples, join_digests
 from onefold.reading.position import LoaderSize, LoaderTrack
-from onefold.system.interrupt import ctrl_c_as_before, ctrl_c_later
-from onefold.system.process import die_with_parent
+from onefold.reading.reader import (
+    Answer,
+    BadSample,
+    Collate,
+    Reader,
+    Request,
+    SizedDataset,
+    Tied,
+    as_it_is,
+    one_thread,
+)
+from onefold.system.interrupt import ctrl_c_later
 from onefold.watch.timing import host_now_s
 
-__all__ = ["Collate", "Loader", "SizedDataset"]
+__all__ = ["Loader"]
 
 # Bytes: what the address of a socket holds, less what Python puts after the folder's path.
 _LONGEST_TEMPORARY_PATH = 107 - len("/pymp-12345678/listener-12345678")
-
-Collate = Callable[[list[Any]], Any]
-"""Makes one shard's payload from its samples."""
-
-
-class SizedDataset(Protocol):
-    """What a loader can read: a length, and an item for every index below it."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Any: ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Request:
-    """One batch to read: which samples go into which of this process's shards."""
-
-    loader: int
-    epoch: int
-    samples: int
-    stop: int
-    """Samples of the pass up to the end of this batch."""
-    plan: Plan
-    turn: int
-    """How often the plan had changed in the pass when this was asked for."""
-    digest: bool
-    """Whether the digest of the data set is wanted as well."""
-    shards: dict[int, list[int]]
-
-
-@dataclass(frozen=True, slots=True)
-class _BadSample:
-    """A sample that could not be read, on its way to the process that will say so."""
-
-    index: int
-    epoch: int
-    kind: str
-    text: str
-    traceback: str
-
-
-_Answer = tuple[_Request, dict[int, Any] | _BadSample, int]
-"""What was asked for, each shard's payload, and the digest of the data set where it was wanted."""
 
 
 class Loader:
@@ -143,7 +98,7 @@ class Loader:
             _check_temporary_path(workers)
         if collate is not None and not callable(collate):
             raise TypeError(f"expected collate to be a function of a list of samples: {collate!r}")
-        self._reader = _Reader(dataset, collate, seed)
+        self._reader = Reader(dataset, collate, seed)
         by_length = None if lengths is None else _checked_lengths(lengths, len(dataset), shuffle)
         size = LoaderSize(
             samples=len(dataset),
@@ -217,7 +172,7 @@ class Loader:
             with ctrl_c_later():
                 del answers
 
-    def _next(self, answers: Iterator[_Answer]) -> _Answer:
+    def _next(self, answers: Iterator[Answer]) -> Answer:
         began = time.monotonic()
         try:
             return next(answers)
@@ -253,7 +208,7 @@ class Loader:
             self._by_length, batch_size=size.batch_size, seed=seed, epoch=epoch, loader=loader
         )
 
-    def _answers(self, requests: _Requests) -> Iterator[_Answer]:
+    def _answers(self, requests: _Requests) -> Iterator[Answer]:
         if not self._workers:
             return self._read(requests)
         return iter(
@@ -262,8 +217,8 @@ class Loader:
                 batch_size=None,
                 sampler=requests,
                 num_workers=self._workers,
-                collate_fn=_as_it_is,
-                worker_init_fn=_Tied(),
+                collate_fn=as_it_is,
+                worker_init_fn=Tied(),
                 persistent_workers=False,  # or they would never see what the data set becomes
                 pin_memory=self._pin_memory,
                 timeout=self._timeout_s,
@@ -271,9 +226,9 @@ class Loader:
             )
         )
 
-    def _read(self, requests: _Requests) -> Iterator[_Answer]:
+    def _read(self, requests: _Requests) -> Iterator[Answer]:
         for request in requests:
-            with kept_generators(), _one_thread():
+            with kept_generators(), one_thread():
                 answer = self._reader[request]
             yield answer
 
@@ -317,7 +272,7 @@ class _Requests:
     def __iter__(self) -> _Requests:
         return self
 
-    def __next__(self) -> _Request:
+    def __next__(self) -> Request:
         if self._next >= self._end:
             raise StopIteration
         start, self._next = self._next, min(self._next + self._batch_size, self._end)
@@ -329,7 +284,7 @@ class _Requests:
             self.turn += 1
             self._plan, self._next = plan, start
 
-    def _request(self, batch: torch.Tensor) -> _Request:
+    def _request(self, batch: torch.Tensor) -> Request:
         plan = self._plan
         bounds = cut_bounds(len(batch), plan.shards)
         shards = {
@@ -339,94 +294,9 @@ class _Requests:
             if bounds[shard][0] < bounds[shard][1]
         }
         digest, self._digest = self._digest, False
-        return _Request(
+        return Request(
             self._loader, self._epoch, len(batch), self._next, plan, self.turn, digest, shards
         )
-
-
-class _Reader(Dataset[Any]):
-    """Reads what a request asks for; lives in every worker process."""
-
-    def __init__(self, dataset: SizedDataset, collate: Collate | None, seed: int) -> None:
-        self._dataset = dataset
-        self._collate = collate
-        self._seed = seed
-
-    def __getitem__(self, request: _Request) -> _Answer:
-        payloads, digest = {}, 0
-        if request.digest:
-            found = self._read_digest(request.epoch)
-            if isinstance(found, _BadSample):
-                return request, found, 0
-            digest = found
-        for shard, indices in request.shards.items():
-            payload = self._read_shard(request, indices)
-            if isinstance(payload, _BadSample):
-                return request, payload, digest
-            payloads[shard] = payload
-        return request, payloads, digest
-
-    def _read_digest(self, epoch: int) -> int | _BadSample:
-        digests = []
-        for index in digest_samples(len(self._dataset)):
-            seed_generators(derive_seed("digest", self._seed, index))
-            try:
-                digests.append(digest_of(self._dataset[index]))
-            except Exception as error:
-                return _bad(index, epoch, error)
-        return join_digests(len(self._dataset), digests)
-
-    def _read_shard(self, request: _Request, indices: list[int]) -> Any:
-        if type(self._dataset) is TensorDataset and self._collate is None:
-            # Nothing random and nothing that can fail: the rows at once, as default_collate's list.
-            return [tensor[indices] for tensor in self._dataset.tensors]
-        samples, seed, epoch, loader = [], self._seed, request.epoch, request.loader
-        for index in indices:
-            seed_generators(loader_seed("sample", seed, epoch, index, loader=loader))
-            try:
-                samples.append(self._dataset[index])
-            except Exception as error:
-                return _bad(index, epoch, error)
-        seed_generators(loader_seed("collate", seed, epoch, indices[0], loader=loader))
-        return (self._collate or default_collate)(samples)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """As PyTorch's worker processes read: the bits of a sum depend on the number of threads."""
-    before = torch.get_num_threads()
-    if before == 1:
-        yield
-        return
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-class _Tied:
-    """Ends a worker process with the process that it reads for, and gives it that one's dtype.
-
-    A worker that is not forked begins with PyTorch's own default dtype, and would draw other
-    numbers than ``workers=0``.
-
-    What the kernel takes for the parent is the thread that has made the worker: where that may end
-    before the process, it is left to PyTorch's workers to notice the end by themselves. A fork
-    server is the parent of those that it makes, and ends with the process that it serves.
-    """
-
-    def __init__(self) -> None:
-        self._parent = os.getpid()
-        self._lasting = threading.current_thread() is threading.main_thread()
-        self._served = multiprocessing.get_start_method() == "forkserver"
-        self._dtype = torch.get_default_dtype()
-
-    def __call__(self, worker: int) -> None:
-        torch.set_default_dtype(self._dtype)
-        if self._lasting:
-            die_with_parent(os.getppid() if self._served else self._parent)
-        ctrl_c_as_before()
 
 
 def _check_temporary_path(workers: int) -> None:
@@ -444,7 +314,7 @@ def _check_temporary_path(workers: int) -> None:
         )
 
 
-def _disown(answers: Iterator[_Answer]) -> None:
+def _disown(answers: Iterator[Answer]) -> None:
     """In a forked child that leaves the pass: the worker processes go on reading for its parent.
 
     PyTorch ends them when the iterator goes, whoever lets it go.
@@ -453,28 +323,19 @@ def _disown(answers: Iterator[_Answer]) -> None:
         answers._shutdown = True
 
 
-def _bad(index: int, epoch: int, error: Exception) -> _BadSample:
-    trace = "".join(traceback.format_exception(error))
-    return _BadSample(index, epoch, type(error).__name__, str(error), trace)
-
-
-def _checked(payloads: dict[int, Any] | _BadSample) -> dict[int, Any]:
-    if isinstance(payloads, _BadSample):
+def _checked(payloads: dict[int, Any] | BadSample) -> dict[int, Any]:
+    if isinstance(payloads, BadSample):
         # Made elsewhere: a frame that holds its own exception would keep the workers alive.
         raise _sample_error(payloads)
     return payloads
 
 
-def _sample_error(bad: _BadSample) -> SampleError:
+def _sample_error(bad: BadSample) -> SampleError:
     error = SampleError(
         f"reading sample {bad.index} in epoch {bad.epoch} failed: {bad.kind}: {bad.text}"
     )
     error.add_note(f"Where it happened:\n{bad.traceback}")
     return error
-
-
-def _as_it_is(answer: Any) -> Any:
-    return answer
 
 
 def _check_dataset(dataset: object) -> None:

@@ -33,8 +33,9 @@ from onefold.engine.schedule import check_schedule
 from onefold.engine.step import Step
 from onefold.engine.update import check_optimizer
 from onefold.exchange.progress import progress_of
-from onefold.reading.loader import Collate, Loader, SizedDataset
+from onefold.reading.loader import Loader
 from onefold.reading.position import Position
+from onefold.reading.reader import Collate, SizedDataset
 from onefold.run.membership import at_good_end, register
 from onefold.run.observers import observers_of
 from onefold.run.team import form_team, settle_process

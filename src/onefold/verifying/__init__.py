@@ -23,7 +23,8 @@ from onefold.core.team import Team
 from onefold.core.world import World
 from onefold.engine.engine import Engine
 from onefold.engine.replica import LossFunction
-from onefold.reading.loader import Collate, Loader
+from onefold.reading.loader import Loader
+from onefold.reading.reader import Collate
 from onefold.system.record import append_line
 from onefold.verifying.causes import causes_of
 from onefold.verifying.mathematics import Mathematics, tolerance_of

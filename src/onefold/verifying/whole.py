@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from onefold.reading.loader import Collate
+from onefold.reading.reader import Collate
 
 __all__ = ["KeepingCollate", "WholeBatch", "cast_floats", "second_dimension", "whole_of"]
 

@@ -1,0 +1,154 @@
+"""Names beside a checkpoint, under which it comes and goes; see `onefold.checkpoint.folder`."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import shutil
+import stat
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from onefold.checkpoint.record import RUN, TENSOR_FILES
+
+__all__ = ["BESIDE", "check_ours", "delete", "names_beside", "sweep", "sync"]
+
+BESIDE = re.compile(r"\.(step-[0-9]{8,})\.([0-9a-f]{8})\.(part|old|gone|lock)")
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
+
+
+def delete(folder: Path) -> None:
+    """Remove a checkpoint, if it holds nothing else."""
+    if folder.is_symlink() or _strange_files(folder):
+        return
+    # Another process may be deleting it as well.
+    with contextlib.suppress(FileNotFoundError), names_beside(folder) as beside:
+        os.rename(folder, beside("gone"))
+        shutil.rmtree(beside("gone"))
+
+
+def sweep(directory: Path) -> None:
+    """Tidy up what processes that were killed at it have left; what cannot be, stays."""
+    left: dict[tuple[str, str], list[Path]] = {}
+    for path in directory.iterdir():
+        match = BESIDE.fullmatch(path.name)
+        if match is not None:
+            folders = left.setdefault((match[1], match[2]), [])
+            if match[3] != "lock":
+                folders.append(path)
+    for (name, word), folders in left.items():
+        with contextlib.suppress(OSError), _abandoned(_lock_of(directory / name, word)):
+            for folder in filter(_is_our_leftover, folders):
+                _tidy(folder, directory / name)
+
+
+def _tidy(folder: Path, place: Path) -> None:
+    if folder.suffix == ".old" and not place.exists():
+        os.rename(folder, place)
+    else:
+        shutil.rmtree(folder)
+
+
+def _is_our_leftover(folder: Path) -> bool:
+    """Whether it is a folder of this user, with parts of a checkpoint alone."""
+    there = folder.lstat()
+    ours = stat.S_ISDIR(there.st_mode) and there.st_uid == os.geteuid()
+    return ours and not _strange_files(folder)
+
+
+def _lock_of(folder: Path, word: str) -> Path:
+    return folder.with_name(f".{folder.name}.{word}.lock")
+
+
+@contextlib.contextmanager
+def names_beside(folder: Path) -> Iterator[Callable[[str], Path]]:
+    """Names beside a folder that are this process's alone while it lasts, by their endings."""
+    while True:
+        word = uuid.uuid4().hex[:8]
+        lock = _lock_of(folder, word)
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        if _holds(descriptor, lock):
+            break
+        os.close(descriptor)  # another process has just swept it up
+    try:
+        yield lambda ending: folder.with_name(f".{folder.name}.{word}.{ending}")
+    finally:
+        _let_go(descriptor, lock)
+
+
+def _holds(descriptor: int, lock: Path) -> bool:
+    """Take the lock of a new file; on a file system without locks there is nothing to take."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+    return _is_at(descriptor, lock)
+
+
+def _is_at(descriptor: int, lock: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), lock.lstat())
+    except FileNotFoundError:
+        return False
+
+
+@contextlib.contextmanager
+def _abandoned(lock: Path) -> Iterator[None]:
+    """Hold what a process has left behind.
+
+    Raises:
+        OSError: the process is still at work, or it cannot be known.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(lock, flags, 0o600)
+    try:
+        if os.fstat(descriptor).st_uid != os.geteuid():
+            raise PermissionError(errno.EPERM, "it is somebody else's", str(lock))
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not _is_at(descriptor, lock):
+            raise FileNotFoundError(errno.ENOENT, "its owner has just removed it", str(lock))
+    except BaseException:
+        os.close(descriptor)
+        raise
+    try:
+        yield
+    finally:
+        _let_go(descriptor, lock)
+
+
+def _let_go(descriptor: int, lock: Path) -> None:
+    with contextlib.suppress(OSError):  # the folder may be gone, or read-only by now
+        lock.unlink()
+    # A process that was forked meanwhile has the file open as well, and the lock with it.
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
+
+
+def check_ours(folder: Path) -> None:
+    if folder.is_symlink():
+        raise FileExistsError(f"{folder} is a link: expected a folder of its own. Save elsewhere")
+    if folder.exists() and (strange := _strange_files(folder)):
+        raise FileExistsError(
+            f"{folder} holds {', '.join(strange)}, which is no part of a checkpoint: expected a "
+            f"folder of its own. Save elsewhere, or move these away"
+        )
+
+
+def _strange_files(folder: Path) -> list[str]:
+    return sorted({path.name for path in folder.iterdir()} - {RUN, *TENSOR_FILES})
+
+
+def sync(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

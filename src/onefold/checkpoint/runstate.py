@@ -1,0 +1,192 @@
+"""Where a run is, as JSON, and whether a saved one fits the run that is to go on from it."""
+
+from __future__ import annotations
+
+import logging
+import platform
+import uuid
+from collections.abc import Collection, Mapping
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from onefold.checkpoint.folder import (
+    FORMAT,
+    StoredCheckpoint,
+)
+from onefold.checkpoint.keeping import Keeping
+from onefold.core.fingerprint import named_tensors
+from onefold.core.jsonvalue import to_json
+from onefold.core.settings import Settings
+from onefold.core.team import Team
+from onefold.engine.engine import Engine
+from onefold.engine.schedule import check_state, write_schedule
+from onefold.errors import CheckpointError
+from onefold.reading.position import Position, check_same
+
+__all__ = ["RunState"]
+
+_log = logging.getLogger("onefold")
+_LIBRARIES = ("onefold", "torch", "numpy", "safetensors")
+
+
+class RunState:
+    """All of a run that is no tensor.
+
+    Args:
+        engine: the devices of this process.
+        settings: of the run.
+        team: who takes part.
+        position: where the run is.
+        schedule: of the run, if it has one.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        settings: Settings,
+        team: Team,
+        position: Position,
+        schedule: LRScheduler | None,
+    ) -> None:
+        self._settings = settings
+        self._team = team
+        self._position = position
+        self._schedule = schedule
+        self._optimizer = engine.update.optimizer
+        self._module = engine.replicas[0].module
+        self._at_start = _settings_if_any(self._optimizer)
+        self.run = uuid.uuid4().hex
+        """Name of the run: of all that go on from one another."""
+
+    def check_settings(self) -> None:
+        """Refuse settings of the optimizer that no file can hold.
+
+        Raises:
+            TypeError: there are some.
+        """
+        _settings(self._optimizer)
+
+    def record(self, keeping: Keeping, extra: object) -> dict[str, Any]:
+        """What ``run.json`` says, but for what is known only when the files are written."""
+        return {
+            "format": FORMAT,
+            "run": self.run,
+            **self._state(),
+            "scores": to_json(dict(keeping.scores), "scores"),
+            "keep": keeping.newest,
+            "best": keeping.best,
+            "extra": extra,
+            "threads": torch.get_num_threads(),
+            "device": self._team.devices[0].type,
+            "devices": len(self._team.devices),
+            "python": platform.python_version(),
+            "libraries": {name: version(name) for name in _LIBRARIES},
+        }
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            **self._position.to_json(),
+            "seed": self._settings.seed,
+            "shards": self._settings.shards,
+            "clip_norm": self._settings.clip_norm,
+            "loss_scale": 1.0,
+            "schedule": None if self._schedule is None else write_schedule(self._schedule),
+            "optimizer": {
+                "class": type(self._optimizer).__name__,
+                "parameters": self._group_names(),
+                "settings": _settings(self._optimizer),
+                "settings_at_start": self._at_start,
+            },
+        }
+
+    def _group_names(self) -> list[list[str]]:
+        names = {id(p): name for name, p in named_tensors(self._module).items()}
+        return [[names[id(p)] for p in g["params"]] for g in self._optimizer.param_groups]
+
+    def check_fits(self, run: Mapping[str, Any], changed: Collection[str]) -> None:
+        """Refuse a saved run that this one cannot go on from.
+
+        Raises:
+            CheckpointError: it differs in what is not among ``changed``.
+        """
+        here = self._state()
+        for name in ("seed", "shards", "clip_norm"):
+            check_same(name, run[name], here[name], changed, name)
+        one, other = run["optimizer"], here["optimizer"]
+        check_same("optimizer", one["class"], other["class"], changed, "optimizer")
+        groups = len(one["settings"]), len(other["settings"])
+        check_same("optimizer", *groups, changed=changed, name="a number of parameter groups of")
+        before, after = map(_grouped, (one["parameters"], other["parameters"]))
+        for name in {**before, **after}:
+            said = f"parameter {name} in the optimizer's group"
+            check_same("optimizer", before.get(name), after.get(name), changed, said)
+        then, now = (s and s["class"] for s in (run["schedule"], here["schedule"]))
+        check_same("schedule", then, now, changed, "schedule")
+        if self._schedule is not None and "schedule" not in changed:
+            check_state(self._schedule, run["schedule"])
+        if run["loss_scale"] != here["loss_scale"]:
+            raise CheckpointError(
+                f"the checkpoint was saved with losses scaled by {run['loss_scale']}, which this "
+                f"version does not do"
+            )
+        self._position.check_fits(run, changed)
+
+    def warn_of_differences(self, stored: StoredCheckpoint) -> None:
+        """Tell what does not keep a run from going on, but is worth knowing."""
+        run = stored.run
+        here = {"device": self._team.devices[0].type, "threads": torch.get_num_threads()}
+        here |= {"torch": version("torch")}
+        saved = {**run, **run["libraries"]}
+        for name, now in here.items():
+            if saved[name] != now:
+                _log.warning(
+                    "%s was saved with %s %s, here it is %s: the mathematics is the same, the bits "
+                    "from here on may not be",
+                    stored.folder,
+                    name,
+                    saved[name],
+                    now,
+                )
+        pairs = zip(run["optimizer"]["settings_at_start"], self._at_start, strict=False)
+        for number, (began, begins) in enumerate(pairs):
+            for key in began.keys() & begins.keys():
+                if began[key] != begins[key]:
+                    _log.warning(
+                        "%s of the optimizer's group %d was %s when the run began and is %s in "
+                        "this script; the checkpoint's value is used. To change it, set "
+                        "optimizer.param_groups[%d][%r] after trainer.load",
+                        key,
+                        number,
+                        began[key],
+                        begins[key],
+                        number,
+                        key,
+                    )
+
+
+def _grouped(names: list[list[str]]) -> dict[str, int]:
+    """The group of each parameter."""
+    return {name: number for number, group in enumerate(names) for name in group}
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The settings of an optimizer's groups, as JSON."""
+    return [
+        {
+            key: to_json(value, f"{key} of the optimizer's group {number}")
+            for key, value in group.items()
+            if key not in ("params", "param_names")
+        }
+        for number, group in enumerate(optimizer.param_groups)
+    ]
+
+
+def _settings_if_any(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The settings with which a run begins; what cannot be saved is refused when it is."""
+    try:
+        return _settings(optimizer)
+    except TypeError:
+        return []
