@@ -12,8 +12,8 @@ SOURCE = Path(onefold.__file__).parent
 # From the ground up: a room may use itself and those before it.
 ROOMS = (
     "errors",
-    "core",
     "system",
+    "core",
     "watch",
     "exchange",
     "reading",
@@ -34,6 +34,14 @@ ROOMS = (
 OUTER = {"models", "data", "jobs", "cli"}
 """What is built on the public interface, as a user's program is."""
 OPEN_TO_OUTER = {"errors", "losses", "system", "weights", "onefold", *OUTER}
+
+
+OF_SYSTEM_FOR_CORE = {"onefold.system.compat"}
+"""The core is pure: it opens nothing, but uses PyTorch."""
+
+LIMIT_LINES = 450
+LIMIT_FACE_LINES = 400
+LIMIT_BODY_LINES = 40
 
 
 class Import(NamedTuple):
@@ -91,6 +99,37 @@ def test_no_room_uses_one_above_it() -> None:
         if ROOMS.index(found.target_room) > ROOMS.index(found.room)
     ]
     assert wrong == []
+
+
+def test_the_core_is_pure() -> None:
+    used = {f.target for f in imports() if (f.room, f.target_room) == ("core", "system")}
+    assert used <= OF_SYSTEM_FOR_CORE
+
+
+def test_no_file_is_two() -> None:
+    limits = {"onefold.trainer": LIMIT_FACE_LINES}
+    lengths = {module: len(path.read_text().splitlines()) for module, path in modules()}
+    long = {m: n for m, n in lengths.items() if n > limits.get(m, LIMIT_LINES)}
+    assert long == {}
+
+
+def test_no_function_is_several() -> None:
+    """Lines of code: without its docstring, comments and empty lines."""
+    long = {}
+    for module, path in modules():
+        text = path.read_text()
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef) and body_lines(node, text) > LIMIT_BODY_LINES:
+                long[f"{module}.{node.name}"] = body_lines(node, text)
+    assert long == {}
+
+
+def body_lines(function: ast.FunctionDef, text: str) -> int:
+    body = function.body[1:] if ast.get_docstring(function) else function.body
+    if not body:
+        return 0
+    lines = text.splitlines()[body[0].lineno - 1 : function.end_lineno]
+    return sum(1 for line in lines if line.strip() and not line.strip().startswith("#"))
 
 
 def test_jobs_and_commands_use_what_every_program_may_use() -> None:

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from onefold.core.fingerprint import fingerprint_of, named_tensors, tensor_digests
 from onefold.core.flat import aligned
 from onefold.core.names import own_name
 from onefold.errors import CheckpointError
+from onefold.system.compat import EXTRA_STATE_KEY_SUFFIX
 from onefold.system.tensorfile import DTYPES, TensorParts
 
 __all__ = ["ModelCopy", "ModelFiles", "check_model_can_be_saved", "copy_model"]
@@ -183,7 +183,7 @@ def _parts(tensors: Mapping[str, torch.Tensor]) -> list[TensorParts]:
 
 
 def _check_value(name: str, value: object) -> None:
-    if not isinstance(value, torch.Tensor) or name.endswith(_EXTRA_STATE_KEY_SUFFIX):
+    if not isinstance(value, torch.Tensor) or name.endswith(EXTRA_STATE_KEY_SUFFIX):
         raise TypeError(
             f"the model's state_dict holds {name}, which is no parameter and no buffer: a "
             f"checkpoint cannot hold what get_extra_state() returns. Keep it in a buffer, or save "

@@ -57,6 +57,7 @@ from onefold.engine.schedule import read_schedule
 from onefold.errors import CheckpointError, StateError
 from onefold.exchange.transport import roomy
 from onefold.reading.position import PROMISES, Position
+from onefold.system.compat import steps_a_schedule
 
 __all__ = ["Checkpoints"]
 
@@ -183,7 +184,7 @@ class Checkpoints:
 
     def misses_a_schedule(self) -> bool:
         """Whether a schedule is attached to the optimizer that checkpoints do not hold."""
-        return self._schedule is None and hasattr(self._optimizer.step, "_wrapped_by_lr_sched")
+        return self._schedule is None and steps_a_schedule(self._optimizer.step)
 
     def check_can_be_saved(self) -> None:
         """Refuse at the start what the first save would refuse.

@@ -20,6 +20,8 @@ from typing import NamedTuple
 import torch
 from torch.utils.dlpack import from_dlpack
 
+from onefold.system.compat import copy_each
+
 __all__ = [
     "Chunk",
     "Entry",
@@ -176,7 +178,7 @@ class FlatTensors:
                 views.append(view)
                 sources.append(value)
         if views:
-            torch._foreach_copy_(views, sources)
+            copy_each(views, sources)
 
     def piece(self, piece: Piece) -> torch.Tensor:
         """A view of one piece: in the entry's shape if it is whole, else (numel,)."""

@@ -23,6 +23,7 @@ from onefold.core.fold import fold_shards
 from onefold.core.result import ChangedBuffers
 from onefold.errors import StateError
 from onefold.exchange.board import Board
+from onefold.system.compat import buffers_of
 
 __all__ = ["BufferPlaces", "BufferRule", "BufferSet"]
 
@@ -114,10 +115,10 @@ class BufferSet:
         tensors, pointers = self.places.tensors, self._pointers
         for index, (tensor, homes) in enumerate(zip(tensors, self.places.homes, strict=True)):
             for owner, name in homes:
-                value = owner._buffers.get(name)
+                value = buffers_of(owner).get(name)
                 if value is not tensor:
                     self.flat.views[index].copy_(self.places.checked(index, value))
-                    owner._buffers[name] = tensor
+                    buffers_of(owner)[name] = tensor
                     tensor.data = self.flat.views[index]
             if tensor.data_ptr() != pointers[index]:  # by .data = ..., resize_() or another Trainer
                 self.flat.views[index].copy_(self.places.checked(index, tensor))
@@ -214,7 +215,7 @@ class BufferPlaces:
         self.layout = lay_out({place.name: place.tensor for place in places})
         self.rules = _rules_of(self.names, rules or {})
         self._known = [
-            (prefix, owner._buffers, {n for n, b in owner._buffers.items() if b is not None})
+            (prefix, buffers_of(owner), {n for n, b in buffers_of(owner).items() if b is not None})
             for prefix, owner in module.named_modules()
         ]
         self._held = [buffers for _, buffers, _ in self._known]
@@ -284,7 +285,7 @@ class _Run(NamedTuple):
 def _places(module: torch.nn.Module) -> list[_Place]:
     found: dict[int, _Place] = {}
     for prefix, owner in module.named_modules():
-        for name, buffer in owner._buffers.items():
+        for name, buffer in buffers_of(owner).items():
             if buffer is not None:
                 full_name = f"{prefix}.{name}" if prefix else name
                 place = found.setdefault(id(buffer), _Place(full_name, buffer, []))

@@ -22,6 +22,7 @@ import torch
 
 from onefold.core.flat import extent, laid_out
 from onefold.errors import GradientError
+from onefold.system.compat import add_each
 
 __all__ = ["Gradients", "add_gradients", "drop_gradients", "gradients_of", "take_gradients"]
 
@@ -87,7 +88,7 @@ def add_gradients(left: Gradients, right: Gradients) -> Gradients:
             "them a tensor of its own (clone what you keep)"
         )
     if both:
-        torch._foreach_add_([a for a, _ in both], [b for _, b in both])
+        add_each([a for a, _ in both], [b for _, b in both])
     return [b if a is None else a for a, b in pairs]
 
 

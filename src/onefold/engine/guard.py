@@ -12,13 +12,13 @@ added up when they are due, so that a difference of a single one does not last.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 
 import torch
 
 from onefold.core.flat import FlatTensors
 from onefold.core.head import checksum
+from onefold.system.compat import version_of
 
 __all__ = ["Samples", "Turns", "ValueGuard"]
 
@@ -27,7 +27,6 @@ _SPREAD = 192
 _OF_ENTRIES = 256
 """Entries whose middle value is looked at as well."""
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_version_of = operator.attrgetter("_version")
 _FIRST_STEPS = 3
 _EVERY_STEPS = 50
 
@@ -184,4 +183,4 @@ class ValueGuard:
         return f"parameter {self._names[number - 1]}"
 
     def _count(self) -> list[int]:
-        return list(map(_version_of, self._parameters))
+        return list(map(version_of, self._parameters))

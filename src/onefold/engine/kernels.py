@@ -11,18 +11,22 @@ written. A model that was compiled with ``dynamic=True`` asks for the opposite a
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
-__all__ = ["Compilers", "repeatable_kernels"]
+from onefold.system.compat import (
+    KernelSettings,
+    compiled_call_of,
+    compiler_config,
+    is_compiled,
+    is_dynamic,
+    load_compiler,
+)
 
-# PyTorch's public functions for these settings take as long as a small layer does, and that for
-# deterministic algorithms would load the compiler, for a second or two, to tell it as well.
-_C: Any = torch._C
+__all__ = ["Compilers", "repeatable_kernels"]
 
 _NOTHING = nullcontext()
 
@@ -44,7 +48,7 @@ class Compilers:
     def __init__(self, module: torch.nn.Module, function: Callable[..., object]) -> None:
         compiled = list(_compiled_parts(module, function))
         for name, part in compiled:
-            if _is_dynamic(part):
+            if is_dynamic(part):
                 raise ValueError(
                     f"{name} is compiled with dynamic=True: its bits would depend on the shapes "
                     f"that a device has met, and so on the number of devices. Compile it without, "
@@ -64,8 +68,6 @@ class Compilers:
             if self._scripted:
                 stack.enter_context(torch.jit.optimized_execution(False))  # type: ignore[attr-defined]
             if self.compiled:
-                from torch._dynamo import config
-
                 settings: dict[str, Any] = {
                     "automatic_dynamic_shapes": False,
                     "assume_static_by_default": True,
@@ -73,7 +75,7 @@ class Compilers:
                     "accumulated_recompile_limit": _SHAPES,
                     "fail_on_recompile_limit_hit": True,
                 }
-                stack.enter_context(config.patch(**settings))
+                stack.enter_context(load_compiler().patch(**settings))
             yield
 
 
@@ -89,30 +91,18 @@ def repeatable_kernels(*, deterministic: bool, may_compile: bool = True) -> Iter
     if not deterministic:
         yield
         return
-    before = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = _C._get_deterministic_fill_uninitialized_memory()
-    benchmark = _C._get_cudnn_benchmark()
-    compiler: Any = None
-    if may_compile or "torch._inductor.compile_fx" in sys.modules:
-        compiler = sys.modules.get("torch._inductor.config")
+    before = KernelSettings()
+    compiler = compiler_config(may_load=may_compile)
     compiled_before = compiler is not None and compiler.deterministic
-    _C._set_deterministic_algorithms(True, warn_only=False)
+    before.repeat_bits()
     if compiler is not None:
         compiler.deterministic = True
-    _C._set_deterministic_fill_uninitialized_memory(False)
-    _C._set_cudnn_benchmark(False)
     try:
         yield
     finally:
-        _C._set_deterministic_algorithms(before, warn_only=warn_only)
+        before.put_back()
         if compiler is not None:
             compiler.deterministic = compiled_before
-        _C._set_deterministic_fill_uninitialized_memory(fill)
-        _C._set_cudnn_benchmark(benchmark)
-
-
-_COMPILED = "_torchdynamo_orig_callable"
 
 
 def _compiled_parts(
@@ -120,13 +110,13 @@ def _compiled_parts(
 ) -> Iterator[tuple[str, Any]]:
     """What of the model or its loss went through ``torch.compile``, with a name for it."""
     for name, part in module.named_modules():
-        called = part.__dict__.get("_compiled_call_impl")
+        called = compiled_call_of(part)
         if called is not None:
             yield f"module {name or 'model'}", called
-        if hasattr(part, _COMPILED):
+        if is_compiled(part):
             yield f"module {name or 'model'}", part
         for attribute, value in vars(part).items():
-            if callable(value) and attribute != "_compiled_call_impl" and _has_mark(value):
+            if callable(value) and value is not called and _has_mark(value):
                 yield f"{name or 'model'}.{attribute}", value
     if _has_mark(function):
         yield "the loss", function
@@ -140,14 +130,4 @@ def _compiled_parts(
 
 
 def _has_mark(value: object) -> bool:
-    return not isinstance(value, torch.nn.Module) and hasattr(value, _COMPILED)
-
-
-def _is_dynamic(part: Any) -> bool:
-    """Whether a compiled part was asked to handle shapes that vary."""
-    context = getattr(part, "dynamo_ctx", None)
-    if context is None:  # a function: its context is among what it closes over
-        cells = getattr(part, "__closure__", None) or ()
-        held = [cell.cell_contents for cell in cells]
-        context = next((each for each in held if hasattr(each, "_dynamic")), None)
-    return getattr(context, "_dynamic", None) is True
+    return not isinstance(value, torch.nn.Module) and is_compiled(value)

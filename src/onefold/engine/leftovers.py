@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.nn.utils import clip_grad
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from onefold.system.compat import wrap_clipping
 
 __all__ = ["refuse_clipping"]
 
-_INNER = "_clip_grads_with_norm_"
 _ours = WeakTensorKeyDictionary()
 
 
@@ -28,9 +28,7 @@ def refuse_clipping(parameters: Iterable[torch.nn.Parameter]) -> None:
     """Have ``clip_grad_norm_`` of these parameters raise where it would do nothing."""
     for parameter in parameters:
         _ours[parameter] = True
-    inner: Callable[..., Any] | None = getattr(clip_grad, _INNER, None)
-    if inner is not None and not hasattr(inner, "__onefold__"):
-        setattr(clip_grad, _INNER, _checked(inner))
+    wrap_clipping(_checked)
 
 
 def _checked(inner: Callable[..., Any]) -> Callable[..., Any]:
@@ -44,5 +42,4 @@ def _checked(inner: Callable[..., Any]) -> Callable[..., Any]:
             )
         return inner(listed, *args, **kwargs)
 
-    clip.__onefold__ = True  # type: ignore[attr-defined]
     return clip

@@ -16,6 +16,7 @@ import torch
 from onefold.core.flat import same_bits
 from onefold.core.head import checksum
 from onefold.errors import StateError
+from onefold.system.compat import buffers_of, parameters_of, version_of
 
 __all__ = ["OutsideModules"]
 
@@ -100,28 +101,30 @@ class _Outside:
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = weakref.ref(module)
         self.kind = type(module).__name__
-        self._buffers = {n: b.clone() for n, b in module._buffers.items() if b is not None}
-        self._versions = {n: p._version for n, p in module._parameters.items() if p is not None}
+        self._buffers = {n: b.clone() for n, b in buffers_of(module).items() if b is not None}
+        self._versions = {
+            n: version_of(p) for n, p in parameters_of(module).items() if p is not None
+        }
 
     def changed(self) -> str | None:
         """What of it was changed, if it is still there."""
         module = self._module()
         if module is None:
             return None
-        now = {name: b for name, b in module._buffers.items() if b is not None}
+        now = {name: b for name, b in buffers_of(module).items() if b is not None}
         for name, before in self._buffers.items():
             value = now.get(name)
             if value is None or value.shape != before.shape or not same_bits(value, before):
                 return f"buffer {name}"
         for name, version in self._versions.items():
-            parameter = module._parameters.get(name)
-            if parameter is None or parameter._version != version:
+            parameter = parameters_of(module).get(name)
+            if parameter is None or version_of(parameter) != version:
                 return f"parameter {name}"
         return next((f"buffer {name}" for name in now if name not in self._buffers), None)
 
 
 def _sampled(module: torch.nn.Module) -> bytes:
-    tensors = [*module._parameters.values(), *module._buffers.values()]
+    tensors = [*parameters_of(module).values(), *buffers_of(module).values()]
     parts = [
         t.detach().reshape(-1)[:: max(1, t.numel() // _LOOKED_AT)]
         for t in tensors

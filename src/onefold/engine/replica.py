@@ -34,6 +34,7 @@ from onefold.engine.gradients import (
 from onefold.engine.losswatch import LossWatch
 from onefold.engine.modes import Modes
 from onefold.errors import GradientError, StateError
+from onefold.system.compat import has_accumulate_hooks, parameters_of
 from onefold.watch.timing import Stopwatch
 
 __all__ = ["LossFunction", "ModelParts", "Replica", "ShardTask", "Weighed"]
@@ -60,14 +61,14 @@ class ModelParts:
         self.named = dict(module.named_parameters())
         self._parameters = list(self.named.values())
         self.homes = [
-            (f"{prefix}.{name}" if prefix else name, owner._parameters, name, parameter)
+            (f"{prefix}.{name}" if prefix else name, parameters_of(owner), name, parameter)
             for prefix, owner in module.named_modules()
-            if isinstance(owner._parameters, dict)  # a scripted module makes it anew when asked
-            for name, parameter in owner._parameters.items()
+            if isinstance(parameters_of(owner), dict)  # a scripted module makes it anew when asked
+            for name, parameter in parameters_of(owner).items()
             if parameter is not None
         ]
         """Where modules hold them: full name, the module's own table, name in it, parameter."""
-        tables = [m._parameters for m in module.modules() if isinstance(m._parameters, dict)]
+        tables = [parameters_of(m) for m in module.modules() if isinstance(parameters_of(m), dict)]
         self._tables = [table for table in tables if table]
         self._held = self._in_tables()
         self.module = module
@@ -291,7 +292,7 @@ class Replica:
 
     def _hooked(self) -> list[int]:
         """Parameters with hooks that may put something of their own into ``.grad``."""
-        return [n for n, p in enumerate(self._parameters) if p._post_accumulate_grad_hooks]
+        return [n for n, p in enumerate(self._parameters) if has_accumulate_hooks(p)]
 
     def weigh_shards(self, batch: ShardedBatch, task: ShardTask) -> Weighed:
         """Kind and weight of each term of the loss, for each of this device's shards."""

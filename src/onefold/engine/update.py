@@ -21,6 +21,7 @@ from onefold.core.flat import FlatTensors, Layout, Piece, laid_out, storage_orde
 from onefold.core.roster import Roster
 from onefold.core.storage import Storage
 from onefold.engine.optimizerstate import PieceState, is_by_element
+from onefold.system.compat import multiply_each
 
 __all__ = ["OwnedPiece", "SpanOptimizer", "check_optimizer", "updates_by_element"]
 
@@ -200,14 +201,14 @@ class SpanOptimizer:
         if not gradients:
             return  # no parameter of this span got one
         if isinstance(factor, float):
-            torch._foreach_mul_(gradients, factor)
+            multiply_each(gradients, factor)
             return
         alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         for gradient in gradients:
             alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
         # As clip_grad_norm_ does: a factor that was rounded to bfloat16 would be coarse.
         for (device, _), group in alike.items():
-            torch._foreach_mul_(group, factor.to(device))
+            multiply_each(group, factor.to(device))
 
     def squared_norms(self) -> dict[int, torch.Tensor]:
         """For each own device, one number a piece of the model: (pieces,) float64.

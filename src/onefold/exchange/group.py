@@ -14,7 +14,11 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, PrefixStore, Store
+from torch.distributed import (  # type: ignore[attr-defined]  # they are exported
+    FileStore,
+    PrefixStore,
+    Store,
+)
 from torch.distributed.rendezvous import rendezvous
 
 from onefold.core.world import World
@@ -30,6 +34,7 @@ from onefold.exchange.lateness import Lateness
 from onefold.exchange.loopback import gloo_on_loopback
 from onefold.exchange.progress import progress_of
 from onefold.exchange.proof import prove
+from onefold.system.compat import default_store
 from onefold.system.process import LOOK_S
 
 __all__ = [
@@ -154,7 +159,7 @@ def _make_group(
     backend = "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl"
     limit = timedelta(seconds=timeout_s)
     if dist.is_initialized():
-        store = dist.distributed_c10d._get_default_store()
+        store = default_store()
         if _memberships:
             atexit.unregister(_leave)
             atexit.register(_leave)  # a failure that was survived has taken it back

@@ -19,6 +19,7 @@ import torch
 from onefold.core.flat import Chunk, FlatTensors, Layout, Piece, cut_chunks, laid_out, storage_order
 from onefold.core.fold import Block, Published, fold, published_by
 from onefold.core.shard import Plan
+from onefold.system.compat import copy_each
 
 __all__ = ["AsGiven", "Partial", "SpanFold", "SpanTensors", "Spanned"]
 
@@ -114,7 +115,7 @@ class Partial:
         shown = [chunk for chunk in self._visible if chunk.entry in self._direct]
         if shown:
             targets = [self.flat.chunk(chunk) for chunk in shown]
-            torch._foreach_copy_(targets, [self.chunk(chunk) for chunk in shown])
+            copy_each(targets, [self.chunk(chunk) for chunk in shown])
 
     def chunk(self, chunk: Chunk) -> torch.Tensor:
         """(stop - start,) view."""

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 import onefold
 from onefold.data.augment import (
@@ -52,6 +51,7 @@ from onefold.jobs.rates import scaled_rate, usual_rate
 from onefold.jobs.runfolder import RunFolder, kept_facts, read_run
 from onefold.jobs.training import Task
 from onefold.models.catalog import MODELS, build_model, head_name, head_of, import_timm
+from onefold.system.compat import BatchNorm
 
 __all__ = ["JOB", "ClassifyOptions", "PictureModel", "check_early", "make_task", "prepare"]
 
@@ -260,7 +260,7 @@ def make_task(options: ClassifyOptions, data: PictureClasses) -> Task:
         loss=loss,
         score=score,
         best="highest accuracy",
-        least_shard=2 if any(isinstance(part, _BatchNorm) for part in model.modules()) else 1,
+        least_shard=2 if any(isinstance(part, BatchNorm) for part in model.modules()) else 1,
         train_set=LabelledPictures(
             data.train.pictures,
             data.train.labels,

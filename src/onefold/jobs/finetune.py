@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 import onefold
 from onefold.errors import CheckpointError, DataError, LaunchError
 from onefold.jobs.options import TrainOptions
 from onefold.jobs.runfolder import CHECKPOINTS, read_run
+from onefold.system.compat import BatchNorm
 from onefold.weights.file import check_weights, scored_checkpoints
 from onefold.weights.load import Loaded, refuse_spoilt
 
@@ -272,7 +272,7 @@ def freeze(model: nn.Module, options: TrainOptions, head: Head) -> list[str]:
 def _still_batch_norms(model: nn.Module, frozen: set[str]) -> None:
     for path, module in model.named_modules():
         own = [f"{path}.{name}" for name, _ in module.named_parameters()]
-        if isinstance(module, _BatchNorm) and own and all(name in frozen for name in own):
+        if isinstance(module, BatchNorm) and own and all(name in frozen for name in own):
             module.__class__ = _still(type(module))  # type: ignore[assignment, arg-type]
             module.train(False)
 

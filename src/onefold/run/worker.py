@@ -135,7 +135,7 @@ def _load_torch() -> None:
     """
     gc.disable()
     try:
-        importlib.import_module("torch._dynamo")
+        importlib.import_module("onefold.system.compat").load_compiler()
     finally:
         gc.enable()
     gc.freeze()  # these objects stay: nobody need look at them again

@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from onefold.system.compat import TorchDispatchMode
 
 __all__ = ["Draws", "seed_alike", "without_dropout"]
 

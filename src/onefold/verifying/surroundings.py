@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.module import register_module_forward_pre_hook
+
+from onefold.system.compat import BatchNorm, DropoutNd, buffers_of
 
 __all__ = ["KeptBuffers", "TimeFirst", "norms_of_the_batch", "quiet_modes"]
 
@@ -29,7 +29,7 @@ def quiet_modes(model: torch.nn.Module, *, narrow: bool) -> Iterator[None]:
             return
         recurrent = isinstance(part, torch.nn.RNNBase)
         before[part] = (part.training, part.dropout if recurrent else None)
-        if not narrow or isinstance(part, _BatchNorm | _DropoutNd):
+        if not narrow or isinstance(part, BatchNorm | DropoutNd):
             part.training = False
         if isinstance(part, torch.nn.RNNBase):
             part.dropout = 0.0
@@ -52,7 +52,7 @@ def norms_of_the_batch(model: torch.nn.Module) -> list[str]:
     return [
         f"{name or 'model'} ({type(part).__name__})"
         for name, part in model.named_modules()
-        if isinstance(part, _BatchNorm) and part.running_mean is None
+        if isinstance(part, BatchNorm) and part.running_mean is None
     ]
 
 
@@ -102,7 +102,7 @@ class KeptBuffers:
         self._places = [
             (f"{prefix}.{name}" if prefix else name, part, name, buffer, buffer.detach().clone())
             for prefix, part in model.named_modules()
-            for name, buffer in part._buffers.items()
+            for name, buffer in buffers_of(part).items()
             if buffer is not None
         ]
 
@@ -115,7 +115,7 @@ class KeptBuffers:
         """Give the model these values again, in the tensors that it had."""
         with torch.no_grad():
             for _, part, name, buffer, value in self._places:
-                part._buffers[name] = buffer
+                buffers_of(part)[name] = buffer
                 if buffer.shape == value.shape:
                     buffer.copy_(value)
 

@@ -1,0 +1,220 @@
+"""The names that PyTorch keeps to itself: each is still there, and does what onefold needs of it.
+
+Where one of these fails with a newer PyTorch, its message says what would break.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import onefold
+from onefold.system import compat
+
+SOURCE = Path(onefold.__file__).parent
+TABLES = {"_parameters", "_buffers", "_modules", "_version", "_post_accumulate_grad_hooks"}
+"""Attributes of PyTorch's modules and tensors, whatever they are called upon."""
+
+
+def private_names(text: str) -> set[str]:
+    """What a module's text uses of PyTorch's or NumPy's own names."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom):
+            parts = [*str(node.module).split("."), *(alias.name for alias in node.names)]
+            if parts[0] in ("torch", "numpy"):
+                found |= {part for part in parts if re.match(r"_[^_]", part)}
+        if isinstance(node, ast.Attribute) and re.match(r"_[^_]", node.attr):
+            owner = ast.unparse(node.value)
+            of_library = re.match(r"(torch|np|numpy|dist)\b", owner) is not None
+            if of_library or (node.attr in TABLES and owner not in ("self", "self.parts")):
+                found.add(node.attr)
+    return found
+
+
+def test_private_names_are_used_in_one_place() -> None:
+    used = {
+        path.relative_to(SOURCE).as_posix(): names
+        for path in SOURCE.rglob("*.py")
+        if (names := private_names(path.read_text()))
+    }
+    assert set(used) == {"system/compat.py"}
+
+
+def test_the_search_finds_them() -> None:
+    text = "from torch._C import x\ntorch._foreach_add_(a)\nmodule._buffers\nnp.random._x\nself._p"
+    assert private_names(text) == {"_C", "_foreach_add_", "_buffers", "_x"}
+
+
+def test_kinds_of_layers() -> None:
+    """Or batch norm over a shard of one sample, frozen statistics and verify's modes go wrong."""
+    assert isinstance(nn.BatchNorm2d(2), compat.BatchNorm)
+    assert isinstance(nn.SyncBatchNorm(2), compat.BatchNorm)
+    assert isinstance(nn.Dropout(), compat.DropoutNd)
+
+
+def test_extra_state_has_its_name() -> None:
+    """Or a module's extra state would be missing in checkpoints."""
+
+    class Layer(nn.Module):
+        def get_extra_state(self) -> int:
+            return 7
+
+        def set_extra_state(self, state: int) -> None: ...
+
+    assert list(Layer().state_dict()) == [compat.EXTRA_STATE_KEY_SUFFIX]
+
+
+def test_tables_of_a_module_are_its_own() -> None:
+    """Or a parameter or buffer that was replaced would not be seen, and trained by nobody."""
+    layer = nn.BatchNorm1d(2)
+    assert compat.parameters_of(layer)["weight"] is layer.weight
+    buffer = torch.ones(2)
+    compat.buffers_of(layer)["running_mean"] = buffer
+    assert layer.running_mean is buffer
+
+
+def test_versions_count_what_is_written_in_place() -> None:
+    """Or changes outside of trainer.changing() would pass on processors and GPUs alike."""
+    tensor = torch.zeros(2)
+    before = compat.version_of(tensor)
+    tensor.add_(1)
+    assert compat.version_of(tensor) > before
+
+
+def test_hooks_that_look_at_gradients_are_seen() -> None:
+    """Or what a hook keeps of a gradient would be changed by the fold."""
+    parameter = nn.Parameter(torch.zeros(2))
+    assert not compat.has_accumulate_hooks(parameter)
+    parameter.register_post_accumulate_grad_hook(lambda p: None)
+    assert compat.has_accumulate_hooks(parameter)
+
+
+def test_a_schedule_shows_at_its_optimizer() -> None:
+    """Or --checkpoint would lose a schedule that the script steps itself."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    assert not compat.steps_a_schedule(optimizer.step)
+    torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    assert compat.steps_a_schedule(optimizer.step)
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (lambda a, b: compat.copy_each(a, b), [3.0, 5.0]),
+        (lambda a, b: compat.add_each(a, b), [4.0, 7.0]),
+        (lambda a, b: compat.multiply_each(a, 10.0), [10.0, 20.0]),
+        (lambda a, b: compat.multiply_each(a, torch.tensor(10.0)), [10.0, 20.0]),
+    ],
+)
+def test_many_tensors_at_a_time(
+    call: Callable[[list[torch.Tensor], list[torch.Tensor]], None], expected: list[float]
+) -> None:
+    """Or gradients could only be added, copied and scaled one by one."""
+    targets = [torch.tensor(1.0), torch.tensor([2.0])]
+    call(targets, [torch.tensor(3.0), torch.tensor([5.0])])
+    assert [float(target) for target in targets] == expected
+
+
+def test_the_store_of_a_scripts_own_group() -> None:
+    """Or a Trainer could not be made beside a process group of the script."""
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        compat.default_store().set("key", "value")
+        assert compat.default_store().get("key") == b"value"
+    finally:
+        dist.destroy_process_group()
+
+
+def test_kernels_that_repeat_their_bits_can_be_chosen_and_put_back() -> None:
+    """Or bits would depend on which algorithm was the fastest at the moment."""
+    before = compat.KernelSettings()
+    assert not torch.are_deterministic_algorithms_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    compat.KernelSettings.repeat_bits()
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.utils.deterministic.fill_uninitialized_memory
+    assert not torch.backends.cudnn.benchmark
+    before.put_back()
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory == fill
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_the_compilers_settings_have_their_names() -> None:
+    """Or compiled models would be compiled for shapes that vary, and bits with the devices."""
+    config = compat.load_compiler()
+    names = {"automatic_dynamic_shapes", "assume_static_by_default", "recompile_limit"}
+    names |= {"accumulated_recompile_limit", "fail_on_recompile_limit_hit"}
+    assert all(hasattr(config, name) for name in names)
+    generator = compat.compiler_config(may_load=True)
+    assert generator is None or hasattr(generator, "deterministic")
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_what_is_compiled_is_seen() -> None:
+    """Or shapes that vary would not be refused."""
+    layer = nn.Linear(2, 2)
+    assert compat.compiled_call_of(layer) is None
+    assert not compat.is_compiled(layer)
+    wholly = torch.compile(layer, dynamic=True)
+    assert compat.is_compiled(wholly)
+    assert compat.is_dynamic(wholly)
+    function = torch.compile(lambda x: x + 1, dynamic=True)
+    assert compat.is_compiled(function)
+    assert compat.is_dynamic(function)
+    assert not compat.is_dynamic(torch.compile(lambda x: x + 1))
+    layer.compile()
+    assert compat.compiled_call_of(layer) is not None
+
+
+def test_clipping_goes_through_a_function_that_can_be_wrapped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Or a left-over clip_grad_norm_ would do nothing without a word."""
+    inner = torch.nn.utils.clip_grad._clip_grads_with_norm_
+    monkeypatch.setattr(
+        torch.nn.utils.clip_grad,
+        "_clip_grads_with_norm_",
+        getattr(inner, "__wrapped__", inner),
+    )
+    seen: list[int] = []
+
+    def wrap(inner: Callable[..., object]) -> Callable[..., object]:
+        def counting(*args: object, **options: object) -> object:
+            seen.append(1)
+            return inner(*args, **options)
+
+        return counting
+
+    compat.wrap_clipping(wrap)
+    compat.wrap_clipping(wrap)
+    parameter = nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.ones(1)
+    nn.utils.clip_grad_norm_([parameter], 0.5)
+    assert seen == [1]
+
+
+def test_every_operation_can_be_watched() -> None:
+    """Or verify could not replay what a loss draws."""
+
+    class Watch(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __init__(self) -> None:
+            super().__init__()
+            self.names: list[str] = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            self.names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Watch() as watch:
+        torch.rand(2)
+    assert any("rand" in name for name in watch.names)
