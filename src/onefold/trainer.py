@@ -34,10 +34,9 @@ class Trainer:
     Args:
         model: any module; it stays yours and always holds the current values.
         optimizer: made from the model's parameters; it is kept, so schedulers attached to it work.
-        loss: ``loss(model, batch)`` for one shard on one device. Returns a tensor (n,) of one loss
-            a sample, a scalar (the mean over the shard's samples), ``onefold.Mean``,
-            ``onefold.Sum``, or a sum of these two. The step's loss is the sum of totals over the
-            sum of weights across the whole batch; `onefold.losses` has PyTorch's losses so.
+        loss: ``loss(model, batch)`` for one shard on one device. Returns (n,) losses, one a sample;
+            a scalar, the mean over the shard; or ``onefold.Mean``, ``onefold.Sum``, or their sum. A
+            step's loss is the sum of totals over the sum of weights across the whole batch.
         shards: V, into how many parts every batch is cut: the most devices that may ever share a
             batch. Like the batch size it is part of the result.
         seed: of dropout, augmentation, the order of samples and all other randomness.
@@ -47,7 +46,7 @@ class Trainer:
         threads: of each CPU device; ``max(1, cores // shards)`` by default.
         schedule: a ``torch.optim.lr_scheduler`` of the optimizer, stepped once a step and saved.
         clip_norm: scale the whole gradient down to this norm where it is larger.
-        deterministic: use kernels that repeat their bits, and refuse those that cannot.
+        deterministic: use kernels that repeat their bits, and refuse others.
         buffers: what becomes of buffers that shards change, by name or pattern, where it is not the
             mean over the shards (floating point) or the largest (other numbers): ``"mean"``,
             ``"max"``, ``"sum"`` (of what each shard added) or ``"first"`` (the first shard's).

@@ -17,12 +17,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from onefold.data import pictures
+from onefold.data import decoding, pictures
 from onefold.data.bad import BadFile, visible
+from onefold.data.decoding import load_picture, open_picture
 from onefold.data.idx import read_idx
 from onefold.data.labels import check_labels
 from onefold.data.masks import MaskRule
-from onefold.data.pictures import load_picture, look_at, look_through, open_picture
+from onefold.data.pictures import look_at, look_through
 from onefold.data.scan import scan_pictures
 from onefold.data.tsv import read_splits, read_tsv
 from onefold.data.walk import picture_paths
@@ -120,7 +121,7 @@ def test_threads_wait_where_theirs_together_would_be_too_much(
     lock, held, most = threading.Lock(), [0], [0]
 
     def look(pixels: int) -> int:
-        pictures._in_hand.take(pixels)
+        decoding.in_hand.take(pixels)
         with lock:
             held[0] += pixels
             most[0] = max(most[0], held[0])

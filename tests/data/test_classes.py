@@ -17,15 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from onefold.data.classes import (
-    PictureClasses,
-    Split,
-    held_out,
-    read_digits,
-    read_folders,
-    read_idx_folder,
-)
+from onefold.data.arrays import read_digits, read_idx_folder
+from onefold.data.classes import read_folders
 from onefold.data.pictures import ArrayPictures
+from onefold.data.splits import PictureClasses, Split, held_out
 from onefold.errors import DataError, LaunchError
 from tests.data.pictures import noise, write_class_folders, write_cut_jpeg, write_page
 

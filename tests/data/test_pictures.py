@@ -19,15 +19,8 @@ from hypothesis.extra import numpy as numbers
 from PIL import Image
 
 from onefold.data import pictures
-from onefold.data.pictures import (
-    ArrayPictures,
-    PictureFiles,
-    Sums,
-    is_picture,
-    open_picture,
-    require_pillow,
-    sum_looks,
-)
+from onefold.data.decoding import is_picture, open_picture, require_pillow
+from onefold.data.pictures import ArrayPictures, PictureFiles, Sums, sum_looks
 from onefold.data.scan import scan_pictures
 from onefold.errors import DataError, LaunchError
 from tests.data.pictures import WAYS_TO_BE_BAD, noise, write_cut_jpeg, write_page

@@ -16,11 +16,13 @@ from PIL import Image
 
 from onefold.data import scan
 from onefold.data.bad import BadFile
-from onefold.data.classes import PictureClasses, read_folders
+from onefold.data.classes import read_folders
+from onefold.data.decoding import open_picture
 from onefold.data.masks import MaskRule
 from onefold.data.pairs import MaskedPictures, read_pairs
-from onefold.data.pictures import Look, Sums, look_at, look_through, open_picture
+from onefold.data.pictures import Look, Sums, look_at, look_through
 from onefold.data.scan import Scanning, Seen, read_scan, scan_files, scan_pictures
+from onefold.data.splits import PictureClasses
 from onefold.errors import DataError
 from tests.data.pictures import noise, write_class_folders
 from tests.masked import save_pairs

@@ -148,7 +148,7 @@ def test_kernels_that_repeat_their_bits_can_be_chosen_and_put_back() -> None:
     assert torch.utils.deterministic.fill_uninitialized_memory == fill
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_the_compilers_settings_have_their_names() -> None:
     """Or compiled models would be compiled for shapes that vary, and bits with the devices."""
     config = compat.load_compiler()
@@ -159,7 +159,7 @@ def test_the_compilers_settings_have_their_names() -> None:
     assert generator is None or hasattr(generator, "deterministic")
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_what_is_compiled_is_seen() -> None:
     """Or shapes that vary would not be refused."""
     layer = nn.Linear(2, 2)

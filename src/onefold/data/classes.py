@@ -6,45 +6,27 @@ share is held out; the IDX files of MNIST and its relatives; scikit-learn's digi
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
 import os
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from onefold.data.bad import BadFile, readable, refuse
-from onefold.data.digest import digest_of
-from onefold.data.idx import find_file, read_labelled
 from onefold.data.labels import check_labels
-from onefold.data.overlap import check_apart, check_one_label
 from onefold.data.pictures import (
-    ArrayPictures,
     Look,
     Mode,
     PictureFiles,
-    Pictures,
-    Sums,
     sum_looks,
     white_of,
 )
 from onefold.data.scan import Scanning, Seen, deep_note, pack_scan, scan_pictures
+from onefold.data.splits import PictureClasses, Split, digest, held_out, notes_of_same, untested
 from onefold.data.walk import is_visible_folder, picture_paths
-from onefold.errors import DataError, LaunchError
+from onefold.errors import DataError
 
-__all__ = [
-    "PictureClasses",
-    "Split",
-    "held_out",
-    "read_digits",
-    "read_folders",
-    "read_idx_folder",
-    "test_folder",
-    "untested",
-]
+__all__ = ["read_folders", "test_folder"]
 
 _TEST_NAMES = ("test", "val", "valid", "validation")
 _IMAGE_FOLDERS = frozenset({"image", "images", "img", "imgs"})
@@ -52,46 +34,7 @@ _MASK_FOLDERS = frozenset({
     "annotations", "groundtruth", "gt", "label", "labels", "mask", "masks", "segmentation",
     "segmentations",
 })  # fmt: skip
-_LISTED = 5
 _MODE: dict[bool, Mode] = {True: "L", False: "RGB"}
-
-
-@dataclass(frozen=True, slots=True)
-class Split:
-    """The training or the test pictures."""
-
-    pictures: Pictures
-    labels: list[int]
-    """Number of each picture's class."""
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PictureClasses:
-    """A data set of pictures with one label each."""
-
-    train: Split
-    test: Split
-    classes: tuple[str, ...]
-    """Names, by number."""
-    mode: Mode
-    """Of all pictures."""
-    sizes: list[tuple[int, int]]
-    """Width and height of the training pictures, in pixels."""
-    sums: Sums
-    """Over the pixels of the training pictures."""
-    left_out: list[BadFile]
-    """What cannot be used."""
-    white: int | None = None
-    """Of pictures of more than 8 bits a pixel."""
-    notes: list[str] = field(default_factory=list)
-    """What to mention before training."""
-    scan: str = ""
-    """What was seen of the files, for `onefold.data.scan.read_scan`."""
-    digest: str
-    """The same for the same pictures under the same names, in the same classes and sets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,17 +133,8 @@ def read_folders(
             *_apart(directory, train, test),
         ],
         scan=pack_scan([*train.paths, *test.paths], [*train.seen, *test.seen], directory),
-        digest=_digest(classes, *([*part.samples(directory)] for part in (train, test))),
+        digest=digest(classes, *([*part.samples(directory)] for part in (train, test))),
     )
-
-
-def _digest(
-    classes: Sequence[str],
-    train: Sequence[tuple[str, str, str]],
-    test: Sequence[tuple[str, str, str]],
-) -> str:
-    """Of the name, the class and the content of every picture."""
-    return digest_of(list(classes), train, test, size_bytes=16)
 
 
 def _split(part: _Usable, root: Path, classes: Sequence[str], white: int | None) -> Split:
@@ -215,140 +149,7 @@ def _apart(directory: Path, train: _Usable, test: _Usable) -> list[str]:
         [readable(path.relative_to(directory)) for path in part.paths] for part in (train, test)
     ]
     labels = [*train.labels, *test.labels]
-    return _notes_of_same(contents, names, labels, readable(directory))
-
-
-def _notes_of_same(
-    contents: Sequence[Sequence[str]],
-    names: Sequence[Sequence[str]],
-    labels: Sequence[object],
-    where: str,
-) -> list[str]:
-    """What to mention of pictures that are there twice; contents and names of each set."""
-    train, test = contents
-    apart = check_apart(train, test, train_names=names[0], test_names=names[1], where=where)
-    whole, all_names = ([*parts[0], *parts[1]] for parts in (contents, names))
-    return [*apart, *check_one_label(whole, labels, all_names, where)]
-
-
-def untested(classes: Sequence[str], tested: Collection[str], where: str) -> list[str]:
-    """What to mention of classes that no test sample has."""
-    missing = [name for name in classes if name not in tested]
-    if not missing:
-        return []
-    more = f" and {len(missing) - _LISTED} more" if len(missing) > _LISTED else ""
-    listed = ", ".join(missing[:_LISTED]) + more
-    note = (
-        f"{where}: the test set has no sample of {len(missing)} of the {len(classes)} classes "
-        f"({listed}): the score says nothing about them"
-    )
-    return [note]
-
-
-def read_idx_folder(
-    directory: Path, names: Sequence[str] | None = None, *, labels_as_is: bool = False
-) -> PictureClasses:
-    """Grey pictures from MNIST's four IDX files.
-
-    Args:
-        directory: holds them, plain or as ``.gz``.
-        names: of the classes; their numbers if None.
-        labels_as_is: accept every label as a class, however many there are.
-
-    Raises:
-        DataError: the labels are probably not classes.
-        FileNotFoundError: a file is missing.
-        ValueError: a file is damaged, or there are fewer than two classes.
-    """
-    train_pixels, train_labels = read_labelled(directory, "train")
-    test_pixels, test_labels = read_labelled(directory, "t10k")
-    count = int(train_labels.max()) + 1
-    labels_path = find_file(directory, "train-labels-idx1-ubyte")
-    if count < 2:
-        raise DataError(f"{labels_path}: expected two classes or more, found only 0")
-    if names and count > len(names):
-        raise DataError(f"{labels_path}: expected labels 0 to {len(names) - 1}, got {count - 1}")
-    if int(test_labels.max()) >= count:
-        raise DataError(
-            f"{find_file(directory, 't10k-labels-idx1-ubyte')}: expected labels of the training "
-            f"set, 0 to {count - 1}, got {int(test_labels.max())}"
-        )
-    counts = Counter(map(str, train_labels.tolist()))
-    notes = [] if labels_as_is else check_labels(counts, readable(labels_path))
-    classes = tuple(names) if names else tuple(map(str, range(count)))
-    data = _of_arrays(train_pixels, train_labels, test_pixels, test_labels, classes)
-    tested = {classes[label] for label in data.test.labels}
-    notes += untested(classes, tested, readable(directory))
-    return replace(data, notes=notes + _arrays_apart(data, readable(directory)))
-
-
-def read_digits(*, holdout: float, seed: int) -> PictureClasses:
-    """The 1,797 digits of 8x8 pixels that come with scikit-learn.
-
-    Args:
-        holdout: share of each class that becomes the test set.
-        seed: draws that share.
-
-    Raises:
-        LaunchError: scikit-learn is not installed.
-    """
-    if importlib.util.find_spec("sklearn") is None:
-        raise LaunchError(
-            "the digits come with scikit-learn, which is not installed here: "
-            'pip install "onefold[demo]"'
-        )
-    from sklearn.datasets import load_digits
-
-    source = load_digits()
-    pixels = torch.from_numpy(source.images * (255 / 16)).to(torch.uint8)
-    labels = torch.from_numpy(source.target).to(torch.int64)
-    held = held_out([str(label) for label in labels.tolist()], share=holdout, seed=seed)
-    test = torch.tensor(sorted(held))
-    train = torch.tensor([i for i in range(len(labels)) if i not in held])
-    classes = tuple(map(str, range(10)))
-    return _of_arrays(pixels[train], labels[train], pixels[test], labels[test], classes)
-
-
-def _of_arrays(
-    train_pixels: torch.Tensor,
-    train_labels: torch.Tensor,
-    test_pixels: torch.Tensor,
-    test_labels: torch.Tensor,
-    classes: tuple[str, ...],
-) -> PictureClasses:
-    sums = Sums()
-    sums.add(train_pixels.unsqueeze(-1).numpy())
-    height, width = train_pixels.shape[1:]
-    train = Split(ArrayPictures(train_pixels, "training picture"), train_labels.tolist())
-    test = Split(ArrayPictures(test_pixels, "test picture"), test_labels.tolist())
-    return PictureClasses(
-        train=train,
-        test=test,
-        digest=_digest(classes, *(list(_array_samples(part, classes)) for part in (train, test))),
-        classes=classes,
-        mode="L",
-        sizes=[(width, height)] * len(train_pixels),
-        sums=sums,
-        left_out=[],
-    )
-
-
-def _arrays_apart(data: PictureClasses, where: str) -> list[str]:
-    samples = [list(_array_samples(part, data.classes)) for part in (data.train, data.test)]
-    return _notes_of_same(
-        [[content for _, _, content in part] for part in samples],
-        [[name for name, _, _ in part] for part in samples],
-        [label for part in samples for _, label, _ in part],
-        where,
-    )
-
-
-def _array_samples(split: Split, classes: Sequence[str]) -> Iterator[tuple[str, str, str]]:
-    """Name, label and content of each."""
-    for number, label in enumerate(split.labels):
-        pixels = split.pictures[number].tobytes()
-        content = hashlib.blake2b(pixels, digest_size=16).hexdigest()
-        yield split.pictures.name(number), classes[label], content
+    return notes_of_same(contents, names, labels, readable(directory))
 
 
 def test_folder(directory: Path) -> Path:
@@ -479,20 +280,6 @@ def _looked_through(
         bad += [*files.bad, *(bad_files[path] for path in files.paths if path in bad_files)]
         start = end
     return usable, bad
-
-
-def held_out(labels: Sequence[str], *, share: float, seed: int) -> set[int]:
-    """Numbers of the samples to set aside: the same share of each class, one at the least."""
-    generator = torch.Generator().manual_seed(seed)
-    by_label: dict[str, list[int]] = {}
-    for number, label in enumerate(labels):
-        by_label.setdefault(label, []).append(number)
-    held: set[int] = set()
-    for _, members in sorted(by_label.items()):
-        count = min(max(1, round(share * len(members))), len(members) - 1)
-        chosen = torch.randperm(len(members), generator=generator)[:count]
-        held.update(members[i] for i in chosen.tolist())
-    return held
 
 
 def _check_enough(directory: Path, classes: Sequence[str], train: _Usable, test: _Usable) -> None:

@@ -25,7 +25,8 @@ import numpy as np
 import torch
 
 from onefold.data.bad import readable
-from onefold.data.pictures import count_levels, is_deep, load_picture
+from onefold.data.decoding import is_deep, load_picture
+from onefold.data.pictures import count_levels
 from onefold.errors import DataError
 
 if TYPE_CHECKING:

@@ -25,13 +25,10 @@ knows start programs, such as Ghostscript for EPS.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import threading
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
@@ -40,16 +37,21 @@ import numpy as np
 import torch
 
 from onefold.data.bad import readable
-from onefold.data.files import open_regular
-from onefold.errors import DataError, LaunchError
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
-    from PIL.ImageFile import ImageFile
-    from PIL.PngImagePlugin import PngInfo
+from onefold.data.decoding import (
+    ORIENTATION,
+    TURNED,
+    finite,
+    in_bytes,
+    in_hand,
+    is_deep,
+    loaded,
+    open_picture,
+    opened_picture,
+    pillow_quiet,
+    reading,
+)
 
 __all__ = [
-    "MOST_PIXELS",
     "ArrayPictures",
     "Look",
     "Mode",
@@ -58,36 +60,21 @@ __all__ = [
     "Sums",
     "Watch",
     "count_levels",
-    "is_deep",
-    "is_picture",
-    "load_picture",
     "look_at",
     "look_through",
     "made_here",
-    "open_picture",
-    "require_pillow",
     "sum_looks",
     "white_of",
 ]
 
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from PIL.PngImagePlugin import PngInfo
 Mode = Literal["L", "RGB"]
 Watch = Callable[[int, int], None]
 """Takes how many things have been looked at, and how many there are; threads call it in turn."""
 _Item = TypeVar("_Item")
 _Seen = TypeVar("_Seen")
-
-_SUFFIXES = frozenset({
-    ".avif", ".bmp", ".gif", ".heic", ".jfif", ".jpe", ".jpeg", ".jpg", ".pgm", ".png", ".ppm",
-    ".tif", ".tiff", ".webp",
-})  # fmt: skip
-"""Also of formats that not every Pillow reads: such a file is told, not passed over."""
-_FORMATS = ("PNG", "JPEG", "BMP", "GIF", "PPM", "TIFF", "WEBP", "AVIF", "HEIF")
-"""That are tried, those of `_SUFFIXES`; the last is read where somebody has added it to Pillow."""
-MOST_PIXELS = 1 << 27
-"""Of a picture."""
-_PIXELS_IN_HAND = 1 << 26
-"""That threads decode together, unless a single picture has more."""
-_GREY_MODES = frozenset({"1", "L", "LA"})
 _READERS = 4
 """Threads that look through the pictures: decoding leaves Python to the others."""
 _FILES_AT_ONCE = 16
@@ -96,9 +83,6 @@ _PIXELS_AT_ONCE = 1 << 20
 """What is counted in turn: counting takes eight bytes for each."""
 _LOOKED_AT = 512
 """Pixels of a JPEG's shorter side, at least, that are looked at where it has more."""
-_TURNED = range(5, 9)
-"""Orientations in an EXIF note by which width and height change places."""
-_ORIENTATION = 0x0112
 
 
 class Pictures(Protocol):
@@ -244,153 +228,6 @@ class Look:
         return cls((width, height), grey, Sums(*sums), *deep)
 
 
-def require_pillow() -> None:
-    """Refuse to go on without the library that reads pictures.
-
-    Raises:
-        LaunchError: it is not installed.
-    """
-    if importlib.util.find_spec("PIL") is None:
-        raise LaunchError(
-            "reading pictures needs Pillow, which is not installed here: "
-            'pip install "onefold[images]"'
-        )
-
-
-def is_picture(path: Path) -> bool:
-    """Whether a file's name is that of a picture, and not hidden."""
-    return path.suffix.lower() in _SUFFIXES and not path.name.startswith(".")
-
-
-def open_picture(path: Path, *, white: int | None = None) -> Image:
-    """Read a picture as a whole, to mode ``L`` if it is grey, or else ``RGB``.
-
-    Args:
-        path: of the file.
-        white: of more than 8 bits; None takes the usual one: 65535 for 16 bits, else the first of
-            1 (fractions), 255 and 65535 that no value is above.
-
-    Raises:
-        DataError: it cannot be read; the message names the file.
-    """
-    with _pillow_quiet():
-        return _in_bytes(load_picture(path), path, white)
-
-
-@contextmanager
-def _pillow_quiet() -> Iterator[None]:
-    """Without Pillow's warnings, of a damaged EXIF note or of a large picture: it has been read.
-
-    What this sets holds for all threads, so no thread of several may set it on its own.
-    """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module=r"PIL\.")
-        yield
-
-
-def load_picture(path: Path, *, weight: int = 1) -> Image:
-    """Read a picture as its file has it, turned as its note says; for threads of `look_through`.
-
-    Args:
-        path: of the file.
-        weight: as many pictures it counts for while threads look through many.
-
-    Raises:
-        DataError: it cannot be read; the message names the file.
-    """
-    with _reading(path), _opened(path) as opened:
-        return _loaded(opened, weight)
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[ImageFile]:
-    """A picture of which only the header has been read, and that may be decoded.
-
-    Raises:
-        ValueError: it has too many pixels.
-    """
-    from PIL import Image
-
-    with open_regular(path) as file, Image.open(file, formats=_known_formats()) as opened:
-        width, height = opened.size
-        if width * height > MOST_PIXELS:
-            raise ValueError(
-                f"it has {width}x{height} pixels, more than the {MOST_PIXELS:,} that a picture may "
-                f"have: make it smaller, or cut it into several"
-            )
-        yield opened
-
-
-def _known_formats() -> tuple[str, ...]:
-    from PIL import Image
-
-    Image.init()
-    return tuple(name for name in _FORMATS if name in Image.OPEN)
-
-
-def _loaded(opened: ImageFile, weight: int = 1) -> Image:
-    """The pixels, turned as the note says; without a copy where there is nothing to turn."""
-    from PIL import ImageOps
-
-    _in_hand.take(opened.width * opened.height * weight)
-    opened.load()
-    turned = opened.getexif().get(_ORIENTATION, 1) != 1
-    return ImageOps.exif_transpose(opened) if turned else opened
-
-
-class _InHand:
-    """How many pixels the threads of `look_through` decode at the moment.
-
-    A thread that is none of them, or has taken none yet, is not counted.
-    """
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._pixels: dict[int, int] = {}
-
-    @contextmanager
-    def counted(self) -> Iterator[None]:
-        """Count what this thread takes, until the end."""
-        thread = threading.get_ident()
-        with self._changed:
-            self._pixels[thread] = 0
-        try:
-            yield
-        finally:
-            with self._changed:
-                del self._pixels[thread]
-                self._changed.notify_all()
-
-    def take(self, pixels: int) -> None:
-        """Wait until there is room for so many, or nobody else has any."""
-        thread = threading.get_ident()
-        with self._changed:
-            if thread not in self._pixels:
-                return
-            self._pixels[thread] = 0
-            self._changed.wait_for(lambda: self._fits(pixels))
-            self._pixels[thread] = pixels
-
-    def _fits(self, pixels: int) -> bool:
-        others = sum(self._pixels.values())
-        return not others or others + pixels <= _PIXELS_IN_HAND
-
-
-_in_hand = _InHand()
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Whatever a damaged file raises, by its format, becomes one error that names it."""
-    try:
-        yield
-    except MemoryError:
-        raise
-    except Exception as error:
-        came = _what_came(path, error)
-        raise DataError(f"{readable(path)}: expected a picture that can be read: {came}") from error
-
-
 def made_here(software: str) -> PngInfo:
     """What a PNG says of who has made it."""
     from PIL.PngImagePlugin import PngInfo
@@ -398,56 +235,6 @@ def made_here(software: str) -> PngInfo:
     note = PngInfo()
     note.add_text("Software", software)
     return note
-
-
-def is_deep(picture: Image) -> bool:
-    """Whether a picture has more than 8 bits a pixel."""
-    return picture.mode.startswith(("I", "F"))
-
-
-def _in_bytes(picture: Image, path: Path, white: int | None) -> Image:
-    with _reading(path):
-        if is_deep(picture):
-            picture = _to_bytes(picture, white)
-        mode = "L" if picture.mode in _GREY_MODES else "RGB"
-        return picture if picture.mode == mode else picture.convert(mode)
-
-
-def _what_came(path: Path, error: Exception) -> str:
-    from PIL import UnidentifiedImageError
-
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    if not isinstance(error, UnidentifiedImageError):
-        return f"{error}" or type(error).__name__
-    with open_regular(path) as file:
-        start = file.read(16)
-    if not start:
-        return "an empty file"
-    return f"a file of no known format that begins with {start!r}; known are {', '.join(_FORMATS)}"
-
-
-def _to_bytes(picture: Image, white: int | None) -> Image:
-    """A grey picture of more than 8 bits a pixel, scaled as a whole to 8."""
-    from PIL import Image
-
-    values = _finite(picture)
-    if white is None:
-        white = _usual_white(picture.mode, values.max())
-    return Image.fromarray((values.clip(0, white) * (255 / white)).astype(np.uint8))
-
-
-def _finite(picture: Image) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
-    """Its values; what is not finite is black."""
-    return np.nan_to_num(np.asarray(picture, dtype=np.float64), posinf=0, neginf=0)
-
-
-def _usual_white(mode: str, largest: float) -> int:
-    """Of a picture alone: only 16 bits say what white is."""
-    whites = [65535] if mode.startswith("I;16") else [255, 65535]
-    if mode == "F":
-        whites.insert(0, 1)
-    return next((white for white in whites if largest <= white), 65535)
 
 
 def white_of(looks: Iterable[Look]) -> int | None:
@@ -489,7 +276,7 @@ def look_through(
         for item in group:
             if stopped.is_set():
                 break
-            with _in_hand.counted():
+            with in_hand.counted():
                 seen.append(look(item))
             if watch is not None:
                 with counting:
@@ -499,7 +286,7 @@ def look_through(
 
     Image.init()  # or threads that load formats at the same time may take one for unknown
     groups = [items[i : i + _FILES_AT_ONCE] for i in range(0, len(items), _FILES_AT_ONCE)]
-    with _pillow_quiet(), ThreadPoolExecutor(_READERS) as readers:
+    with pillow_quiet(), ThreadPoolExecutor(_READERS) as readers:
         try:
             return [seen for group in readers.map(look_at_all, groups) for seen in group]
         except BaseException:
@@ -531,15 +318,15 @@ def look_at(path: Path, white: int | None = None) -> Look:
     picture, size, factor = _load_small(path)
     largest, fractions = None, False
     if is_deep(picture):
-        with _reading(path):
-            values = _finite(picture)
+        with reading(path):
+            values = finite(picture)
             largest = float(values.max())
             fractions = picture.mode == "F" and largest <= 1
             alone = Look(size, True, Sums(), largest, fractions)
             white = white_of([alone]) if white is None else white
     else:
         white = None
-    picture = _in_bytes(picture, path, white)
+    picture = in_bytes(picture, path, white)
     sums = Sums()
     sums.add_picture(picture)
     return Look(size, picture.mode == "L", sums.times(factor), largest, fractions, white)
@@ -549,13 +336,13 @@ def _load_small(path: Path) -> tuple[Image, tuple[int, int], int]:
     """A picture, with less detail if it is a large JPEG; its whole size; and for how many pixels
     one of these stands.
     """
-    with _reading(path), _opened(path) as opened:
+    with reading(path), opened_picture(path) as opened:
         width, height = opened.size
         if opened.format in ("JPEG", "MPO"):
             opened.draft(None, (_LOOKED_AT, _LOOKED_AT))
         step = round(width / opened.width)
-        picture = _loaded(opened)
-        if opened.getexif().get(_ORIENTATION) in _TURNED:
+        picture = loaded(opened)
+        if opened.getexif().get(ORIENTATION) in TURNED:
             width, height = height, width
         return picture, (width, height), step * step
 

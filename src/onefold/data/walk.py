@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from onefold.data.bad import BadFile, readable
-from onefold.data.pictures import is_picture
+from onefold.data.decoding import is_picture
 from onefold.errors import DataError
 
 __all__ = ["is_visible_folder", "picture_paths", "require_folder"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -23,7 +23,7 @@ from onefold.engine.replica import LossFunction, ModelParts, Replica
 from onefold.engine.update import SpanOptimizer, updates_by_element
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.joining import join
-from onefold.exchange.memory import Start
+from onefold.exchange.memory import Memory, Start
 
 __all__ = ["assemble"]
 
@@ -59,27 +59,19 @@ def assemble(
     first.attach()
     storage = _storage(parts, first, optimizer, settings, team)
     roster = Roster.first(team.devices, plan=plan, pieces=storage.pieces, hosts=team.hosts)
+    description = describe(parts, optimizer, settings, team, plan, schedule)
     exchange = join(
         storage,
-        Start(
-            [p.detach() for p in parts.trained.values()],
-            [p.detach() for p in parts.other.values()],
-            first.flat,
-        ),
+        _start(parts, first),
         roster,
         team,
-        description=json.dumps(describe(parts, optimizer, settings, team, plan, schedule)).encode(),
+        description=json.dumps(description).encode(),
         compare=compare,
         timeout_s=settings.timeout_s,
     )
     joined(exchange)
     memory = exchange.memory
-    replicas = [
-        Replica(
-            number, device, parts, memory.trained[number], memory.other[number], buffers[number]
-        )
-        for number, device in team.own_devices.items()
-    ]
+    replicas = _replicas(team, parts, memory, buffers)
     replicas[0].attach()
     refuse_clipping(parts.trained.values())
     return Engine(
@@ -93,6 +85,20 @@ def assemble(
         settings=settings,
         frozen={n: p for n, p in parts.other.items() if id(p) in held},
     )
+
+
+def _replicas(
+    team: Team, parts: ModelParts, memory: Memory, buffers: Mapping[int, BufferSet]
+) -> list[Replica]:
+    return [
+        Replica(n, device, parts, memory.trained[n], memory.other[n], buffers[n])
+        for n, device in team.own_devices.items()
+    ]
+
+
+def _start(parts: ModelParts, buffers: BufferSet) -> Start:
+    trained = [p.detach() for p in parts.trained.values()]
+    return Start(trained, [p.detach() for p in parts.other.values()], buffers.flat)
 
 
 def _storage(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import onefold
+from onefold.data.arrays import read_digits, read_idx_folder
 from onefold.data.augment import (
     IMAGENET,
     CentreCrop,
@@ -21,16 +23,12 @@ from onefold.data.augment import (
     RandomResizedCrop,
     RandomShift,
 )
-from onefold.data.classes import (
-    PictureClasses,
-    Split,
-    read_digits,
-    read_folders,
-    read_idx_folder,
-)
+from onefold.data.classes import read_folders
+from onefold.data.decoding import require_pillow
 from onefold.data.fetch import fetch_dataset
-from onefold.data.pictures import Mode, require_pillow
+from onefold.data.pictures import Mode
 from onefold.data.scan import Scanning
+from onefold.data.splits import PictureClasses, Split
 from onefold.data.walk import require_folder
 from onefold.errors import LaunchError
 from onefold.jobs.classify_options import ClassifyOptions, Flip
@@ -243,12 +241,6 @@ def make_task(options: ClassifyOptions, data: PictureClasses) -> Task:
     model, kind = _with_weights(options, kind) if options.pretrained else (kind.build(), kind)
     head = head_name(model)
     frozen = freeze(model, options, head)
-    smoothing = options.label_smoothing
-
-    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
-        images, labels = batch
-        return F.cross_entropy(model(images), labels, reduction="none", label_smoothing=smoothing)
-
     test_set = LabelledPictures(
         data.test.pictures, data.test.labels, kind.mode, kind.test_changes, kind.normalise
     )
@@ -257,7 +249,7 @@ def make_task(options: ClassifyOptions, data: PictureClasses) -> Task:
         groups=parameter_groups(
             model, rate=scaled_rate(options), head=head, head_scale=options.head_lr_scale
         ),
-        loss=loss,
+        loss=_loss_of(options.label_smoothing),
         score=score,
         best="highest accuracy",
         least_shard=2 if any(isinstance(part, BatchNorm) for part in model.modules()) else 1,
@@ -283,6 +275,14 @@ def make_task(options: ClassifyOptions, data: PictureClasses) -> Task:
         },
         scan=data.scan,
     )
+
+
+def _loss_of(smoothing: float) -> Callable[[nn.Module, Any], torch.Tensor]:
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        images, labels = batch
+        return F.cross_entropy(model(images), labels, reduction="none", label_smoothing=smoothing)
+
+    return loss
 
 
 def score(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -18,8 +17,8 @@ from torch.utils.data import Dataset
 import onefold
 from onefold.data.augment import LabelledPictures, Normalise
 from onefold.data.bad import BadFile, refuse
-from onefold.data.files import require_ours
-from onefold.data.pictures import PictureFiles, made_here, open_picture, require_pillow
+from onefold.data.decoding import open_picture, require_pillow
+from onefold.data.pictures import PictureFiles, made_here
 from onefold.data.scan import Scanning, scan_pictures
 from onefold.data.tsv import decoded, read_lines
 from onefold.data.walk import picture_paths
@@ -27,6 +26,13 @@ from onefold.errors import CheckpointError, DataError, OnefoldError
 from onefold.jobs import classify, segment, text
 from onefold.jobs.finetune import best_checkpoint, load_finite
 from onefold.jobs.options import MOST_SAMPLES, MOST_WORKERS
+from onefold.jobs.prediction_files import (
+    MASK_NOTE,
+    as_csv,
+    as_json,
+    require_mask,
+    require_predictions,
+)
 from onefold.jobs.progress import ReadingBar
 from onefold.jobs.runfolder import CHECKPOINTS, kept_facts, read_run, require_writable
 from onefold.jobs.segment_pictures import Padded, whole_logits
@@ -37,20 +43,7 @@ from onefold.weights.file import check_weights
 
 __all__ = ["Format", "PredictOptions", "Prediction", "predict_run", "write_prediction"]
 
-_FORMULAS = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")
-"""With these a cell begins that a spreadsheet computes; the last are the wide ones of Asia."""
-_NUMBER = re.compile(r"[-+]?[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
-_QUOTED = ',;"\t\r\n'
-_BEGINNINGS = (
-    b"file,class,confidence", b"file,line,text,class,confidence", b"file,mask,share",
-    b'[\n {\n  "file": ', b"[]",
-)  # fmt: skip
-"""Of files of predictions."""
-_MASK_NOTE = "onefold predict"
-"""In a PNG of a mask, as the software that made it."""
-
 Format = Literal["csv", "json"]
-
 _STEP = re.compile(r"step-([0-9]{8,})")
 
 
@@ -168,7 +161,7 @@ def write_prediction(
 ) -> Path | None:
     """Write the rows where the options say: the file, or None for the screen."""
     json_wanted = options.chosen_format == "json"
-    content = _as_json(prediction.rows) if json_wanted else _as_csv(prediction.rows)
+    content = as_json(prediction.rows) if json_wanted else as_csv(prediction.rows)
     if options.output is None:
         screen.write(content.encode(errors="backslashreplace").decode())
         return None
@@ -176,47 +169,11 @@ def write_prediction(
     if prediction.rows and "mask" in prediction.rows[0]:
         path = path / f"masks.{options.chosen_format}"
     path.parent.mkdir(parents=True, exist_ok=True)
-    _require_predictions(path)
+    require_predictions(path)
     # Names of files may be no UTF-8: CSV takes their bytes as they are, JSON cannot.
     encoded = content.encode(errors="backslashreplace" if json_wanted else "surrogateescape")
     write_whole(path, encoded, sync=False)
     return path
-
-
-def _as_json(rows: list[dict[str, Any]]) -> str:
-    return json.dumps(rows, indent=1, ensure_ascii=False) + "\n"
-
-
-def _as_csv(rows: list[dict[str, Any]]) -> str:
-    """One line a sample; further classes have columns of their own."""
-    flat = [_flat(row) for row in rows]
-    lines = [list(flat[0]) if flat else [], *(list(row.values()) for row in flat)]
-    return "".join(",".join(_cell(value) for value in line) + "\n" for line in lines)
-
-
-def _cell(value: object) -> str:
-    """A value as a cell that no spreadsheet takes for a formula: such texts get an apostrophe.
-
-    Numbers stay numbers. What a spreadsheet might take for the end of a cell is quoted.
-
-    Source: OWASP, CSV Injection.
-    """
-    text = str(value)
-    formula = isinstance(value, str) and text.startswith(_FORMULAS) and not _NUMBER.fullmatch(text)
-    if formula:
-        text = f"'{text}"
-    if formula or any(letter in text for letter in _QUOTED):
-        return '"' + text.replace('"', '""') + '"'
-    return text
-
-
-def _flat(row: dict[str, Any]) -> dict[str, Any]:
-    values = {name: value for name, value in row.items() if name != "classes"}
-    for place, each in enumerate(row.get("classes", ()), start=1):
-        suffix = "" if place == 1 else f"_{place}"
-        values[f"class{suffix}"] = each["class"]
-        values[f"confidence{suffix}"] = f"{each['confidence']:.6f}"
-    return values
 
 
 def _read(job: str, paths: Sequence[Path]) -> _Inputs:
@@ -304,37 +261,11 @@ def _check_inputs_stay(job: str, inputs: _Inputs, output: Path | None) -> None:
             raise ValueError(f"--output {output}: expected another place, {path} would be lost")
     if job == segment.JOB:
         for mask in masks:
-            _require_mask(mask, output)
+            require_mask(mask, output)
         for each in ("csv", "json"):
-            _require_predictions(output / f"masks.{each}")
+            require_predictions(output / f"masks.{each}")
     else:
-        _require_predictions(output)
-
-
-def _require_predictions(path: Path) -> None:
-    """Refuse to write over what are no predictions."""
-    require_ours(
-        path,
-        lambda head: head.startswith(_BEGINNINGS),
-        f"--output {path}: expected a new file, or predictions of before",
-    )
-
-
-def _require_mask(path: Path, folder: Path) -> None:
-    """Refuse to write over what is no mask, or where a link leads."""
-    for above in path.parents:
-        if above == folder:
-            break
-        if above.is_symlink():
-            raise ValueError(
-                f"--output {folder}: expected folders of its own, {above} is a link: remove it, or "
-                f"name another folder"
-            )
-    require_ours(
-        path,
-        lambda head: _MASK_NOTE.encode() in head,
-        f"--output {folder}: expected new masks, or masks of before",
-    )
+        require_predictions(output)
 
 
 def _check_masks(inputs: _Inputs) -> None:
@@ -473,7 +404,7 @@ def _predict_masks(
             path.parent.mkdir(parents=True, exist_ok=True)
             drawn = Image.fromarray(np.where(pixels.numpy(), 255, 0).astype(np.uint8))
             with aside_of(path) as file:
-                drawn.save(file, format="PNG", pnginfo=made_here(_MASK_NOTE))
+                drawn.save(file, format="PNG", pnginfo=made_here(MASK_NOTE))
             shares.append(pixels.to(torch.float64).mean())
         return {"share": torch.stack(shares)}
 

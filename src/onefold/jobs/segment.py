@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,9 @@ from torch.utils.data import Subset
 
 import onefold
 from onefold.data.augment import IMAGENET, Normalise
+from onefold.data.decoding import open_picture, require_pillow
 from onefold.data.masks import read_mask
 from onefold.data.pairs import MaskedPictures, Pair, read_pairs
-from onefold.data.pictures import open_picture, require_pillow
 from onefold.data.scan import Scanning
 from onefold.data.walk import require_folder
 from onefold.errors import CheckpointError, DataError
@@ -179,29 +180,7 @@ def make_task(options: SegmentOptions, data: MaskedPictures) -> Task:
         _load(model, Path(options.pretrained), options.pretrained_key)
     frozen = freeze(model, options, HEAD)
     weight = torch.tensor(_pos_weight(options.pos_weight, data))
-    threshold = options.threshold
-
-    def mean_loss(logits: torch.Tensor, batch: Any) -> onefold.Mean:
-        """Over the pixels of the pictures, not of their padding, nor where masks are void."""
-        masks = batch["masks"].clamp(min=0)
-        losses = F.binary_cross_entropy_with_logits(
-            logits, masks, pos_weight=weight.to(logits.device), reduction="none"
-        )
-        counted = counted_pixels(batch)
-        return onefold.Mean((losses * counted).sum(), counted.sum())
-
-    def loss(model: nn.Module, batch: Any) -> onefold.Mean:
-        return mean_loss(model(batch["images"]).squeeze(1), batch)
-
-    def score(model: nn.Module, batch: Any) -> dict[str, onefold.Mean]:
-        logits = whole_logits(model, batch, padded.stride)
-        overlap, said, meant = (part.sum() for part in overlaps(logits, batch, threshold))
-        return {
-            "loss": mean_loss(logits, batch),
-            "iou": onefold.Mean(overlap, said + meant - overlap),
-            "dice": onefold.Mean(2 * overlap, said + meant),
-        }
-
+    loss, score = _loss_and_score(weight, options.threshold, model.stride)
     padded = Padded(model.stride)
     test_set = WholePictures(data.test, kind.normalise, data.rule, data.white)
     return Task(
@@ -228,6 +207,41 @@ def make_task(options: SegmentOptions, data: MaskedPictures) -> Task:
         },
         scan=data.scan,
     )
+
+
+def _loss_and_score(
+    weight: torch.Tensor, threshold: float, stride: int
+) -> tuple[Callable[[nn.Module, Any], onefold.Mean], Callable[[nn.Module, Any], dict[str, Any]]]:
+    """The two functions of a run, over the pixels that count.
+
+    Args:
+        weight: () of foreground pixels in the loss.
+        threshold: of the probability above which a pixel is foreground.
+        stride: what sides are padded to a multiple of.
+    """
+
+    def mean_loss(logits: torch.Tensor, batch: Any) -> onefold.Mean:
+        """Over the pixels of the pictures, not of their padding, nor where masks are void."""
+        masks = batch["masks"].clamp(min=0)
+        losses = F.binary_cross_entropy_with_logits(
+            logits, masks, pos_weight=weight.to(logits.device), reduction="none"
+        )
+        counted = counted_pixels(batch)
+        return onefold.Mean((losses * counted).sum(), counted.sum())
+
+    def loss(model: nn.Module, batch: Any) -> onefold.Mean:
+        return mean_loss(model(batch["images"]).squeeze(1), batch)
+
+    def score(model: nn.Module, batch: Any) -> dict[str, onefold.Mean]:
+        logits = whole_logits(model, batch, stride)
+        overlap, said, meant = (part.sum() for part in overlaps(logits, batch, threshold))
+        return {
+            "loss": mean_loss(logits, batch),
+            "iou": onefold.Mean(overlap, said + meant - overlap),
+            "dice": onefold.Mean(2 * overlap, said + meant),
+        }
+
+    return loss, score
 
 
 def overlaps(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,11 +15,11 @@ from torch import nn
 
 import onefold
 from onefold.data.bad import readable, refuse
-from onefold.data.classes import untested
 from onefold.data.files import read_whole
 from onefold.data.labels import check_labels
 from onefold.data.overlap import check_apart, check_one_label
 from onefold.data.scan import Scanning
+from onefold.data.splits import untested
 from onefold.data.tsv import Line, TextSplits, read_splits
 from onefold.errors import CheckpointError, DataError
 from onefold.jobs.examples import classifier_examples
@@ -243,13 +243,6 @@ def make_task(options: TextOptions, data: TextSplits) -> Task:
     model, kind = _build(options, data)
     head = head_parts(model)
     frozen = freeze(model, options, head)
-    smoothing = options.label_smoothing
-
-    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
-        return F.cross_entropy(
-            logits(model, batch), batch["labels"], reduction="none", label_smoothing=smoothing
-        )
-
     mask_id, special_ids = token_roles(kind.tokenizer)
     train_set = EncodedTexts(
         kind.encode([line.text for line in data.train]),
@@ -266,7 +259,7 @@ def make_task(options: TextOptions, data: TextSplits) -> Task:
         groups=parameter_groups(
             model, rate=scaled_rate(options), head=head, head_scale=options.head_lr_scale
         ),
-        loss=loss,
+        loss=_loss_of(options.label_smoothing),
         score=score,
         best="highest accuracy",
         train_set=train_set,
@@ -276,19 +269,35 @@ def make_task(options: TextOptions, data: TextSplits) -> Task:
         evaluation_batch_size=EVALUATION_BATCH_SIZE,
         examples=lambda trainer, folder: _examples(trainer, dev_set, data.dev, kind, dev_labels),
         facts={
-            "data": data.digest,
-            "classes": list(kind.classes),
             "model": options.model,
             "text_model": {"max_length": kind.max_length, "pad_id": kind.pad_id},
             "frozen": frozen,
-            "left_out": [str(each) for each in data.left_out],
-            "notes": data.notes,
+            **_facts_of_data(data, kind.classes),
         },
         files={
             TOKENIZER_FILE: kind.tokenizer,
             CONFIG_FILE: config.to_json_string(use_diff=False),
         },
     )
+
+
+def _facts_of_data(data: TextSplits, classes: Sequence[str]) -> dict[str, Any]:
+    left_out = [str(each) for each in data.left_out]
+    return {
+        "data": data.digest,
+        "classes": list(classes),
+        "left_out": left_out,
+        "notes": data.notes,
+    }
+
+
+def _loss_of(smoothing: float) -> Callable[[nn.Module, Any], torch.Tensor]:
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(
+            logits(model, batch), batch["labels"], reduction="none", label_smoothing=smoothing
+        )
+
+    return loss
 
 
 def build_of_run(run: Path) -> nn.Module:

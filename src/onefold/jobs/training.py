@@ -6,9 +6,8 @@ It uses nothing but the public interface, so it is also an example of how to use
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from torch import nn
 
 import onefold
 from onefold.errors import CheckpointError, LaunchError
+from onefold.jobs.meter import KEPT, Meter
 from onefold.jobs.options import TrainOptions
 from onefold.jobs.progress import TrainingBar, counted, epoch_line
 from onefold.jobs.rates import make_optimizer, rate_factor
@@ -26,15 +26,10 @@ from onefold.system.interrupt import STOPPED_CODE
 
 __all__ = ["Task", "Training", "begin_training", "train"]
 
-_KEPT = 2
-"""Newest checkpoints that stay, beside the best: if one is damaged, the other is near."""
 _LINES = 20
 """Lines of metrics in an epoch, beside that of the epoch itself."""
 _FEW_STEPS = 100
 """Hardly anything is learnt in fewer."""
-_LOOK_S = 0.5
-"""So often losses and times are looked at, which on a GPU has to wait."""
-_PHASES = ("data", "forward", "backward", "exchange", "update")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,78 +130,6 @@ def _steps_of_epoch(options: TrainOptions, task: Task) -> int:
 def _least_batch(options: TrainOptions, task: Task) -> int:
     """Samples that a batch must have: shards may be empty where the model does not mind."""
     return task.least_shard * options.shards if task.least_shard > 1 else 1
-
-
-class _Meter:
-    """Adds up what the steps of an epoch come to, and looks at them only now and then.
-
-    Args:
-        so_far: what `saved` gave, where the run goes on in the middle of an epoch.
-    """
-
-    def __init__(self, so_far: Mapping[str, float]) -> None:
-        self.total = so_far.get("total", 0.0)
-        self.samples = int(so_far.get("samples", 0))
-        self._before_s = so_far.get("seconds", 0.0)
-        self.phases = {phase: so_far.get(phase, 0.0) for phase in _PHASES}
-        self.rate = so_far.get("rate", 0.0)
-        self._start_s = self._looked_s = time.perf_counter()
-        self._pending: list[onefold.Step] = []
-        self._line = (so_far.get("line_total", 0.0), int(so_far.get("line_samples", 0)))
-        self._line_start_s = self._start_s - so_far.get("line_seconds", 0.0)
-
-    def add(self, step: onefold.Step, rate: float) -> None:
-        self.rate = rate
-        self._pending.append(step)
-        if time.perf_counter() - self._looked_s > _LOOK_S:
-            self.look()
-
-    def look(self) -> None:
-        """Read what has not been read."""
-        line_total, line_samples = self._line
-        for step in self._pending:
-            total = float(step.loss) * step.samples
-            self.total, self.samples = self.total + total, self.samples + step.samples
-            line_total, line_samples = line_total + total, line_samples + step.samples
-            for phase, seconds in asdict(step.seconds).items():
-                self.phases[phase] += seconds
-        self._line = line_total, line_samples
-        self._pending.clear()
-        self._looked_s = time.perf_counter()
-
-    @property
-    def seconds(self) -> float:
-        """Since the epoch began."""
-        return self._before_s + time.perf_counter() - self._start_s
-
-    @property
-    def mean_loss(self) -> float:
-        """Of the samples looked at."""
-        return self.total / self.samples if self.samples else float("nan")
-
-    def take_line(self) -> dict[str, float]:
-        """Mean loss and speed since the last line."""
-        self.look()
-        total, samples = self._line
-        now_s = time.perf_counter()
-        speed = samples / max(now_s - self._line_start_s, 1e-9)
-        self._line, self._line_start_s = (0.0, 0), now_s
-        loss = total / samples if samples else math.nan
-        return {"loss": loss, "samples_per_s": speed, "lr": self.rate}
-
-    def saved(self) -> dict[str, float]:
-        """What a checkpoint in the middle of the epoch keeps."""
-        self.look()
-        return {
-            "total": self.total,
-            "samples": float(self.samples),
-            "seconds": self.seconds,
-            "rate": self.rate,
-            "line_total": self._line[0],
-            "line_samples": float(self._line[1]),
-            "line_seconds": time.perf_counter() - self._line_start_s,
-            **self.phases,
-        }
 
 
 class Training:
@@ -337,7 +260,7 @@ class Training:
             for line in self._opening():
                 bar.say(line)
             for epoch in trainer.epochs(self._epochs):
-                meter = _Meter(self._part)
+                meter = Meter(self._part)
                 self._train_epoch(epoch, batches, meter, bar)
                 self._evaluate(epoch, meter, bar)
 
@@ -368,7 +291,7 @@ class Training:
             self._trainer.load(self._folder.checkpoints / last)
         return {**examples, "epoch": epoch}
 
-    def _train_epoch(self, epoch: int, batches: Any, meter: _Meter, bar: TrainingBar) -> None:
+    def _train_epoch(self, epoch: int, batches: Any, meter: Meter, bar: TrainingBar) -> None:
         every = max(1, len(batches) // _LINES)
         for batch in batches:
             rate = self._optimizer.param_groups[0]["lr"]
@@ -381,12 +304,12 @@ class Training:
             stop = self._trainer.asked_to_stop
             if stop or step.number % self._options.save_every == 0:
                 extra = self._extra(self._epochs_done, meter.saved())
-                self._trainer.save(self._folder.checkpoints, keep=_KEPT, wait=stop, extra=extra)
+                self._trainer.save(self._folder.checkpoints, keep=KEPT, wait=stop, extra=extra)
             if stop:
                 raise SystemExit(STOPPED_CODE)
         meter.look()
 
-    def _evaluate(self, epoch: int, meter: _Meter, bar: TrainingBar) -> None:
+    def _evaluate(self, epoch: int, meter: Meter, bar: TrainingBar) -> None:
         train_s, task = meter.seconds, self._task
         scores = self._trainer.evaluate(
             task.score,
@@ -418,7 +341,7 @@ class Training:
         self._trainer.save(
             self._folder.checkpoints,
             scores=scores,
-            keep=_KEPT,
+            keep=KEPT,
             best=task.best,
             extra=self._extra(epoch + 1, {}),
         )
