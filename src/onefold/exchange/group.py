@@ -189,7 +189,7 @@ def gather_bytes(group: dist.ProcessGroup, text: bytes) -> list[bytes]:
     size = group.size()
     lengths = [torch.empty(1, dtype=torch.int64) for _ in range(size)]
     dist.all_gather(lengths, torch.tensor([len(text)]), group=group)
-    longest = max(int(length) for length in lengths)
+    longest = max(1, *(int(length) for length in lengths))  # no message is of nothing
     parts = _gather_alike(group, text.ljust(longest, b"\0"))
     return [part[: int(length)] for part, length in zip(parts, lengths, strict=True)]
 

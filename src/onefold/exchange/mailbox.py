@@ -19,7 +19,7 @@ import struct
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -108,7 +108,7 @@ class Mailbox:
 
     def send_note(self, rank: int, note: bytes) -> None:
         """Send bytes of any length to one process; it must be receiving."""
-        peer = self._peers[rank]
+        peer = self._peer(rank)
         chunks = [note[i : i + _CHUNK_BYTES] for i in range(0, len(note), _CHUNK_BYTES)] or [b""]
         for chunk in chunks[:-1]:
             self._send(peer, _MORE + chunk)
@@ -125,19 +125,27 @@ class Mailbox:
 
     def send_file(self, rank: int, descriptor: int) -> None:
         """Give a process an open file."""
-        socket.send_fds(self._peers[rank].socket, [b"file"], [descriptor])
+        peer = self._peer(rank)
+        with self._sending(peer):
+            socket.send_fds(peer.socket, [b"file"], [descriptor])
 
     def receive_file(self, rank: int) -> int:
         """Take an open file, from the very next message of a process."""
-        peer = self._peers[rank]
-        if not self._wait_readable([peer], self.timeout_s):
-            raise self._late([peer])
-        message, descriptors, _, _ = socket.recv_fds(peer.socket, _FRAME_BYTES, 1)
+        peer = self._peer(rank)
+        limit = time.monotonic() + self.timeout_s
+        while not self._wait_for_news([peer], limit):
+            continue
+        try:
+            message, descriptors, _, _ = socket.recv_fds(peer.socket, _FRAME_BYTES, 1)
+        except ConnectionError:
+            message, descriptors = _last_words(peer), []
+        if descriptors:
+            return descriptors[0]
         if message.startswith(_FAILED):
             self._raise_failed(peer, message)
-        if not descriptors:
+        if not message:
             self._raise_ended(peer)
-        return descriptors[0]
+        raise self._elsewhere(peer)
 
     def tell_failure(self, failure: BaseException) -> None:
         """Tell everybody that this process fails, and why."""
@@ -164,9 +172,14 @@ class Mailbox:
 
     # Waiting
 
+    def _peer(self, rank: int) -> _Peer:
+        if self._closed:
+            raise OnefoldError(LEFT)
+        return self._peers[rank]
+
     def _await(self, ranks: Iterable[int], *kinds: bytes) -> dict[int, bytes]:
         """Wait for one frame of one of ``kinds`` from each of ``ranks``."""
-        pending = {rank: self._peers[rank] for rank in ranks}
+        pending = {rank: self._peer(rank) for rank in ranks}
         found: dict[int, bytes] = {}
         spin_until = time.monotonic() + self._spin_s
         limit = time.monotonic() + self.timeout_s
@@ -186,19 +199,22 @@ class Mailbox:
     def _expected(self, peer: _Peer, kinds: tuple[bytes, ...]) -> bytes:
         frame = peer.frames.popleft()
         if frame[:1] not in kinds:
-            raise DisagreementError(
-                f"device {peer.number} is at another point of the program than device "
-                f"{self.rank} (step {self.step}): all devices must make the same calls of the "
-                f"trainer in the same order"
-            )
+            raise self._elsewhere(peer)
         return frame
 
-    def _drain(self, peer: _Peer) -> None:
-        """Take in what has come from a peer, without waiting."""
+    def _elsewhere(self, peer: _Peer) -> DisagreementError:
+        return DisagreementError(
+            f"device {peer.number} is at another point of the program than device {self.rank} "
+            f"(step {self.step}): all devices must make the same calls of the trainer in the same "
+            f"order"
+        )
+
+    def _drain(self, peer: _Peer) -> bool:
+        """Take in the next frame from a peer, without waiting; whether there was one."""
         try:
             frame = peer.socket.recv(_FRAME_BYTES, socket.MSG_DONTWAIT)
         except BlockingIOError:
-            return
+            return False
         except ConnectionError:
             frame = _last_words(peer)
         if frame.startswith(_FAILED):
@@ -206,16 +222,20 @@ class Mailbox:
         if not frame:
             if not peer.frames:
                 self._raise_ended(peer)
-            return
+            return False
         peer.frames.append(frame)
+        return True
 
-    def _wait_for_news(self, pending: Iterable[_Peer], limit: float) -> None:
+    def _wait_for_news(self, pending: Iterable[_Peer], limit: float) -> bool:
+        """Wait for a while; whether a peer has sent something or ended."""
         waiting = list(pending)
-        if not self._wait_readable(waiting, LOOK_S):
-            for peer in waiting:
-                self._look_at(peer)
-            if time.monotonic() > limit:
-                raise self._late(waiting)
+        if self._wait_readable(waiting, LOOK_S):
+            return True
+        for peer in waiting:
+            self._look_at(peer)
+        if time.monotonic() > limit:
+            raise self._late(waiting)
+        return False
 
     def _late(self, peers: list[_Peer]) -> PeerTimeout:
         names = ", ".join(f"{peer.number} (process {peer.pid})" for peer in peers)
@@ -270,12 +290,19 @@ class Mailbox:
         )
 
     def _send(self, peer: _Peer, frame: bytes) -> None:
-        try:
+        with self._sending(peer):
             peer.socket.send(frame)
+
+    @contextlib.contextmanager
+    def _sending(self, peer: _Peer) -> Iterator[None]:
+        """Turn an error of the socket into one that says what has become of the peer."""
+        try:
+            yield
         except BlockingIOError:
             raise self._late([peer]) from None
         except ConnectionError:
-            self._drain(peer)  # what it said before it left, if anything
+            while self._drain(peer):  # why it left comes last, behind what was not read before
+                continue
             self._raise_ended(peer)
 
     # Connecting

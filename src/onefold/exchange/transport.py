@@ -144,7 +144,9 @@ class Alone(Transport):
         return self._room
 
     def bring(self) -> list[torch.Tensor]:
-        return [] if self._room is None else [self._room]
+        if self._room is None:
+            raise ValueError("there is nothing to bring: fill a room first")
+        return [self._room]
 
     def hand_out(self, make: Callable[[int], torch.Tensor] | None) -> torch.Tensor:
         if make is None:

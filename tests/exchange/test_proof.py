@@ -1,0 +1,101 @@
+"""Only those who know the secret of a run take part in it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from threading import Barrier
+
+import pytest
+
+from onefold.errors import DisagreementError
+from onefold.exchange.proof import prove
+from tests.exchange.together import LIMIT_S, endings
+
+SECRET = b"long enough that nobody guesses it"
+Trade = Callable[[bytes], Sequence[bytes]]
+
+
+class Wire:
+    """What devices that are threads give to each other, and all that went over it."""
+
+    def __init__(self, size: int) -> None:
+        self.seen: list[list[bytes]] = []
+        self._barrier = Barrier(size, timeout=LIMIT_S, action=self._note)
+        self._given = [b""] * size
+
+    def trade(self, rank: int) -> Trade:
+        def give(word: bytes) -> Sequence[bytes]:
+            self._given[rank] = word
+            self._barrier.wait()
+            return self.seen[-1]
+
+        return give
+
+    def _note(self) -> None:
+        self.seen.append(list(self._given))
+
+
+def prove_all(secrets: Sequence[bytes], wire: Wire) -> list[str]:
+    """How each device ends: in words, or in peace."""
+    errors = endings(len(secrets), lambda rank: prove(secrets[rank], rank, wire.trade(rank)))
+    assert all(error is None or type(error) is DisagreementError for error in errors)
+    return ["" if error is None else str(error) for error in errors]
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize("secret", [SECRET, b""], ids=["a secret", "none"])
+def test_those_who_know_the_secret_belong_together(size: int, secret: bytes) -> None:
+    assert prove_all([secret] * size, Wire(size)) == [""] * size
+
+
+@pytest.mark.parametrize("theirs", [b"", SECRET + b".", SECRET[:-1], SECRET.upper()])
+def test_who_does_not_know_it_is_named(theirs: bytes) -> None:
+    said = prove_all([SECRET, SECRET, theirs], Wire(3))
+    for rank, other in ((0, 2), (1, 2), (2, 0)):
+        assert said[rank].startswith(
+            f"device {other} has not shown that it belongs to this run, as device {rank} expects"
+        )
+        assert "ONEFOLD_SECRET" in said[rank]
+
+
+def test_the_secret_is_not_sent() -> None:
+    wire = Wire(2)
+    prove_all([SECRET, SECRET], wire)
+    assert len(wire.seen) == 2
+    given = [word for words in wire.seen for word in words]
+    assert all(len(word) == 32 for word in given)
+    assert len(set(given)) == 4, "two devices never give the same"
+    for word in given:
+        assert SECRET not in word
+        assert word != hashlib.sha256(SECRET).digest()
+
+
+def test_no_challenge_comes_twice() -> None:
+    first, second = Wire(2), Wire(2)
+    for wire in (first, second):
+        prove_all([SECRET, SECRET], wire)
+    assert not set(first.seen[0]) & set(second.seen[0])
+
+
+def refused(trade: Trade) -> str:
+    with pytest.raises(DisagreementError) as caught:
+        prove(SECRET, 0, trade)
+    return str(caught.value)
+
+
+def test_an_answer_that_was_heard_before_is_of_no_use() -> None:
+    wire = Wire(2)
+    prove_all([SECRET, SECRET], wire)
+    heard = iter(words[1] for words in wire.seen)
+    assert refused(lambda word: [word, next(heard)]).startswith("device 1 has not shown")
+
+
+def test_an_answer_that_is_given_back_is_of_no_use() -> None:
+    assert refused(lambda word: [word, word]).startswith("device 1 has not shown")
+
+
+@pytest.mark.parametrize("answer", [b"", b"\0" * 32, b"x" * 64], ids=["none", "zeros", "long"])
+def test_an_answer_of_any_length_is_compared(answer: bytes) -> None:
+    answers = iter([b"\0" * 32, answer])
+    assert refused(lambda word: [word, next(answers)]).startswith("device 1 has not shown")

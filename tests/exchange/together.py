@@ -1,0 +1,92 @@
+"""Several devices as threads of one process, for tests of what they say to each other."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore
+from torch.distributed import distributed_c10d as c10d
+
+from onefold.exchange.connections import Connections, PeerWatch
+from onefold.exchange.group import Joined
+from onefold.exchange.lateness import Lateness
+from onefold.exchange.mailbox import Mailbox
+
+T = TypeVar("T")
+CPU = torch.device("cpu")
+LIMIT_S = 20.0
+"""Far more than any of these tests takes, and less than their own limit."""
+
+
+def _started(size: int, call: Callable[[int], T]) -> list[Future[T]]:
+    """The ended calls of all devices."""
+    with ThreadPoolExecutor(size) as pool:
+        return [pool.submit(call, rank) for rank in range(size)]
+
+
+def together(size: int, call: Callable[[int], T]) -> list[T]:
+    """What ``call`` returns on each device; the first error is raised."""
+    return [future.result() for future in _started(size, call)]
+
+
+def endings(size: int, call: Callable[[int], object]) -> list[BaseException | None]:
+    """The error in which ``call`` ends on each device, None for none."""
+    return [future.exception() for future in _started(size, call)]
+
+
+@contextmanager
+def mailboxes(
+    size: int, *, timeout_s: float = LIMIT_S, timeouts_s: Sequence[float] = ()
+) -> Iterator[list[Mailbox]]:
+    """Those of all devices, connected.
+
+    Args:
+        size: how many.
+        timeout_s: the limit of all.
+        timeouts_s: the limit of each, once they are connected.
+    """
+    address = f"test-{uuid.uuid4()}"
+    boxes = together(size, lambda rank: Mailbox(address, rank=rank, size=size, timeout_s=timeout_s))
+    for box, limit_s in zip(boxes, timeouts_s, strict=False):
+        box.timeout_s = limit_s
+    try:
+        yield boxes
+    finally:
+        for box in boxes:
+            box.close()
+
+
+@contextmanager
+def joined(size: int, *, timeout_s: float = LIMIT_S) -> Iterator[list[Joined]]:
+    """The parts of all devices in one group of gloo, which a process has but one of."""
+    store = HashStore()
+    parts: list[Joined] = []
+    try:
+        parts += together(size, lambda rank: _joined(store, rank, size, timeout_s))
+        yield parts
+    finally:
+        for part in parts:
+            part.watch.close()
+            c10d._world.pg_group_ranks.pop(part.group)
+
+
+def _joined(store: HashStore, rank: int, size: int, timeout_s: float) -> Joined:
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
+    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, options)
+    kind = dist.ProcessGroup.BackendType.GLOO
+    group = dist.ProcessGroup(store, rank, size)
+    group._set_default_backend(kind)
+    group._register_backend(CPU, kind, gloo)
+    c10d._world.pg_group_ranks[group] = {number: number for number in range(size)}
+    lateness = Lateness(store, rank, size)
+    connections = Connections()
+    return Joined(group, store, connections, PeerWatch({}, connections, lateness), lateness)
