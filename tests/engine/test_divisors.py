@@ -37,14 +37,16 @@ def traded(
     return trade_divisors(engine.exchange, batch, found, engine.replicas, 5)
 
 
-WEIGHTS = {0: 0.1, 1: 0.2, 2: 0.3, 3: 0.4}
-IN_THE_FOLDS_ORDER = (0.1 + 0.2) + (0.3 + 0.4)
+TINY = 2.0**-53
+WEIGHTS = {0: 1.0, 1: TINY, 2: TINY, 3: TINY}
+IN_THE_FOLDS_ORDER = (1.0 + TINY) + (TINY + TINY)
 
 
 @pytest.mark.parametrize("plan", [(4,), (2, 2), (1, 3), (1, 1, 1, 1)])
 def test_weights_are_added_in_the_folds_order_whoever_has_them(plan: tuple[int, ...]) -> None:
     terms = {shard: [("mean", weight), ("mean", 1.0)] for shard, weight in WEIGHTS.items()}
     assert traded(plan, terms) == (IN_THE_FOLDS_ORDER, 4.0)
+    assert ((1.0 + TINY) + TINY) + TINY != IN_THE_FOLDS_ORDER
 
 
 def test_a_term_that_is_not_divided_has_the_divisor_1() -> None:
