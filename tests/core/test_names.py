@@ -1,0 +1,33 @@
+"""A model's own names, whatever of it is compiled."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from onefold.core.names import own_name
+
+
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [
+        ("weight", "weight"),
+        ("encoder.0.weight", "encoder.0.weight"),
+        ("_orig_mod.weight", "weight"),
+        ("_orig_mod.encoder._orig_mod.weight", "encoder.weight"),
+        ("encoder._orig_mod._orig_mod.weight", "encoder.weight"),
+        ("my_orig_mod.weight", "my_orig_mod.weight"),
+        ("_orig_mod", "_orig_mod"),  # a parameter of the user's own that is called so
+        ("encoder._orig_mod", "encoder._orig_mod"),
+        ("", ""),
+    ],
+)
+def test_words_of_the_compiler_are_taken_out(name: str, own: str) -> None:
+    assert own_name(name) == own
+    assert own_name(own) == own
+
+
+def test_a_compiled_model_has_the_names_of_the_plain_one() -> None:
+    plain = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    wrapped = nn.ModuleDict({"_orig_mod": plain})
+    assert [own_name(name) for name in wrapped.state_dict()] == list(plain.state_dict())

@@ -1,0 +1,70 @@
+"""What a launcher settles, checked before there is a run."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from onefold.core.options import DEFAULT_GRACE_S, DEFAULT_TIMEOUT_S, RunOptions
+
+
+def test_what_nobody_chose() -> None:
+    options = RunOptions()
+    assert (options.exchange, options.timeout_s) == ("auto", DEFAULT_TIMEOUT_S)
+    assert (options.grace_s, options.every, options.keep) == (DEFAULT_GRACE_S, 200, 3)
+    assert not options.may_stop
+
+
+@pytest.mark.parametrize(
+    ("chosen", "words"),
+    [
+        ({"every": 0}, "^expected every of at least 1, got 0"),
+        ({"keep": 0}, "^expected keep of at least 1, got 0"),
+        ({"keep": -3}, "^expected keep of at least 1, got -3"),
+        ({"restarts": -1, "checkpoint": "kept"}, "^expected restarts of at least 0, got -1"),
+        ({"restarts": 1}, "^restarts go on from the last checkpoint: name a directory"),
+        ({"exchange": "mpi"}, "^expected the exchange to be auto, shared or collective, got 'mpi'"),
+        ({"timeout_s": 0.0}, "^expected the timeout to be more than 0"),
+        ({"grace_s": float("inf")}, "^expected the grace to be finite"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_by_name(chosen: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        RunOptions(**chosen)
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"every": 1, "keep": 1},
+        {"restarts": 0},
+        {"restarts": 5, "checkpoint": "kept"},
+        {"exchange": "shared"},
+        {"exchange": "collective", "timeout_s": 0.5},
+    ],
+)
+def test_what_makes_sense_is_not_refused(chosen: dict[str, Any]) -> None:
+    options = RunOptions(**chosen)
+    assert all(getattr(options, name) == value for name, value in chosen.items())
+
+
+@pytest.mark.parametrize(
+    ("chosen", "may_stop"),
+    [({}, False), ({"saves": True}, True), ({"checkpoint": "kept"}, True), ({"trace": "t"}, False)],
+)
+def test_a_run_that_saves_itself_may_be_asked_to_stop(
+    chosen: dict[str, Any], may_stop: bool
+) -> None:
+    assert RunOptions(**chosen).may_stop is may_stop
+
+
+def test_options_are_final() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError, match="keep"):
+        RunOptions().keep = 5  # type: ignore[misc]
+
+
+def test_what_was_checked_stays_checked_when_it_is_changed() -> None:
+    with pytest.raises(ValueError, match="every of at least 1"):
+        dataclasses.replace(RunOptions(), every=0)

@@ -1,0 +1,86 @@
+"""A process's place in a run, and its way through an environment and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+
+from onefold.core.options import RunOptions
+from onefold.core.world import World
+
+
+def test_a_process_that_nobody_launched_is_alone() -> None:
+    world = World()
+    assert (world.rank, world.size, world.local_size) == (0, 1, 1)
+    assert not world.launched
+    assert world.proof == b""
+
+
+@pytest.mark.parametrize("launcher", ["onefold", "torch"])
+def test_a_launcher_has_chosen_the_devices(launcher: Any) -> None:
+    assert World(launcher=launcher).launched
+
+
+@pytest.mark.parametrize(
+    ("fields", "proof"),
+    [
+        ({"launcher": "onefold", "run_id": "drawn"}, b"drawn"),
+        ({"launcher": "torch", "run_id": "known to all"}, b""),
+        ({"run_id": "known to all"}, b""),
+        ({"launcher": "torch", "run_id": "known to all", "secret": "given"}, b"given"),
+        ({"launcher": "onefold", "run_id": "drawn", "secret": "given"}, b"given"),
+    ],
+)
+def test_only_what_nobody_else_knows_proves_that_a_process_belongs(
+    fields: dict[str, Any], proof: bytes
+) -> None:
+    assert World(**fields).proof == proof
+
+
+def test_a_secret_is_not_shown() -> None:
+    assert "given" not in repr(World(secret="given"))
+
+
+@pytest.mark.parametrize("text", ["", "with spaces", 'a "quote"', "two\nlines", "naïve 文", "\\"])
+def test_any_text_comes_back(text: str) -> None:
+    options = RunOptions(changed=(text, "seed"), trace=text)
+    world = World(directory=text, devices=(text, "cuda:1"), secret=text, options=options)
+    back = World.from_json(world.to_json())
+    assert back == world
+    assert type(back.devices) is type(back.options.changed) is tuple
+
+
+def other_than(value: object) -> object:
+    """Another value of the same type."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value + 1
+    return (*value, "more") if isinstance(value, tuple) else "collective"
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(World)])
+def test_every_field_travels(field: str) -> None:
+    value: object = RunOptions(keep=9)
+    if field != "options":
+        value = "torch" if field == "launcher" else other_than(getattr(World(), field))
+    world = dataclasses.replace(World(), **{field: value})
+    assert world != World()
+    assert getattr(World.from_json(world.to_json()), field) == value
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(RunOptions)])
+def test_every_option_travels(field: str) -> None:
+    chosen = {field: other_than(getattr(RunOptions(), field)), "checkpoint": "kept"}
+    options = RunOptions(**chosen)  # type: ignore[arg-type]
+    assert World.from_json(World(options=options).to_json()).options == options
+
+
+def test_options_are_checked_on_their_way_in() -> None:
+    fields = json.loads(World().to_json())
+    fields["options"]["keep"] = 0
+    with pytest.raises(ValueError, match="keep of at least 1"):
+        World.from_json(json.dumps(fields))
