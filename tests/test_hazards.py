@@ -18,6 +18,7 @@ SOURCE = Path(onefold.__file__).parent
 RUNS_CODE = """
     models/catalog.py importlib.import_module: timm, by that name, where it is installed
     __init__.py import_module: our own modules, when their names are first used
+    jobs/report/markup.py _environment().get_template: our own templates, which lie in the package
     jobs/text_models.py AutoConfig.from_pretrained: reads JSON; without code from elsewhere
     jobs/text_models.py AutoModelForSequenceClassification.from_config: known classes alone
     jobs/text_models.py AutoTokenizer.from_pretrained: without code from elsewhere
@@ -138,7 +139,8 @@ _RECEIVERS = {"torch", "pickle", "cloudpickle", "marshal", "joblib", "numpy", "n
 _ONLY_OF_THESE = {"load", "loads", "replace", "remove", "system", "link", "abort"}
 _CALLS = {
     "code": "load loads eval exec import_module run_path run_module Popen check_call check_output "
-    "system from_pretrained from_config all_gather_object broadcast_object_list",
+    "system from_pretrained from_config all_gather_object broadcast_object_list get_template "
+    "from_string",
     "files": "unlink rmtree rmdir remove rename replace symlink symlink_to link hardlink_to chmod "
     "truncate ftruncate memfd_create mkstemp mkdtemp TemporaryFile NamedTemporaryFile "
     "TemporaryDirectory SharedMemory write_text write_bytes touch fdopen savefig",

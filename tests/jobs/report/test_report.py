@@ -76,11 +76,19 @@ def test_a_page_is_not_written_over_files_of_others(tmp_path: Path, kind: str) -
     else:
         output.symlink_to(theirs)
     with pytest.raises(ValueError, match="expected a new file, or a page of onefold"):
-        write_page(output, page("ours"))
+        write_page(output, page("page.html.j2", title="ours"))
     assert "theirs" in theirs.read_text()
     output.unlink()
-    write_page(output, page("before"))
-    write_page(output, page("ours"))
+    write_page(output, page("page.html.j2", title="before"))
+    write_page(output, page("page.html.j2", title="ours"))
+    assert "ours" in output.read_text()
+
+
+def test_a_page_of_before_the_templates_is_written_over(tmp_path: Path) -> None:
+    output = tmp_path / "page.html"
+    policy = "default-src &#x27;none&#x27;; img-src data:; style-src &#x27;unsafe-inline&#x27;"
+    output.write_text(f'<!doctype html>\n<html lang="en"><head><meta content="{policy}"></head>')
+    write_page(output, page("page.html.j2", title="ours"))
     assert "ours" in output.read_text()
 
 
@@ -250,6 +258,20 @@ def test_everything_a_run_says_is_escaped(tmp_path: Path) -> None:
     )
     assert page.attributes("src") == []
     assert "<img" not in page.source
+    check_accessible(page)
+    check_stands_alone(page)
+
+
+@pytest.mark.parametrize("kind", ["segment", "text"])
+def test_everything_said_of_a_sample_is_escaped(tmp_path: Path, kind: str) -> None:
+    evil = "</b><img src=http://x onerror=alert(1)>{{ 7 * 7 }}'\""
+    names = ("name", "label", "predicted", "text", "image", "mask", "prediction", "iou")
+    sample = dict.fromkeys(names, evil) | {"text": evil * 20}
+    examples = {"kind": kind, "threshold": evil, "samples": [sample], "worst": [sample]}
+    facts = runs.facts_of(kind, notes=[evil], left_out=[evil] * 6, started=evil, shards=evil)
+    page = page_of(tmp_path / "run", facts=facts, examples=examples)
+    assert "<img" not in page.source
+    assert "{{ 7 * 7 }}" in page.text
     check_accessible(page)
     check_stands_alone(page)
 

@@ -1,105 +1,105 @@
-"""The curves of one run, over its steps and epochs."""
+"""The curves of one run, over its steps and epochs, and of several over each other."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from itertools import accumulate
 
-from onefold.jobs.report.charts import Line, chart
-from onefold.jobs.report.folder import EpochLine, Run, StepsLine
-from onefold.jobs.report.markup import Markup, section, table, tag
-from onefold.jobs.report.words import duration, is_share, plain, score, speed
+from onefold.jobs.report.charts import Chart, Line, Points, charts_of, of_run
+from onefold.jobs.report.folder import EpochLine, Run, finite_or_zero
+from onefold.jobs.report.words import is_share
 
-__all__ = ["curves_section", "epochs_section"]
+__all__ = ["curves_of_one", "curves_of_several"]
 
+_SPEED = "Training speed in samples/s"
+_UNITS = ((7200.0, 3600.0, "hours"), (300.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
+"""From which duration on, how many seconds, and the unit's name."""
 
-def curves_section(run: Run) -> Markup:
-    """Losses, scores, learning rate and speed; nothing before the first numbers."""
-    charts = [
-        _losses(run),
-        *(_score(run, name) for name in run.score_names),
-        _rate(run),
-        _speed(run),
-    ]
-    if not any(charts):
-        return Markup("")
-    return section("Curves", tag("div", *charts, class_="charts"))
+Runs = Mapping[str, Run]  # by the name that each has in the page
 
 
-def _by_step(run: Run, value: Callable[[StepsLine], float]) -> list[tuple[float, float]]:
-    return [(line.step, value(line)) for line in run.steps]
-
-
-def _losses(run: Run) -> Markup:
-    lines = [
-        Line(label="training", points=_by_step(run, lambda line: line.loss), width=1.0, faint=True),
-        Line(
-            label="training, mean of the epoch",
-            points=[(epoch.step, epoch.loss) for epoch in run.epochs],
-        ),
-        Line(
-            label="test",
-            points=[(e.step, e.scores["loss"]) for e in run.epochs if "loss" in e.scores],
-            colour=1,
-            dashes=1,
-        ),
-    ]
-    return chart("Loss", lines, across="step")
-
-
-def _score(run: Run, name: str) -> Markup:
-    points = [(e.epoch + 1, e.scores.get(name, math.nan)) for e in run.epochs]
-    lines = [Line(label=name, points=points, colour=2)]
-    return chart(f"Test {name}", lines, across="epoch", share=is_share(name))
-
-
-def _rate(run: Run) -> Markup:
-    points = _by_step(run, lambda line: line.lr) or [(e.step, e.lr) for e in run.epochs]
-    lines = [Line(label="learning rate", points=points, colour=3)]
-    return chart("Learning rate", lines, across="step")
-
-
-def _speed(run: Run) -> Markup:
-    lines = [
-        Line(
-            label="steps",
-            points=_by_step(run, lambda line: line.samples_per_s),
-            colour=4,
-            width=1.0,
-            faint=True,
-        ),
-        Line(
-            label="mean of the epoch",
-            points=[(e.step, e.samples_per_s) for e in run.epochs],
-            colour=4,
-        ),
-    ]
-    return chart("Training speed in samples/s", lines, across="step")
-
-
-def epochs_section(run: Run) -> Markup:
-    """What the curves show in numbers, folded."""
-    if not run.epochs:
-        return Markup("")
-    names = tuple(dict.fromkeys(["loss", *run.score_names]))
-    headings = ["epoch", "step", "training loss", *(f"test {name}" for name in names)]
-    rows = [_numbers(epoch, names) for epoch in run.epochs]
-    numbers = table(
-        [*headings, "learning rate", "training", "evaluation", "samples/s"],
-        rows,
-        caption="Every epoch",
+def curves_of_one(run: Run) -> list[Chart]:
+    """Losses, scores, learning rate and speed; none before the first numbers."""
+    return charts_of(
+        [
+            Chart(title="Loss", lines=_losses(run), across="step"),
+            *(_score(run, name) for name in run.score_names),
+            Chart(title="Learning rate", lines=[_rate(run)], across="step"),
+            Chart(title=_SPEED, lines=_speed(run), across="step"),
+        ]
     )
-    return tag("details", tag("summary", "The epochs in numbers"), numbers)
 
 
-def _numbers(epoch: EpochLine, names: tuple[str, ...]) -> list[str]:
+def _losses(run: Run) -> list[Line]:
+    steps = [(line.step, line.loss) for line in run.steps]
+    means = [(epoch.step, epoch.loss) for epoch in run.epochs]
+    test = [(e.step, e.scores["loss"]) for e in run.epochs if "loss" in e.scores]
     return [
-        f"{epoch.epoch + 1}",
-        f"{epoch.step:,}",
-        plain(epoch.loss),
-        *(score(name, epoch.scores.get(name, math.nan)) for name in names),
-        plain(epoch.lr),
-        duration(epoch.train_s),
-        duration(epoch.evaluate_s),
-        speed(epoch.samples_per_s),
+        Line(label="training", points=steps, width=1.0, faint=True),
+        Line(label="training, mean of the epoch", points=means),
+        Line(label="test", points=test, colour=1, dashes=(5.0, 2.0)),
     ]
+
+
+def _score(run: Run, name: str) -> Chart:
+    points = [(epoch.epoch + 1, epoch.score(name)) for epoch in run.epochs]
+    line = Line(label=name, points=points, colour=2)
+    return Chart(title=f"Test {name}", lines=[line], across="epoch", share=is_share(name))
+
+
+def _rate(run: Run) -> Line:
+    points = [(line.step, line.lr) for line in run.steps or run.epochs]
+    return Line(label="learning rate", points=points, colour=3)
+
+
+def _speed(run: Run) -> list[Line]:
+    steps = [(line.step, line.samples_per_s) for line in run.steps]
+    means = [(epoch.step, epoch.samples_per_s) for epoch in run.epochs]
+    return [
+        Line(label="steps", points=steps, colour=4, width=1.0, faint=True),
+        Line(label="mean of the epoch", points=means, colour=4),
+    ]
+
+
+def curves_of_several(runs: Runs) -> list[Chart]:
+    """Losses, scores and speed, by epoch and by time; none before an epoch has ended."""
+    names = dict.fromkeys(name for run in runs.values() for name in run.score_names)
+    return charts_of(
+        [
+            _by_epoch(runs, "Training loss", lambda epoch: epoch.loss),
+            *(_score_by_epoch(runs, name) for name in ("loss", *names)),
+            _score_by_time(runs, next(iter(runs.values())).target[1]),
+            _by_epoch(runs, _SPEED, lambda epoch: epoch.samples_per_s),
+        ]
+    )
+
+
+def _lines(runs: Runs, points: Callable[[Run], Points]) -> list[Line]:
+    return [
+        of_run(index, label, points(run), runs=len(runs))
+        for index, (label, run) in enumerate(runs.items())
+    ]
+
+
+def _by_epoch(
+    runs: Runs, title: str, value: Callable[[EpochLine], float], *, share: bool = False
+) -> Chart:
+    lines = _lines(runs, lambda run: [(epoch.epoch + 1, value(epoch)) for epoch in run.epochs])
+    return Chart(title=title, lines=lines, across="epoch", share=share)
+
+
+def _score_by_epoch(runs: Runs, name: str) -> Chart:
+    return _by_epoch(runs, f"Test {name}", lambda epoch: epoch.score(name), share=is_share(name))
+
+
+def _score_by_time(runs: Runs, name: str) -> Chart:
+    longest_s = max(finite_or_zero(run.trained_s) for run in runs.values())
+    unit_s, unit = next((size, word) for least, size, word in _UNITS if longest_s >= least)
+
+    def points(run: Run) -> Points:
+        passed_s = accumulate(epoch.whole_s for epoch in run.epochs)
+        scores = [epoch.score(name) for epoch in run.epochs]
+        return [(time_s / unit_s, each) for time_s, each in zip(passed_s, scores, strict=True)]
+
+    lines = _lines(runs, points)
+    return Chart(title=f"Test {name} by time", lines=lines, across=unit, share=is_share(name))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,6 +68,15 @@ class EpochLine:
     devices: tuple[tuple[str, dict[str, float]], ...]
     """Name of each device, and the seconds it spent in each phase."""
 
+    @property
+    def whole_s(self) -> float:
+        """Duration of training and evaluation together, as far as they were measured."""
+        return finite_or_zero(self.train_s) + finite_or_zero(self.evaluate_s)
+
+    def score(self, name: str) -> float:
+        """A score of the test set; NaN where it was not computed."""
+        return self.scores.get(name, math.nan)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
@@ -98,9 +108,10 @@ class Run:
         return tuple(map(str, self.facts.get("classes") or ()))
 
     @property
-    def devices(self) -> tuple[str, ...]:
-        """Names of the devices, such as ``("cpu", "cpu")``."""
-        return tuple(map(str, self.facts.get("devices") or ()))
+    def devices_in_words(self) -> str:
+        """How many devices of which kind, such as ``2 x cpu``."""
+        kinds = Counter(str(name).partition(":")[0] for name in self.facts.get("devices") or ())
+        return ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
 
     @property
     def score_names(self) -> tuple[str, ...]:
@@ -121,7 +132,7 @@ class Run:
         if told:
             return int(told["epoch"]), number(told.get("value"))
         highest, name = self.target
-        values = [(epoch.scores.get(name, math.nan), epoch.epoch) for epoch in self.epochs]
+        values = [(epoch.score(name), epoch.epoch) for epoch in self.epochs]
         finite = [(value, epoch) for value, epoch in values if math.isfinite(value)]
         if not finite:
             return None
@@ -131,14 +142,12 @@ class Run:
     @property
     def last_score(self) -> float:
         """The chosen score after the last epoch; NaN before the first."""
-        return self.epochs[-1].scores.get(self.target[1], math.nan) if self.epochs else math.nan
+        return self.epochs[-1].score(self.target[1]) if self.epochs else math.nan
 
     @property
     def trained_s(self) -> float:
         """Time of all epochs with their evaluations, without pauses; NaN before the first."""
-        if not self.epochs:
-            return math.nan
-        return sum(finite_or_zero(e.train_s) + finite_or_zero(e.evaluate_s) for e in self.epochs)
+        return sum(epoch.whole_s for epoch in self.epochs) if self.epochs else math.nan
 
     @property
     def samples_per_s(self) -> float:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 from datetime import UTC, datetime
 
 __all__ = [
     "NOTHING",
-    "capitalised",
+    "amount",
     "counted",
     "duration",
+    "is_share",
+    "option",
     "percent",
     "plain",
     "score",
@@ -108,6 +111,19 @@ def counted(amount: int, noun: str) -> str:
     return f"{amount:,} {noun}" if amount == 1 else f"{amount:,} {noun}s"
 
 
-def capitalised(text: str) -> str:
-    """The text with a large first letter; the others stay as they are."""
-    return text[:1].upper() + text[1:]
+def amount(count: object) -> str:
+    """How many there are, as far as that is known.
+
+    >>> amount(11173962), amount(None)
+    ('11,173,962', '–')
+    """
+    return f"{count:,}" if isinstance(count, int) and count >= 0 else NOTHING
+
+
+def option(value: object) -> str:
+    """An option's value as its file writes it; text without its quotes.
+
+    >>> option("adam"), option(True), option([1, 2])
+    ('adam', 'true', '[1, 2]')
+    """
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
