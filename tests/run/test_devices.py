@@ -1,11 +1,13 @@
-"""What is found on a machine; its GPUs are told by an ``nvidia-smi`` and a ``torch`` of our own."""
+"""What is found on a machine, whose GPUs a ``pynvml`` and a ``torch`` of our own report."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
+import pynvml
 import pytest
 import torch
 
@@ -13,30 +15,79 @@ from onefold.errors import LaunchError
 from onefold.run import devices as found
 from onefold.run.devices import Selection, cores, list_devices, select_devices
 
-# index, pci.bus_id, uuid, name, memory.total, memory.free; not in the order of the bus
-ROWS = (
-    "0, 00000000:C1:00.0, GPU-dd44, NVIDIA H100 80GB, 81559, 10000",
-    "1, 00000000:01:00.0, GPU-aa11, NVIDIA A100, 40960, 20000",
-    "2, 00000000:41:00.0, GPU-bb22, NVIDIA A100, 40960, 30000",
-    "3, 00000000:81:00.0, GPU-bb33, NVIDIA A100, 40960, 30000",
+# bus, UUID, name, memory and free memory in MiB; not in the order of the bus
+Row = tuple[int, str, str, int | None, int]
+ROWS: tuple[Row, ...] = (
+    (0xC1, "GPU-dd44", "NVIDIA H100 80GB", 81559, 10000),
+    (0x01, "GPU-aa11", "NVIDIA A100", 40960, 20000),
+    (0x41, "GPU-bb22", "NVIDIA A100", 40960, 30000),
+    (0x81, "GPU-bb33", "NVIDIA A100", 40960, 30000),
 )
+BROKEN = "raise NVMLError_LibraryNotFound('NVML Shared Library Not Found')"
+
+# A pynvml of our own, with what is asked of the real one.
+NVML = """
+import sys, types
+ROWS, SPLIT, HIDDEN = {rows!r}, {split!r}, {hidden!r}
+NVML_DEVICE_MIG_ENABLE = 1
+class NVMLError(Exception): pass
+class NVMLError_NotSupported(NVMLError): pass
+class NVMLError_NoPermission(NVMLError): pass
+class NVMLError_LibraryNotFound(NVMLError): pass
+def nvmlInit():
+    {first}
+def nvmlDeviceGetCount():
+    return len(ROWS)
+def nvmlDeviceGetHandleByIndex(index):
+    if index in HIDDEN:
+        raise NVMLError_NoPermission("Insufficient Permissions")
+    return index
+def nvmlDeviceGetPciInfo(gpu):
+    return types.SimpleNamespace(domain=0, bus=ROWS[gpu][0], device=0)
+def nvmlDeviceGetUUID(gpu):
+    return ROWS[gpu][1]
+def nvmlDeviceGetName(gpu):
+    return ROWS[gpu][2]
+def nvmlDeviceGetMemoryInfo(gpu):
+    if ROWS[gpu][3] is None:
+        raise NVMLError_NotSupported("Not Supported")
+    return types.SimpleNamespace(total=ROWS[gpu][3] * 2**20, free=ROWS[gpu][4] * 2**20)
+def nvmlDeviceGetMigMode(gpu):
+    if not SPLIT:
+        raise NVMLError_NotSupported("Not Supported")
+    return [int(gpu in SPLIT), 0]
+"""
 
 Machine = Callable[..., None]
 
 
 @pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """Makes an ``nvidia-smi`` that prints these rows and ends with this code."""
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder whose modules are found first by a process that is started."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"), prepend=os.pathsep)
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")  # a module may be written twice in a second
+    (tmp_path / "modules").mkdir()
+    return tmp_path / "modules"
+
+
+@pytest.fixture
+def machine(tmp_path: Path, modules: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """Makes a ``pynvml`` that sees these GPUs, and runs a line when it begins."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(found, "_DRIVER", tmp_path / "version")
     monkeypatch.setattr(found, "_DEVICE_NODE", tmp_path / "nvidiactl")
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(found, "_WINDOWS_NODE", tmp_path / "dxg")
+    (tmp_path / "dxg").touch()
 
-    def build(*rows: str, code: int = 0, visible: str | None = None) -> None:
-        tool = tmp_path / "nvidia-smi"
-        lines = "".join(f"echo '{row}'\n" for row in rows)
-        tool.write_text(f"#!/bin/sh\n{lines}exit {code}\n")
-        tool.chmod(0o755)
+    def build(
+        *rows: Row,
+        first: str = "pass",
+        visible: str | None = None,
+        split: Collection[int] = (),
+        hidden: Collection[int] = (),
+    ) -> None:
+        text = NVML.format(rows=rows, split=split, hidden=hidden, first=first)
+        (modules / "pynvml.py").write_text(text)
         if visible is not None:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
 
@@ -45,7 +96,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 @pytest.fixture
 def without_gpus(machine: Machine) -> None:
-    machine("NVIDIA-SMI has failed because it could not reach the driver", code=9)
+    machine(first=BROKEN)
 
 
 def chosen(choice: int | str | Sequence[str]) -> tuple[str, ...]:
@@ -109,22 +160,49 @@ def test_a_gpu_that_is_not_there_is_refused() -> None:
         select_devices("cuda:0")
 
 
-def test_a_machine_without_a_driver_has_no_gpus(
+def test_a_machine_without_a_driver_has_no_gpus(machine: Machine) -> None:
+    machine(*ROWS, first=BROKEN)
+    assert [device.kind for device in list_devices()] == ["cpu"]
+
+
+def test_a_machine_without_a_sign_of_a_driver_is_not_asked(
     machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
+    """It would be a tenth of a second of every launch."""
+    machine(*ROWS)
+    (tmp_path / "dxg").unlink()
+    monkeypatch.setattr(found, "_ask", None)
     assert [device.kind for device in list_devices()] == ["cpu"]
+    (tmp_path / "dxg").touch()
+    with pytest.raises(TypeError, match="not callable"):
+        list_devices()
 
 
 def test_a_driver_that_fails_has_no_gpus(machine: Machine) -> None:
-    machine(*ROWS, code=15)
+    machine(*ROWS, first="raise NVMLError('GPU is lost')")
     assert [device.kind for device in list_devices()] == ["cpu"]
 
 
-def test_a_driver_that_cannot_be_run_has_no_gpus(machine: Machine, tmp_path: Path) -> None:
-    machine(*ROWS)
-    (tmp_path / "nvidia-smi").write_text("#!/no/such/shell\n")
+def test_a_pynvml_that_cannot_be_imported_has_no_gpus(machine: Machine, modules: Path) -> None:
+    (modules / "pynvml.py").write_text("raise ImportError('no such module')")
     assert [device.kind for device in list_devices()] == ["cpu"]
+
+
+def test_all_that_is_asked_of_nvml_is_there() -> None:
+    names = set(re.findall(r"\b(?:nvml|NVML)\w+", found._ASK_DRIVER))
+    assert names
+    assert names <= set(dir(pynvml))
+
+
+def test_the_real_pynvml_answers_in_its_own_words_where_there_is_no_driver() -> None:
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        with pytest.raises(LaunchError, match=f"asking NVML failed: pynvml.*: {error}"):
+            found._ask("NVML", found._ASK_DRIVER, 60)
+    else:
+        pynvml.nvmlShutdown()
+        pytest.skip("there is a driver")
 
 
 def test_gpus_are_numbered_in_the_order_of_the_bus(machine: Machine) -> None:
@@ -142,14 +220,19 @@ def test_gpus_are_numbered_in_the_order_of_the_bus(machine: Machine) -> None:
 
 
 def test_memory_that_the_driver_does_not_tell_counts_as_none(machine: Machine) -> None:
-    machine("0, 00000009:01:00.0, GPU-aa11, NVIDIA GB10, [N/A], [N/A]")
+    machine((1, "GPU-aa11", "NVIDIA GB10", None, 0))
     gpu, _ = list_devices()
     assert (gpu.name, gpu.total_bytes, gpu.free_bytes) == ("NVIDIA GB10", 0, 0)
 
 
 def test_lines_that_are_no_gpus_are_passed_over(machine: Machine) -> None:
-    machine("warning: persistence mode is off", "", ROWS[1])
+    machine(ROWS[1], first="print('warning: persistence mode is off')")
     assert [gpu.name for gpu in list_devices() if gpu.kind == "cuda"] == ["NVIDIA A100"]
+
+
+def test_gpus_that_this_user_may_not_use_are_passed_over(machine: Machine) -> None:
+    machine(*ROWS, hidden=[0, 2])
+    assert [gpu.free_bytes // 2**20 for gpu in list_devices()[:-1]] == [20000, 30000]
 
 
 @pytest.mark.parametrize(
@@ -268,39 +351,33 @@ FakeTorch = Callable[..., None]
 
 
 @pytest.fixture
-def fake_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeTorch:
+def fake_torch(modules: Path) -> FakeTorch:
     """Makes a ``torch`` that sees these GPUs, and runs a line when it is imported."""
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"), prepend=os.pathsep)
 
     def build(
         *gpus: tuple[str, int, int | None], cuda: str | None = "13.0", first: str = ""
     ) -> None:
-        (tmp_path / "modules").mkdir()
         text = TORCH.format(gpus=list(gpus), cuda=cuda, first=first)
-        (tmp_path / "modules" / "torch.py").write_text(text)
+        (modules / "torch.py").write_text(text)
 
     return build
 
 
 @pytest.fixture
 def driver(machine: Machine, tmp_path: Path) -> Path:
-    """A machine whose driver is loaded and has GPUs, without an ``nvidia-smi``."""
+    """A machine whose driver is loaded and has GPUs, without its library."""
+    machine(first=BROKEN)
     (tmp_path / "version").write_text("NVRM version")
     (tmp_path / "nvidiactl").touch()
     return tmp_path
 
 
-def without_tool(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(folder))
-
-
 @pytest.mark.parametrize("loaded", ["version", "nvidiactl"])
-def test_without_nvidia_smi_pytorch_is_asked_where_there_is_a_driver(
+def test_without_nvml_pytorch_is_asked_where_there_is_a_driver(
     driver: Path, fake_torch: FakeTorch, monkeypatch: pytest.MonkeyPatch, loaded: str
 ) -> None:
     for other in {"version", "nvidiactl"} - {loaded}:
         (driver / other).unlink()
-    without_tool(driver, monkeypatch)
     fake_torch(("NVIDIA A100", 40 * 2**30, 7 * 2**30), ("NVIDIA H100", 80 * 2**30, None))
     first, second, processor = list_devices()
     assert (first.index, first.name, first.total_bytes) == (0, "NVIDIA A100", 40 * 2**30)
@@ -311,33 +388,33 @@ def test_without_nvidia_smi_pytorch_is_asked_where_there_is_a_driver(
     assert chosen("auto") == ("cuda:0", "cuda:1")
 
 
-def test_an_nvidia_smi_that_fails_is_not_believed_where_there_is_a_driver(
+def test_a_library_that_fails_is_not_believed_where_there_is_a_driver(
     machine: Machine, driver: Path, fake_torch: FakeTorch
 ) -> None:
-    machine(*ROWS, code=18)
+    machine(*ROWS, first="raise NVMLError('Driver/library version mismatch')")
     fake_torch(("NVIDIA A100", 40 * 2**30, 7 * 2**30))
     assert chosen("auto") == ("cuda:0",)
 
 
 @pytest.mark.parametrize(
-    ("tool", "words"),
+    ("first", "words"),
     [
-        ("echo 'Driver/library version mismatch'\nexit 18", r"exit code 18 \(Driver/library ver"),
-        ("exec sleep 60", r"nvidia-smi did not answer within 0\.3 s"),
+        ("raise NVMLError('RM has detected a mismatch')", r"NVMLError: RM has detected a mismatch"),
+        ("import time; time.sleep(60)", r"NVML did not answer within 2 s"),
     ],
     ids=["fails", "hangs"],
 )
 def test_a_driver_whose_gpus_nobody_sees_is_an_error(
+    machine: Machine,
     driver: Path,
     fake_torch: FakeTorch,
     monkeypatch: pytest.MonkeyPatch,
-    tool: str,
+    first: str,
     words: str,
 ) -> None:
     """It was a run on the processor, without a word."""
-    monkeypatch.setattr(found, "_QUERY_LIMIT_S", 0.3)
-    (driver / "nvidia-smi").write_text(f"#!/bin/sh\n{tool}\n")
-    (driver / "nvidia-smi").chmod(0o755)
+    monkeypatch.setattr(found, "_DRIVER_LIMIT_S", 2 if "sleep" in first else 60)
+    machine(*ROWS, first=first)
     fake_torch(first="print('CUDA initialization: error 803', file=sys.stderr)")
     words = rf"^NVIDIA's driver is loaded and .*{words}.* PyTorch sees no GPU \(CUDA init.* cpu:N"
     for choice in (2, "auto", "cuda:0"):
@@ -351,7 +428,6 @@ def test_a_driver_whose_gpus_nobody_sees_is_an_error(
 def test_a_pytorch_without_cuda_is_named(
     driver: Path, fake_torch: FakeTorch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    without_tool(driver, monkeypatch)
     fake_torch(cuda=None)
     with pytest.raises(LaunchError, match=r"PyTorch sees no GPU \(it was built without CUDA\)"):
         select_devices(2)
@@ -362,7 +438,6 @@ def test_a_container_without_gpus_on_a_machine_that_has_some(
 ) -> None:
     """The driver's version is seen there, its device is not."""
     (driver / "nvidiactl").unlink()
-    without_tool(driver, monkeypatch)
     fake_torch()
     assert chosen(2) == ("cpu", "cpu")
 
@@ -371,7 +446,6 @@ def test_a_container_without_gpus_on_a_machine_that_has_some(
 def test_gpus_that_are_hidden_are_not_asked_for(
     driver: Path, fake_torch: FakeTorch, monkeypatch: pytest.MonkeyPatch, visible: str
 ) -> None:
-    without_tool(driver, monkeypatch)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     fake_torch(first="raise SystemExit('asked')")
     assert chosen(2) == ("cpu", "cpu")
@@ -389,11 +463,34 @@ def test_parts_of_a_gpu_are_counted_by_pytorch(machine: Machine, fake_torch: Fak
 
 
 def test_a_part_of_a_gpu_that_pytorch_does_not_see_is_an_error(
-    machine: Machine, fake_torch: FakeTorch
+    machine: Machine, fake_torch: FakeTorch, tmp_path: Path
 ) -> None:
     machine(*ROWS, visible=MIG)
+    (tmp_path / "dxg").unlink()  # nor is there a sign of a driver
     fake_torch()
     with pytest.raises(LaunchError, match=f"^CUDA_VISIBLE_DEVICES={MIG} names parts of GPUs, and"):
+        select_devices("auto")
+
+
+def test_gpus_that_are_split_are_counted_by_pytorch(
+    machine: Machine, fake_torch: FakeTorch
+) -> None:
+    """Where nothing is chosen, programs see one part, and not the whole GPUs of the list."""
+    machine(*ROWS, split=[1])
+    fake_torch(("NVIDIA A100 MIG 1g.5gb", 5 * 2**30, 4 * 2**30))
+    assert [device.name for device in list_devices()[:-1]] == ["NVIDIA A100 MIG 1g.5gb"]
+    machine(*ROWS, split=[4])
+    assert len(list_devices()) == 5
+
+
+def test_a_split_gpu_that_pytorch_does_not_see_is_an_error(
+    machine: Machine, fake_torch: FakeTorch
+) -> None:
+    machine(*ROWS, split=[0])
+    fake_torch()
+    with pytest.raises(
+        LaunchError, match=r"^a GPU is split into parts \(MIG\), and PyTorch sees no"
+    ):
         select_devices("auto")
 
 
@@ -403,10 +500,13 @@ def test_a_part_of_a_gpu_that_pytorch_does_not_see_is_an_error(
         ("raise ImportError('libcudart.so.13 is missing')", "ImportError: libcudart.so.13 is miss"),
         (
             "print('hello', flush=True); os._exit(0)",
-            "expected PyTorch's answer as JSON, got 'hello'",
+            "expected the answer of PyTorch as JSON, got 'hello'",
         ),
-        ("print('[]', flush=True); os._exit(0)", r"expected PyTorch's answer as JSON, got '\[\]'"),
-        ("import time; time.sleep(60)", "asking PyTorch failed: .* timed out after 2"),
+        (
+            "print('[]', flush=True); os._exit(0)",
+            r"expected the answer of PyTorch as JSON, got '\[\]'",
+        ),
+        ("import time; time.sleep(60)", "PyTorch did not answer within 2 s"),
     ],
     ids=["fails", "no JSON", "other JSON", "hangs"],
 )
@@ -417,10 +517,9 @@ def test_a_pytorch_that_cannot_say_is_an_error(
     first: str,
     words: str,
 ) -> None:
-    without_tool(driver, monkeypatch)
     monkeypatch.setattr(found, "_TORCH_LIMIT_S", 2 if "sleep" in first else 60)
     fake_torch(first=first)
-    words = rf"^NVIDIA's driver is loaded and there is no nvidia-smi, and .*{words}"
+    words = rf"^NVIDIA's driver is loaded and asking NVML failed: .* Not Found, and .*{words}"
     with pytest.raises(LaunchError, match=words):
         select_devices(1)
 
@@ -428,5 +527,4 @@ def test_a_pytorch_that_cannot_say_is_an_error(
 @pytest.mark.processes
 def test_the_real_pytorch_answers_as_well(driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (driver / "nvidiactl").unlink()
-    without_tool(driver, monkeypatch)
     assert len(list_devices()) == 1 + torch.cuda.device_count()

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import msgspec
 import tomli_w
 
 from onefold.data.files import read_whole
@@ -52,7 +53,7 @@ MOST_FACTOR = 10**6
 MOST_SIDE = 1 << 14
 """Of a picture, in pixels."""
 _MOST_CONFIG_BYTES = 1 << 20
-_SHOWN_DIGITS = 30
+_SHOWN_CHARACTERS = 30
 
 _Options = TypeVar("_Options", bound="TrainOptions")
 
@@ -205,35 +206,18 @@ def from_mapping(kind: type[_Options], values: Mapping[str, Any], source: str) -
 
 def _typed(name: str, value: Any, hint: Any, source: str) -> Any:
     """A value as its option holds it, or an error."""
-    choices = _parts(hint)
-    for choice in choices:
-        if typing.get_origin(choice) is Literal:
-            if value in typing.get_args(choice):
-                return value
-        elif typing.get_origin(choice) is tuple:
-            if isinstance(value, list | tuple) and all(isinstance(part, str) for part in value):
-                return tuple(value)
-        elif choice is float and isinstance(value, int | float) and not isinstance(value, bool):
-            return _as_float(name, value, source)
-        elif choice is types.NoneType and value is None:
-            return None
-        elif isinstance(choice, type) and type(value) is choice:
-            return value
-    expected = " or ".join(_told(choice) for choice in choices if choice is not types.NoneType)
-    raise ValueError(f"{source}: {name}: expected {expected}, got {value!r}")
-
-
-def _as_float(name: str, value: float, source: str) -> float:
     try:
-        return float(value)
-    except OverflowError:
-        raise ValueError(f"{source}: {name}: expected a number, got one without end") from None
+        return msgspec.convert(value, hint)
+    except msgspec.ValidationError:
+        choices = [choice for choice in _parts(hint) if choice is not types.NoneType]
+        expected, got = " or ".join(map(_told, choices)), _short(repr(value))
+        raise ValueError(f"{source}: {name}: expected {expected}, got {got}") from None
 
 
 def _short(value: object) -> str:
-    """A number as it can be shown: of many digits the first."""
+    """A value as it can be shown: the beginning of a long one."""
     text = str(value)
-    return text if len(text) <= _SHOWN_DIGITS else f"{text[:_SHOWN_DIGITS]}..."
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
 def _parts(hint: Any) -> tuple[Any, ...]:

@@ -1,35 +1,62 @@
 """What this machine has to compute on, and how a choice is written.
 
-GPUs are found without PyTorch, by ``nvidia-smi``, so that a launcher starts at once. Where that is
-missing or fails although there is a driver, or lists other devices than a program would see (parts
-of GPUs), PyTorch is asked in a process of its own. A machine whose GPUs cannot be listed is an
-error, not a machine without GPUs, or a run would take the processor without a word.
+GPUs are found without PyTorch, by NVIDIA's own library for their management (NVML, by pynvml), so
+that a launcher starts at once. Where that fails although there is a driver, or where programs see
+other devices than it lists (parts of GPUs), PyTorch is asked. A machine whose GPUs cannot be listed
+is an error, not a machine without GPUs, or a run would use the processor without a word.
+
+Both are asked in a process of its own. A call into a driver that hangs cannot be broken off from
+Python, a process can; and neither leaves its library, or a context on a GPU, in the launcher.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from onefold.errors import LaunchError
 from onefold.run.world import visible_gpus
 
 __all__ = ["DeviceInfo", "Selection", "cores", "list_devices", "select_devices"]
 
-_QUERY = "index,pci.bus_id,uuid,name,memory.total,memory.free"
-_QUERY_LIMIT_S = 20
+_DRIVER_LIMIT_S = 20
 _TORCH_LIMIT_S = 120
 _DRIVER = Path("/proc/driver/nvidia/version")
 """There where the driver is loaded, in containers without any GPU too."""
 _DEVICE_NODE = Path("/dev/nvidiactl")
 """There where GPUs are handed to this machine or container."""
+_WINDOWS_NODE = Path("/dev/dxg")
+"""There instead where this Linux runs within Windows, which lends it what GPUs it has."""
 
+_ASK_DRIVER = """
+import json
+from pynvml import *
+def ask(question, gpu, otherwise):
+    try:
+        return question(gpu)
+    except NVMLError:  # not every GPU has an answer
+        return otherwise
+def row(index):
+    try:
+        gpu = nvmlDeviceGetHandleByIndex(index)
+    except NVMLError_NoPermission:  # of another job or container
+        return []
+    bus = nvmlDeviceGetPciInfo(gpu)
+    memory = ask(nvmlDeviceGetMemoryInfo, gpu, None)
+    split = ask(nvmlDeviceGetMigMode, gpu, [0])[0] == NVML_DEVICE_MIG_ENABLE
+    return [[bus.domain, bus.bus, bus.device], nvmlDeviceGetUUID(gpu), split,
+            nvmlDeviceGetName(gpu), memory.total if memory else 0, memory.free if memory else 0]
+nvmlInit()
+rows = filter(None, map(row, range(nvmlDeviceGetCount())))
+print(json.dumps({"gpus": [gpu[1:] for gpu in sorted(rows)]}))
+"""
 _ASK_TORCH = """
 import json, os
 os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
@@ -44,7 +71,7 @@ def row(index):
 count = torch.cuda.device_count() if torch.cuda.is_available() else 0
 print(json.dumps({"cuda": torch.version.cuda, "gpus": [row(index) for index in range(count)]}))
 """
-"""In the order in which the workers count, see `onefold.run.world.worker_environment`."""
+"""Both in the order in which the workers count, see `onefold.run.world.worker_environment`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,72 +191,62 @@ def _gpus() -> list[DeviceInfo]:
     if allowed is not None and allowed.split(",")[0].strip() in ("", "-1", "NoDevFiles"):
         return []
     if allowed is not None and "MIG-" in allowed:
-        return _gpus_of_torch(f"CUDA_VISIBLE_DEVICES={allowed} names parts of GPUs")
-    rows, failure = _ask_driver()
-    if rows is None:
-        there = _DRIVER.exists() or _DEVICE_NODE.exists()
-        return _gpus_of_torch(f"NVIDIA's driver is loaded and {failure}") if there else []
-    return [
-        DeviceInfo(
-            index=index,
-            kind="cuda",
-            name=row[3],
-            total_bytes=_mebibytes(row[4]),
-            free_bytes=_mebibytes(row[5]),
-        )
-        for index, row in enumerate(_visible(rows, allowed))
-    ]
-
-
-def _ask_driver() -> tuple[list[list[str]] | None, str]:
-    """Rows of `_QUERY` in the order of the bus, or None and why there are none."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return None, "there is no nvidia-smi"
-    command = [tool, f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
+        return _gpus_of_torch(f"CUDA_VISIBLE_DEVICES={allowed} names parts of GPUs", some=True)
+    if not any(sign.exists() for sign in (_DRIVER, _DEVICE_NODE, _WINDOWS_NODE)):
+        return []
     try:
-        answer = subprocess.run(
-            command, capture_output=True, text=True, timeout=_QUERY_LIMIT_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return None, f"nvidia-smi did not answer within {_QUERY_LIMIT_S} s"
-    except OSError as error:
-        return None, f"nvidia-smi cannot be run ({error.strerror})"
-    if answer.returncode != 0:
-        said = _last_line(answer.stdout + answer.stderr)
-        return None, f"nvidia-smi ended with exit code {answer.returncode} ({said})"
-    rows = [[cell.strip() for cell in line.split(",")] for line in answer.stdout.splitlines()]
-    return sorted((row for row in rows if len(row) == 6), key=lambda row: row[1]), ""
+        rows = _ask("NVML", _ASK_DRIVER, _DRIVER_LIMIT_S)[0]["gpus"]
+    except LaunchError as failure:
+        some = _DEVICE_NODE.exists()
+        if not (some or _DRIVER.exists()):
+            return []
+        return _gpus_of_torch(f"NVIDIA's driver is loaded and {failure}", some=some)
+    if any(split for _, split, *_ in rows):
+        return _gpus_of_torch("a GPU is split into parts (MIG)", some=True)
+    return _described([about for _, _, *about in _visible(rows, allowed)])
 
 
-def _gpus_of_torch(why: str) -> list[DeviceInfo]:
+def _gpus_of_torch(why: str, *, some: bool) -> list[DeviceInfo]:
     """The GPUs that PyTorch sees, where the driver's list will not do.
 
+    Args:
+        why: it will not do.
+        some: whether there must be GPUs, so that seeing none is an error.
+
     Raises:
-        LaunchError: PyTorch cannot say, or sees none although there should be some.
+        LaunchError: PyTorch cannot say, or sees none although there must be some.
     """
-    command = [sys.executable, "-P", "-c", _ASK_TORCH]
     try:
-        answer = subprocess.run(
-            command, capture_output=True, text=True, timeout=_TORCH_LIMIT_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise _not_listed(why, f"asking PyTorch failed: {error}") from None
-    if answer.returncode != 0:
-        raise _not_listed(why, f"asking PyTorch failed: {_last_line(answer.stderr)}")
+        answer, hint = _ask("PyTorch", _ASK_TORCH, _TORCH_LIMIT_S)
+    except LaunchError as failure:
+        raise _not_listed(why, str(failure)) from None
+    if not answer["gpus"] and some:
+        hint = (hint or "without a reason") if answer["cuda"] else "it was built without CUDA"
+        raise _not_listed(why, f"PyTorch sees no GPU ({hint})")
+    return _described(answer["gpus"])
+
+
+def _ask(whom: str, script: str, limit_s: float) -> tuple[dict[str, Any], str]:
+    """What a script in a process of its own answers, and the last line of what it complains of.
+
+    Raises:
+        LaunchError: it fails, takes too long, or its answer is no JSON of ours.
+    """
+    command = [sys.executable, "-P", "-c", script]
     try:
-        said = json.loads(_last_line(answer.stdout))
-        built_for, rows = said["cuda"], [(str(n), int(t), int(f)) for n, t, f in said["gpus"]]
-    except (ValueError, KeyError, TypeError):
-        came = _last_line(answer.stdout)
-        raise _not_listed(why, f"expected PyTorch's answer as JSON, got {came!r}") from None
-    if not rows and (_DEVICE_NODE.exists() or "MIG-" in (visible_gpus() or "")):
-        hint = _last_line(answer.stderr) if built_for else "it was built without CUDA"
-        raise _not_listed(why, f"PyTorch sees no GPU ({hint or 'without a reason'})")
-    return [
-        DeviceInfo(index=index, kind="cuda", name=name, total_bytes=total, free_bytes=free)
-        for index, (name, total, free) in enumerate(rows)
-    ]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
+    except subprocess.TimeoutExpired:
+        raise LaunchError(f"{whom} did not answer within {limit_s:g} s") from None
+    except OSError as error:
+        raise LaunchError(f"asking {whom} failed: {error}") from None
+    if done.returncode != 0:
+        raise LaunchError(f"asking {whom} failed: {_last_line(done.stderr)}")
+    came = _last_line(done.stdout)
+    with suppress(ValueError):
+        answer = json.loads(came)
+        if isinstance(answer, dict) and "gpus" in answer:
+            return answer, _last_line(done.stderr)
+    raise LaunchError(f"expected the answer of {whom} as JSON, got {came!r}")
 
 
 def _not_listed(why: str, what: str) -> LaunchError:
@@ -245,21 +262,24 @@ def _last_line(text: str) -> str:
     return lines[-1].strip() if lines else ""
 
 
-def _visible(rows: list[list[str]], allowed: str | None) -> list[list[str]]:
+def _visible(rows: list[list[Any]], allowed: str | None) -> list[list[Any]]:
     """Those that CUDA_VISIBLE_DEVICES lets a program see, in its order, as CUDA counts them."""
     if allowed is None:
         return rows
     seen = []
     for item in (part.strip() for part in allowed.split(",")):
-        match = [row for i, row in enumerate(rows) if str(i) == item or row[2].startswith(item)]
+        match = [row for i, row in enumerate(rows) if str(i) == item or row[0].startswith(item)]
         if not item or not match:
             break  # CUDA, too, stops at the first that it does not know
         seen.append(match[0])
     return seen
 
 
-def _mebibytes(text: str) -> int:
-    return int(float(text) * 2**20) if text.replace(".", "", 1).isdecimal() else 0
+def _described(rows: list[list[Any]]) -> list[DeviceInfo]:
+    return [
+        DeviceInfo(index=index, kind="cuda", name=name, total_bytes=total, free_bytes=free)
+        for index, (name, total, free) in enumerate(rows)
+    ]
 
 
 def _processor() -> DeviceInfo:
