@@ -1,14 +1,16 @@
-"""Draws how fast training goes, from the record that `training.py` has written.
+"""Draws how fast training goes, and writes the tables of docs/speed.md, both from the record that
+`training.py` has written, so that the picture and the page never differ.
 
     python benchmarks/picture.py [--results benchmarks/results] [--output docs/speed.png]
+                                 [--page docs/speed.md]
 
-One panel a workload, one bar a side: speed in terms of the plain loop with one thread. The whiskers
-reach from the least to the greatest of the rounds.
+One panel a workload, one bar a side: speed as a multiple of that of the plain loop with one thread.
+The whiskers reach from the least to the greatest of the rounds.
 """
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,13 +22,14 @@ from matplotlib.figure import Figure
 __all__ = ["main"]
 
 ROOT = Path(__file__).resolve().parents[1]
-WIDTH_PX, HEIGHT_PX, DPI = 900, 520, 100
+WIDTH_PX, HEIGHT_PX, DPI = 960, 600, 100
 SHARPNESS = 2
 """Pixels of the file for each that is shown."""
 COLUMNS = 4
 ROWS = 2
-GREY, BLUE, LINE = "#9aa0a6", "#1f6feb", "#3c4043"
-LIGHT_BLUE = "#8fb8f6"
+GREY, BLUE, LIGHT_BLUE, LINE = "#9aa0a6", "#1f6feb", "#8fb8f6", "#3c4043"
+TITLE = "Training speed, as a multiple of PyTorch's plain loop on one thread"
+BEGIN, END = "<!-- tables: written by benchmarks/picture.py -->", "<!-- end of the tables -->"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,98 +42,116 @@ class Bar:
 
 
 BARS = [
-    Bar("plain-all", "plain, all threads", GREY),
+    Bar("plain-all", "plain loop, all cores", GREY),
     Bar("ddp-2", "DDP, 2 processes", GREY),
     Bar("accelerate-2", "Accelerate, 2 processes", GREY),
     Bar("fabric-2", "Fabric, 2 processes", GREY),
-    Bar("onefold-1-two-shards", "onefold, 1 device", LIGHT_BLUE),
-    Bar("onefold-2-collective", "onefold, 2, over gloo", LIGHT_BLUE),
+    Bar("onefold-1", "onefold, 1 device, 1 shard", LIGHT_BLUE),
+    Bar("onefold-1-two-shards", "onefold, 1 device, 2 shards", LIGHT_BLUE),
+    Bar("onefold-2-collective", "onefold, 2 devices, by network", LIGHT_BLUE),
     Bar("onefold-2-shared", "onefold, 2 devices", BLUE),
 ]
 """From the top down."""
 
 TITLES = {
-    "cnn-adam": "26M-parameter CNN, Adam",
-    "cnn-sgd": "26M-parameter CNN, SGD",
-    "transformer": "transformer 4x256",
-    "resnet18": "ResNet-18, 28x28",
+    "cnn-adam": "CNN, 26M parameters, Adam",
+    "cnn-sgd": "CNN, 26M parameters, SGD",
+    "transformer": "transformer, 4 layers of 256",
+    "resnet18": "ResNet-18, 28x28 pixels",
     "lenet": "LeNet",
     "mlp": "tiny perceptron",
     "thousand": "1,000 small parameters",
 }
 
+RATIOS = {
+    "onefold, 2 devices / 1 device": "2 devices / 1 device",
+    "onefold, 2 devices / best of the others": "2 devices / best of DDP, Accelerate, Fabric",
+    "onefold, 2 devices / plain, all threads": "2 devices / plain loop, all cores",
+}
+"""Columns of the second table: the record's name for a ratio, and the page's."""
+
 
 def main() -> None:
-    """Read the records and draw."""
+    """Read the record, draw, and write the tables."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "speed.png")
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "speed.md")
     args = parser.parse_args()
+    training = training_record(args.results)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context({"font.size": 8, "font.family": "DejaVu Sans"}):
-        figure = drawn(training_record(args.results))
-        figure.savefig(args.output, dpi=DPI * SHARPNESS, facecolor="white")
-    print(args.output)
+        drawn(training).savefig(args.output, dpi=DPI * SHARPNESS, facecolor="white")
+    page = with_tables(args.page.read_text(encoding="utf-8"), tables(training))
+    args.page.write_text(page, encoding="utf-8")
+    print(args.output, args.page, sep="\n")
 
 
 def training_record(folder: Path) -> dict[str, Any]:
-    """The record of `training.py` among those in `folder`; ends the program if there is none."""
+    """The record of `training.py` among those in `folder`; ends the program if there is none.
+
+    One in which all sides keep their memory is another measurement, and is passed over.
+    """
     for path in sorted(folder.glob("*.json")):
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if found["benchmark"] == "training":
+        if found["benchmark"] == "training" and not found["settings"]["keep_memory"]:
             return found
     raise SystemExit(f"{folder} holds no record of training.py: run that first, with --output")
+
+
+# The picture
 
 
 def drawn(training: Mapping[str, Any]) -> Figure:
     """The whole picture."""
     figure = Figure(figsize=(WIDTH_PX / DPI, HEIGHT_PX / DPI))
     panels = list(figure.subplots(ROWS, COLUMNS).flat)
-    figure.subplots_adjust(left=0.17, right=0.985, top=0.83, bottom=0.05, wspace=0.1, hspace=0.28)
-    figure.text(0.015, 0.955, "Training speed: times the plain loop with one thread", size=13)
-    figure.text(0.015, 0.915, described(training), size=8, color=LINE)
+    figure.subplots_adjust(left=0.19, right=0.985, top=0.84, bottom=0.05, wspace=0.09, hspace=0.25)
+    figure.text(0.015, 0.955, TITLE, size=13)
+    figure.text(0.015, 0.92, described(training), size=8, color=LINE)
     found = {one["workload"]: one["relative"] for one in training["results"] if one["relative"]}
-    right = 1.25 * max((highest(relative) for relative in found.values()), default=1.0)
+    reach = max((highest(relative) for relative in found.values()), default=1.0)
     for number, (workload, relative) in enumerate(found.items()):
-        draw_panel(panels[number], TITLES[workload], relative, right)
+        draw_panel(panels[number], TITLES[workload], relative, reach)
         labels = [bar.label for bar in BARS] if number % COLUMNS == 0 else []
         panels[number].set_yticklabels(labels)
     for panel in panels[len(found) :]:
         panel.set_axis_off()
     if len(found) < len(panels):
         text = notes(training["settings"])
-        panels[-1].text(0.0, 1.0, text, va="top", color=LINE, linespacing=1.6, size=8)
+        panels[-1].text(0.0, 1.0, text, va="top", color=LINE, linespacing=1.5, size=8)
     return figure
 
 
 def draw_panel(
-    panel: Axes, title: str, relative: Mapping[str, Mapping[str, float]], right: float
+    panel: Axes, title: str, relative: Mapping[str, Mapping[str, float]], reach: float
 ) -> None:
-    """The bars of one workload."""
+    """The bars of one workload, and right of them a column of the medians in figures."""
     panel.set_title(title, size=9, loc="left", pad=5)
     for row, bar in enumerate(BARS):
         if bar.side in relative:
-            draw_bar(panel, row, bar, relative[bar.side], right)
+            draw_bar(panel, row, bar, relative[bar.side], figures_at=1.3 * reach)
     panel.axvline(1.0, color=LINE, linewidth=0.8, linestyle=(0, (3, 2)), zorder=0)
-    panel.set_xlim(0, right)
+    panel.set_xlim(0, 1.32 * reach)
     panel.set_ylim(len(BARS) - 0.4, -0.6)
     panel.set_yticks(range(len(BARS)))
-    panel.set_xticks([0, 1])
+    panel.set_xticks([0, 1, 2])
     panel.tick_params(length=0)
     panel.spines[["top", "right", "bottom"]].set_visible(False)
     panel.spines["left"].set_color("#d0d3d6")
 
 
-def draw_bar(panel: Axes, row: int, bar: Bar, speed: Mapping[str, float], right: float) -> None:
+def draw_bar(
+    panel: Axes, row: int, bar: Bar, speed: Mapping[str, float], *, figures_at: float
+) -> None:
     """One side: its median, how far the rounds lie apart, and the median in figures."""
     median, low, high = speed["median"], speed["low"], speed["high"]
     panel.barh(row, median, height=0.66, color=bar.color)
     panel.plot([low, high], [row, row], color=LINE, linewidth=1.0, solid_capstyle="butt")
     weight = "bold" if bar.color == BLUE else "normal"
-    behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}  # hides the dashed line
-    panel.text(high + 0.03 * right, row, f"{median:.2f}", va="center", weight=weight, bbox=behind)
+    panel.text(figures_at, row, f"{median:.2f}", va="center", ha="right", weight=weight)
 
 
 def highest(relative: Mapping[str, Mapping[str, float]]) -> float:
@@ -150,14 +171,68 @@ def described(training: Mapping[str, Any]) -> str:
 def notes(settings: Mapping[str, Any]) -> str:
     """What the reader needs to know."""
     return (
-        f"Bars: medians of {settings['repeats']} rounds,\n"
-        "all sides in turn.\n"
-        "Lines: least to greatest of them.\n"
-        "Dashed: plain loop, one thread.\n"
-        "Every process has one thread,\n"
-        "save where it says all.\n"
-        "onefold: two shards a batch."
+        f"Bars and figures: medians of {settings['repeats']}\n"
+        "rounds, all sides in turn.\n"
+        "Thin lines: the slowest and the\n"
+        "fastest round.\n"
+        "Dashed line: the plain loop.\n"
+        "A process has one thread, but for\n"
+        "the plain loop on all cores.\n"
+        "onefold on 2 devices has 2 shards;\n"
+        "by network: through gloo, as\n"
+        "between hosts; otherwise through\n"
+        "shared memory."
     )
+
+
+# The tables
+
+
+def with_tables(page: str, text: str) -> str:
+    """The page with its tables replaced; ends the program if it has no place for them."""
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise SystemExit(f"expected the lines {BEGIN} and {END} in the page, around its tables")
+    return f"{before}{BEGIN}\n{text}{END}{after}"
+
+
+def tables(training: Mapping[str, Any]) -> str:
+    """What the picture shows, and some ratios, as Markdown."""
+    results = [one for one in training["results"] if one["relative"]]
+    return f"\n{speed_table(results)}\n{ratio_table(results)}\n"
+
+
+def speed_table(results: Sequence[Mapping[str, Any]]) -> str:
+    """Each side's speed as a multiple of that of the plain loop."""
+    rows = []
+    for one in results:
+        plain, relative = one["samples_per_s"]["plain-1"]["median"], one["relative"]
+        speeds = [f"{relative[b.side]['median']:.2f}" if b.side in relative else "" for b in BARS]
+        rows.append([TITLES[one["workload"]], samples(plain), *speeds])
+    return table(["workload", "plain loop, samples/s", *(bar.label for bar in BARS)], rows)
+
+
+def ratio_table(results: Sequence[Mapping[str, Any]]) -> str:
+    """Ratios of two sides: median, least and greatest of the rounds."""
+    rows = []
+    for one in results:
+        found = [one["ratios"][name]["ratio"] if name in one["ratios"] else None for name in RATIOS]
+        cells = [f"{r['median']:.2f} ({r['low']:.2f}-{r['high']:.2f})" if r else "" for r in found]
+        rows.append([TITLES[one["workload"]], *cells])
+    return table(["workload", *RATIOS.values()], rows)
+
+
+def samples(value: float) -> str:
+    """A speed to three digits."""
+    digits = max(0, 2 - len(str(int(value))) + 1)
+    return f"{float(f'{value:.3g}'):,.{digits}f}"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """As Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
 if __name__ == "__main__":

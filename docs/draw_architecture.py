@@ -1,0 +1,162 @@
+"""Draws the rooms of `src/onefold` and who imports what from whom.
+
+    python -m docs.draw_architecture [--output docs/architecture.svg]
+
+Run from the root of a checkout. Every arrow and number is read from the sources, by the same
+function that `tests/test_rooms.py` checks the rooms with; only the places of the boxes are set by
+hand. The three rooms at the bottom are used by nearly everybody: instead of arrows to them, each
+box has a line with the numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+from tests.test_rooms import OUTER, ROOMS, imports
+
+__all__ = ["main"]
+
+OUTPUT = Path(__file__).with_name("architecture.svg")
+WIDTH_IN, HEIGHT_IN, DPI = 9.6, 8.6, 100
+INK, PALE, FAINT = "#3c4043", "#80868b", "#c4c8cc"
+LINE_STEP = 0.245
+LABEL_AT = 0.42
+"""How far along an arrow its number stands."""
+INNER_COLOR, OUTER_COLOR, GROUND_COLOR = "#dbe7fd", "#fdecd2", "#e8eaed"
+TITLE = "The rooms of onefold"
+EXPLAINED = (
+    "An arrow goes from a room to one that it imports from. Its number counts the imported names; "
+    "a pale arrow is one name."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """Where a room is drawn, and what it is for."""
+
+    x: float
+    """Of the middle."""
+    y: float
+    purpose: str
+    width: float = 2.0
+    height: float = 0.78
+
+
+BOXES = {
+    "__main__": Box(2.6, 11.6, "python -m onefold", width=1.7),
+    "cli": Box(6.2, 11.6, "commands"),
+    "jobs": Box(9.0, 10.3, "ready-made jobs"),
+    "data": Box(11.3, 8.6, "what jobs read", width=1.6),
+    "models": Box(9.6, 8.6, "what jobs train", width=1.6),
+    "onefold": Box(4.3, 9.9, "the public names"),
+    "trainer": Box(4.3, 8.3, "the face"),
+    "losses": Box(7.0, 8.3, "PyTorch's losses", width=1.8),
+    "weights": Box(8.15, 7.25, "weights of others"),
+    "run": Box(1.2, 6.6, "launcher, devices"),
+    "checkpoint": Box(6.75, 5.75, "save, load, resume"),
+    "verifying": Box(4.0, 5.75, "onefold verify", width=1.8),
+    "engine": Box(5.95, 4.5, "the step"),
+    "reading": Box(10.7, 4.35, "loader, position"),
+    "exchange": Box(7.6, 2.3, "memory, transport"),
+    "watch": Box(1.2, 2.3, "timing, timeline"),
+    "system": Box(2.1, 1.1, "files, signals", width=3.4),
+    "core": Box(6.1, 1.1, "pure: shard, fold, flat", width=3.4),
+    "errors": Box(10.1, 1.1, "all exceptions", width=3.4),
+}
+GROUND = ("core", "errors", "system")
+"""Used by nearly everybody; drawn as numbers, not as arrows."""
+
+
+def main() -> None:
+    """Read the imports and draw."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, default=OUTPUT, help="an SVG or a PNG file")
+    output: Path = parser.parse_args().output
+    style = {"font.family": "DejaVu Sans", "svg.hashsalt": "onefold"}  # the same file every time
+    with matplotlib.rc_context(style):
+        stamp = {"Date": None} if output.suffix == ".svg" else None
+        drawn(counted()).savefig(output, dpi=2 * DPI, facecolor="white", metadata=stamp)
+    if output.suffix == ".svg":  # no line of a file in the repository ends with a space
+        lines = output.read_text(encoding="utf-8").splitlines()
+        output.write_text("".join(f"{line.rstrip()}\n" for line in lines), encoding="utf-8")
+    print(output)
+
+
+def counted() -> Counter[tuple[str, str]]:
+    """How many names each room imports from each other one."""
+    missing = sorted(set(ROOMS) ^ BOXES.keys())
+    if missing:
+        raise SystemExit(f"expected a box in BOXES for every room and no other: {missing}")
+    pairs = ((found.room, found.target_room) for found in imports())
+    return Counter(pair for pair in pairs if pair[0] != pair[1])
+
+
+def drawn(counts: Counter[tuple[str, str]]) -> Figure:
+    """The whole picture."""
+    figure = Figure(figsize=(WIDTH_IN, HEIGHT_IN))
+    axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
+    axes.set_xlim(0.0, 12.2)
+    axes.set_ylim(0.6, 13.3)
+    axes.set_axis_off()
+    axes.text(0.2, 12.9, TITLE, size=15, color=INK, va="center")
+    axes.text(0.2, 12.45, EXPLAINED, size=8.5, color=INK, va="center")
+    shapes = {room: draw_box(axes, room, box, counts) for room, box in BOXES.items()}
+    for (source, target), count in sorted(counts.items()):
+        if target not in GROUND:
+            draw_arrow(axes, shapes[source], shapes[target], count)
+    return figure
+
+
+def draw_box(axes: Axes, room: str, box: Box, counts: Counter[tuple[str, str]]) -> FancyBboxPatch:
+    """A room: its name, what it is for, and how much it uses of the rooms at the bottom."""
+    color = OUTER_COLOR if room in OUTER else GROUND_COLOR if room in GROUND else INNER_COLOR
+    corner = (box.x - box.width / 2, box.y - box.height / 2)
+    shape = FancyBboxPatch(
+        corner, box.width, box.height, boxstyle="round,pad=0,rounding_size=0.12",
+        facecolor=color, edgecolor=PALE, linewidth=0.8, zorder=2,
+    )  # fmt: skip
+    axes.add_patch(shape)
+    used = ", ".join(f"{name} {counts[room, name]}" for name in GROUND if counts[room, name])
+    lines = [(room, 10, "bold", INK), (box.purpose, 7.5, "normal", INK)]
+    lines += [(used, 6.5, "normal", PALE)] if used else []
+    top = box.y + LINE_STEP * (len(lines) - 1) / 2
+    for number, (text, size, weight, ink) in enumerate(lines):
+        axes.text(
+            box.x, top - LINE_STEP * number, text,
+            size=size, weight=weight, color=ink, ha="center", va="center", zorder=3,
+        )  # fmt: skip
+    return shape
+
+
+def draw_arrow(axes: Axes, source: FancyBboxPatch, target: FancyBboxPatch, count: int) -> None:
+    """From one room to another, with how many names it imports if it is more than one."""
+    start, end = middle(source), middle(target)
+    arrow = FancyArrowPatch(
+        start, end, patchA=source, patchB=target, shrinkA=0, shrinkB=1, arrowstyle="-|>",
+        mutation_scale=9, linewidth=0.5 + 0.32 * count**0.5, zorder=1,
+        color=FAINT if count == 1 else PALE,
+    )  # fmt: skip
+    axes.add_patch(arrow)
+    if count == 1:
+        return
+    x, y = (a + LABEL_AT * (b - a) for a, b in zip(start, end, strict=True))
+    behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
+    axes.text(x, y, str(count), size=7.5, color=INK, ha="center", va="center", bbox=behind)
+
+
+def middle(shape: FancyBboxPatch) -> tuple[float, float]:
+    """Of a room."""
+    return shape.get_x() + shape.get_width() / 2, shape.get_y() + shape.get_height() / 2
+
+
+if __name__ == "__main__":
+    main()
