@@ -34,6 +34,7 @@ from onefold.data.pictures import (
 from onefold.data.scan import Scanning, Seen, deep_note, pack_scan, scan_pictures
 from onefold.data.walk import is_visible_folder, picture_paths
 from onefold.errors import DataError, LaunchError
+from onefold.system.words import listed
 
 __all__ = [
     "PictureClasses",
@@ -52,7 +53,6 @@ _MASK_FOLDERS = frozenset({
     "annotations", "groundtruth", "gt", "label", "labels", "mask", "masks", "segmentation",
     "segmentations",
 })  # fmt: skip
-_LISTED = 5
 _MODE: dict[bool, Mode] = {True: "L", False: "RGB"}
 
 
@@ -236,11 +236,9 @@ def untested(classes: Sequence[str], tested: Collection[str], where: str) -> lis
     missing = [name for name in classes if name not in tested]
     if not missing:
         return []
-    more = f" and {len(missing) - _LISTED} more" if len(missing) > _LISTED else ""
-    listed = ", ".join(missing[:_LISTED]) + more
     note = (
         f"{where}: the test set has no sample of {len(missing)} of the {len(classes)} classes "
-        f"({listed}): the score says nothing about them"
+        f"({listed(missing)}): the score says nothing about them"
     )
     return [note]
 

@@ -26,7 +26,6 @@ from onefold.jobs.finetune import (
     freeze,
     is_run,
     lacking_names,
-    listed,
     load_finite,
     parameter_groups,
     require_pretrained,
@@ -45,6 +44,7 @@ from onefold.jobs.segment_pictures import (
 )
 from onefold.jobs.training import Task
 from onefold.models.unet import UNet
+from onefold.system.words import listed
 
 __all__ = [
     "JOB",

@@ -19,10 +19,11 @@ from torch import nn
 import onefold
 from onefold.errors import CheckpointError, LaunchError
 from onefold.jobs.options import TrainOptions
-from onefold.jobs.progress import TrainingBar, counted, epoch_line
+from onefold.jobs.progress import PHASES, TrainingBar, epoch_line
 from onefold.jobs.rates import make_optimizer, rate_factor
 from onefold.jobs.runfolder import RunFolder
 from onefold.system.interrupt import STOPPED_CODE
+from onefold.system.words import counted
 
 __all__ = ["Task", "Training", "begin_training", "train"]
 
@@ -34,7 +35,6 @@ _FEW_STEPS = 100
 """Hardly anything is learnt in fewer."""
 _LOOK_S = 0.5
 """So often losses and times are looked at, which on a GPU has to wait."""
-_PHASES = ("data", "forward", "backward", "exchange", "update")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +148,7 @@ class _Meter:
         self.total = so_far.get("total", 0.0)
         self.samples = int(so_far.get("samples", 0))
         self._before_s = so_far.get("seconds", 0.0)
-        self.phases = {phase: so_far.get(phase, 0.0) for phase in _PHASES}
+        self.phases = {phase: so_far.get(phase, 0.0) for phase in PHASES}
         self.rate = so_far.get("rate", 0.0)
         self._start_s = self._looked_s = time.perf_counter()
         self._pending: list[onefold.Step] = []
