@@ -12,8 +12,9 @@ from typing import Self
 import torch
 from torch import nn
 
-from onefold.models import DenseCNN, LeNet, TransformerClassifier, resnet18
+from onefold.models import DenseCNN, LeNet, resnet18
 from small_models import Ladder, new_mlp
+from token_models import TransformerClassifier
 
 __all__ = ["WORKLOADS", "Batch", "Workload"]
 

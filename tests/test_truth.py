@@ -7,10 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from benchmarks.token_models import LSTMClassifier, TransformerClassifier
 from torch import nn
 
 import onefold
-from onefold.models import LeNet, LSTMClassifier, TransformerClassifier, resnet18
+from onefold.models import LeNet, resnet18
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 SIZES = (12, 12, 7, 2)  # a short batch, and one with fewer samples than shards

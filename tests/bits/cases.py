@@ -10,10 +10,11 @@ from itertools import product
 import numpy as np
 import torch
 import torch.nn.functional as F
+from benchmarks.token_models import LSTMClassifier, TransformerClassifier
 from torch import nn
 
 import onefold
-from onefold.models import DenseCNN, LeNet, LSTMClassifier, TransformerClassifier, resnet18
+from onefold.models import DenseCNN, LeNet, resnet18
 
 STEPS = 5
 SAMPLES = 40

@@ -15,7 +15,6 @@ from onefold.jobs.progress import (
     ReadingBar,
     SpeedColumn,
     TrainingBar,
-    counted,
     epoch_line,
     phase_shares,
 )
@@ -81,11 +80,6 @@ def test_where_nothing_is_read_nothing_is_shown() -> None:
     with ReadingBar(console):
         pass
     assert console.file.getvalue() == ""  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize(("number", "text"), [(1, "1 device"), (2, "2 devices"), (0, "0 devices")])
-def test_nouns_follow_their_number(number: int, text: str) -> None:
-    assert counted(number, "device") == text
 
 
 def test_an_epoch_is_told_in_one_line() -> None:

@@ -14,7 +14,6 @@ from onefold import models
 
 IMAGES = torch.linspace(-1, 1, 3 * 28 * 28).view(3, 1, 28, 28)
 COLOUR_IMAGES = torch.linspace(-1, 1, 3 * 3 * 32 * 32).view(3, 3, 32, 32)
-TOKENS = torch.arange(3 * 12).view(3, 12) % 50
 
 CLASSIFIERS: dict[str, tuple[Callable[[], nn.Module], torch.Tensor]] = {
     "LeNet": (lambda: models.LeNet(num_classes=7), IMAGES),
@@ -37,16 +36,6 @@ CLASSIFIERS: dict[str, tuple[Callable[[], nn.Module], torch.Tensor]] = {
             blocks=(1, 2), num_classes=7, in_channels=1, width=8, bottleneck=True
         ),
         IMAGES,
-    ),
-    "TransformerClassifier": (
-        lambda: models.TransformerClassifier(
-            vocabulary=50, width=16, layers=2, length=12, num_classes=7
-        ),
-        TOKENS,
-    ),
-    "LSTMClassifier": (
-        lambda: models.LSTMClassifier(vocabulary=50, width=16, num_classes=7),
-        TOKENS,
     ),
 }
 
@@ -79,9 +68,8 @@ def test_the_same_seed_builds_the_same_model(name: str) -> None:
     assert torch.equal(*logits)
 
 
-@pytest.mark.parametrize("name", ["DenseCNN", "TransformerClassifier", "LSTMClassifier"])
-def test_dropout_acts_in_training_only(name: str) -> None:
-    build, inputs = CLASSIFIERS[name]
+def test_dropout_acts_in_training_only() -> None:
+    build, inputs = CLASSIFIERS["DenseCNN"]
     torch.manual_seed(0)
     model = build()
     assert not torch.equal(model(inputs), model(inputs))
@@ -93,17 +81,6 @@ def test_dropout_acts_in_training_only(name: str) -> None:
 def test_dropout_of_the_dense_cnn_is_settable(dropout: float) -> None:
     rates = [m.p for m in models.DenseCNN(dropout=dropout).modules() if isinstance(m, nn.Dropout)]
     assert rates == [dropout]
-
-
-def test_one_lstm_layer_has_nothing_to_drop_between_layers() -> None:
-    # PyTorch warns of dropout between the layers of an LSTM of one layer; warnings are errors here.
-    assert models.LSTMClassifier(width=8, layers=1, dropout=0.5).lstm.dropout == 0.0
-
-
-def test_the_transformer_tells_orders_of_the_same_tokens_apart() -> None:
-    torch.manual_seed(0)
-    model = CLASSIFIERS["TransformerClassifier"][0]().eval()
-    assert not torch.allclose(model(TOKENS), model(TOKENS.flip(1)), atol=1e-3)
 
 
 @pytest.mark.parametrize("size", [8, 10, 13, 30, 0, -4])
@@ -127,9 +104,7 @@ MODULES = [
     "catalog",
     "dense_cnn",
     "lenet",
-    "lstm",
     "resnet",
-    "transformer",
     "unet",
     "vgg",
 ]

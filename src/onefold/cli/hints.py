@@ -6,13 +6,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from onefold.system.words import listed
+
 __all__ = ["State", "hints_of"]
 
 _UNSEEDED_START = (
     "the models differ before the first step: seed the initial values, for instance with "
     "torch.manual_seed(0) before the model is built"
 )
-_SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ def hints_of(step: int, reference: _States, other: _States) -> list[str]:
         other: of the other.
     """
     everyone = [s for run in (reference, other) for lines in run.values() for s in lines]
-    calls = _listed(call for state in everyone for call in state.unseeded)
+    calls = listed(dict.fromkeys(call for state in everyone for call in state.unseeded))
     hints = [_UNSEEDED_START] if step == 0 else []
     if calls:
         hints.append(
@@ -52,14 +53,14 @@ def hints_of(step: int, reference: _States, other: _States) -> list[str]:
         )
     if step == 0:
         return hints
-    generators = _listed(g for state in everyone for g in state.generators)
+    generators = listed(dict.fromkeys(g for state in everyone for g in state.generators))
     if generators:
         hints.append(
             f"{generators}: a generator of its own, which goes on from one shard or sample to the "
             f"next and so depends on what else this device computed. Use the global generators of "
             f"torch, random and NumPy: they are seeded for every shard and every sample"
         )
-    attributes = _listed(a for state in everyone for a in state.attributes)
+    attributes = listed(dict.fromkeys(a for state in everyone for a in state.attributes))
     if attributes:
         hints.append(
             f"{attributes}: changed while the shards were computed, and no buffer, so that a shard "
@@ -67,7 +68,7 @@ def hints_of(step: int, reference: _States, other: _States) -> list[str]:
             f"between steps"
         )
     uneven = dict(reversed([*_uneven(reference), *_uneven(other)]))  # the first step of each
-    globals_ = _listed(f"{name} before step {step}" for name, step in uneven.items())
+    globals_ = listed(dict.fromkeys(f"{name} before step {step}" for name, step in uneven.items()))
     if globals_:
         hints.append(
             f"{globals_}: it was drawn from between steps on some devices and not on others (under "
@@ -96,10 +97,3 @@ def _uneven(run: _States) -> Iterator[tuple[str, int]]:
 
 def _pairs(rows: Sequence[tuple[State, ...]]) -> Iterable[tuple[tuple[State, ...], ...]]:
     return pairwise(rows)
-
-
-def _listed(words: Iterable[str]) -> str:
-    """Each once; the first few."""
-    unique = list(dict.fromkeys(words))
-    more = f" and {len(unique) - _SHOWN} more" if len(unique) > _SHOWN else ""
-    return ", ".join(unique[:_SHOWN]) + more

@@ -15,10 +15,9 @@ from onefold.data.pictures import (
     Pictures,
     Sums,
 )
+from onefold.system.words import listed
 
 __all__ = ["PictureClasses", "Split", "digest", "held_out", "notes_of_same", "untested"]
-
-_LISTED = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +85,9 @@ def untested(classes: Sequence[str], tested: Collection[str], where: str) -> lis
     missing = [name for name in classes if name not in tested]
     if not missing:
         return []
-    more = f" and {len(missing) - _LISTED} more" if len(missing) > _LISTED else ""
-    listed = ", ".join(missing[:_LISTED]) + more
     note = (
         f"{where}: the test set has no sample of {len(missing)} of the {len(classes)} classes "
-        f"({listed}): the score says nothing about them"
+        f"({listed(missing)}): the score says nothing about them"
     )
     return [note]
 

@@ -17,6 +17,7 @@ from onefold.data.bad import BadFile
 from onefold.data.digest import digest_of
 from onefold.data.files import open_regular
 from onefold.errors import DataError
+from onefold.system.words import listed
 
 __all__ = ["Line", "TextSplits", "decoded", "read_lines", "read_splits", "read_tsv"]
 
@@ -231,7 +232,7 @@ def _part_by_label(
             known.append(line)
         else:
             reason = (
-                f"expected a label of the training set ({_listed(classes)}), "
+                f"expected a label of the training set ({listed(classes, _SHOWN_CLASSES)}), "
                 f"got {_shown(line.label)}"
             )
             strange.append(BadFile(path, reason, line.line_number))
@@ -242,12 +243,6 @@ def _in_order(labels: Collection[str]) -> list[str]:
     if all(label.removeprefix("-").isdecimal() for label in labels):
         return sorted(labels, key=lambda label: (int(label), label))
     return sorted(labels)
-
-
-def _listed(classes: list[str]) -> str:
-    more = len(classes) - _SHOWN_CLASSES
-    told = ", ".join(classes[:_SHOWN_CLASSES])
-    return f"{told} and {more} more" if more > 0 else told
 
 
 def _none_of(bad: list[BadFile]) -> str:

@@ -26,8 +26,9 @@ from onefold.jobs.digits_report import (
     results_table,
     verdict,
 )
-from onefold.jobs.progress import TrainingBar, counted
+from onefold.jobs.progress import TrainingBar
 from onefold.models.resnet import ResNet
+from onefold.system.words import counted
 
 __all__ = ["ShiftedDigits", "demo", "digits", "loss", "score", "train"]
 

@@ -16,6 +16,7 @@ from onefold.errors import CheckpointError, DataError, LaunchError
 from onefold.jobs.options import TrainOptions
 from onefold.jobs.runfolder import CHECKPOINTS, read_run
 from onefold.system.compat import BatchNorm
+from onefold.system.words import listed
 from onefold.weights.file import check_weights, scored_checkpoints
 from onefold.weights.load import Loaded, refuse_spoilt
 
@@ -24,7 +25,6 @@ __all__ = [
     "freeze",
     "is_run",
     "lacking_names",
-    "listed",
     "load_body",
     "load_finite",
     "new_head",
@@ -37,7 +37,6 @@ __all__ = [
 Head = str | tuple[str, ...]
 """Names of the parts that make the last layer, mostly one."""
 
-_TOLD = 5
 _SHOWN = 80
 _CHECKPOINT = re.compile(rf"{CHECKPOINTS}/step-[0-9]{{8,}}")
 _WRAPPERS = ("module", "_orig_mod")
@@ -317,10 +316,3 @@ def _names_under(prefix: str, names: Sequence[str], option: str) -> list[str]:
 def _is_under(name: str, parts: Head) -> bool:
     named = (parts,) if isinstance(parts, str) else parts
     return any(name == part or name.startswith(f"{part}.") for part in named)
-
-
-def listed(names: Iterable[str]) -> str:
-    """The first names, and how many more there are."""
-    told = list(names)
-    more = f" and {len(told) - _TOLD} more" if len(told) > _TOLD else ""
-    return ", ".join(told[:_TOLD]) + more

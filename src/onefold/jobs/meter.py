@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 
 import onefold
+from onefold.jobs.progress import PHASES
 
 __all__ = ["KEPT", "Meter"]
 
@@ -15,7 +16,6 @@ KEPT = 2
 """Newest checkpoints that stay, beside the best: if one is damaged, the other is near."""
 _LOOK_S = 0.5
 """So often losses and times are looked at, which on a GPU has to wait."""
-_PHASES = ("data", "forward", "backward", "exchange", "update")
 
 
 class Meter:
@@ -29,7 +29,7 @@ class Meter:
         self.total = so_far.get("total", 0.0)
         self.samples = int(so_far.get("samples", 0))
         self._before_s = so_far.get("seconds", 0.0)
-        self.phases = {phase: so_far.get(phase, 0.0) for phase in _PHASES}
+        self.phases = {phase: so_far.get(phase, 0.0) for phase in PHASES}
         self.rate = so_far.get("rate", 0.0)
         self._start_s = self._looked_s = time.perf_counter()
         self._pending: list[onefold.Step] = []

@@ -19,21 +19,13 @@ from rich.progress import (
 from rich.text import Text
 
 import onefold
+from onefold.system.words import counted
 
-__all__ = ["ReadingBar", "SpeedColumn", "TrainingBar", "counted", "epoch_line", "phase_shares"]
+__all__ = ["PHASES", "ReadingBar", "SpeedColumn", "TrainingBar", "epoch_line", "phase_shares"]
 
+PHASES = ("data", "forward", "backward", "exchange", "update")
+"""Where the time of a step goes, see `onefold.Step.seconds`."""
 _COMPUTING = ("forward", "backward", "update")
-
-
-def counted(number: int, noun: str) -> str:
-    """A number and its noun.
-
-    >>> counted(1, "device"), counted(2, "device")
-    ('1 device', '2 devices')
-    """
-    if number == 1:
-        return f"{number} {noun}"
-    return f"{number:,} {noun}{'es' if noun.endswith('s') else 's'}"
 
 
 class SpeedColumn(ProgressColumn):

@@ -27,7 +27,6 @@ from onefold.jobs.finetune import (
     freeze,
     is_run,
     lacking_names,
-    listed,
     load_finite,
     parameter_groups,
     require_pretrained,
@@ -46,6 +45,7 @@ from onefold.jobs.segment_pictures import (
 )
 from onefold.jobs.training import Task
 from onefold.models.unet import UNet
+from onefold.system.words import listed
 
 __all__ = [
     "JOB",

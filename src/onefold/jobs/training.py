@@ -19,10 +19,11 @@ import onefold
 from onefold.errors import CheckpointError, LaunchError
 from onefold.jobs.meter import KEPT, Meter
 from onefold.jobs.options import TrainOptions
-from onefold.jobs.progress import TrainingBar, counted, epoch_line
+from onefold.jobs.progress import TrainingBar, epoch_line
 from onefold.jobs.rates import make_optimizer, rate_factor
 from onefold.jobs.runfolder import RunFolder
 from onefold.system.interrupt import STOPPED_CODE
+from onefold.system.words import counted
 
 __all__ = ["Task", "Training", "begin_training", "train"]
 

@@ -1,11 +1,9 @@
-"""Models for the examples, the benchmarks, the jobs and the tests; plain `torch.nn.Module`s."""
+"""Models of the jobs and the examples; plain `torch.nn.Module`s."""
 
 from onefold.models.catalog import MODELS, ModelKind, build_model, head_name, head_of
 from onefold.models.dense_cnn import DenseCNN
 from onefold.models.lenet import LeNet
-from onefold.models.lstm import LSTMClassifier
 from onefold.models.resnet import ResNet, resnet18, resnet34, resnet50, resnet101
-from onefold.models.transformer import TransformerClassifier
 from onefold.models.unet import UNet
 from onefold.models.vgg import VGG, vgg16
 
@@ -13,11 +11,9 @@ __all__ = [
     "MODELS",
     "VGG",
     "DenseCNN",
-    "LSTMClassifier",
     "LeNet",
     "ModelKind",
     "ResNet",
-    "TransformerClassifier",
     "UNet",
     "build_model",
     "head_name",

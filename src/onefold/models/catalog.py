@@ -17,9 +17,7 @@ from torch import nn
 from onefold.errors import LaunchError
 from onefold.models.dense_cnn import DenseCNN
 from onefold.models.lenet import LeNet
-from onefold.models.lstm import LSTMClassifier
 from onefold.models.resnet import ResNet, resnet18, resnet34, resnet50, resnet101
-from onefold.models.transformer import TransformerClassifier
 from onefold.models.unet import UNet
 
 __all__ = ["MODELS", "ModelKind", "build_model", "head_name", "head_of"]
@@ -57,8 +55,6 @@ HEADS: Mapping[type[nn.Module], str] = MappingProxyType(
         LeNet: "classifier.5",
         DenseCNN: "classifier.4",
         ResNet: "fc",
-        TransformerClassifier: "head",
-        LSTMClassifier: "head",
         UNet: "head",
     }
 )

@@ -20,12 +20,11 @@ from torch.nn.parameter import is_lazy
 from onefold.core.finite import first_not_finite, names_with_nan
 from onefold.core.flat import same_bits
 from onefold.errors import CheckpointError
+from onefold.system.words import listed
 from onefold.weights.file import keys_of_states, read_weights, state_under
 from onefold.weights.names import match_names
 
 __all__ = ["Loaded", "load_weights", "refuse_spoilt"]
-
-_NAMES_TOLD = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +136,7 @@ class _Fit:
         if not self._taken or (strict and (lacking or self._strange or self._misfits)):
             told = [f"{name} ({wrong})" for name, wrong in self._misfits.items()]
             parts = [
-                f"{len(names)} {what}: {_listed(names)}"
+                f"{len(names)} {what}: {listed(names)}"
                 for what, names in (
                     ("of another shape", told),
                     ("missing in the file", lacking),
@@ -257,13 +256,8 @@ def _none_of(found: Collection[str], own: Collection[str], keys: Collection[str]
     if keys:
         options = " or ".join(f"key={key!r}" for key in keys)
         return f"the file keeps its tensors in dicts of their own. Pass {options}"
-    return f"no name of it is the model's. The file has {_listed(found)}; the model {_listed(own)}"
-
-
-def _listed(names: Collection[str]) -> str:
-    told = list(names)[:_NAMES_TOLD]
-    more = len(names) - len(told)
-    return ", ".join(told) + (f" and {more} more" if more else "") or "none"
+    have = [listed(names) or "none" for names in (found, own)]
+    return f"no name of it is the model's. The file has {have[0]}; the model {have[1]}"
 
 
 def refuse_spoilt(model: torch.nn.Module, weights: Path) -> None:
