@@ -225,9 +225,9 @@ def test_who_fails_cuts_its_connections(pair: Pair, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.usefixtures("_no_last_words")
 def test_who_does_not_come_is_named_at_the_limit() -> None:
-    with transports(2, timeout_s=0.5) as ends:
+    with transports(2, timeout_s=1.5) as ends:
         ends[0].begin_step(4)
-        words = "^device 1 did not arrive within 0.5 s in step 4, where device 0 waits"
+        words = "^device 1 did not arrive within 1.5 s in step 4, where device 0 waits"
         with pytest.raises(PeerTimeout, match=words) as caught:
             ends[0].meet(b"here")
         assert (caught.value.device, caught.value.step) == (1, 4)

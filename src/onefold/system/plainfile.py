@@ -72,7 +72,8 @@ def read_plain(path: Path, limit_bytes: int = RECORD_BYTES) -> bytes:
         size = os.fstat(file.fileno()).st_size
         content = file.read(limit_bytes + 1) if size <= limit_bytes else b""
     if max(size, len(content)) > limit_bytes:
-        raise OSError(errno.EFBIG, f"expected {limit_bytes:,} bytes at most, got {size:,}", path)
+        got = f"{size:,}" if size > limit_bytes else "more"  # it has grown, or claims no size
+        raise OSError(errno.EFBIG, f"expected {limit_bytes:,} bytes at most, got {got}", str(path))
     return content
 
 
