@@ -238,6 +238,23 @@ def test_total_and_weight_are_those_of_the_shards_samples(name: str) -> None:
     assert (float(result.total), result.weight) == pytest.approx(tuple(map(float, expected)))
 
 
+@pytest.mark.parametrize("shards", [1, SHARDS])
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_gradient_is_that_of_the_total_over_the_samples_of_the_batch(
+    name: str, shards: int
+) -> None:
+    """With one shard over its own weight, and of a sum over nothing."""
+    module, batch = line(), cut(points(10), shards)
+    replica = replica_of(module)
+    task = task_of(replica, LOSSES[name], shards=shards)
+    (_, result), *_ = run_shards(replica, batch, task, [0])
+    found = LOSSES[name](module, batch.shards[0])
+    total = found.sum() if isinstance(found, torch.Tensor) else found.total
+    divisor = {"sum": 1.0, "mean": result.weight if shards == 1 else 10.0, "values": 10.0}[name]
+    expected = torch.autograd.grad(total / divisor, list(module.parameters()))
+    torch.testing.assert_close(result.gradients, list(expected))
+
+
 def test_several_terms_wait_for_their_divisors() -> None:
     module, batch = line(), cut(points(10), SHARDS)
     replica = replica_of(module)

@@ -292,6 +292,13 @@ def test_a_counter_of_samples_in_a_buffer_is_named_with_its_rule(compared: Compa
     assert 'Trainer(buffers={"seen": "sum"})' in cause["text"]
 
 
+def test_a_buffer_of_infinities_agrees_with_itself(compared: Compared) -> None:
+    """The mask of attention is one."""
+    model = classifier()
+    model.register_buffer("mask", torch.full((3, 3), float("-inf")).triu(1))
+    assert agrees(compared.step(model, of_each, points()))
+
+
 def test_with_its_rule_a_counter_agrees(compared: Compared) -> None:
     assert agrees(compared.step(Seen(7), of_each, points(), buffers={"seen": "sum"}))
 

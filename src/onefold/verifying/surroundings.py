@@ -155,30 +155,40 @@ def _rule(
     """The rule of buffers that would have given what one shard gave."""
     if not parts:
         return None
-    ordered = [parts[shard].double() for shard in sorted(parts)]
+    ordered = [_wide(parts[shard]) for shard in sorted(parts)]
     counts = [float(sizes[shard]) for shard in sorted(parts)]
-    stacked = torch.stack(ordered)
+    stacked, begun = torch.stack(ordered), _wide(start)
     weights = torch.tensor(counts, dtype=torch.float64, device=stacked.device)
     weights = weights.reshape(-1, *[1] * (stacked.dim() - 1))
     candidates = {
-        "sum": start.double() + (stacked - start.double()).sum(0),
+        "sum": begun + (stacked - begun).sum(0),
         "mean": (stacked * weights).sum(0) / weights.sum(),
-        "max": stacked.amax(0),
-        "first": ordered[0],
     }
-    return next((n for n, v in candidates.items() if _near(v, alone.double(), tolerance)), None)
+    if not stacked.is_complex():
+        candidates["max"] = stacked.amax(0)
+    candidates["first"] = ordered[0]
+    return next((n for n, v in candidates.items() if _near(v, _wide(alone), tolerance)), None)
 
 
 def _near(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
+    """Whether they are alike but for rounding; what is not finite must be the same."""
     if one.shape != other.shape:
         return False
-    if not other.is_floating_point():
+    if not (other.is_floating_point() or other.is_complex()):
         return bool((one == other).all())
-    scale = float(other.double().abs().max()) if other.numel() else 0.0
-    return bool(((one - other).double().abs() <= tolerance * scale).all())
+    mine, theirs = _wide(one), _wide(other)
+    finite = theirs[theirs.isfinite()].abs()
+    scale = float(finite.max()) if finite.numel() else 0.0
+    same = (mine == theirs) | (mine.isnan() & theirs.isnan())
+    return bool((same | ((mine - theirs).abs() <= tolerance * scale)).all())
+
+
+def _wide(value: torch.Tensor) -> torch.Tensor:
+    """In float64, or in complex numbers of as many digits."""
+    return value.to(torch.complex128 if value.is_complex() else torch.float64)
 
 
 def _shown(value: torch.Tensor) -> str:
     if value.numel() == 1:
         return f"{value.item():g}"
-    return f"values of norm {float(torch.linalg.vector_norm(value.double())):.9g}"
+    return f"values of norm {float(torch.linalg.vector_norm(_wide(value))):.9g}"

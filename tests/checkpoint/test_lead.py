@@ -1,0 +1,167 @@
+"""What the lead does alone while others wait: they hear that it is at work, and what came of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, TypeVar, cast
+
+import pytest
+import torch
+
+from onefold.checkpoint.background import Background
+from onefold.checkpoint.lead import Lead
+from onefold.errors import PeerLost
+from tests.engine.assembled import engine_of, team_of
+from tests.engine.meeting import Seat, together
+
+Result = TypeVar("Result")
+
+
+def lead_at(seat: Seat, timeout_s: float = 10.0) -> Lead:
+    """One of two processes, with an engine that has nothing but its exchange."""
+    engine = SimpleNamespace(with_others=True, exchange=SimpleNamespace(transport=seat))
+    return Lead(cast(Any, engine), team_of(2, own=[seat.number]), timeout_s)
+
+
+def alone(devices: int = 1) -> Lead:
+    return Lead(engine_of(devices=devices), team_of(devices), 10.0)
+
+
+def both(work: Callable[[Lead, Seat], Result], timeout_s: float = 10.0) -> list[Result | Exception]:
+    return together(lambda seat: work(lead_at(seat, timeout_s), seat))
+
+
+def test_the_lead_is_where_device_0_is() -> None:
+    assert both(lambda lead, _: lead.is_here) == [True, False]
+    assert alone(3).is_here
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_a_number_alone_is_shared_with_oneself(devices: int) -> None:
+    assert alone(devices).share(2.5) == 2.5
+
+
+def test_the_number_of_the_lead_is_everybodys() -> None:
+    assert both(lambda lead, seat: lead.share(1.5 + seat.number)) == [1.5, 1.5]
+
+
+# Work.
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_a_process_alone_does_the_work_at_once_in_its_own_thread(devices: int) -> None:
+    assert alone(devices).do("it", threading.current_thread) is threading.current_thread()
+    assert alone(devices).do("it", None) is None
+
+
+def test_what_the_work_returned_is_the_leads_alone() -> None:
+    assert both(lambda lead, _: lead.do("it", (lambda: 7) if lead.is_here else None)) == [7, None]
+
+
+def test_the_others_do_no_work() -> None:
+    """Even where they were given some."""
+    did: list[int] = []
+    both(lambda lead, seat: lead.do("it", lambda: did.append(seat.number)))
+    assert did == [0]
+
+
+def test_all_hear_while_it_takes_longer_than_they_wait(caplog: pytest.LogCaptureFixture) -> None:
+    """Otherwise they would give the lead up for lost."""
+    limit_s = 0.2
+
+    def work(lead: Lead, seat: Seat) -> int:
+        lead.do("reading", (lambda: time.sleep(3 * limit_s)) if lead.is_here else None)
+        return seat.rounds
+
+    one, other = both(work, limit_s)
+    assert one == other
+    assert isinstance(one, int)
+    assert one >= 6  # it looks four times as often as they would give up
+    said = [m for m in caplog.messages if m.startswith("reading has taken 0 s so far, and goes on")]
+    assert 1 <= len(said) <= 3
+    assert len(said) == len(caplog.messages)
+
+
+def test_quick_work_is_not_mentioned(caplog: pytest.LogCaptureFixture) -> None:
+    both(lambda lead, _: lead.do("reading", lambda: None))
+    assert not caplog.messages
+
+
+def test_what_fails_there_is_raised_on_the_lead_and_the_others_hear_of_it() -> None:
+    def fail() -> None:
+        raise ArithmeticError("the disk is gone")
+
+    one, other = both(lambda lead, _: lead.do("writing", fail if lead.is_here else None))
+    assert isinstance(one, ArithmeticError)
+    assert str(one) == "the disk is gone"
+    assert isinstance(other, PeerLost)
+
+
+def test_a_lead_that_hears_of_anothers_failure_still_ends_its_thread() -> None:
+    ended: list[bool] = []
+
+    def work(lead: Lead, seat: Seat) -> object:
+        if seat.number == 1:
+            raise ArithmeticError("mine")
+
+        def slow() -> None:
+            time.sleep(0.3)
+            ended.append(True)
+
+        return lead.do("writing", slow)
+
+    one, other = both(work, 0.2)
+    assert isinstance(one, PeerLost)
+    assert isinstance(other, ArithmeticError)
+    assert ended == [True]
+
+
+def test_a_job_that_was_begun_before_is_waited_for_by_all() -> None:
+    def work(lead: Lead, seat: Seat) -> list[str]:
+        said: list[str] = []
+        job = Background("writing", gives_way=False)
+        if lead.is_here:
+            job.start(lambda: said.append("written"))
+        lead.wait_for(job)
+        return said
+
+    assert both(work) == [["written"], []]
+
+
+# What is made for each.
+
+
+def part_for(device: int) -> torch.Tensor:
+    return torch.full((3 + device,), device + 1, dtype=torch.uint8)
+
+
+def test_each_process_gets_what_was_made_for_it() -> None:
+    made: list[int] = []
+
+    def make(device: int) -> torch.Tensor:
+        made.append(device)
+        return part_for(device)
+
+    def work(lead: Lead, _: Seat) -> list[int]:
+        return lead.hand_out(make if lead.is_here else None).tolist()
+
+    assert both(work) == [[1, 1, 1], [2, 2, 2, 2]]
+    assert made == [0, 1]  # one after the other, so that one is held at a time
+
+
+def test_a_process_alone_gets_all_of_it() -> None:
+    assert alone(3).hand_out(part_for).tolist() == [1, 1, 1]
+
+
+def test_what_cannot_be_made_fails_on_the_lead() -> None:
+    def make(device: int) -> torch.Tensor:
+        if device:
+            raise ArithmeticError("for the second")
+        return part_for(device)
+
+    one, other = both(lambda lead, _: lead.hand_out(make if lead.is_here else None))
+    assert isinstance(one, ArithmeticError)
+    assert isinstance(other, PeerLost)
