@@ -130,10 +130,12 @@ class Board:
         start = 0
         for part in self._row_parts(device, shards):
             stop = start + part.nbytes
+            # Into the board's own arrays: views of it are held for the whole run.
             part[...] = message[start:stop].numpy().view(part.dtype).reshape(part.shape)
             start = stop
 
     def _row_parts(self, device: int, shards: range) -> list[np.ndarray[Any, Any]]:
+        # The one list for packing, room and unpacking, so that the three cannot differ.
         rows = slice(shards.start, shards.stop)
         parts = [self.gave[device], self.weights[rows], self.changed[rows]]
         return [*parts, self.totals[rows].numpy()] if self.on_host else parts

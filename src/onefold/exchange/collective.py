@@ -85,7 +85,7 @@ class GroupTransport(Transport):
         """Overwrite the tensors of every process with the lead's."""
         with self._naming_the_lost():
             for tensor in tensors:
-                # As bytes: backends know fewer types than tensors have.
+                # As bytes: backends know fewer dtypes than PyTorch, and must not round any.
                 dist.broadcast(tensor.view(torch.uint8), group=self._group, group_src=0)
 
     def peers(self) -> list[int]:
@@ -138,6 +138,7 @@ class GroupTransport(Transport):
         return make(0)
 
     def _send_sized(self, tensor: torch.Tensor, peer: int) -> None:
+        # The length first: a receiver must know the size of what it receives.
         with self._naming_the_lost():
             dist.send(torch.tensor([tensor.numel()]), group=self._group, group_dst=peer)
             if tensor.numel():
@@ -154,6 +155,7 @@ class GroupTransport(Transport):
 
     @property
     def _group(self) -> dist.ProcessGroup:
+        # Asked for at every call, so that none keeps the group alive after `close`.
         if self._joined is None:
             raise OnefoldError(LEFT)
         return self._joined
@@ -210,6 +212,7 @@ class GroupTransport(Transport):
                 device=word["device"],
                 step=word["step"],
             )
+        # No reason was given: either a script has ended in order, or nobody could write one.
         gone = self._gone()
         if gone:
             return PeerLost(
@@ -319,6 +322,7 @@ class Moving:
 
     def wait_for(self, chunk: int) -> None:
         """Wait until the chunk of this number has come from all peers."""
+        # With NCCL this only has the current stream wait, so nothing is lost by waiting for all.
         if self._as_one:
             self.finish()
         self._wait_once(self._coming.pop(chunk, []))

@@ -74,6 +74,7 @@ class PeerWatch:
     def __init__(
         self, pids: Mapping[int, int], connections: Connections, lateness: Lateness
     ) -> None:
+        # Set by the thread before it cuts, read by the main thread after its wait has ended.
         self.stopped: int | None = None
         """Rank of the peer that was found stopped, if any."""
         self.pids = dict(pids)
@@ -82,6 +83,7 @@ class PeerWatch:
         self._end = threading.Event()
         self._peers = {rank: Stillness(pid) for rank, pid in pids.items()}
         _watches.add(self)
+        # A daemon, so that a script that never closes its Trainer can end.
         threading.Thread(target=self._watch, name="onefold peers", daemon=True).start()
 
     def close(self) -> None:

@@ -63,6 +63,7 @@ class HostTransport(Transport):
             descriptor, memory = new_file(made.numel())
             # Written before it is sent, as receiving it is all that the peer waits for.
             memory[: made.numel()] = made
+            # Closed at once: the message holds the file until the peer has received it.
             try:
                 self.mailbox.send_file(peer, descriptor)
             finally:

@@ -102,7 +102,7 @@ class DevicesMemory(Memory):
         return None
 
     def partial(self, place: Published) -> Partial:
-        """The memory of one partial sum; a plan that has many blocks makes more of them."""
+        """The memory of a partial sum, allocated when a plan first needs this slot."""
         if place not in self._partials:
             device = self._devices[place.device]
             self._partials[place] = Partial.private(self._storage.gradients, device)

@@ -77,6 +77,7 @@ class SpanTensors:
     def _view(self, layout: Layout, piece: Piece) -> torch.Tensor:
         entry = layout.entries[piece.entry]
         start = entry.offset + piece.start
+        # A whole piece gets the parameter's own strides; a part of one is a run of its storage.
         flat = self.chunk(Chunk(entry.section, start, start + piece.numel, None))
         return flat.as_strided(entry.shape, entry.stride) if piece.whole else flat
 
@@ -120,7 +121,9 @@ class Partial:
             and gradient.stride() == self.flat.layout.entries[number].stride
             and gradient.dtype == self.flat.views[number].dtype
         }
+        # Skipped stretches keep old values: nobody reads them there unless they are shown below.
         self.flat.write(gradients, skip=self._direct.keys())
+        # In shared memory the others see the file alone, so what they will read is copied there.
         shown = [chunk for chunk in self._visible if chunk.entry in self._direct]
         if shown:
             targets = [self.flat.chunk(chunk) for chunk in shown]
