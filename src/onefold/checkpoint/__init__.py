@@ -1,3 +1,3 @@
-"""Saving a run and going on from it: files, the state that they hold, and who asks for them."""
+"""Saving and resuming a run: the files, the state in them, and who asks for them."""
 
 __all__: list[str] = []

@@ -1,4 +1,13 @@
-"""Names beside a checkpoint, under which it comes and goes; see `onefold.checkpoint.folder`."""
+"""Names beside a checkpoint, under which it comes and goes; see `onefold.checkpoint.folder`.
+
+Note: a lock file that is removed
+---------------------------------
+A lock lies on the inode, not on the name. Between opening a lock file and locking it, its owner may
+have removed it, and another process may have made a new one under the same name: then two processes
+hold locks on two inodes, and both believe in the name. So after locking, the inode of the
+descriptor is compared with what lies under the name (`_is_at`), and the owner removes the name
+*before* it unlocks: whoever gets the lock afterwards finds nothing there, or another inode.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +31,18 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 def delete(folder: Path) -> None:
-    """Remove a checkpoint, if it holds nothing else."""
+    """Remove a checkpoint, unless its folder holds anything else."""
     if folder.is_symlink() or _strange_files(folder):
         return
-    # Another process may be deleting it as well.
+    # Renamed first, so that no half of it is ever found under a checkpoint's name. Another process
+    # may be deleting it as well: one rename succeeds.
     with contextlib.suppress(FileNotFoundError), names_beside(folder) as beside:
         os.rename(folder, beside("gone"))
         shutil.rmtree(beside("gone"))
 
 
 def sweep(directory: Path) -> None:
-    """Tidy up what processes that were killed at it have left; what cannot be, stays."""
+    """Tidy up after processes that were killed while writing; what cannot be tidied up stays."""
     left: dict[tuple[str, str], list[Path]] = {}
     for path in directory.iterdir():
         match = BESIDE.fullmatch(path.name)
@@ -41,12 +51,14 @@ def sweep(directory: Path) -> None:
             if match[3] != "lock":
                 folders.append(path)
     for (name, word), folders in left.items():
+        # Under the lock, so that a folder of a living process is never touched.
         with contextlib.suppress(OSError), _abandoned(_lock_of(directory / name, word)):
             for folder in filter(_is_our_leftover, folders):
                 _tidy(folder, directory / name)
 
 
 def _tidy(folder: Path, place: Path) -> None:
+    # Killed between the two renames of a replacement: the old checkpoint is the only one there is.
     if folder.suffix == ".old" and not place.exists():
         os.rename(folder, place)
     else:
@@ -54,7 +66,8 @@ def _tidy(folder: Path, place: Path) -> None:
 
 
 def _is_our_leftover(folder: Path) -> bool:
-    """Whether it is a folder of this user, with parts of a checkpoint alone."""
+    """Whether it is a folder of this user that holds nothing but parts of a checkpoint."""
+    # Not `stat`, which would follow a link to a folder that was never ours.
     there = folder.lstat()
     ours = stat.S_ISDIR(there.st_mode) and there.st_uid == os.geteuid()
     return ours and not _strange_files(folder)
@@ -66,14 +79,15 @@ def _lock_of(folder: Path, word: str) -> Path:
 
 @contextlib.contextmanager
 def names_beside(folder: Path) -> Iterator[Callable[[str], Path]]:
-    """Names beside a folder that are this process's alone while it lasts, by their endings."""
+    """Yield a function from endings to names beside a folder that are this process's alone."""
     while True:
         word = uuid.uuid4().hex[:8]
         lock = _lock_of(folder, word)
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        # Between making the file and locking it, a sweep may have taken it for abandoned.
         if _holds(descriptor, lock):
             break
-        os.close(descriptor)  # another process has just swept it up
+        os.close(descriptor)
     try:
         yield lambda ending: folder.with_name(f".{folder.name}.{word}.{ending}")
     finally:
@@ -81,7 +95,7 @@ def names_beside(folder: Path) -> Iterator[Callable[[str], Path]]:
 
 
 def _holds(descriptor: int, lock: Path) -> bool:
-    """Take the lock of a new file; on a file system without locks there is nothing to take."""
+    """Lock a new file, and return whether it is still ours; some file systems have no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -101,11 +115,13 @@ def _is_at(descriptor: int, lock: Path) -> bool:
 
 @contextlib.contextmanager
 def _abandoned(lock: Path) -> Iterator[None]:
-    """Hold what a process has left behind.
+    """Hold the lock of names that a process has left behind.
 
     Raises:
-        OSError: the process is still at work, or it cannot be known.
+        OSError: the process is still at work, or that cannot be found out.
     """
+    # O_CREAT, as the lock may be gone already; O_NOFOLLOW and O_NONBLOCK, as anyone may have put a
+    # link or a pipe under this name.
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open(lock, flags, 0o600)
     try:
@@ -124,15 +140,21 @@ def _abandoned(lock: Path) -> Iterator[None]:
 
 
 def _let_go(descriptor: int, lock: Path) -> None:
-    with contextlib.suppress(OSError):  # the folder may be gone, or read-only by now
+    # The name goes before the lock; see the note at the head. The folder may be gone by now.
+    with contextlib.suppress(OSError):
         lock.unlink()
-    # A process that was forked meanwhile has the file open as well, and the lock with it.
+    # Closing is not enough: a process forked meanwhile shares the open file, and so the lock.
     with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)
 
 
 def check_ours(folder: Path) -> None:
+    """Refuse to write a checkpoint in place of anything else.
+
+    Raises:
+        FileExistsError: the folder is a link, or holds files that are no part of a checkpoint.
+    """
     if folder.is_symlink():
         raise FileExistsError(f"{folder} is a link: expected a folder of its own. Save elsewhere")
     if folder.exists() and (strange := _strange_files(folder)):
@@ -147,6 +169,7 @@ def _strange_files(folder: Path) -> list[str]:
 
 
 def sync(directory: Path) -> None:
+    """Bring the names in a directory to the disk: a file's own sync does not include its name."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

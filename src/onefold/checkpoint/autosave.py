@@ -1,4 +1,4 @@
-"""Saves a run and goes on with it as the launcher asks, without a line of the script changed."""
+"""Saves and resumes a run as the launcher asks, without a line of the script changed."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ __all__ = ["Autosave"]
 
 
 _MOST_PUT_OFF = 100
-"""Steps; an iterator that the script keeps and never goes on with would put it off for ever."""
+"""The most steps for which a checkpoint is put off: an iterator that the script keeps and never
+goes on with would put it off for ever."""
 
 
 class Autosave:
-    """Follows the one trainer of a script.
+    """Saves the one trainer of a script every so many steps, and at the end.
 
-    A checkpoint that falls on the last batch of a pass is put off until the next step begins: what
-    the script does at the end of an epoch has then been done. So is one that falls between the
-    steps of several loaders' batches that were read side by side.
+    A checkpoint that falls on the last batch of a pass is put off until the next step begins, so
+    that what the script does at the end of an epoch is done by then. So is one that falls between
+    the steps of batches that several loaders have read side by side.
 
     Args:
-        directory: of the checkpoints.
-        every: so many steps one is written.
+        directory: where the checkpoints lie.
+        every: how many steps apart they are written.
         keep: how many of the newest stay.
-        checkpoints: of the trainer.
-        position: of the trainer.
+        checkpoints: saves and loads the trainer.
+        position: where the trainer is.
     """
 
     def __init__(
@@ -52,9 +53,9 @@ class Autosave:
         self._saved = position.step
         self._due = False
         self._at_end = False
-        """What is due was put off, as a pass has been used up."""
+        """Whether the checkpoint that is due was put off to the end of a pass."""
         self._put_off = 0
-        """For so many steps."""
+        """For how many steps what is due has been put off."""
         self._stop = False
 
     @classmethod
@@ -65,11 +66,14 @@ class Autosave:
         position: Position,
         progress: Progress | None,
     ) -> Autosave | None:
-        """What the launcher has asked for, if it has; the run is where it was saved last.
+        """Resume the run from its last checkpoint, and save it from here on, if that was asked for.
+
+        Returns:
+            None if the launcher has not asked for checkpoints.
 
         Raises:
-            ValueError: the script makes a second trainer, or the directory is none for this.
-            CheckpointError: what was saved does not fit, or cannot be used.
+            ValueError: the script makes a second trainer, or the directory is itself a checkpoint.
+            CheckpointError: what was saved does not fit this run, or cannot be used.
             OSError: no checkpoint could be written there.
         """
         world = team.world
@@ -86,6 +90,7 @@ class Autosave:
                 f"--checkpoint {directory} is the folder of one checkpoint: expected the directory "
                 f"that holds it, {directory.parent}"
             )
+        # Now, as a full or read-only disk is better found before the first hours of training.
         checkpoints.try_directory(directory)
         found = checkpoints.load(
             directory,
@@ -104,7 +109,7 @@ class Autosave:
         )
 
     def check(self, batch: ShardedBatch) -> None:
-        """Refuse what could not go on as if nothing had happened.
+        """Refuse a step that could not be resumed as if nothing had happened.
 
         Raises:
             ValueError: the script cuts its batches itself, uses one twice, or steps a schedule.
@@ -130,19 +135,20 @@ class Autosave:
             )
 
     def before_step(self) -> bool:
-        """Save what was put off at the end of a pass; whether to stop now."""
+        """Save what was put off to the end of a pass; return whether to stop now."""
         if not self._at_end or self._position.is_at_an_end():
             return False
         self._save()
         return self._stop
 
     def after_step(self, batch: ShardedBatch, *, stop: bool) -> bool:
-        """Save if it is time or the run is to stop; whether to stop now."""
+        """Save if a checkpoint is due or the run is to stop; return whether to stop now."""
         self._stop |= stop
         self._due |= stop or self._position.step % self._every == 0
         self._at_end = False
         if not self._due:
             return False
+        # All devices come to the same answer here, as it follows from agreed values alone.
         self._put_off += 1
         if self._put_off <= _MOST_PUT_OFF:
             if not self._position.is_between_batches(batch):
@@ -151,12 +157,14 @@ class Autosave:
         if not self._at_end:
             self._save()
             return self._stop
+        # Asked to stop at the end of an epoch: what the script does there may take longer than the
+        # grace, so save once before it, and again after it if there is time.
         if self._stop:
-            self._write()  # in case that the end of the epoch takes longer than there is time
+            self._write()
         return False
 
     def finish(self) -> None:
-        """Save the end of the run, unless that has been done."""
+        """Save the end of the run, unless it is saved already."""
         if self._position.step > self._saved or self._checkpoints.lost:
             self._stop = True
             self._save()

@@ -1,4 +1,12 @@
-"""One piece of work at a time beside training; what fails there is told here."""
+"""Runs one job at a time beside training, and hands its failure to whoever asks next.
+
+Note: who sees a failure
+------------------------
+A thread has nobody to raise to. Its exception is kept, and raised once, by the first call of the
+training thread that looks (`check`, `wait`, `done_within`). What nobody has looked at when the
+program ends is written to the log. Only the training thread calls the methods, so the one write
+that crosses threads, of the failure, is always read after ``join``, and needs no lock.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +23,7 @@ __all__ = ["Background", "finish_all"]
 _log = logging.getLogger("onefold")
 
 _NICENESS = 10
-"""Of the thread: it takes the moments in which training waits, and little else."""
+"""Of the thread, so that it runs mostly while training waits."""
 _all: weakref.WeakSet[Background] = weakref.WeakSet()
 
 
@@ -23,8 +31,8 @@ class Background:
     """Runs one job at a time in a thread.
 
     Args:
-        what: it does, for errors.
-        gives_way: to training, which goes on beside it.
+        what: what the jobs do, for messages.
+        gives_way: whether training goes on meanwhile, and takes precedence.
     """
 
     def __init__(self, what: str, *, gives_way: bool = True) -> None:
@@ -37,17 +45,18 @@ class Background:
         _all.add(self)
 
     def start(self, job: Callable[[], None]) -> None:
-        """Begin a job; one before it must have been waited for."""
+        """Begin a job; an earlier one must have been waited for."""
+        # No daemon: a checkpoint must not be cut off half-written when the program ends.
         self._thread = threading.Thread(target=self._run, args=(job,), name=self.what)
         self._thread.start()
 
     def check(self) -> None:
-        """Raise what a job that has ended has raised; does not wait."""
+        """Raise what the job has raised, if it has ended; does not wait."""
         if self._thread is not None and not self._thread.is_alive():
             self.wait()
 
     def done_within(self, limit_s: float) -> bool:
-        """Whether the job has ended; waits for it so long, and raises what it has raised."""
+        """Wait this long for the job; return whether it has ended, and raise what it has raised."""
         if self._thread is not None:
             self._thread.join(limit_s)
             if self._thread.is_alive():
@@ -60,18 +69,19 @@ class Background:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+        # Forgotten before it is raised: a script that survives it may save once more.
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
 
     def abandon(self) -> None:
-        """Wait for the job, whose end is of no interest any more: another failure came before."""
+        """Wait for the job and ignore its outcome, as another failure came first."""
         if self._thread is not None:
             self._thread.join()
         self._thread = self._failure = None
 
     def tell(self) -> None:
-        """Wait for the job, and write down what it has raised: nobody is left to catch it."""
+        """Wait for the job, and log what it has raised: nobody is left to catch it."""
         try:
             self.wait()
         except BaseException as failure:
@@ -87,7 +97,8 @@ class Background:
 
 
 def _give_way() -> None:
-    """Lower the priority of this thread, where the system lets it."""
+    """Lower the priority of this thread, where the system allows it."""
+    # On Linux a priority is a thread's own, though the call is made for "a process".
     thread = threading.get_native_id()
     with contextlib.suppress(OSError):
         lower = max(os.getpriority(os.PRIO_PROCESS, thread), _NICENESS)
@@ -95,7 +106,7 @@ def _give_way() -> None:
 
 
 def finish_all() -> None:
-    """Wait for everything that is under way, and raise what has failed."""
+    """Wait for all jobs, and raise what one of them has raised."""
     for background in list(_all):
         background.wait()
 

@@ -1,4 +1,4 @@
-"""Checkpoints as files: written whole or not at all, checked before they are believed, tidied up.
+"""Checkpoints as files: written whole or not at all, checked before use, pruned and tidied up.
 
 A checkpoint is a folder ``step-00001234`` of a directory::
 
@@ -12,16 +12,16 @@ A checkpoint is a folder ``step-00001234`` of a directory::
 Note: how a folder comes and goes
 ---------------------------------
 It is written under another name beside its place (``.part``), synced and renamed. One that is to be
-replaced is first renamed to ``.old``; if nothing follows, it is still found there. One that is to
-be deleted is first renamed to ``.gone``.
+replaced is first renamed to ``.old``, by which it is still found if the process ends there. One
+that is to be deleted is first renamed to ``.gone``.
 
 Note: who works on such a folder
 --------------------------------
-Whoever makes such a name first makes a file of the same name that ends in ``.lock``, holds a lock
-on it, and removes it last. The kernel takes the lock away with the process; what nobody holds is
-swept up at the next writing, if it is this user's and holds nothing but parts of a checkpoint. The
-file is new, has a random name, and only its owner can open it, so nobody else can hold it: there is
-no lock here that anybody waits for. Readers need none.
+Before a process makes such a name, it makes a file of the same name that ends in ``.lock``, and
+locks it; it removes the file last. The kernel drops the lock with the process, and what nobody has
+locked is swept up at the next save, if it is this user's and holds only parts of a checkpoint. The
+file is new, its name is random and only its owner can open it, so nobody waits for such a lock.
+Readers need none.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ __all__ = [
 
 _log = logging.getLogger("onefold")
 FORMAT = 1
-"""Of ``run.json`` and the files beside it; a newer one is refused."""
+"""The format of ``run.json`` and the files beside it; a newer one is refused."""
 _FORMATS = 1000
-"""There will never be as many."""
+"""More than there will ever be: a larger number is damage, not a newer format."""
 _NAME = re.compile(r"step-([0-9]{8,})")
 _SEAL = re.compile(rb'\A\{\n  "sha256": "([0-9a-f]{64})"')
 _NO_SEAL = "0" * 64
@@ -77,32 +77,32 @@ _TRIED_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class StoredCheckpoint:
-    """A checkpoint that was found whole."""
+    """A checkpoint that was found complete and undamaged."""
 
     folder: Path
     run: Mapping[str, Any]
-    """What ``run.json`` says."""
+    """The content of ``run.json``."""
 
     def path(self, name: str) -> Path | None:
-        """Of one of its files; None if it has none of that name."""
+        """The path of one of its files; None if it has no file of that name."""
         return self.folder / name if name in self.run["files"] else None
 
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """Which checkpoint is kept beside the newest."""
+    """A rule by which a checkpoint is kept besides the newest: the best by one score."""
 
     score: str
-    """Name of a score."""
+    """Name of the score."""
     highest: bool
-    """Whether more is better."""
+    """Whether a higher score is better."""
 
     @classmethod
     def read(cls, text: str) -> Best:
-        """From ``"highest NAME"`` or ``"lowest NAME"``.
+        """Read a rule from ``"highest NAME"`` or ``"lowest NAME"``.
 
         Raises:
-            ValueError: it is neither.
+            ValueError: the text is neither.
         """
         order, _, score = text.partition(" ")
         if order not in ("highest", "lowest") or not score:
@@ -111,7 +111,7 @@ class Best:
 
 
 def folder_of(directory: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
+    """The folder of a step's checkpoint."""
     return directory / f"step-{step:08d}"
 
 
@@ -120,16 +120,16 @@ def write_checkpoint(
     files: Mapping[str, Sequence[TensorParts]],
     describe: Callable[[], Mapping[str, object]],
 ) -> None:
-    """Write a checkpoint, in place of one that lies there.
+    """Write a checkpoint, replacing one that is there.
 
     Args:
-        folder: see `folder_of`.
-        files: tensors for each of the file names of this format.
+        folder: where to, see `folder_of`.
+        files: the tensors of each file, by the file names of this format.
         describe: makes the JSON about the run; called after the files are written.
 
     Raises:
-        FileExistsError: the folder holds files that are not a checkpoint's.
-        OSError: it could not be written; what lay there is still there.
+        FileExistsError: the folder holds files that are no part of a checkpoint.
+        OSError: the checkpoint could not be written; what was there before still is.
     """
     directory = folder.parent
     check_ours(folder)
@@ -141,8 +141,8 @@ def write_checkpoint(
         aside.mkdir()
         try:
             seals = {name: write_tensors(aside / name, files[name]) for name in files}
-            told = {"serial": serial, "time": datetime.now(UTC).isoformat(timespec="seconds")}
-            record = {**describe(), **told, "files": {n: asdict(seals[n]) for n in seals}}
+            when = {"serial": serial, "time": datetime.now(UTC).isoformat(timespec="seconds")}
+            record = {**describe(), **when, "files": {n: asdict(seals[n]) for n in seals}}
             _write_record(aside / RUN, record)
             sync(aside)
             _put_in_place(aside, folder, record, beside("old"))
@@ -153,10 +153,10 @@ def write_checkpoint(
 
 
 def try_directory(directory: Path) -> None:
-    """Make a directory of checkpoints, and a file in it that is removed again.
+    """Make a directory for checkpoints, and check that files can be written to it.
 
     Raises:
-        OSError: there is something else in its place, or no file can be written to it.
+        OSError: something else is in its place, or no file can be written to it.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -177,7 +177,7 @@ def try_directory(directory: Path) -> None:
 
 
 def open_checkpoint(folder: Path) -> StoredCheckpoint:
-    """The checkpoint of a folder, if every byte of it is as it was written.
+    """Open the checkpoint of a folder, after checking that every byte is as it was written.
 
     Raises:
         CheckpointError: it is damaged, or of a newer format; the message names the file.
@@ -190,7 +190,7 @@ def open_checkpoint(folder: Path) -> StoredCheckpoint:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether a folder is, or was, a checkpoint: by its name, or as its ``run.json`` has a seal."""
+    """Whether a folder is or was a checkpoint, by its name or by the seal in its ``run.json``."""
     if _is_named(folder):
         return True
     try:
@@ -200,18 +200,17 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def find_checkpoint(path: Path, *, leave_out: int = 0) -> StoredCheckpoint:
-    """The newest checkpoint of a directory that is whole, or the one whose own folder it is.
+    """Find the newest undamaged checkpoint of a directory, or open the one at this path.
 
-    What is damaged is left out with a warning. Nothing is changed on the disk.
+    Damaged ones are passed over with a warning. Nothing is changed on the disk.
 
     Args:
-        path: of the directory, or of one checkpoint.
-        leave_out: how many of the newest that are whole are passed over, as long as there is one
-            more.
+        path: a directory of checkpoints, or the folder of one.
+        leave_out: how many of the newest undamaged ones to pass over, as long as there is one more.
 
     Raises:
-        CheckpointError: there is none, or none is whole; the message says what was found. Or one is
-            of a newer format.
+        CheckpointError: there is no checkpoint, none is undamaged (the message says what was
+            found), or one is of a newer format.
     """
     if _is_named(path) and ((path / RUN).exists() or not _places(path)):
         return open_checkpoint(path)
@@ -235,7 +234,7 @@ def find_checkpoint(path: Path, *, leave_out: int = 0) -> StoredCheckpoint:
             break
         leave_out -= 1
     if found is not None:
-        for text in damaged.values():  # one without a record may well have been the newest
+        for text in damaged.values():  # all: one with no readable record may be the newest
             _log.warning("%s; %s is used instead", text, found.folder)
         return found
     if damaged:
@@ -257,12 +256,12 @@ def has_checkpoints(directory: Path) -> bool:
 def prune(directory: Path, *, run: str, keep: int) -> None:
     """Delete the older checkpoints of one run.
 
-    Those stay as well that were the best by a rule under which one of them was saved, and those
-    that were saved under ``keep`` of None.
+    Besides the newest, those stay that are the best by a rule with which any of them was saved, and
+    those that were saved with ``keep`` of None.
 
     Args:
-        directory: where they lie; what another run or anybody else put there is left alone.
-        run: which run's.
+        directory: where they lie; what another run or anybody else has put there is left alone.
+        run: name of the run.
         keep: how many of the newest stay.
     """
     records = {
@@ -281,10 +280,10 @@ def prune(directory: Path, *, run: str, keep: int) -> None:
 
 
 def readable_records(directory: Path) -> dict[Path, dict[str, Any]]:
-    """What each checkpoint of a directory says of itself, without a look at its other files."""
+    """Read the ``run.json`` of each checkpoint in a directory; its other files are not checked."""
     records = {}
     for folder in _places(directory):
-        with contextlib.suppress(CheckpointError):  # damaged: whoever loads is told
+        with contextlib.suppress(CheckpointError):  # damaged: reported to whoever loads
             record = _read_record(folder)
             if record["format"] <= FORMAT:
                 records[folder] = record
@@ -292,8 +291,8 @@ def readable_records(directory: Path) -> dict[Path, dict[str, Any]]:
 
 
 def _places(directory: Path) -> dict[Path, int]:
-    """Every folder that may be a checkpoint, and its step; one that was being replaced if the new
-    one has not come."""
+    """Every folder that may be a checkpoint, with its step; an ``.old`` one only while no new one
+    is in its place."""
     if not directory.is_dir():
         return {}
     found = {path: _step_of(path.name) for path in directory.iterdir() if _is_named(path)}
@@ -330,7 +329,7 @@ def _refuse_newer(folder: Path, record: Mapping[str, Any]) -> None:
 
 
 def _read_record(folder: Path) -> dict[str, Any]:
-    """``run.json``, if it is whole and belongs to this folder."""
+    """Read ``run.json``, and check that it is undamaged and belongs to this folder."""
     try:
         text = read_plain(folder / RUN)
     except FileNotFoundError:
@@ -341,7 +340,7 @@ def _read_record(folder: Path) -> dict[str, Any]:
     if seal is None or _digest_of_record(text, seal[1]) != seal[1].decode():
         raise CheckpointError(f"{folder} is damaged: {RUN} is not as it was written")
     record = _checked_record(folder, text)
-    # Under a name of another kind somebody has copied it on purpose.
+    # A folder of any other name is a copy that somebody has made on purpose.
     named = _NAME.fullmatch(_name_of(folder))
     if named and record["format"] <= FORMAT and record["step"] != int(named[1]):
         raise CheckpointError(
@@ -351,7 +350,7 @@ def _read_record(folder: Path) -> dict[str, Any]:
 
 
 def _checked_record(folder: Path, text: bytes) -> dict[str, Any]:
-    """The words of ``run.json``, whose digest is right: somebody may have made them up."""
+    """Parse ``run.json``. That its digest is right does not mean that we have written it."""
     try:
         record: Any = parse_json(text)
         known = record.get("format") if isinstance(record, dict) else None
@@ -421,13 +420,14 @@ def _put_in_place(aside: Path, folder: Path, record: Mapping[str, object], old: 
         os.rename(aside, folder)
         _log.warning("%s was there from another run: it is now %s", folder, other.name)
         return
+    # Between the renames only the old one exists, which `_places` finds; it goes last of all.
     os.rename(folder, old)
     os.rename(aside, folder)
     shutil.rmtree(old)
 
 
 def _run_of(folder: Path) -> object:
-    """Which run wrote a checkpoint; None if that cannot be read."""
+    """Name of the run that wrote a checkpoint; None if that cannot be read."""
     try:
         return _read_record(folder).get("run")
     except CheckpointError:

@@ -1,4 +1,4 @@
-"""What stays of the checkpoints of a run, and what a user holds of one."""
+"""Which checkpoints of a run are kept, and what a user sees of one."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ __all__ = ["Checkpoint", "Keeping"]
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What a run goes on from."""
+    """A checkpoint that a run was resumed from."""
 
     folder: Path
     """Where it lies."""
     step: int
-    """Steps that were done."""
+    """How many steps were done."""
     epoch: int
-    """The epoch that the run goes on in."""
+    """The epoch in which the run goes on."""
     scores: Mapping[str, float]
-    """Given to `Trainer.save`."""
+    """The scores that `Trainer.save` was given."""
     extra: Any
-    """Given to `Trainer.save`."""
+    """The extra data that `Trainer.save` was given."""
 
 
 @dataclass(frozen=True, slots=True)
 class Keeping:
-    """What tells later which checkpoints of a run stay in their directory."""
+    """The rule by which later saves decide which checkpoints of a run stay."""
 
     newest: int | None
-    """How many of the newest stay; with None, this one stays for good."""
+    """How many of the newest stay; None keeps this one for good."""
     best: str | None = None
-    """The rule by which another one stays, as `Best.read` has it."""
+    """The rule by which one more stays, in the form of `Best.read`."""
     scores: Mapping[str, float] = field(default_factory=dict)
-    """Of this checkpoint."""
+    """The scores of this checkpoint."""
 
     @classmethod
     def checked(cls, newest: int | None, best: str | None, scores: Mapping[str, float]) -> Keeping:
-        """From what a user gives.
+        """Check what a user gives, and make the rule from it.
 
         Raises:
-            TypeError, ValueError: it is not usable.
+            TypeError, ValueError: an argument is of a wrong type or value.
         """
         if newest is not None and (isinstance(newest, bool) or not isinstance(newest, int)):
             raise TypeError(f"expected keep to be a whole number or None, got {newest!r}")

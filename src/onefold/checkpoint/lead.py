@@ -1,10 +1,11 @@
-"""What the lead alone does while the other devices wait for it, however long it takes.
+"""Has the lead do work while the other devices wait for it, however long it takes.
 
-Note: what is slow but alive is alive
--------------------------------------
-Reading and writing may take longer than a device waits for another one. So the lead does them in a
-thread, and meanwhile all devices meet every moment to hear whether it is done: who waits is told
-that the lead is at work, and notices at once if it is not.
+Note: slow but alive is alive
+-----------------------------
+Reading and writing may take longer than a device waits for another. So the lead does them in a
+thread, and meanwhile all devices meet again and again and share whether it is done: those that wait
+know that the lead is at work, and notice at once if it is not. Only the training thread of the lead
+speaks to the others; the work itself must make no call that they would have to make as well.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ _log = logging.getLogger("onefold")
 _Result = TypeVar("_Result")
 
 _LOOK_S = 1.0
-"""How often the devices that wait hear that the lead is still at work."""
+"""How often the lead tells the waiting devices that it is still at work."""
 _LOOKS_OF_A_LIMIT = 4
-"""Where devices wait for less, they hear it so many times as often as they would give up."""
+"""How many times it does within the time limit of a device, if that is short."""
 
 
 class Lead:
-    """The lead's work for a run; all devices call the same, in the same order.
+    """The lead's work for a run; all devices make the same calls in the same order.
 
     Args:
         engine: the devices of this process.
         team: who takes part.
-        timeout_s: the longest that a device waits for another one.
+        timeout_s: the longest that a device waits for another.
     """
 
     def __init__(self, engine: Engine, team: Team, timeout_s: float) -> None:
@@ -53,7 +54,7 @@ class Lead:
         return 0 in self._team.own
 
     def share(self, number: float) -> float:
-        """The lead's number, on every device; that of the others is of no interest."""
+        """Return the lead's number on every device; the numbers of the others are ignored."""
         devices = self._team.own_devices
         rows = {
             n: torch.tensor([number], dtype=torch.float64, device=d) for n, d in devices.items()
@@ -61,12 +62,13 @@ class Lead:
         return float(self._engine.exchange.transport.share(rows)[0])
 
     def wait_for(self, job: Background) -> None:
-        """Until the lead has done a job; what that has raised is raised on the lead."""
-        began, told = time.monotonic(), 1
+        """Wait until the lead has done a job; what the job has raised is raised on the lead."""
+        began, warnings = time.monotonic(), 1
         while not self._is_done(job):
             passed_s = time.monotonic() - began
-            if self.is_here and passed_s > told * self._timeout_s:
-                told += 1
+            # As often as a wait would have failed, so that a hung disk does not go unnoticed.
+            if self.is_here and passed_s > warnings * self._timeout_s:
+                warnings += 1
                 _log.warning(
                     "%s has taken %.0f s so far, and goes on; the run waits for it",
                     job.what,
@@ -77,8 +79,8 @@ class Lead:
         """Have the lead do work that may take long.
 
         Args:
-            what: it is, for a warning.
-            work: where the lead is.
+            what: what the work is, for a warning.
+            work: the work, on the lead's process; None elsewhere.
 
         Returns:
             On the lead what the work returned; elsewhere None.
@@ -91,15 +93,18 @@ class Lead:
             if self.is_here and work is not None:
                 job.start(lambda: done.append(work()))
             self.wait_for(job)
+        # If a peer is lost meanwhile, the thread may still read files that the caller is to close.
         finally:
             job.abandon()
         return done[0] if done else None
 
     def hand_out(self, make: Callable[[int], torch.Tensor] | None) -> torch.Tensor:
-        """As the exchange does, but one device after the other, while all hear that it is made.
+        """Hand out as the exchange does, but make one device's part at a time, by `do`.
+
+        Making a part means reading files, and no device may take that for a hang.
 
         Args:
-            make: where the lead is; see `onefold.exchange.transport.Courier.hand_out`.
+            make: on the lead's process; see `onefold.exchange.transport.Courier.hand_out`.
         """
         exchange = self._engine.exchange
         if not self._engine.with_others:
@@ -109,16 +114,19 @@ class Lead:
             work = None if make is None else partial(make, device)
             made = self.do("reading the optimizer's state", work)
             part = None if made is None else partial(_part_for, device, made)
+            # All take part each time, and all but one get nothing: the lead never holds more than
+            # one device's part.
             given = exchange.transport.hand_out(part)
             if device in self._team.own:
                 mine = given
         return mine
 
     def _is_done(self, job: Background) -> bool:
+        # The others do not sleep: they wait in `share` for as long as the lead waits for the job.
         done = job.done_within(self._look_s) if self.is_here else True
         return self.share(float(done)) > 0
 
 
 def _part_for(wanted: int, made: torch.Tensor, device: int) -> torch.Tensor:
-    """What was made for one device, and nothing for the others."""
+    """Return what was made for one device, and an empty stretch of it for the others."""
     return made if device == wanted else made[:0]

@@ -1,4 +1,4 @@
-"""The model between memory and files: a copy on the host to be written, and values to be read."""
+"""Moves a model between memory and files: copies it for writing, and fills in saved values."""
 
 from __future__ import annotations
 
@@ -23,41 +23,44 @@ __all__ = ["ModelCopy", "ModelFiles", "check_model_can_be_saved", "copy_model"]
 
 @dataclass(frozen=True, slots=True)
 class ModelCopy:
-    """The values of a model at one moment, on the host."""
+    """A copy of a model's values at one moment, on the host."""
 
     model: Mapping[str, torch.Tensor]
-    """What ``state_dict`` names."""
+    """The values that ``state_dict`` names."""
     rest: Mapping[str, torch.Tensor]
-    """Parameters and buffers that it leaves out."""
+    """Parameters and buffers that ``state_dict`` leaves out."""
     names: tuple[str, ...]
-    """Of parameters and buffers, in the model's own order."""
+    """Names of all parameters and buffers, in the model's own order."""
 
     def parts(self) -> tuple[list[TensorParts], list[TensorParts]]:
-        """``model`` and ``rest``, to be written."""
+        """``model`` and ``rest``, ready to be written; views of the copy."""
         return _parts(self.model), _parts(self.rest)
 
     def fingerprint(self) -> str:
-        """As ``trainer.fingerprint()`` was at that moment."""
+        """What ``trainer.fingerprint()`` was at that moment."""
         known = {**self.model, **self.rest}
         return fingerprint_of(tensor_digests({name: known[name] for name in self.names}))
 
 
 def copy_model(module: torch.nn.Module, room: Callable[[int], torch.Tensor]) -> ModelCopy:
-    """Copy every parameter and buffer.
+    """Copy every parameter and buffer of a model to the host.
 
     Args:
-        module: the user's own.
+        module: the user's own model.
         room: takes a number of bytes, and returns (at least that many,) uint8 on the host.
 
     Raises:
-        TypeError: the model keeps something that is no tensor, or of a type that no file can hold.
+        TypeError: the model holds something that is no tensor, or of a type that no file can hold.
     """
+    # Into one stretch that is used again for every checkpoint: fresh memory would cost a page fault
+    # every 4 KiB, while training waits.
     model, rest, names = _sorted_values(module)
     sizes = [aligned(value.nbytes) for value in (*model.values(), *rest.values())]
     memory = room(sum(sizes))
     copies: list[torch.Tensor] = []
     start = 0
     for value, size in zip((*model.values(), *rest.values()), sizes, strict=True):
+        # A tensor without elements has no bytes to view as its type; it stands for itself.
         stretch = memory[start : start + value.nbytes]
         copy = stretch.view(value.dtype).view(value.shape) if value.nbytes else value.detach().cpu()
         copies.append(copy.copy_(value.detach()) if value.nbytes else copy)
@@ -70,10 +73,10 @@ def copy_model(module: torch.nn.Module, room: Callable[[int], torch.Tensor]) -> 
 
 
 def check_model_can_be_saved(module: torch.nn.Module) -> None:
-    """Refuse what `copy_model` would, before there is anything to lose.
+    """Refuse what `copy_model` would refuse, before there is anything to lose.
 
     Raises:
-        TypeError: the model keeps something that is no tensor, or of a type that no file can hold.
+        TypeError: the model holds something that is no tensor, or of a type that no file can hold.
     """
     _sorted_values(module)
 
@@ -81,7 +84,7 @@ def check_model_can_be_saved(module: torch.nn.Module) -> None:
 def _sorted_values(
     module: torch.nn.Module,
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], tuple[str, ...]]:
-    """What ``state_dict`` names, what it leaves out, and the names of all, checked."""
+    """Check and return what ``state_dict`` names, what it leaves out, and the names of all."""
     model = _state_of(module)
     named = named_tensors(module)
     rest = {name: tensor for name, tensor in named.items() if name not in model}
@@ -94,7 +97,7 @@ class ModelFiles:
     """The values of a model in the files of a checkpoint.
 
     Args:
-        paths: of the files; all are open while this is in use as a context.
+        paths: the files, which are open while this is used as a context.
     """
 
     def __init__(self, *paths: Path) -> None:
@@ -119,7 +122,7 @@ class ModelFiles:
         """Compare names, shapes and types with those of a model.
 
         Raises:
-            CheckpointError: they differ; the message says which and how.
+            CheckpointError: a tensor differs, or is in only one of the two; the message names it.
         """
         wanted = {**_state_of(module), **named_tensors(module)}
         for name, tensor in wanted.items():
@@ -145,21 +148,22 @@ class ModelFiles:
 
     @property
     def names(self) -> Collection[str]:
-        """Of all tensors."""
+        """The names of all tensors."""
         return self._files.keys()
 
     def kind_of(self, name: str) -> tuple[tuple[int, ...], str]:
-        """The shape of a tensor and its type, as `DTYPES` calls it."""
+        """The shape of a tensor, and its type as `DTYPES` calls it; reads no values."""
         saved = self._files[name].get_slice(name)
         return tuple(saved.get_shape()), saved.get_dtype()
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor, on the host."""
+        """Read one tensor to the host."""
         tensor: torch.Tensor = self._files[name].get_tensor(name)
         return tensor
 
     def fill(self, module: torch.nn.Module) -> None:
         """Write the values into a model's parameters and buffers, where these lie."""
+        # In place: the parameters are views of flat memory that the engine goes on with.
         with torch.no_grad():
             for name, tensor in named_tensors(module).items():
                 tensor.copy_(self.read(name))

@@ -1,7 +1,7 @@
-"""Checks what ``run.json`` of a checkpoint says before anything of it is used.
+"""Checks the content of a checkpoint's ``run.json`` before any of it is used.
 
-Its digest finds damage; that it comes from a run at all, nobody can promise. Whatever is used of it
-later is looked at here, so that a file that somebody made up ends in one error.
+Its digest detects damage, but cannot prove that a run has written it. Everything that is used of it
+later is checked here, so that a made-up file ends in one clear error.
 """
 
 from __future__ import annotations
@@ -14,30 +14,31 @@ from onefold.core.jsonvalue import from_json
 __all__ = ["RUN", "TENSOR_FILES", "check_run", "check_stored"]
 
 RUN = "run.json"
-"""Where the run is; written last."""
+"""The file that says where the run is; written last, so where it is, the others are whole."""
 
 TENSOR_FILES = ("model.safetensors", "optimizer.safetensors", "buffers.safetensors")
 
 _MOST = 1 << 62
-"""Of any whole number: steps, sizes and seeds fit, and may be counted on."""
+"""Limit of any whole number: steps, sizes and seeds fit, and the sum of two is below 2**63."""
 _SHA256_DIGITS = 64
 _SHOWN = 60
 _OF_A_GROUP = {"params", "param_names"}
-"""Keys of an optimizer's group that are no settings."""
+"""Keys of an optimizer's group that are not settings."""
 
 _Check = Callable[[Any], bool]
 
 
 def check_stored(record: object) -> None:
-    """Look at what makes files a checkpoint, whatever run it is of.
+    """Check what every checkpoint must say, whatever run it is from.
 
     Raises:
-        ValueError: something is missing, or not of its kind.
+        ValueError: an entry is missing, or of a wrong kind.
     """
     run = _mapping(record, "the whole")
     for name, check, expected in _STORED:
         _expect(run, name, check, expected)
     for name, seal in run["files"].items():
+        # Else a made-up record could have any file of the machine opened.
         if name not in TENSOR_FILES:
             raise ValueError(
                 f"it names {_shown(name)} as one of its files: expected {', '.join(TENSOR_FILES)}"
@@ -51,13 +52,13 @@ def check_stored(record: object) -> None:
 
 
 def check_run(run: Mapping[str, Any]) -> None:
-    """Look at what a run goes on from.
+    """Check what a run needs to be resumed.
 
     Args:
-        run: checked by `check_stored`.
+        run: the content of ``run.json``, checked by `check_stored`.
 
     Raises:
-        ValueError: something is missing, or not of its kind.
+        ValueError: an entry is missing, or of a wrong kind.
     """
     for name, check, expected in _RUN:
         _expect(run, name, check, expected)
@@ -97,6 +98,7 @@ def _mapping(value: object, what: str) -> Mapping[str, Any]:
 
 
 def _shown(value: object) -> str:
+    # Python refuses to print an integer of very many digits, so a large one is described instead.
     text = str(value) if isinstance(value, int | float) and abs(value) < _MOST else ""
     text = text or (f"a number beyond {_MOST}" if isinstance(value, int) else repr(value))
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
@@ -105,6 +107,7 @@ def _shown(value: object) -> str:
 # Kinds of values
 
 
+# By `type`, not `isinstance`: True and False are ints as well.
 def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < _MOST
 

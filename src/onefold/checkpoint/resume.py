@@ -1,14 +1,16 @@
-"""Saves a run and goes on from what was saved, whoever takes part then.
+"""Saves a run, and resumes it on whichever devices take part then.
 
 Note: how a run is saved
 ------------------------
 Between two steps every process copies its part of the optimizer's state into memory of its own, the
 lead copies the model, and the copies are brought to the lead; that is all that training waits for.
-The lead then joins and writes them, beside training if it is asked to. Before the copies of the
-next checkpoint are made, the files of this one are on the disk.
+The lead then joins and writes them, beside training if it is asked to. The copies are read until
+the files are on the disk, so nobody makes those of the next checkpoint before.
 
-When a run goes on, the lead alone reads files. It checks all before anything is changed, and hands
-out what each process needs.
+Note: how a run is resumed
+--------------------------
+The lead alone reads files. It checks everything before anything is changed, and hands out what each
+process needs; an error that it finds is handed out too, so that all devices raise the same one.
 """
 
 from __future__ import annotations
@@ -63,20 +65,20 @@ __all__ = ["Checkpoints"]
 
 _log = logging.getLogger("onefold")
 _WITH_SCHEDULE = ("lr", "initial_lr")
-"""Settings of an optimizer that a schedule owns."""
+"""Settings of an optimizer that its schedule sets."""
 _OF_THE_SCRIPT = ("capturable", "differentiable", "foreach", "fused")
-"""Settings that say how a device computes, and so stay those of the run that goes on."""
+"""Settings that say how a device computes, and are therefore the resuming script's."""
 
 
 class Checkpoints:
-    """The checkpoints of one trainer.
+    """Saves and loads one trainer; all devices make the same calls.
 
     Args:
         engine: the devices of this process.
-        settings: of the run.
+        settings: the settings of the run.
         team: who takes part.
         position: where the run is.
-        schedule: of the run, if it has one.
+        schedule: the run's schedule, if it has one.
     """
 
     def __init__(
@@ -97,7 +99,7 @@ class Checkpoints:
         self._model_room: torch.Tensor | None = None
         self._nan_from_the_start = names_with_nan(self._buffers())
         self.lost = False
-        """What was written last did not come to the disk."""
+        """Whether the last checkpoint could not be written."""
 
     def save(
         self,
@@ -110,10 +112,10 @@ class Checkpoints:
         """Write a checkpoint of the run as it is now; see `Trainer.save`.
 
         Args:
-            directory: of the checkpoints of the run.
+            directory: where the checkpoints of the run lie.
             keeping: which of them stay.
-            wait: until it is on the disk.
-            extra: of the user, as JSON.
+            wait: whether to wait until it is on the disk.
+            extra: the user's own data, as JSON.
         """
         folder = folder_of(directory, self._position.step)
         self._refuse_torn()
@@ -121,13 +123,16 @@ class Checkpoints:
         self._engine.agree(
             StepHead(Call.SAVE, self._position.step + 1, arguments=digest(arguments))
         )
+        # Of this moment: the thread that writes must not look at a run that has gone on.
         record = self._state.record(keeping, extra)
         self._engine.check_last_step()
-        self._wait_until_written()  # what lies in everybody's rooms
+        # The writing still reads the rooms of all devices, which `pack` is about to overwrite.
+        self._wait_until_written()
         self._refuse_not_finite()
         pack(self._engine.update.states(), self._engine.exchange.transport.room)
         brought = self._engine.exchange.transport.bring()
         self.lost = False
+        # The copy is made by the training thread; only what is read from copies goes to the other.
         if self._lead.is_here:
             model = copy_model(self._module, self._room)
             self._writing.start(partial(self._write, folder, record, model, brought, keeping))
@@ -147,10 +152,10 @@ class Checkpoints:
         """Go on from a checkpoint; see `Trainer.load`.
 
         Args:
-            path: of a checkpoint, or a directory of them.
+            path: a checkpoint, or a directory of them.
             changed: those of `PROMISES` that may differ.
-            if_any: where the directory holds none, do nothing, and return None.
-            leave_out: how many of the newest are passed over, as long as there is one more.
+            if_any: whether to do nothing, and return None, if the directory holds none.
+            leave_out: how many of the newest to pass over, as long as there is one more.
         """
         unknown = sorted(set(changed) - PROMISES.keys())
         if unknown:
@@ -164,11 +169,13 @@ class Checkpoints:
             stored = self._agree_on(told)
             if stored is None:
                 return None
+            # From here on the trainer changes: all that could be refused was refused before.
             self._take_model(files)
             self._take_optimizer(stored.run["optimizer"], files, changed)
         if self._schedule is not None and "schedule" not in changed:
             read_schedule(self._schedule, stored.run["schedule"])
         self._position.go_to(stored.run, changed)
+        # Under the same name, so that pruning sees the checkpoints of both as one run's.
         self._state.run = stored.run["run"]
         self._check_fingerprint(stored)
         self._nan_from_the_start = names_with_nan(self._buffers())
@@ -183,14 +190,14 @@ class Checkpoints:
         )
 
     def misses_a_schedule(self) -> bool:
-        """Whether a schedule is attached to the optimizer that checkpoints do not hold."""
+        """Whether the script steps a schedule of its own, which no checkpoint would hold."""
         return self._schedule is None and steps_a_schedule(self._optimizer.step)
 
     def check_can_be_saved(self) -> None:
         """Refuse at the start what the first save would refuse.
 
         Raises:
-            TypeError: the model or the optimizer holds what no file can hold.
+            TypeError: the model or the optimizer holds a value that no file can.
         """
         check_model_can_be_saved(self._module)
         self._state.check_settings()
@@ -199,29 +206,29 @@ class Checkpoints:
         """Refuse at the start a directory to which the first save could not write.
 
         Raises:
-            OSError: it is one; where the lead is.
+            OSError: no file can be written there; raised on the lead only.
         """
         if self._lead.is_here:
             try_directory(directory)
 
     def check(self) -> None:
-        """Raise what has failed in the background; does not wait."""
+        """Raise what the writing has raised, if it has ended; does not wait."""
         with self._noting_loss():
             self._writing.check()
 
     def finish(self) -> None:
-        """Wait until all is written, and raise what has failed."""
+        """Wait until everything is written, and raise what the writing has raised."""
         with self._noting_loss():
             self._writing.wait()
 
     def _wait_until_written(self) -> None:
-        """All devices call this together."""
+        """Wait on all devices together until the lead has written everything."""
         with self._noting_loss():
             self._lead.wait_for(self._writing)
 
     @contextmanager
     def _noting_loss(self) -> Iterator[None]:
-        """Remember what failed in writing: a script may survive it, and save once more."""
+        """Remember that writing failed: if the script survives it, the end is saved again."""
         try:
             yield
         except BaseException:
@@ -254,7 +261,7 @@ class Checkpoints:
             )
 
     def _refuse_not_finite(self) -> None:
-        """The lead looks, and all devices hear which tensor it is.
+        """Have the lead check that all values are finite, and all devices raise if they are not.
 
         Raises:
             StateError: a parameter is not finite, or a buffer has become NaN.
@@ -262,6 +269,7 @@ class Checkpoints:
         parameters = {own_name(n): p for n, p in self._module.named_parameters()}
         names = [*parameters, *self._buffers()]
         found = self._first_not_finite(parameters) if self._lead.is_here else None
+        # As a number, which all can be sent: the place of the name in a list that all have.
         number = int(self._lead.share(0.0 if found is None else 1.0 + names.index(found)))
         if number:
             what = "parameter" if number <= len(parameters) else "buffer"
@@ -279,6 +287,7 @@ class Checkpoints:
         found = first_not_finite(sections, parameters)
         if found is not None:
             return found
+        # Buffers that were NaN from the start are the model's own affair (masks, unset statistics).
         spoilt = names_with_nan(self._buffers()) - self._nan_from_the_start
         return min(spoilt, default=None)
 
@@ -290,7 +299,7 @@ class Checkpoints:
         rooms: list[torch.Tensor],
         keeping: Keeping,
     ) -> None:
-        """In the background, from copies alone."""
+        """Write a checkpoint in the background, from copies alone: training changes the rest."""
         storage = self._engine.update.storage
         states = chain.from_iterable(map(unpack, rooms))
         joined = join(states, storage.pieces, storage.masters)
@@ -300,6 +309,7 @@ class Checkpoints:
         if rest:
             files["buffers.safetensors"] = rest
         write_checkpoint(folder, files, lambda: {**record, "fingerprint": model.fingerprint()})
+        # Only now that the new one is on the disk: a failure before leaves all the old ones.
         if keeping.newest is not None:
             prune(folder.parent, run=record["run"], keep=keeping.newest)
 
@@ -313,7 +323,7 @@ class Checkpoints:
         leave_out: int,
         stack: ExitStack,
     ) -> tuple[Callable[[int], torch.Tensor], _Files | None]:
-        """On the lead: the checkpoint, checked, or why there is none; for all to hear."""
+        """On the lead, find and check the checkpoint; return what to hand out, and its files."""
         if if_any and not has_checkpoints(path):
             return _told(None), None
         try:
@@ -324,6 +334,7 @@ class Checkpoints:
                 raise CheckpointError(
                     f"{found.folder} is damaged: its run.json cannot be used: {error}"
                 ) from error
+            # Open until `load` is done: these very files are checked, whoever prunes meanwhile.
             files = _Files(found, stack)
             try:
                 files.model.check(self._module)
@@ -336,13 +347,13 @@ class Checkpoints:
         return _told({"folder": str(found.folder), "run": found.run}), files
 
     def _agree_on(self, told: Callable[[int], torch.Tensor] | None) -> StoredCheckpoint | None:
-        """What the lead has found; if that is an error, all raise it alike."""
-        said, _ = from_bytes(self._engine.exchange.transport.hand_out(told))
-        if said is None:
+        """Receive what the lead has found; if that is an error, all devices raise it."""
+        found, _ = from_bytes(self._engine.exchange.transport.hand_out(told))
+        if found is None:
             return None
-        if "error" in said:
-            raise CheckpointError(said["error"])
-        return StoredCheckpoint(Path(said["folder"]), said["run"])
+        if "error" in found:
+            raise CheckpointError(found["error"])
+        return StoredCheckpoint(Path(found["folder"]), found["run"])
 
     def _check_optimizer_files(
         self, run: Mapping[str, Any], files: _Files, changed: Collection[str]
@@ -361,6 +372,8 @@ class Checkpoints:
             raise CheckpointError(str(error)) from error
 
     def _take_model(self, files: _Files | None) -> None:
+        # The script may have replaced buffers of the module: take them back into flat memory, which
+        # is what the lead fills and the others follow.
         self._engine.replicas[0].buffers.absorb()
         fill = None if files is None else partial(files.model.fill, self._module)
         self._lead.do("reading a model", fill)
@@ -370,7 +383,7 @@ class Checkpoints:
     def _take_optimizer(
         self, saved: Mapping[str, Any], files: _Files | None, changed: Collection[str]
     ) -> None:
-        """State and settings; those that a schedule owns come and go with the schedule."""
+        """Adopt state and settings; those that a schedule sets come and go with the schedule."""
         kept = set(_OF_THE_SCRIPT)
         if "optimizer" in changed:
             self._engine.update.take_states(())
@@ -386,7 +399,7 @@ class Checkpoints:
             group.update(taken)
 
     def _pieces_for(self, saved: Mapping[str, Any], files: _Files, first: int) -> torch.Tensor:
-        """What the process whose first device this is needs of the optimizer's state."""
+        """Pack the optimizer's state for the process that has this as its first device."""
         storage = self._engine.update.storage
         devices = self._team.own if first in self._team.own else (first,)
         owned = chain.from_iterable(self._engine.roster.spans[device] for device in devices)
@@ -422,6 +435,6 @@ class _Files:
 
 
 def _told(said: object) -> Callable[[int], torch.Tensor]:
-    """The same for everybody."""
+    """Make a function for `hand_out` that gives every process the same."""
     text = to_bytes(said)
     return lambda device: torch.frombuffer(bytearray(text), dtype=torch.uint8)

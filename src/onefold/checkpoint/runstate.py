@@ -1,4 +1,4 @@
-"""Where a run is, as JSON, and whether a saved one fits the run that is to go on from it."""
+"""Describes where a run is, as JSON, and checks whether a saved run fits the resuming one."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _LIBRARIES = ("onefold", "torch", "numpy", "safetensors")
 
 
 class RunState:
-    """All of a run that is no tensor.
+    """Everything about a run that is not a tensor.
 
     Args:
         engine: the devices of this process.
-        settings: of the run.
+        settings: the settings of the run.
         team: who takes part.
         position: where the run is.
-        schedule: of the run, if it has one.
+        schedule: the run's schedule, if it has one.
     """
 
     def __init__(
@@ -57,20 +57,22 @@ class RunState:
         self._schedule = schedule
         self._optimizer = engine.update.optimizer
         self._module = engine.replicas[0].module
+        # Before a checkpoint is loaded: what the script itself asks for, to be compared with what
+        # the run began with.
         self._at_start = _settings_if_any(self._optimizer)
         self.run = uuid.uuid4().hex
-        """Name of the run: of all that go on from one another."""
+        """Name of the run; one that resumes another takes over its name."""
 
     def check_settings(self) -> None:
         """Refuse settings of the optimizer that no file can hold.
 
         Raises:
-            TypeError: there are some.
+            TypeError: a setting is of a type that no file can hold.
         """
         _settings(self._optimizer)
 
     def record(self, keeping: Keeping, extra: object) -> dict[str, Any]:
-        """What ``run.json`` says, but for what is known only when the files are written."""
+        """Make ``run.json``, except for what is known only once the files are written."""
         return {
             "format": FORMAT,
             "run": self.run,
@@ -103,14 +105,15 @@ class RunState:
         }
 
     def _group_names(self) -> list[list[str]]:
+        # Groups hold tensors; only their identity leads back to the model's names.
         names = {id(p): name for name, p in named_tensors(self._module).items()}
         return [[names[id(p)] for p in g["params"]] for g in self._optimizer.param_groups]
 
     def check_fits(self, run: Mapping[str, Any], changed: Collection[str]) -> None:
-        """Refuse a saved run that this one cannot go on from.
+        """Refuse a saved run that this one cannot resume.
 
         Raises:
-            CheckpointError: it differs in what is not among ``changed``.
+            CheckpointError: the runs differ in something that is not among ``changed``.
         """
         here = self._state()
         for name in ("seed", "shards", "clip_norm"):
@@ -119,10 +122,11 @@ class RunState:
         check_same("optimizer", one["class"], other["class"], changed, "optimizer")
         groups = len(one["settings"]), len(other["settings"])
         check_same("optimizer", *groups, changed=changed, name="a number of parameter groups of")
+        # By name: the same parameters in other groups would silently train with other settings.
         before, after = map(_grouped, (one["parameters"], other["parameters"]))
         for name in {**before, **after}:
-            said = f"parameter {name} in the optimizer's group"
-            check_same("optimizer", before.get(name), after.get(name), changed, said)
+            what = f"parameter {name} in the optimizer's group"
+            check_same("optimizer", before.get(name), after.get(name), changed, what)
         then, now = (s and s["class"] for s in (run["schedule"], here["schedule"]))
         check_same("schedule", then, now, changed, "schedule")
         if self._schedule is not None and "schedule" not in changed:
@@ -135,7 +139,7 @@ class RunState:
         self._position.check_fits(run, changed)
 
     def warn_of_differences(self, stored: StoredCheckpoint) -> None:
-        """Tell what does not keep a run from going on, but is worth knowing."""
+        """Log differences that do not keep a run from being resumed, but are worth knowing."""
         run = stored.run
         here = {"device": self._team.devices[0].type, "threads": torch.get_num_threads()}
         here |= {"torch": version("torch")}
@@ -168,7 +172,7 @@ class RunState:
 
 
 def _grouped(names: list[list[str]]) -> dict[str, int]:
-    """The group of each parameter."""
+    """Number of the group of each parameter, by its name."""
     return {name: number for number, group in enumerate(names) for name in group}
 
 
@@ -185,7 +189,7 @@ def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def _settings_if_any(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The settings with which a run begins; what cannot be saved is refused when it is."""
+    """The settings with which a run begins; what cannot be saved is refused only by a save."""
     try:
         return _settings(optimizer)
     except TypeError:

@@ -1,3 +1,3 @@
-"""How devices trade gradients and parameters: one interface, three ways."""
+"""How devices trade gradients and parameters: one interface with three implementations."""
 
 __all__: list[str] = []

@@ -1,10 +1,10 @@
-"""What devices report to each other in a step, beside their partial sums.
+"""What devices report to each other in a step, besides their partial sums.
 
 Note: who may write what, and when
 ----------------------------------
 A device writes its own row of ``gave``, and its own shards' rows of everything else, before it
 calls ``collect``. All rows may be read between ``collect`` and ``spread``, and nobody writes then.
-Where the board is memory that processes share, this is all that keeps them apart: there is no lock.
+Where processes share the board's memory, nothing but this order keeps them apart: there is no lock.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ __all__ = ["Board"]
 
 
 class Board:
-    """What every device reports to the others in a step, beside its partial sums.
+    """The table in which every device reports to the others what its shards gave.
 
-    What the host knows lies on the host, as NumPy arrays: single numbers are written to them, which
-    costs a tensor far more. What a device computes lies where ``computed`` lies, so that nobody has
-    to wait for a device to know it.
+    What the host knows lies on the host, as NumPy arrays, because writing single numbers into a
+    tensor costs far more. What a device computes lies where ``computed`` lies, so that no host has
+    to wait for a device.
 
     Args:
-        shape: its sizes.
+        shape: the sizes of its parts.
         known: (sum(shape.host_bytes),) uint8 on the host, zeros.
         computed: (shape.device_bytes,) uint8 on a device, zeros.
     """
@@ -40,34 +40,35 @@ class Board:
         parts = torch.split(known, list(shape.host_bytes))
         devices, shards = shape.devices, shape.shards
         self.weights = _typed(parts[0], torch.float64, (shards,)).numpy()
-        """(V,) float64: each shard's part of the divisor, or a code below 0 that says why there is
-        none, see `onefold.core.weights_of_step`."""
+        """(V,) float64: each shard's part of the divisor, or a negative code for why there is none;
+        see `onefold.core.weights_of_step`."""
         self.gave = _typed(parts[1], torch.int32, (devices, shape.parameters)).numpy()
         """(D, P) int32: how many of a device's shards gave a gradient to each parameter."""
         self.changed = _typed(parts[2], torch.uint8, (shards, len(shape.buffers.entries))).numpy()
         """(V, B) uint8: whether a shard changed a buffer."""
+        # The totals lie first, at offset 0, as float64 must be aligned; the buffers fill the end.
         rows = shape.buffers.nbytes
         first = shape.device_bytes - shards * rows
         self.totals = _typed(computed[:first], torch.float64, (shards,))
         """(V,) float64: each shard's part of the loss."""
         self.on_host = computed.device.type == "cpu"
-        """Whether what devices compute lies on the host as well."""
+        """Whether what the devices compute lies on the host, too."""
         self._host_totals = self.totals.numpy() if self.on_host else None
         self.rows_memory = computed[first:].view(shards, rows)
         """(V, bytes of the buffers) uint8: the memory of ``buffer_rows``."""
         self.buffer_rows = [
             FlatTensors(shape.buffers, memory=self.rows_memory[shard]) for shard in range(shards)
         ]
-        """V sets of the module's buffers: what each shard made of them."""
+        """V sets of the module's buffers: the values that each shard left in them."""
 
     @classmethod
     def private(cls, shape: BoardShape, device: torch.device) -> Board:
-        """A board in memory of this process."""
+        """Make a board in memory of this process."""
         known = torch.zeros(sum(shape.host_bytes), dtype=torch.uint8)
         return cls(shape, known, torch.zeros(shape.device_bytes, dtype=torch.uint8, device=device))
 
     def clear_rows(self, device: int, shards: range) -> None:
-        """Empty one device's rows before a step."""
+        """Clear one device's rows before a step: the last step's values are still in them."""
         rows = slice(shards.start, shards.stop)
         self.gave[device] = 0
         self.weights[rows] = 0.0
@@ -78,16 +79,18 @@ class Board:
             self.totals[rows].zero_()
 
     def record(self, device: int, shard: int, result: ShardResult) -> None:
-        """Write down what a shard gave, beside its gradients."""
+        """Record what a shard gave, besides its gradients."""
         self.weights[shard] = result.weight
         if result.total is not None:
             self.set_total(shard, result.total)
+        # A shard that gave all, which is nearly every one, is added as one number.
         gave = result.gave
         self.gave[device] += 1 if all(gave) else gave
         if result.buffers is not None:
             self._record_buffers(shard, result.buffers)
 
     def _record_buffers(self, shard: int, buffers: ChangedBuffers) -> None:
+        # Non-blocking: on a GPU the copy follows the shard's own kernels in their stream.
         row = self.buffer_rows[shard]
         self.changed[shard, buffers.indices] = 1
         if len(buffers.indices) == len(row.views):
@@ -101,35 +104,38 @@ class Board:
             row.sections[entry.section][stretch].copy_(values, non_blocking=True)
 
     def set_total(self, shard: int, total: torch.Tensor) -> None:
-        """Note a shard's part of the loss, () float64; on a GPU without waiting for it."""
+        """Record a shard's part of the loss, () float64; on a GPU, without waiting for it."""
         if self._host_totals is not None:
             self._host_totals[shard] = total.item()
         else:
             self.totals[shard : shard + 1].copy_(total, non_blocking=True)
 
     def row(self, device: int, shards: range) -> torch.Tensor:  # (row_bytes,) uint8 on the host
-        """What ``device`` wrote on this board, as a message to others.
+        """Pack what ``device`` wrote on this board into a message to others.
 
-        Its totals are in it where they lie on the host; where they do not, `totals` must travel by
-        themselves, and so must the buffers in any case.
+        The totals are part of it only where they lie on the host. Elsewhere they must travel by
+        themselves, and the buffers always must.
         """
         parts = self._row_parts(device, shards)
         return torch.from_numpy(np.concatenate([part.view(np.uint8).ravel() for part in parts]))
 
     def empty_row(self, device: int, shards: range) -> torch.Tensor:
-        """Room for another board's `row`."""
+        """Allocate room for the `row` of another process's board."""
+        # Its length follows from the plan, which both know: no message states a size.
         parts = self._row_parts(device, shards)
         return torch.empty(sum(part.nbytes for part in parts), dtype=torch.uint8)
 
     def take_row(self, device: int, shards: range, message: torch.Tensor) -> None:
-        """Write another board's `row` onto this one."""
+        """Copy the `row` of another process's board onto this one."""
         start = 0
         for part in self._row_parts(device, shards):
             stop = start + part.nbytes
+            # Into the board's own arrays: views of it are held for the whole run.
             part[...] = message[start:stop].numpy().view(part.dtype).reshape(part.shape)
             start = stop
 
     def _row_parts(self, device: int, shards: range) -> list[np.ndarray[Any, Any]]:
+        # The one list for packing, room and unpacking, so that the three cannot differ.
         rows = slice(shards.start, shards.stop)
         parts = [self.gave[device], self.weights[rows], self.changed[rows]]
         return [*parts, self.totals[rows].numpy()] if self.on_host else parts

@@ -1,8 +1,20 @@
 """Reaches processes through torch.distributed: those of other hosts, and those that drive GPUs.
 
-Tensors go from every device straight to the one that needs them, point to point: nothing is added
-in an order that a library chooses, and every device hears from every other one, so the one that is
-gone can be named.
+Tensors go from every device straight to the one that needs them, point to point: no library chooses
+an order of addition, and every device hears from every other one, so the one that is gone can be
+named.
+
+Note: how sends and receipts are matched
+----------------------------------------
+Nothing names a message: between two devices the n-th send meets the n-th receipt. So both ends list
+what they trade in the same order (see `PrivateMemory._partials_to_move`), and the sort in `move` is
+stable and goes by chunk, which both ends number alike.
+
+Note: the order of a failure
+----------------------------
+A device that fails first writes why into the store, then cuts its connections. Whoever is woken by
+the cut then finds the reason there. A failure that another device caused is not written: the first
+cause must stay.
 """
 
 from __future__ import annotations
@@ -33,10 +45,10 @@ class GroupTransport(Transport):
     """One process of a group, which drives one device.
 
     Args:
-        device: what this process drives.
+        device: the device that this process drives.
         joined: a process group whose ranks are the devices' numbers, with a backend for the host
             and for ``device``.
-        timeout_s: the limit of the group, for errors.
+        timeout_s: the limit of the group, for error messages.
     """
 
     frame_bytes = 16 << 20
@@ -54,37 +66,40 @@ class GroupTransport(Transport):
         self._room: torch.Tensor | None = None
 
     def meet(self, word: bytes = b"") -> Sequence[bytes]:
+        # torch.frombuffer refuses an empty buffer, so an empty word travels as one byte.
         own = torch.frombuffer(bytearray(word or b"\0"), dtype=torch.uint8)
-        return [bytes(said.numpy())[: len(word)] for said in self.gather(own)]
+        return [bytes(part.numpy())[: len(word)] for part in self.gather(own)]
 
     def share(self, rows: Mapping[int, torch.Tensor]) -> torch.Tensor:
         (row,) = rows.values()
         return torch.stack(self.gather(row))
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors of all processes, alike in shape and dtype, in the order of the devices."""
+        """Gather one tensor from every process, all of one shape and dtype, in device order."""
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
         with self._naming_the_lost():
             dist.all_gather(parts, tensor, group=self._group)
         return parts
 
     def follow_lead(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Overwrite the tensors of every process with those of the lead's."""
+        """Overwrite the tensors of every process with the lead's."""
         with self._naming_the_lost():
             for tensor in tensors:
-                # As bytes: backends know fewer types than tensors have.
+                # As bytes: backends know fewer dtypes than PyTorch, and must not round any.
                 dist.broadcast(tensor.view(torch.uint8), group=self._group, group_src=0)
 
     def peers(self) -> list[int]:
-        """The other devices, each beginning with its neighbour, so that no one is swamped."""
+        """The other devices, from the next one on, so that not all send to device 0 first."""
         return [(self.rank + distance) % self.size for distance in range(1, self.size)]
 
     def move(self, operations: Sequence[Operation]) -> Moving:
-        """Begin to receive and to send: the first chunks of all first.
+        """Begin to receive and to send: everybody's first chunks first.
 
-        Of equal chunks the receipts come first: gloo lets the two directions of a connection go one
-        after the other where both ends start with what they send.
+        What belongs to no chunk goes ahead of all chunks. Within a chunk the receipts come first:
+        gloo runs the two directions of a connection one after the other if both ends begin by
+        sending.
         """
+        # The sort must be stable: parts of one chunk are matched by their place in the list.
         ordered = sorted(
             (op for op in operations if op.part.numel()),
             key=lambda op: (-1 if op.chunk is None else op.chunk, op.sends),
@@ -123,6 +138,7 @@ class GroupTransport(Transport):
         return make(0)
 
     def _send_sized(self, tensor: torch.Tensor, peer: int) -> None:
+        # The length first: a receiver must know the size of what it receives.
         with self._naming_the_lost():
             dist.send(torch.tensor([tensor.numel()]), group=self._group, group_dst=peer)
             if tensor.numel():
@@ -139,23 +155,27 @@ class GroupTransport(Transport):
 
     @property
     def _group(self) -> dist.ProcessGroup:
+        # Asked for at every call, so that none keeps the group alive after `close`.
         if self._joined is None:
             raise OnefoldError(LEFT)
         return self._joined
 
     def close(self, failure: BaseException | None = None) -> None:
-        self._joined = None  # its threads end with the last who holds it, while Python still runs
+        # The group's threads end with its last reference; let that be while Python still runs.
+        self._joined = None
         self._watch.close()
         if failure is None:
             return
         break_off()
+        # Write why before the cut that makes the others look for it; see the note at the head.
         if not isinstance(failure, PeerError):
             self._tell(failure)
-        self._connections.cut()  # or who waits for us would wait up to the limit
+        self._connections.cut()  # or whoever waits for us would wait up to the limit
 
     def _tell(self, failure: BaseException) -> None:
-        told = {"device": self.rank, "step": self.step, "kind": type(failure).__name__}
-        text = json.dumps({**told, "text": str(failure)[:4000]})
+        head = {"device": self.rank, "step": self.step, "kind": type(failure).__name__}
+        text = json.dumps({**head, "text": str(failure)[:4000]})
+        # Only if nobody has written yet: the first failure is the one to report.
         try:
             self._store.compare_set(_FAILURE_KEY, "", text)
         except RuntimeError as error:  # the store is gone, and with it everybody to tell
@@ -163,11 +183,12 @@ class GroupTransport(Transport):
 
     @contextlib.contextmanager
     def _naming_the_lost(self) -> Iterator[None]:
-        """Turn an error of the backend into one that says which device is gone, where known."""
+        """Turn an error of the backend into one that names the lost device, where it is known."""
         try:
             with self._lateness.waiting():
                 yield
         except RuntimeError as error:
+            # An error of this device's own, such as a lack of memory, is not the peers' doing.
             if not _is_of_connection(error):
                 error.add_note(f"raised in step {self.step}, on device {self.rank}")
                 raise
@@ -175,20 +196,23 @@ class GroupTransport(Transport):
 
     def _explain(self, error: RuntimeError) -> PeerError:
         step = self.step
-        if self._watch.stopped is not None:  # before the store is asked, which it may hold
+        # Ask the store only after this: a stopped peer may be the one that serves it.
+        if self._watch.stopped is not None:
             rank = self._watch.stopped
             pid = self._watch.pids[rank]
             return PeerLost.stopped(rank, pid, waiting=self.rank, step=step)
         timed_out = "timed out" in str(error).lower()
+        # Before the wait for a reason, which gives the others time to say that they wait, too.
         self._say_that_it_waits(timed_out)
-        told = self._failure_told()
-        if told is not None:
+        word = self._failure_told()
+        if word is not None:
             return PeerFailed(
-                f"device {told['device']} failed in step {told['step']}: "
-                f"{told['kind']}: {told['text']}",
-                device=told["device"],
-                step=told["step"],
+                f"device {word['device']} failed in step {word['step']}: "
+                f"{word['kind']}: {word['text']}",
+                device=word["device"],
+                step=word["step"],
             )
+        # No reason was given: either a script has ended in order, or nobody could write one.
         gone = self._gone()
         if gone:
             return PeerLost(
@@ -214,7 +238,7 @@ class GroupTransport(Transport):
         )
 
     def _say_that_it_waits(self, in_vain: bool) -> None:
-        """Say so in the store, for others that ask who does; and ask, if it was in vain."""
+        """Note in the store that this device waits; if it waited in vain, ask who else does."""
         try:
             if in_vain:
                 self._lateness.ask()
@@ -223,10 +247,10 @@ class GroupTransport(Transport):
             _log.info("the other devices cannot be asked: %s", gone)
 
     def _late(self) -> list[int]:
-        """Devices for whom all wait in vain, where one has found so, this one or another.
+        """Devices that everybody else waits for, if any device's wait has timed out.
 
-        A backend that gives up closes its connections, so that whoever waits for this device hears
-        of a lost connection, though nothing is wrong with it.
+        A backend that times out closes its connections, so the others see a lost connection to a
+        device that has nothing wrong with it. So the question is asked for either error.
         """
         try:
             return self._lateness.late() if self._lateness.is_asked() else []
@@ -243,14 +267,15 @@ class GroupTransport(Transport):
         try:
             self._store.wait([_FAILURE_KEY], timedelta(seconds=_LAST_WORDS_S))
             return json.loads(self._store.get(_FAILURE_KEY))  # type: ignore[no-any-return]
-        except RuntimeError:  # nobody said anything, or the store went with the one that is lost
+        except RuntimeError:  # no failure was written, or the store went with the lost device
             return None
 
 
 def _is_of_connection(error: RuntimeError) -> bool:
-    """Whether a backend has lost a peer or waited in vain; PyTorch has no type of error for it."""
+    """Whether a backend lost a peer or timed out; PyTorch has no error type of its own for it."""
     if isinstance(error, torch.OutOfMemoryError):
         return False
+    # gloo raises plain RuntimeErrors, so its messages have to tell.
     text = str(error).lower()
     return isinstance(error, dist.DistError) or any(sign in text for sign in _SIGNS)
 
@@ -259,20 +284,20 @@ class Operation(NamedTuple):
     """One tensor on its way to a peer or from it."""
 
     sends: bool
-    """It leaves this process; else it comes here."""
+    """Whether this process sends it; otherwise it receives it."""
     peer: int
-    part: torch.Tensor
+    part: torch.Tensor  # (n,), contiguous; sent or overwritten in place
     chunk: int | None = None
-    """Which chunk of a span it is, if it is one."""
+    """Number of the chunk within its span; None for what is no chunk."""
 
 
 class Moving:
-    """Tensors that are on their way.
+    """Tensors that are on their way; they must live, and stay as they are, until `finish`.
 
     Args:
         operations: what was started, in this order.
         works: one for each of them, or a single one for all (NCCL).
-        naming: makes the surroundings in which this waits.
+        naming: makes the context in which to wait, which explains errors.
     """
 
     def __init__(
@@ -284,6 +309,7 @@ class Moving:
         self._naming = naming
         self._left: list[dist.Work] = []
         self._coming: dict[int, list[dist.Work]] = {}
+        # NCCL fuses a batch into one work, so a single chunk cannot be waited for by itself.
         self._as_one = len(works) != len(operations)
         if self._as_one:
             self._left = list(works)
@@ -295,19 +321,20 @@ class Moving:
                 self._left.append(work)
 
     def wait_for(self, chunk: int) -> None:
-        """Until the chunk of this number has come from all peers."""
+        """Wait until the chunk of this number has come from all peers."""
+        # With NCCL this only has the current stream wait, so nothing is lost by waiting for all.
         if self._as_one:
             self.finish()
         self._wait_once(self._coming.pop(chunk, []))
 
     def finish(self) -> None:
-        """Until all has come and gone."""
+        """Wait until everything is received and sent."""
         for chunk in list(self._coming):
             self._wait_once(self._coming.pop(chunk))
         self._wait_once(self._left)
 
     def _wait_once(self, works: list[dist.Work]) -> None:
-        """Wait for each and forget it: gloo would wait forever for a message taken before."""
+        """Wait for each and forget it: gloo never returns from a second wait for a receipt."""
         with self._naming():
             while works:
                 works.pop(0).wait()

@@ -1,6 +1,11 @@
 """Memory that processes of a host share: a file without a name, handed over by descriptor.
 
-There is nothing that could be left behind, and the kernel frees it with the last process.
+Note: how long it lives
+-----------------------
+The kernel frees the file once nobody has it open or mapped, whatever ended the processes, so
+nothing can be left behind. A mapping lasts without its descriptor, and the tensor keeps the mapping
+alive: so a receiver closes the descriptor at once, and holds the memory for as long as any view of
+the tensor exists. A mapping does not grow with its file, so whoever needs more makes a new one.
 """
 
 from __future__ import annotations
@@ -16,12 +21,13 @@ __all__ = ["memory_of", "new_file", "take_file"]
 
 
 def new_file(size_bytes: int) -> tuple[int, torch.Tensor]:
-    """A file without a name, and its memory: (size,) uint8 of zeros.
+    """Make a file without a name, and map it: its descriptor and (size,) uint8 of zeros.
 
-    Pages that nobody touches take no memory.
+    Pages that nobody touches take no memory. The caller closes the descriptor.
     """
     descriptor = os.memfd_create("onefold", os.MFD_CLOEXEC)
     try:
+        # At least a byte: an empty file cannot be mapped.
         os.ftruncate(descriptor, max(size_bytes, 1))
         return descriptor, memory_of(descriptor)
     except OSError as error:
@@ -37,7 +43,7 @@ def new_file(size_bytes: int) -> tuple[int, torch.Tensor]:
 
 
 def take_file(mailbox: Mailbox, rank: int) -> torch.Tensor:
-    """The memory of a file that another process sends."""
+    """Receive a file from another process, and map it: (size,) uint8."""
     descriptor = mailbox.receive_file(rank)
     try:
         return memory_of(descriptor)
@@ -46,6 +52,6 @@ def take_file(mailbox: Mailbox, rank: int) -> torch.Tensor:
 
 
 def memory_of(descriptor: int) -> torch.Tensor:
-    """(size,) uint8: the memory of an open file."""
+    """Map an open file as (size,) uint8, shared with everybody else who maps it."""
     size_bytes = os.fstat(descriptor).st_size
     return torch.frombuffer(mmap.mmap(descriptor, size_bytes), dtype=torch.uint8)

@@ -1,12 +1,19 @@
-"""The connections of a process group, so that they can be cut, and peers that no longer respond.
+"""Cuts the connections of a process group, when this process fails or a peer stops responding.
 
 Note: why connections are cut
 -----------------------------
-A process that waits in gloo hears of another one in two ways: its message comes, or the connection
-ends. A peer that is stopped, or that has failed and lives on (a notebook), does neither. gloo
-offers no way to end a wait from outside: aborting a group leaves the waits that are under way. So
-the sockets that came to be while the group was made are remembered. Who fails shuts its own down,
-and who sees that a peer has been stopped likewise: then every wait ends with an error, at once.
+A wait in gloo ends in one of two ways: the message comes, or the connection ends. A peer that is
+stopped, or that has failed and lives on (a notebook), causes neither. gloo offers no way to end a
+wait from outside: aborting a group leaves the waits that are under way. So the sockets that were
+opened while the group was made are remembered. A process that fails shuts its own down, and so does
+one that finds a peer stopped: then every wait ends with an error, at once.
+
+Note: a descriptor is only a number
+-----------------------------------
+The backend closes its sockets when it likes, from threads of its own, and the kernel gives the
+number to the next file that is opened. So every socket is known by its inode as well, and nothing
+is done to a descriptor itself: it is duplicated first, which nobody else can close, and the copy's
+inode is compared before anything is done to that (see `_copy_of`).
 """
 
 from __future__ import annotations
@@ -25,26 +32,27 @@ __all__ = ["Connections", "PeerWatch", "close_watches", "host_identity", "noted_
 
 
 class Connections:
-    """Sockets of this process, by descriptor and inode."""
+    """Sockets of this process that can be cut, by descriptor and inode."""
 
     def __init__(self) -> None:
         self.sockets: dict[int, str] = {}
 
     def cut(self) -> None:
-        """End them, in both directions: whoever waits for a message on them gets an error."""
+        """Shut them down in both directions: whoever waits for a message on them gets an error."""
         for descriptor, inode in self.sockets.items():
             with _copy_of(descriptor, inode) as copy:
                 try:
                     if copy is not None:
                         copy.shutdown(socket.SHUT_RDWR)
-                except OSError:  # its other end has gone before
+                except OSError:  # the other end was gone already
                     continue
         self.sockets = {}
 
 
 @contextmanager
 def noted_connections(connections: Connections) -> Iterator[None]:
-    """Add the TCP connections that come to be inside the block."""
+    """Add the TCP connections that are opened inside the block."""
+    # By inode, as a number that was free before may be another socket's afterwards.
     before = _connected()
     yield
     after = _connected()
@@ -53,31 +61,33 @@ def noted_connections(connections: Connections) -> Iterator[None]:
 
 
 class PeerWatch:
-    """Looks, from a thread, whether a process of this host has been stopped, and ends the waits.
+    """Watches from a thread for a stopped process on this host, and ends all waits for it.
 
-    The same thread answers others that ask who waits.
+    The same thread answers peers that ask who is waiting; see `onefold.exchange.lateness`.
 
     Args:
         pids: process id of each peer on this host, by its rank.
-        connections: what to cut.
-        lateness: what answers.
+        connections: the connections to cut.
+        lateness: answers the peers.
     """
 
     def __init__(
         self, pids: Mapping[int, int], connections: Connections, lateness: Lateness
     ) -> None:
+        # Set by the thread before it cuts, read by the main thread after its wait has ended.
         self.stopped: int | None = None
-        """Rank of a peer that was found stopped."""
+        """Rank of the peer that was found stopped, if any."""
         self.pids = dict(pids)
         self._connections = connections
         self._lateness: Lateness | None = lateness
         self._end = threading.Event()
         self._peers = {rank: Stillness(pid) for rank, pid in pids.items()}
         _watches.add(self)
+        # A daemon, so that a script that never closes its Trainer can end.
         threading.Thread(target=self._watch, name="onefold peers", daemon=True).start()
 
     def close(self) -> None:
-        """End the thread, and let go of the store."""
+        """End the thread, and drop the store."""
         self._end.set()
         self._lateness = None
 
@@ -85,18 +95,20 @@ class PeerWatch:
         while not self._end.wait(LOOK_S):
             for rank, peer in self._peers.items():
                 if peer.look():
+                    # Before the cut: whoever it wakes reads this to explain the error.
                     self.stopped = rank
                     self._connections.cut()
                     return
-            if not any(peer.is_still for peer in self._peers.values()):  # it may hold the store
+            # A peer found stopped may serve the store, and asking it would hang this thread.
+            if not any(peer.is_still for peer in self._peers.values()):
                 self._answer()
 
     def _answer(self) -> None:
-        lateness = self._lateness
+        lateness = self._lateness  # `close` may drop it meanwhile, from the main thread
         try:
             if lateness is not None:
                 lateness.look()
-        except RuntimeError:  # the store has gone: nobody asks in it any more
+        except RuntimeError:  # the store is gone: nobody can ask there any more
             self._lateness = None
 
 
@@ -104,13 +116,14 @@ _watches: weakref.WeakSet[PeerWatch] = weakref.WeakSet()
 
 
 def close_watches() -> None:
-    """Close those of Trainers that nobody has closed."""
+    """Close the watches of Trainers that were never closed."""
     for watch in list(_watches):
         watch.close()
 
 
 def host_identity() -> str:
-    """The same for two processes that see each other under their process ids, and for no others."""
+    """A text that two processes share exactly if they see each other's process ids."""
+    # The boot names the machine; a container on it may have process ids of its own.
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
     return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
@@ -136,16 +149,13 @@ def _inode_of(descriptor: int) -> str:
 
 @contextmanager
 def _copy_of(descriptor: int, inode: str) -> Iterator[socket.socket | None]:
-    """The socket under a descriptor of its own; None if the number is no longer that socket's.
-
-    A backend closes its sockets from threads of its own, at any time: so the copy is made first,
-    which nobody else closes, and looked at afterwards.
-    """
+    """Yield the socket under a descriptor of our own; None if the number is not its any more."""
     try:
         own = os.dup(descriptor)
     except OSError:  # it was closed in between
         yield None
         return
+    # Compared on the copy: between a look at the original and `dup` the number could change hands.
     if _inode_of(own) != inode:
         os.close(own)
         yield None

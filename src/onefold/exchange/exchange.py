@@ -2,12 +2,12 @@
 
 Note: the order of a step, and who may touch what
 -------------------------------------------------
-1. ``agree`` returns when every device has begun the same call, with what each of them says of it
-   (see `onefold.core.head`). Until then nobody computes with the parameters: whoever changed them
+1. ``agree`` returns when every device has begun the same call, with what each of them reports (see
+   `onefold.core.head`). Until then nobody computes with the parameters, so whoever changed them
    between two calls has finished.
 2. Every device *publishes* its partial sums and fills its own rows of the `Board`.
-3. ``collect`` returns when all have published. From then on the board may be read as a whole, and
-   the totals of this process's own spans stand ready.
+3. ``collect`` returns when all have published. From then on the whole board may be read, and the
+   totals of this process's own spans are ready.
 4. The owner updates its spans of the parameters, and nobody else touches them.
 5. ``spread`` returns when every device has every span. From then on partial sums and board may be
    written again.
@@ -34,12 +34,12 @@ __all__ = ["Exchange"]
 
 
 class Exchange:
-    """The devices of this process in trade with all others of the run.
+    """Trades partial sums and parameters between this process's devices and all others of the run.
 
     Args:
         storage: the sizes.
-        memory: of this process's devices.
-        transport: to the other processes.
+        memory: the memory of this process's devices.
+        transport: reaches the other processes.
         roster: who takes part.
     """
 
@@ -55,7 +55,7 @@ class Exchange:
         self.bind(roster)
 
     def bind(self, roster: Roster) -> None:
-        """Follow a roster: who owns which span. Called between steps, on all devices."""
+        """Adopt a roster, which says who owns which span. Called between steps, on all devices."""
         storage = self._storage
         self._folds = {
             device: SpanFold(
@@ -68,14 +68,14 @@ class Exchange:
         self.memory.bind(roster)
 
     def agree(self, step: int, word: bytes) -> Sequence[bytes]:
-        """Wait for every process to have begun the same call.
+        """Wait until every process has begun the same call.
 
         Args:
-            step: that the run is at, for errors.
-            word: what this process says of its call, of the same length everywhere.
+            step: the step that the run is at, for error messages.
+            word: what this process reports about its call; of one length everywhere.
 
         Returns:
-            The words of all processes, in the order of their devices.
+            The words of all processes, in device order.
         """
         self.transport.begin_step(step)
         return self.transport.meet(word)
@@ -85,36 +85,40 @@ class Exchange:
 
         Args:
             device: a device of this process.
-            slot: the number of the block among those of the device, from the left.
-            gradients: one tensor a trained parameter, shaped like it; None for none. They belong to
-                the exchange until ``spread``, which may add to them in place.
+            slot: number of the block among those of the device, from the left.
+            gradients: one tensor for each trained parameter, shaped like it, or None. They belong
+                to the exchange until ``spread`` returns: it may add to them in place.
         """
         self.memory.publish(device, slot, gradients)
 
     def collect(self, plan: Plan) -> None:
-        """Wait for every device to have published; afterwards the own spans' totals are ready."""
+        """Wait until every device has published, and add up the totals of the own spans."""
         memory = self.memory
+        # Before any addition: it is in place, so everybody must have finished writing.
         arrivals = memory.collect(plan)
         arrived = None if arrivals is None else arrivals.wait_for
         for device, span_fold in self._folds.items():
             span_fold.fold(plan, memory.partial, home=memory.home(device), arrived=arrived)
+        # Only now: sends of our partial sums may still run while the own spans are added, as these
+        # are stretches that nobody else is sent.
         if arrivals is not None:
             arrivals.finish()
 
     def totals(self, device: int) -> Sequence[torch.Tensor | None]:
         """The summed gradient of each piece of an own device's span, valid until ``spread``.
 
-        None is allowed where no shard gave one.
+        A piece has None where no shard gave a gradient.
         """
         return self._folds[device].totals
 
     def spread(self) -> None:
         """Wait until the updated spans are in every device's parameters."""
         self.memory.hand_on()
+        # The totals are views of the partial sums: both go, now that every update is done.
         for span_fold in self._folds.values():
             span_fold.release()
         self.memory.release()
 
     def close(self, failure: BaseException | None = None) -> None:
-        """Leave the run, telling the others why if it is for a failure. May be called again."""
+        """Leave the run, telling the others why if this process failed. May be called again."""
         self.transport.close(failure)

@@ -1,4 +1,11 @@
-"""This process's part in torch.distributed, joined once and left in order."""
+"""Joins torch.distributed once in this process, and leaves it in order.
+
+Note: the keys of the store
+---------------------------
+Until there is a group, processes know each other only through the store of the run: each sets a key
+under its own rank and waits for those of the others. Every key has one writer and is never taken
+back, so there is no race for it; what a Trainer needs anew has the Trainer's number in its key.
+"""
 
 from __future__ import annotations
 
@@ -59,19 +66,20 @@ _GOODBYE = timedelta(seconds=2)
 def agree_on_kind(world: World, kind: str, size: int, timeout_s: float) -> None:
     """Compare the kinds of device of all processes, before anything else joins them.
 
-    Processes of another kind would wait for each other through another exchange or backend.
+    Otherwise processes of two kinds would wait for each other in different exchanges or backends.
 
     Args:
-        world: of this process.
+        world: how this process was started.
         kind: ``cpu`` or ``cuda``, of this process's device.
         size: how many devices take part.
         timeout_s: the longest wait for the others.
 
     Raises:
         DisagreementError: a process computes on another kind of device.
-        PeerTimeout: a process did not come.
+        PeerTimeout: a process did not join in time.
     """
     store = _store(world, size, timeout_s)
+    # Set before waiting for anyone, or all would wait for each other.
     store.set(_kind_key(world.rank), kind)
     limit = time.monotonic() + timeout_s
     ended = watch_for_end(world, size, timeout_s)
@@ -88,16 +96,16 @@ def agree_on_kind(world: World, kind: str, size: int, timeout_s: float) -> None:
 
 
 def agree_on_name(world: World, size: int, timeout_s: float, trainer: int) -> str:
-    """A name that the lead has drawn for one Trainer, and that nobody can guess.
+    """Agree on a name for one Trainer, which the lead draws and nobody can guess.
 
     Args:
-        world: of this process.
+        world: how this process was started.
         size: how many devices take part.
         timeout_s: the longest wait for the lead.
-        trainer: counts the trainers of a script, from 0.
+        trainer: number of the Trainer among those of the script, from 0.
 
     Raises:
-        PeerTimeout: the lead did not come.
+        PeerTimeout: the lead did not join in time.
     """
     store, key = _store(world, size, timeout_s), f"name/{trainer}"
     if world.rank == 0:
@@ -112,26 +120,27 @@ class Joined(NamedTuple):
 
     group: dist.ProcessGroup
     store: Store
-    """Behind the group; carries word of failures."""
+    """The store behind the group; failures are reported in it."""
     connections: Connections
-    """Of the group, on the host."""
+    """The group's TCP connections, so that they can be cut."""
     watch: PeerWatch
-    """Of the peers on this host."""
+    """Watches the peers on this host."""
     lateness: Lateness
+    """Finds out which device the others wait for."""
 
 
 def join_group(world: World, kind: str, size: int, *, timeout_s: float, trainer: int) -> Joined:
-    """A group of all devices of the run for one Trainer, in which all know the run's secret.
+    """Join a group of all devices of the run for one Trainer, and prove that all belong to it.
 
     A group that the script has made itself is left alone; ours is then made beside it. A later
     Trainer gets another one: that of a Trainer that failed may be waiting for messages for ever.
 
     Args:
-        world: of this process.
+        world: how this process was started.
         kind: ``cpu`` or ``cuda``.
         size: how many devices take part; others may have been started and have left.
         timeout_s: the longest that anything waits in the group.
-        trainer: counts the trainers of a script, from 0.
+        trainer: number of the Trainer among those of the script, from 0.
 
     Raises:
         DisagreementError: a process does not know the secret of the run.
@@ -145,10 +154,12 @@ def join_group(world: World, kind: str, size: int, *, timeout_s: float, trainer:
     with noted_connections(connections), gloo_on_loopback(world):
         group, store = _make_group(world, kind, size, timeout_s, trainer)
     rank = group.rank()
+    # Ahead of every other message: nothing that a stranger sends is used before its proof.
     prove(world.proof, rank, lambda word: _gather_alike(group, word))
     here = host_identity()
-    said = [json.loads(t) for t in gather_bytes(group, json.dumps([here, os.getpid()]).encode())]
-    pids = {r: int(pid) for r, (host, pid) in enumerate(said) if host == here and r != rank}
+    found = [json.loads(t) for t in gather_bytes(group, json.dumps([here, os.getpid()]).encode())]
+    # A process id means something on its own host and in its own namespace only.
+    pids = {r: int(pid) for r, (host, pid) in enumerate(found) if host == here and r != rank}
     lateness = Lateness(store, rank, group.size())
     return Joined(group, store, connections, PeerWatch(pids, connections, lateness), lateness)
 
@@ -160,12 +171,14 @@ def _make_group(
     limit = timedelta(seconds=timeout_s)
     if dist.is_initialized():
         store = default_store()
+        # `break_off` has unregistered it if the script survived a failure. Never registered twice.
         if _memberships:
             atexit.unregister(_leave)
-            atexit.register(_leave)  # a failure that was survived has taken it back
+            atexit.register(_leave)
         group = dist.new_group(backend=backend, timeout=limit)
         return group, PrefixStore(f"onefold/{world.run_id}/{trainer}", store)
     store = _store(world, size, timeout_s)
+    # Bound to its GPU, or NCCL would guess one, and put a context on it.
     device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else None
     dist.init_process_group(
         backend,
@@ -185,18 +198,19 @@ def _make_group(
 
 
 def gather_bytes(group: dist.ProcessGroup, text: bytes) -> list[bytes]:
-    """What every process of a group has to say, of any length, in the order of their ranks."""
+    """Gather a text of any length from every process of a group, in the order of their ranks."""
     size = group.size()
     lengths = [torch.empty(1, dtype=torch.int64) for _ in range(size)]
     dist.all_gather(lengths, torch.tensor([len(text)]), group=group)
-    longest = max(1, *(int(length) for length in lengths))  # no message is of nothing
+    # all_gather takes one length from all, and frombuffer refuses an empty one.
+    longest = max(1, *(int(length) for length in lengths))
     parts = _gather_alike(group, text.ljust(longest, b"\0"))
     return [part[: int(length)] for part, length in zip(parts, lengths, strict=True)]
 
 
 def _gather_alike(group: dist.ProcessGroup, text: bytes) -> list[bytes]:
-    """The same, where all have as many bytes to say."""
-    own = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    """Gather one text from every process of a group, all of the same length."""
+    own = torch.frombuffer(bytearray(text), dtype=torch.uint8)  # of a copy: bytes are read-only
     parts = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(parts, own, group=group)
     return [bytes(part.numpy()) for part in parts]
@@ -206,7 +220,7 @@ _stores: dict[tuple[World, int], Store] = {}
 
 
 def _store(world: World, size: int, timeout_s: float) -> Store:
-    """The store of the run, made once in a process."""
+    """The store of the run, made once per process."""
     if (world, size) not in _stores:
         limit = timedelta(seconds=timeout_s)
         base = _rendezvous(world, size, limit)
@@ -219,14 +233,14 @@ def _kind_key(rank: int) -> str:
 
 
 def _rendezvous(world: World, size: int, limit: timedelta) -> Store:
-    """The store through which the processes find each other.
+    """Make the store through which the processes find each other.
 
-    On one host it is a file without a name, which the kernel lets nobody open but this user: no
-    port is open, and there is nothing that could be removed or left behind.
+    Under onefold's launcher it is a file without a name, which the kernel opens for this user only:
+    there is no open port, and nothing that could be removed or left behind.
     """
     if world.store_descriptor >= 0:
         return FileStore(f"/proc/self/fd/{world.store_descriptor}", size)
-    store: Store  # PyTorch's launcher has said where in the environment
+    store: Store  # PyTorch's launcher has put its address into the environment
     store, _, _ = next(rendezvous("env://", world.rank, size, timeout=limit))
     return store
 
@@ -239,7 +253,7 @@ def _await(
     timeout_s: float,
     ended: Callable[[int], bool],
 ) -> None:
-    """Wait for what a process is to write into the store."""
+    """Wait for a key that another process sets in the store."""
     look = time.monotonic() + LOOK_S
     while not store.check([key]):
         now = time.monotonic()
@@ -252,13 +266,14 @@ def _await(
             )
         if now > look:
             look = now + LOOK_S
+            # Asked again after its end: the process may have set the key just before it.
             if ended(rank) and not store.check([key]):
                 raise PeerLost.before_start(rank)
         time.sleep(_POLL_S)
 
 
 def watch_for_end(world: World, size: int, timeout_s: float) -> Callable[[int], bool]:
-    """Tells of a device by its number whether its script has come to its end."""
+    """Return a function that tells, for a rank, whether that device's script has ended."""
     progress = progress_of(world)
     if progress is not None:
         return progress.has_ended
@@ -267,13 +282,16 @@ def watch_for_end(world: World, size: int, timeout_s: float) -> Callable[[int], 
 
 
 def tell_end(world: World) -> None:
-    """Under PyTorch's launcher: others may wait for a Trainer that this process never makes."""
+    """Announce that this script has ended: others may wait for a Trainer that it never makes.
+
+    For processes of PyTorch's launcher; workers of onefold's note it in `Progress`.
+    """
     if world.size == 1 or _memberships:
         return
     try:
         store = _store(world, world.size, _GOODBYE.total_seconds())
         store.set(_ended_key(world.rank), "1")
-    except RuntimeError as error:  # the launcher has gone, and whoever might have waited
+    except RuntimeError as error:  # the launcher is gone, and with it whoever might wait
         _log.info("device %d could not say that it ends: %s", world.rank, error)
 
 
@@ -282,12 +300,12 @@ def _ended_key(rank: int) -> str:
 
 
 def break_off() -> None:
-    """Do not wait for the others at the end of the program, as where this process has failed."""
+    """Leave without waiting for the others, as this process has failed, or is a forked child."""
     atexit.unregister(_leave)
 
 
 def who_left() -> list[int]:
-    """Devices whose program has come to its end."""
+    """List the devices whose program has ended."""
     return [
         rank
         for store, _, size in _memberships
@@ -306,16 +324,17 @@ _memberships: list[_Membership] = []
 
 
 def _leave() -> None:
-    """Leave together: a group that is torn down while a peer still talks to it can hang.
+    """Leave together: tearing down a group can hang while a peer still uses it.
 
-    Who has waited in vain for a while goes without the others; if they wait for this device, they
-    are told by the closing of its connections.
+    A process that has waited long enough leaves without the others. If they wait for this device,
+    its closing connections end their wait.
     """
     for store, rank, size in _memberships:
         try:
             store.set(_left_key(rank), "1")
             store.wait([_left_key(other) for other in range(size)], _FAREWELL)
-            # The lead's process holds the store: it stays until all have seen that all are here.
+            # Under PyTorch's launcher the lead may serve the store, so it stays until everybody has
+            # read that all are here, or their last read would fail.
             store.add(_SEEN_KEY, 1)
             limit = time.monotonic() + _FAREWELL.total_seconds()
             while rank == 0 and store.add(_SEEN_KEY, 0) < size and time.monotonic() < limit:
@@ -323,8 +342,10 @@ def _leave() -> None:
         except RuntimeError as error:
             _log.info("the other devices did not end in order: %s", error)
             return
-        close_watches()  # they have the store as well
-        _stores.clear()  # or its threads would go on while Python is taken apart
+        # Drop every reference to the store while Python still runs: its threads would otherwise
+        # go on while the interpreter is taken apart.
+        close_watches()
+        _stores.clear()
         dist.destroy_process_group()
 
 

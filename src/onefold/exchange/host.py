@@ -1,4 +1,11 @@
-"""Reaches the other processes of a host: words through sockets, bytes through shared files."""
+"""Reaches the other processes of a host: words through sockets, bytes through shared files.
+
+Note: who may write to a room
+-----------------------------
+`bring` copies nothing: the lead maps the very memory that each process has filled, and may read it
+as long as it keeps the tensors. So nobody fills its room again before the lead is done with it;
+`onefold.checkpoint.resume` waits for the writing of a checkpoint before it packs the next one.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +39,7 @@ class HostTransport(Transport):
         return self.mailbox.meet(word)
 
     def room(self, nbytes: int) -> torch.Tensor:
+        # A larger room is a new file; the lead may still have the old one mapped.
         if self._room is None or self._room[1].numel() < nbytes:
             self._drop_room()
             self._room = new_file(nbytes)
@@ -53,7 +61,9 @@ class HostTransport(Transport):
         for peer in range(1, self.mailbox.size):
             made = make(peer)
             descriptor, memory = new_file(made.numel())
+            # Written before it is sent, as receiving it is all that the peer waits for.
             memory[: made.numel()] = made
+            # Closed at once: the message holds the file until the peer has received it.
             try:
                 self.mailbox.send_file(peer, descriptor)
             finally:
@@ -61,6 +71,7 @@ class HostTransport(Transport):
         return make(0)
 
     def close(self, failure: BaseException | None = None) -> None:
+        # The reason first: once the sockets are closed nobody can be told.
         if failure is not None:
             self.mailbox.tell_failure(failure)
         self.mailbox.close()

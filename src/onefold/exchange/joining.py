@@ -1,4 +1,11 @@
-"""Joins the devices of a run: chooses memory and transport, and compares before it shares."""
+"""Joins the devices of a run: chooses memory and transport, and compares before it shares.
+
+Note: compare first
+-------------------
+Whatever follows takes for granted that all processes have the same sizes: shared memory is cut and
+messages are matched by them. So the descriptions are compared before the first of either, by means
+that depend on no size.
+"""
 
 from __future__ import annotations
 
@@ -36,20 +43,20 @@ def join(
     compare: Compare,
     timeout_s: float,
 ) -> Exchange:
-    """This process's part in the run.
+    """Join the run with this process's devices.
 
     Args:
         storage: the sizes.
-        start: this process's values; those of the lead become everybody's.
+        start: this process's values, replaced by the lead's.
         roster: who takes part.
         team: which devices this process drives.
-        description: of this process: what must be the same everywhere.
-        compare: refuses the descriptions of all processes if they differ.
+        description: what must be the same in every process, in bytes that can be compared.
+        compare: raises if the descriptions of all processes differ.
         timeout_s: the longest wait for another device.
 
     Raises:
-        DisagreementError: another device brought another description, or computes elsewhere.
-        PeerError: another device did not come.
+        DisagreementError: another device has another description, or is of another kind.
+        PeerError: another device did not join, or failed while it did.
         ValueError: the exchange that was asked for cannot serve these devices.
     """
     if len(team.own) == len(team.devices):
@@ -58,7 +65,8 @@ def join(
     can_share = kind == "cpu" and world.one_host
     shares = can_share and world.options.exchange != "collective"
     if world.launcher == "torch" or not shares:
-        # Under PyTorch's launcher each process has chosen its device by itself.
+        # Under PyTorch's launcher each process has chosen its device by itself. Compared before the
+        # branch below, or processes of two kinds would wait in two different exchanges.
         agree_on_kind(world, kind, size, timeout_s)
     if world.options.exchange == "shared" and not can_share:
         raise ValueError(
@@ -69,6 +77,7 @@ def join(
         try:
             _compare_on_host(mailbox, description, compare)
             return shared_exchange(storage, start, mailbox, roster)
+        # Also for KeyboardInterrupt: the others must not wait for the limit.
         except BaseException as error:
             mailbox.tell_failure(error)
             mailbox.close()
@@ -85,7 +94,9 @@ def join(
 def _mailbox(team: Team, timeout_s: float) -> Mailbox:
     """Connections to the other processes of this host, for one Trainer."""
     world, size = team.world, len(team.devices)
-    drawn = world.run_id  # known to the workers of onefold's launcher alone
+    # Drawn at random by onefold's launcher and known to its workers alone. PyTorch's launcher has
+    # an id that others can guess, so there the lead draws a name.
+    drawn = world.run_id
     if world.launcher == "torch":
         drawn = agree_on_name(world, size, timeout_s, team.trainer)
     return Mailbox(
@@ -98,6 +109,7 @@ def _mailbox(team: Team, timeout_s: float) -> Mailbox:
 
 
 def _compare_on_host(mailbox: Mailbox, description: bytes, compare: Compare) -> None:
+    # The lead compares for all; its error reaches them through `tell_failure`.
     if mailbox.rank != 0:
         mailbox.send_note(0, description)
         return

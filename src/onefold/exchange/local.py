@@ -1,4 +1,11 @@
-"""Memory of a process that drives all devices: copies between them, and nothing to wait for."""
+"""Memory of a process that drives all devices: copies between them, and nothing to wait for.
+
+Note: why nothing waits
+-----------------------
+One thread issues all work. Kernels and copies of a device run in the order of its stream, and
+PyTorch makes a copy between two GPUs wait for both streams, and both for the copy. So the order of
+the calls is the order of reads and writes, though the host never waits for it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +28,7 @@ __all__ = ["DevicesMemory", "OneDeviceMemory", "local_exchange"]
 
 
 def local_exchange(storage: Storage, start: Start, roster: Roster) -> Exchange:
-    """The exchange of a process that drives all devices of the roster."""
+    """Make the exchange of a process that drives all devices of the roster."""
     first = roster.devices[0]
     memory: Memory = (
         OneDeviceMemory(storage, start, first)
@@ -95,17 +102,19 @@ class DevicesMemory(Memory):
         return None
 
     def partial(self, place: Published) -> Partial:
-        """The memory of one partial sum; a plan that has many blocks makes more of them."""
+        """The memory of a partial sum, allocated when a plan first needs this slot."""
         if place not in self._partials:
             device = self._devices[place.device]
             self._partials[place] = Partial.private(self._storage.gradients, device)
         return self._partials[place]
 
     def home(self, device: int) -> FlatTensors | None:
+        # On processors the total may stay in whoever's partial sum; a GPU cannot read another's.
         one_memory = self._devices[device].type == "cpu"
         return None if one_memory else self.partial(Published(device, 0)).flat
 
     def hand_on(self) -> None:
+        # The copies stay on the devices: the next shard's kernels come after them in the streams.
         for owner, chunks in self._chunks.items():
             source = self.trained[owner]
             for receiver, parameters in self.trained.items():

@@ -1,4 +1,4 @@
-"""Keeps a process group of one host on that host."""
+"""Keeps the connections of a single-host process group on that host."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 @contextmanager
 def gloo_on_loopback(world: World) -> Iterator[None]:
-    """Where all processes are on one host, gloo opens no port in here that other hosts could reach.
+    """Keep gloo from opening ports that other hosts can reach, if all processes are on one host.
 
-    What the user has said about it stands.
+    A choice that the user has made in the environment takes precedence.
     """
     if not world.one_host or _GLOO_INTERFACE in os.environ:
         yield
         return
+    # gloo reads the variable while it makes a group, and offers no argument for it. It is taken out
+    # again, as programs that the script starts may have groups of their own.
     os.environ[_GLOO_INTERFACE] = "lo"
     try:
         yield

@@ -1,9 +1,15 @@
-"""Short messages between the processes of one host, and word of who is gone.
+"""Short messages between the processes of one host, and prompt notice of a dead one.
 
-Every process holds a socket to every other one. A socket of a process that ends is closed by the
-kernel, whatever ended it, and a pidfd tells the same even where a child still holds a copy of the
-socket; so a dead peer is noticed while waiting, at once. The sockets have abstract names: there is
-no port and no file, and nothing to clean up.
+Every process holds a socket to every other one. The kernel closes the sockets of a process that
+ends, whatever ended it; where a child still holds a copy, a pidfd reports the end all the same. So
+whoever waits notices a dead peer at once. The sockets have abstract names: there is no port and no
+file, and nothing to clean up.
+
+Note: a peer's last words
+-------------------------
+A process that fails sends why and hangs up at once. If it leaves messages unread, the kernel
+reports a reset connection before it delivers what the process sent. So an error on a socket is
+final only once everything has been read: the reason comes last (see `_last_words`, `_sending`).
 """
 
 from __future__ import annotations
@@ -51,16 +57,16 @@ class Mailbox:
     """Connects this process with all others of the run on this host.
 
     Args:
-        address: common to all processes of this run, and to no other run of the machine; nobody
-            else should be able to guess it, or he could take it first.
-        rank: of this process.
+        address: shared by all processes of this run and by no other run on this machine. Nobody
+            else should be able to guess it, or they could claim it first.
+        rank: number of this process.
         size: how many processes there are.
-        timeout_s: the longest that anything here waits.
-        ended: whether the script of a process has come to its end, so that it will not come.
+        timeout_s: the longest that any call here waits.
+        ended: whether the script of a process has ended, so that it will never connect.
 
     Raises:
-        PeerTimeout: not everybody came in time.
-        PeerLost: somebody will not come.
+        PeerTimeout: a process did not connect in time.
+        PeerLost: a process ended before it connected.
     """
 
     def __init__(
@@ -76,7 +82,8 @@ class Mailbox:
         self.size = size
         self.timeout_s = timeout_s
         self.step = 1
-        """What the run is at, for errors; its user sets it."""
+        """The step that the run is at, for error messages; set by the owner of the mailbox."""
+        # Spinning saves a wake-up, but with more processes than cores it starves the peer.
         self._spin_s = _SPIN_S if size <= len(os.sched_getaffinity(0)) else 0.0
         self._peers: dict[int, _Peer] = {}
         self._closed = False
@@ -88,18 +95,19 @@ class Mailbox:
         _let_go_in_children(self)
 
     def meet(self, word: bytes = b"") -> list[bytes]:
-        """Return when every process has called it, with the words of all in their order.
+        """Wait for every process to call this, and return the words of all, by rank.
 
         Args:
-            word: of this process; short.
+            word: a short message from this process.
 
         Raises:
-            PeerLost, PeerFailed, PeerTimeout: somebody will not come.
-            OnefoldError: this process has hung up.
+            PeerLost, PeerFailed, PeerTimeout: a process has ended, failed, or did not call in time.
+            OnefoldError: this mailbox is closed.
         """
         if self._closed:
             raise OnefoldError(LEFT)
         frame = _ARRIVED + word
+        # Send to all before waiting for any, or two processes would wait for each other's word.
         for peer in self._peers.values():
             self._send(peer, frame)
         frames = self._await(self._peers.keys(), _ARRIVED)
@@ -115,7 +123,7 @@ class Mailbox:
         self._send(peer, _NOTE + chunks[-1])
 
     def receive_note(self, rank: int) -> bytes:
-        """Wait for one note of a process."""
+        """Wait for one note from a process."""
         parts = []
         while True:
             frame = self._await([rank], _NOTE, _MORE)[rank]
@@ -124,17 +132,18 @@ class Mailbox:
                 return b"".join(parts)
 
     def send_file(self, rank: int, descriptor: int) -> None:
-        """Give a process an open file."""
+        """Send an open file to a process."""
         peer = self._peer(rank)
         with self._sending(peer):
             socket.send_fds(peer.socket, [b"file"], [descriptor])
 
     def receive_file(self, rank: int) -> int:
-        """Take an open file, from the very next message of a process."""
+        """Receive an open file, which must be in the very next message of a process."""
         peer = self._peer(rank)
         limit = time.monotonic() + self.timeout_s
         while not self._wait_for_news([peer], limit):
             continue
+        # Not by `_drain`: a plain recv would throw the descriptors away.
         try:
             message, descriptors, _, _ = socket.recv_fds(peer.socket, _FRAME_BYTES, 1)
         except ConnectionError:
@@ -148,7 +157,7 @@ class Mailbox:
         raise self._elsewhere(peer)
 
     def tell_failure(self, failure: BaseException) -> None:
-        """Tell everybody that this process fails, and why."""
+        """Tell every peer that this process has failed, and why."""
         text = json.dumps(
             {
                 "step": self.step,
@@ -158,11 +167,12 @@ class Mailbox:
             }
         )
         for peer in self._peers.values():
-            with contextlib.suppress(OSError):  # a peer that is gone need not be told
+            # Never block here: a peer that is gone or has a full queue must not delay the others.
+            with contextlib.suppress(OSError):
                 peer.socket.send(_FAILED + text.encode(), socket.MSG_DONTWAIT)
 
     def close(self) -> None:
-        """Hang up."""
+        """Close every connection. May be called again."""
         self._closed = True
         for peer in self._peers.values():
             peer.socket.close()
@@ -198,6 +208,7 @@ class Mailbox:
 
     def _expected(self, peer: _Peer, kinds: tuple[bytes, ...]) -> bytes:
         frame = peer.frames.popleft()
+        # Each sender's messages stay in order, so another kind is another call, not a late one.
         if frame[:1] not in kinds:
             raise self._elsewhere(peer)
         return frame
@@ -210,7 +221,7 @@ class Mailbox:
         )
 
     def _drain(self, peer: _Peer) -> bool:
-        """Take in the next frame from a peer, without waiting; whether there was one."""
+        """Queue the next frame from a peer without waiting; return whether there was one."""
         try:
             frame = peer.socket.recv(_FRAME_BYTES, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -219,6 +230,7 @@ class Mailbox:
             frame = _last_words(peer)
         if frame.startswith(_FAILED):
             self._raise_failed(peer, frame)
+        # End of stream. Frames already queued are still valid, so raise only once they are used.
         if not frame:
             if not peer.frames:
                 self._raise_ended(peer)
@@ -227,10 +239,11 @@ class Mailbox:
         return True
 
     def _wait_for_news(self, pending: Iterable[_Peer], limit: float) -> bool:
-        """Wait for a while; whether a peer has sent something or ended."""
+        """Wait for `LOOK_S` at most; return whether a peer has sent something or ended."""
         waiting = list(pending)
         if self._wait_readable(waiting, LOOK_S):
             return True
+        # A stopped peer neither sends nor ends: nothing but a look at its state shows it.
         for peer in waiting:
             self._look_at(peer)
         if time.monotonic() > limit:
@@ -248,7 +261,7 @@ class Mailbox:
         )
 
     def _wait_readable(self, peers: list[_Peer], within_s: float) -> bool:
-        """Whether a peer has sent something or ended."""
+        """Return whether a peer has sent something or ended."""
         poller = select.poll()
         ends: dict[int, _Peer] = {}
         for peer in peers:
@@ -260,8 +273,10 @@ class Mailbox:
         ready = {descriptor for descriptor, _ in events}
         for descriptor in ready & ends.keys():
             peer = ends[descriptor]
+            # Ended, yet its socket is open in a child. It may have sent between poll's look at the
+            # socket and its look at the pidfd, so read once more before calling it lost.
             if peer.socket.fileno() not in ready:
-                self._drain(peer)  # its last words may have come in between
+                self._drain(peer)
                 if not peer.frames:
                     self._raise_ended(peer)
         return bool(events)
@@ -280,13 +295,13 @@ class Mailbox:
         )
 
     def _raise_failed(self, peer: _Peer, frame: bytes) -> NoReturn:
-        told = json.loads(frame[1:])
-        if told["disagreement"]:
-            raise DisagreementError(told["text"])
+        word = json.loads(frame[1:])
+        if word["disagreement"]:
+            raise DisagreementError(word["text"])
         raise PeerFailed(
-            f"device {peer.number} failed in step {told['step']}: {told['kind']}: {told['text']}",
+            f"device {peer.number} failed in step {word['step']}: {word['kind']}: {word['text']}",
             device=peer.number,
-            step=told["step"],
+            step=word["step"],
         )
 
     def _send(self, peer: _Peer, frame: bytes) -> None:
@@ -295,19 +310,21 @@ class Mailbox:
 
     @contextlib.contextmanager
     def _sending(self, peer: _Peer) -> Iterator[None]:
-        """Turn an error of the socket into one that says what has become of the peer."""
+        """Turn an error of the socket into one that says what happened to the peer."""
         try:
             yield
         except BlockingIOError:
             raise self._late([peer]) from None
         except ConnectionError:
-            while self._drain(peer):  # why it left comes last, behind what was not read before
+            while self._drain(peer):  # the reason comes last; see the note at the head
                 continue
             self._raise_ended(peer)
 
     # Connecting
 
     def _connect(self, address: str, limit: float, ended: Callable[[int], bool]) -> None:
+        # Everybody listens before connecting to the ranks below, with room for all in the queue: a
+        # connect succeeds before its accept, so no circle of processes can wait for each other.
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind(_socket_name(address, self.rank))
             listener.listen(self.size)
@@ -329,11 +346,11 @@ class Mailbox:
     def _reach(
         self, name: str, rank: int, limit: float, ended: Callable[[int], bool]
     ) -> socket.socket:
-        """Connect to a process of this user that listens under a name, once it does."""
+        """Connect to a process that listens under a name, once one of this user does."""
         look = time.monotonic() + LOOK_S
         while True:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            connection.setblocking(False)  # a peer that does not accept would hold this process
+            connection.setblocking(False)  # a full queue would block connect without a limit
             try:
                 connection.connect(name)
                 if _credentials(connection)[1] == os.getuid():
@@ -359,6 +376,7 @@ class Mailbox:
             raise self._nobody(missing)
 
     def _admit(self, connection: socket.socket, rank: int) -> None:
+        # The kernel's own limit, as Python's would make the socket non-blocking for good.
         connection.setblocking(True)
         limit = struct.pack("ll", int(self.timeout_s), int(self.timeout_s % 1 * 1e6))
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
@@ -375,7 +393,7 @@ class Mailbox:
 
 
 def _last_words(peer: _Peer) -> bytes:
-    """What a peer said before it hung up; that it did so is told first where frames are unread."""
+    """Read what a peer sent before it hung up: the reset comes first, see the note at the head."""
     try:
         return peer.socket.recv(_FRAME_BYTES, socket.MSG_DONTWAIT)
     except OSError:
@@ -386,7 +404,7 @@ _open_mailboxes: weakref.WeakSet[Mailbox] = weakref.WeakSet()
 
 
 def _let_go_in_children(mailbox: Mailbox) -> None:
-    """A forked child closes its copies of the sockets, so that the peers see its parent's end."""
+    """Close the sockets in forked children, so that the peers notice when the parent ends."""
     if not _open_mailboxes:
         os.register_at_fork(after_in_child=_close_all)
     _open_mailboxes.add(mailbox)
@@ -398,16 +416,16 @@ def _close_all() -> None:
 
 
 def _socket_name(address: str, rank: int) -> str:
-    """Where a device listens: a name without a file, which shows nothing of the others' names.
+    """The abstract name under which a device listens; it reveals no other device's name.
 
-    Everybody on the host can list such names, and could take that of a device that is still to
-    come if it followed from one that is there.
+    Anyone on the host can list such names, and could claim that of a device that has yet to start
+    if it could be derived from one that is listed.
     """
     return "\0onefold-" + hashlib.sha256(f"{address}.{rank}".encode()).hexdigest()[:32]
 
 
 def _hello(connection: socket.socket) -> int | None:
-    """The rank of a process that has connected; None for a stranger, or one who does not say."""
+    """The rank of a process that has connected; None for a stranger or a silent one."""
     if _credentials(connection)[1] != os.getuid():
         return None
     connection.settimeout(_HELLO_S)
@@ -419,7 +437,7 @@ def _hello(connection: socket.socket) -> int | None:
 
 
 def _credentials(connection: socket.socket) -> tuple[int, int]:
-    """Process and user at the other end."""
+    """Process id and user id of the other end."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, uid, _ = struct.unpack("3i", raw)
     return pid, uid
@@ -428,5 +446,5 @@ def _credentials(connection: socket.socket) -> tuple[int, int]:
 def _open_pidfd(pid: int) -> int | None:
     try:
         return os.pidfd_open(pid)
-    except OSError:  # an old kernel, or a peer in another namespace: the socket alone must tell
+    except OSError:  # an old kernel, or a peer in another namespace: the socket must do alone
         return None

@@ -21,55 +21,57 @@ __all__ = ["Arrivals", "Memory", "Start"]
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The values that a process brings along; those of the lead become everybody's."""
+    """The values that a process starts with; the lead's replace those of all others."""
 
     trained: Sequence[torch.Tensor]
+    """The trained parameters, in the order of the layout."""
     other: Sequence[torch.Tensor]
+    """The other parameters."""
     buffers: FlatTensors
-    """Written to where this process is not the lead."""
+    """The module's buffers; overwritten unless this process is the lead."""
 
 
 class Arrivals(Protocol):
-    """Partial sums that are on their way to the owners of spans."""
+    """Partial sums that are still on their way to the owners of spans."""
 
     def wait_for(self, chunk: int) -> None:
-        """Until the chunk of this number of the own span has come from all devices."""
+        """Wait until this chunk of the own span has come from all devices."""
 
     def finish(self) -> None:
-        """Until everything has come and gone."""
+        """Wait until everything is received and sent."""
 
 
 class Memory(ABC):
-    """Memory of the devices of this process, and what they can see of that of the others.
+    """Memory of this process's devices, and what they can see of that of the others.
 
-    Its methods are called in the order of a step: `publish` for each block, `collect`, then
+    The methods are called in the order of a step: `publish` for each block, `collect`, then
     `partial` for each block and owned span, `hand_on`, `release`. `collect`, `hand_on` and
-    `follow_lead` may block where other processes take part.
+    `follow_lead` are called on all devices, and may block where other processes take part.
     """
 
     board: Board
     """Own rows may be written before ``collect``; all rows may be read after it."""
     trained: dict[int, FlatTensors]
-    """For each device of this process, the trained parameters."""
+    """The trained parameters, by number of this process's devices."""
     other: dict[int, FlatTensors]
-    """For each device of this process, the other parameters."""
+    """The other parameters, by number of this process's devices."""
     is_common: bool = False
-    """All processes compute with the very same memory of the parameters."""
+    """Whether all processes compute with the very same memory of the parameters."""
 
     @abstractmethod
     def bind(self, roster: Roster) -> None:
-        """Follow a roster: who owns which span. Called between steps, and before the first one."""
+        """Adopt a roster: who owns which span. Called between steps, and before the first one."""
 
     @abstractmethod
     def publish(self, device: int, slot: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Take the partial sum of one of ``device``'s blocks; see `Exchange.publish`."""
+        """Take over the partial sum of one of ``device``'s blocks; see `Exchange.publish`."""
 
     @abstractmethod
     def collect(self, plan: Plan) -> Arrivals | None:
-        """Make the others' boards and partial sums visible here, as far as they are not.
+        """Wait for the others' boards and partial sums to be visible here, or on their way.
 
         Returns:
-            What is still on its way, if anything can be.
+            What may still be on its way; None if all is here.
         """
 
     @abstractmethod
@@ -82,16 +84,16 @@ class Memory(ABC):
 
     @abstractmethod
     def hand_on(self) -> None:
-        """Bring the updated spans to every device; returns when they are there."""
+        """Bring the updated spans to every device, and wait until they are there."""
 
     @abstractmethod
     def release(self) -> None:
-        """Let go of the gradients that were published."""
+        """Drop the gradients that were published."""
 
     @abstractmethod
     def follow_lead(self, buffers: FlatTensors) -> None:
-        """Give every process the parameters that the lead's process has, and its ``buffers``.
+        """Give every process the parameters and buffers of the lead's process.
 
         Args:
-            buffers: of this process's first device; written to where it is not the lead.
+            buffers: those of this process's first device; overwritten unless it is the lead.
         """

@@ -1,7 +1,15 @@
-"""Memory of one process of several that see nothing of each other's: tensors are moved.
+"""Memory of one process of several that cannot see each other's: tensors are moved.
 
 Partial sums go from every device straight to the owner of each span, and the updated spans straight
 back to everybody.
+
+Note: what is in flight, and who may touch it
+---------------------------------------------
+``collect`` starts sending the other owners' spans of the own partial sums and receiving the own
+span of theirs. Until ``finish`` the own partial sums are being read by the transport. The owner may
+add to a chunk once it has arrived, as the stretches differ: nobody but the owner of a span is sent
+it, so the own span of the own partial sums is in no message. ``hand_on`` receives into the
+parameters themselves; nobody computes with them between ``collect`` and ``spread``.
 """
 
 from __future__ import annotations
@@ -28,25 +36,25 @@ __all__ = ["PrivateMemory", "collective_exchange"]
 def collective_exchange(
     storage: Storage, start: Start, joined: Joined, roster: Roster, timeout_s: float
 ) -> Exchange:
-    """The exchange of one process of a group; all of them make it at the same time.
+    """Make the exchange of one process of a group; every process must call this together.
 
     Args:
         storage: the sizes.
-        start: this process's values; those of the lead become everybody's.
+        start: this process's values, replaced by the lead's.
         joined: the process group, whose ranks are the devices' numbers.
         roster: who takes part.
-        timeout_s: the limit of the group, for errors.
+        timeout_s: the limit of the group, for error messages.
     """
     transport = GroupTransport(roster.devices[joined.group.rank()], joined, timeout_s)
     return Exchange(storage, PrivateMemory(storage, start, transport), transport, roster)
 
 
 class PrivateMemory(Memory):
-    """One device, and the spans of the others' partial sums that it owns.
+    """One device's memory, with room for the others' partial sums over the span that it owns.
 
     Args:
         storage: the sizes.
-        start: this process's values; those of the lead become everybody's.
+        start: this process's values, replaced by the lead's.
         transport: to the other devices.
     """
 
@@ -70,6 +78,7 @@ class PrivateMemory(Memory):
         self._span = spans[self._rank]
         self._summed = [cut_chunks(storage.gradients, span) for span in spans]
         self._updated = [cut_chunks(storage.parameters, span) for span in spans]
+        # Sized for the old span: made anew when the first partial sum comes.
         self._received = {}
 
     def follow_lead(self, buffers: FlatTensors) -> None:
@@ -86,11 +95,14 @@ class PrivateMemory(Memory):
             peer: self.board.empty_row(peer, plan.shards_of(peer)) for peer in transport.peers()
         }
         partials = self._partials_to_move(plan)
+        # Every process starts the rows first and the partial sums second, as messages are matched
+        # by their order alone. The sums then travel while the rows are read.
         talk = transport.move([op for peer, row in rows.items() for op in _swap(peer, own, row)])
         moving = transport.move(partials)
         talk.finish()
         for peer, row in rows.items():
             self.board.take_row(peer, plan.shards_of(peer), row)
+        # The sums may still be on their way: the owner adds each chunk as it comes.
         return _Coming(self, moving, plan)
 
     def partial(self, place: Published) -> Spanned:
@@ -102,6 +114,7 @@ class PrivateMemory(Memory):
         return self._received[place]
 
     def hand_on(self) -> None:
+        # Straight into the parameters: each stretch has one owner, so no two messages overlap.
         flat = self.trained[self._rank]
         operations = []
         for peer in self._transport.peers():
@@ -114,11 +127,13 @@ class PrivateMemory(Memory):
             partial.release()
 
     def gather_buffers(self, plan: Plan) -> None:
-        """Bring the others' buffers in, if a shard changed any."""
+        """Gather everybody's buffers, if a shard changed any."""
+        # The board is complete and the same everywhere, so that all gather or none does.
         if not self.board.changed.any():
             return
         rows = self.board.rows_memory
         own = plan.shards_of(self._rank)
+        # all_gather takes one shape from everybody, and devices may run unequal numbers of shards.
         padded = torch.zeros(max(plan.counts), rows.shape[1], dtype=torch.uint8, device=rows.device)
         padded[: len(own)] = rows[own.start : own.stop]
         for peer, part in enumerate(self._transport.gather(padded)):
@@ -131,11 +146,17 @@ class PrivateMemory(Memory):
         return self._own[slot]
 
     def _partials_to_move(self, plan: Plan) -> list[Operation]:
-        """The others' spans of our partial sums leave, our span of theirs comes."""
+        """List what leaves (the others' spans of our sums) and comes (our span of theirs).
+
+        For each pair of devices, what one end sends is listed as the other end lists its receipts:
+        totals, then slot by slot. See the note on matching in `onefold.exchange.collective`.
+        """
         own = plan.shards_of(self._rank)
         operations = []
         for peer in self._transport.peers():
             theirs = plan.shards_of(peer)
+            # Totals on the host travel with the row; those on a device go by themselves, so that
+            # the host need not wait for the device to know them.
             if not self.board.on_host:
                 leaving = self.board.totals[own.start : own.stop]
                 coming = self.board.totals[theirs.start : theirs.stop]
@@ -149,7 +170,7 @@ class PrivateMemory(Memory):
 
 
 class _Coming:
-    """Partial sums on their way, and the buffers that follow them."""
+    """Partial sums on their way to this process, and the buffers that follow them."""
 
     def __init__(self, memory: PrivateMemory, moving: Moving, plan: Plan) -> None:
         self._memory = memory
@@ -158,7 +179,8 @@ class _Coming:
         self.wait_for = moving.wait_for
 
     def finish(self) -> None:
-        """Until everything has come and gone."""
+        """Wait until everything is received and sent."""
+        # In this order everywhere: the gather shares its connections with the moves.
         self._moving.finish()
         self._memory.gather_buffers(self._plan)
 

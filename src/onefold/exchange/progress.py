@@ -1,4 +1,11 @@
-"""The table of steps that a launcher and its workers share: who is where, and whether to stop."""
+"""The table that a launcher and its workers share: who is at which step, and whether to stop.
+
+Note: no lock
+-------------
+Each row has one writer: its worker, or for the last row whoever asks to stop, and all of them write
+the same. A reader may catch a row half written. That does no harm: it decides by the first number
+alone, of which only one byte ever changes, and the steps in messages are read after the end.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +22,11 @@ _BEGUN, _ENDED = 1, 2
 
 
 class Progress:
-    """A small table: every worker writes its step there, and the launcher whether to stop.
+    """Where every worker writes its step, and the launcher whether to stop.
 
     Args:
-        descriptor: of the table's memory, made by the launcher.
-        devices: number of rows.
+        descriptor: the table's memory, made by the launcher.
+        devices: number of devices; there is one more row, the launcher's.
     """
 
     def __init__(self, descriptor: int, devices: int) -> None:
@@ -28,7 +35,7 @@ class Progress:
 
     @staticmethod
     def nbytes(devices: int) -> int:
-        """How large the table's memory is."""
+        """The size of the table's memory."""
         return _ROW.size * (devices + 1)
 
     def set_step(self, rank: int, step: int) -> None:
@@ -36,12 +43,12 @@ class Progress:
         _ROW.pack_into(self._table, rank * _ROW.size, _BEGUN, step)
 
     def step_of(self, rank: int) -> int:
-        """The step that ``rank`` is at, -1 before the first."""
+        """The step that ``rank`` is at; -1 before the first."""
         begun, step = _ROW.unpack_from(self._table, rank * _ROW.size)
         return int(step) if begun else -1
 
     def set_ended(self, rank: int) -> None:
-        """Note that the script of ``rank`` has come to its end."""
+        """Note that the script of ``rank`` has ended."""
         step = self.step_of(rank)
         _ROW.pack_into(self._table, rank * _ROW.size, _ENDED, step)
 
@@ -60,7 +67,7 @@ class Progress:
 
 
 def progress_of(world: World) -> Progress | None:
-    """The table shared with onefold's launcher, if that started this process."""
+    """The table shared with onefold's launcher; None if another launcher started this process."""
     if world.progress_descriptor < 0:
         return None
     return _table(world.progress_descriptor, world.size)
@@ -68,5 +75,5 @@ def progress_of(world: World) -> Progress | None:
 
 @functools.cache
 def _table(descriptor: int, devices: int) -> Progress:
-    """Mapped once: a script that closes descriptors does not reach it any more."""
+    """Map the table once, so that a script that closes descriptors cannot take it away."""
     return Progress(descriptor, devices)

@@ -2,6 +2,13 @@
 
 The parameters exist once, and every process computes with them where they are. Partial sums and the
 board lie in the same file without a name, which the lead makes and hands to the others.
+
+Note: one file, cut alike everywhere
+------------------------------------
+Every process computes the same sizes from the same `Storage` and cuts the file in the same order;
+no offset is ever sent. Nothing here is locked. The meetings of a step keep writers and readers
+apart (see `onefold.exchange.exchange`): ``meet`` returns nowhere before every process has made its
+writes ahead of it.
 """
 
 from __future__ import annotations
@@ -31,11 +38,11 @@ _PAGE_BYTES = 4096
 
 
 def shared_exchange(storage: Storage, start: Start, mailbox: Mailbox, roster: Roster) -> Exchange:
-    """The exchange of one process of several on a host; all of them make it at the same time.
+    """Make the exchange of one process of several on a host; all must call this together.
 
     Args:
         storage: the sizes.
-        start: this process's values; those of the lead become everybody's.
+        start: this process's values, replaced by the lead's.
         mailbox: connects the processes; closed with the exchange.
         roster: who takes part.
     """
@@ -44,11 +51,11 @@ def shared_exchange(storage: Storage, start: Start, mailbox: Mailbox, roster: Ro
 
 
 class HostMemory(Memory):
-    """One process of several on this host; all of them make it at the same time.
+    """The memory of one process of several on this host; all must make it together.
 
     Args:
         storage: the sizes.
-        start: this process's values; those of the lead become everybody's.
+        start: this process's values, replaced by the lead's.
         transport: connects the processes.
     """
 
@@ -60,6 +67,7 @@ class HostMemory(Memory):
         self._rank = mailbox.rank
         self._storage = storage
         shape = storage.board
+        # Taken from the iterator below in this very order, in every process.
         sizes = [
             storage.parameters.nbytes,
             storage.other.nbytes,
@@ -72,6 +80,8 @@ class HostMemory(Memory):
         self.board = Board(shape, next(memories), next(memories))
         self._own: list[Partial] = []
         self._partials: dict[Published, Spanned] = {}
+        # The own partial sums may stay where backward left them; those of the others are seen only
+        # as far as they lie in the file, and so as plain memory.
         for device in range(storage.devices):
             for slot in range(storage.slots):
                 flat = FlatTensors(storage.gradients, memory=next(memories))
@@ -80,6 +90,7 @@ class HostMemory(Memory):
                 self._partials[Published(device, slot)] = (
                     self._own[slot] if device == self._rank else flat
                 )
+        # The lead alone: the memory is everybody's. `follow_lead` makes the others wait for it.
         if self._rank == 0:
             self.trained[0].write(start.trained)
             self.other[0].write(start.other)
@@ -87,6 +98,7 @@ class HostMemory(Memory):
 
     def bind(self, roster: Roster) -> None:
         pieces = self._storage.pieces
+        # What the other owners will read of our gradients must be in the file, not with backward.
         visible = [
             chunk
             for owner, span in enumerate(roster.spans)
@@ -97,9 +109,12 @@ class HostMemory(Memory):
             partial.show(visible)
 
     def follow_lead(self, buffers: FlatTensors) -> None:
-        row = self.board.buffer_rows[0]  # the parameters lie in one place for all
+        # Parameters are shared anyhow; only buffers travel, through a row that no step uses now.
+        row = self.board.buffer_rows[0]
         if self._rank == 0:
             row.write(buffers.views)
+        # The first meeting: the lead has written all. The second: everybody has read it, so that
+        # shard 0 may write to the row again.
         self.transport.meet()
         buffers.write(row.views)
         self.transport.meet()
@@ -108,6 +123,7 @@ class HostMemory(Memory):
         self._own[slot].write(gradients)
 
     def collect(self, plan: Plan) -> Arrivals | None:
+        # Once all are here, every partial sum lies in the file: nothing is left on its way.
         self.transport.meet()
         return None
 
@@ -115,6 +131,7 @@ class HostMemory(Memory):
         return self._partials[place]
 
     def hand_on(self) -> None:
+        # Owners updated the one copy of the parameters; it remains to wait for all of them.
         self.transport.meet()
 
     def release(self) -> None:
@@ -123,10 +140,11 @@ class HostMemory(Memory):
 
 
 def _map_shared(mailbox: Mailbox, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """Stretches of memory, each (size,) uint8 of zeros, that all processes share.
+    """Map stretches of memory that all processes share, each (size,) uint8 of zeros.
 
     Pages that nobody touches take no memory, so room for plans that never come costs nothing.
     """
+    # On pages of their own: aligned for any dtype, and no page is written by two processes at once.
     rounded = [-(-max(size, 1) // _PAGE_BYTES) * _PAGE_BYTES for size in sizes]
     starts = list(accumulate(rounded, initial=0))
     memory = _common_memory(mailbox, starts[-1])
@@ -141,5 +159,5 @@ def _common_memory(mailbox: Mailbox, size_bytes: int) -> torch.Tensor:
         for rank in range(1, mailbox.size):
             mailbox.send_file(rank, descriptor)
     finally:
-        os.close(descriptor)
+        os.close(descriptor)  # the mapping stays, and a message under way holds the file itself
     return memory

@@ -1,8 +1,8 @@
 """How the processes of a run reach each other: short words, numbers, and bytes of any length.
 
 A transport knows nothing of steps, parameters or gradients. Every process makes the same calls in
-the same order. Each of them may block, for the transport's limit at the most, and raises
-`PeerError` when another device is lost, has failed, or does not arrive.
+the same order. Each call may block, for the transport's limit at most, and raises `PeerError` when
+another device is lost, has failed, or does not make it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Courier(ABC):
     def room(self, nbytes: int) -> torch.Tensor:
         """Memory to fill for `bring`: (at least nbytes,) uint8 on the host.
 
-        It is the same memory again and again, so the result of an earlier `bring` is not valid any
-        more.
+        It may be the same memory at every call, so filling it invalidates the result of an earlier
+        `bring`.
         """
 
     @abstractmethod
@@ -37,7 +37,8 @@ class Courier(ABC):
         """Bring the content of each process's `room` to the lead's process.
 
         Returns:
-            There, each process's room in the order of their devices; elsewhere, nothing.
+            On the lead, each process's room in device order, (at least nbytes,) uint8; elsewhere,
+            an empty list.
         """
 
     @abstractmethod
@@ -45,11 +46,11 @@ class Courier(ABC):
         """Bring each process what the lead's process has for it.
 
         Args:
-            make: where the lead is: takes the number of a process's first device, and returns
-                (k,) uint8 on the host for that process.
+            make: on the lead's process only: takes the number of a process's first device, and
+                returns (k,) uint8 on the host for that process.
 
         Returns:
-            What was made for this process; there may be bytes behind it.
+            What was made for this process, possibly with more bytes after it.
         """
 
 
@@ -57,34 +58,35 @@ class Transport(Courier):
     """Reaches the other processes of a run."""
 
     step = 1
-    """The step that the run is at, for errors."""
+    """The step that the run is at, for error messages."""
     frame_bytes = 32 * 1024
-    """The longest word that `meet` takes."""
+    """The longest word that `meet` accepts."""
 
     def begin_step(self, step: int) -> None:
-        """Note which step the run is at."""
+        """Note which step the run is at, for error messages."""
         self.step = step
 
     @abstractmethod
     def meet(self, word: bytes = b"") -> Sequence[bytes]:
-        """Wait for every process to make this call.
+        """Wait until every process has made this call.
 
         Args:
-            word: from this process, of the same length everywhere, `frame_bytes` at most.
+            word: what this process tells the others; of one length everywhere, `frame_bytes` at
+                most.
 
         Returns:
-            The words of all processes, in the order of their devices.
+            The words of all processes, in device order.
         """
 
     @abstractmethod
     def close(self, failure: BaseException | None = None) -> None:
-        """Leave the run, telling the others why if it is for a failure. May be called again."""
+        """Leave the run, telling the others why if this process failed. May be called again."""
 
     def share(self, rows: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """Give one row of numbers for each own device and get those of all.
+        """Share one row of numbers from each own device, and return those of all devices.
 
         Args:
-            rows: own device number to a (k,) float64 tensor there, k the same everywhere.
+            rows: for each own device by number, (k,) float64 on it; k is the same everywhere.
 
         Returns:
             (D, k) float64 on the first own device.
@@ -95,20 +97,22 @@ class Transport(Courier):
         return torch.stack(table).to(row.device) if table else row.new_empty(len(words), 0)
 
     def gather_bytes(self, texts: Mapping[int, bytes]) -> list[bytes]:
-        """Give some bytes for each own device and get those of all, in the order of the devices.
+        """Share some bytes from each own device, and return those of all in device order.
 
         Args:
-            texts: own device number to bytes of any length.
+            texts: for each own device by number, bytes of any length.
         """
         (text,) = texts.values()
         lengths = [int.from_bytes(word) for word in self.meet(len(text).to_bytes(8))]
+        # Words of one meeting are of one length, so all send as much as the longest.
         padded = text.ljust(max(lengths), b"\0")
         words = self._meet_in_frames(padded)
         return [bytes(word[:n]) for word, n in zip(words, lengths, strict=True)]
 
     def _meet_in_frames(self, text: bytes) -> list[bytearray]:
-        """The texts of all processes, which are of one length."""
+        """Share texts of one length that may be longer than a word, one frame after the other."""
         parts: list[bytearray] = []
+        # At least one meeting, even of nothing: it says how many processes there are.
         for start in range(0, len(text) or 1, self.frame_bytes):
             words = self.meet(text[start : start + self.frame_bytes])
             parts = parts or [bytearray() for _ in words]
@@ -118,10 +122,10 @@ class Transport(Courier):
 
 
 class Alone(Transport):
-    """Within one process, which drives all devices: there is nobody to wait for.
+    """The transport of a process that drives all devices: there is nobody to wait for.
 
     Args:
-        device: the first one.
+        device: the first device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -158,7 +162,8 @@ class Alone(Transport):
 
 
 def roomy(memory: torch.Tensor | None, nbytes: int, device: torch.device) -> torch.Tensor:
-    """``memory`` if it is large enough, or new memory on the host that ``device`` copies to."""
+    """Return ``memory`` if it is large enough, or new host memory that ``device`` can copy to."""
     if memory is not None and memory.numel() >= nbytes:
         return memory
+    # Pinned for a GPU, which otherwise copies through a buffer of the driver's, and slower.
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")

@@ -1,11 +1,11 @@
 """One worker of a run, as its launcher sees it.
 
-Note: whose number a process has
---------------------------------
-The number of a process, and of its group, is given to another one as soon as its end was collected
-(by wait, or by Popen.poll, which does so as well). So nobody collects before the end of the run:
-that a worker has ended is learnt without collecting it (WNOWAIT, or its descriptor), its group is
-killed while its number is still taken, and only then is it collected. No signal is sent afterwards.
+Note: when a process id is safe to signal
+-----------------------------------------
+Once the end of a process is collected (by wait, or by Popen.poll, which collects too), the kernel
+may give its id, and that of its group, to another process. So no worker is collected before the end
+of the run. Its end is noticed without collecting it (WNOWAIT, or its pidfd), its group is killed
+while the id is still its own, and only then is it collected. No signal is sent afterwards.
 """
 
 from __future__ import annotations
@@ -36,15 +36,16 @@ class Worker:
         self._code: int | None = None
         self._collected = False
         self.pid = process.pid
+        # Safe to open by id: a child that nobody has collected keeps its id, dead or alive.
         self.descriptor = os.pidfd_open(process.pid)
-        """Can be read from when the process has ended."""
+        """A pidfd: readable once the process has ended."""
 
     def __str__(self) -> str:
         return f"device {self.rank} ({self.device}, process {self.pid})"
 
     @property
     def code(self) -> int | None:
-        """Its exit code, or a signal's number below 0; None while it runs. Collects nothing."""
+        """Its exit code, or minus the signal's number; None while it runs. Collects nothing."""
         if self._code is None:
             self._code = self._look()
         return self._code
@@ -52,7 +53,9 @@ class Worker:
     def _look(self) -> int | None:
         try:
             end = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:  # somebody else in this program has collected it, code and all
+        # Something else in this program (a SIGCHLD handler, a wait for any child) has collected it,
+        # code and all. Its id may be another process's by now.
+        except ChildProcessError:
             self._collected = True
             return 0
         if end is None:
@@ -61,19 +64,24 @@ class Worker:
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the worker alone."""
+        # By pidfd, which never means another process, even if the worker ends right here.
         if self.code is None:
             signal.pidfd_send_signal(self.descriptor, number)
 
     def kill_all(self) -> None:
-        """Kill the worker and all its children; not once its end was collected."""
+        """Kill the worker and all its children, unless its end was collected already."""
+        # Asked before the kill, or a death of ours could not be told from one of its own.
         self.ended_by_us |= self.code is None
-        self.signal(signal.SIGKILL)  # a script may have made another group its own
+        # The worker by itself, as its script may have moved it to another group; then the group,
+        # whose id lasts as long as the worker is uncollected.
+        self.signal(signal.SIGKILL)
         if not self._collected:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
 
     def collect(self) -> None:
-        """Have the system forget it; nothing is sent to its number from here on."""
+        """Collect its end; no signal may be sent to its id from here on."""
+        # One that outlived its kill is left to the kernel: waiting for it could take for ever.
         if self.code is not None:
             self._collected = True
             self._process.wait()
@@ -81,7 +89,7 @@ class Worker:
 
 
 def poll(descriptors: Sequence[int], limit_s: float) -> set[int]:
-    """Which of them can be read from within the limit."""
+    """Wait until one of the descriptors is readable; return those that are, none at the limit."""
     poller = select.poll()
     for descriptor in descriptors:
         poller.register(descriptor, select.POLLIN)

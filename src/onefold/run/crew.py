@@ -1,11 +1,11 @@
-"""The workers of one attempt of a run: watched over, ended, and asked how it went.
+"""The workers of one attempt at a run: watches over them, ends them, and finds out how it went.
 
 Note: how a run ends
 --------------------
 Each worker leads a process group of its own, so its children (loader workers) end with it. The
 kernel kills a worker whose launcher is gone. When one worker fails, the others notice by themselves
-(they wait for it) and are given ``_LAST_WORDS_S`` to say so; then whatever is left is killed. The
-first failure that no other device caused is the one that the user is told.
+(they wait for it) and get ``_LAST_WORDS_S`` to report; then whatever is left is killed. The user is
+shown the first failure that no other device caused.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["Crew"]
 
 _LAST_WORDS_S = 3.0
 _KILLED_S = 30.0
-"""How long a process that was killed may take to end: one may be waiting inside the system."""
+"""How long a killed process may take to end: it may be stuck in a system call."""
 
 
 class Crew:
@@ -40,17 +40,18 @@ class Crew:
         self._workers: list[Worker] = []
 
     def add(self, rank: int, device: str, process: subprocess.Popen[bytes]) -> None:
-        """Take in a worker that was just started."""
+        """Add a worker that was just started."""
         self._workers.append(Worker(rank, device, process))
 
     def watch(self, requests: Requests) -> None:
-        """Return when all have ended well, or when it is clear that one has not.
+        """Wait until all have ended well, or one has failed and the others had time to report.
 
         Raises:
-            StoppedAtOnce: somebody has asked for the end.
+            StoppedAtOnce: the user has asked to end the run now.
         """
         while waiting := self._running():
             requests.check()
+            # A stopped worker never ends: only looks at its state, at even intervals, show it.
             if not self._wait_for_end(waiting, LOOK_S):
                 for worker in waiting:
                     worker.unresponsive = worker.stillness.look()
@@ -61,12 +62,14 @@ class Crew:
     def interrupt(self, number: signal.Signals) -> None:
         """Pass a signal on and give the workers a moment to put things in order."""
         for worker in self._running():
+            # Whatever it dies of from here on is our doing, and no failure of the device.
             worker.ended_by_us = True
             worker.signal(number)
         self._wait_for_words()
 
     def end(self) -> None:
         """Kill whatever is left, children of the workers included."""
+        # All of them, ended ones too: children of a worker that is gone may still run.
         for worker in self._workers:
             worker.kill_all()
         limit = time.monotonic() + _KILLED_S
@@ -78,6 +81,7 @@ class Crew:
                 f"inside the system, for a disk or a device",
                 file=sys.stderr,
             )
+        # Last of all: from here on the ids may be other processes'.
         for worker in self._workers:
             worker.collect()
 
@@ -85,35 +89,36 @@ class Crew:
         return [worker for worker in self._workers if worker.code is None]
 
     def _note_ended(self) -> bool:
-        """Note who has ended since; whether any of them ended badly."""
+        """Note when workers ended; return whether any of them ended badly."""
         for worker in self._workers:
             if worker.code is not None and worker.ended_s is None:
                 worker.ended_s = time.time()
         return any(worker.code not in (None, 0, STOPPED_CODE) for worker in self._workers)
 
     def _wait_for_words(self) -> None:
-        """Until all have ended, or time is up, or somebody asks for the end once more."""
+        """Wait until all have ended, time is up, or another signal asks to end the run."""
         limit, signals = time.monotonic() + _LAST_WORDS_S, self._signals.look()
         while (waiting := self._running()) and time.monotonic() < limit:
             self._wait_for_end(waiting, limit - time.monotonic())
+            # Noted as each one ends: the order of their ends tells cause from consequence.
             self._note_ended()
             if self._signals.look() > signals:
                 return
 
     def _wait_for_end(self, workers: Sequence[Worker], limit_s: float) -> bool:
-        """Whether one of the workers has ended within the limit; a signal ends the wait."""
+        """Wait for a worker to end; return whether one has. A signal ends the wait early."""
         descriptors = [worker.descriptor for worker in workers]
         ready = poll([*descriptors, self._signals.descriptor], limit_s)
         return not ready.isdisjoint(descriptors)
 
     def interrupted_outcome(self, by: signal.Signals) -> Outcome:
-        """How a run ended that somebody has ended at once."""
+        """The outcome of a run that a signal ended at once."""
         name = "Ctrl-C" if by == signal.SIGINT else by.name
         text = f"stopped by {name} in step {self._step_text(0)} (device 0)"
         return Outcome(128 + by, text, final=True, stopped_by=by)
 
     def stopped_outcome(self, requests: Requests, checkpoint: str) -> Outcome:
-        """How a run ended that was asked to save itself and stop."""
+        """The outcome of a run that was asked to save itself and stop."""
         codes = {worker.code for worker in self._workers}
         name = requests.signal.name if requests.signal else "a signal to a device"
         if codes == {0}:
@@ -123,6 +128,7 @@ class Crew:
             if checkpoint:
                 text += f" in {checkpoint}: the same command goes on from there"
             return Outcome(STOPPED_CODE, text, final=True, stopped_by=requests.signal)
+        # A failure on the way to the stop is what the user must see, not that it was stopped.
         failed = self.outcome()
         if failed.exit_code:
             return replace(failed, final=True)
@@ -137,16 +143,19 @@ class Crew:
         return Outcome(128 + by, text, final=True, stopped_by=by)
 
     def outcome(self) -> Outcome:
-        """The first failure that no other device caused."""
+        """The outcome of a run that ended by itself: its first failure with no other cause."""
         failures = [failure for worker in self._workers if (failure := self._failure(worker))]
         if not failures:
             return Outcome(0, final=True)
+        # False sorts before True: a device's own failure counts before any that a peer caused, even
+        # if that was reported earlier.
         _, _, outcome = min(failures, key=lambda failure: failure[:2])
         return replace(outcome, failed=True)
 
     def _failure(self, worker: Worker) -> tuple[bool, float, Outcome] | None:
-        """Whether another device caused it, when it was, and what to say."""
+        """Whether a peer made the worker fail, when, and what to say of it; None if it did not."""
         ended_s = worker.ended_s or time.time()
+        # Its own report says more than its exit code, so it is looked at first.
         report = self._board.report(worker.rank)
         step = self._step_text(worker.rank)
         if report is not None:
@@ -166,7 +175,7 @@ class Crew:
 
     def _told(self, worker: Worker, report: Report) -> Outcome:
         step = self._step_text(worker.rank)
-        if report.caused_by_peer:  # it says who; where this device stood is of no interest
+        if report.caused_by_peer:  # the text names the peer; where this device was is no help
             return Outcome(1, report.text)
         text = f"{worker} failed in step {step}: {report.kind}: {report.text}"
         return Outcome(1, text, report.traceback)

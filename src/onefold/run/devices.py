@@ -1,12 +1,13 @@
-"""What this machine has to compute on, and how a choice is written.
+"""Lists the devices of this machine, and reads which of them a user chose.
 
-GPUs are found without PyTorch, by NVIDIA's own library for their management (NVML, by pynvml), so
-that a launcher starts at once. Where that fails although there is a driver, or where programs see
-other devices than it lists (parts of GPUs), PyTorch is asked. A machine whose GPUs cannot be listed
-is an error, not a machine without GPUs, or a run would use the processor without a word.
+GPUs are found without PyTorch, through NVIDIA's management library (NVML, by pynvml), so that a
+launcher starts at once. PyTorch is asked where that fails although there is a driver, or where
+programs see other devices than it lists (parts of GPUs). If the GPUs cannot be listed, that is an
+error: to take the machine for one without GPUs would silently run on the processor.
 
-Both are asked in a process of its own. A call into a driver that hangs cannot be broken off from
-Python, a process can; and neither leaves its library, or a context on a GPU, in the launcher.
+Either is asked in a process of its own. A call into a driver that hangs cannot be interrupted from
+Python, but a process can be killed; and neither library, nor a context on a GPU, stays in the
+launcher.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ __all__ = ["DeviceInfo", "Selection", "cores", "list_devices", "select_devices"]
 _DRIVER_LIMIT_S = 20
 _TORCH_LIMIT_S = 120
 _DRIVER = Path("/proc/driver/nvidia/version")
-"""There where the driver is loaded, in containers without any GPU too."""
+"""Exists where the driver is loaded, even in containers that have no GPU."""
 _DEVICE_NODE = Path("/dev/nvidiactl")
-"""There where GPUs are handed to this machine or container."""
+"""Exists where this machine or container is given GPUs."""
 _WINDOWS_NODE = Path("/dev/dxg")
-"""There instead where this Linux runs within Windows, which lends it what GPUs it has."""
+"""Exists instead under Windows Subsystem for Linux, which passes its GPUs through."""
 
 _ASK_DRIVER = """
 import json
@@ -71,7 +72,7 @@ def row(index):
 count = torch.cuda.device_count() if torch.cuda.is_available() else 0
 print(json.dumps({"cuda": torch.version.cuda, "gpus": [row(index) for index in range(count)]}))
 """
-"""Both in the order in which the workers count, see `onefold.run.world.worker_environment`."""
+"""Both list GPUs as the workers number them; see `onefold.run.world.worker_environment`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +86,7 @@ class DeviceInfo:
     total_bytes: int
     free_bytes: int
     count: int = 1
-    """Cores, of a processor."""
+    """Number of cores, for a processor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ class Selection:
 
     devices: tuple[str, ...]
     may_leave: bool = False
-    """Chosen because they are there, not because somebody asked for so many."""
+    """Whether devices may be left out, as the user did not ask for a number of them."""
 
 
 def cores() -> int:
@@ -103,10 +104,10 @@ def cores() -> int:
 
 
 def list_devices() -> list[DeviceInfo]:
-    """GPUs in the order of the PCI bus, then the processor.
+    """List the GPUs in the order of the PCI bus, then the processor.
 
     Raises:
-        LaunchError: there is a driver for GPUs, and they cannot be listed.
+        LaunchError: a driver for GPUs is loaded, but the GPUs cannot be listed.
     """
     return [*_gpus(), _processor()]
 
@@ -119,8 +120,8 @@ def select_devices(choice: int | str | Sequence[str]) -> Selection:
             processes), ``auto`` (all), ``cpu:N``, or a list such as ``cuda:1,cuda:3``.
 
     Raises:
-        LaunchError: there is no such device here, or the GPUs cannot be listed.
-        ValueError: it cannot be read.
+        LaunchError: a device does not exist here, or the GPUs cannot be listed.
+        ValueError: the choice is in none of these forms.
     """
     listed = not isinstance(choice, int | str)
     text = str(choice).strip() if isinstance(choice, int | str) else ",".join(map(str, choice))
@@ -149,6 +150,7 @@ def _count(number: int) -> tuple[str, ...]:
             f"{number} devices were asked for and this machine has {len(gpus)} GPUs. Use "
             f"--devices {len(gpus)}, or --devices cpu:{number} for processes on the processor"
         )
+    # Chosen by free memory, yet in the order of their indices, so that ranks follow the bus.
     emptiest = sorted(gpus, key=lambda gpu: (-gpu.free_bytes, gpu.index))[:number]
     return tuple(f"cuda:{gpu.index}" for gpu in sorted(emptiest, key=lambda gpu: gpu.index))
 
@@ -182,21 +184,23 @@ def _positive(number: int, text: str) -> int:
 
 
 def _gpus() -> list[DeviceInfo]:
-    """Those that programs see, in the order in which CUDA counts them.
+    """List the GPUs that programs see, in the order in which CUDA numbers them.
 
     Raises:
-        LaunchError: they cannot be listed.
+        LaunchError: the GPUs cannot be listed.
     """
     allowed = visible_gpus()
     if allowed is not None and allowed.split(",")[0].strip() in ("", "-1", "NoDevFiles"):
         return []
     if allowed is not None and "MIG-" in allowed:
         return _gpus_of_torch(f"CUDA_VISIBLE_DEVICES={allowed} names parts of GPUs", some=True)
+    # Nothing points to GPUs: do not spend a process on asking.
     if not any(sign.exists() for sign in (_DRIVER, _DEVICE_NODE, _WINDOWS_NODE)):
         return []
     try:
         rows = _ask("NVML", _ASK_DRIVER, _DRIVER_LIMIT_S)[0]["gpus"]
     except LaunchError as failure:
+        # A loaded driver alone is no proof of GPUs: containers without any show it as well.
         some = _DEVICE_NODE.exists()
         if not (some or _DRIVER.exists()):
             return []
@@ -207,14 +211,14 @@ def _gpus() -> list[DeviceInfo]:
 
 
 def _gpus_of_torch(why: str, *, some: bool) -> list[DeviceInfo]:
-    """The GPUs that PyTorch sees, where the driver's list will not do.
+    """List the GPUs that PyTorch sees, where the driver's list will not do.
 
     Args:
-        why: it will not do.
+        why: the reason why that list will not do, for errors.
         some: whether there must be GPUs, so that seeing none is an error.
 
     Raises:
-        LaunchError: PyTorch cannot say, or sees none although there must be some.
+        LaunchError: PyTorch cannot answer, or sees no GPU although there must be some.
     """
     try:
         answer, hint = _ask("PyTorch", _ASK_TORCH, _TORCH_LIMIT_S)
@@ -227,11 +231,12 @@ def _gpus_of_torch(why: str, *, some: bool) -> list[DeviceInfo]:
 
 
 def _ask(whom: str, script: str, limit_s: float) -> tuple[dict[str, Any], str]:
-    """What a script in a process of its own answers, and the last line of what it complains of.
+    """Run a script in a process of its own; return its answer and its last line of errors.
 
     Raises:
-        LaunchError: it fails, takes too long, or its answer is no JSON of ours.
+        LaunchError: the script fails, takes too long, or answers with other than JSON of ours.
     """
+    # -P: the current folder may hold a file that is called like a library.
     command = [sys.executable, "-P", "-c", script]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
@@ -263,7 +268,7 @@ def _last_line(text: str) -> str:
 
 
 def _visible(rows: list[list[Any]], allowed: str | None) -> list[list[Any]]:
-    """Those that CUDA_VISIBLE_DEVICES lets a program see, in its order, as CUDA counts them."""
+    """Pick the GPUs that CUDA_VISIBLE_DEVICES names, in its order, as CUDA does."""
     if allowed is None:
         return rows
     seen = []

@@ -1,6 +1,6 @@
-"""Starts one process for each device of this machine, watches over them, and tells how they ended.
+"""Starts one process for each device of this machine, watches them, and reports how they ended.
 
-This module does not load PyTorch: the workers can start before the launcher would have.
+This module does not load PyTorch: the workers start sooner than the launcher could load it.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _START = (
     "import sys; root = sys.argv.pop(1); root in sys.path or sys.path.append(root); "
     "from onefold.run.worker import main; sys.exit(main(sys.argv[1:]))"
 )
-"""Of a worker, with ``-P``: the current folder, where somebody may have put a ``pickle.py``, is not
-on its path while libraries are loaded. Where onefold was found is, behind everything else."""
+"""What a worker runs, with ``-P``: the current folder, where anyone may have put a ``pickle.py``,
+is not on its path while libraries are loaded. The place of onefold is, behind everything else."""
 _ROOT = str(Path(__file__).resolve().parents[2])
 
 
@@ -59,25 +59,25 @@ def launch(
 ) -> Any:
     """Run a function on several devices of this machine and return what it returns on the lead.
 
-    Each device is a new Python process that calls ``main(*args)``. From a script, call it under
+    Each device is a new Python process that calls ``main(*args)``. From a script, call this under
     ``if __name__ == "__main__":``; in a notebook, simply call it. In a process that is itself part
-    of a run it only calls ``main``.
+    of a run, it only calls ``main``.
 
     Args:
         main: makes its own model, optimizer and Trainer. Sent by value if it is defined in a
             script or notebook.
         devices: a number, ``"auto"``, ``"cpu:2"`` or a list such as ``["cuda:1", "cuda:3"]``.
-        args: for ``main``.
+        args: arguments for ``main``.
         exchange: ``"auto"``, ``"shared"`` or ``"collective"``.
-        timeout_s: the longest that a device waits for another one.
+        timeout_s: the longest that a device waits for another.
         grace_s: how long ``main`` may take to save itself after the first SIGINT, SIGTERM or
             SIGHUP, which sets ``trainer.asked_to_stop`` on all devices; without it, these end the
             run at once.
 
     Raises:
         RunFailed: a device failed, or the run was stopped; the message carries the first traceback.
-        LaunchError: a device is not there.
-        TypeError, ValueError: an argument is not usable.
+        LaunchError: a chosen device does not exist.
+        TypeError, ValueError: an argument is of a wrong type or value.
 
     >>> onefold.launch(lambda: 6 * 7, devices="cpu:1")
     42
@@ -93,16 +93,17 @@ def launch(
         saves=grace_s is not None,
         grace_s=DEFAULT_GRACE_S if grace_s is None else check_seconds("grace_s", grace_s),
     )
-    # What is unpickled is run. These files have no name, and are inherited as open descriptors:
-    # nobody else can have put anything there, nobody can remove them, and nothing stays behind.
+    # Unpickling runs code. These files have no name and are inherited as open descriptors, so that
+    # nobody else can have written there, nobody can remove them, and nothing stays behind.
     with tempfile.TemporaryFile() as payload, tempfile.TemporaryFile() as result:
-        # In two layers: what is inside may only be found along the path that is outside.
+        # In two layers: the function's modules are found only once the path is set, which is
+        # therefore unpickled first.
         pickle.dump((list(sys.path), cloudpickle.dumps((main, tuple(args)))), payload)
         payload.flush()
         handed = (payload.fileno(), result.fileno())
         outcome = supervise(["--call", *map(str, handed)], selection, options, handed=handed)
         if outcome.stopped_by in (signal.SIGTERM, signal.SIGHUP) and not options.may_stop:
-            # It was put off for as long as the workers ran: now it does what it does here.
+            # It was held back while the workers ran; now it takes its usual effect on this process.
             signal.raise_signal(outcome.stopped_by)
         if outcome.exit_code:
             raise RunFailed(
@@ -124,14 +125,14 @@ def supervise(
     """Start a worker for each device, and return when all have ended.
 
     Args:
-        command: for ``onefold.run.worker``: a script and its arguments, or ``--call`` and two
-            descriptors.
+        command: what ``onefold.run.worker`` is to run: a script and its arguments, or ``--call``
+            and two descriptors.
         selection: the devices.
-        options: of the run.
+        options: the options of the run.
         handed: descriptors that the workers inherit.
 
     Raises:
-        LaunchError: a file that would be written over is not one of ours.
+        LaunchError: a file would be overwritten that is not one of ours.
     """
     _check_places(options)
     ranks = range(0 if options.quiet else 1, len(selection.devices))
@@ -153,10 +154,10 @@ def supervise(
 
 
 def _check_places(options: RunOptions) -> None:
-    """Refuse what would be written over, before any work.
+    """Refuse to overwrite what is not ours, before any work is done.
 
     Raises:
-        LaunchError: it is not ours.
+        LaunchError: the place for the trace or the timeline holds something else.
     """
     try:
         if options.trace:
@@ -185,7 +186,7 @@ class _Run:
         """Start the workers and watch over them until all have ended.
 
         Args:
-            leave_out: how many of the newest checkpoints the run does not go on from.
+            leave_out: how many of the newest checkpoints to pass over.
         """
         with PrivateFolder() as folder:
             (folder.path / _PARTS).mkdir()
@@ -208,16 +209,19 @@ class _Run:
         try:
             for rank in range(len(self.selection.devices)):
                 requests.check()
-                with ctrl_c_later():  # or a worker is started that nobody knows of
+                # Or an interrupt between start and add leaves a worker that nobody ends.
+                with ctrl_c_later():
                     device = self.selection.devices[rank]
                     worker = self._start(rank, run_id, folder, board, leave_out)
                     crew.add(rank, device, worker)
             crew.watch(requests)
-        except KeyboardInterrupt:  # raised by a handler of the program's own
+        # Our own handlers raise none: this comes from one that the calling program has set.
+        except KeyboardInterrupt:
             interrupted = True
             crew.interrupt(signal.SIGINT)
         except StoppedAtOnce:
             interrupted = True
+            # A run that saves was warned by the first request, and has had its time.
             if not self.options.may_stop:
                 crew.interrupt(self.signals.came[0])
         finally:
@@ -256,13 +260,15 @@ class _Run:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
+            # A group of its own, so that its children can be killed with it, and so that Ctrl-C in
+            # the terminal reaches the launcher alone, which passes it on in order.
             start_new_session=True,
             pass_fds=(board.table, board.reports[rank], board.store, *self.handed),
         )
 
 
 def _with_timeline(outcome: Outcome, parts: Path, folder: Path) -> Outcome:
-    """How a run ended, with its timeline; one that cannot be written is no reason to fail it."""
+    """Add the timeline to an outcome; one that cannot be written is no reason to fail the run."""
     try:
         timeline = join_timeline(parts, folder)
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Where the output of the devices other than the lead goes."""
+"""Chooses where the output of the devices other than the lead goes, and what is kept of it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["LogFiles", "log_files"]
 
 
 class LogFiles:
-    """The logs of a run: in the folder that the user named, or in one kept after a failure."""
+    """The logs of a run: in the folder that the user named, or in one kept only after a failure."""
 
     def __init__(self, options: RunOptions, ranks: Sequence[int]) -> None:
         self._private = None if options.logs else PrivateFolder()
@@ -33,19 +33,20 @@ class LogFiles:
             )
 
     def mention(self, outcome: Outcome) -> Outcome:
-        """How a run ended, with its logs where there are any that tell something."""
+        """Add the place of the logs to an outcome, if there are any worth reading."""
         if self._private is None:
-            told = self._any
+            useful = self._any
         else:
-            told = outcome.failed and self._logs.size() > 0 and self._private.is_there()
-        if not told:
+            useful = outcome.failed and self._logs.size() > 0 and self._private.is_there()
+        if not useful:
             return replace(outcome, logs="")
+        # A path that the user has read must last, so this decides that the folder is kept.
         self._keeps = True
         folder, first = self._logs.folder, self._logs.number == 1
         return replace(outcome, logs=str(folder) if first else self._logs.pattern)
 
     def close(self) -> None:
-        """Let go of the files, and remove a folder that nobody is told of."""
+        """Close the files, and remove a private folder that no outcome mentions."""
         self._logs.close()
         if self._private is not None:
             leave = self._private.keep if self._keeps else self._private.remove
@@ -54,6 +55,7 @@ class LogFiles:
 
 @contextlib.contextmanager
 def log_files(options: RunOptions, ranks: Sequence[int]) -> Iterator[LogFiles]:
+    """Open the logs of a run for as long as the block lasts."""
     files = LogFiles(options, ranks)
     try:
         yield files

@@ -1,7 +1,13 @@
-"""The runs that this process is part of, so that others hear of it when it fails.
+"""Keeps the runs that this process is part of, so that the others are told when it fails.
 
 A worker of ``onefold run`` reports through `onefold.run.worker`; under another launcher, the hooks
-set here see to it. A forked child is part of no run: it forgets all of it, and reports nothing.
+set here do. A forked child is part of no run: it forgets everything here, and reports nothing.
+
+Note: what runs at the end, and in which order
+----------------------------------------------
+An uncaught exception passes `sys.excepthook` first and the functions of `atexit` afterwards, in
+reverse order of registration. So the hook tells the others why before `_leave` closes anything, and
+takes back the removal of the logs before that would run.
 """
 
 from __future__ import annotations
@@ -27,11 +33,12 @@ class _Closable(Protocol):
 
 
 _endings: list[Callable[[], None]] = []
+# Weak, so that a Trainer that the script has dropped is not kept until the end.
 _open: weakref.WeakSet[_Closable] = weakref.WeakSet()
 
 
 def register(member: _Closable) -> None:
-    """Close ``member`` when this process fails or ends."""
+    """Have ``member`` closed when this process fails or ends."""
     _forget_in_children()
     if not _open:
         atexit.register(_leave)
@@ -39,19 +46,20 @@ def register(member: _Closable) -> None:
 
 
 def abandon(failure: BaseException) -> None:
-    """Tell the other devices of every run that this process fails."""
+    """Tell the other devices of every run that this process has failed."""
     for member in list(_open):
         member.close(failure)
 
 
 def at_good_end(call: Callable[[], None]) -> None:
-    """Have something called when the script of a worker has come to its end without an error."""
+    """Have a function called when the script of a worker has ended without an error."""
     _forget_in_children()
     _endings.append(call)
 
 
 def end_well() -> None:
-    """Call what was to be called at a good end; what that raises makes it a bad one."""
+    """Call what `at_good_end` was given; an exception from one of these makes the run fail."""
+    # Taken out before the call, so that none is called twice if it fails.
     while _endings:
         _endings.pop(0)()
 
@@ -67,7 +75,8 @@ def _forget_in_children() -> None:
 
 
 def _forget() -> None:
-    """In a child that was just forked: its parent is the device, and will end the run."""
+    """In a child that was just forked: the parent is the device, and will end the run."""
+    # Emptied, not closed: what the members hold is the parent's, and so are the folders.
     _endings.clear()
     _open.clear()
     _log_folders.clear()
@@ -76,11 +85,12 @@ def _forget() -> None:
 
 
 def hush_and_report(world: World) -> None:
-    """For a worker of a launcher that is not ours: one screen, and one traceback on it.
+    """Under another launcher: show the lead's output alone, and one traceback for all devices.
 
-    Output of the devices other than the lead goes to a log file from here on, which the lead's
-    output does not need. An exception that no other device caused is shown on the screen.
+    From here on, the output of the other devices goes to log files. An exception that no other
+    device caused is shown on the screen, whichever device raised it.
     """
+    # Duplicated before descriptor 2 is pointed at the log: the only way back to the screen.
     screen = os.fdopen(os.dup(2), "w")
     if world.rank != 0:
         _write_to_log(world.rank)
@@ -90,6 +100,7 @@ def hush_and_report(world: World) -> None:
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         _keep_logs()
+        # Tell the others before printing, which may block: they are waiting.
         abandon(error)
         if not isinstance(error, PeerError):
             sys.stderr.flush()
@@ -108,6 +119,8 @@ def _write_to_log(rank: int) -> None:
     folder = PrivateFolder(f"onefold-device-{rank}-")
     _log_folders.append(folder)
     descriptor = create_file(folder.path / "output.log", append=True)
+    # What is buffered belongs to the screen; and the descriptors themselves are replaced, as
+    # libraries in C and children write to them, not to sys.stdout.
     sys.stdout.flush()
     sys.stderr.flush()
     os.dup2(descriptor, 1)

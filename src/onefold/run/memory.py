@@ -1,7 +1,7 @@
-"""Has this process keep the memory that it once got, so that every step finds it ready.
+"""Makes this process keep the memory that it was once given, so that every step finds it ready.
 
-Note: why
----------
+Note: why memory is kept
+------------------------
 By default the C library asks the system anew for every large block and hands it back at once. A
 training step frees and allocates the same activations and gradients over and over, and the system
 clears every page of them first: on a processor this costs up to a quarter of a step. With the two
@@ -26,9 +26,9 @@ _M_MMAP_MAX = -4
 
 @functools.cache
 def keep_memory() -> bool:
-    """Make the settings, for good; whether they were made.
+    """Have the C library keep freed memory, for good; return whether it does.
 
-    Left alone where the user has chosen an allocator or its settings (see
+    Nothing is changed where the user has chosen an allocator or its settings (see
     `onefold.run.world.allocator_chosen`), and where the C library is not glibc.
     """
     if allocator_chosen():
@@ -36,6 +36,7 @@ def keep_memory() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
+    # No block by mmap, as these are handed back one by one; and the heap's top is never trimmed.
     kept = bool(mallopt(_M_MMAP_MAX, 0)) and bool(mallopt(_M_TRIM_THRESHOLD, -1))
     if not kept:
         _log.info("the C library does not let this process keep its memory; steps take longer")

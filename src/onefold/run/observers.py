@@ -1,4 +1,4 @@
-"""Who looks on while a run goes: the trace, the timeline, the comparison of runs."""
+"""Makes what watches the steps of a run: the trace, the timeline, the comparison of runs."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ __all__ = ["Observer", "observers_of"]
 _log = logging.getLogger("onefold")
 
 Observer = Callable[[Step, Mapping[int, Sequence[Span]]], None]
-"""Told of every step when it is done, with what each device of this process did in it."""
+"""Called with every finished step, and with what each device of this process did in it."""
 
 
 def observers_of(
     team: Team, model: torch.nn.Module, watches: Mapping[int, Stopwatch], steps: int
 ) -> list[Observer]:
-    """Those that the launcher asked for, in the order in which they are told.
+    """Make the observers that the launcher asked for, in the order in which they are called.
 
-    The trace follows the first trainer of a script, on the lead; a comparison, every trainer.
+    The trace follows the first trainer of a script, on the lead; a comparison follows every one.
 
     Args:
         team: who takes part.
-        model: of the lead, or of this process.
-        watches: of this process's devices, by number.
-        steps: done so far.
+        model: the model of this process.
+        watches: the stopwatches of this process's devices, by number.
+        steps: how many steps are done so far.
     """
     world = team.world
     found: list[Observer] = []
@@ -52,6 +52,7 @@ def observers_of(
                 trainer=team.trainer,
             )
             found.append(_prober(probe, model, world.options.probe_steps))
+        # Last, as it ends the script: the observers before it have seen the step by then.
         found.append(_stopper(team.trainer, world.options.probe_steps))
     return found
 
@@ -59,7 +60,7 @@ def observers_of(
 def _profilers(folder: Path, team: Team, watches: Mapping[int, Stopwatch]) -> list[Observer]:
     try:
         profile = Profile(folder, team, watches)
-    except FileNotFoundError:  # a cleaner of temporary files; that is no reason to end the run
+    except FileNotFoundError:  # a cleaner of temporary files was here: no reason to end the run
         _log.warning("%s was removed meanwhile: this trainer is missing in the timeline", folder)
         return []
     return [lambda step, spans: profile.add_step(step.number, spans)]
@@ -71,7 +72,8 @@ def _tracer(path: Path, model: torch.nn.Module, steps: int) -> Observer:
 
     def trace(step: Step, spans: Mapping[int, Sequence[Span]]) -> None:
         nonlocal done
-        if step.number != done + 1:  # the run has gone on from a checkpoint
+        # The run was resumed from a checkpoint: later lines are of steps that come once more.
+        if step.number != done + 1:
             keep_steps(path, step.number - 1)
         done = step.number
         line = {"step": step.number, "epoch": step.epoch, "loss": float(step.loss)}
@@ -87,7 +89,7 @@ def _prober(probe: Probe, model: torch.nn.Module, steps: int) -> Observer:
 
     def observe(step: Step, spans: Mapping[int, Sequence[Span]]) -> None:
         nonlocal done
-        done += 1  # step.number may begin elsewhere, where the script loads a checkpoint
+        done += 1  # not step.number, which starts elsewhere if the script loads a checkpoint
         if done <= steps:
             probe.observe(done, model, float(step.loss))
 
@@ -96,11 +98,11 @@ def _prober(probe: Probe, model: torch.nn.Module, steps: int) -> Observer:
 
 _PATIENCE = 10
 _steps_done: dict[int, int] = {}
-"""By number of the trainer, in a comparison."""
+"""Steps of each trainer so far, by its number, in a comparison."""
 
 
 def _stopper(trainer: int, steps: int) -> Observer:
-    """Ends the script when every trainer has made its steps, or some cannot be waited for."""
+    """Make an observer that ends the script when all trainers are done, or one never will be."""
     _steps_done[trainer] = 0
 
     def stop(step: Step, spans: Mapping[int, Sequence[Span]]) -> None:

@@ -10,23 +10,23 @@ __all__ = ["Outcome"]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a run ended."""
+    """How a run ended, and what to tell the user about it."""
 
     exit_code: int
-    """What the command line should return: 0 if all is well."""
+    """Exit code for the command line: 0 if all is well."""
     message: str = ""
     """One line about the first failure."""
     traceback: str = ""
-    """Of the first failure, if it was an exception."""
+    """The traceback of the first failure, if it was an exception."""
     logs: str = ""
     """The files with the output of the other devices, kept after a failure."""
     timeline: str = ""
-    """File of the timeline, if one was asked for and a step was done."""
+    """The timeline's file, if one was asked for and a step was done."""
     final: bool = False
-    """It ended well, or as somebody asked: there is nothing to start again."""
+    """It ended well, or as the user asked, so it is not started again."""
     failed: bool = False
-    """A device failed, rather than that somebody ended the run."""
+    """A device failed; the run was not just stopped."""
     stopped_by: signal.Signals | None = None
-    """The signal that ended it before it was done."""
+    """The signal that ended the run before it was done, if one did."""
     step: int = -1
-    """What the lead was at when it ended; -1 before the first step."""
+    """The step that the lead was at when the run ended; -1 before the first step."""

@@ -1,4 +1,4 @@
-"""Requests to stop a run, passed on to workers that save themselves."""
+"""Passes requests to stop a run on to workers that save themselves."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ __all__ = ["Requests", "StoppedAtOnce"]
 
 
 class StoppedAtOnce(Exception):
-    """A signal came that ends the run, a second one came, or the time for stopping is over."""
+    """The run is to end now: by its first signal, by a second one, or as its grace is over."""
 
 
 class Requests:
-    """Passes the first request to stop on to workers that save themselves, and ends the run at the
-    second; at the first where they do not.
+    """Decides what a request to stop does.
+
+    Workers that can save themselves are asked to at the first request, and ended at the second.
+    Others are ended at the first.
 
     Args:
-        signals: that have come to the launcher.
-        board: of the run.
-        options: of the run.
+        signals: the signals that have come to the launcher.
+        board: the memory shared with the workers.
+        options: the options of the run.
     """
 
     def __init__(self, signals: StopSignals, board: Board, options: RunOptions) -> None:
@@ -40,16 +42,16 @@ class Requests:
 
     @property
     def signal(self) -> signal.Signals | None:
-        """Which one came to the launcher first."""
+        """The first signal that came to the launcher, if any did."""
         return self._signals.came[0] if self._signals.came else None
 
     @property
     def twice(self) -> bool:
-        """Whether a second one came."""
+        """Whether a second signal came to the launcher."""
         return len(self._signals.came) > 1
 
     def check(self) -> None:
-        """See to a request that has come.
+        """Act on the requests that have come since the last call.
 
         Raises:
             StoppedAtOnce: the run is to end now.
@@ -57,6 +59,7 @@ class Requests:
         signals = self._signals.look()
         if signals > (1 if self._saves else 0):
             raise StoppedAtOnce
+        # The grace runs from the first request, even if a worker got it: then the table says so.
         if self.came and not self._deadline_s:
             self._deadline_s = time.monotonic() + self._limit_s
             self._progress.request_stop()

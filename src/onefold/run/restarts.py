@@ -1,4 +1,4 @@
-"""From which checkpoint a run is started again, by how it has failed before."""
+"""Chooses the checkpoint from which a failed run is started again."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ __all__ = ["checkpoints_to_leave_out", "words_of_restart"]
 
 
 def checkpoints_to_leave_out(failed_in: Sequence[int]) -> int:
-    """How many of the newest checkpoints are passed over by the next attempt.
+    """How many of the newest checkpoints the next attempt passes over.
 
-    The first failure in a step may be an accident. What fails there again may have its cause in the
-    checkpoint, so each further failure in the same step goes back by one.
+    The first failure in a step may be an accident. A second one in the same step may be due to the
+    checkpoint itself, so each further failure there goes back by one.
 
     Args:
-        failed_in: for each attempt so far the step in which it failed.
+        failed_in: the step in which each attempt so far has failed.
 
     >>> [checkpoints_to_leave_out(failed_in) for failed_in in ([6], [6, 6], [6, 6, 9])]
     [0, 1, 0]
@@ -28,7 +28,7 @@ def checkpoints_to_leave_out(failed_in: Sequence[int]) -> int:
 
 
 def words_of_restart(failed_in: Sequence[int]) -> str:
-    """What is said of it: nothing, where the newest checkpoint is used."""
+    """How a message mentions it: not at all if the newest checkpoint is used."""
     back = checkpoints_to_leave_out(failed_in)
     if not back:
         return ""

@@ -1,7 +1,7 @@
 """What a launcher and its workers share: reports, progress, logs, and the store of a group.
 
-Note: nothing of a name
------------------------
+Note: nothing has a name
+------------------------
 Progress, reports and the store lie in memory that the workers inherit as open descriptors. It has
 no name, so nobody else can write there, no cleaner of temporary files can remove it, and nothing
 stays behind however a process ends.
@@ -28,9 +28,9 @@ class Report:
     rank: int
     """Number of the device."""
     step: int
-    """What it was at; -1 before the first step."""
+    """The step that it was at; -1 before the first step."""
     time_s: float
-    """When, in seconds since the epoch."""
+    """When it failed, in seconds since 1970."""
     kind: str
     """Type of the exception."""
     text: str
@@ -38,7 +38,7 @@ class Report:
     traceback: str
     """As Python prints it."""
     caused_by_peer: bool
-    """It failed because another device did."""
+    """Whether it failed because another device did."""
 
 
 class Board:
@@ -49,6 +49,7 @@ class Board:
     """
 
     def __init__(self, devices: int) -> None:
+        # Closed on exec as Python opens them; the workers get theirs by `pass_fds` alone.
         self.table = os.memfd_create("onefold-progress")
         """Descriptor of the table of steps."""
         self.reports = [os.memfd_create(f"onefold-report-{rank}") for rank in range(devices)]
@@ -59,43 +60,44 @@ class Board:
         self.progress = Progress(self.table, devices)
 
     def report(self, rank: int) -> Report | None:
-        """Word of a failure, if the worker left any and was not killed over it."""
+        """The worker's report of its failure, if it left a whole one."""
         descriptor = self.reports[rank]
         text = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
         return Report(**json.loads(text)) if text.endswith(b"\n") else None
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Close the descriptors; the memory goes with the last process that has it."""
         for descriptor in (self.table, self.store, *self.reports):
             os.close(descriptor)
 
 
 def write_report(descriptor: int, report: Report) -> None:
-    """Leave word of a failure; the last one counts."""
+    """Write the report of a failure, in place of an earlier one."""
     os.ftruncate(descriptor, 0)
-    rest = json.dumps(asdict(report)).encode() + b"\n"  # the line is whole when it has its end
+    # The process may be killed at any moment: only a report with its line's end is whole.
+    rest = json.dumps(asdict(report)).encode() + b"\n"
     written = 0
     while written < len(rest):
         written += os.pwrite(descriptor, rest[written:], written)
 
 
 class Logs:
-    """Files for the output of some devices, of this run alone.
+    """Files for the output of some devices of one run.
 
-    They are called ``device-1.log`` and so on. Where one of these names is taken, by an earlier run
-    or anything else, all of them are ``device-1.run-2.log`` and so on, with the first number that
-    is free.
+    They are called ``device-1.log`` and so on. If one of these names is taken, by an earlier run or
+    anything else, all of them are called ``device-1.run-2.log`` and so on, with the first number
+    that is free.
 
     Args:
-        folder: made if it is not there.
-        ranks: of the devices that have one.
+        folder: where they lie; made if it does not exist.
+        ranks: numbers of the devices that have a log.
     """
 
     def __init__(self, folder: Path, ranks: Sequence[int]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.number = 1
-        """The first run of the folder, the second one, and so on."""
+        """Number of this run among those with logs in the folder, from 1."""
         while (made := self._make(ranks)) is None:
             self.number += 1
         self._files = made
@@ -106,6 +108,8 @@ class Logs:
         try:
             for rank in ranks:
                 made[rank] = create_file(self.path(rank), append=True)
+        # Made only where there was nothing, so that two runs at once never share a file: whoever
+        # comes second takes back what it made, and tries the next number.
         except FileExistsError:
             for rank, descriptor in made.items():
                 os.close(descriptor)
@@ -115,23 +119,23 @@ class Logs:
 
     @property
     def pattern(self) -> str:
-        """How the files are called."""
+        """The path of all the files, with a * for the device."""
         return str(self.path("*"))
 
     def path(self, rank: int | str) -> Path:
-        """The file of a device."""
+        """The path of a device's log."""
         run = "" if self.number == 1 else f".run-{self.number}"
         return self.folder / f"device-{rank}{run}.log"
 
     def descriptor(self, rank: int) -> int | None:
-        """Where the device's output goes, if it has a log."""
+        """The descriptor of a device's log, if it has one."""
         return self._files.get(rank)
 
     def size(self) -> int:
-        """Bytes of all logs."""
+        """The size of all logs, in bytes."""
         return sum(os.fstat(descriptor).st_size for descriptor in self._files.values())
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         for descriptor in self._files.values():
             os.close(descriptor)

@@ -1,8 +1,15 @@
 """A Trainer's part in a run, from its start to its end.
 
-The Trainer is the face and computes nothing; the engine computes and knows no run. Between them
-lies the order in which a step, its checkpoints, its observers and a request to stop follow each
-other, and who hears of a failure.
+The Trainer is the face and computes nothing; the engine computes and knows no run. What lies
+between them is here: the order in which a step, its checkpoints, its observers and a request to
+stop follow each other, and who is told of a failure.
+
+Note: who is told of a failure
+------------------------------
+An exception on one device leaves the others waiting for a call that it never makes. So whatever may
+raise between two calls to the others runs in `telling_others`, which closes the exchange with the
+reason: every wait then ends with it. What fails before any such call (an unusable argument in
+``__init__``) is found by the others when this process ends.
 """
 
 from __future__ import annotations
@@ -49,7 +56,7 @@ _log = logging.getLogger("onefold")
 
 
 class UserParts(NamedTuple):
-    """What the user's script gave to its Trainer."""
+    """What the user's script gives to its Trainer."""
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
@@ -57,10 +64,10 @@ class UserParts(NamedTuple):
     schedule: LRScheduler | None
 
     def check(self) -> None:
-        """Refuse what is not usable, before any work.
+        """Refuse what is not usable, before any work is done.
 
         Raises:
-            TypeError, ValueError: a part is not what it should be.
+            TypeError, ValueError: a part is of a wrong type or cannot be trained.
         """
         check_model(self.model)
         check_optimizer(self.optimizer, self.model)
@@ -76,13 +83,13 @@ class Session:
     Args:
         world: how this process was started.
         user: model, optimizer, loss and schedule.
-        settings: of the run.
-        devices: that the script names, for one process to drive; None if it names none.
+        settings: the settings of the run.
+        devices: devices that the script has this process drive; None if it names none.
         plan: how many shards each device runs; None for even shares.
 
     Raises:
-        TypeError, ValueError: an argument is not usable.
-        LaunchError: a device is not there.
+        TypeError, ValueError: an argument is of a wrong type or value.
+        LaunchError: a device does not exist.
         DisagreementError: another device of the run was given something else.
     """
 
@@ -95,10 +102,12 @@ class Session:
         devices: Sequence[str | torch.device] | None,
         plan: Sequence[int] | None,
     ) -> None:
+        # Refused before any device is touched or anybody else is contacted.
         user.check()
         self.settings = settings
         self.team = form_team(world, devices, shards=settings.shards, module=user.model)
         chosen = self._checked_plan(plan)
+        # Before the engine, whose first additions must have the run's number of threads.
         settle_process(self.team, shards=settings.shards, threads=settings.threads)
         self.verifying = Verifying(world, user.model, user.loss)
         self.engine = assemble(
@@ -113,7 +122,7 @@ class Session:
         )
         self.verifying.begin(self.engine, self.team)
         self.asked_to_stop = False
-        """Whether the launcher has asked the run to stop, the same on all devices."""
+        """Whether the run was asked to stop; the same on all devices, as a step agrees on it."""
         self.position = Position()
         self.checkpoints = Checkpoints(
             self.engine, settings, self.team, self.position, user.schedule
@@ -123,13 +132,14 @@ class Session:
         self._left = False
         self._process = os.getpid()
         self._progress = progress_of(world)
+        # May load a checkpoint, so what starts from the step that is done comes after it.
         self._begin_saving()
         self.note_progress()
         watches = {replica.number: replica.watch for replica in self.engine.replicas}
         self._observers = observers_of(self.team, user.model, watches, self.position.step)
 
     def _begin_saving(self) -> None:
-        """Find out what can be saved while nothing is lost yet, and go on from what was saved."""
+        """Refuse what could not be saved while nothing is lost yet, and resume what was saved."""
         try:
             self.checkpoints.check_can_be_saved()
         except TypeError as error:
@@ -137,28 +147,29 @@ class Session:
                 raise
             if 0 in self.team.own:  # a run that saves nothing may go on
                 _log.warning("trainer.save will refuse this run: %s", error)
+        # Loading may fail on one device alone, for lack of memory say: the others must be told.
         with self.telling_others():
             self._autosave = Autosave.of(self.team, self.checkpoints, self.position, self._progress)
         if self._autosave is not None:
             at_good_end(self._finish)
 
     def set_plan(self, counts: Sequence[int]) -> None:
-        """Have the devices run so many shards from the next batch on.
+        """Have each device run this many shards from the next batch on.
 
         Raises:
-            TypeError, ValueError: it is no plan for this run.
+            TypeError, ValueError: the counts are no plan for this run.
         """
         roster = self.engine.roster
         self.engine.bind(roster.next(plan=self._checked_plan(counts)))
 
     def loader(self, dataset: SizedDataset, collate: Collate | None, **choices: Any) -> Loader:
-        """Batches for `evaluate` and `predict`; see `Loader` for ``choices``."""
+        """Make a loader for `evaluate` and `predict`; see `Loader` for ``choices``."""
         return self._loader(dataset, self.verifying.collate(collate), **choices)
 
     def loader_of_steps(
         self, dataset: SizedDataset, collate: Collate | None, **choices: Any
     ) -> Loader:
-        """Batches for `step`, whose place in the data is part of a checkpoint."""
+        """Make a loader for `step`, whose place in the data is part of a checkpoint."""
         collate = self.verifying.collate(collate, keeps=True)
         made = self._loader(dataset, collate, **choices)
         self.position.add(made.track)
@@ -181,15 +192,16 @@ class Session:
 
     @contextmanager
     def data_call(self, call: Call, function: ScoreFunction, batches: Loader) -> Iterator[DataCall]:
-        """A call that goes through a data set, as all devices must make it."""
+        """Surround a call over a data set, which all devices must make."""
         with self.telling_others():
             self.checkpoints.check()
             size = batches.track.size
             yield DataCall(call, self.position.step + 1, size.samples, size.batch_size, function)
 
     def step(self, batch: object) -> Step:
-        """One update; see `Trainer.step`."""
-        self.engine.take_spans()  # of a step that failed and was survived
+        """Make one update; see `Trainer.step`."""
+        # Drop the times of a step that failed, if the script survived it.
+        self.engine.take_spans()
         start = host_now_s()
         cut = self._cut(self.verifying.batch(batch))
         waited = cut.waited or (start, host_now_s())
@@ -198,6 +210,8 @@ class Session:
             raise SystemExit(STOPPED_CODE)
         with self.telling_others():
             outcome = self._compute(cut, number)
+        # The step is done for everybody. The position follows before anything else can fail, or a
+        # checkpoint might count the batch as unused.
         self.asked_to_stop |= outcome.verdict.stops
         self.position.note_step(cut)
         self.engine.end_step()
@@ -208,11 +222,13 @@ class Session:
         step = Step(number, cut.samples, cut.epoch, outcome, first)
         for observe in self._observers:
             observe(step, spans)
+        # After the observers, so that the trace has every step that a checkpoint holds.
         if self._after_step(cut, stop=outcome.verdict.stops):
             raise SystemExit(STOPPED_CODE)
         return step
 
     def _compute(self, batch: ShardedBatch, number: int) -> Outcome:
+        # Devices see the signal at different times; the step makes one answer of it.
         asked = self._world.options.may_stop and self._is_asked_to_stop()
         with self.verifying.step(batch, number) as given:
             outcome = self.engine.step(given, number, asked_to_stop=asked)
@@ -221,7 +237,7 @@ class Session:
         return outcome
 
     def _before_step(self, batch: ShardedBatch) -> bool:
-        """Look after checkpoints; whether the process is to stop, as was asked."""
+        """Save what was put off; return whether the process is to stop, as it was asked to."""
         with self.telling_others():
             self.checkpoints.check()
             if self._autosave is None:
@@ -230,7 +246,7 @@ class Session:
             return self._autosave.before_step()
 
     def _after_step(self, batch: ShardedBatch, *, stop: bool) -> bool:
-        """Save if it is time; whether the process is to stop."""
+        """Save if a checkpoint is due; return whether the process is to stop."""
         if self._autosave is None:
             return False
         with self.telling_others():
@@ -238,6 +254,8 @@ class Session:
 
     def close(self) -> None:
         """Leave the run; see `Trainer.close`."""
+        # The last save needs all devices. If this script is failing, the others do not come: leave
+        # it to the failure, which ends the run.
         saves_with_others = self._autosave is not None and self.engine.with_others
         if saves_with_others and not self._left and _is_failing():
             return
@@ -246,7 +264,7 @@ class Session:
         self.engine.exchange.close()
 
     def _finish(self) -> None:
-        """Bring everything that is to be saved to the disk."""
+        """Write everything that is still to be saved."""
         if self._autosave is not None and not self._left:
             with self.telling_others(), _only_noting():
                 self._autosave.finish()
@@ -284,7 +302,7 @@ class Session:
 
     @contextmanager
     def telling_others(self, but: type[Exception] | None = None) -> Iterator[None]:
-        """Tell the other devices what is raised here, ``but`` what they raise as well."""
+        """Tell the other devices what is raised here, except ``but``, which they raise as well."""
         if os.getpid() != self._process:
             raise RuntimeError(
                 f"the Trainer was made in process {self._process}, and this is process "
@@ -295,24 +313,24 @@ class Session:
             yield
         except BaseException as error:
             if but is None or not isinstance(error, but):
-                # Alone, nobody is left behind: a script that survives the error may go on.
+                # Alone, nobody else is left waiting: a script that survives the error may go on.
                 self._left |= self.engine.with_others
                 self.engine.exchange.close(error)
             raise
 
     def _is_asked_to_stop(self) -> bool:
-        """Whether this process has been."""
+        """Whether this process was asked to stop; others may not know of it yet."""
         return self._progress is not None and self._progress.stop_requested()
 
     def note_progress(self) -> None:
-        """What comes before a step ends badly is reported as a failure in that step."""
+        """Tell the launcher which step is next: later failures are reported as in that step."""
         if self._progress is not None:
             self._progress.set_step(self._world.rank, self.position.step + 1)
 
 
 @contextmanager
 def _only_noting() -> Iterator[None]:
-    """Where the script fails already, that is what its user must see."""
+    """If the script is failing already, only log what is raised: the user must see the first."""
     failing = _is_failing()
     try:
         yield
@@ -323,7 +341,7 @@ def _only_noting() -> Iterator[None]:
 
 
 def _is_failing() -> bool:
-    """Whether an exception is under way that ends the script, and not in order."""
+    """Whether an exception is being handled that ends the script in error."""
     error = sys.exc_info()[1]
     ends_well = isinstance(error, SystemExit) and error.code in (None, 0)
     return error is not None and not ends_well

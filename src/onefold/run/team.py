@@ -1,4 +1,4 @@
-"""Settles which devices take part and which of them this process drives."""
+"""Decides which devices take part, and which of them this process drives."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ def form_team(
     shards: int,
     module: torch.nn.Module,
 ) -> Team:
-    """The devices of a run.
+    """Decide on the devices of a run.
 
     Args:
         world: how this process was started.
-        chosen: devices that the script names, for one process to drive.
-        shards: V, the most devices that there can be.
-        module: where its parameters are tells the device where nothing else does.
+        chosen: devices that the script has this process drive.
+        shards: how many shards every batch is cut into: there can be no more devices.
+        module: the model; its parameters' device is taken if nothing else names one.
 
     Raises:
-        ValueError: more devices than shards, devices of several kinds, or both the script and a
-            launcher chose.
-        LaunchError: a device is not there.
+        ValueError: there are more devices than shards, devices of several kinds, or devices chosen
+            by both the script and a launcher.
+        LaunchError: a device does not exist.
     """
     own: tuple[int, ...]
     if world.size > 1 or (world.launched and not chosen):
@@ -56,9 +56,11 @@ def form_team(
         devices = tuple(_checked(_read(d)) for d in _listed(chosen) or [_default(module)])
         own = tuple(range(len(devices)))
     _check_together(devices, shards)
+    # Once per process, not per Trainer: descriptors 1 and 2 are replaced.
     if world.launcher == "torch" and world.size > 1 and world not in _hushed:
         _hushed.append(world)
         hush_and_report(world)
+    # Or libraries that allocate on "the current GPU" would all open a context on GPU 0.
     for number in own[:1]:
         if devices[number].type == "cuda":
             torch.cuda.set_device(devices[number])
@@ -66,9 +68,9 @@ def form_team(
 
 
 def settle_process(team: Team, *, shards: int, threads: int | None) -> None:
-    """Fix the threads of a CPU device: bits depend on their number, so it is part of the run.
+    """Fix the number of threads of a CPU device: bits depend on it, so it is part of the run.
 
-    A CPU device also keeps its memory from here on, see `onefold.run.memory`.
+    A CPU device also keeps its memory from here on; see `onefold.run.memory`.
     """
     if team.devices[team.own[0]].type != "cpu":
         if threads is not None:
@@ -76,6 +78,7 @@ def settle_process(team: Team, *, shards: int, threads: int | None) -> None:
         return
     keep_memory()
     available = cores()
+    # By shards, not by devices: so a device has the same threads however many others there are.
     settled = max(1, available // shards) if threads is None else threads
     torch.set_num_threads(settled)
     idle = available - settled
@@ -104,7 +107,9 @@ def _launched(world: World, shards: int) -> tuple[torch.device, ...]:
     if seen == 0:
         return (torch.device("cpu"),) * world.size
     if seen >= world.local_size:
-        first = world.rank - world.local_rank  # ranks of a host follow one another
+        # The GPUs of other hosts cannot be seen from here, but ranks of a host follow one another,
+        # so each rank's GPU follows from the rank.
+        first = world.rank - world.local_rank
         indices = ((rank - first) % world.local_size for rank in range(world.size))
         return tuple(torch.device("cuda", index) for index in indices)
     if seen == 1 and _shows_one_gpu(visible_gpus()):
@@ -121,8 +126,7 @@ def _launched(world: World, shards: int) -> tuple[torch.device, ...]:
 def _shows_one_gpu(visible: str | None) -> bool:
     """Whether the launcher, or the script, lets each process see its own GPU and no other.
 
-    That two processes do not share one is left to NCCL, which refuses it: from one process it
-    cannot be seen.
+    One process cannot see whether two share a GPU; that is left to NCCL, which refuses it.
     """
     return visible is not None and len([name for name in visible.split(",") if name.strip()]) == 1
 
@@ -143,7 +147,7 @@ def _read(device: object) -> torch.device:
 
 
 def _default(module: torch.nn.Module) -> torch.device:
-    """Where the model is, if the user has put it somewhere; else a GPU; else the processor."""
+    """Take the model's device if the user moved it; else the emptiest GPU; else the processor."""
     placed = next((p.device for p in module.parameters()), torch.device("cpu"))
     if placed.type == "cpu" and torch.cuda.is_available():
         free = [torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count())]

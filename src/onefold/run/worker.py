@@ -1,18 +1,25 @@
-"""A process of a launched run: runs the user's script or function and leaves word if it fails.
+"""A process of a launched run: runs the user's script or function, and reports if that fails.
 
 Started by `onefold.launch` with LAUNCHER_PID SCRIPT [ARGUMENT ...], or with ``-m MODULE`` or
 ``--call PAYLOAD RESULT`` (two inherited descriptors) in place of the script.
 
 Note: what is on the path
 -------------------------
-The process is started with ``-P``, so that nothing of the current folder or of the script's is
-loaded in the place of a library. When PyTorch is there, what ``python SCRIPT`` and ``python -m``
+The process is started with ``-P``, so that no file in the current folder or the script's is loaded
+in place of a library. Once PyTorch is loaded, the folder that ``python SCRIPT`` and ``python -m``
 put at the head of ``sys.path`` is put there, unless the user has forbidden it (PYTHONSAFEPATH).
 
 Note: a child that the script forks
 -----------------------------------
-It comes back from the script as the worker does, but it is not the device: it leaves no word, saves
-nothing and takes nothing apart.
+It returns from the script as the worker does, but it is not the device. It must neither report nor
+save anything, nor run what the parent has registered for its end. So every way out of the script
+compares the process id, and a child leaves through `_end_child`.
+
+Note: the order of a failure
+----------------------------
+The report is written first, then the other devices are told. They fail of it at once, and the
+launcher, which wakes at the first end of a process, must by then find the cause and not only the
+consequences.
 """
 
 from __future__ import annotations
@@ -43,7 +50,9 @@ __all__ = ["main"]
 
 
 def main(arguments: list[str]) -> int:
-    """Run what the launcher asked for; the exit code of the process."""
+    """Run what the launcher asked for, and return the exit code of the process."""
+    # Before anything slow: a launcher that is gone must leave no worker behind, and a signal during
+    # the long load of PyTorch must find our handler, not the default one, which kills.
     die_with_parent(int(arguments[0]))
     _keep_to_ourselves()
     _take_requests_to_stop()
@@ -60,6 +69,7 @@ def main(arguments: list[str]) -> int:
         if os.getpid() != process:
             _end_child(end)
         if end.code not in (None, 0, STOPPED_CODE):
+            # No report, as there is no traceback: the launcher reads the exit code.
             abandon(end)
             raise
         code = end.code
@@ -69,6 +79,7 @@ def main(arguments: list[str]) -> int:
         _fail(error)
     if os.getpid() != process:
         _end_child(SystemExit(0))
+    # Still inside the run: what fails in saving is a failure of the device like any other.
     try:
         if code != STOPPED_CODE:
             end_well()
@@ -80,7 +91,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _keep_to_ourselves() -> None:
-    """Hand what was inherited from the launcher on to no program that the script starts."""
+    """Keep programs that the script starts from inheriting what the launcher has handed over."""
     world = current_world()
     for descriptor in (
         world.progress_descriptor,
@@ -91,11 +102,11 @@ def _keep_to_ourselves() -> None:
 
 
 def _take_requests_to_stop() -> None:
-    """Where a run can save itself, a signal that is sent to its workers asks for no less."""
+    """Treat a signal to this worker as one to the launcher, if the run can save itself."""
     progress, process = progress_of(current_world()), os.getpid()
     if progress is None or not current_world().options.may_stop:
         return
-    before: dict[int, Any] = {}
+    before: dict[int, Any] = {}  # signal: the handler that it had
 
     asked: list[int] = []
 
@@ -104,17 +115,18 @@ def _take_requests_to_stop() -> None:
             asked.append(number)
             progress.request_stop()
             return
-        # The second time; or a child of the script, which is ended like any other.
+        # The second signal, or one to a child of the script: end as the signal would have.
         signal.signal(number, before[number])
         os.kill(os.getpid(), number)
 
     for number in STOP_SIGNALS:
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+        # A hang-up that nohup has had ignored stays ignored.
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
             before[number] = signal.signal(number, request)
 
 
 def _say_that_it_ends() -> None:
-    """Others may wait for a Trainer that this process never makes."""
+    """Announce the end of this script: others may wait for a Trainer that it never makes."""
     world = current_world()
     progress = progress_of(world)
     if progress is not None:
@@ -122,23 +134,24 @@ def _say_that_it_ends() -> None:
 
 
 def _fail(error: BaseException) -> NoReturn:
+    # In this order; see the note at the head.
     _leave_word(error)
     abandon(error)
     _end_at_once()
 
 
 def _load_torch() -> None:
-    """Load what every run needs, and do not look for garbage meanwhile.
+    """Load what every run needs, with garbage collection off.
 
-    Loading makes hundreds of thousands of objects and next to no garbage; the collector's looking
-    through them again and again takes a third of the time. PyTorch's optimizers load its compiler.
+    Loading makes hundreds of thousands of objects and next to no garbage; to look through them
+    again and again takes a third of the time. PyTorch's optimizers load its compiler in any case.
     """
     gc.disable()
     try:
         importlib.import_module("onefold.system.compat").load_compiler()
     finally:
         gc.enable()
-    gc.freeze()  # these objects stay: nobody need look at them again
+    gc.freeze()  # these objects stay: no later collection need look at them
 
 
 def _prepare() -> None:
@@ -166,20 +179,23 @@ def _put_first(folder: str) -> None:
 
 
 def _call(payload: int, result: int) -> None:
-    """Call what the launcher has put into one descriptor, and answer into the other one.
+    """Call the function in one descriptor, and write what it returns into the other one.
 
-    What is unpickled is run: see `onefold.launch.launch` for why it is the launcher's.
+    Unpickling runs code; `onefold.run.launch.launch` says why this can only be the launcher's.
     """
     import cloudpickle
 
+    # A program that the function starts must not be able to write the answer.
     os.set_inheritable(result, False)
     with mmap.mmap(payload, 0, access=mmap.ACCESS_READ) as packed:
+        # The path first: the function's own modules may be found along it alone.
         sys.path[:], call = pickle.loads(packed)
     os.close(payload)
     process = os.getpid()
     function, values = cloudpickle.loads(call)
-    del call
+    del call  # it may hold large arguments a second time
     returned = function(*values)
+    # A child that the function forked comes by here, too.
     if os.getpid() == process and current_world().rank == 0:
         with os.fdopen(result, "wb") as file:
             file.write(cloudpickle.dumps(returned))
@@ -188,6 +204,7 @@ def _call(payload: int, result: int) -> None:
 def _leave_word(error: BaseException) -> None:
     world = current_world()
     progress = progress_of(world)
+    # Started by hand, without a launcher to read a report: fail as any program does.
     if progress is None:
         raise error
     write_report(
@@ -205,7 +222,8 @@ def _leave_word(error: BaseException) -> None:
 
 
 def _end_at_once() -> NoReturn:
-    """End without taking the program apart: objects that are half at work would only complain."""
+    """End without destroying objects: those in the middle of their work would only print errors."""
+    # They remove files and folders that must not outlive the process.
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -213,7 +231,7 @@ def _end_at_once() -> NoReturn:
 
 
 def _end_child(end: BaseException) -> NoReturn:
-    """End a process that the script has forked, as the end of its script says."""
+    """End a process that the script has forked, with the exit code that its end asks for."""
     code = 0
     if not isinstance(end, SystemExit):
         traceback.print_exception(_of_the_user(end))
@@ -222,13 +240,14 @@ def _end_child(end: BaseException) -> NoReturn:
         code = end.code if isinstance(end.code, int) else 1
         if not isinstance(end.code, int):
             print(end.code, file=sys.stderr)
+    # Not by sys.exit: the functions of atexit are the parent's, and would run a second time.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code & 0xFF)
 
 
 def _of_the_user(error: BaseException) -> BaseException:
-    """The exception without the frames through which we came to the user's code."""
+    """Drop the frames from the traceback through which we reached the user's code."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_globals.get("__name__") in (
         "__main__",

@@ -5,10 +5,10 @@ ONEFOLD_WORLD), or by any launcher that speaks PyTorch's protocol (RANK, WORLD_S
 
 Note: one process is the device
 -------------------------------
-A program that the script starts inherits the environment, and a process that it forks all of the
-memory: each would take itself for the device. So the record is taken out of the environment when it
+A program that the script starts inherits the environment, and a process that it forks inherits all
+memory: each would take itself for the device. So the record is removed from the environment when it
 is read (RANK and WORLD_SIZE stay, for libraries that print or download on rank 0 alone), and the
-world is that of the process that has read it; in a child of that, asking for it is an error.
+world belongs to the process that has read it; asking for it in a forked child is an error.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SECRET_LENGTH = 16
 
 
 def read_world(environment: Mapping[str, str]) -> World:
-    """Make out from the environment how this process was started."""
+    """Read from an environment how this process was started."""
     if WORLD_VARIABLE in environment:
         return World.from_json(environment[WORLD_VARIABLE])
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
@@ -47,6 +47,8 @@ def read_world(environment: Mapping[str, str]) -> World:
 def _read_torch(environment: Mapping[str, str]) -> World:
     size = int(environment["WORLD_SIZE"])
     local_size = int(environment.get("LOCAL_WORLD_SIZE", "1"))
+    # The restart count is part of it: the store of the launcher outlives a failed attempt, and keys
+    # of that one must not be taken for ours.
     parts = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
     return World(
         rank=int(environment["RANK"]),
@@ -71,7 +73,7 @@ def _checked_secret(secret: str) -> str:
 
 
 def take_world(environment: MutableMapping[str, str]) -> World:
-    """Make out how this process was started, and leave no record of it to those it starts."""
+    """Read how this process was started, and remove the record, so that no child inherits it."""
     world = read_world(environment)
     environment.pop(WORLD_VARIABLE, None)
     return world
@@ -79,7 +81,7 @@ def take_world(environment: MutableMapping[str, str]) -> World:
 
 @functools.cache
 def _own_world() -> tuple[World, int]:
-    """This process's world, and the process that it belongs to."""
+    """Read this process's world once, with the id of the process that it belongs to."""
     return take_world(os.environ), os.getpid()
 
 
@@ -109,13 +111,13 @@ def is_launched() -> bool:
 
 
 def visible_gpus() -> str | None:
-    """CUDA_VISIBLE_DEVICES: what the user lets programs see, or None for all."""
+    """The value of CUDA_VISIBLE_DEVICES, which limits the GPUs that programs see; None if unset."""
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
 def allocator_chosen() -> bool:
-    """Whether the user has said how memory is to be allocated, by glibc's own variables or by
-    loading another allocator before it."""
+    """Whether the user has chosen how memory is allocated, by glibc's variables or by preloading
+    another allocator."""
     return any(
         name.startswith("MALLOC_")
         or (name == "GLIBC_TUNABLES" and "glibc.malloc" in value)
@@ -125,14 +127,16 @@ def allocator_chosen() -> bool:
 
 
 def worker_environment(world: World) -> dict[str, str]:
-    """The environment of a worker that onefold launches."""
+    """Make the environment of a worker that onefold launches."""
     environment = dict(os.environ)
     environment[WORLD_VARIABLE] = world.to_json()
-    environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # so that numbers mean the same to everybody
-    environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats its bits
-    environment.setdefault("PYTHONHASHSEED", "0")  # sets have the same order everywhere
-    environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the first failure is told by us
-    environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host: no need for its name to resolve
+    # CUDA's default order is by speed, and so not that of NVML, by which devices were chosen.
+    environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+    # Read when cuBLAS is loaded: with other workspaces its results may differ from run to run.
+    environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    environment.setdefault("PYTHONHASHSEED", "0")  # sets of strings have the same order everywhere
+    environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # we report the first failure ourselves
+    environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host: its name need not resolve
     # Libraries that print, log or download on rank 0 alone look for these.
     environment["RANK"] = environment["LOCAL_RANK"] = str(world.rank)
     environment["WORLD_SIZE"] = environment["LOCAL_WORLD_SIZE"] = str(world.size)
