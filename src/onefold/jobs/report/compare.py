@@ -11,7 +11,8 @@ from onefold.jobs.report.curves import Runs, curves_of_several
 from onefold.jobs.report.folder import Run, read_run
 from onefold.jobs.report.markup import page
 from onefold.jobs.report.page import REPORT_NAME, write_page
-from onefold.jobs.report.words import NOTHING, counted, option
+from onefold.jobs.report.words import NOTHING, option
+from onefold.system.words import counted
 
 __all__ = ["compare_runs"]
 

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from onefold.errors import DataError
+from onefold.jobs.progress import PHASES
 from onefold.system.plainfile import open_plain, parse_json, read_plain
 
-__all__ = ["PHASES", "EpochLine", "Run", "StepsLine", "finite_or_zero", "number", "read_run"]
+__all__ = ["EpochLine", "Run", "StepsLine", "finite_or_zero", "number", "read_run"]
 
 _BEGINNING = re.compile(r'(?=\{"kind":)')
 """Of a line; a text inside one would have its quotes escaped."""
@@ -26,9 +27,6 @@ _BEGINNING = re.compile(r'(?=\{"kind":)')
 _MOST_OPTIONS_BYTES = 1 << 20
 _LONGEST_LINE_BYTES = 1 << 20
 """Of metrics; what is longer is cut, and counts as lines that cannot be read."""
-
-PHASES = ("data", "forward", "backward", "exchange", "update")
-"""What a device does in a step of training, in order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

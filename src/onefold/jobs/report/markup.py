@@ -8,6 +8,7 @@ from html import escape
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from onefold.jobs.report import words
+from onefold.system.words import counted
 
 __all__ = ["is_page", "page"]
 
@@ -55,5 +56,6 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     environment.globals |= {name: getattr(words, name) for name in words.__all__}
+    environment.globals["counted"] = counted
     environment.globals["policy"] = _NOTHING_FROM_ELSEWHERE
     return environment

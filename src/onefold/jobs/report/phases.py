@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from onefold.jobs.report.folder import PHASES, EpochLine, Run, finite_or_zero
+from onefold.jobs.progress import PHASES
+from onefold.jobs.report.folder import EpochLine, Run, finite_or_zero
 
 __all__ = ["ALL_PHASES", "DeviceTime", "device_times"]
 

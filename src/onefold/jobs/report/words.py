@@ -9,7 +9,6 @@ from datetime import UTC, datetime
 __all__ = [
     "NOTHING",
     "amount",
-    "counted",
     "duration",
     "is_share",
     "option",
@@ -100,15 +99,6 @@ def when(moment: object) -> str:
     if parsed.tzinfo is None:
         return f"{parsed:%Y-%m-%d %H:%M}"
     return f"{parsed.astimezone(UTC):%Y-%m-%d %H:%M} UTC"
-
-
-def counted(amount: int, noun: str) -> str:
-    """The noun with its number.
-
-    >>> counted(1, "device"), counted(5000, "image")
-    ('1 device', '5,000 images')
-    """
-    return f"{amount:,} {noun}" if amount == 1 else f"{amount:,} {noun}s"
 
 
 def amount(count: object) -> str:
