@@ -69,7 +69,7 @@ class DataPass:
     """One pass of a loader over its data set."""
 
     number: int
-    """Number of the pass, counted over the run."""
+    """Number of the pass among those of its loader."""
     used: int
     """How many of its samples have been used by steps so far."""
     epoch: int | None

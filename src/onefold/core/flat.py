@@ -183,6 +183,7 @@ class FlatTensors:
             # multiples of 64.
             self.sections.append(memory[start : start + numel * dtype.itemsize].view(dtype))
             start += nbytes
+        # One view of each entry, in its own shape and strides.
         self.views = [self._view(entry) for entry in layout.entries]
 
     def write(self, values: Sequence[torch.Tensor | None], *, skip: Collection[int] = ()) -> None:

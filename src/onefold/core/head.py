@@ -1,4 +1,4 @@
-"""What devices compare at the start of every call, so that differences are found before they harm.
+"""What devices compare at the start of every call, to find differences before they do harm.
 
 Pure: it knows numbers and words, and neither devices nor tensors.
 

@@ -60,8 +60,8 @@ def _to_json(value: object, what: str, depth: int) -> Any:
         )
     if value is None or isinstance(value, bool | str):
         return value
-    # NumPy's scalars before floats: np.float64 is a subclass of float, and would otherwise be
-    # converted without a look at its own type.
+    # Before the other numbers: some of NumPy's scalars are subclasses of Python's numbers and some,
+    # such as np.bool_, are not.
     if isinstance(value, np.generic):
         return _to_json(value.item(), what, depth)
     # int() and float() strip subclasses, so that the result is plain. Finite floats keep their

@@ -326,7 +326,7 @@ def _weigh_term(term: Mean | Sum, what: str) -> Contribution:
         raise LossError(f"{what}: the total of onefold.{name} must be a scalar tensor, got {came}")
     if isinstance(term, Sum):
         return Contribution(root=term.total, share=1.0, weight=1.0, kind="sum")
-    # On a GPU this waits for the forward: a weight must be known to be valid before backward.
+    # A weight on a GPU is waited for here: it must be known to be valid before backward begins.
     weight = _number(term.weight, what)
     if not 0 <= weight < float("inf"):
         raise LossError(f"{what}: the weight of onefold.Mean must be finite and >= 0, got {weight}")

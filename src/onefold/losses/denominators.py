@@ -43,7 +43,7 @@ def distance(
     reduction: str,
     weight: Tensor | None,
 ) -> Loss:
-    # PyTorch divides these losses by the sum of the weights, and all others by the count.
+    # A weighted mean of these losses is one of the few that PyTorch divides by the sum of weights.
     numel = common_numel(input, target)
     if weight is None:
         return reduced(function, (input, target), reduction, lambda: numel)

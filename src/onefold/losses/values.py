@@ -128,7 +128,7 @@ def poisson_nll_loss(
     eps: float = 1e-8,
     reduction: str = "mean",
 ) -> Loss:
-    """Negative log likelihood of Poisson distributed counts; a mean is over the elements.
+    """Negative log likelihood of Poisson-distributed counts; a mean is over the elements.
 
     Raises:
         ValueError: the target would broadcast the input, as one of (n,) does with (n, 1).
@@ -195,9 +195,8 @@ def cosine_embedding_loss(
 ) -> Loss:
     """Compare the angles of pairs: similar ones have targets of 1, and others of -1.
 
-    A similar pair costs 1 minus its cosine, another one as much as its cosine exceeds the margin.
-
-    A mean is over the pairs.
+    The loss of a similar pair is 1 minus its cosine, that of any other by how much its cosine
+    exceeds the margin. A mean is over the pairs.
 
     >>> cosine_embedding_loss(torch.ones(3, 2), torch.ones(3, 2), torch.tensor([1, -1, -1]))
     Mean(total=tensor(2.), weight=3)

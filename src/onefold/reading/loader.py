@@ -1,4 +1,4 @@
-"""Reads a data set in shards, with the same samples, order and augmentation on any devices.
+"""Reads a data set in shards: the same samples, order and augmentation on any number of devices.
 
 Note: who keeps the workers alive
 ---------------------------------
@@ -57,7 +57,7 @@ _LONGEST_TEMPORARY_PATH = 107 - len("/pymp-12345678/listener-12345678")
 
 
 class Loader:
-    """Yields the batches of passes over a data set, of each this process's shards.
+    """Yields the batches of a data set, pass after pass: of each, the shards of this process.
 
     It is made by ``Trainer.loader``. Every ``iter()`` begins a new pass, in a new order if
     ``shuffle`` is set; the order depends only on the seed and the numbers of the pass and the

@@ -300,7 +300,7 @@ class Position:
         track.number = place[1] if where is None else self._made[None] + place[1]
         if place in self._waiting:
             saved = self._waiting[place]
-            # Nothing is changed until the check has passed: a script may catch the error.
+            # The position is unchanged until the check has passed: a script may catch the error.
             _check_loader(saved, track, self._changed)
             track.go_to(saved)
             del self._waiting[place]

@@ -180,6 +180,6 @@ class StopSignals:
         return self._saves or ends_program or isinstance(before, _Raise)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        # First the note, then the wake-up: who is woken must find something.
+        # First the note, then the wake-up: whoever is woken must find something.
         self.came.append(signal.Signals(number))
         os.eventfd_write(self.descriptor, 1)
