@@ -1,7 +1,15 @@
 """A global batch, cut into shards.
 
-A batch that a script cuts itself may hold NumPy arrays beside tensors. Their shards are tensors
-that share the arrays' memory, where PyTorch can use it as it is.
+A batch of the script's own may hold NumPy arrays beside tensors. Their shards are tensors that
+share the arrays' memory wherever PyTorch can use that memory as it is.
+
+Note: the digest of a batch
+---------------------------
+Devices compare the batches of a script before each step, so the digest has to be far cheaper than a
+step: it reads at most 64 elements of each tensor. It exists to catch a batch that was drawn
+differently (another seed, one random number too many on the lead), where nearly every element
+differs, and not a single wrong value. The places that it reads are a function of the shape alone,
+so devices that hold equal tensors read equal elements.
 """
 
 from __future__ import annotations
@@ -23,7 +31,7 @@ __all__ = ["DataPass", "ShardedBatch", "batch_digest", "cut_batch", "move"]
 _Leaf = torch.Tensor | np.ndarray[Any, Any]
 
 _SPREAD = 62
-"""At most so many steps lie between the first and the last element that a digest reads."""
+"""The most steps between the first and the last element that a digest reads."""
 _SAME_WIDTH = {
     torch.bfloat16: torch.int16,
     torch.complex32: torch.int32,
@@ -33,7 +41,7 @@ _SAME_WIDTH = {
     torch.float8_e5m2fnuz: torch.uint8,
     torch.float8_e8m0fnu: torch.uint8,
 }
-"""What NumPy reads the elements of a dtype as that it lacks."""
+"""For each dtype that NumPy lacks, one of the same width that it can read instead."""
 _TENSOR_KINDS = frozenset(
     np.dtype(name)
     for name in (
@@ -53,7 +61,7 @@ _TENSOR_KINDS = frozenset(
         "c16",
     )
 )
-"""Dtypes of arrays that `torch.from_numpy` takes."""
+"""The array dtypes that `torch.from_numpy` accepts."""
 
 
 @dataclass(slots=True)
@@ -61,21 +69,21 @@ class DataPass:
     """One pass of a loader over its data set."""
 
     number: int
-    """Which pass of the run it is."""
+    """Number of the pass among those of its loader."""
     used: int
-    """How many of its samples the steps so far have used."""
+    """How many of its samples have been used by steps so far."""
     epoch: int | None
-    """The epoch that it was begun in; None for outside."""
+    """The epoch in which it was begun; None outside of any epoch."""
     end: int
-    """How many of its samples will have been used when all batches are."""
+    """How many of its samples will have been used once all of its batches are."""
     given: int = 0
     """How many of its samples have been handed out."""
     over: bool = False
-    """No more batches will come."""
+    """Whether it has ended, so that no more batches come from it."""
     broken_off: bool = False
-    """There would have been more."""
+    """Whether it ended before its last batch."""
     abandoned: bool = False
-    """The run went elsewhere meanwhile: its batches must not be used."""
+    """Whether the run was moved elsewhere meanwhile, so that its batches must not be used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,46 +91,48 @@ class ShardedBatch:
     """The shards of one batch that this process runs; what a loader yields and ``step`` takes."""
 
     samples: int
-    """Samples of the whole batch, over all devices."""
+    """Number of samples in the whole batch, over all devices."""
     plan: Plan
     """Who runs which shard of this batch."""
     shards: Mapping[int, object] = field(repr=False)
-    """Shard number to its collated samples; empty shards are left out."""
+    """The collated samples of each shard, by shard number; empty shards are left out."""
     epoch: int = 0
-    """Which pass over the data it belongs to."""
+    """Number of the pass over the data that it belongs to."""
     waited: tuple[float, float] | None = field(default=None, repr=False, compare=False)
-    """From when to when a loader was waited for, in seconds on the host's clock."""
+    """When the wait for a loader began and ended, in seconds on the host's clock."""
     data_pass: DataPass | None = field(default=None, repr=False, compare=False)
     """The loader's pass that it belongs to, if a loader made it."""
     stop: int = 0
-    """How many samples of that pass are used once this batch is."""
+    """How many samples of that pass will have been used after this batch."""
     loader: int = -1
-    """Number of the loader that made it; -1 if a script cut it itself."""
+    """Number of the loader that made it; -1 for a batch of the script's own."""
     data_digest: int = 0
-    """Of the data set, alike where the data are; 0 where no loader computed it."""
+    """Digest of the data set, equal where the data are equal; 0 where no loader computed one."""
     digest: int = 0
-    """`batch_digest` of a batch that a script cut itself, where that was asked for."""
+    """`batch_digest` of a batch of the script's own, where that was asked for."""
 
     @property
     def pass_number(self) -> int:
-        """Number of the loader's pass that it belongs to; -1 if no loader made it."""
+        """Number of the loader's pass that the batch belongs to; -1 if no loader made it."""
         return -1 if self.data_pass is None else self.data_pass.number
 
     @property
     def sizes(self) -> list[int]:
-        """Samples of each shard."""
+        """Number of samples in each shard, (V,)."""
         return [stop - start for start, stop in cut_bounds(self.samples, self.plan.shards)]
 
     def divisor(self, weight: float) -> float:
         """What gradients are divided by in backward, before the whole batch's weight is known.
 
-        Several shards: the samples are known before all forwards are, other weights only after.
-        One shard: its ``weight`` is that of the batch.
+        With several shards this is the number of samples, the only divisor that every device knows
+        before all forwards are done. With one shard it is the shard's own ``weight``, which is that
+        of the batch.
         """
         return weight if self.plan.shards == 1 else float(self.samples)
 
     def size_of(self, shard: int) -> int:
-        """Samples of one shard."""
+        """Number of samples in one shard."""
+        # The sizes of `cut_bounds`, without a tuple of all V bounds for one of them.
         size, longer = divmod(self.samples, self.plan.shards)
         return size + (shard < longer)
 
@@ -134,19 +144,22 @@ def cut_batch(
 
     Args:
         batch: a tensor or a NumPy array (n, ...), or tuples, lists and dicts of them.
-        plan: who runs what.
+        plan: which device runs which shard.
         shards_run: the shards that this process keeps.
-        epoch: which pass over the data it belongs to.
-        digest: compute that of the batch as well.
+        epoch: number of the pass over the data that the batch belongs to.
+        digest: whether to compute the batch's digest as well.
 
     Raises:
-        ValueError: the tensors disagree in length, or there is nothing to cut.
-        TypeError: it holds something that is neither a tensor nor one of these containers, or an
-            array of what no tensor holds.
+        ValueError: the tensors disagree in length, or the batch holds no tensor.
+        TypeError: the batch holds something that is neither a tensor nor one of these containers,
+            or an array of a dtype that PyTorch lacks.
     """
+    # Every leaf is checked, and the length agreed on, before anything is cut: an error leaves
+    # nothing half done. The same list serves the digest, so the batch is walked once.
     leaves = list(_leaves(batch, "batch"))
     samples = _common_length(leaves)
     bounds = cut_bounds(samples, plan.shards)
+    # A shard without samples is never run: a forward on zero rows would give NaN means.
     kept = {shard: bounds[shard] for shard in shards_run if bounds[shard][0] < bounds[shard][1]}
     shards = {shard: _map(batch, _slicer(start, stop)) for shard, (start, stop) in kept.items()}
     return ShardedBatch(
@@ -159,30 +172,35 @@ def cut_batch(
 
 
 def batch_digest(batch: object) -> int:
-    """A number of 64 bits with a sign, by which devices can tell whether they have the same batch.
+    """Digest a batch into a signed 64-bit number, by which devices notice that theirs differ.
 
-    It costs microseconds: structure, shapes and dtypes count, and of each tensor on the host at
-    most 64 elements, the first, the last, and others spread evenly. So it finds a batch that was
-    drawn otherwise, and not one element that differs.
+    It costs microseconds: it covers the structure, the shapes and dtypes, and of each tensor on the
+    host at most 64 elements: the first, the last, and others spread evenly. So it detects a batch
+    that was drawn differently, and not a single element that differs.
 
     Args:
         batch: as for `cut_batch`.
 
     Raises:
-        TypeError: it holds something else.
+        TypeError: the batch holds something that `cut_batch` refuses.
     """
     return _digest_of(_leaves(batch, "batch"))
 
 
 def move(payload: object, device: torch.device) -> object:
-    """The same structure with every tensor on ``device``; anything else is left as it is."""
+    """Move every tensor of a structure to ``device``, and leave anything else as it is."""
+    # Non-blocking: it only takes effect for pinned memory, and kernels on the same stream wait for
+    # the copy, so nobody can read the tensor too early.
     return _map(payload, lambda leaf: leaf.to(device, non_blocking=True), strict=False)
 
 
 def _digest_of(leaves: Iterable[tuple[str, _Leaf]]) -> int:
     parts = [_kind(path, leaf.dtype, leaf.shape) + _spread(leaf) for path, leaf in leaves]
-    parts.sort()  # dicts that are alike may have their keys in another order
+    # Equal dicts may hold their keys in different orders on different devices.
+    parts.sort()
     text = b"".join(parts)
+    # Two different checksums of 32 bits each: nobody forges a batch, and both are faster than any
+    # cryptographic hash. The offset makes the number fit the signed fields of a head.
     return (crc32(text) << 32 | adler32(text)) - 2**63
 
 
@@ -193,7 +211,8 @@ def _kind(path: str, dtype: torch.dtype | np.dtype[Any], shape: tuple[int, ...])
 
 
 def _spread(leaf: _Leaf) -> bytes:
-    """The bytes of a few elements; none if they lie on another device."""
+    """The bytes of a few elements; none if they do not lie on the host."""
+    # Reading an element on a GPU would wait for all work queued there.
     if isinstance(leaf, torch.Tensor):
         if not leaf.is_cpu or leaf.layout != torch.strided:
             return b""
@@ -203,23 +222,28 @@ def _spread(leaf: _Leaf) -> bytes:
     places = _places(leaf.size, leaf.shape[-1] if leaf.ndim > 1 else 1)
     if leaf.flags.c_contiguous:
         return leaf.take(places).tobytes()
-    return leaf.flat[places].tobytes()  # without copying all
+    # `take` would first copy a whole array that is not contiguous; `flat` fetches single elements.
+    return leaf.flat[places].tobytes()
 
 
 @functools.lru_cache(maxsize=256)
 def _places(size: int, columns: int) -> np.ndarray[Any, Any]:
-    """Where among the elements of an array those are that are looked at."""
+    """The flat indices of the elements that are read, (at most 64,) int64."""
     step = (size - 1) // _SPREAD + 1
+    # A step that shares a factor with the row length would visit a few columns only, such as the
+    # black margin of a picture, where all batches are equal.
     while gcd(step, columns) > 1:
-        step += 1  # or all elements might lie in a few columns, such as a picture's margin
+        step += 1
     return np.array([*range(0, size, step), size - 1])
 
 
 def _as_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """An array in the same memory."""
+    """View a tensor on the host as an array in the same memory, where there is one."""
     try:
         return tensor.numpy()
-    except (RuntimeError, TypeError):  # it has a gradient, or a dtype that NumPy lacks
+    except (RuntimeError, TypeError):
+        # The tensor requires a gradient, is lazily conjugated or negated, or has a dtype that NumPy
+        # lacks. Trying first costs an ordinary tensor nothing.
         plain = tensor.detach().resolve_conj().resolve_neg()
         width = _SAME_WIDTH.get(plain.dtype)
         return plain.numpy() if width is None else plain.view(width).numpy()
@@ -230,9 +254,11 @@ def _slicer(start: int, stop: int) -> Callable[[_Leaf], torch.Tensor]:
 
 
 def _as_tensor(leaf: _Leaf) -> torch.Tensor:
-    """A tensor in the same memory, or in other memory where PyTorch cannot use that one."""
+    """A tensor in the same memory, or a copy where PyTorch cannot use that memory."""
     if isinstance(leaf, torch.Tensor):
         return leaf
+    # `from_numpy` warns about read-only arrays, and refuses foreign byte orders, negative strides,
+    # and strides that are no multiple of the element size (a field of a structured array).
     usable = leaf.flags.writeable and leaf.dtype.isnative
     if usable and all(stride >= 0 and stride % leaf.itemsize == 0 for stride in leaf.strides):
         return torch.from_numpy(leaf)
@@ -287,6 +313,7 @@ def _leaves(batch: object, path: str) -> Iterator[tuple[str, _Leaf]]:
 def _map(batch: object, change: Callable[[Any], torch.Tensor], *, strict: bool = True) -> object:
     if isinstance(batch, torch.Tensor) or (strict and isinstance(batch, np.ndarray)):
         return change(batch)
+    # Named tuples first: they are tuples, but are constructed from separate arguments.
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         fields: list[Any] = [_map(value, change, strict=strict) for value in batch]
         return type(batch)(*fields)

@@ -1,13 +1,21 @@
-"""Many tensors in a few flat ones: where each lies, how they are cut into pieces and spans.
+"""Packs many tensors into a few flat ones, and cuts those into pieces, spans and chunks.
 
 Note: why pieces
 ----------------
-An optimizer kernel is free to treat the tail of a tensor in another way than its middle, so the
-bits of an update may depend on where a slice begins and ends. Were parameters cut where the number
-of devices says, the bits would depend on it. So every parameter is first cut into *pieces* whose
+An optimizer kernel is free to treat the tail of a tensor differently from its middle, so the bits
+of an update may depend on where a slice begins and ends. If parameters were cut according to the
+number of devices, so would the bits be. Therefore every parameter is first cut into *pieces* whose
 bounds depend on the model alone: multiples of 1024 elements from the parameter's start. The
-optimizer always sees pieces, on one device too, and a *span* is a contiguous run of whole pieces.
-Every parameter starts at a multiple of 64 bytes, whatever lies before it.
+optimizer always sees pieces, even on one device, and a *span* is a contiguous run of whole pieces.
+Every parameter starts at a multiple of 64 bytes, whatever lies before it, because a vectorised
+kernel may treat the elements up to the first aligned address separately, too.
+
+Note: who owns the memory
+-------------------------
+A section is a view of memory that somebody else allocated, perhaps shared with other processes. A
+view of an entry, a piece or a chunk aliases its section: writing to one writes to all of them, and
+in-place additions rely on that. The layout is computed from names, shapes, dtypes and strides
+alone, so that every process finds a tensor at the same offset without asking the others.
 """
 
 from __future__ import annotations
@@ -39,38 +47,44 @@ __all__ = [
     "storage_order",
 ]
 
+# A cache line, and the widest vector register of today's processors.
 _ALIGNMENT_BYTES = 64
+# Fused kernels give the same bits for any slice cut at a multiple of this: see the note on pieces.
 _PIECE_MULTIPLE_NUMEL = 1024
+# Smaller pieces would cost the optimizer more in calls of kernels than they even out.
 _SMALLEST_PIECE_NUMEL = 16 * 1024
+# Enough to give each of many devices an even span, few enough to loop over in every step.
 _PIECES_OF_A_MODEL = 256
+# From this size on a tensor is added where it lies: copying it would cost as much as adding it.
 _LARGE_BYTES = 256 << 10
+# What is moved or added at a time still lies in the cache when its next operand arrives.
 _CHUNK_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor's place."""
+    """Where one tensor lies."""
 
     name: str
     section: int
-    """Which flat tensor it lies in: there is one a dtype."""
+    """Number of the flat tensor that it lies in; there is one for each dtype."""
     offset: int
-    """First element, counted in the section."""
+    """Its first element, counted from the start of the section."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    """Its own strides, so that channels_last stays channels_last."""
+    """The tensor's own strides, so that channels_last stays channels_last."""
     numel: int
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where each of some tensors lies; the same on every device."""
+    """Where each tensor of a set lies; the same on every device."""
 
     entries: tuple[Entry, ...]
     dtypes: tuple[torch.dtype, ...]
-    """Of the sections."""
+    """The dtype of each section."""
     numels: tuple[int, ...]
-    """Of the sections, padding included."""
+    """Number of elements in each section, padding included."""
 
     @property
     def section_bytes(self) -> tuple[int, ...]:
@@ -84,7 +98,7 @@ class Layout:
         return sum(self.section_bytes)
 
     def is_large(self, number: int) -> bool:
-        """Whether an entry is worth treating by itself rather than with its neighbours."""
+        """Whether an entry is large enough to be treated alone rather than with its neighbours."""
         entry = self.entries[number]
         return entry.numel * self.dtypes[entry.section].itemsize >= _LARGE_BYTES
 
@@ -97,7 +111,7 @@ class Piece:
     start: int
     stop: int
     whole: bool
-    """It is the entire entry, and is updated in the entry's own shape."""
+    """Whether it is the entire entry, which is then updated in the entry's own shape."""
 
     @property
     def numel(self) -> int:
@@ -106,17 +120,19 @@ class Piece:
 
 
 class Chunk(NamedTuple):
-    """Elements ``start`` to ``stop - 1`` of a section: what is moved and added at a time."""
+    """Elements ``start`` to ``stop - 1`` of a section, which are moved or added at a time."""
 
     section: int
     start: int
     stop: int
     entry: int | None
-    """The large tensor that it lies in, if it does."""
+    """Number of the large entry that it lies in; None if it lies among small ones."""
 
 
 def lay_out(tensors: Mapping[str, torch.Tensor]) -> Layout:
     """Find a place for each tensor, in the order given, one section for each dtype."""
+    # In the order of first appearance, which is the model's and so the same in every process; a set
+    # would have an order of its own in each.
     dtypes = tuple(dict.fromkeys(tensor.dtype for tensor in tensors.values()))
     filled = dict.fromkeys(dtypes, 0)
     entries = []
@@ -140,10 +156,10 @@ class FlatTensors:
     """The sections of a layout in one stretch of memory, and a view of every entry.
 
     Args:
-        layout: what lies where.
-        memory: (layout.nbytes,) uint8, starting at a multiple of 64 bytes; allocated on ``device``
-            when absent, with zeros.
-        device: where to allocate.
+        layout: where each tensor lies.
+        memory: (layout.nbytes,) uint8, starting at a multiple of 64 bytes; if absent, zeros are
+            allocated on ``device``.
+        device: where to allocate them.
     """
 
     def __init__(
@@ -157,21 +173,26 @@ class FlatTensors:
             memory = torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
         self.layout = layout
         self.device = memory.device
+        # One flat tensor for each dtype, (numel,): views of `memory`, which they keep alive.
         self.sections: list[torch.Tensor] = []
         start = 0
         for nbytes, numel, dtype in zip(
             layout.section_bytes, layout.numels, layout.dtypes, strict=True
         ):
+            # `view(dtype)` needs a start that is a multiple of the element size: section_bytes are
+            # multiples of 64.
             self.sections.append(memory[start : start + numel * dtype.itemsize].view(dtype))
             start += nbytes
+        # One view of each entry, in its own shape and strides.
         self.views = [self._view(entry) for entry in layout.entries]
 
     def write(self, values: Sequence[torch.Tensor | None], *, skip: Collection[int] = ()) -> None:
-        """Copy one tensor to each entry, zeros where there is none; leave out those of ``skip``."""
+        """Copy one tensor into each entry, zeros for None; leave the entries in ``skip`` alone."""
         views, sources = [], []
         for number, (view, value) in enumerate(zip(self.views, values, strict=True)):
             if number in skip:
                 continue
+            # Zeroed, not skipped: the memory still holds the values of the step before.
             if value is None:
                 view.zero_()
             else:
@@ -195,18 +216,20 @@ class FlatTensors:
     def _view(self, entry: Entry) -> torch.Tensor:
         section = self.sections[entry.section]
         stretch = section[entry.offset : entry.offset + entry.numel]
-        # Through DLPack a view gets a storage of its own size: whoever saves or copies one
-        # parameter is not made to save or copy them all.
+        # Going through DLPack gives the view a storage of its own size. An ordinary view would
+        # share the section's storage, and saving or deep-copying one parameter would take the whole
+        # section along.
         return from_dlpack(stretch).as_strided(entry.shape, entry.stride)
 
 
 def storage_order(tensor: torch.Tensor) -> torch.Tensor:
     """(numel,) view of a dense tensor's elements in the order in which they lie in memory."""
+    # `reshape(-1)` would give their logical order, and copy a channels_last tensor to do so.
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """The same values with these strides, those of a dense tensor; itself if it has them."""
+    """The same values with the given dense strides; the tensor itself if it already has them."""
     if tensor.stride() == stride:
         return tensor
     laid = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
@@ -214,7 +237,7 @@ def laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """First and past-the-last address that a tensor with elements may touch."""
+    """First and past-the-last address that a non-empty tensor may touch."""
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     last = sum((size - 1) * stride for size, stride in pairs)
     start = tensor.data_ptr()
@@ -222,7 +245,8 @@ def extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of one shape and dtype have the same bits: NaN is like NaN here."""
+    """Whether two tensors of one shape and dtype have the same bits; a NaN equals itself."""
+    # Compared as bytes: `==` finds 0.0 equal to -0.0, and no NaN equal to any.
     first, second = one.contiguous().reshape(-1), other.contiguous().reshape(-1)
     return torch.equal(first.view(torch.uint8), second.view(torch.uint8))
 
@@ -234,9 +258,12 @@ def cut_pieces(layout: Layout, *, by_element: bool) -> tuple[Piece, ...]:
         layout: of the parameters.
         by_element: whether an entry may be divided; if not, every piece is whole.
     """
+    # Nothing here may depend on the number of devices: see the note on pieces.
     total = sum(entry.numel for entry in layout.entries)
     step = _round_up(-(-total // _PIECES_OF_A_MODEL), _PIECE_MULTIPLE_NUMEL)
     step = max(step, _SMALLEST_PIECE_NUMEL)
+    # By section: a span then covers few long stretches rather than jumping between dtypes. The sort
+    # is stable, so offsets stay in order within a section.
     ordered = sorted(range(len(layout.entries)), key=lambda i: layout.entries[i].section)
     pieces: list[Piece] = []
     for index in ordered:
@@ -250,16 +277,18 @@ def cut_pieces(layout: Layout, *, by_element: bool) -> tuple[Piece, ...]:
 
 
 def cut_spans(pieces: Sequence[Piece], devices: int) -> tuple[range, ...]:
-    """For every device the contiguous run of pieces that it updates, balanced by elements."""
+    """Divide the pieces into one contiguous run for each device, balanced by elements."""
     total = sum(piece.numel for piece in pieces)
     cuts = [0]
     seen = 0
     for index, piece in enumerate(pieces):
-        # A piece goes to the device in whose even share of the elements its middle lies.
+        # A piece goes to the device in whose even share of the elements its middle lies, so that a
+        # piece across a boundary goes to the device that holds more of it.
         middle = seen + piece.numel / 2
         while len(cuts) < devices and middle >= total * len(cuts) / devices:
             cuts.append(index)
         seen += piece.numel
+    # More devices than pieces: the last devices get empty spans, and merely run their shards.
     cuts += [len(pieces)] * (devices + 1 - len(cuts))
     return tuple(range(start, stop) for start, stop in pairwise(cuts))
 
@@ -272,6 +301,8 @@ def cut_chunks(layout: Layout, span: Sequence[Piece]) -> list[Chunk]:
         large = piece.entry if layout.is_large(piece.entry) else None
         start, stop = entry.offset + piece.start, entry.offset + piece.stop
         last = stretches[-1] if stretches else None
+        # Neighbours are joined, so that small tensors are added in one kernel, padding included. A
+        # large one stays apart from its neighbours: its gradient may lie outside the flat memory.
         if last is not None and (last.section, last.entry) == (entry.section, large):
             stretches[-1] = last._replace(stop=stop)
         elif piece.numel:
@@ -286,7 +317,9 @@ def _cut(stretch: Chunk, layout: Layout) -> list[Chunk]:
 
 
 def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The tensor's own strides where its elements fill one stretch of memory, else contiguous."""
+    """The tensor's own strides if its elements fill one stretch of memory, else contiguous ones."""
+    # From the fastest dimension to the slowest, each stride must be the size of what lies below it.
+    # Dimensions of length 1 are exempt: PyTorch leaves arbitrary strides there.
     expected = 1
     dims = sorted(zip(tensor.stride(), tensor.shape, strict=True))
     for stride, size in dims:
@@ -297,11 +330,12 @@ def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def _contiguous_stride(shape: Iterable[int]) -> tuple[int, ...]:
+    # On the meta device nothing is allocated, and the rules for strides are PyTorch's own.
     return tuple(torch.empty(tuple(shape), device="meta").stride())
 
 
 def aligned(nbytes: int) -> int:
-    """``nbytes``, or as many more as make a multiple of 64: room where any tensor may follow."""
+    """Round up to a multiple of 64 bytes, where a tensor of any dtype may begin."""
     return _round_up(nbytes, _ALIGNMENT_BYTES)
 
 

@@ -1,13 +1,14 @@
-"""The fold: one fixed order in which the shards' numbers are added. Pure: it looks inside none.
+"""The fold: one fixed order in which the shards' numbers are added, whatever they are. Pure.
 
 Note: the order of addition
 ---------------------------
 Floating-point addition is not associative, so the order is part of the result. Ours is a binary
 tree over shard numbers 0 to V-1: a node covers an aligned power-of-two range of shards, clipped to
 V, and is the sum of its left and its right half. A node whose right half lies wholly beyond V is
-its left half. The tree depends on V alone. A *block* is the range of one node; any contiguous range
-of shards is a row of whole blocks, so a device can add inside its own blocks and hand over one
-partial sum a block, and whoever adds the rest goes on in the very same tree.
+its left half; nothing is added to it, not even a zero, which would turn -0.0 into 0.0. The tree
+depends on V alone. A *block* is the range of one node; any contiguous range of shards is a row of
+whole blocks, so a device can add up inside its own blocks and publish one partial sum per block,
+and whoever adds the rest continues in the very same tree.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ T = TypeVar("T")
 
 
 class Block(NamedTuple):
-    """The shards ``start`` to ``stop - 1`` of one node of the tree."""
+    """One node of the tree: the shards ``start`` to ``stop - 1``."""
 
     start: int
     stop: int
 
 
 class Published(NamedTuple):
-    """Where a block's partial sum lies: the ``slot``-th one of ``device``."""
+    """Where a block's partial sum lies: in slot number ``slot`` of ``device``."""
 
     device: int
     slot: int
@@ -50,7 +51,7 @@ def _width(shards: int) -> int:
 
 @lru_cache(maxsize=4096)
 def blocks_of(shards_run: range, shards: int) -> tuple[Block, ...]:
-    """The whole blocks, left to right, that make up a contiguous range of shards.
+    """Split a contiguous range of shards into the fewest whole blocks, from left to right.
 
     >>> blocks_of(range(1, 7), 7)
     (Block(start=1, stop=2), Block(start=2, stop=4), Block(start=4, stop=7))
@@ -59,6 +60,7 @@ def blocks_of(shards_run: range, shards: int) -> tuple[Block, ...]:
     def visit(node: Block, width: int) -> list[Block]:
         if node.stop <= shards_run.start or shards_run.stop <= node.start:
             return []
+        # The largest node inside the range: going further down would only mean more partial sums.
         if shards_run.start <= node.start and node.stop <= shards_run.stop:
             return [node]
         left, right = _halves(node, width)
@@ -69,12 +71,15 @@ def blocks_of(shards_run: range, shards: int) -> tuple[Block, ...]:
 
 def max_blocks(shards: int) -> int:
     """The most blocks that any contiguous range of ``shards`` shards splits into."""
+    # Two at each level below the root's children: one at the left end of the range, one at the
+    # right. Memory is allocated for this many, so that a new plan never needs more.
     return max(1, 2 * ((shards - 1).bit_length() - 1))
 
 
 @lru_cache(maxsize=16)
 def published_by(plan: Plan) -> Mapping[Block, Published]:
-    """Which device holds which block's partial sum, and in which slot."""
+    """For each block, the device that holds its partial sum, and the slot there."""
+    # A pure function of the plan: no device has to announce what it publishes.
     return {
         block: Published(device, slot)
         for device in range(plan.devices)
@@ -86,10 +91,11 @@ def fold(part: Callable[[Block], T | None], node: Block, add: Callable[[T, T], T
     """The sum over ``node``, added in the tree's order, left before right.
 
     Args:
-        part: the sum over a node where it is at hand, else None; then it is asked for its halves.
-            It may do work: a left half is asked for, and kept, before its right half is.
-        node: what to add up; ``Block(0, V)`` for everything.
-        add: may work in place and return its first argument.
+        part: returns the sum over a node if it is at hand, else None; it is then asked for the
+            node's halves. It may do work: a left half is requested, and kept, before its right
+            half is.
+        node: the shards to add up; ``Block(0, V)`` for all.
+        add: adds two sums; it may work in place and return its first argument.
 
     Raises:
         KeyError: some shard is covered by no part.
@@ -100,13 +106,17 @@ def fold(part: Callable[[Block], T | None], node: Block, add: Callable[[T, T], T
         return found
     if size == 1:
         raise KeyError(f"no part covers shard {node.start}")
+    # The last node of a level may be clipped. Its own size, rounded up, passes over the levels at
+    # which its right half would be empty, where nothing is added anyway.
     left, right = _halves(node, _width(size))
+    # Left before right, and left as the first argument: an `add` in place then always writes into
+    # the memory of the leftmost part.
     first = fold(part, left, add)
     return add(first, fold(part, right, add)) if right else first
 
 
 def fold_shards(values: Sequence[T], add: Callable[[T, T], T]) -> T:
-    """Add up one value a shard in the tree's order.
+    """Add up one value per shard in the tree's order.
 
     >>> fold_shards(["a", "b", "c"], lambda x, y: f"({x}+{y})")
     '((a+b)+c)'

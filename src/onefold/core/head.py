@@ -1,6 +1,17 @@
-"""What every device says first in every call, so that a difference is found before it does harm.
+"""What devices compare at the start of every call, to find differences before they do harm.
 
 Pure: it knows numbers and words, and neither devices nor tensors.
+
+Note: what a head is made of
+----------------------------
+A head is one 64-bit number per field, so that agreeing costs one small message whatever is
+compared: anything larger travels as its checksum. The order of the fields is the order in which a
+difference is reported. It runs from cause to consequence: devices that make different calls differ
+in nearly every other field as well, and the user should read about the call.
+
+Two more numbers travel behind the compared ones and may differ: which parameter was changed behind
+our back, and whether the process was asked to stop. Each device learns them from the same message,
+so all of them come to the same conclusion in the same step.
 """
 
 from __future__ import annotations
@@ -42,7 +53,7 @@ class Call(IntEnum):
 
     @property
     def words(self) -> str:
-        """As a user knows it."""
+        """What users call it."""
         return _CALLS[self]
 
 
@@ -60,24 +71,24 @@ _CALLS = {
 
 
 class StepHead(NamedTuple):
-    """What must be the same on every device: one number each, 0 where it has no meaning."""
+    """What must be the same on every device: one number each, 0 where a field does not apply."""
 
     call: int
-    """One of `Call`."""
+    """Which of `Call` it is."""
     step: int
-    """Of this call: those done, and one."""
+    """Number of the step, counted from 1: one more than are done."""
     samples: int = 0
-    """Of the batch, or of the data set that is evaluated."""
+    """Number of samples in the batch, or in the data set that is evaluated."""
     batch_size: int = 0
-    """Of an evaluation."""
+    """The batch size of an evaluation."""
     plan: int = 0
-    """Checksum of who runs which shards."""
+    """Checksum of the plan."""
     loader: int = 0
     """Number of the loader that made the batch; -1 for a batch of the script's own."""
     data_pass: int = 0
     """Number of the loader's pass."""
     place: int = 0
-    """Samples of the pass that are used once this batch is."""
+    """How many samples of the pass will have been used after this batch."""
     data: int = 0
     """Checksum of the data set's length and of a few of its samples."""
     batch: int = 0
@@ -85,60 +96,65 @@ class StepHead(NamedTuple):
     settings: int = 0
     """Checksum of the settings of the optimizer's groups."""
     modes: int = 0
-    """Checksum of the modules' modes, of numbers such as the p of dropout, and of which parameters
-    are frozen."""
+    """Checksum of the modules' modes, of numbers such as dropout's p, and of what is frozen."""
     values: int = 0
     """Checksum of sampled values of parameters and buffers."""
     arguments: int = 0
     """Checksum of the call's other arguments."""
     outside: int = 0
-    """Checksum of sampled values of modules that the loss uses beside the model; 0 if none are
-    known, as on a device that has run no shard yet."""
+    """Checksum of sampled values of the modules that the loss uses beside the model.
+
+    It is 0 where none are known, as on a device that has run no shard yet.
+    """
 
     def word(self, *, changed: int = 0, stop: bool = False) -> bytes:
-        """As bytes, with what may differ between devices.
+        """Pack the head into bytes, with two numbers that may differ between devices.
 
         Args:
-            changed: the number of the parameter that was changed between this call and the one
-                before, counted from 1; 0 for none.
+            changed: number of the parameter that was changed between the previous call and this
+                one, counted from 1; 0 for none.
             stop: whether this process has been asked to stop.
         """
         return _HEAD.pack(*self, changed, stop)
 
 
+# Little-endian wherever it runs: devices may sit on machines of different kinds.
 _HEAD = struct.Struct(f"<{len(StepHead._fields) + 2}q")
 _COMPARED = 8 * len(StepHead._fields)
 
 
 class Said(NamedTuple):
-    """What all devices have said, once they agree."""
+    """What the devices reported about themselves, once they agree on the rest."""
 
     changed: tuple[int, ...]
-    """For each process the number of the parameter that was changed, 0 for none."""
+    """For each process, the number of the parameter that was changed; 0 for none."""
     stop: bool
-    """Whether some device has been asked to stop."""
+    """Whether any device has been asked to stop."""
 
 
+# Two zeros: no parameter was changed, and nobody was asked to stop.
 _NOTHING = bytes(16)
 
 
 def read_said(words: Sequence[bytes]) -> Said:
-    """Compare what the devices say.
+    """Compare the heads of all devices, and return what they report beside them.
 
     Args:
-        words: of `StepHead.word`, of every process in the order of their devices.
+        words: the `StepHead.word` of every process, in the order of their devices.
 
     Raises:
-        DisagreementError: they differ; names who and in what.
+        DisagreementError: the heads differ; the message names who differs, and in what.
     """
+    # This runs in every step, so equal heads are recognised as bytes, without being unpacked.
     first = words[0][:_COMPARED]
     if any(word[:_COMPARED] != first for word in words):
-        said = _changed_and_stop(words)
+        reported = _changed_and_stop(words)
         difference = differing(words)
-        # What was changed between two calls says more than that values differ.
-        if difference is not None and not (difference.field == "values" and any(said.changed)):
+        # Values that differ because a parameter was changed between two calls are not raised here:
+        # the caller knows the parameter's name, and its error is the more helpful one.
+        if difference is not None and not (difference.field == "values" and any(reported.changed)):
             raise DisagreementError(difference.words)
-        return said
+        return reported
     if all(word[_COMPARED:] == _NOTHING for word in words):
         return Said((0,) * len(words), False)
     return _changed_and_stop(words)
@@ -150,15 +166,19 @@ def _changed_and_stop(words: Sequence[bytes]) -> Said:
 
 
 class Difference(NamedTuple):
-    """The first thing in which devices differ."""
+    """The first field in which devices differ."""
 
     field: str
+    """Name of the field of `StepHead`."""
     words: str
+    """The message for the user, which names the devices and their values."""
 
 
 def differing(words: Sequence[bytes]) -> Difference | None:
-    """Which devices differ from device 0, in the first thing that differs."""
+    """Find the first field that differs, and the devices that differ from device 0 in it."""
     heads = [StepHead(*_HEAD.unpack(word)[:-2]) for word in words]
+    # Not knowing a module beside the model is no difference: a device without shards has never seen
+    # it being called. Such devices take the checksum of one that has.
     known = max(head.outside for head in heads)
     heads = [head if head.outside else head._replace(outside=known) for head in heads]
     lead = heads[0]
@@ -176,18 +196,19 @@ def differing(words: Sequence[bytes]) -> Difference | None:
 
 
 def checksum(text: bytes) -> int:
-    """32 bits that differ where the text does, but for one case in four billion."""
+    """A 32-bit checksum; different texts share one in about one case in four billion."""
     return zlib.crc32(text)
 
 
 def digest(arguments: object) -> int:
-    """A checksum of a call's arguments: anything with a repr that says it all."""
+    """A checksum of a call's arguments, which must have a complete repr."""
     return checksum(repr(arguments).encode())
 
 
 @lru_cache(maxsize=16)
 def plan_number(plan: Plan) -> int:
-    """A plan as one number that devices can compare."""
+    """Reduce a plan to one number that devices can compare."""
+    # `hash()` would do for these integers, but is not promised to be the same in every process.
     return checksum(repr(plan.counts).encode())
 
 

@@ -1,4 +1,11 @@
-"""Python values in JSON and back, exactly: what an optimizer or a schedule keeps beside tensors."""
+"""Converts Python values to JSON and back, exactly: what an optimizer keeps beside its tensors.
+
+Note: why not pickle
+--------------------
+A checkpoint may come from anywhere, and unpickling runs code that its author chose. So values are
+written as JSON, and those that JSON lacks as a dict with a key of its own that names their kind.
+Only the kinds listed here are ever constructed when reading, whatever the file claims.
+"""
 
 from __future__ import annotations
 
@@ -13,31 +20,31 @@ import torch
 __all__ = ["from_bytes", "from_json", "to_bytes", "to_json"]
 
 _KIND = "kind of value"
-"""Key of a dict that stands for something JSON has no words for."""
+"""The key that marks a dict as standing for a kind of value that JSON lacks."""
 
 _LENGTH_BYTES = 8
 
 _DEEPEST = 50
-"""Levels of containers in each other; each takes up to three levels of JSON."""
+"""How many containers may be nested in each other; each takes up to three levels of JSON."""
 
 _SEQUENCES: dict[str, type] = {"tuple": tuple, "set": set, "deque": deque}
 _MAPPINGS: dict[str, type] = {"dict": dict, "counter": Counter, "ordered dict": OrderedDict}
 
 
 _NOT_OURS = (AttributeError, LookupError, OverflowError, RuntimeError, TypeError, ValueError)
-"""What comes of values that somebody made up."""
+"""What reading raises for values that `to_json` did not write."""
 
 
 def to_json(value: object, what: str) -> Any:
-    """A value as JSON has them, from which `from_json` makes the same value again.
+    """Convert a value to plain JSON values, from which `from_json` restores it exactly.
 
     Args:
         value: None, a number, text, a small tensor, or lists, tuples, sets, deques, dicts and
             counters of these.
-        what: it is, for the error.
+        what: what the value is called in errors.
 
     Raises:
-        TypeError: it holds something else, or containers in each other without end.
+        TypeError: the value holds something else, or is nested too deeply (or in itself).
 
     >>> to_json((1, 2.5), "betas")
     {'kind of value': 'tuple', 'items': [1, 2.5]}
@@ -53,8 +60,12 @@ def _to_json(value: object, what: str, depth: int) -> Any:
         )
     if value is None or isinstance(value, bool | str):
         return value
+    # Before the other numbers: some of NumPy's scalars are subclasses of Python's numbers and some,
+    # such as np.bool_, are not.
     if isinstance(value, np.generic):
         return _to_json(value.item(), what, depth)
+    # int() and float() strip subclasses, so that the result is plain. Finite floats keep their
+    # bits, for JSON writes their repr: the shortest text that reads back as the same number.
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float):
@@ -66,14 +77,16 @@ def _to_json(value: object, what: str, depth: int) -> Any:
             "dtype": str(plain.dtype).removeprefix("torch."),
             "items": _to_json(plain.tolist(), what, depth),
         }
+    # `type() is` from here on: a subclass may carry state that would be lost without a word.
     if type(value) is list:
         return [_to_json(item, f"{what}[{number}]", depth + 1) for number, item in enumerate(value)]
     for kind, sequence in _SEQUENCES.items():
         if type(value) is sequence:
             items: Any = value
+            # The order of a set differs between processes; equal values must give equal bytes.
             items = sorted(items) if kind == "set" else items
-            told = [_to_json(item, f"{what}[...]", depth + 1) for item in items]
-            return {_KIND: kind, "items": told}
+            written = [_to_json(item, f"{what}[...]", depth + 1) for item in items]
+            return {_KIND: kind, "items": written}
     for kind, mapping in _MAPPINGS.items():
         if type(value) is mapping:
             return _mapping(value, kind, what, depth + 1)  # type: ignore[arg-type]
@@ -84,16 +97,16 @@ def _to_json(value: object, what: str, depth: int) -> Any:
 
 
 def to_bytes(value: object) -> bytes:
-    """JSON with its length before it, so that there may be other bytes behind it."""
+    """Encode a value as JSON preceded by its length, so that other bytes may follow it."""
     text = json.dumps(value, allow_nan=False).encode()
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
 def from_bytes(memory: torch.Tensor) -> tuple[Any, int]:
-    """What `to_bytes` was given, and how many bytes it takes.
+    """Decode what `to_bytes` wrote; return the value and the number of bytes it takes up.
 
     Args:
-        memory: uint8 on the host; there may be bytes behind it.
+        memory: (n,) uint8 on the host; other bytes may follow the value.
     """
     length = int.from_bytes(bytes(memory[:_LENGTH_BYTES].tolist()), "little")
     stop = _LENGTH_BYTES + length
@@ -101,10 +114,10 @@ def from_bytes(memory: torch.Tensor) -> tuple[Any, int]:
 
 
 def from_json(value: Any) -> Any:
-    """The value that `to_json` was given; tensors come on the host.
+    """Restore the value that `to_json` was given; tensors are restored on the host.
 
     Raises:
-        ValueError: `to_json` has not made this.
+        ValueError: the value was not written by `to_json`.
     """
     try:
         return _from_json(value)
@@ -126,6 +139,8 @@ def _from_json(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     kind = value.get(_KIND)
+    # A user's dict that happens to have our key never gets here as it is: `_mapping` writes such a
+    # dict as pairs.
     if kind is None:
         return {key: _from_json(item) for key, item in value.items()}
     if kind == "float":
@@ -141,6 +156,7 @@ def _from_json(value: Any) -> Any:
 
 
 def _dtype(name: str) -> torch.dtype:
+    # The name is the file's: `getattr` may find anything in torch, so only a dtype is let through.
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"there is no type of tensor {name!r}")
@@ -148,6 +164,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _mapping(value: dict[Any, Any], kind: str, what: str, depth: int) -> dict[str, Any]:
+    # Only plain dicts with text for keys are JSON objects: JSON would turn other keys into text.
     if kind == "dict" and _KIND not in value and all(type(key) is str for key in value):
         return {key: _to_json(item, f"{what}[{key!r}]", depth) for key, item in value.items()}
     pairs = [

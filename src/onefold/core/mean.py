@@ -4,6 +4,13 @@ A value over the batch is a *term*, or the sum of several: a `Mean` (sum of tota
 weights), or a `Sum` (sum of totals). Terms are scaled and added with the ordinary operators. The
 weights of several terms cannot be added up into one, so a loss of several terms has no gradient
 until the weights of the whole batch are known: see `Contribution.combine`.
+
+Note: the bits of the plain loop
+--------------------------------
+A run with one shard must give the bits of an ordinary training loop that calls ``backward()`` on a
+mean. So a shard's root is what the user returned, not a sum that we computed from it, and the
+division happens in the gradient that backward starts from, computed the way autograd's own formula
+for a mean computes it. Dividing the finished gradients instead would round every element once more.
 """
 
 from __future__ import annotations
@@ -26,19 +33,21 @@ Kind = Literal["mean", "sum", "means"]
 
 
 class _Arithmetic(ABC):
-    """Adds terms, and scales their totals; weights stay as they are."""
+    """Arithmetic of terms: adding them, and scaling their totals; weights stay as they are."""
 
     __slots__ = ()
-    __array_ufunc__: ClassVar[None] = None  # a NumPy number on the left leaves the work to us
+    # A NumPy number on the left would otherwise wrap a term in an array of objects; None makes it
+    # leave the operation to our reflected method.
+    __array_ufunc__: ClassVar[None] = None
 
     @property
     @abstractmethod
     def terms(self) -> tuple[Mean | Sum, ...]:
-        """What is added up."""
+        """The terms that are added up, from left to right."""
 
     @abstractmethod
     def _changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
-        """The same with every total changed."""
+        """Apply ``change`` to every total, and keep the weights."""
 
     def __add__(self, other: object) -> Means:
         if not isinstance(other, _Arithmetic):
@@ -46,9 +55,10 @@ class _Arithmetic(ABC):
         return Means(self.terms + other.terms)
 
     def __radd__(self, other: object) -> Self:
+        # The built-in sum() begins with 0. Any other number has no weight, and is refused.
         if not isinstance(other, int) or other != 0:
             raise self._cannot_add(other)
-        return self  # the built-in sum() begins with 0
+        return self
 
     def __sub__(self, other: object) -> Means:
         if not isinstance(other, _Arithmetic):
@@ -93,7 +103,7 @@ class Mean(_Arithmetic):
     >>> Mean(torch.tensor(6.0), 3)
     Mean(total=tensor(6.), weight=3)
 
-    Means that are divided by different weights may be scaled and added:
+    Means with different weights may be scaled and added:
 
     >>> words, pictures = Mean(torch.tensor(6.0), 3), Mean(torch.tensor(8.0), 2)
     >>> (words + 0.5 * pictures).terms
@@ -103,11 +113,11 @@ class Mean(_Arithmetic):
     total: torch.Tensor
     """() any floating dtype: the sum over the shard."""
     weight: torch.Tensor | float
-    """What the total is to be divided by: () tensor without gradient, or number; not negative."""
+    """What the total is divided by: () tensor without gradient, or a number; not negative."""
 
     @property
     def terms(self) -> tuple[Mean | Sum, ...]:
-        """This one."""
+        """The mean itself, as its only term."""
         return (self,)
 
     def _changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Mean:
@@ -131,7 +141,7 @@ class Sum(_Arithmetic):
 
     @property
     def terms(self) -> tuple[Mean | Sum, ...]:
-        """This one."""
+        """The sum itself, as its only term."""
         return (self,)
 
     def _changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Sum:
@@ -140,7 +150,7 @@ class Sum(_Arithmetic):
 
 @dataclass(frozen=True, slots=True)
 class Means(_Arithmetic):
-    """Several terms, each with its own weight; adding `Mean` and `Sum` makes one.
+    """Several terms, each with its own weight: the result of adding `Mean` and `Sum`.
 
     The value over the whole batch is the sum of the terms' values over the whole batch.
 
@@ -150,7 +160,7 @@ class Means(_Arithmetic):
     """
 
     terms: tuple[Mean | Sum, ...]
-    """Added up from left to right."""
+    """The terms, added up from left to right."""
 
     def _changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Means:
         return Means(tuple(term._changed(change) for term in self.terms))
@@ -160,71 +170,75 @@ class Means(_Arithmetic):
 class Contribution:
     """One shard's part of a value over the whole batch.
 
-    Where ``kind`` is ``mean`` or ``sum``, there is one divisor, and backward can begin at once.
-    Where it is ``means``, every one of ``parts`` has its own; once the weights of the whole batch
-    are known, ``combine`` makes one contribution of them, and backward begins there.
+    If ``kind`` is ``mean`` or ``sum``, there is one divisor, and backward can begin at once. If it
+    is ``means``, each of ``parts`` has its own; once the weights of the whole batch are known,
+    ``combine`` makes one contribution of them, and backward begins there.
     """
 
     root: torch.Tensor
-    """(n,) or (): what backward starts from; of ``means`` the terms' undivided sum."""
+    """(n,) or (): what backward starts from; for ``means`` the undivided sum of the terms."""
     share: float
-    """Weight of one element of ``root`` in the total: 1, or n where ``root`` is a mean over n."""
+    """Weight of one element of ``root`` in the total: 1, or n if ``root`` is a mean over n."""
     weight: float
-    """The shard's part of the divisor; of ``sum`` 1, never added up; of ``means`` not a number."""
+    """The shard's part of the divisor; 1 for ``sum``, never added up; NaN for ``means``."""
     kind: Kind = "mean"
-    """Divided by the batch's weight, by nothing, or each term by its own."""
+    """Whether it is divided by the batch's weight, by nothing, or each term by its own weight."""
     terms: tuple[Contribution, ...] = ()
-    """Of ``means``: one for each term, of kind ``mean`` or ``sum``; otherwise empty."""
+    """For ``means``, one for each term, of kind ``mean`` or ``sum``; otherwise empty."""
 
     @property
     def parts(self) -> tuple[Contribution, ...]:
-        """What has a divisor of its own: the terms, or this contribution where it is one."""
+        """Everything that has a divisor of its own: the terms, or else this contribution itself."""
         return self.terms or (self,)
 
     def total(self) -> torch.Tensor:
         """() float64 on the shard's device: the shard's part of the numerator.
 
         Raises:
-            TypeError: of several terms; ask each of ``parts``, or ``combine`` first.
+            TypeError: there are several terms; ask each of ``parts``, or ``combine`` first.
         """
         self._expect_one_divisor("total()")
+        # In float64: the loss of the batch is folded from these, and float32 would round it again
+        # at every node of the tree.
         total = self.root.detach().sum(dtype=torch.float64)
         return total if self.share == 1.0 else total * self.share
 
     def backward(self, divisor: float) -> None:
         """Add the gradient of (total / divisor) to the parameters' ``.grad``.
 
-        The seed is computed as autograd itself would for a mean, so that one shard that is the
-        whole batch gives the bits of the plain loop.
+        Backward starts from the same gradient that autograd would compute for a mean, so that one
+        shard that is the whole batch gives the bits of the plain loop.
 
         Raises:
-            TypeError: of several terms; ``combine`` first.
+            TypeError: there are several terms; ``combine`` first.
         """
         self._expect_one_divisor("backward()")
         root = self.root
         seed = _seed(self.share, divisor, root.dtype, root.device)
-        # What has one element could be written to on its way; a stretched one cannot.
+        # The seed is cached, and a hook may write into the gradient that it is given. An expanded
+        # tensor refuses that; with a single element nothing is expanded, so it is cloned.
         torch.autograd.backward(
             root, seed.expand_as(root) if root.numel() > 1 else seed.clone().expand_as(root)
         )
 
     def combine(self, divisors: Sequence[float]) -> Contribution:
-        """This shard's part of the finished value: the sum of (total / divisor) over the parts.
+        """Divide every part by its own divisor, and add them up into one contribution.
 
         Args:
-            divisors: one for each of ``parts``: the weight of the whole batch, and 1 for a sum. A
-                part whose divisor is 0 is left out, whatever its total is, as a batch without
-                weight is: its parameters get no gradient from it.
+            divisors: one for each of ``parts``: the weight of the whole batch, or 1 for a sum. A
+                part whose divisor is 0 is left out, whatever its total is, just as a batch without
+                weight is: parameters get no gradient from it.
 
         Returns:
-            Of kind ``sum``, so that its divisor is 1. Its root does not require a gradient where
-            all parts that do are left out.
+            A contribution of kind ``sum``, whose divisor is 1. Its root does not require a gradient
+            if all parts that do are left out.
 
         Raises:
-            ValueError: another number of divisors than of parts.
+            ValueError: the number of divisors is not the number of parts.
         """
         if len(divisors) != len(self.parts):
             raise ValueError(f"expected {len(self.parts)} divisors, got {len(divisors)}")
+        # Left out rather than multiplied by 0: a total of NaN or infinity would stay NaN.
         pairs = [(part, d) for part, d in zip(self.parts, divisors, strict=True) if d]
         ratios = [part._numerator() / divisor for part, divisor in pairs]
         nothing = torch.zeros((), dtype=self.root.dtype, device=self.root.device)
@@ -232,7 +246,7 @@ class Contribution:
         return Contribution(root, share=1.0, weight=1.0, kind="sum")
 
     def _numerator(self) -> torch.Tensor:
-        """() the total through which backward can go."""
+        """() the total, still attached to the graph."""
         total = self.root.sum() if self.root.dim() else self.root
         return total if self.share == 1.0 else total * self.share
 
@@ -246,7 +260,9 @@ class Contribution:
 
 @functools.lru_cache(maxsize=64)
 def _seed(share: float, divisor: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """() the gradient that backward begins with; the same in most steps."""
+    """() the gradient that backward begins with, cached because it is the same in most steps."""
+    # Divided as a tensor in the root's own dtype, as autograd does for a mean: a quotient of
+    # Python's floats may differ in the last bit.
     return torch.full((), share, dtype=dtype, device=device) / divisor
 
 
@@ -254,13 +270,13 @@ def weigh(result: object, samples: int, what: str) -> Contribution:
     """Read what a user's function returned for a shard of ``samples`` samples.
 
     Args:
-        result: (n,) or (n, 1) one value a sample, () a mean over the samples, a `Mean`, a `Sum`, or
-            several of the latter two added up.
+        result: (n,) or (n, 1) one value per sample, () a mean over the samples, a `Mean`, a `Sum`,
+            or several of the latter two added up.
         samples: n, at least 1.
-        what: how the value is called in errors, such as ``the loss of shard 3 in step 7``.
+        what: what the value is called in errors, such as ``the loss of shard 3 in step 7``.
 
     Raises:
-        LossError: anything else, or a weight that is negative, infinite or has a gradient.
+        LossError: the result is anything else, or a weight is negative, infinite or has a gradient.
     """
     if isinstance(result, Mean | Sum):
         return _weigh_term(result, what)
@@ -271,6 +287,8 @@ def weigh(result: object, samples: int, what: str) -> Contribution:
             f"{what}: expected a tensor of shape ({samples},), a scalar tensor, onefold.Mean or "
             f"onefold.Sum, got {type(result).__name__}. Return the tensor itself, not .item()"
         )
+    # A shape of (1,) is one value per sample if n is 1, and otherwise an error: it is never
+    # stretched, for a loss that lost its samples on the way would go unnoticed.
     if result.shape == (samples,):
         return Contribution(root=result, share=1.0, weight=float(samples))
     if result.dim() == 0:
@@ -293,6 +311,7 @@ def _weigh_terms(means: Means, what: str) -> Contribution:
                 f"{what}: the terms of onefold.Means must be onefold.Mean or onefold.Sum, got "
                 f"{type(term).__name__}"
             )
+    # Errors count terms from 1, in the order in which the user added them.
     parts = [
         _weigh_term(term, f"{what}, term {number}") for number, term in enumerate(means.terms, 1)
     ]
@@ -307,6 +326,7 @@ def _weigh_term(term: Mean | Sum, what: str) -> Contribution:
         raise LossError(f"{what}: the total of onefold.{name} must be a scalar tensor, got {came}")
     if isinstance(term, Sum):
         return Contribution(root=term.total, share=1.0, weight=1.0, kind="sum")
+    # A weight on a GPU is waited for here: it must be known to be valid before backward begins.
     weight = _number(term.weight, what)
     if not 0 <= weight < float("inf"):
         raise LossError(f"{what}: the weight of onefold.Mean must be finite and >= 0, got {weight}")
@@ -314,6 +334,7 @@ def _weigh_term(term: Mean | Sum, what: str) -> Contribution:
 
 
 def _number(weight: object, what: str) -> float:
+    # A bool is refused, of Python as of tensors: a mask was passed where its sum was intended.
     if isinstance(weight, torch.Tensor):
         if weight.requires_grad:
             raise LossError(
@@ -334,7 +355,7 @@ def _number(weight: object, what: str) -> float:
 
 
 def _factor(value: object) -> float | torch.Tensor | None:
-    """What totals may be scaled by: a number, or a scalar tensor such as a learned weight."""
+    """Read what totals are scaled by: a number, or a scalar tensor such as a learned weight."""
     if isinstance(value, Real):
         return float(value)
     return value if isinstance(value, torch.Tensor) and value.dim() == 0 else None

@@ -1,4 +1,4 @@
-"""Numbers that a user gives, looked at before any work begins."""
+"""Checks numbers that a user gives, before any work begins."""
 
 from __future__ import annotations
 
@@ -7,25 +7,27 @@ import math
 __all__ = ["MOST_S", "check_positive", "check_seconds", "check_whole"]
 
 MOST_S = 24 * 86_400
-"""24 days: what the system waits for is counted in milliseconds of 31 bits, 24.8 days at most."""
+"""24 days: poll() and its like take milliseconds in 31 bits, which is 24.8 days at most."""
 
 
 def check_seconds(name: str, value: object) -> float:
-    """Refuse a time limit that is no limit.
+    """Refuse a time limit that is not positive, or too long to wait for.
 
     Args:
-        name: of the option, for the message.
-        value: seconds.
+        name: name of the option, for the message.
+        value: the limit in seconds.
 
     Raises:
-        TypeError: it is no number.
-        ValueError: it is not more than 0, or more than `MOST_S`.
+        TypeError: the value is not a number.
+        ValueError: the value is not above 0, or is above `MOST_S`.
 
     >>> check_seconds("timeout_s", 2.5)
     2.5
     """
+    # A bool is an int to Python, and never meant as one here.
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"expected {name} to be a number, got {value!r}")
+    # `not >` rather than `<=`: only so is NaN refused as well.
     if not value > 0:
         raise ValueError(f"expected {name} to be more than 0, got {value}")
     if value > MOST_S:
@@ -37,11 +39,11 @@ def check_seconds(name: str, value: object) -> float:
 
 
 def check_whole(name: str, value: object, *, least: int, most: int) -> int:
-    """Refuse what is no whole number, or out of bounds.
+    """Refuse a value that is not a whole number, or is out of bounds.
 
     Raises:
-        TypeError: it is no whole number.
-        ValueError: it is less than ``least`` or more than ``most``.
+        TypeError: the value is not a whole number.
+        ValueError: the value is less than ``least`` or more than ``most``.
     """
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"expected {name} to be a whole number, got {value!r}")
@@ -53,11 +55,11 @@ def check_whole(name: str, value: object, *, least: int, most: int) -> int:
 
 
 def check_positive(name: str, value: object) -> None:
-    """Refuse what is no finite number above 0.
+    """Refuse a value that is not a finite number above 0.
 
     Raises:
-        TypeError: it is no number.
-        ValueError: it is not more than 0, or infinite.
+        TypeError: the value is not a number.
+        ValueError: the value is not above 0, or is infinite.
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"expected {name} to be a number, got {value!r}")

@@ -1,4 +1,4 @@
-"""What may be settled for a run at its launch: one record, from the command line to a worker."""
+"""The options that a run is launched with: one record, from the command line to every worker."""
 
 from __future__ import annotations
 
@@ -17,46 +17,47 @@ ExchangeName = Literal["auto", "shared", "collective"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """What a launcher settles for a run; the same record reaches every worker."""
+    """What a launcher decides for a run; the same record reaches every worker."""
 
     exchange: ExchangeName = "auto"
     """Which exchange to use between processes."""
     timeout_s: float = DEFAULT_TIMEOUT_S
-    """The longest that a device waits for another one."""
+    """The longest that one device waits for another."""
     trace: str = ""
-    """File that takes one JSON line a step."""
+    """File to which one JSON line per step is written; empty for none."""
     profile: str = ""
-    """Folder that takes the timeline; it must be there."""
+    """Existing folder in which the timeline is written; empty for none."""
     checkpoint: str = ""
-    """Directory of checkpoints: go on from the newest there, and write new ones."""
+    """Directory of checkpoints: the run continues from the newest, and writes new ones there."""
     every: int = 200
-    """Steps from one checkpoint to the next."""
+    """Number of steps from one checkpoint to the next."""
     keep: int = 3
-    """How many of the newest checkpoints stay."""
+    """How many of the newest checkpoints are kept."""
     changed: tuple[str, ...] = ()
-    """What may differ from the run whose checkpoints they are."""
+    """What may differ from the run that wrote the checkpoints."""
     saves: bool = False
-    """The workers save themselves when they are asked to stop, as they do with ``checkpoint``."""
+    """Whether workers that are asked to stop save themselves, as they do with ``checkpoint``."""
     grace_s: float = DEFAULT_GRACE_S
-    """How long a run that saves itself may take to do so when it is asked to stop."""
+    """How long a run that is asked to stop may take to save itself."""
     restarts: int = 0
-    """How many times the workers are started again after a failure, from the last checkpoint."""
+    """How many times the workers are restarted from the last checkpoint after a failure."""
     probe: str = ""
-    """Folder for the comparison of runs."""
+    """Folder in which runs are compared; empty for no comparison."""
     probe_run: str = ""
-    """Name of this run in it."""
+    """Name of this run in that folder."""
     probe_steps: int = 0
-    """Steps to compare."""
+    """How many steps are compared."""
     probe_records: bool = False
-    """Record what others are compared with, rather than compare."""
+    """Whether this run is recorded for others to be compared with, rather than compared itself."""
     probe_mathematics: str = ""
-    """Compare V shards with one in this run, in ``float64`` or ``float32``."""
+    """The dtype, ``float64`` or ``float32``, in which this run compares V shards with one."""
     logs: str = ""
-    """Folder that keeps the output of the devices other than the lead."""
+    """Folder in which the output of the devices other than the lead is kept."""
     quiet: bool = False
-    """The lead's output goes to a log file as well."""
+    """Whether the lead's output goes to a log file as well."""
 
     def __post_init__(self) -> None:
+        # Checked where the record is made, in the launcher, so before any worker is started.
         check_seconds("the timeout", self.timeout_s)
         check_seconds("the grace", self.grace_s)
         for name, value, least in (
@@ -75,5 +76,5 @@ class RunOptions:
 
     @property
     def may_stop(self) -> bool:
-        """Whether a request to stop has the run save itself."""
+        """Whether the run saves itself when it is asked to stop."""
         return self.saves or bool(self.checkpoint)

@@ -1,4 +1,17 @@
-"""Seeds that depend on what is computed and never on who computes it."""
+"""Seeds that depend on what is computed, and never on which device computes it.
+
+Note: what is seeded, and what it costs
+---------------------------------------
+Before each shard and each sample every generator that user code may draw from is seeded, and after
+the step all of them are restored, so that the script around the step notices nothing. With small
+models this is a good part of a step, and NumPy is most of it: its state has 2,500 bytes, which
+would be copied twice. So during a step another generator takes the place of NumPy's own, and the
+caller's is not touched at all.
+
+Normal numbers are made in pairs, and the second of a pair is held back for the next call. Python's
+state includes this pending number. NumPy keeps it outside of the generator, and drops it when the
+generator is replaced, so where one is pending the whole state is saved and restored after all.
+"""
 
 from __future__ import annotations
 
@@ -24,26 +37,28 @@ __all__ = [
 ]
 
 _POOL_BATCHES = 32
-"""Batches among which samples of near length are brought together."""
+"""Number of batches in a pool, within which samples are sorted by length."""
 
 _stand_ins: list[np.random.MT19937] = []
-"""NumPy generators to use again: making one takes longer than all the rest of a step's seeding."""
+"""NumPy generators for reuse: making one takes longer than all the rest of a step's seeding."""
 
 
 def derive_seed(purpose: str, *numbers: int) -> int:
-    """A 64-bit seed from a purpose and whole numbers: BLAKE2b of both.
+    """Hash a purpose and whole numbers into a 64-bit seed, with BLAKE2b.
 
     >>> derive_seed("shard", 0, 7, 3) == derive_seed("shard", 0, 7, 3)
     True
     """
+    # A hash, not a sum: seed 0 in step 1 must not draw the numbers of seed 1 in step 0. The purpose
+    # keeps shards, samples and orders apart that have the same numbers.
     text = purpose.encode() + struct.pack(f"<{len(numbers)}q", *numbers)
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
 def loader_seed(purpose: str, *numbers: int, loader: int) -> int:
-    """A seed like `derive_seed`'s that differs between the loaders of a run.
+    """Derive a seed as `derive_seed` does, but a different one for each loader of a run.
 
-    Loader 0 keeps the seeds that loaders had before they were numbered.
+    Loader 0 has the seeds that all loaders had before they were numbered.
 
     >>> loader_seed("order", 0, 7, loader=0) == derive_seed("order", 0, 7)
     True
@@ -53,16 +68,18 @@ def loader_seed(purpose: str, *numbers: int, loader: int) -> int:
 
 def seed_generators(seed: int, device: torch.device | None = None) -> None:
     """Seed PyTorch's CPU generator, the generator of ``device``, ``random`` and NumPy."""
+    # Not torch.manual_seed, which would seed every GPU of the machine, and other backends besides.
     torch.default_generator.manual_seed(seed)
     if device is not None and device.type == "cuda":
         torch.cuda.default_generators[device.index].manual_seed(seed)
     random.seed(seed)
+    # NumPy accepts 32 bits and no more; the low ones of a hash are as good as any.
     np.random.seed(seed & 0xFFFFFFFF)
 
 
 @contextmanager
 def kept_generators(*devices: torch.device) -> Iterator[None]:
-    """Give the caller's generators back as they were, whatever is seeded and drawn inside."""
+    """Restore the caller's generators afterwards, whatever is seeded and drawn inside."""
     gpus = [torch.cuda.default_generators[d.index] for d in devices if d.type == "cuda"]
     gpu_states = [generator.get_state() for generator in gpus]
     cpu_state = torch.default_generator.get_state()
@@ -79,16 +96,20 @@ def kept_generators(*devices: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _kept_numpy() -> Iterator[None]:
-    """Exchange NumPy's global generator for another one: quicker than copying its state twice."""
+    """Replace NumPy's global generator for a while: quicker than copying its state twice."""
     generator = mtrand.get_bit_generator()
+    # Asked before the replacement, which drops a pending number.
     state = _numpy.pending_of(generator)
     stand_in = _stand_ins.pop() if _stand_ins else np.random.MT19937(0)
     try:
         mtrand.set_bit_generator(stand_in)
+        # A stand-in that was used before still stands where that step left it.
         np.random.seed(0)
         yield
     finally:
+        # The generator goes back before its state is set, which goes to whichever is current.
         mtrand.set_bit_generator(generator)
+        # Returned only now: a block inside this one must not be given the same stand-in.
         _stand_ins.append(stand_in)
         if state is not None:
             np.random.set_state(state)
@@ -97,9 +118,9 @@ def _kept_numpy() -> Iterator[None]:
 class _NumpyGenerator:
     """Knows whether NumPy's generator holds back the second of a pair of normal numbers.
 
-    Only its whole state says so, which takes longer to read than a small step takes to seed. But
-    none can have come to be held back while the generator has not moved, and where it stands is
-    2,500 bytes of memory.
+    Only the whole state tells, and reading it takes longer than all the seeding of a small step.
+    But while the generator has not moved, no number can have become pending, and whether it has
+    moved can be seen from 2,500 bytes of its memory.
     """
 
     def __init__(self) -> None:
@@ -108,13 +129,15 @@ class _NumpyGenerator:
         self._stood = b""
 
     def pending_of(self, generator: Any) -> dict[str, Any] | None:
-        """The state to put back, if a number is held back; else None."""
+        """The state to restore if a number is pending; None if nothing needs to be restored."""
         if generator is self._generator and self._stood == self._where():
             return None
         state: dict[str, Any] = np.random.get_state(legacy=False)
+        # A script may have installed another generator, whose memory we know nothing about.
         if state["bit_generator"] != "MT19937":
             return None
         if state["has_gauss"]:
+            # Forget where it stood: the pending number may be used up without moving the generator.
             self._generator = None
             return state
         self._generator, self._address = generator, generator.ctypes.state_address
@@ -122,9 +145,11 @@ class _NumpyGenerator:
         return None
 
     def _where(self) -> bytes:
+        # The address belongs to `self._generator`, which is kept alive by being held there.
         return ctypes.string_at(self._address, _MT19937_BYTES)
 
 
+# NumPy's struct of this generator: 624 words of 32 bits, and the position among them.
 _MT19937_BYTES = 625 * 4
 _numpy = _NumpyGenerator()
 
@@ -135,11 +160,13 @@ def sample_order(
     """The order in which one loader visits the samples in one epoch.
 
     Args:
-        samples: of the data set.
-        seed: of the run.
+        samples: number of samples in the data set.
+        seed: seed of the run.
         epoch: number of the pass.
-        loader: number of the loader, so that two loaders of one data set have two orders.
+        loader: number of the loader, so that two loaders of one data set have different orders.
     """
+    # A generator of its own, on the CPU: the same order on every kind of device, and nobody else's
+    # random numbers move.
     generator = torch.Generator().manual_seed(loader_seed("order", seed, epoch, loader=loader))
     return torch.randperm(samples, generator=generator)
 
@@ -147,23 +174,25 @@ def sample_order(
 def order_by_length(
     lengths: torch.Tensor, *, batch_size: int, seed: int, epoch: int, loader: int = 0
 ) -> torch.Tensor:  # (samples,) int64
-    """An order like `sample_order`, in whose batches samples of near length come together.
+    """An order like that of `sample_order`, but with samples of similar length in each batch.
 
-    The samples of a last batch that is short are drawn from all, so that leaving it out favours no
-    length; the others are shuffled, sorted by length within pools of a few batches, and the batches
-    are shuffled.
+    The samples are shuffled and sorted by length within pools of a few batches, and the batches are
+    shuffled in turn. Those of a short last batch are drawn from all samples, so that leaving that
+    batch out favours no length.
 
     Args:
         lengths: (samples,) int64.
-        batch_size: samples of a batch.
-        seed: of the run.
+        batch_size: number of samples in a batch.
+        seed: seed of the run.
         epoch: number of the pass.
         loader: number of the loader.
     """
     order = sample_order(len(lengths), seed=seed, epoch=epoch, loader=loader)
     whole = len(order) // batch_size
     pools = torch.split(order[: whole * batch_size], _POOL_BATCHES * batch_size)
+    # Stable, or samples of equal length could come in any order, which is up to the kernel.
     sorted_pools = [pool[lengths[pool].argsort(stable=True)] for pool in pools]
+    # The empty slice is for a data set of less than one batch, where there is nothing to join.
     batches = torch.cat([*sorted_pools, order[:0]]).view(whole, batch_size)
     generator = torch.Generator().manual_seed(loader_seed("batches", seed, epoch, loader=loader))
     rest = order[whole * batch_size :]

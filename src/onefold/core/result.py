@@ -1,4 +1,4 @@
-"""What one shard gave in a step: a value that knows nothing of devices, boards or exchanges."""
+"""The result of one shard in a step: a value that knows nothing of devices, boards or exchanges."""
 
 from __future__ import annotations
 
@@ -12,33 +12,32 @@ __all__ = ["ChangedBuffers", "ShardResult"]
 
 @dataclass(frozen=True, slots=True)
 class ChangedBuffers:
-    """The buffers that a shard changed, and their values after it."""
+    """The buffers that a shard changed, and their values afterwards."""
 
     indices: Sequence[int]
-    """Which of the module's buffers, in the order of their layout."""
+    """Numbers of the changed buffers, in the order of their layout."""
     sections: Sequence[torch.Tensor]
-    """Values of all buffers: one flat tensor for each section of their layout."""
+    """Values of all buffers, changed or not: one flat tensor for each section of their layout."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardResult:
     """The result of one shard.
 
-    It depends on the parameters, the shard's samples, and (seed, step, shard), and on nothing else:
-    the same call elsewhere, or later, returns the same bits.
+    It depends on the parameters, the buffers, the shard's samples, and (seed, step, shard), and on
+    nothing else: the same call on another device, or later, returns the same bits.
     """
 
     gradients: list[torch.Tensor | None]
-    """One for each trained parameter, shaped like it; None where the shard gave none."""
+    """One for each trained parameter, shaped like it; None where the shard computed none."""
     total: torch.Tensor | None
-    """() float64: the shard's part of the loss; None while a loss of several terms has no divisors
-    yet."""
+    """() float64: the shard's part of the loss; None until a loss of several terms has divisors."""
     weight: float
-    """Its part of the divisor, or a code below 0, see `onefold.core.weights_of_step`."""
+    """The shard's part of the divisor, or a code below 0: see `onefold.core.weights_of_step`."""
     buffers: ChangedBuffers | None
-    """None where it changed none."""
+    """The buffers that the shard changed; None if it changed none."""
 
     @property
     def gave(self) -> list[bool]:
-        """For each trained parameter, whether the shard gave it a gradient."""
+        """For each trained parameter, whether the shard computed a gradient for it."""
         return [gradient is not None for gradient in self.gradients]

@@ -1,11 +1,11 @@
-"""Who takes part in a run, from one step to another: a value that never changes.
+"""The devices that take part in a run, from one step to another: a value that never changes.
 
 Note: the next roster
 ---------------------
-A plan that follows measured speed, a device that dies, one that joins, one host more: each of them
-is another roster with the next generation number. What depends on who takes part (the exchange, the
-optimizer on its spans, loaders, checkpoints) is bound to a roster, and is bound to the next one
-between two steps. Nothing reads half of an old roster and half of a new one.
+A plan that follows measured speed, a device that dies, one that joins, one more host: each of these
+is a new roster with the next generation number. Whatever depends on who takes part (the exchange,
+the optimizer on its spans, loaders, checkpoints) is bound to a roster, and between two steps it is
+bound to the next one. Nothing ever reads half of an old roster and half of a new one.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class Roster:
     """The devices of a run, who runs which shards, and who updates what."""
 
     generation: int = 0
-    """Counts the rosters of a run, from 0."""
+    """Number of this roster in the run, counted from 0."""
     devices: tuple[torch.device, ...]
-    """By number."""
+    """All devices, in the order of their numbers."""
     hosts: tuple[int, ...]
-    """Number of each device's host."""
+    """For each device, the number of its host."""
     plan: Plan
     """How many shards each device runs."""
     spans: tuple[range, ...]
-    """Numbers of the pieces that each device updates: contiguous, in the devices' order."""
+    """For each device, the numbers of the pieces that it updates: contiguous, in the same order."""
 
     def __post_init__(self) -> None:
         sizes = {len(self.devices), len(self.hosts), self.plan.devices, len(self.spans)}
@@ -44,6 +44,8 @@ class Roster:
                 f"{len(self.devices)} devices, got {len(self.hosts)} hosts, "
                 f"{self.plan.devices} shares and {len(self.spans)} spans"
             )
+        # Spans must tile the pieces: a gap would leave parameters as they are in every step, an
+        # overlap would have two devices write the same memory.
         stop = 0
         for device, span in enumerate(self.spans):
             if (span.start, span.step) != (stop, 1) or span.stop < span.start:
@@ -62,13 +64,13 @@ class Roster:
         pieces: Sequence[Piece],
         hosts: Sequence[int] | None = None,
     ) -> Roster:
-        """The roster that a run begins with: spans of even size.
+        """Make the roster that a run begins with, with spans of even size.
 
         Args:
-            devices: by number.
+            devices: all devices, in the order of their numbers.
             plan: how many shards each of them runs.
-            pieces: of the trained parameters.
-            hosts: number of each device's host; all on one if absent.
+            pieces: the pieces of the trained parameters.
+            hosts: for each device, the number of its host; if absent, all are on one host.
         """
         return cls(
             devices=tuple(devices),
@@ -78,11 +80,11 @@ class Roster:
         )
 
     def next(self, *, plan: Plan | None = None, spans: Sequence[range] | None = None) -> Roster:
-        """The roster that follows this one, with the same devices.
+        """Make the roster that follows this one, with the same devices.
 
         Raises:
-            ValueError: the plan or the spans are for another number of devices, or the spans hold
-                another number of pieces.
+            ValueError: the plan or the spans are for a different number of devices, or the spans
+                hold a different number of pieces.
         """
         spans = self.spans if spans is None else tuple(spans)
         if not spans or spans[-1].stop != self.pieces:

@@ -12,10 +12,10 @@ __all__ = ["Plan", "cut_bounds"]
 
 @lru_cache(maxsize=64)
 def cut_bounds(samples: int, shards: int) -> tuple[tuple[int, int], ...]:
-    """First and past-the-last sample of every shard, sized as ``torch.tensor_split`` does.
+    """First and past-the-last sample of every shard, cut as ``torch.tensor_split`` cuts.
 
-    The first ``samples % shards`` shards hold one sample more; with fewer samples than shards the
-    last ones are empty.
+    The first ``samples % shards`` shards hold one sample more than the others; with fewer samples
+    than shards the last ones are empty.
 
     >>> cut_bounds(7, 3)
     ((0, 3), (3, 5), (5, 7))
@@ -29,7 +29,7 @@ def cut_bounds(samples: int, shards: int) -> tuple[tuple[int, int], ...]:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Who runs what: ``counts[d]`` shards for device ``d``, contiguous, in the devices' order.
+    """Which device runs which shards: ``counts[d]`` for device ``d``, contiguous, in device order.
 
     >>> Plan.even(shards=7, devices=3).counts
     (3, 2, 2)
@@ -38,7 +38,7 @@ class Plan:
     """
 
     counts: tuple[int, ...]
-    """Shards of each device; zero is allowed, the device then only updates its span."""
+    """Number of shards of each device; a device with none merely updates its span."""
 
     def __post_init__(self) -> None:
         if not self.counts or any(count < 0 for count in self.counts) or not sum(self.counts):
@@ -49,7 +49,7 @@ class Plan:
 
     @classmethod
     def even(cls, *, shards: int, devices: int) -> Plan:
-        """Shares that differ by one shard at the most.
+        """Share the shards out evenly: the devices' shares differ by one shard at most.
 
         Raises:
             ValueError: there are more devices than shards.
@@ -63,10 +63,11 @@ class Plan:
 
     @classmethod
     def given(cls, counts: Sequence[int], *, shards: int, devices: int) -> Plan:
-        """A plan that somebody wrote down, checked against the run.
+        """Make a plan from counts that a user wrote down, checked against the run.
 
         Raises:
-            ValueError: it has another number of devices, or another number of shards in all.
+            ValueError: the counts are for a different number of devices, or add up to a different
+                number of shards.
         """
         plan = cls(tuple(int(count) for count in counts))
         if len(plan.counts) != devices or plan.shards != shards:
@@ -78,15 +79,17 @@ class Plan:
 
     @property
     def shards(self) -> int:
-        """V, the number of shards of a batch."""
+        """How many shards every batch is cut into (V)."""
         return sum(self.counts)
 
     @property
     def devices(self) -> int:
-        """Number of devices that take part."""
+        """The number of devices that take part."""
         return len(self.counts)
 
     def shards_of(self, device: int) -> range:
         """The contiguous range of shards that ``device`` runs."""
+        # Contiguous, so that a device can add up most of its shards by itself: see
+        # `onefold.core.fold`.
         start = sum(self.counts[:device])
         return range(start, start + self.counts[device])

@@ -1,4 +1,4 @@
-"""The sizes of everything that the devices of a run have in common."""
+"""The sizes of everything that the devices of a run share."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ __all__ = ["BoardShape", "Storage"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Storage:
-    """The layouts of parameters, gradients and buffers, and how many devices and shards there are.
+    """The layouts of parameters, gradients and buffers, and the numbers of devices and shards.
 
     The first three layouts have the same entries in the same order, and may differ in dtype. A
     piece is the same stretch of elements in each of them.
     """
 
     parameters: Layout
-    """Parameters that the optimizer updates, as models compute with them."""
+    """The trained parameters, in the dtypes in which models compute with them."""
     gradients: Layout
-    """Their gradients, as they are added up."""
+    """Their gradients, in the dtypes in which they are added up."""
     masters: Layout
-    """Their values, as the optimizer updates them."""
+    """Their values, in the dtypes in which the optimizer updates them."""
     other: Layout
     """The rest of the parameters: frozen ones, and those that no optimizer holds."""
     buffers: Layout
     """The module's buffers."""
     pieces: tuple[Piece, ...]
-    """Of the trained parameters."""
+    """The pieces of the trained parameters."""
     shards: int
     """How many shards every batch is cut into."""
     devices: int
@@ -46,7 +46,7 @@ class Storage:
         shards: int,
         devices: int,
     ) -> Storage:
-        """One layout for parameters, gradients and masters."""
+        """Use one layout for parameters, gradients and masters."""
         return cls(
             parameters=trained,
             gradients=trained,
@@ -60,7 +60,9 @@ class Storage:
 
     @property
     def slots(self) -> int:
-        """The most partial sums that a device may have to publish, whatever the plan."""
+        """The most partial sums that a device may have to publish, whatever the plan is."""
+        # Memory is shared before the first step, and a later plan must fit into it. One device adds
+        # everything up itself, and publishes a single sum.
         return max_blocks(self.shards) if self.devices > 1 else 1
 
     @property
@@ -76,7 +78,7 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class BoardShape:
-    """The numbers that fix how large a board is."""
+    """The numbers that determine the size of a board."""
 
     devices: int
     shards: int
@@ -85,12 +87,14 @@ class BoardShape:
 
     @property
     def host_bytes(self) -> tuple[int, ...]:
-        """Bytes of weights, gave and changed, each rounded up to where any tensor may follow."""
+        """Bytes of the tables of weights, gave and changed, each rounded up to the alignment."""
+        # (V,) float64 weights, (devices, parameters) int32 of gave, (V, buffers) uint8 of changed.
         changed = self.shards * len(self.buffers.entries)
         sizes = (self.shards * 8, self.devices * self.parameters * 4, changed)
         return tuple(map(aligned, sizes))
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of totals and buffer rows."""
+        """Bytes of the totals and of one row of buffers for each shard."""
+        # (V,) float64 totals. They come first, so that the rows begin at an aligned place.
         return aligned(self.shards * 8) + self.shards * self.buffers.nbytes

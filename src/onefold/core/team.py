@@ -1,4 +1,4 @@
-"""All devices of a run, and which of them a process drives, as a record."""
+"""A record of all devices of a run, and of those that this process drives."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ class Team:
     """All devices of the run, and which of them this process drives."""
 
     devices: tuple[torch.device, ...]
-    """By number."""
+    """All devices, in the order of their numbers."""
     own: tuple[int, ...]
-    """Numbers of this process's devices."""
+    """Numbers of the devices that this process drives."""
     world: World
     """How this process was started."""
     trainer: int
-    """Counts the trainers of a script, from 0."""
+    """Number of the trainer among those of the script, counted from 0."""
 
     @property
     def hosts(self) -> tuple[int, ...]:
-        """Number of each device's host; ranks of a host follow one another."""
+        """For each device, the number of its host; the ranks of one host are consecutive."""
+        # Only torchrun spans several hosts; every other launch has all devices on this one.
         here = self.world.local_size if self.world.launcher == "torch" else len(self.devices)
         return tuple(number // max(1, here) for number in range(len(self.devices)))
 

@@ -1,11 +1,11 @@
-"""The divisor of a step's loss, from what each shard says of it. Pure.
+"""Finds the divisor of a step's loss from what each shard reports of its own. Pure.
 
 Note: codes below 0
 -------------------
-A weight is never negative, so the place of a shard's weight also says when there is none: ``SUM``
-where the loss is not divided, ``several(n)`` where it has n terms with a divisor each. Several
-divisors must be known before backward can begin, so such a step is begun again: the loss is first
-computed without gradients for its weights, these are traded, and then the shards run with them.
+A weight is never negative, so a negative number in its place can say that there is none: ``SUM`` if
+the loss is not divided, ``several(n)`` if it has n terms with a divisor each. Several divisors must
+be known before backward can begin, so such a step is started over: the loss is first computed
+without gradients, only for its weights; these are traded; and then the shards run with them.
 """
 
 from __future__ import annotations
@@ -24,32 +24,35 @@ SUM = -1.0
 
 @dataclass(frozen=True, slots=True)
 class StepWeight:
-    """What the step's totals are divided by."""
+    """What the totals of a step are divided by."""
 
     value: float
-    """Sum of the shards' weights, or 1 where the loss is not divided."""
+    """The sum of the shards' weights; 1 if the loss is not divided, NaN if it has several terms."""
     divided: bool = True
-    """Whether it is."""
+    """Whether the loss is divided at all."""
     terms: int = 1
-    """Terms with a divisor each; where there are several, nothing has been computed yet."""
+    """Number of terms with a divisor each; if there are several, nothing has been computed yet."""
 
 
 def several(terms: int) -> float:
-    """What stands for a loss of so many terms."""
+    """The code that stands for a loss of ``terms`` terms."""
+    # One below SUM for a single term, so that no code is SUM itself.
     return -1.0 - terms
 
 
 def total_weight(weights: Sequence[float], sizes: Sequence[int], step: int) -> StepWeight:
-    """Add up the weights in the fold's order.
+    """Add up the shards' weights in the order of the fold.
 
     Args:
-        weights: (V,) of the shards; 0 of empty ones.
-        sizes: (V,) samples of the shards.
-        step: for errors.
+        weights: (V,) float64 of the shards; 0 for empty ones.
+        sizes: (V,) number of samples in each shard.
+        step: number of the step, for errors.
 
     Raises:
         LossError: some shards' losses are divided and others' are not.
     """
+    # Empty shards never ran, so they have no opinion on the kind of the loss. In a sum they count
+    # as 0, in their place in the tree.
     filled = [weight for weight, size in zip(weights, sizes, strict=True) if size]
     least = min(filled)
     if least >= 0:

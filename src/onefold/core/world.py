@@ -18,41 +18,41 @@ class World:
     rank: int = 0
     """Number of this process's device."""
     size: int = 1
-    """Number of processes, of one device each."""
+    """Number of processes, which have one device each."""
     run_id: str = ""
-    """Differs from that of every other run on this machine."""
+    """Identifies the run; different from that of every other run on this machine."""
     one_host: bool = True
-    """All processes are on this machine."""
+    """Whether all processes are on this machine."""
     launcher: Literal["none", "onefold", "torch"] = "none"
     """What started this process."""
     devices: tuple[str, ...] = ()
-    """The device of every process, where the launcher chose them."""
+    """The device of every process, if the launcher chose them."""
     may_leave: bool = False
-    """Devices beyond the number of shards leave in peace rather than fail."""
+    """Whether devices beyond the number of shards leave the run quietly rather than fail."""
     directory: str = ""
-    """Private folder of the run, where onefold launched it."""
+    """Private folder of the run, if onefold launched it."""
     options: RunOptions = RunOptions()
-    """What was settled when it was launched."""
+    """The options that the run was launched with."""
     leave_out: int = 0
-    """How many of the newest checkpoints are passed over, after failures in one step."""
+    """How many of the newest checkpoints are skipped, after repeated failures in the same step."""
     timeline_parts: str = ""
-    """Folder of the parts of the timeline."""
+    """Folder that holds the parts of the timeline."""
     progress_descriptor: int = -1
-    """Inherited from onefold's launcher: the table of steps; -1 without one."""
+    """The table of steps, inherited from onefold's launcher; -1 if there is none."""
     report_descriptor: int = -1
-    """Likewise: where this process leaves word if it fails."""
+    """Where this process reports a failure, inherited from onefold's launcher; -1 likewise."""
     store_descriptor: int = -1
-    """Likewise: the file through which a process group is formed."""
+    """The file through which a process group is formed, inherited as well; -1 likewise."""
     safe_path: bool = False
-    """Neither the script's folder nor the current one goes on ``sys.path`` (``python -P``)."""
+    """Whether the script's folder and the current one stay off ``sys.path`` (``python -P``)."""
     local_rank: int = 0
     """Number of this process on its host."""
     local_size: int = 1
     """Number of processes on this host."""
     secret: str = field(default="", repr=False)
-    """What the user has given to every process of the run, by which they know each other."""
+    """What the user has given to every process of the run, and by which they know each other."""
     agent_store: bool = False
-    """PyTorch's launcher holds the store itself, so that it outlives any process of the run."""
+    """Whether PyTorch's launcher holds the store, which then outlives any process of the run."""
 
     @property
     def launched(self) -> bool:
@@ -61,19 +61,20 @@ class World:
 
     @property
     def proof(self) -> bytes:
-        """What a process must know to take part; empty where there is no secret.
+        """What a process must know to take part; empty if the run has no secret.
 
-        The run's number is one where onefold's launcher has drawn it: it is told to nobody else.
+        The run's identifier serves as one if onefold's launcher drew it, which tells nobody else.
         """
         return (self.secret or (self.run_id if self.launcher == "onefold" else "")).encode()
 
     def to_json(self) -> str:
-        """For the environment of a worker."""
+        """Write the record as JSON, for the environment of a worker."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> World:
-        """What `to_json` wrote."""
+        """Read the record that `to_json` wrote."""
+        # JSON has no tuples, and a frozen record of lists could not be hashed or compared.
         fields = json.loads(text)
         options = fields.pop("options")
         return cls(

@@ -1,10 +1,10 @@
-"""PyTorch's losses with the denominators that they have over the whole batch.
+"""PyTorch's losses, with the denominators that they have over the whole batch.
 
-Each function is the one of the same name in `torch.nn.functional`, with its arguments. The loss of
-one shard cannot be divided by what the whole batch has (the weights of its classes, its targets
+Each function takes the arguments of its namesake in `torch.nn.functional`. A shard does not know
+what the loss of the whole batch is divided by (the weights of its classes, the number of targets
 that are not ignored), so the division is left to the engine:
 
-- ``reduction="mean"`` returns a `Mean`: the total, and what PyTorch divides it by,
+- ``reduction="mean"`` returns a `Mean`: the total, and the shard's part of PyTorch's denominator,
 - ``reduction="sum"`` returns a `Sum`,
 - ``reduction="none"`` returns PyTorch's own tensor.
 
@@ -16,8 +16,8 @@ Mean(total=tensor(1.3863), weight=tensor(2))
 >>> losses.cross_entropy(logits, targets) + 0.1 * losses.mse_loss(logits, logits, reduction="sum")
 Means(terms=(Mean(total=tensor(1.3863), weight=tensor(2)), Sum(total=tensor(0.))))
 
-Not here: losses that compare samples with each other (contrastive ones), whose value over a batch
-is no sum over its shards. Totals of half precision are added up in float32.
+Losses that compare samples with each other (contrastive ones) are missing, because their value over
+a batch is not a sum over its shards. Totals of half precision are added up in float32.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Losses of classes and of truth values."""
+"""Losses whose targets are classes or truth values."""
 
 from __future__ import annotations
 
@@ -41,23 +41,23 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Loss:
-    """Cross entropy of logits and classes, or of logits and probabilities of classes.
+    """Cross entropy of logits and classes, or of logits and class probabilities.
 
-    A mean is divided by the number of targets that are not ``ignore_index``, by the sum of their
-    classes' weights where there are any, and for probabilities by their number whatever the
-    weights are. Label smoothing changes none of these. Where every target is ignored, the total and
-    the weight are 0.
+    A mean is divided by the number of targets that are not ``ignore_index``, or by the sum of the
+    weights of their classes if there are weights; with probabilities it is divided by the number of
+    targets, whatever the weights are. Label smoothing changes none of these. If every target is
+    ignored, the total and the weight are 0.
 
     Args:
         input: (C,), (n, C) or (n, C, ...) logits.
-        target: (), (n,) or (n, ...) int64 classes, or probabilities of the shape of ``input``.
-        weight: (C,) of each class.
-        ignore_index: targets that do not count.
+        target: (), (n,) or (n, ...) int64 classes, or probabilities in the shape of ``input``.
+        weight: (C,) weight of each class.
+        ignore_index: the class of targets that do not count.
         reduction: ``mean``, ``sum`` or ``none``.
         label_smoothing: how much of each target is spread over all classes, from 0 to 1.
 
     Raises:
-        ValueError: an unknown reduction.
+        ValueError: the reduction is unknown.
 
     >>> logits, targets = torch.zeros(3, 2), torch.tensor([0, 1, 1])
     >>> cross_entropy(logits, targets, weight=torch.tensor([1.0, 4.0]))
@@ -65,6 +65,7 @@ def cross_entropy(
     """
 
     def denominator() -> Weight:
+        # PyTorch, too, tells probabilities from classes by the shape alone.
         if target.shape == input.shape:
             return per_class(input)
         return counted(target, weight, ignore_index)
@@ -90,18 +91,18 @@ def nll_loss(
 ) -> Loss:
     """Negative log likelihood of classes.
 
-    A mean is divided by the number of targets that are not ``ignore_index``, or by the sum of their
-    classes' weights.
+    A mean is divided by the number of targets that are not ``ignore_index``, or by the sum of the
+    weights of their classes.
 
     Args:
         input: (C,), (n, C) or (n, C, ...) log probabilities.
         target: (), (n,) or (n, ...) int64 classes.
-        weight: (C,) of each class.
-        ignore_index: targets that do not count.
+        weight: (C,) weight of each class.
+        ignore_index: the class of targets that do not count.
         reduction: ``mean``, ``sum`` or ``none``.
 
     Raises:
-        ValueError: an unknown reduction.
+        ValueError: the reduction is unknown.
 
     >>> nll_loss(torch.full((3, 2), -0.5), torch.tensor([0, 1, 5]), ignore_index=5)
     Mean(total=tensor(1.), weight=tensor(2))
@@ -119,9 +120,9 @@ def nll_loss(
 def binary_cross_entropy(
     input: Tensor, target: Tensor, weight: Tensor | None = None, *, reduction: str = "mean"
 ) -> Loss:
-    """Cross entropy of probabilities and targets between 0 and 1, both of any one shape.
+    """Cross entropy of probabilities and targets between 0 and 1, both of the same shape.
 
-    A mean is divided by the number of elements; ``weight`` scales them and does not divide.
+    A mean is divided by the number of elements; ``weight`` scales them, and is not divided by.
 
     >>> binary_cross_entropy(torch.full((2, 3), 0.5), torch.ones(2, 3))
     Mean(total=tensor(4.1589), weight=6)
@@ -137,10 +138,10 @@ def binary_cross_entropy_with_logits(
     reduction: str = "mean",
     pos_weight: Tensor | None = None,
 ) -> Loss:
-    """Cross entropy of logits and targets between 0 and 1, both of any one shape.
+    """Cross entropy of logits and targets between 0 and 1, both of the same shape.
 
-    A mean is divided by the number of elements; ``weight`` and ``pos_weight`` scale them and do not
-    divide.
+    A mean is divided by the number of elements; ``weight`` and ``pos_weight`` scale them, and are
+    not divided by.
 
     >>> binary_cross_entropy_with_logits(torch.zeros(2, 3), torch.ones(2, 3))
     Mean(total=tensor(4.1589), weight=6)
@@ -156,7 +157,7 @@ def binary_cross_entropy_with_logits(
 
 
 def soft_margin_loss(input: Tensor, target: Tensor, *, reduction: str = "mean") -> Loss:
-    """Logistic loss of targets that are 1 or -1; a mean is over the elements.
+    """Logistic loss with targets that are 1 or -1; a mean is over the elements.
 
     >>> soft_margin_loss(torch.zeros(2, 3), torch.ones(2, 3))
     Mean(total=tensor(4.1589), weight=6)
@@ -174,7 +175,7 @@ def multi_margin_loss(
     weight: Tensor | None = None,
     reduction: str = "mean",
 ) -> Loss:
-    """Hinge loss of classes; a mean is over the samples, and ``weight`` does not divide.
+    """Hinge loss of classes; a mean is over the samples, and is not divided by ``weight``.
 
     >>> multi_margin_loss(torch.zeros(3, 2), torch.tensor([0, 1, 1]))
     Mean(total=tensor(1.5000), weight=3)
@@ -184,11 +185,11 @@ def multi_margin_loss(
 
 
 def multilabel_margin_loss(input: Tensor, target: Tensor, *, reduction: str = "mean") -> Loss:
-    """Hinge loss of several classes a sample; a mean is over the samples.
+    """Hinge loss of several classes per sample; a mean is over the samples.
 
     Args:
-        input: (C,) or (n, C).
-        target: of its shape, int64: classes, and -1 after the last one.
+        input: (C,) or (n, C) scores.
+        target: int64 in the shape of ``input``: the classes, and -1 after the last one.
         reduction: ``mean``, ``sum`` or ``none``.
 
     >>> multilabel_margin_loss(torch.zeros(3, 2), torch.tensor([[0, -1], [1, -1], [1, 0]]))
@@ -201,11 +202,12 @@ def multilabel_margin_loss(input: Tensor, target: Tensor, *, reduction: str = "m
 def multilabel_soft_margin_loss(
     input: Tensor, target: Tensor, weight: Tensor | None = None, *, reduction: str = "mean"
 ) -> Loss:
-    """Binary cross entropy averaged over the classes, which come last; a mean is over the rest.
+    """Binary cross entropy averaged over the last dimension (classes); a mean is over the rest.
 
     >>> multilabel_soft_margin_loss(torch.zeros(3, 2), torch.ones(3, 2))
     Mean(total=tensor(2.0794), weight=3)
     """
+    # PyTorch's total is averaged over the classes already: the rows are left to divide by.
     rows = common_numel(input, target) // max(input.shape[-1], 1)
     return reduced(
         F.multilabel_soft_margin_loss, (input, target), reduction, lambda: rows, weight=weight
@@ -222,10 +224,10 @@ def ctc_loss(
     reduction: str = "mean",
     zero_infinity: bool = False,
 ) -> Loss:
-    """Connectionist temporal classification: sequences whose alignment is not known.
+    """Connectionist temporal classification: a loss of sequences whose alignment is unknown.
 
-    A mean is over the sequences, each divided by the length of its target. Mind that ``log_probs``
-    has time first, (T, n, C), and a batch is cut along its first dimension: hand batches over with
+    A mean is over the sequences, each divided by the length of its target. Note that ``log_probs``
+    has time first, (T, n, C), while a batch is cut along its first dimension: pass batches with
     samples first, and transpose in the loss.
 
     >>> log_probs = torch.full((5, 2, 3), 1 / 3).log()
@@ -236,6 +238,8 @@ def ctc_loss(
     options: dict[str, Any] = {"blank": blank, "zero_infinity": zero_infinity}
     if reduction != "mean":
         return reduced(F.ctc_loss, arguments, reduction, lambda: 0, **options)
+    # Each sequence has a divisor of its own inside the mean, so the total has to be added up here;
+    # PyTorch counts an empty target as one of length 1.
     each = F.ctc_loss(widened(log_probs), *arguments[1:], reduction="none", **options)
     lengths = torch.as_tensor(target_lengths, device=each.device).clamp(min=1)
     return Mean((each / lengths).sum(), each.numel())

@@ -1,4 +1,12 @@
-"""What PyTorch divides a loss by, over the whole batch; and totals that do not overflow."""
+"""Finds what PyTorch divides a loss by, and totals that do not overflow.
+
+Note: denominators without waiting
+----------------------------------
+A denominator that depends on the targets stays a tensor on their device. Reading it as a number
+here would make the host wait for a GPU in the middle of the user's loss. For the same reason it is
+computed by operations whose output shape is fixed: a boolean mask as an index would make the host
+wait for the number of its true values.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +30,10 @@ __all__ = [
 ]
 
 Tensor = torch.Tensor
+# () tensor without gradient, or a number.
 Weight = Tensor | float
 Loss = Any
-"""A `Mean`, a `Sum` or a tensor, as ``reduction`` says; a union would refuse every ``+``."""
+"""A `Mean`, a `Sum` or a tensor, depending on ``reduction``; a union type would reject ``+``."""
 
 
 def distance(
@@ -34,6 +43,7 @@ def distance(
     reduction: str,
     weight: Tensor | None,
 ) -> Loss:
+    # A weighted mean of these losses is one of the few that PyTorch divides by the sum of weights.
     numel = common_numel(input, target)
     if weight is None:
         return reduced(function, (input, target), reduction, lambda: numel)
@@ -54,28 +64,32 @@ def reduced(
             f"expected reduction to be 'mean', 'sum' or 'none' ('batchmean' as well for kl_div), "
             f"got {reduction!r}"
         )
+    # The loss function itself adds up, in float32 or better. The denominator is only computed where
+    # it is needed: on a GPU it is several kernels.
     wide = {name: widened(option) for name, option in options.items()}
     total = function(*map(widened, tensors), reduction="sum", **wide)
     return Sum(total) if reduction == "sum" else Mean(total, denominator())
 
 
 def widened(value: Any) -> Any:
-    """Half precision in float32: the sum over a shard would soon be beyond float16's 65504."""
+    """Convert half precision to float32: a shard's sum would soon exceed float16's 65504."""
     half = isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16)
     return value.to(torch.float32) if half else value
 
 
 def counted(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
-    """() how many targets count, or the sum of their classes' weights; nobody waits for a GPU."""
+    """() how many targets are not ignored, or the sum of the weights of their classes."""
     counts = target != ignore_index
     if weight is None:
         return counts.sum()
+    # An ignored target, such as -100, is no valid index: it is replaced before the lookup, and its
+    # weight by 0 afterwards.
     weights = weight.detach()[target.where(counts, 0)]
     return _added(weights.where(counts, 0))
 
 
 def per_class(input: Tensor) -> int:
-    """How many distributions over classes there are."""
+    """The number of distributions over classes in ``input``."""
     classes = input.shape[0 if input.dim() == 1 else 1]
     return input.numel() // max(classes, 1)
 
@@ -86,10 +100,11 @@ def _added(weights: Tensor) -> Tensor:
 
 
 def common_numel(input: Tensor, *others: Tensor) -> int:
-    """How many elements a loss of tensors has that are broadcast to the first one's shape.
+    """The number of elements in a loss of tensors that are broadcast to the first one's shape.
 
-    Were the first one to grow, a target of (n,) beside an input of (n, 1) would compare every
-    sample with every other, and the whole batch would be no sum of its shards.
+    The first one must not be broadcast itself. A target of (n,) beside an input of (n, 1) would
+    make (n, n): it would compare every sample with every other, and the loss of the whole batch
+    would not be a sum over its shards.
     """
     for other in others:
         if other.shape != input.shape and not _fits(other.shape, input.shape):
@@ -102,6 +117,6 @@ def common_numel(input: Tensor, *others: Tensor) -> int:
 
 
 def _fits(shape: torch.Size, larger: torch.Size) -> bool:
-    """Whether the one is broadcast to the other."""
+    """Whether ``shape`` can be broadcast to ``larger`` without changing the latter."""
     ends = zip(reversed(shape), reversed(larger), strict=False)
     return len(shape) <= len(larger) and all(size in (1, other) for size, other in ends)

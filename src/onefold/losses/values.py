@@ -30,12 +30,12 @@ __all__ = [
 def mse_loss(
     input: Tensor, target: Tensor, *, reduction: str = "mean", weight: Tensor | None = None
 ) -> Loss:
-    """Squared differences of two tensors of one shape.
+    """Squared differences between two tensors of the same shape.
 
-    A mean is divided by the number of elements, or by the sum of ``weight``, one for each of them.
+    A mean is divided by the number of elements, or by the sum of ``weight``, one per element.
 
     Raises:
-        ValueError: the target would make the input larger, as (n,) does with (n, 1).
+        ValueError: the target would broadcast the input, as one of (n,) does with (n, 1).
 
     >>> mse_loss(torch.zeros(2, 3), torch.ones(2, 3))
     Mean(total=tensor(6.), weight=6)
@@ -46,12 +46,12 @@ def mse_loss(
 def l1_loss(
     input: Tensor, target: Tensor, *, reduction: str = "mean", weight: Tensor | None = None
 ) -> Loss:
-    """Absolute differences of two tensors of one shape.
+    """Absolute differences between two tensors of the same shape.
 
-    A mean is divided by the number of elements, or by the sum of ``weight``, one for each of them.
+    A mean is divided by the number of elements, or by the sum of ``weight``, one per element.
 
     Raises:
-        ValueError: the target would make the input larger, as (n,) does with (n, 1).
+        ValueError: the target would broadcast the input, as one of (n,) does with (n, 1).
 
     >>> l1_loss(torch.zeros(2, 3), torch.full((2, 3), 0.5))
     Mean(total=tensor(3.), weight=6)
@@ -65,7 +65,7 @@ def smooth_l1_loss(
     """Squared differences below ``beta``, absolute ones above; a mean is over the elements.
 
     Raises:
-        ValueError: the target would make the input larger, as (n,) does with (n, 1).
+        ValueError: the target would broadcast the input, as one of (n,) does with (n, 1).
 
     >>> smooth_l1_loss(torch.zeros(2, 3), torch.ones(2, 3))
     Mean(total=tensor(3.), weight=6)
@@ -84,11 +84,11 @@ def huber_loss(
 ) -> Loss:
     """Squared differences below ``delta``, absolute ones above.
 
-    A mean is divided by the number of elements, with ``weight`` as well, which scales them and,
-    unlike that of `mse_loss`, does not divide.
+    A mean is divided by the number of elements, even with a ``weight``: it scales them, and unlike
+    the one of `mse_loss` is not divided by.
 
     Raises:
-        ValueError: the target would make the input larger, as (n,) does with (n, 1).
+        ValueError: the target would broadcast the input, as one of (n,) does with (n, 1).
 
     >>> huber_loss(torch.zeros(2, 3), torch.ones(2, 3))
     Mean(total=tensor(3.), weight=6)
@@ -107,12 +107,13 @@ def kl_div(
     ``mean`` divides by the number of elements.
 
     Raises:
-        ValueError: an unknown reduction; the target would make the input larger.
+        ValueError: the reduction is unknown, or the target would broadcast the input.
 
     >>> kl_div(torch.full((2, 2), -1.0), torch.full((2, 2), 0.5), reduction="batchmean")
     Mean(total=tensor(0.6137), weight=2)
     """
     numel = common_numel(input, target)
+    # PyTorch's own batchmean is a sum divided by the number of rows, so a mean with that divisor.
     if reduction == "batchmean":
         numel, reduction = input.shape[0] if input.dim() else 1, "mean"
     return reduced(F.kl_div, (input, target), reduction, lambda: numel, log_target=log_target)
@@ -127,10 +128,10 @@ def poisson_nll_loss(
     eps: float = 1e-8,
     reduction: str = "mean",
 ) -> Loss:
-    """Negative log likelihood of counts that are Poisson distributed; a mean is over the elements.
+    """Negative log likelihood of Poisson-distributed counts; a mean is over the elements.
 
     Raises:
-        ValueError: the target would make the input larger, as (n,) does with (n, 1).
+        ValueError: the target would broadcast the input, as one of (n,) does with (n, 1).
 
     >>> poisson_nll_loss(torch.zeros(2, 3), torch.ones(2, 3))
     Mean(total=tensor(6.), weight=6)
@@ -152,7 +153,7 @@ def gaussian_nll_loss(
     """Negative log likelihood of a Gaussian with mean ``input``; a mean is over the elements.
 
     Raises:
-        ValueError: the target would make the input larger, as (n,) does with (n, 1).
+        ValueError: the target would broadcast the input, as one of (n,) does with (n, 1).
 
     >>> gaussian_nll_loss(torch.zeros(2, 3), torch.ones(2, 3), torch.ones(2, 1))
     Mean(total=tensor(3.), weight=6)
@@ -165,7 +166,7 @@ def gaussian_nll_loss(
 def margin_ranking_loss(
     input1: Tensor, input2: Tensor, target: Tensor, *, margin: float = 0.0, reduction: str = "mean"
 ) -> Loss:
-    """How far two inputs are from the order that targets of 1 or -1 name; a mean is over elements.
+    """How far two inputs are from the order given by targets of 1 or -1; a mean is over elements.
 
     >>> margin_ranking_loss(torch.zeros(3), torch.ones(3), torch.ones(3))
     Mean(total=tensor(3.), weight=3)
@@ -178,7 +179,9 @@ def margin_ranking_loss(
 def hinge_embedding_loss(
     input: Tensor, target: Tensor, *, margin: float = 1.0, reduction: str = "mean"
 ) -> Loss:
-    """Distances of like pairs (1), and the margin's rest of unlike ones (-1); a mean of elements.
+    """The distance of similar pairs (1), and by how much that of others (-1) is below the margin.
+
+    A mean is over the elements.
 
     >>> hinge_embedding_loss(torch.full((3,), 0.25), torch.tensor([1, -1, -1]))
     Mean(total=tensor(1.7500), weight=3)
@@ -190,7 +193,10 @@ def hinge_embedding_loss(
 def cosine_embedding_loss(
     input1: Tensor, input2: Tensor, target: Tensor, *, margin: float = 0.0, reduction: str = "mean"
 ) -> Loss:
-    """Angles of like pairs (1), and what unlike ones (-1) have above the margin; a mean of pairs.
+    """Compare the angles of pairs: similar ones have targets of 1, and others of -1.
+
+    The loss of a similar pair is 1 minus its cosine, that of any other by how much its cosine
+    exceeds the margin. A mean is over the pairs.
 
     >>> cosine_embedding_loss(torch.ones(3, 2), torch.ones(3, 2), torch.tensor([1, -1, -1]))
     Mean(total=tensor(2.), weight=3)
@@ -210,7 +216,9 @@ def triplet_margin_loss(
     swap: bool = False,
     reduction: str = "mean",
 ) -> Loss:
-    """How much nearer the negative is than the margin allows; a mean is over the triplets.
+    """By how much the negative is closer to the anchor than the margin allows.
+
+    A mean is over the triplets.
 
     >>> anchor, other = torch.zeros(3, 2), torch.ones(3, 2)
     >>> triplet_margin_loss(anchor, other, other, margin=0.5)

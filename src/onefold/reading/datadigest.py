@@ -1,8 +1,17 @@
-"""Tells with a few samples whether two processes read the same data set.
+"""Digests a data set from a few samples, so that processes notice when they read different ones.
 
-It reads the length and three samples at most, so it finds data that were made without a seed or lie
-in another folder, and not one picture in a thousand that differs. Equal data have equal digests in
-any process: nothing in one depends on addresses, on the order of a set or on the hash of a string.
+A digest covers the length and at most three samples. So it detects data that were generated without
+a seed or lie in the wrong folder, and not a single picture in a thousand that differs. Equal data
+have equal digests in any process: nothing in a digest depends on addresses, on the order of a set
+or on the hash of a string.
+
+Note: why not pickle
+--------------------
+The bytes of a pickle would be a shorter way to a digest, and a wrong one: equal objects may pickle
+differently, depending on which of their parts are the same object and on the order of sets, and a
+sample may hold an open file or a lock, which do not pickle at all. A sample is any object of the
+user's, so the walk must come to an end for every one: cycles, depth and size are limited, and what
+is beyond a limit counts by its type alone, in every process at the same place.
 """
 
 from __future__ import annotations
@@ -21,15 +30,15 @@ import torch
 __all__ = ["digest_of", "digest_samples", "join_digests"]
 
 _MOST_PARTS = 100_000
-"""Of a sample; what comes after them counts by its type alone."""
+"""The most parts of a sample that are read; any further ones count by their type alone."""
 _MOST_DEEP = 50
-"""Containers in containers; what lies deeper counts by its type alone."""
+"""The most containers nested in each other; what lies deeper counts by its type alone."""
 _BY_NAME = (type, BuiltinFunctionType, FunctionType, MethodType, ModuleType)
-"""Have a ``__dict__`` that is not data."""
+"""Types whose ``__dict__`` is not data; they count by their name."""
 
 
 def digest_samples(samples: int) -> list[int]:
-    """Which samples of a data set are read for its digest: the first, middle and last.
+    """Choose the samples of a data set that are read for its digest: first, middle and last.
 
     >>> digest_samples(9), digest_samples(2)
     ([0, 4, 8], [0, 1])
@@ -38,20 +47,21 @@ def digest_samples(samples: int) -> list[int]:
 
 
 def join_digests(samples: int, digests: Iterable[bytes]) -> int:
-    """The digest of a data set: a number of 64 bits with a sign, and never 0.
+    """Combine the digests of samples into that of the data set: a signed 64-bit number, never 0.
 
     Args:
-        samples: its length.
+        samples: length of the data set.
         digests: `digest_of` each of the samples that were read.
     """
     joined = hashlib.blake2b(struct.pack("<q", samples), digest_size=8)
     for digest in digests:
         joined.update(digest)
+    # 0 stands for "no digest" in a batch and in a head.
     return int.from_bytes(joined.digest(), "little", signed=True) or 1
 
 
 def digest_of(sample: object) -> bytes:
-    """A digest of what a sample holds.
+    """Digest everything that a sample holds.
 
     Tensors, arrays, pictures, numbers and text count by type and content; dicts, sets, tuples,
     lists, dataclasses and other objects with fields by what they hold. Anything else counts by its
@@ -61,24 +71,27 @@ def digest_of(sample: object) -> bytes:
 
 
 class _Walk:
-    """Goes through one sample."""
+    """A walk through one sample."""
 
     def __init__(self) -> None:
         self._left = _MOST_PARTS
 
     def digest(self, part: object, within: tuple[int, ...]) -> bytes:
-        """The digest of one part.
+        """Digest one part of the sample.
 
         Args:
-            part: a sample, or what lies in one.
-            within: ids of the containers that it lies in, which may lie in it as well.
+            part: the sample, or anything in it.
+            within: ids of the containers around it, any of which it may in turn contain.
         """
         self._left -= 1
         name = f"{type(part).__module__}.{type(part).__qualname__}"
         content: Iterable[bytes] = ()
+        # An id is only compared with those of containers that are alive around it: a table of all
+        # that was ever seen would mistake a new object for a dead one at the same address.
         if self._left > 0 and len(within) < _MOST_DEEP and id(part) not in within:
             content = self._content(part, (*within, id(part)))
         joined = hashlib.blake2b(name.encode(), digest_size=16)
+        # With their lengths: "ab" and "c" must not digest like "a" and "bc".
         for piece in content:
             joined.update(struct.pack("<q", len(piece)))
             joined.update(piece)
@@ -92,6 +105,8 @@ class _Walk:
             return leaf
         if isinstance(part, np.ndarray | np.generic):
             return _of_array(np.asanyarray(part), inner)
+        # Sorted by digest: equal dicts may have been filled in different orders, and the order of a
+        # set of strings differs from one process to the next.
         if isinstance(part, Mapping):
             return sorted(inner(key) + inner(value) for key, value in part.items())
         if isinstance(part, Set):
@@ -102,9 +117,11 @@ class _Walk:
 
 
 def _leaf(part: object) -> list[bytes] | None:
-    """The content of what holds no other parts; None if it may."""
+    """The content of a part that holds no other parts; None if it may hold some."""
     if part is None or isinstance(part, _BY_NAME):
         return [getattr(part, "__qualname__", "").encode()]
+    # By the base classes' own methods: a subclass may print itself in any way it likes. In hex, for
+    # Python refuses to print integers of thousands of digits in decimal.
     if isinstance(part, int):
         return [int.__format__(part, "x").encode()]
     if isinstance(part, float):
@@ -127,6 +144,7 @@ def _of_tensor(tensor: torch.Tensor) -> list[bytes]:
     kind.append(str(tuple(tensor.shape)).encode())
     if tensor.is_meta or tensor.is_quantized:
         return kind
+    # As a plain tensor: a subclass may answer any of these calls in its own way.
     here = tensor.detach().as_subclass(torch.Tensor).cpu().resolve_conj().resolve_neg().contiguous()
     return [*kind, here.reshape(-1).view(torch.uint8).numpy().tobytes()]
 
@@ -135,16 +153,19 @@ def _of_array(array: np.ndarray[Any, Any], inner: Callable[[object], bytes]) -> 
     kind = [array.dtype.str.encode(), str(array.shape).encode()]
     if isinstance(array, np.ma.MaskedArray):
         return [*map(inner, (np.ma.getmaskarray(array), array.filled(0)))]
-    if array.dtype.names is not None:  # between the fields there may be anything
+    # Between the fields of a structured array there may be padding, which holds anything.
+    if array.dtype.names is not None:
         fields = [array[name] for name in array.dtype.names]
         return [*kind, *map(str.encode, array.dtype.names), *map(inner, fields)]
+    # The bytes of an array of objects are addresses, which differ in every process.
     if array.dtype.hasobject:
         return [*kind, *map(inner, array.flat)]
     return [*kind, array.tobytes()]
 
 
 def _of_picture(part: object) -> list[bytes] | None:
-    """The content of an image of Pillow's, which is loaded if there is one."""
+    """The content of a Pillow image; None for anything else."""
+    # Looked up and never imported: where there is such an image, somebody has loaded Pillow.
     pillow = sys.modules.get("PIL.Image")
     if pillow is None or not isinstance(part, pillow.Image):
         return None
@@ -153,8 +174,9 @@ def _of_picture(part: object) -> list[bytes] | None:
 
 
 def _fields(part: object) -> list[tuple[str, object]]:
-    """What an object holds, in the order of the names."""
+    """The attributes of an object, sorted by name."""
     own: dict[str, object] = dict(getattr(part, "__dict__", {}))
-    if dataclasses.is_dataclass(part):  # which may have slots
+    # A dataclass with slots has no `__dict__`.
+    if dataclasses.is_dataclass(part):
         own |= {f.name: getattr(part, f.name, None) for f in dataclasses.fields(part)}
     return sorted(own.items())

@@ -1,5 +1,13 @@
-"""Reads a data set in shards: the same samples in the same order with the same augmentation, on any
-number of devices and with any number of worker processes."""
+"""Reads a data set in shards: the same samples, order and augmentation on any number of devices.
+
+Note: who keeps the workers alive
+---------------------------------
+PyTorch ends the worker processes of a pass when the pass's iterator is destroyed, in a destructor.
+So whatever refers to the iterator decides when the processes end: a frame that an exception keeps,
+or a cycle of references, would keep them until the garbage collector comes along. That is why the
+iterator is deleted by name when a pass is left, why the requests know nothing of the loader, and
+why errors are raised in functions that do not hold the iterator.
+"""
 
 from __future__ import annotations
 
@@ -43,34 +51,36 @@ from onefold.watch.timing import host_now_s
 
 __all__ = ["Loader"]
 
-# Bytes: what the address of a socket holds, less what Python puts after the folder's path.
+# In bytes: the room in the address of a Unix socket, less what multiprocessing appends to the path
+# of the temporary folder.
 _LONGEST_TEMPORARY_PATH = 107 - len("/pymp-12345678/listener-12345678")
 
 
 class Loader:
-    """Yields the batches of one pass over a data set, this process's shards of them.
+    """Yields the batches of a data set, pass after pass: of each, the shards of this process.
 
-    Made by ``Trainer.loader``. Every ``iter()`` is a new pass, in a new order if ``shuffle``; the
-    order depends on the seed and the numbers of the pass and the loader alone. Each sample is read
-    under generators seeded by these and its index, so that augmentation does not depend on who
-    reads. Worker processes are begun for each pass, with the data set as it is then.
+    It is made by ``Trainer.loader``. Every ``iter()`` begins a new pass, in a new order if
+    ``shuffle`` is set; the order depends only on the seed and the numbers of the pass and the
+    loader. Before each sample is read, the generators are seeded from these and its index, so that
+    augmentation does not depend on which process reads. Worker processes are started for each
+    pass, with the data set as it is at that time.
 
     Args:
-        dataset: has a length and an item for each index.
-        batch_size: samples of a whole batch, over all devices.
-        shuffle: visit the samples in another order in each pass.
-        lengths: of every sample; those of near length come into one batch. None if of no matter.
-        workers: processes that read ahead; 0 reads in this process.
-        drop_last: leave out a last batch that is short.
+        dataset: an object with a length and an item for each index.
+        batch_size: number of samples in a whole batch, over all devices.
+        shuffle: visit the samples in a different order in each pass.
+        lengths: the length of every sample, to put samples of similar length into one batch; None
+            to ignore lengths.
+        workers: number of processes that read ahead; 0 reads in this process.
+        drop_last: leave out the last batch if it is short.
         collate: makes a shard's payload from a list of samples; PyTorch's default if None.
-        seed: of the run.
-        plan: the plan now; asked when a batch is handed out, whenever it was read.
+        seed: seed of the run.
+        plan: returns the current plan; called when a batch is handed out, whenever it was read.
         own: numbers of this process's devices.
         first_epoch: number of the first pass.
-        pin_memory: read into memory that a GPU can fetch from by itself.
+        pin_memory: read into page-locked memory, from which a GPU copies on its own.
         timeout_s: the longest wait for a worker.
-        digest: read a few samples more, once, by which processes can tell whether they read the
-            same data.
+        digest: read a few more samples per pass, by which processes notice that their data differ.
     """
 
     def __init__(
@@ -108,7 +118,7 @@ class Loader:
             lengths="" if by_length is None else _digest(by_length),
         )
         self.track = LoaderTrack(size, first_epoch)
-        """Which passes were gone through."""
+        """Which passes the loader has been through."""
         self._by_length = by_length
         self._seed = seed
         self._plan = plan
@@ -120,22 +130,23 @@ class Loader:
         self._data_digest = 0
 
     def __len__(self) -> int:
-        """Batches of a pass."""
+        """Number of batches in a pass."""
         size = self.track.size
         whole, rest = divmod(size.samples, size.batch_size)
         return whole + (1 if rest and not size.drop_last else 0)
 
     def __iter__(self) -> Iterator[ShardedBatch]:
-        """Begin a pass.
+        """Begin a new pass.
 
         Raises:
-            SampleError: a sample could not be read, or workers gave none within the timeout.
+            SampleError: a sample could not be read, or no worker delivered one within the timeout.
         """
         this = self.track.begin()
         try:
             if this.given < this.end:
                 yield from self._batches(this)
         except GeneratorExit:
+            # The script has left its loop by `break` or an exception, and dropped the iterator.
             self.track.end(this, broken_off=True)
             raise
         self.track.end(this, broken_off=False)
@@ -143,15 +154,20 @@ class Loader:
     def _batches(self, this: DataPass) -> Iterator[ShardedBatch]:
         start, process = host_now_s(), os.getpid()
         requests = self._requests(this)
+        # Workers are forked in here, where Ctrl-C would be lost: see `onefold.system.interrupt`.
         with ctrl_c_later():
             answers = self._answers(requests)
         try:
             while this.given < this.end:
+                # The plan first, then the answer: see the note on plans that change.
                 requests.follow(self._plan(), this.given)
                 request, payloads, digest = self._next(answers)
+                # The very first answer carries the digest, even if its batch is dropped below.
                 self._data_digest = digest or self._data_digest
-                while request.turn != requests.turn:  # read ahead for a plan of before
+                # Dropped: batches that were read ahead for the previous plan.
+                while request.turn != requests.turn:
                     request, payloads, _ = self._next(answers)
+                # Before the yield: the script may never come back for the next batch.
                 this.given = request.stop
                 yield ShardedBatch(
                     request.samples,
@@ -164,11 +180,14 @@ class Loader:
                     request.loader,
                     self._data_digest,
                 )
+                # The wait for the next batch begins when the script asks for it.
                 start = host_now_s()
         finally:
+            # In a child that the script forked inside its loop, this iterator is only a copy.
             if os.getpid() != process:
                 _disown(answers)
-            # An exception keeps this frame, and would keep the worker processes with it.
+            # An exception keeps this frame, and would keep the worker processes with it. Ending
+            # them happens in a destructor, where Ctrl-C would be lost.
             with ctrl_c_later():
                 del answers
 
@@ -177,6 +196,8 @@ class Loader:
         try:
             return next(answers)
         except RuntimeError as error:
+            # DataLoader raises the same class for a timeout and for whatever else goes wrong, and a
+            # collate function may raise it as well: so the text and the time must both fit.
             late = time.monotonic() - began >= self._timeout_s and "timed out" in str(error)
             if not self._workers or not late:
                 raise
@@ -199,6 +220,7 @@ class Loader:
         )
 
     def _order(self, epoch: int) -> torch.Tensor:  # (samples,) int64
+        # A function of (seed, epoch, loader) alone: a resumed run computes it again.
         size, seed, loader = self.track.size, self._seed, self.track.number
         if not size.shuffle:
             return torch.arange(size.samples)
@@ -214,38 +236,41 @@ class Loader:
         return iter(
             DataLoader(
                 self._reader,
+                # Requests are whole batches already.
                 batch_size=None,
                 sampler=requests,
                 num_workers=self._workers,
                 collate_fn=as_it_is,
                 worker_init_fn=Tied(),
-                persistent_workers=False,  # or they would never see what the data set becomes
+                # Persistent workers would keep the data set as it was in the first pass.
+                persistent_workers=False,
                 pin_memory=self._pin_memory,
                 timeout=self._timeout_s,
-                generator=torch.Generator().manual_seed(0),  # or it would draw from the caller's
+                # Without one, DataLoader would draw a seed from the caller's generator.
+                generator=torch.Generator().manual_seed(0),
             )
         )
 
     def _read(self, requests: _Requests) -> Iterator[Answer]:
         for request in requests:
+            # The yield stays outside: generators and threads must be the caller's again by then.
             with kept_generators(), one_thread():
                 answer = self._reader[request]
             yield answer
 
 
 class _Requests:
-    """What is to be read in a pass, batch by batch; goes back where the plan has changed.
+    """The batches of a pass that are to be read, one after the other; starts over if plans change.
 
     Note: a plan that changes while workers read ahead
     --------------------------------------------------
-    A batch has the plan of the moment in which it is handed out, so that devices agree however far
-    ahead each of them reads. Where the plan has changed, the requests go back to the first batch
-    that was not handed out, and the loader drops the answers to those of the turn before. With each
-    answer that DataLoader takes in it draws another request, also when there was none before: so
-    ``__next__`` may go on after it has raised StopIteration.
+    A batch has the plan of the moment at which it is handed out, so that devices agree however far
+    ahead each of them reads. If the plan has changed, the requests go back to the first batch that
+    was not handed out, and the loader drops the answers to requests of an earlier turn. DataLoader
+    draws another request for each answer that it receives, even if there was none left before: so
+    ``__next__`` may continue after it has raised StopIteration.
 
-    It knows nothing of the loader: in a cycle of references the worker processes would be told of
-    their end too late.
+    It does not refer to the loader: see the note on who keeps the workers alive.
     """
 
     def __init__(
@@ -260,7 +285,7 @@ class _Requests:
         digest: bool,
     ) -> None:
         self.turn = 0
-        """How often the plan has changed in this pass."""
+        """How often the plan has changed during this pass."""
         self._epoch, self._next, self._end = this.number, this.given, this.end
         self._order = order
         self._batch_size = batch_size
@@ -279,7 +304,8 @@ class _Requests:
         return self._request(self._order[start : self._next])
 
     def follow(self, plan: Plan, start: int) -> None:
-        """Go back to the sample ``start`` of the pass if the plan is another one than before."""
+        """Go back to sample ``start`` of the pass if the plan has changed."""
+        # The identity first: it settles nearly every step without comparing the counts.
         if plan is not self._plan and plan != self._plan:
             self.turn += 1
             self._plan, self._next = plan, start
@@ -287,12 +313,15 @@ class _Requests:
     def _request(self, batch: torch.Tensor) -> Request:
         plan = self._plan
         bounds = cut_bounds(len(batch), plan.shards)
+        # Lists of numbers, which cost less to send to a worker than tensors, each a file
+        # descriptor.
         shards = {
             shard: batch[bounds[shard][0] : bounds[shard][1]].tolist()
             for device in self._own
             for shard in plan.shards_of(device)
             if bounds[shard][0] < bounds[shard][1]
         }
+        # Only the first request of a pass asks for the digest.
         digest, self._digest = self._digest, False
         return Request(
             self._loader, self._epoch, len(batch), self._next, plan, self.turn, digest, shards
@@ -300,9 +329,9 @@ class _Requests:
 
 
 def _check_temporary_path(workers: int) -> None:
-    """Refuse a temporary folder in which no socket can have a name: workers send tensors by one.
+    """Refuse a temporary folder whose path is too long for the sockets of worker processes.
 
-    In the worker itself this would fail in a thread of its queue, and the answer would never come.
+    In a worker this would fail in a thread of its queue, and the answer would simply never arrive.
     """
     folder = os.fsencode(tempfile.gettempdir())
     by_socket = get_sharing_strategy() == "file_descriptor"  # type: ignore[no-untyped-call]
@@ -315,17 +344,20 @@ def _check_temporary_path(workers: int) -> None:
 
 
 def _disown(answers: Iterator[Answer]) -> None:
-    """In a forked child that leaves the pass: the worker processes go on reading for its parent.
+    """Let go of the workers in a forked child that leaves the pass: they still read for its parent.
 
-    PyTorch ends them when the iterator goes, whoever lets it go.
+    PyTorch ends them when the iterator is destroyed, whichever process destroys it.
     """
+    # DataLoader's own mark for an iterator whose workers have been ended already. An iterator of
+    # ours, without workers, has nothing to let go of.
     if hasattr(answers, "_shutdown"):
         answers._shutdown = True
 
 
 def _checked(payloads: dict[int, Any] | BadSample) -> dict[int, Any]:
     if isinstance(payloads, BadSample):
-        # Made elsewhere: a frame that holds its own exception would keep the workers alive.
+        # Made in a function of its own: a frame that holds its exception is a cycle of references,
+        # and would keep the workers alive.
         raise _sample_error(payloads)
     return payloads
 
@@ -334,11 +366,13 @@ def _sample_error(bad: BadSample) -> SampleError:
     error = SampleError(
         f"reading sample {bad.index} in epoch {bad.epoch} failed: {bad.kind}: {bad.text}"
     )
+    # As a note: the traceback of another process cannot be chained to this one's.
     error.add_note(f"Where it happened:\n{bad.traceback}")
     return error
 
 
 def _check_dataset(dataset: object) -> None:
+    # An IterableDataset may inherit or define both methods, and still be read as a stream.
     indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if not indexed or isinstance(dataset, IterableDataset):
         raise TypeError(

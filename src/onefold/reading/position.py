@@ -1,17 +1,20 @@
-"""Where a run is: its step, its epoch, and how far each loader's samples have been used.
+"""Keeps track of where a run is: its step, its epoch, and how much each loader has been used.
 
 Note: what counts as done
 -------------------------
-A batch counts when its step is done, not when a loader hands it out: what was read ahead is read
-again. An epoch counts as done when, since its last step, a pass over a data set has come to its
-end or was broken off; batches that a script cuts itself tell nothing about that, so with them it
-counts as done once a step was made in it. Where both the pass and the epochs are broken off, the
-script may have been interrupted: then the epoch goes on in the middle of the pass.
+A batch counts as used when its step is done, not when a loader hands it out: what was merely read
+ahead is read again. An epoch counts as done if, since its last step, a pass over a data set has
+ended or was broken off. Batches of the script's own reveal nothing about that, so with them an
+epoch counts as done once a step was made in it. If both the pass and the loop over epochs are
+broken off, the script may have been interrupted: the epoch then continues in the middle of the
+pass.
 
-A script that goes on runs again from its beginning, and then from the beginning of the epoch that
-it was in. So the passes that it has already gone through there come again, empty; and those of
-which no step used anything come again whole. A loader is known again by where it was made: outside
-the epochs or in one, and as which there.
+Note: what a resumed script sees
+--------------------------------
+A resumed script runs again from its beginning, and then from the beginning of the epoch that it was
+in. So it asks again for passes that it has already been through there: those come again empty, and
+those of which no step used anything come again whole. A loader is recognised by where it is made:
+outside the epochs or in one, and as which one there.
 """
 
 from __future__ import annotations
@@ -40,21 +43,21 @@ PROMISES = {
     "optimizer": "the optimizer begins anew, without what it has gathered",
     "schedule": "the schedule begins anew",
 }
-"""What a run gives up that goes on with another one of these."""
+"""For each thing that may be changed on resuming, what the run gives up by it."""
 
 
 def check_same(what: str, saved: object, now: object, changed: Collection[str], name: str) -> None:
-    """Refuse what is not as it was saved, unless it was changed on purpose.
+    """Refuse a value that differs from the saved one, unless it was changed on purpose.
 
     Args:
-        what: one of `PROMISES`.
-        saved: in the checkpoint.
-        now: in this run.
-        changed: those of `PROMISES` that may differ.
-        name: what to call it.
+        what: the key in `PROMISES` under which the value may be changed.
+        saved: the value in the checkpoint.
+        now: the value in this run.
+        changed: the keys of `PROMISES` that may differ.
+        name: what the value is called in the message.
 
     Raises:
-        CheckpointError: it differs; the message says how to load all the same and at what price.
+        CheckpointError: the values differ; the message says how to load anyway, and at what price.
     """
     if saved == now or what in changed:
         return
@@ -67,26 +70,27 @@ def check_same(what: str, saved: object, now: object, changed: Collection[str], 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderSize:
-    """What makes the passes of a loader what they are."""
+    """Everything that determines the batches of a loader's passes, apart from the seed."""
 
     samples: int
-    """Of the data set."""
+    """Number of samples in the data set."""
     batch_size: int
     drop_last: bool
     shuffle: bool
     lengths: str = ""
-    """A digest of the samples' lengths where batches are made by them."""
+    """A digest of the samples' lengths, if batches are made by length; otherwise empty."""
 
     def check_same(self, now: LoaderSize, changed: Collection[str]) -> None:
-        """Refuse another loader than was saved.
+        """Refuse a loader that differs from this saved one.
 
         Raises:
-            CheckpointError: it is one.
+            CheckpointError: the loaders differ.
         """
         samples = "a data set of length"
         check_same("dataset", self.samples, now.samples, changed, samples)
         check_same("batch_size", self.batch_size, now.batch_size, changed, "batch_size")
-        if self.lengths:  # then the order depends on it
+        # Batches by length are shuffled as batches, so their size decides the order of the samples.
+        if self.lengths:
             name = "batches by length, of batch_size"
             check_same("dataset", self.batch_size, now.batch_size, changed, name)
         check_same("batch_size", self.drop_last, now.drop_last, changed, "drop_last")
@@ -95,33 +99,33 @@ class LoaderSize:
 
 
 class LoaderTrack:
-    """Which passes a loader has gone through, and which come next.
+    """Records which passes a loader has been through, and which come next.
 
     Args:
-        size: of the loader.
+        size: what determines the loader's batches.
         first_pass: number of its first pass.
     """
 
     def __init__(self, size: LoaderSize, first_pass: int) -> None:
         self.size = size
         self.number = 0
-        """Tells the loaders of a run apart; see the note on it."""
+        """Number of the loader in the run; it is part of the loader's seeds."""
         self._next = first_pass
         self._empty = 0
-        """So many passes come empty, before ``_coming``."""
+        """How many passes come empty, before those of ``_coming``."""
         self._coming: list[list[int]] = []
-        """Numbers of passes, and how many of their samples are left out."""
+        """For each pass that was partly used: its number, and how many of its samples were used."""
         self._used_up = 0
-        """So many passes were gone through outside the epochs, before ``_passes``."""
+        """How many passes were used up outside the epochs, before those of ``_passes``."""
         self._passes: list[DataPass] = []
         self._position: Position | None = None
 
     def follow(self, position: Position) -> None:
-        """Tell ``position`` of passes that end."""
+        """Report passes that end to ``position`` from now on."""
         self._position = position
 
     def begin(self) -> DataPass:
-        """The next pass; ``used`` of its samples are left out."""
+        """Begin the next pass, without the samples that were used before the run resumed."""
         number, used = self._next, 0
         if self._empty:
             self._empty -= 1
@@ -129,43 +133,48 @@ class LoaderTrack:
         elif self._coming:
             number, used = self._coming.pop(0)
         self._next = number + 1
+        # Passes outside the epochs would pile up in a script without epochs: used up ones are
+        # merely counted. Only the oldest go, so that the order of the rest is kept.
         while self._passes and self._passes[0].epoch is None and self._is_used_up(self._passes[0]):
             del self._passes[0]
             self._used_up += 1
         epoch = None if self._position is None else self._position.here
+        # Counted from `used`: the batch size may have been changed on purpose since then.
         left_out = (self.size.samples - used) % self.size.batch_size if self.size.drop_last else 0
         end = self.size.samples - left_out
         self._passes.append(DataPass(number, used, epoch, end, given=used))
         return self._passes[-1]
 
     def end(self, this: DataPass, *, broken_off: bool) -> None:
-        """No more batches of a pass will come."""
+        """Note that a pass has ended: no more of its batches will be used."""
+        # A loop that breaks after its last batch was not cut short.
         this.over, this.broken_off = True, broken_off and this.used < this.end
         if self._position is None or this.abandoned:
             return
         if this.epoch is not None and this.epoch != self._position.epoch:
-            # One of an epoch before, which was held until now.
+            # An iterator of an earlier epoch, which the script has held until now. It says nothing
+            # about the epoch that the run is in.
             self._passes = [each for each in self._passes if each is not this]
         elif this.used:
             self._position.note_pass_end(broken_off=this.broken_off)
 
     def made(self, batch: ShardedBatch) -> bool:
-        """Whether a batch is of one of the passes under way."""
+        """Whether a batch comes from one of this loader's recorded passes."""
         return any(each is batch.data_pass for each in self._passes)
 
     def is_ahead(self, epoch: int | None) -> bool:
-        """Whether samples of a pass that was begun in this epoch wait to be used."""
+        """Whether a pass of this epoch has handed out samples that no step has used yet."""
         return any(p.given > p.used for p in self._under_way(epoch))
 
     def is_at_an_end(self, epoch: int | None) -> bool:
-        """Whether all samples of a pass that was begun in this epoch have been used."""
+        """Whether all samples of a pass of this epoch have been used, though it has not ended."""
         return any(p.used >= p.end for p in self._under_way(epoch))
 
     def _under_way(self, epoch: int | None) -> list[DataPass]:
         return [p for p in self._passes if p.epoch == epoch and not p.over]
 
     def go_to(self, saved: Mapping[str, Any]) -> None:
-        """Begin with the passes that `to_json` told of; those under way can no longer be used."""
+        """Continue with the passes that `to_json` wrote; those under way become unusable."""
         for each in self._passes:
             each.abandoned = True
         self._passes = []
@@ -174,27 +183,33 @@ class LoaderTrack:
         self._coming = [[number, min(used, self.size.samples)] for number, used in saved["passes"]]
 
     def restart(self, first_pass: int) -> None:
-        """Begin with a pass of this number; those under way can no longer be used."""
+        """Start over with pass ``first_pass``; passes under way become unusable."""
         self.go_to({"first_pass": first_pass, "empty_passes": 0, "passes": []})
 
     def to_json(self, *, epoch_done: bool) -> dict[str, Any]:
-        """The passes that a script which goes on goes through next.
+        """Write down the passes that a resumed script will go through.
 
         Args:
-            epoch_done: the run goes on with the next epoch, not with this one again.
+            epoch_done: whether the resumed run begins with the next epoch, rather than with this
+                one again.
         """
+        # Passes of an epoch that is done are not asked for again; those outside the epochs always
+        # are, because the script runs again from its beginning.
         passes = [p for p in self._passes if not (epoch_done and p.epoch is not None and p.over)]
-        told = [[p.number, self.size.samples if self._is_used_up(p) else p.used] for p in passes]
-        if self._empty:  # what was gone through since was empty as well
-            first, empty, told = self._next - len(told), len(told) + self._empty, []
+        known = [[p.number, self.size.samples if self._is_used_up(p) else p.used] for p in passes]
+        # If empty passes are still to come, all passes since the run resumed were empty, too.
+        if self._empty:
+            first, empty, known = self._next - len(known), len(known) + self._empty, []
         else:
-            first, empty = (told[0][0] if told else self._next), 0
-        if told and not self._coming and told[-1][0] + 1 != self._next:
-            told.append([self._next, 0])  # passes of epochs that are done lie between
+            first, empty = (known[0][0] if known else self._next), 0
+        # Passes of epochs that are done lie between the last one and the next, and are not listed:
+        # the next one is, so that it keeps its number, and with it its order.
+        if known and not self._coming and known[-1][0] + 1 != self._next:
+            known.append([self._next, 0])
         return {
             "first_pass": first - self._used_up,
             "empty_passes": empty + self._used_up,
-            "passes": [*told, *self._coming],
+            "passes": [*known, *self._coming],
         }
 
     def end_epoch(self) -> None:
@@ -202,10 +217,10 @@ class LoaderTrack:
         self._passes = [p for p in self._passes if p.epoch is None or not p.over]
 
     def _is_used_up(self, this: DataPass) -> bool:
-        """Whether a script that goes on finds nothing in a pass.
+        """Whether a pass is empty when a resumed script comes to it.
 
-        One that was broken off outside the epochs may be gone on with, unless another followed: the
-        script may have been interrupted rather than have chosen to.
+        A pass that was broken off outside the epochs continues, unless another pass followed: the
+        script may have been interrupted rather than have left the loop on purpose.
         """
         inside = self._position is not None and self._position.inside
         chosen = not this.broken_off or inside or this is not self._passes[-1]
@@ -213,31 +228,38 @@ class LoaderTrack:
 
 
 class Position:
-    """Where a trainer is; goes through the epochs, and follows the loaders."""
+    """Where a trainer is in its run: it counts steps and epochs, and follows the loaders."""
 
     def __init__(self) -> None:
         self.step = 0
-        """Steps done."""
+        """Number of steps that are done."""
         self.epoch = 0
         """The epoch that the run is in, or the next one."""
         self.inside = False
-        """Whether it is in an epoch now."""
+        """Whether the run is in an epoch now."""
+        # Whether the epoch counts as done if it ends here, and whether it does so after a `break`.
         self._epoch_used = False
         self._exhausted = False
+        # Whether the last checkpoint took the epoch to be done; a step in it then proves it wrong.
         self._saved_as_done = False
+        # How often the run was moved by a load: a loop over epochs that began before must not
+        # count.
         self._visit = 0
+        # How many loaders were made in each epoch, or outside (None): a loader's number there.
         self._made: dict[int | None, int] = {None: 0}
+        # The loaders that exist, and the saved ones that the script has not made yet. Keys are the
+        # epoch in which a loader was made (None: outside), and its number there.
         self._tracks: dict[tuple[int | None, int], LoaderTrack] = {}
         self._waiting: dict[tuple[int | None, int], dict[str, Any]] = {}
         self._changed: Collection[str] = ()
 
     @property
     def here(self) -> int | None:
-        """The epoch that the run is in now; None outside."""
+        """The epoch that the run is in now; None outside of any."""
         return self.epoch if self.inside else None
 
     def epochs(self, number: int) -> Iterator[int]:
-        """Count epochs from where the run is up to ``number``."""
+        """Yield the epochs from where the run is up to ``number``, and count them."""
         while self.epoch < number:
             epoch, visit = self.epoch, self._visit
             self.inside, self._epoch_used, self._saved_as_done = True, False, False
@@ -245,15 +267,19 @@ class Position:
                 yield epoch
             except GeneratorExit:
                 self.inside = False
-                # An exception, or a break: if in the middle of a pass, the epoch is not done.
+                # An exception or a `break` in the loop. In the middle of a pass, it does not end
+                # the epoch: see the note on what counts as done.
                 if visit == self._visit and self._epoch_used and self._exhausted:
                     self._end_epoch()
                 raise
             self.inside = False
-            if visit == self._visit:  # or the run has gone to another place meanwhile
+            # Otherwise the run was moved by a load meanwhile, and that epoch is no longer ours to
+            # end.
+            if visit == self._visit:
                 self._end_epoch()
 
     def _end_epoch(self) -> None:
+        # Loaders made in an epoch end with it. Those outside live on, and forget its passes.
         self._made.pop(self.epoch, None)
         self._tracks = {place: t for place, t in self._tracks.items() if place[0] is None}
         for track in self._tracks.values():
@@ -265,13 +291,16 @@ class Position:
         """Follow a loader that has just been made, from where it was when the run was saved.
 
         Raises:
-            CheckpointError: it is another one than was saved.
+            CheckpointError: the loader differs from the one that was saved.
         """
         where = self.here
         place = where, self._made.get(where, 0)
+        # Loaders made in an epoch are numbered after those outside, and alike in every epoch: each
+        # epoch's first loader has the same seeds but for the pass.
         track.number = place[1] if where is None else self._made[None] + place[1]
         if place in self._waiting:
             saved = self._waiting[place]
+            # The position is unchanged until the check has passed: a script may catch the error.
             _check_loader(saved, track, self._changed)
             track.go_to(saved)
             del self._waiting[place]
@@ -280,10 +309,10 @@ class Position:
         track.follow(self)
 
     def check(self, batch: ShardedBatch) -> None:
-        """Refuse a batch that was read before the run went elsewhere.
+        """Refuse a batch that was read before the run was moved elsewhere by a load.
 
         Raises:
-            ValueError: it was.
+            ValueError: the batch's pass was begun before the load.
         """
         if batch.data_pass is not None and batch.data_pass.abandoned:
             raise ValueError(
@@ -292,23 +321,24 @@ class Position:
             )
 
     def has_used(self, batch: ShardedBatch) -> bool:
-        """Whether a step has used this batch before."""
+        """Whether a step has already used this batch."""
         return batch.data_pass is not None and batch.stop <= batch.data_pass.used
 
     def is_at_an_end(self) -> bool:
-        """Whether a pass has been used up and the script does not know it yet."""
+        """Whether a pass has been used up, and the script has not noticed yet."""
         return any(track.is_at_an_end(self.here) for track in self._tracks.values())
 
     def is_between_batches(self, batch: ShardedBatch) -> bool:
-        """Whether, after the step with this batch, no other loader's batch waits to be used."""
+        """Whether no other loader has a batch waiting to be used once this batch's step is done."""
         others = [track for track in self._tracks.values() if not track.made(batch)]
         return not any(track.is_ahead(self.here) for track in others)
 
     def note_step(self, batch: ShardedBatch) -> None:
-        """A batch has been used."""
+        """Note that a step has used a batch."""
         self.step += 1
         self._epoch_used, self._exhausted = batch.data_pass is None, True
         if batch.data_pass is not None:
+            # A script may use a batch twice, which does not take the pass back.
             batch.data_pass.used = max(batch.stop, batch.data_pass.used)
         if self._saved_as_done and self.inside:
             self._saved_as_done = False
@@ -322,39 +352,40 @@ class Position:
             )
 
     def note_pass_end(self, *, broken_off: bool) -> None:
-        """A pass of which samples were used has come to its end."""
+        """Note that a pass of which samples were used has ended."""
         self._epoch_used, self._exhausted = True, not broken_off
 
     def note_save(self) -> None:
-        """The run was saved here."""
+        """Note that the run was saved here."""
         self._saved_as_done = self.inside and self._epoch_used
 
     def to_json(self) -> dict[str, Any]:
-        """Where a run goes on that is loaded from here."""
+        """Write down where a run that is resumed from here continues."""
         done = self.inside and self._epoch_used
-        told = list(self._waiting.values())
+        # Saved loaders that the script has not made again yet are kept as they were.
+        loaders = list(self._waiting.values())
         for (where, number), track in self._tracks.items():
             passes = track.to_json(epoch_done=done)
             place = {"made_in_epoch": where, "number": number, "loader": track.number}
-            told.append({**place, **asdict(track.size), **passes})
-        return {"step": self.step, "epoch": self.epoch + done, "position": told}
+            loaders.append({**place, **asdict(track.size), **passes})
+        return {"step": self.step, "epoch": self.epoch + done, "position": loaders}
 
     def check_fits(self, saved: Mapping[str, Any], changed: Collection[str]) -> None:
-        """Compare the loaders there are with those of a saved position.
+        """Compare the loaders that exist with those of a saved position.
 
         Raises:
-            CheckpointError: one of them is another than was saved.
+            CheckpointError: one of them differs from the one that was saved.
         """
         for place, loader in _by_place(saved).items():
             if place in self._tracks:
                 _check_loader(loader, self._tracks[place], changed)
 
     def go_to(self, saved: Mapping[str, Any], changed: Collection[str]) -> None:
-        """Go to where `to_json` was called; loaders that are made later will follow.
+        """Continue where `to_json` was called; loaders that are made later will follow.
 
         Args:
-            saved: checked by `check_fits`.
-            changed: those of `PROMISES` that may differ.
+            saved: what `to_json` wrote, checked by `check_fits`.
+            changed: the keys of `PROMISES` that may differ.
         """
         self.step, self.epoch = saved["step"], saved["epoch"]
         self._epoch_used = False
@@ -364,7 +395,8 @@ class Position:
         self._made = {None: self._made[None]}
         for place, track in list(self._tracks.items()):
             if place[0] is not None:
-                track.restart(0)  # made in an epoch that begins again: others take its place
+                # Made in an epoch that begins again, where the script makes another in its place.
+                track.restart(0)
                 del self._tracks[place]
             elif place in self._waiting:
                 track.go_to(self._waiting.pop(place))
@@ -380,6 +412,7 @@ def _check_loader(saved: Mapping[str, Any], track: LoaderTrack, changed: Collect
 
 
 def _size_of(saved: Mapping[str, Any]) -> LoaderSize:
+    # Saved loaders carry their passes and places beside the fields of their size.
     known = {field.name for field in fields(LoaderSize)}
     return LoaderSize(**{name: value for name, value in saved.items() if name in known})
 

@@ -45,7 +45,7 @@ Collate = Callable[[list[Any]], Any]
 
 
 class SizedDataset(Protocol):
-    """What a loader can read: a length, and an item for every index below it."""
+    """What a loader can read: an object with a length, and an item for every index below it."""
 
     def __len__(self) -> int: ...
 
@@ -60,18 +60,22 @@ class Request:
     epoch: int
     samples: int
     stop: int
-    """Samples of the pass up to the end of this batch."""
+    """Number of samples of the pass up to the end of this batch."""
     plan: Plan
     turn: int
-    """How often the plan had changed in the pass when this was asked for."""
+    """How often the plan had changed during the pass when this was requested."""
     digest: bool
-    """Whether the digest of the data set is wanted as well."""
+    """Whether the digest of the data set is requested as well."""
     shards: dict[int, list[int]]
+    """The indices of the samples of each of this process's shards, by shard number."""
 
 
 @dataclass(frozen=True, slots=True)
 class BadSample:
-    """A sample that could not be read, on its way to the process that will say so."""
+    """A sample that could not be read, on its way to the process that will report it.
+
+    It holds text and not the exception: one of a class of the user's may not unpickle elsewhere.
+    """
 
     index: int
     epoch: int
@@ -81,11 +85,11 @@ class BadSample:
 
 
 Answer = tuple[Request, dict[int, Any] | BadSample, int]
-"""What was asked for, each shard's payload, and the digest of the data set where it was wanted."""
+"""The request, each shard's payload, and the digest of the data set (0 if it was not requested)."""
 
 
 class Reader(Dataset[Any]):
-    """Reads what a request asks for; lives in every worker process."""
+    """Answers requests for batches; every worker process has one."""
 
     def __init__(self, dataset: SizedDataset, collate: Collate | None, seed: int) -> None:
         self._dataset = dataset
@@ -109,7 +113,10 @@ class Reader(Dataset[Any]):
     def _read_digest(self, epoch: int) -> int | BadSample:
         digests = []
         for index in digest_samples(len(self._dataset)):
+            # Without the epoch: the digest is that of the data, whenever a process computes it.
             seed_generators(derive_seed("digest", self._seed, index))
+            # Returned rather than raised, as in `_read_shard`: DataLoader would wrap the exception
+            # in one of its own, and the user would not learn which sample it was.
             try:
                 digests.append(digest_of(self._dataset[index]))
             except Exception as error:
@@ -118,23 +125,33 @@ class Reader(Dataset[Any]):
 
     def _read_shard(self, request: Request, indices: list[int]) -> Any:
         if type(self._dataset) is TensorDataset and self._collate is None:
-            # Nothing random and nothing that can fail: the rows at once, as default_collate's list.
+            # Nothing random, and nothing that can fail: all rows are gathered at once into the list
+            # that default_collate would make. A subclass may override how items are read.
             return [tensor[indices] for tensor in self._dataset.tensors]
         samples, seed, epoch, loader = [], self._seed, request.epoch, request.loader
+        # Each sample has a seed of its own, so that its augmentation depends neither on the worker
+        # that reads it nor on the samples that were read before it.
         for index in indices:
             seed_generators(loader_seed("sample", seed, epoch, index, loader=loader))
             try:
                 samples.append(self._dataset[index])
             except Exception as error:
                 return _bad(index, epoch, error)
+        # Collating may be random, too (mixup). The first index identifies the shard: within an
+        # epoch no other shard has it.
         seed_generators(loader_seed("collate", seed, epoch, indices[0], loader=loader))
         return (self._collate or default_collate)(samples)
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """As PyTorch's worker processes read: the bits of a sum depend on the number of threads."""
+    """Read with one thread, as PyTorch's worker processes do.
+
+    The bits of a sum depend on the number of threads, so samples that this process reads would
+    otherwise differ from those that workers read.
+    """
     before = torch.get_num_threads()
+    # Setting the number of threads is not free, and each batch would set it twice.
     if before == 1:
         yield
         return
@@ -146,17 +163,21 @@ def one_thread() -> Iterator[None]:
 
 
 class Tied:
-    """Ends a worker process with the process that it reads for, and gives it that one's dtype.
+    """Ties a worker process to the process that it reads for: it ends with it, and has its dtype.
 
-    A worker that is not forked begins with PyTorch's own default dtype, and would draw other
-    numbers than ``workers=0``.
+    A worker that is not forked starts with PyTorch's own default dtype, and would draw other random
+    numbers than ``workers=0`` does.
 
-    What the kernel takes for the parent is the thread that has made the worker: where that may end
-    before the process, it is left to PyTorch's workers to notice the end by themselves. A fork
-    server is the parent of those that it makes, and ends with the process that it serves.
+    Note: the parent is a thread
+    ----------------------------
+    When the kernel kills a process with its parent, the parent is the thread that created the
+    process. If that thread may end before the process does, nothing is asked of the kernel, and
+    PyTorch's workers are left to notice the end by themselves. A fork server is the parent of the
+    processes that it creates, and ends with the process that it serves.
     """
 
     def __init__(self) -> None:
+        # Noted in the process that is read for, and forked or pickled into its workers.
         self._parent = os.getpid()
         self._lasting = threading.current_thread() is threading.main_thread()
         self._served = multiprocessing.get_start_method() == "forkserver"
@@ -165,7 +186,9 @@ class Tied:
     def __call__(self, worker: int) -> None:
         torch.set_default_dtype(self._dtype)
         if self._lasting:
+            # The parent of a worker that a fork server made is the server, whatever its number is.
             die_with_parent(os.getppid() if self._served else self._parent)
+        # The fork happened inside `ctrl_c_later`, whose handler nobody in here will ever undo.
         ctrl_c_as_before()
 
 
@@ -175,4 +198,6 @@ def _bad(index: int, epoch: int, error: Exception) -> BadSample:
 
 
 def as_it_is(answer: Any) -> Any:
+    # DataLoader's default would turn NumPy arrays into tensors. No lambda: a worker that is not
+    # forked gets it pickled.
     return answer

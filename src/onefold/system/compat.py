@@ -1,7 +1,7 @@
-"""Every name that PyTorch keeps to itself and onefold uses all the same, in one place.
+"""Every private name of PyTorch that onefold uses all the same, in one place.
 
-Each of them may go in the next release of PyTorch. ``tests/system/test_compat.py`` says of each
-what would break, and fails first.
+Any of them may disappear with the next release of PyTorch. ``tests/system/test_compat.py`` says for
+each of them what would break, and is the first to fail.
 """
 
 from __future__ import annotations
@@ -46,11 +46,13 @@ _COMPILED = "_torchdynamo_orig_callable"
 _CLIP = "_clip_grads_with_norm_"
 
 version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
-"""How many times a tensor was written to in place."""
+"""The number of times that a tensor was written to in place."""
 
 
 def parameters_of(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
     """The table in which a module holds its own parameters."""
+    # `named_parameters()` walks the whole tree, skips None, and leaves out the second name of a
+    # tied parameter; whoever replaces parameters needs every place.
     return module._parameters
 
 
@@ -60,40 +62,40 @@ def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
 
 
 def has_accumulate_hooks(parameter: torch.Tensor) -> bool:
-    """Whether hooks look at a parameter's gradient once it has been added up."""
+    """Whether a parameter has hooks that run once its gradient has been accumulated."""
     return bool(parameter._post_accumulate_grad_hooks)
 
 
 def steps_a_schedule(step: Callable[..., object]) -> bool:
-    """Whether a learning-rate schedule has put itself around an optimizer's step."""
+    """Whether a learning-rate schedule has wrapped an optimizer's step method."""
     return hasattr(step, "_wrapped_by_lr_sched")
 
 
 def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy each source to its target, in as few kernels as can be."""
+    """Copy each source to its target, in as few kernels as possible."""
     torch._foreach_copy_(targets, sources)
 
 
 def add_each(targets: list[torch.Tensor], others: list[torch.Tensor]) -> None:
-    """Add each tensor to its target, likewise."""
+    """Add each tensor to its target in place, in as few kernels as possible."""
     torch._foreach_add_(targets, others)
 
 
 def multiply_each(targets: list[torch.Tensor], factor: float | torch.Tensor) -> None:
-    """Multiply all targets by one number, likewise."""
+    """Multiply all targets by one number in place, in as few kernels as possible."""
     torch._foreach_mul_(targets, factor)
 
 
 def default_store() -> Any:
-    """The `torch.distributed.Store` behind the process group that a script has made."""
+    """The `torch.distributed.Store` behind the process group that a script has formed."""
     return torch.distributed.distributed_c10d._get_default_store()
 
 
 class KernelSettings:
-    """Which kernels may be chosen; read now, and to be put back.
+    """The settings that decide which kernels are chosen, as they are now, to be restored later.
 
-    PyTorch's public functions for these settings take as long as a small layer does, and that for
-    deterministic algorithms would load the compiler, for a second or two, to tell it as well.
+    PyTorch's public functions for these settings take as long as a small layer does, and the one
+    for deterministic algorithms would load the compiler, for a second or two, to inform it as well.
     """
 
     def __init__(self) -> None:
@@ -104,38 +106,43 @@ class KernelSettings:
 
     @staticmethod
     def repeat_bits() -> None:
-        """Choose kernels that repeat their bits, and refuse others."""
+        """Choose kernels that repeat their bits, and refuse all others."""
         _C._set_deterministic_algorithms(True, warn_only=False)
+        # PyTorch would fill the result of every `torch.empty` with NaN, which helps to find reads
+        # of uninitialised memory and costs a pass over each tensor.
         _C._set_deterministic_fill_uninitialized_memory(False)
+        # cuDNN would pick the fastest algorithm by timing, so another one in each process.
         _C._set_cudnn_benchmark(False)
 
     def put_back(self) -> None:
-        """The settings as they were."""
+        """Restore the settings as they were."""
         _C._set_deterministic_algorithms(self._deterministic, warn_only=self._warn_only)
         _C._set_deterministic_fill_uninitialized_memory(self._fill)
         _C._set_cudnn_benchmark(self._benchmark)
 
 
 def load_compiler() -> Any:
-    """The compiler's settings; loads the compiler, which takes a second or two."""
+    """Load the compiler, which takes a second or two, and return its settings."""
+    # Inside the function: whoever does not compile should not pay for the import.
     from torch._dynamo import config
 
     return config
 
 
 def compiler_config(*, may_load: bool) -> Any:
-    """The settings of the compiler's code generator, where it is loaded; else None.
+    """The settings of the compiler's code generator, if it is loaded; otherwise None.
 
     Args:
-        may_load: whether something may begin to be compiled, though nothing has been so far.
+        may_load: whether something may be compiled from now on, though nothing has been so far.
     """
+    # The settings may be loaded without the compiler itself; then they matter to nobody yet.
     if may_load or "torch._inductor.compile_fx" in sys.modules:
         return sys.modules.get("torch._inductor.config")
     return None
 
 
 def compiled_call_of(module: torch.nn.Module) -> object | None:
-    """What ``module.compile()`` has put in place of its call."""
+    """The call that ``module.compile()`` has put in place of the module's own, if it has."""
     return module.__dict__.get("_compiled_call_impl")
 
 
@@ -145,9 +152,10 @@ def is_compiled(value: object) -> bool:
 
 
 def is_dynamic(part: Any) -> bool:
-    """Whether a compiled part was asked to handle shapes that vary."""
+    """Whether a compiled part was requested to handle varying shapes."""
     context = getattr(part, "dynamo_ctx", None)
-    if context is None:  # a function: its context is among what it closes over
+    # A module holds its context as an attribute; a function merely closes over it.
+    if context is None:
         cells = getattr(part, "__closure__", None) or ()
         held = [cell.cell_contents for cell in cells]
         context = next((each for each in held if hasattr(each, "_dynamic")), None)
@@ -155,7 +163,7 @@ def is_dynamic(part: Any) -> bool:
 
 
 def wrap_clipping(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Put a function around what ``clip_grad_norm_`` calls; once, however often this is called."""
+    """Wrap the function that ``clip_grad_norm_`` calls; only once, however often this is called."""
     inner: Callable[..., Any] | None = getattr(clip_grad, _CLIP, None)
     if inner is None or hasattr(inner, "__onefold__"):
         return

@@ -1,17 +1,18 @@
-"""Ctrl-C and other requests to stop: put off while they would be lost, noted, or raised.
+"""Handles Ctrl-C and other requests to stop: delays them where they would be lost, or notes them.
 
 Note: where Ctrl-C is lost
 --------------------------
-Python raises KeyboardInterrupt wherever the main thread is. In a destructor, and in what runs
-before and after a fork, an exception is printed and dropped: the program goes on. PyTorch ends the
-worker processes of a pass in a destructor and forks them for the next one.
+Python raises KeyboardInterrupt wherever the main thread happens to be. In a destructor, and in the
+functions that run before and after a fork, an exception is printed and dropped, and the program
+continues as if nothing had happened. PyTorch ends the worker processes of a pass in a destructor,
+and forks new ones for the next pass.
 
 Note: signals of the launcher
 -----------------------------
-A signal that raises may do so anywhere: after a worker was started and before it was noted, or
-while a folder is being removed. So while a launcher watches over workers nothing is raised. Signals
-are written down, and the launcher, which waits for a descriptor that wakes it, looks at them when
-its own things are in order.
+A signal handler that raises may do so anywhere: after a worker was started and before it was
+recorded, or while a folder is being removed. So while a launcher watches over workers, nothing is
+raised. Signals are noted, and the launcher, which waits for a descriptor that wakes it, looks at
+them when its own affairs are in order.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ __all__ = [
 ]
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""What asks a program to stop: Ctrl-C, a scheduler or a user, and a terminal that is closed."""
+"""The signals that ask a program to stop: Ctrl-C, a scheduler or user, a terminal that closes."""
 
 STOPPED_CODE = 75
 """Exit code of a run that was asked to stop, has saved itself, and can go on (EX_TEMPFAIL)."""
@@ -44,7 +45,7 @@ _Handler = Callable[[int, FrameType | None], Any]
 
 
 class _Later:
-    """Notes that Ctrl-C was pressed."""
+    """A handler that notes that Ctrl-C was pressed."""
 
     def __init__(self, before: _Handler) -> None:
         self.before = before
@@ -56,9 +57,10 @@ class _Later:
 
 @contextmanager
 def ctrl_c_later() -> Iterator[None]:
-    """Have Ctrl-C do what it does once the block is left."""
+    """Delay Ctrl-C until the block is left; it then does what it would have done."""
     before = signal.getsignal(signal.SIGINT)
-    # Where nothing in Python handles it, and in other threads, nothing is raised either.
+    # Without a handler in Python nothing is raised, so nothing can be lost; and handlers run, and
+    # may be set, in the main thread only.
     if not callable(before) or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -67,21 +69,23 @@ def ctrl_c_later() -> Iterator[None]:
     try:
         yield
     finally:
+        # The old handler first: it will raise, and a second Ctrl-C must find it in place.
         signal.signal(signal.SIGINT, before)
         if later.came:
             before(signal.SIGINT, None)
 
 
 def ctrl_c_as_before() -> None:
-    """Have Ctrl-C do at once what it does, in a process that was forked in such a block."""
+    """Undo `ctrl_c_later` in a process that was forked inside of such a block."""
     handler = signal.getsignal(signal.SIGINT)
+    # Blocks may be nested, and the child has left none of them.
     while isinstance(handler, _Later):
         handler = handler.before
     signal.signal(signal.SIGINT, handler)
 
 
 class Stopped(KeyboardInterrupt):
-    """SIGTERM or SIGHUP came; what handles Ctrl-C handles it."""
+    """Raised when SIGTERM or SIGHUP arrives; whatever handles Ctrl-C handles it, too."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -89,22 +93,23 @@ class Stopped(KeyboardInterrupt):
 
 
 class _Raise:
-    """Raises what came."""
+    """A handler that raises the signal that arrived as `Stopped`."""
 
     def __init__(self, came: list[signal.Signals]) -> None:
         self._came = came
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
+        # Noted before it is raised: somebody may catch the exception, or it may be lost.
         self._came.append(signal.Signals(number))
         raise Stopped(number)
 
 
 @contextmanager
 def stopped_by_signals() -> Iterator[list[signal.Signals]]:
-    """A block that SIGTERM and SIGHUP end by `Stopped`, so that it puts its things in order.
+    """Have SIGTERM and SIGHUP raise `Stopped` in the block, so that it can clean up after itself.
 
-    Signals that are ignored (SIGHUP below ``nohup``) or that the program handles are left alone.
-    Gives the list of those that came, for who does not see the exception.
+    Signals that are ignored (SIGHUP under ``nohup``) or that the program handles are left alone.
+    Yields the list of those that arrived, for code that does not see the exception.
     """
     before: dict[int, Any] = {}
     came: list[signal.Signals] = []
@@ -120,29 +125,32 @@ def stopped_by_signals() -> Iterator[list[signal.Signals]]:
 
 
 class StopSignals:
-    """A block in which signals to stop are noted, and raise nothing.
+    """A block in which signals to stop are noted, and nothing is raised.
 
-    Signals that somebody handles in a way of his own are left to him, unless the run saves itself;
-    those that are ignored stay ignored, but for SIGINT and SIGTERM of such a run. In a thread other
-    than the main one nothing is noted: Python handles signals in the main thread alone.
+    Signals that the program handles itself are left to it, unless the run saves itself; those that
+    are ignored stay ignored, except SIGINT and SIGTERM in such a run. In a thread other than the
+    main one nothing is noted, because Python handles signals in the main thread only.
 
     Args:
-        saves: the run saves itself when it is asked to stop.
+        saves: whether the run saves itself when it is asked to stop.
     """
 
     def __init__(self, *, saves: bool) -> None:
         self._saves = saves
         self._before: dict[int, Any] = {}
         self.came: list[signal.Signals] = []
-        """Those that came, in their order."""
+        """The signals that arrived, in that order."""
 
     def __enter__(self) -> Self:
+        # An eventfd rather than a pipe: a counter, which a flood of signals cannot fill up so that
+        # the handler would block. Workers must not inherit it.
         self.descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        """Can be read from when a signal has come that `look` has not seen."""
+        """Readable once a signal has arrived that `look` has not seen."""
         if threading.current_thread() is not threading.main_thread():
             return self
         if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
-            # Or the system would collect the workers' ends itself, and give their numbers away.
+            # If SIGCHLD is ignored, the kernel reaps dead workers itself: their exit codes are
+            # lost, and their process ids may belong to strangers by the time we send a signal.
             self._before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for number in STOP_SIGNALS:
             if self._takes(number):
@@ -152,21 +160,26 @@ class StopSignals:
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        # Closed last: until the handlers are restored, a signal still writes to it.
         os.close(self.descriptor)
 
     def look(self) -> int:
-        """How many have come."""
+        """Clear the descriptor, and return how many signals have arrived so far."""
+        # Cleared before counting: a signal in between is counted and wakes the launcher once too
+        # often. The other way round it would be missed.
         with suppress(BlockingIOError):
             os.eventfd_read(self.descriptor)
         return len(self.came)
 
     def _takes(self, number: signal.Signals) -> bool:
         before = signal.getsignal(number)
+        # None stands for a handler that was not set from Python; it could not be restored.
         if before is None or before == signal.SIG_IGN:
             return before is not None and self._saves and number != signal.SIGHUP
         ends_program = before in (signal.SIG_DFL, signal.default_int_handler)
         return self._saves or ends_program or isinstance(before, _Raise)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        # First the note, then the wake-up: whoever is woken must find something.
         self.came.append(signal.Signals(number))
         os.eventfd_write(self.descriptor, 1)

@@ -1,11 +1,13 @@
-"""Files and folders that are this run's own: made anew, and never in the place of somebody else's.
+"""Creates files and folders that belong to this run, and never in the place of somebody else's.
 
 Note: what lies under a name
 ----------------------------
-In a folder that others may write to, what lies under a name may be a symbolic link, a pipe, or a
-file that was never ours. So a new file is made with O_EXCL, which follows no link; a file that
-takes the place of an older one is written aside and renamed, which replaces a link and not what it
-points to; and a folder is only removed while it is the one that was made, by its inode number.
+In a folder that others may write to, there may be a symbolic link, a pipe, or a file that was never
+ours under any name. So a new file is created with O_EXCL, which follows no link; a file that
+replaces an older one is written aside and renamed, which replaces a link and not its target; and a
+folder is removed only as long as it is the one that was created, by its inode number. Asking what a
+name stands for and opening it afterwards would not do, as somebody may exchange it in between: what
+is opened is checked by its descriptor.
 """
 
 from __future__ import annotations
@@ -26,23 +28,24 @@ __all__ = ["PrivateFolder", "aside_of", "create_file", "open_regular", "replace_
 
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _AS_A_LINK = frozenset({errno.ELOOP, errno.ENXIO})
-"""What opening without following and without waiting says of a link, and of a pipe or socket."""
+"""Errors of opening, without following or waiting, a link (ELOOP), or a pipe or socket (ENXIO)."""
 
 
 class PrivateFolder:
     """A new folder in the temporary directory that only its owner can look into.
 
-    A cleaner of temporary files leaves it alone where it heeds locks, as systemd-tmpfiles does; if
-    it is removed all the same, leaving the block is no error.
+    A cleaner of temporary files leaves it alone if it respects locks, as systemd-tmpfiles does; if
+    the folder is removed all the same, leaving the block is not an error.
 
     Args:
-        prefix: of its name.
+        prefix: how the folder's name begins.
     """
 
     def __init__(self, prefix: str = "onefold-") -> None:
         self.path = Path(tempfile.mkdtemp(prefix=prefix))
         self._descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        with suppress(OSError):  # a file system without locks
+        # Shared, so that nobody else who merely reads is shut out; some file systems have no locks.
+        with suppress(OSError):
             fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
     def __enter__(self) -> Self:
@@ -52,52 +55,58 @@ class PrivateFolder:
         self.remove()
 
     def is_there(self) -> bool:
-        """Whether the folder of this name is still the one that was made."""
+        """Whether the folder under this name is still the one that was created."""
         try:
             found = os.lstat(self.path)
         except OSError:
             return False
+        # While the descriptor is open the inode number cannot be given to another folder.
         return os.path.samestat(found, os.fstat(self._descriptor))
 
     def remove(self) -> None:
-        """Remove it with all that it holds."""
+        """Remove the folder with everything in it."""
         if self.is_there():
             shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._descriptor)
 
     def keep(self) -> None:
-        """Leave it for the user."""
+        """Leave the folder to the user, and let go of it."""
         os.close(self._descriptor)
 
 
 def create_file(path: Path, *, append: bool = False) -> int:
-    """The descriptor of a new file.
+    """Create a file, and return its descriptor for writing.
 
     Raises:
-        FileExistsError: there is something of that name, be it a link to nowhere.
+        FileExistsError: the name is taken, even if by a link to nowhere.
     """
     return os.open(path, _NEW | (os.O_APPEND if append else 0), 0o666)
 
 
 @contextmanager
 def aside_of(path: Path) -> Iterator[BinaryIO]:
-    """A new file that takes the place of a path when all is written, or leaves nothing behind."""
+    """Yield a new file that replaces ``path`` when all is written, or leaves nothing behind."""
+    # In the same folder: a rename is atomic only within one file system.
     aside = path.with_name(f".onefold-{uuid.uuid4().hex}.part")
     try:
         with os.fdopen(create_file(aside), "wb") as file:
             yield file
+        # After the file is closed, so that everything is written by then.
         os.replace(aside, path)
     finally:
+        # After the rename nothing has this name any more; after an error the half-written file has.
         aside.unlink(missing_ok=True)
 
 
 def open_regular(path: Path, flags: int, mode: int = 0o666) -> int:
-    """The descriptor of a file that is there, or that ``flags`` make; follows no link.
+    """Open a regular file, or create it if ``flags`` say so, without following links.
 
     Raises:
-        ValueError: it is a link, a folder, a pipe or a device.
+        ValueError: the path is a link, a folder, a pipe or a device.
     """
     try:
+        # O_NONBLOCK, or opening a pipe would wait for its other end; O_NOCTTY, or a terminal would
+        # become ours, and its Ctrl-C with it.
         descriptor = os.open(
             path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, mode
         )
@@ -112,7 +121,7 @@ def open_regular(path: Path, flags: int, mode: int = 0o666) -> int:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a file whole, in the place of what has its name; it keeps the mode of that."""
+    """Replace a file by a new one with this text and the old one's permissions."""
     with aside_of(path) as file:
         with suppress(FileNotFoundError):
             os.fchmod(file.fileno(), stat.S_IMODE(os.lstat(path).st_mode) & 0o666)

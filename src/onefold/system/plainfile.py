@@ -1,8 +1,8 @@
-"""Reads files that anybody may have put where they lie: regular ones alone, and never without end;
-and writes beside such files without touching what is not its own.
+"""Reads files that anybody may have put in place: regular ones only, and never without a limit.
 
-A link could lead anywhere, a FIFO would be waited for, a device has no end, and JSON may be nested
-until Python gives up. All of these end here, in one `OSError` or `ValueError` each.
+A link could lead anywhere, opening a FIFO would wait, a device has no end, and JSON may be nested
+until Python gives up. Each of these ends here, in an `OSError` or a `ValueError`. Writing is here
+as well, since a file is written so that a reader finds either the old one or the new one, whole.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ __all__ = [
 ]
 
 RECORD_BYTES = 64 << 20
-"""The largest file of words that is read whole: records, options, a line of metrics."""
+"""The largest text file that is read whole: records, options, a line of metrics."""
 
 _DEEPEST = 200
-"""Levels of lists and dicts in JSON; what this program writes has far fewer."""
+"""How many lists and dicts may be nested in JSON; what onefold writes has far fewer."""
+# O_NONBLOCK, or opening a FIFO would wait for its writer; O_NOCTTY, or a terminal would become
+# ours.
 _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
@@ -38,12 +40,12 @@ def open_plain(path: Path, *, follow: bool = False) -> BufferedReader:
     """Open a regular file for reading, without waiting.
 
     Args:
-        path: of the file.
-        follow: links, as where a user has named the file.
+        path: path of the file.
+        follow: whether to follow links, as is right if the user has named the file.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        OSError: it is a link, a folder, a FIFO or a device, or cannot be opened.
+        FileNotFoundError: the file does not exist.
+        OSError: the path is a link, a folder, a FIFO or a device, or cannot be opened.
     """
     try:
         descriptor = os.open(path, _FLAGS | (0 if follow else os.O_NOFOLLOW))
@@ -52,6 +54,7 @@ def open_plain(path: Path, *, follow: bool = False) -> BufferedReader:
             raise _not_plain(path, "a link") from None
         raise
     try:
+        # Asked of the descriptor: a path may be exchanged between a look at it and its opening.
         kind = os.fstat(descriptor).st_mode
         if not stat.S_ISREG(kind):
             raise _not_plain(path, "a folder" if stat.S_ISDIR(kind) else "a FIFO or a device")
@@ -62,14 +65,15 @@ def open_plain(path: Path, *, follow: bool = False) -> BufferedReader:
 
 
 def read_plain(path: Path, limit_bytes: int = RECORD_BYTES) -> bytes:
-    """What a regular file holds.
+    """Read all of a regular file.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        OSError: it is no regular file, or larger than the limit.
+        FileNotFoundError: the file does not exist.
+        OSError: the path is not a regular file, or the file is larger than the limit.
     """
     with open_plain(path) as file:
         size = os.fstat(file.fileno()).st_size
+        # One byte beyond the limit: the file may grow, or report a size of 0 as those in /proc do.
         content = file.read(limit_bytes + 1) if size <= limit_bytes else b""
     if max(size, len(content)) > limit_bytes:
         got = f"{size:,}" if size > limit_bytes else "more"  # it has grown, or claims no size
@@ -78,10 +82,11 @@ def read_plain(path: Path, limit_bytes: int = RECORD_BYTES) -> bytes:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text.
+    """Parse a JSON text.
 
     Raises:
-        ValueError: it is no JSON, is nested too deeply, or has a number of thousands of digits.
+        ValueError: the text is not JSON, is nested too deeply, or has a number of thousands of
+            digits.
     """
     try:
         value = json.loads(text)
@@ -93,25 +98,28 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def write_whole(path: Path, content: bytes, *, sync: bool = True) -> None:
-    """Write a file aside, and put it in its place when it is whole; a link there is replaced.
+    """Write a file aside, and move it to its path when it is whole; a link there is replaced.
 
     Args:
-        path: of the file.
-        content: all of it.
-        sync: have it on the disk before it takes its place.
+        path: path of the file.
+        content: everything that it will hold.
+        sync: whether it must be on the disk before it replaces what was there.
 
     Raises:
-        OSError: it cannot be written; what was there before is as it was.
+        OSError: the file cannot be written; what was there before is unchanged.
     """
     with aside_of(path) as file:
         file.write(content)
+        # A rename may reach the disk before the bytes do: after a power failure the name would
+        # stand for an empty file, and the old one would be gone.
         if sync:
             file.flush()
             os.fsync(file.fileno())
 
 
 def nested_too_deeply(value: object) -> bool:
-    """Whether lists and dicts lie in each other deeper than anything that is written here."""
+    """Whether lists and dicts are nested more deeply than anything that onefold writes."""
+    # Level by level, not by recursion, which is what such a value would exhaust.
     level = [value]
     for _ in range(_DEEPEST):
         level = [

@@ -1,9 +1,14 @@
 """Writes tensors to a safetensors file as a stream, and seals it with a digest.
 
-The library's own writer needs every tensor whole and in one stretch, and the digest would take a
-second look at the file. Here a tensor may lie in parts, as the devices of a run hold them; nothing
-is copied, and Python's lock is let go of while bytes are hashed and written, so that training goes
-on beside it. Reading is the library's.
+The library's own writer needs every tensor whole and in one stretch, and a digest would take
+another pass over the file. Here a tensor may lie in parts, as the devices of a run hold them;
+nothing is copied, and Python's global lock is released while bytes are hashed and written, so that
+training continues meanwhile. Reading is left to the library.
+
+Note: who owns the bytes
+------------------------
+The parts are views of memory that training will write to again. The caller guarantees that they
+stay as they are until `write_tensors` returns; nothing here keeps them beyond that.
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ from onefold.system.plainfile import open_plain
 
 __all__ = ["DTYPES", "Seal", "TensorParts", "digest_file", "write_tensors"]
 
+# (n,) uint8, contiguous.
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 _CHUNK_BYTES = 4 << 20
@@ -46,15 +52,15 @@ DTYPES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-"""What the format has room for, with its names there."""
+"""The dtypes that the format can hold, with its names for them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """Tells a file from every other one."""
+    """Identifies the content of a file."""
 
     size: int
-    """Bytes."""
+    """Its size in bytes."""
     sha256: str
     """64 hexadecimal digits."""
 
@@ -67,19 +73,21 @@ class TensorParts:
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    """Of the elements, counted through all parts: those of a dense tensor."""
+    """Strides in elements, counted through all parts; those of a dense tensor."""
     parts: Sequence[Bytes]
-    """One after the other, the bytes of all elements in the order in which they lie in memory."""
+    """The bytes of all elements in the order in which they lie in memory, part after part."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all elements."""
+        """Number of bytes of all elements."""
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
     def in_order(self) -> Iterable[Bytes]:
-        """The bytes with the last index changing fastest, as the format wants them."""
+        """The bytes in row-major order (the last index changes fastest), as the format has them."""
         if self.stride == torch.empty(self.shape, device="meta").stride():
             return self.parts
+        # Only such a tensor, channels_last for one, is copied. As opaque elements of its width:
+        # NumPy lacks some of the dtypes.
         itemsize = self.dtype.itemsize
         elements = np.concatenate(self.parts).view(f"V{itemsize}")
         strides = tuple(step * itemsize for step in self.stride)
@@ -88,25 +96,27 @@ class TensorParts:
 
 
 def write_tensors(path: Path, tensors: Iterable[TensorParts]) -> Seal:
-    """Write a new safetensors file and have it on the disk when this returns.
+    """Write a new safetensors file; it is on the disk when this returns.
 
     Args:
-        path: of a file that is not there yet.
-        tensors: of different names.
+        path: path of the file, which must not exist yet.
+        tensors: tensors with different names.
 
     Raises:
-        OSError: it could not be written; the message names the file.
-        ValueError: a name comes twice.
+        OSError: the file could not be written; the message names it.
+        ValueError: two tensors have the same name.
     """
     # Widest first: then every tensor begins at a multiple of its own element size.
     ordered = sorted(tensors, key=lambda tensor: (-tensor.dtype.itemsize, tensor.name))
     digest, size = hashlib.sha256(), 0
     try:
+        # Unbuffered: Python's buffer would copy every byte once more.
         with open(path, "xb", buffering=0) as file:
             for stretch in _stretches(ordered):
                 digest.update(stretch)
                 _write_all(file.fileno(), stretch)
                 size += len(stretch)
+            # Some disks and network file systems report only here that there was no room.
             os.fsync(file.fileno())
     except OSError as error:
         raise OSError(error.errno, f"{path} could not be written: {error.strerror}") from error
@@ -114,14 +124,14 @@ def write_tensors(path: Path, tensors: Iterable[TensorParts]) -> Seal:
 
 
 def digest_file(path: Path, most_bytes: int) -> Seal:
-    """What `write_tensors` said of a file, from the file as it is now.
+    """Compute the seal that `write_tensors` returned, from the file as it is now.
 
     Args:
-        path: of a regular file.
-        most_bytes: a larger file is not read; its digest is then empty.
+        path: path of a regular file.
+        most_bytes: a file larger than this is not read; its digest is empty.
 
     Raises:
-        OSError: it could not be read, or is a link, a FIFO or a device.
+        OSError: the file could not be read, or the path is a link, a FIFO or a device.
     """
     digest, size = hashlib.sha256(), 0
     with open_plain(path) as file:
@@ -129,7 +139,7 @@ def digest_file(path: Path, most_bytes: int) -> Seal:
         if there > most_bytes:
             return Seal(there, "")
         room = memoryview(bytearray(_CHUNK_BYTES))
-        # One that grows meanwhile is read no further than just beyond its limit.
+        # A file that grows meanwhile is read no further than just beyond the limit.
         while size <= most_bytes and (came := file.readinto(room)):
             digest.update(room[:came])
             size += came
@@ -141,6 +151,7 @@ def _stretches(tensors: Sequence[TensorParts]) -> Iterator[memoryview]:
     for tensor in tensors:
         for part in tensor.in_order():
             whole = part.data
+            # In chunks, which are hashed and written while they lie in the cache.
             for start in range(0, len(whole), _CHUNK_BYTES):
                 yield whole[start : start + _CHUNK_BYTES]
 
@@ -159,10 +170,12 @@ def _header(tensors: Sequence[TensorParts]) -> bytes:
         }
         start = stop
     text = json.dumps(places, separators=(",", ":")).encode()
+    # Padded with blanks, as the format allows, so that the first tensor begins at a multiple of 8.
     text += b" " * (-len(text) % _ALIGNMENT_BYTES)
     return len(text).to_bytes(8, "little") + text
 
 
 def _write_all(descriptor: int, stretch: memoryview) -> None:
+    # A single write takes 2 GiB at most, and less where the disk fills up.
     while stretch:
         stretch = stretch[os.write(descriptor, stretch) :]

@@ -1,4 +1,4 @@
-"""What is written down at the end of steps: a trace for people, a record for comparing runs."""
+"""Records the model after each step, so that runs can be compared bit for bit."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["Probe"]
 
 
 class Probe:
-    """Writes each step's digests, and how far it is from the recorded run.
+    """Writes the digests of each step, and how far the model is from that of the recorded run.
 
     Args:
-        folder: of the comparison, common to all runs.
-        records: keep the tensors for the runs that follow, rather than compare with those kept.
+        folder: folder of the comparison, shared by all of its runs.
+        records: keep the tensors for the runs that follow, rather than compare with kept ones.
         run: name of this run; its lines go to ``RUN-TRAINER.jsonl``.
-        trainer: number of the trainer, among those of the script.
+        trainer: number of the trainer among those of the script.
     """
 
     def __init__(self, folder: Path, *, records: bool, run: str, trainer: int = 0) -> None:
@@ -35,7 +35,7 @@ class Probe:
         self._differs = False
 
     def observe(self, step: int, module: torch.nn.Module, loss: float | None) -> None:
-        """Write one line; step 0 is the model before the first step."""
+        """Write one line for a step; step 0 is the model before the first step."""
         tensors = {name: tensor.detach() for name, tensor in named_tensors(module).items()}
         digests = tensor_digests(tensors)
         line: dict[str, Any] = {"step": step, "loss": loss, "digests": digests}
@@ -43,7 +43,9 @@ class Probe:
         line["parameters"] = [own_name(name) for name, _ in module.named_parameters()]
         kept = self._folder / f"trainer-{self._trainer}-step-{step}.safetensors"
         if self._records:
+            # Cloned: safetensors refuses tensors that share storage, and writes dense ones only.
             save_file({n: t.cpu().contiguous().clone() for n, t in tensors.items()}, kept)
+        # Only the first difference is of interest: from there on everything differs.
         elif not self._differs and kept.exists():
             line["differences"] = _differences(load_file(kept), tensors)
             self._differs = bool(line["differences"])
@@ -53,7 +55,7 @@ class Probe:
 def _differences(
     kept: Mapping[str, torch.Tensor], now: Mapping[str, torch.Tensor]
 ) -> dict[str, float | None]:
-    """For every tensor that differs in its bits, the largest difference; None for another shape."""
+    """The largest difference of each tensor whose bits differ; None if its shape differs."""
     found: dict[str, float | None] = {}
     for name, value in now.items():
         if name not in kept or kept[name].shape != value.shape:
@@ -61,6 +63,8 @@ def _differences(
             continue
         theirs = kept[name]
         if not same_bits(value.cpu(), theirs):
+            # Subtracted in double precision: in their own dtype the difference could round to 0, or
+            # overflow.
             wide = torch.complex128 if value.is_complex() else torch.float64
             found[name] = float((value.cpu().to(wide) - theirs.to(wide)).abs().max())
     return found

@@ -1,4 +1,4 @@
-"""Follows a run step by step and writes down what this process's devices did."""
+"""Follows a run step by step, and records in the timeline what this process's devices did."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ __all__ = ["PROFILED_STEPS", "Profile"]
 _log = logging.getLogger("onefold")
 
 PROFILED_STEPS = 1000
-"""A timeline holds the first steps of a run: more of them would not open in a viewer."""
+"""How many steps, the first of the run, a timeline holds; viewers cannot open many more."""
 
 
 class Profile:
-    """Writes the spans of each step to a part of the timeline.
+    """Writes the spans of each step to this process's part of the timeline.
 
-    On a GPU a step is written when the next one is done: by then its times are known, mostly
-    without waiting. The last one follows at the end of the program.
+    On a GPU a step is written when the next one is done: by then its times are known, in most cases
+    without waiting. The last step is written at the end of the program.
 
     Args:
-        folder: of the timeline.
-        team: who takes part.
-        watches: of this process's devices, by number.
+        folder: folder of the timeline's parts.
+        team: the devices of the run, and those of this process.
+        watches: the stopwatches of this process's devices, by number.
     """
 
     def __init__(self, folder: Path, team: Team, watches: Mapping[int, Stopwatch]) -> None:
         self._group = team.trainer
         self._part = TimelinePart(folder, f"{team.trainer}-{team.own[0]}")
         self._origins = {number: _origin(watch) for number, watch in watches.items()}
+        # The last step and its spans, while the GPU may still be at work on them.
         self._held: tuple[int, Mapping[int, Sequence[Span]]] | None = None
         self._ends = dict.fromkeys(watches, 0.0)
         for number in watches:
@@ -43,7 +44,7 @@ class Profile:
         atexit.register(self._write_rest)
 
     def add_step(self, step: int, spans: Mapping[int, Sequence[Span]]) -> None:
-        """Note what each device of this process did in a step."""
+        """Add what each device of this process did in a step."""
         if self._held is not None:
             self._write_all(*self._held)
         self._held = (step, spans) if step <= PROFILED_STEPS else None
@@ -52,10 +53,11 @@ class Profile:
             self._held = None
 
     def _write_rest(self) -> None:
-        """Without waiting: if the run has failed, the device may never come to an end."""
+        """Write the last step, without waiting: if the run failed, the device may never finish."""
         try:
             if self._held is not None and _is_over(self._held[1]):
                 self._write_all(*self._held)
+        # At exit nobody could catch it: a CUDA error of the run is raised again by every query.
         except RuntimeError as error:
             _log.info("the last step is missing in the timeline: %s", error)
 
@@ -75,7 +77,11 @@ class Profile:
         self._ends[device] = last
 
     def _bounds(self, device: int, span: Span) -> tuple[float, float]:
-        """Seconds on the host's clock; slices of a row must not overlap those of earlier steps."""
+        """When a span starts and stops, in seconds on the host's clock.
+
+        The slices of a row must not overlap. The clocks of host and GPU drift apart by
+        microseconds, enough to make two steps overlap: so neither is before the last step's end.
+        """
         start, stop = (self._host_s(device, moment) for moment in (span.start, span.stop))
         return max(start, self._ends[device]), max(stop, self._ends[device])
 
@@ -87,12 +93,13 @@ class Profile:
 
 
 def _is_over(spans: Mapping[int, Sequence[Span]]) -> bool:
-    """Whether all of it is done, so that nobody need wait for its times."""
+    """Whether all spans are done, so that their times are known without waiting."""
     return all(is_past(span.stop) for ones in spans.values() for span in ones)
 
 
 def _origin(watch: Stopwatch) -> tuple[float, Moment]:
-    """A moment on the device's clock, and the same one on the host's; waits for the device."""
+    """The same moment on the host's clock and on the device's; waits for the device."""
     moment = watch.now()
+    # Asking for the time elapsed waits until the event is reached: only then is it now.
     elapsed_s(moment, moment)
     return host_now_s(), moment

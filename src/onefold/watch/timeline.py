@@ -1,8 +1,9 @@
-"""The file of a timeline: what every device did when, as Perfetto and Chrome read it.
+"""Writes the timeline: what every device did when, in a file for Perfetto and Chrome.
 
 Every process of a run appends to a part of its own, in the private folder of the run; the launcher
-makes one file of them where the user wants it. The format is the trace event format of Chrome,
-whose times are in microseconds. This module does not load PyTorch, for the launcher does not.
+joins the parts into one file in the folder that the user named. The format is the trace event
+format of Chrome, whose times are in microseconds. This module does not load PyTorch, because the
+launcher does not either, and starts sooner for it.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ _BEGIN = re.compile(
     rb'"args": \{"name": "trainer \d+"\}\}'
 )
 """How every timeline of ours begins: with the name of a group of rows, see `name_row`."""
-_WORK = "X"  # the format's letter for an event with a start and a length
+# The format's letter for an event with a start and a length.
+_WORK = "X"
 
 
 def name_row(*, group: int, row: int, name: str) -> list[Event]:
-    """Events that name a row, and the group of rows that it belongs to."""
+    """Make the events that name a row, and the group of rows that it belongs to."""
     place = {"ph": "M", "pid": group, "tid": row}
     return [
         {**place, "name": "process_name", "args": {"name": f"trainer {group}"}},
@@ -42,7 +44,7 @@ def name_row(*, group: int, row: int, name: str) -> list[Event]:
 def slice_of(
     name: str, category: str, start_s: float, stop_s: float, *, group: int, row: int, step: int
 ) -> Event:
-    """An event for work that took a while."""
+    """Make the event for work that took a while."""
     return {
         "ph": _WORK,
         "name": name,
@@ -59,26 +61,28 @@ class TimelinePart:
     """What one process adds to the timeline.
 
     Args:
-        folder: of the parts.
-        name: different for each part.
+        folder: folder of the parts.
+        name: name of this part, different from that of every other part.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
-        # Kept open: a cleaner of temporary files may remove it while the run goes on.
+        # Kept open: a cleaner of temporary files may remove the folder while the run goes on, and
+        # writing to a file without a name is no error.
         self._descriptor = create_file(folder / f"{name}.part", append=True)
 
     def append(self, events: Sequence[Event]) -> None:
-        """Add events; they are in the file when this returns."""
+        """Append events; they are in the file when this returns, even if the process is killed."""
         rest = "".join(json.dumps(event) + "\n" for event in events).encode()
+        # A write to a full disk or one that a signal interrupts may be short.
         while rest:
             rest = rest[os.write(self._descriptor, rest) :]
 
 
 def check_timeline(folder: Path) -> None:
-    """Refuse a folder where the timeline would take the place of something else.
+    """Refuse a folder in which the timeline would replace a file that is not ours.
 
     Raises:
-        ValueError: its ``timeline.json`` is not one of ours.
+        ValueError: the folder's ``timeline.json`` is not a timeline that onefold wrote.
     """
     path = folder / _NAME
     try:
@@ -94,21 +98,23 @@ def check_timeline(folder: Path) -> None:
 
 
 def join_timeline(parts: Path, folder: Path) -> Path | None:
-    """Make ``timeline.json`` of all parts; None if no work was noted.
+    """Join all parts into ``timeline.json``; return its path, or None if no work was recorded.
 
     Args:
         parts: folder of the parts.
-        folder: takes the timeline.
+        folder: folder in which the timeline is written.
 
     Raises:
-        OSError: it cannot be written.
-        ValueError: see `check_timeline`.
+        OSError: the timeline cannot be written.
+        ValueError: the folder has a ``timeline.json`` that onefold did not write.
     """
     texts = [part.read_text() for part in sorted(parts.glob("*.part"))]
     lines = [line for text in texts for line in text.splitlines(keepends=True)]
-    events = [json.loads(line) for line in lines if line.endswith("\n")]  # the last may be cut off
+    # The last line of a part may be cut off: its process may have been killed as it wrote.
+    events = [json.loads(line) for line in lines if line.endswith("\n")]
     if not any(event["ph"] == _WORK for event in events):
         return None
+    # Checked again: much may have happened in the folder since the run began.
     check_timeline(folder)
     replace_file(folder / _NAME, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
     return folder / _NAME

@@ -1,7 +1,8 @@
-"""Where a step's time goes: spans of work, each on the clock of the device that does it.
+"""Measures where a step's time goes: spans of work, each on the clock of the device that does it.
 
-Nothing here makes anybody wait. On the processor a moment is a number; on a GPU it is an event in
-the stream of its work, whose time is only asked for when somebody reads it.
+Taking a time makes nobody wait. On a processor a moment is a number; on a GPU it is an event in the
+stream of its work, whose time is requested only when somebody reads it. A number taken on the host
+instead would be the time at which the work was queued, not the time at which it was done.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ __all__ = [
 ]
 
 Phase = Literal["data", "forward", "backward", "exchange", "update"]
+# Seconds on the host's clock, or an event in a GPU's stream.
 Moment = float | torch.cuda.Event
 
 host_now_s = time.perf_counter
@@ -35,31 +37,31 @@ class Span(NamedTuple):
     """A stretch of work on one device."""
 
     phase: Phase
-    """What kind of work."""
+    """The kind of work, under which its time is added up."""
     label: str
-    """What exactly, in a few words."""
+    """What the work is exactly, in a few words."""
     start: Moment
     stop: Moment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseSeconds:
-    """Seconds of one step by phase, on one device."""
+    """The seconds that one step took on one device, by phase."""
 
     data: float
-    """Waiting for the batch, cutting it, moving it to the device."""
+    """Waiting for the batch, cutting it, and moving it to the device."""
     forward: float
-    """The model and the loss, over the device's shards."""
+    """The model and the loss, for the device's shards."""
     backward: float
-    """Gradients, over the device's shards."""
+    """The gradients, for the device's shards."""
     exchange: float
-    """Handing over gradients, waiting for other devices, adding, handing on parameters."""
+    """Publishing gradients, waiting for other devices, adding, and spreading parameters."""
     update: float
-    """Clipping and the optimizer, on the device's span."""
+    """Clipping and the optimizer, for the device's span."""
 
     @classmethod
     def of(cls, spans: Iterable[Span]) -> PhaseSeconds:
-        """Add up; on a GPU this waits until the last span is done."""
+        """Add up the spans by phase; on a GPU this waits until the last one is done."""
         seconds = dict.fromkeys(("data", "forward", "backward", "exchange", "update"), 0.0)
         for span in spans:
             seconds[span.phase] += elapsed_s(span.start, span.stop)
@@ -67,10 +69,10 @@ class PhaseSeconds:
 
 
 class Stopwatch:
-    """Notes what one device does until somebody takes the notes.
+    """Collects the spans of one device until somebody takes them.
 
     Args:
-        device: whose work it is.
+        device: the device whose work is timed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -78,31 +80,33 @@ class Stopwatch:
         self._spans: list[Span] = []
 
     def now(self) -> Moment:
-        """This moment, in the order of the device's work."""
+        """Mark this moment in the order of the device's work."""
         if self.device.type != "cuda":
             return host_now_s()
+        # On the current stream, so that the event is reached after the work that was queued before.
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
         return event
 
     def note(self, phase: Phase, label: str, start: Moment, stop: Moment | None = None) -> None:
-        """Note work that began at ``start`` and ends now, or at ``stop``."""
+        """Record work that began at ``start`` and ends now, or at ``stop``."""
         self._spans.append(Span(phase, label, start, self.now() if stop is None else stop))
 
     def take(self) -> list[Span]:
-        """Everything noted since the last time."""
+        """Return and forget all spans that were recorded since the last call."""
         spans, self._spans = self._spans, []
         return spans
 
 
 def elapsed_s(start: Moment, stop: Moment) -> float:
-    """Seconds between two moments of one clock; on a GPU, waits until both have come."""
+    """Seconds between two moments of one clock; on a GPU, waits until both are past."""
     if isinstance(start, float):
         return stop - start  # type: ignore[operator]  # both are of one clock
+    # Asking for the time between events that are not past is an error, not a wait.
     stop.synchronize()  # type: ignore[union-attr]
     return float(start.elapsed_time(stop)) / 1e3  # type: ignore[arg-type]
 
 
 def is_past(moment: Moment) -> bool:
-    """Whether it has come; nobody waits for it."""
+    """Whether a moment has been reached; does not wait."""
     return isinstance(moment, float) or bool(moment.query())  # type: ignore[no-untyped-call]
