@@ -212,8 +212,8 @@ class SpanOptimizer:
             if total is None or not given:
                 values.grad = None
                 continue
-            # A missing gradient is left out inside a block, but added as +0 where it travels in a
-            # partial sum, and so depends on the plan: +0 makes +0 of -0. Added here, it always does.
+            # Inside a block a missing gradient is left out, but a partial sum holds +0 in its place,
+            # and adding +0 turns -0 into +0. Who adds which depends on the plan; so add it always.
             if given < shards:
                 total.add_(0.0)
             values.grad = total
