@@ -212,8 +212,8 @@ class SpanOptimizer:
             if total is None or not given:
                 values.grad = None
                 continue
-            # Inside a block a missing gradient is left out, but a partial sum holds +0 in its place,
-            # and adding +0 turns -0 into +0. Who adds which depends on the plan; so add it always.
+            # Inside a block a missing gradient is left out, but a partial sum holds +0 for it, and
+            # adding +0 turns -0 into +0. Which of the two happens depends on the plan: add it here.
             if given < shards:
                 total.add_(0.0)
             values.grad = total
