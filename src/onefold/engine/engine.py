@@ -114,7 +114,7 @@ class Engine:
         return self._torn or self._updating
 
     def end_step(self) -> None:
-        """Note that all of the last step is done, the schedule included."""
+        """Note that all of the last step is done, its place in the data included."""
         self._updating = False
 
     @property
