@@ -134,7 +134,7 @@ class BufferSet:
         """Copy into our memory what the module has put in the place of its buffers.
 
         Raises:
-            StateError: it has another shape or dtype than the buffer.
+            StateError: the replacement has another shape or dtype than the buffer.
         """
         tensors, pointers = self.places.tensors, self._pointers
         for index, (tensor, homes) in enumerate(zip(tensors, self.places.homes, strict=True)):
@@ -268,7 +268,7 @@ class BufferPlaces:
         """Return what has come in the place of a buffer, if it can take that place.
 
         Raises:
-            StateError: it has another shape or dtype.
+            StateError: the replacement has another shape or dtype.
         """
         expected = self.layout.entries[index]
         dtype = self.layout.dtypes[expected.section]

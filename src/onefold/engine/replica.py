@@ -115,7 +115,7 @@ class ModelParts:
         return list(map(_requires_grad, self._parameters))
 
     def restore_frozen(self, trainable: Sequence[bool]) -> None:
-        """Have each parameter require a gradient exactly where `trainable` said that it did."""
+        """Have each parameter require a gradient exactly where `trainable` found that it does."""
         if self.trainable() != trainable:
             for parameter, required in zip(self.named.values(), trainable, strict=True):
                 parameter.requires_grad_(required)
