@@ -67,7 +67,7 @@ def _mean(losses: Mapping[str, float], weights: Mapping[str, float], part: str) 
 
 
 def _ratio(losses: Mapping[str, float], one: str, other: str) -> float | None:
-    """Return the weight of the other part relative to the first; None where the losses do not show it.
+    """Return the weight of the other part relative to the first; None where it does not show.
 
     Solves both = (one + w * other) / (1 + w) for w.
     """
