@@ -1,11 +1,14 @@
-"""What all devices say first in every call, and what one of them knows of its own state.
+"""Opens every call: all devices must have begun the same one, in the same state.
 
 Note: what is compared, and when
 --------------------------------
-A step's head (`onefold.core.head.StepHead`) travels in every call. Settings, modes and sampled
-values of parameters and buffers are compared each time; what costs more (all values, the parts of
-the model, modules beside it) only when it is due, see `onefold.engine.guard.Turns`. One device
-alone compares nothing: what its user changes between two steps is the user's affair.
+A head (`onefold.core.head.StepHead`) travels in every call. Settings, modes and sampled values of
+parameters and buffers are compared each time; what costs more (all values, the parts of the model,
+modules beside it) only when it is due, see `onefold.engine.guard.Turns`. One device alone compares
+nothing: what its user changes between two steps is the user's affair.
+
+A process looks at its own state before it meets the others, and never between: with memory in
+common, a device that was let go first may already be writing.
 """
 
 from __future__ import annotations
@@ -25,14 +28,14 @@ __all__ = ["Agreement"]
 
 
 class Agreement:
-    """This process's word, and what the others say.
+    """Compares this process's state with that of all others at the beginning of each call.
 
     Args:
-        replicas: of this process's devices.
+        replicas: the model on each device of this process.
         exchange: with all devices.
-        update: the optimizer, of whose settings all must have the same.
+        update: the optimizer, whose settings must be alike everywhere.
         outside: modules that the loss uses beside the model.
-        turns: says when to look at what costs more.
+        turns: decides when costly checks are due.
     """
 
     def __init__(
@@ -52,9 +55,9 @@ class Agreement:
         self._with_others = len(replicas) < exchange.board.shape.devices
         self._buffers = Samples([first.buffers.flat])
         self.guard = ValueGuard(self._parts.named, [first.trained, first.other])
-        """Knows the parameters as the last call left them."""
+        """Remembers the parameters as the last call left them."""
         self.settings = GroupSettings(update.optimizer)
-        """Of the optimizer's groups."""
+        """Reads the settings of the optimizer's groups."""
         self.changing = False
         """Whether the script is inside `with trainer.changing():`."""
 
@@ -62,12 +65,17 @@ class Agreement:
         """Wait for all devices to have begun the same call, in the same state.
 
         Args:
-            head: of the call; what this process knows of its own state is added here.
+            head: the call's; what this process knows of its own state is added here.
             function: what is to be computed, if it is not the loss.
             stop: whether this process has been asked to stop.
 
+        Returns:
+            What all devices reported, which is the same everywhere.
+
         Raises:
-            DisagreementError: a device is somewhere else, or its parameters were changed.
+            DisagreementError: a device has begun another call or is in another state, or its
+                parameters were changed since the last call.
+            RuntimeError: the script is inside `with trainer.changing():`.
         """
         call = Call(head.call)
         if self.changing and call is not Call.CHANGED:
@@ -75,6 +83,8 @@ class Agreement:
                 f"{call.words} was called inside `with trainer.changing():`, where devices may "
                 f"differ: expected the block to end first"
             )
+        # Local checks come before devices meet: a process that fails here reports that, and nobody
+        # waits for its word.
         self._update.check_groups()
         due = call is not Call.STEP or self._turns.due
         if due:
@@ -83,8 +93,9 @@ class Agreement:
             self._parts.modes.refresh()
         if not self._with_others:
             return Said((0,), stop)
-        # What is being loaded or was changed in the block makes all else equal.
+        # A load and the end of `changing` make devices alike, so that they may differ before.
         settles = call in (Call.LOAD, Call.CHANGED)
+        # Buffers that were replaced lie elsewhere than where the samples are read.
         self._first.buffers.absorb()
         changed, values = (0, 0) if settles else self._look_at_values(due=due)
         head = head._replace(
@@ -93,26 +104,33 @@ class Agreement:
             values=values,
             outside=self._outside.checksum(function) if due else 0,
         )
-        said = read_said(self._exchange.agree(head.step, head.word(changed=changed, stop=stop)))
-        if any(said.changed):
-            raise DisagreementError(self._words_of_change(said, head))
-        return said
+        # What was changed is compared by nobody but reported to all: every device raises alike, and
+        # each can name the one on which it happened.
+        agreed = read_said(self._exchange.agree(head.step, head.word(changed=changed, stop=stop)))
+        if any(agreed.changed):
+            raise DisagreementError(self._words_of_change(agreed, head))
+        return agreed
 
     def _modes_checksum(self) -> int:
+        """Compute a checksum of modes, frozen parameters and numbers such as dropout's."""
         modes = self._parts.modes
         numbers = modes.numbers_checksum().to_bytes(4, "little")
         return checksum(modes.read() + bytes(self._parts.trainable()) + numbers)
 
     def _look_at_values(self, *, due: bool) -> tuple[int, int]:
-        """A parameter that was changed since the call before, and a checksum of what there is."""
-        of_all = not self._exchange.memory.is_common  # else all have the same parameters
+        """Find a parameter changed since the last call; compute a checksum of sampled values."""
+        # In common memory all processes read the very same values, and cannot drift apart.
+        of_all = not self._exchange.memory.is_common
         return self.guard.look(also=self._buffers, due=due, of_all=of_all)
 
     def _words_of_change(self, said: Said, head: StepHead) -> str:
+        """Say which parameter was changed, and by whom."""
         device, changed = next((n, c) for n, c in enumerate(said.changed) if c)
         who = f"device {device}"
+        # PyTorch's counts are each process's own. Values in common memory change for all processes
+        # at once, and which of them wrote there cannot be seen.
         if self._exchange.memory.is_common and changed > len(self._parts.named):
-            who = "a device"  # which of them wrote to the common memory cannot be seen
+            who = "a device"
         return (
             f"step {head.step}, {Call(head.call).words}: {self.guard.name_of(changed)} changed "
             f"since the call before, on {who}, outside of `with trainer.changing():`. With several "

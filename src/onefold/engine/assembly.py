@@ -45,8 +45,9 @@ def assemble(
     this process, and must hear of its failures.
 
     Raises:
+        ValueError: the optimizer holds no parameter that can be trained.
         DisagreementError: another device brought another model, optimizer or setting.
-        PeerError: another device did not come.
+        PeerError: another device did not join in time.
     """
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     trained = [n for n, p in module.named_parameters() if id(p) in held and p.requires_grad]
@@ -54,6 +55,8 @@ def assemble(
         raise ValueError("the optimizer holds no parameter that requires a gradient")
     parts = ModelParts(module, trained)
     places = BufferPlaces(module, settings.buffers)
+    # Every set copies the module's buffers as the script left them, and so before one is attached:
+    # from then on they are views of that set's memory.
     buffers = {number: BufferSet(places, device) for number, device in team.own_devices.items()}
     first = buffers[team.own[0]]
     first.attach()
@@ -72,8 +75,10 @@ def assemble(
     joined(exchange)
     memory = exchange.memory
     replicas = _replicas(team, parts, memory, buffers)
+    # From here on the model's values lie in the run's memory: the lead's, everywhere.
     replicas[0].attach()
     refuse_clipping(parts.trained.values())
+    # After attach: state that the optimizer already has moves to where its parameters now lie.
     return Engine(
         replicas=replicas,
         exchange=exchange,
@@ -108,6 +113,7 @@ def _storage(
     settings: Settings,
     team: Team,
 ) -> Storage:
+    # By the names that the model has when it is not compiled, so that a checkpoint fits both.
     layout = lay_out({own_name(name): p for name, p in parts.trained.items()})
     return Storage.alike(
         layout,

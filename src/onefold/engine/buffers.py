@@ -1,12 +1,23 @@
-"""The module's buffers (batch-norm statistics and the like) across the shards of a step.
+"""Carries the module's buffers (batch-norm statistics and the like) through the shards of a step.
 
-Every shard starts from the step's buffers. What they become is decided by a rule:
+Every shard starts from the step's buffers. What they become afterwards is decided by a rule:
 
 - ``mean``, for floating point: the mean over the shards, weighted by their samples and added in the
   fold's order in float64. A shard that left a buffer alone counts with the value it started from.
 - ``max``, for all others: the largest.
 - ``sum``: what each shard added to the value at the start, added up.
 - ``first``: the value of the first shard that changed it.
+
+Note: three copies of a buffer
+------------------------------
+``flat`` is what the module computes with: its buffers are views of it. ``_start`` is what the step
+began with, and belongs to this file alone. The board has one row a shard, into which a shard's
+values are copied when it is done. So a shard may write to ``flat`` as it likes; `restore` makes it
+equal to ``_start`` again before the next one, and `end_step` writes the outcome into it.
+
+Modules also replace buffers rather than write into them (``self.mean = 0.9 * self.mean + x``), and
+the new tensor would be left out of all this. `absorb` copies its values into ``flat`` and puts the
+old tensor back, so that other names of the same buffer stay right.
 """
 
 from __future__ import annotations
@@ -30,13 +41,14 @@ __all__ = ["BufferPlaces", "BufferRule", "BufferSet"]
 BufferRule = Literal["mean", "max", "sum", "first"]
 
 _HAVE_MAXIMUM = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+"""Whole numbers for which PyTorch has a kernel of `torch.maximum`."""
 
 
 class BufferSet:
     """The buffers of a module, laid out flat on one device.
 
-    The module's buffers keep their identity. Of several sets of one module, those of several
-    devices, one is `attach`ed at a time: the module's buffers are then views of its memory.
+    The module's buffers keep their identity. Where a process drives several devices, each has a set
+    and one of them is attached at a time: the module's buffers are then views of its memory.
 
     Args:
         places: where the module keeps its buffers.
@@ -64,12 +76,13 @@ class BufferSet:
         _copy(self._start, self.flat)
 
     def begin_as(self, first: BufferSet) -> None:
-        """Start the step from the values with which the first device of this process does."""
+        """Start the step from the values of the first device of this process."""
+        # No absorb: only the first device's set is attached between steps.
         _copy(self.flat, first.flat)
         _copy(self._start, first.flat)
 
     def changed(self) -> ChangedBuffers | None:
-        """Which buffers a shard has changed since `begin_step` or `restore`, and into what."""
+        """Find the buffers that a shard has changed since `restore`, and copy their values."""
         self.places.check()
         if not self.places.tensors:
             return None
@@ -77,15 +90,19 @@ class BufferSet:
         indices = self._changed()
         if not indices:
             return None
+        # Copies, whole sections at a time: `restore` overwrites this memory before the next shard,
+        # and one kernel per section is quicker than one per buffer.
         return ChangedBuffers(indices, [section.clone() for section in self.flat.sections])
 
     def end_step(self, board: Board, batch: ShardedBatch, *, due: bool = True) -> None:
         """Give every changed buffer its value after the step; the others have been restored.
 
+        Every device computes this for itself, from the same rows, and so gets the same bits.
+
         Args:
             board: with the rows of all shards.
-            batch: tells the samples of each shard.
-            due: whether to look at what makes a GPU wait.
+            batch: knows how many samples each shard has.
+            due: whether to make checks for which a GPU must be waited for.
 
         Raises:
             StateError: shards have changed parts of a buffer, which a mean would destroy.
@@ -94,6 +111,7 @@ class BufferSet:
             return
         sizes = batch.sizes
         for run in _runs(self.layout, board.changed.astype(bool).T.tolist(), self.places.rules):
+            # The row of a shard that changed nothing still holds what an earlier step put there.
             values = [
                 _run_of(board.buffer_rows[shard] if by_shard else self._start, run)
                 for shard, by_shard in enumerate(run.changed_by)
@@ -107,20 +125,28 @@ class BufferSet:
     def restore(self) -> None:
         """Put back what `begin_step` remembered."""
         if self.places.tensors:
+            # First the tensors, then their values: a tensor that took a buffer's place would
+            # otherwise stay there and keep the shard's values.
             self.absorb()
             _copy(self.flat, self._start)
 
     def absorb(self) -> None:
-        """Take in what the module has put in the place of its buffers rather than into them."""
+        """Copy into our memory what the module has put in the place of its buffers.
+
+        Raises:
+            StateError: the replacement has another shape or dtype than the buffer.
+        """
         tensors, pointers = self.places.tensors, self._pointers
         for index, (tensor, homes) in enumerate(zip(tensors, self.places.homes, strict=True)):
+            # By assignment: another object in the module's table. A buffer may have several homes.
             for owner, name in homes:
                 value = buffers_of(owner).get(name)
                 if value is not tensor:
                     self.flat.views[index].copy_(self.places.checked(index, value))
                     buffers_of(owner)[name] = tensor
                     tensor.data = self.flat.views[index]
-            if tensor.data_ptr() != pointers[index]:  # by .data = ..., resize_() or another Trainer
+            # By .data = ..., resize_() or another Trainer: the same object with other memory.
+            if tensor.data_ptr() != pointers[index]:
                 self.flat.views[index].copy_(self.places.checked(index, tensor))
                 tensor.data = self.flat.views[index]
 
@@ -130,25 +156,28 @@ class BufferSet:
         PyTorch then raises, and leaves the tensor with a shape that it has no memory for.
 
         Raises:
-            StateError: there is one; it has its memory again.
+            StateError: a buffer has another shape than its memory; it gets its memory back first.
         """
         for index, (tensor, view) in enumerate(
             zip(self.places.tensors, self.flat.views, strict=True)
         ):
             if tensor.shape != view.shape:
+                # On the meta device, for the message alone: the tensor itself cannot be read.
                 came = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
                 tensor.data = view
                 self.places.checked(index, came)
 
     def _changed(self) -> list[int]:
-        """Which buffers do not have the bits they started with; on a GPU, which may not have.
+        """List the buffers that do not have the bits they started with; on a GPU, all of them.
 
-        Version counters will not do: batch-norm kernels change their statistics behind them. To
-        look at a GPU's values the host would have to wait for it, so there all of them travel.
+        Version counters will not do: batch-norm kernels change their statistics without counting.
+        To look at a GPU's values the host would have to wait for it, so there all of them travel.
         """
         if self.flat.device.type != "cpu":
             return list(range(len(self.places.tensors)))
         sections = zip(self.flat.sections, self._start.sections, strict=True)
+        # Whole sections first: mostly nothing has changed, and that takes one comparison. By bits:
+        # NaN would otherwise always count as changed, and -0 in the place of 0 never.
         same = [same_bits(now, start) for now, start in sections]
         pairs = zip(self.layout.entries, self.flat.views, self._start.views, strict=True)
         return [
@@ -164,14 +193,16 @@ class BufferSet:
         start: torch.Tensor,
         sizes: Sequence[int],
     ) -> None:
-        """Refuse a queue: some of its rows are new, all others are as they were."""
+        """Refuse a mean over a queue, in which some rows are new and all others as they were."""
         filled = [value for value, size in zip(values, sizes, strict=True) if size]
         entries = [self.layout.entries[index] for index in run.entries]
+        # Statistics are vectors, and may well have elements that stay as they are.
         wide = [e for e in entries if sum(size > 1 for size in e.shape) > 1 and e.numel]
         if len(filled) < 2 or not wide or not start.is_floating_point():
             return
         differs = torch.stack([_bits(value) != _bits(start) for value in filled]).any(dim=0)
         for entry in wide:
+            # A run covers several buffers, and its elements are counted from its own start.
             place = entry.offset - run.start
             touched = differs[place : place + entry.numel].as_strided(entry.shape, entry.stride)
             if _touched_in_rows(touched):
@@ -185,7 +216,7 @@ class BufferSet:
 
 
 def _touched_in_rows(touched: torch.Tensor) -> bool:
-    """Whether, along some dimension, every row was changed as a whole or not at all; both occur."""
+    """Whether along some dimension some rows were changed as a whole and the others not at all."""
     for dim in range(touched.dim()):
         others = [d for d in range(touched.dim()) if d != dim]
         some, whole = touched.amax(dim=others), touched.amin(dim=others)
@@ -199,10 +230,10 @@ class BufferPlaces:
 
     Args:
         module: the user's own.
-        rules: of buffers by name or pattern.
+        rules: the rules of buffers, by name or pattern.
 
     Raises:
-        ValueError: a rule is unknown, or names no buffer.
+        ValueError: a rule is unknown, or its pattern matches no buffer.
     """
 
     def __init__(
@@ -218,6 +249,7 @@ class BufferPlaces:
             (prefix, buffers_of(owner), {n for n, b in buffers_of(owner).items() if b is not None})
             for prefix, owner in module.named_modules()
         ]
+        # The modules' own tables: in most steps their lengths are all that is looked at.
         self._held = [buffers for _, buffers, _ in self._known]
         self._number = sum(map(len, self._held))
         self._some_are_none = self._number != sum(len(known) for _, _, known in self._known)
@@ -226,17 +258,17 @@ class BufferPlaces:
         """Refuse buffers that were not there when Trainer was made.
 
         Raises:
-            StateError: there is one.
+            StateError: a buffer was added, or one that was None got a value.
         """
-        # With none of them None, one more shows in their number.
+        # Where none was None at the start, a new one shows in their number.
         if self._some_are_none or sum(map(len, self._held)) != self._number:
             self._look_closer()
 
     def checked(self, index: int, value: torch.Tensor | None) -> torch.Tensor:
-        """What has come in the place of a buffer, if it can be one.
+        """Return what has come in the place of a buffer, if it can take that place.
 
         Raises:
-            StateError: it has another shape or type.
+            StateError: the replacement has another shape or dtype.
         """
         expected = self.layout.entries[index]
         dtype = self.layout.dtypes[expected.section]
@@ -251,7 +283,7 @@ class BufferPlaces:
         return value
 
     def _look_closer(self) -> None:
-        """Buffers that are None take no part, as long as they are."""
+        """Name the buffer that is new; one that is None takes no part as long as it is."""
         for prefix, buffers, known in self._known:
             for name, value in buffers.items():
                 if value is not None and name not in known:
@@ -277,8 +309,9 @@ class _Run(NamedTuple):
     start: int
     stop: int
     changed_by: tuple[bool, ...]
+    """(V,) whether each shard changed them."""
     rule: BufferRule | None
-    """None for that of the buffer's type."""
+    """None for the rule of the buffer's type."""
     entries: tuple[int, ...]
 
 
@@ -296,7 +329,7 @@ def _places(module: torch.nn.Module) -> list[_Place]:
 def _rules_of(
     names: Sequence[str], rules: Mapping[str, BufferRule]
 ) -> tuple[BufferRule | None, ...]:
-    """The rule of each buffer; a later pattern takes precedence."""
+    """Find the rule of each buffer; a later pattern takes precedence."""
     found: list[BufferRule | None] = [None] * len(names)
     for pattern, rule in rules.items():
         if rule not in get_args(BufferRule):
@@ -322,7 +355,9 @@ def _runs(
 ) -> list[_Run]:
     """Join the changed buffers into as few stretches as possible, so that few kernels do it all."""
     runs: list[_Run] = []
+    # A stable sort: within a section entries keep the order of their offsets.
     ordered = sorted(range(len(layout.entries)), key=lambda i: layout.entries[i].section)
+    # Whether the entry before is in the last run: it must not reach across an unchanged buffer.
     touching = False
     for index in ordered:
         entry, shards, rule = layout.entries[index], tuple(changed_by[index]), rules[index]
@@ -349,9 +384,11 @@ def _run_of(flat: FlatTensors, run: _Run) -> torch.Tensor:
 def _combine(
     values: Sequence[torch.Tensor], start: torch.Tensor, sizes: Sequence[int], run: _Run
 ) -> torch.Tensor:
+    """Apply a run's rule to the shards' values: (stop - start,) of the section's dtype."""
     whole = not (start.is_floating_point() or start.is_complex())
     rule = run.rule or ("max" if whole else "mean")
     filled = [value for value, size in zip(values, sizes, strict=True) if size]
+    # One shard's values as they are, to the bit: going through a mean would round them.
     if len(filled) == 1:
         return filled[0]
     if rule == "first":
@@ -360,6 +397,7 @@ def _combine(
         )
     if rule == "max":
         return _largest(filled, start)
+    # Rounded to the buffer's own dtype once, at the end: small increments would be lost on the way.
     wide = torch.int64 if whole else torch.complex128 if start.is_complex() else torch.float64
     if rule == "sum":
         base = start.to(wide)
@@ -369,6 +407,7 @@ def _combine(
 
 def _largest(filled: Sequence[torch.Tensor], start: torch.Tensor) -> torch.Tensor:
     if start.is_floating_point():
+        # float64 holds the values of all others exactly, and 8-bit floats have no maximum.
         known = [value.to(torch.float64) for value in filled]
     else:
         # PyTorch has no maximum of unsigned numbers of more than eight bits.
@@ -379,23 +418,27 @@ def _largest(filled: Sequence[torch.Tensor], start: torch.Tensor) -> torch.Tenso
 def _mean(
     values: Sequence[torch.Tensor], start: torch.Tensor, sizes: Sequence[int], wide: torch.dtype
 ) -> torch.Tensor:
+    # Zeros and not 0 times the value of an empty shard: 0 times infinity is not a number.
     weighted = [
         value.to(wide) * size if size else torch.zeros_like(value, dtype=wide)
         for value, size in zip(values, sizes, strict=True)
     ]
     mean = (fold_shards(weighted, torch.add) / sum(sizes)).to(start.dtype)
+    # (a * n + a * m) / (n + m) is not always a. An element that no shard changed (a mask, a table
+    # of positions) must not drift from step to step.
     left_alone = [_equal(value, start) for value, size in zip(values, sizes, strict=True) if size]
     return torch.where(torch.stack(left_alone).all(dim=0), start, mean)
 
 
 def _equal(value: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
-    """Element by element; numbers of eight bits are compared as bits, for lack of kernels."""
+    """Compare element by element; 8-bit numbers as bits, as PyTorch lacks kernels for some."""
     if start.element_size() == 1:
         return _bits(value) == _bits(start)
     return value == start
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:
+    """View values as whole numbers of the same width, so that NaN is like NaN."""
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     size = values.element_size()
     return values.view(words[size]) if size in words else torch.view_as_real(values).sum(dim=-1)

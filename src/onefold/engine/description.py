@@ -1,4 +1,4 @@
-"""Everything that must be the same on every device before a run begins, in words."""
+"""Describes and compares what must be the same on every device before a run begins."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def describe(
     plan: Plan,
     schedule: LRScheduler | None,
 ) -> dict[str, str]:
-    """Everything that must be the same on every device, in words."""
-    said = {
+    """Describe everything that must be the same on every device, in words for error messages."""
+    described = {
         "shards": str(settings.shards),
         "seed": str(settings.seed),
         "clip_norm": str(settings.clip_norm),
@@ -48,20 +48,22 @@ def describe(
     }
     for kind, parameters in (("trained", parts.trained), ("other", parts.other)):
         for name, p in parameters.items():
-            said[f"parameter {name}"] = f"{kind} {p.dtype} {tuple(p.shape)} {p.stride()}"
+            # With strides: they decide the order of elements in flat memory.
+            described[f"parameter {name}"] = f"{kind} {p.dtype} {tuple(p.shape)} {p.stride()}"
     for name, buffer in parts.module.named_buffers():
-        said[f"buffer {name}"] = f"{buffer.dtype} {tuple(buffer.shape)}"
+        described[f"buffer {name}"] = f"{buffer.dtype} {tuple(buffer.shape)}"
     for number, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
             if key != "params":
-                said[f"optimizer group {number} {key}"] = str(value)
-    return said
+                described[f"optimizer group {number} {key}"] = str(value)
+    return described
 
 
 def _surroundings(device: torch.device) -> dict[str, str]:
-    """What bits depend on beside the script: threads, libraries, processors and their settings."""
-    said = {
+    """Describe what bits depend on beside the script: threads, libraries, processors, settings."""
+    described = {
         "the kind of device": device.type,
+        # Differs where PYTHONHASHSEED does, and with it the order of sets; see `compare`.
         _HASHES: str(hash("onefold")),
         "the version of onefold": version("onefold"),
         "the version of torch": torch.__version__,
@@ -71,20 +73,21 @@ def _surroundings(device: torch.device) -> dict[str, str]:
         "the default dtype": str(torch.get_default_dtype()),
     }
     if device.type == "cpu":
-        said["the threads of a device"] = f"{torch.get_num_threads()} (Trainer(threads=...))"
-        said["the kind of processor"] = (
+        described["the threads of a device"] = f"{torch.get_num_threads()} (Trainer(threads=...))"
+        described["the kind of processor"] = (
             f"{platform.machine()} with {torch.backends.cpu.get_cpu_capability()}"
         )
-        said["oneDNN"] = str(torch.backends.mkldnn.enabled)
+        described["oneDNN"] = str(torch.backends.mkldnn.enabled)
     else:
-        said["the type of GPU"] = torch.cuda.get_device_name(device)
-        said["the version of CUDA"] = str(torch.version.cuda)
-        said["TF32 in convolutions"] = str(torch.backends.cudnn.allow_tf32)
-    return said
+        described["the type of GPU"] = torch.cuda.get_device_name(device)
+        described["the version of CUDA"] = str(torch.version.cuda)
+        described["TF32 in convolutions"] = str(torch.backends.cudnn.allow_tf32)
+    return described
 
 
 def _state_of(schedule: LRScheduler) -> str:
-    """Its numbers; functions and other objects count by their type alone."""
+    """Describe a schedule's numbers; functions and other objects count by their type alone."""
+    # Their repr holds an address, which differs between processes.
     state = schedule.state_dict()
     kept = {k: v if _is_plain(v) else type(v).__name__ for k, v in state.items()}
     return str(kept)
@@ -101,14 +104,19 @@ def _is_plain(value: object) -> bool:
 def compare(descriptions: Sequence[bytes]) -> None:
     """Refuse a device that differs from device 0.
 
+    Args:
+        descriptions: the results of `describe` as JSON, in the devices' order.
+
     Raises:
-        DisagreementError: one does.
+        DisagreementError: a device's description differs from that of device 0.
     """
     lead: dict[str, str] = json.loads(descriptions[0])
     for number, text in enumerate(descriptions):
         if text == descriptions[0]:
             continue
         other: dict[str, str] = json.loads(text)
+        # A warning at most: few scripts let a set decide anything. Taken out of both, so that
+        # further devices do not repeat it.
         if lead.pop(_HASHES, None) != other.pop(_HASHES, None):
             _log.warning(
                 "the processes of this run hash text differently, so that sets have another order "

@@ -1,4 +1,4 @@
-"""The divisors of a loss of several terms, which must be known before backward begins."""
+"""Finds the divisors of a loss of several terms, which must be known before backward begins."""
 
 from __future__ import annotations
 
@@ -22,19 +22,23 @@ def trade_divisors(
     replicas: Sequence[Replica],
     step: int,
 ) -> tuple[float, ...] | None:
-    """The whole batch's weight of each term of the loss, None if it has one term.
+    """Add up the weight of each term of the loss over the whole batch; None if it has one term.
+
+    Called on all devices; each gets the same numbers.
 
     Args:
         exchange: with all devices.
-        batch: this process's shards of it.
-        found: for each own device, kind and weight of each term, for each of its shards.
-        replicas: of this process's devices.
-        step: for errors.
+        batch: the batch, with this process's shards of it.
+        found: for each own device and each of its shards, the kind and weight of each term.
+        replicas: the model on each device of this process.
+        step: number of the step, for errors.
 
     Raises:
         LossError: shards have different numbers of terms.
     """
     homes = {replica.number: replica.device for replica in replicas}
+    # First how many terms there are: a device whose shards are all empty does not know, and must
+    # bring a table of the right size to the second exchange.
     numbers = {n: {s: [float(len(own[s]))] for s in own} for n, own in found.items()}
     counts = [int(row[0]) for row in _share_by_shard(exchange, batch, numbers, homes, 1)]
     terms = max(counts)
@@ -47,13 +51,14 @@ def trade_divisors(
         )
     if terms == 1:
         return None
-    # Of each term its weight, and whether it is not divided.
+    # Per term two numbers: its weight, and whether it is not divided.
     pairs = {
         n: {s: [x for kind, w in own[s] for x in (w, float(kind == "sum"))] for s in own}
         for n, own in found.items()
     }
     rows = _share_by_shard(exchange, batch, pairs, homes, 2 * terms)
     columns = [[row[place] for row in rows] for place in range(2 * terms)]
+    # In the fold's order: the divisors are part of the result, as the gradients are.
     return tuple(
         1.0 if any(undivided) else fold_shards(weights, _add)
         for weights, undivided in zip(columns[::2], columns[1::2], strict=True)
@@ -67,7 +72,7 @@ def _share_by_shard(
     homes: Mapping[int, torch.device],
     numbers: int,
 ) -> list[list[float]]:
-    """(V, numbers) of all shards on every device, zeros for empty ones."""
+    """Share a row of numbers per shard: (V, numbers) of all shards, zeros for empty ones."""
     shards = batch.plan.shards
     rows = {}
     for number, home in homes.items():
@@ -75,7 +80,8 @@ def _share_by_shard(
         for shard, values in own[number].items():
             table[shard] = torch.tensor(values, dtype=torch.float64)
         rows[number] = table.flatten().to(home)
-    # A shard has one device: adding zeros is exact.
+    # (devices, V * numbers): only one device has other numbers than zero for a shard, so that the
+    # order of this sum is of no matter.
     shared: list[list[float]] = exchange.transport.share(rows).sum(dim=0).view(shards, -1).tolist()
     return shared
 

@@ -1,4 +1,4 @@
-"""Drives one step through replicas, exchange and update. Owns no model state: replicas do."""
+"""Drives a step through replicas, exchange and update; the model's state is the replicas'."""
 
 from __future__ import annotations
 
@@ -48,22 +48,22 @@ class Outcome:
     totals: torch.Tensor
     """(V,) float64, where the lead computes: each shard's part of the loss."""
     weight: float
-    """What their sum is divided by."""
+    """What the sum of totals is divided by."""
     verdict: Verdict
-    """What became of the step; the same on all devices."""
+    """Whether the parameters were updated and the run goes on; the same on all devices."""
 
 
 class Engine:
     """The devices of this process, at work together with all others.
 
     Args:
-        replicas: of this process's devices.
+        replicas: the model on each device of this process.
         exchange: with all devices.
         roster: who takes part.
         update: the optimizer on this process's spans.
-        loss: of one shard.
-        settings: of the run.
-        frozen: parameters that must go on being frozen, by name.
+        loss: the user's; computes one shard.
+        settings: the run's.
+        frozen: parameters that must stay frozen, by name.
     """
 
     def __init__(
@@ -110,22 +110,22 @@ class Engine:
 
     @property
     def is_torn(self) -> bool:
-        """Whether a step broke off in its update, and was survived: the model is in no step."""
+        """Whether a step failed in its update and was survived: parameters may be of two steps."""
         return self._torn or self._updating
 
     def end_step(self) -> None:
-        """All that belongs to the last step has been done."""
+        """Note that all of the last step is done, its place in the data included."""
         self._updating = False
 
     @property
     def _alone(self) -> bool:
-        """Whether there is one device in all."""
+        """Whether there is only one device in the whole run."""
         return self.exchange.board.shape.devices == 1
 
     def bind(self, roster: Roster) -> None:
-        """Follow the next roster; called on all devices, between two steps.
+        """Adopt the next roster; called on all devices, between two steps.
 
-        The optimizer's state of the pieces that change hands travels through the lead's process,
+        The optimizer's state of the pieces that change owners travels through the lead's process,
         which holds it for a moment.
         """
         before, self.roster = self.roster, roster
@@ -141,21 +141,22 @@ class Engine:
             return packed([s for s in brought if roster.owner_of(s.piece) in devices])
 
         given = transport.hand_out(make if leads else None)
+        # Now that all states have been packed and handed out, those that leave may be dropped.
         self.update.bind(roster)
         self.update.adopt_states(unpack(given))
         self.exchange.bind(roster)
 
     def step(self, batch: ShardedBatch, number: int, *, asked_to_stop: bool = False) -> Outcome:
-        """One update of the parameters.
+        """Update the parameters once; the order is that of `onefold.exchange.exchange`.
 
         Args:
-            batch: this process's shards of it.
-            number: of the step.
-            asked_to_stop: whether this process has been; all devices hear of it.
+            batch: the batch, with this process's shards of it.
+            number: the step's.
+            asked_to_stop: whether this process has been asked to stop; all devices are informed.
 
         Raises:
-            DisagreementError: another device is somewhere else, or was given something else.
-            LossError: a loss is of the wrong kind, or not finite.
+            DisagreementError: another device is at another call, or was given another batch.
+            LossError: a loss cannot be read, is not finite, or depends on no parameter.
             StateError: a shard has changed what it must not.
             PeerError: another device is lost or has failed.
         """
@@ -164,12 +165,13 @@ class Engine:
         self._turns.advance()
         self._check_frozen()
         start = watch.now()
-        said = self.agree(_head_of(batch, number), stop=asked_to_stop)
+        agreed = self.agree(_head_of(batch, number), stop=asked_to_stop)
         watch.note("exchange", "agree", start)
         self._warn_of_mode()
         weight = self._run(batch, number)
         self._check_finite(board, number)
-        verdict = verdict_of(weight, said)
+        verdict = verdict_of(weight, agreed)
+        # A copy, as `Step.loss` may be asked for long after the board is written again.
         outcome = Outcome(board.totals.clone(), weight.value, verdict)
         if verdict.updates:
             self._apply(batch, weight, number)
@@ -188,16 +190,17 @@ class Engine:
 
     @contextmanager
     def changing(self, step: int) -> Iterator[None]:
-        """A block in which the lead's changes of the model and of settings become everybody's.
+        """Open a block in which the lead's changes of model and settings become everybody's.
 
         Args:
-            step: those done, and one.
+            step: the number of the next step.
         """
         agreement, first = self._agreement, self.replicas[0]
         private = self.exchange.memory.is_common and first.number != 0
         try:
             if private:
-                # What this process writes is its own; copied before anybody may write.
+                # What this process writes must not reach the common memory, so it gets copies; made
+                # before the devices meet, after which the lead may already be writing.
                 first.check_places()
                 copies = [parameter.data.clone() for parameter in self._parts.named.values()]
             self.agree(StepHead(Call.CHANGING, step))
@@ -234,25 +237,25 @@ class Engine:
         """Wait for the last step's loss where nobody has looked at it yet.
 
         Raises:
-            LossError: it is not finite.
+            LossError: the loss is not finite.
         """
         if self._unread is not None:
             (step, totals), self._unread = self._unread, None
             _raise_if_not_finite(totals.cpu(), step)
 
     def take_spans(self) -> dict[int, list[Span]]:
-        """What each device of this process has done since the last time, by its number."""
+        """Return what each device of this process has done since the last call, by its number."""
         return {replica.number: replica.watch.take() for replica in self.replicas}
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """The state in which models are evaluated; all is put back afterwards."""
+        """Set the state in which models are evaluated; everything is put back afterwards."""
         with self._computing(), evaluating(self._module), torch.no_grad():
             yield
 
     @contextmanager
     def noting(self, where: str, *, wanted: bool) -> Iterator[None]:
-        """Refuse modules beside the model that are changed in here, if ``wanted``."""
+        """Refuse changes to modules other than the model inside this context, if ``wanted``."""
         watched = wanted and not self._compilers.compiled  # hooks would make it compile anew
         with self._outside.noting(wanted=watched):
             yield
@@ -261,7 +264,7 @@ class Engine:
 
     @contextmanager
     def attached(self, replica: Replica) -> Iterator[None]:
-        """Have the module compute on one of this process's devices."""
+        """Have the module compute on one of this process's devices, and afterwards on the first."""
         if replica is not self.replicas[0]:
             replica.attach()
         try:
@@ -273,7 +276,7 @@ class Engine:
                 self.replicas[0].attach()
 
     def model_loaded(self) -> None:
-        """The model was given the values of a checkpoint."""
+        """Take over what a checkpoint has just put into the first device's model."""
         self._torn = self._updating = False
         self._siblings.copy_first()
         self._guard.note()
@@ -281,7 +284,7 @@ class Engine:
 
     @contextmanager
     def _computing(self, *, due: bool = True) -> Iterator[None]:
-        """The state in which models run; generators and buffers are put back afterwards."""
+        """Set the state in which models run; generators and kernels are put back afterwards."""
         first = self.replicas[0]
         first.check_places()
         with (
@@ -294,7 +297,7 @@ class Engine:
             yield
 
     def _run(self, batch: ShardedBatch, number: int) -> StepWeight:
-        """All shards' gradients and losses; begins again where several divisors are found."""
+        """Compute all shards' gradients and losses; once more where a loss has several terms."""
         due, shards, parts = self._turns.due, batch.plan.shards, self._parts
         several = shards > 1
         task = ShardTask(
@@ -309,7 +312,7 @@ class Engine:
         if self._alone and several:
             # What the user has changed since the last step is the user's affair.
             self._guard.note(values=due)
-        watched = due and several  # with one shard it is as in a plain loop
+        watched = due and several  # one shard may do what a plain loop may
         with self._computing(due=due), self.noting(f"step {number}, the loss", wanted=watched):
             while True:
                 if self._several_terms and several:
@@ -328,7 +331,8 @@ class Engine:
         for replica in self.replicas:
             with self.attached(replica):
                 gradients = run_share(replica, batch, task, self.exchange)
-        if task.shards > 1:  # with one it is as in a plain loop
+        if task.shards > 1:
+            # Before `collect`: no process must update with what was computed of such parameters.
             self._refuse_writing(task.step)
         watch = self.replicas[0].watch
         start = watch.now()
@@ -337,7 +341,7 @@ class Engine:
         return gradients
 
     def _divisors(self, batch: ShardedBatch, task: ShardTask) -> tuple[float, ...] | None:
-        """The whole batch's weight of each term of the loss, None if it has one term."""
+        """Find the whole batch's weight of each term of the loss; None if it has one term."""
         found = {}
         for replica in self.replicas:
             with self.attached(replica):
@@ -345,7 +349,7 @@ class Engine:
         return trade_divisors(self.exchange, batch, found, self.replicas, task.step)
 
     def _refuse_writing(self, step: int) -> None:
-        """Parameters belong to the optimizer while shards run."""
+        """Refuse changes to parameters while shards run: they belong to the optimizer."""
         changed = self._guard.changed(values=self._turns.due)
         if changed:
             raise StateError(
@@ -397,7 +401,7 @@ class Engine:
                 )
 
     def _check_finite(self, board: Board, step: int) -> None:
-        """On the processor before the update; on a GPU a step later, so that nobody waits."""
+        """Check the loss before the update; on a GPU a step later, so that nobody waits."""
         if board.totals.device.type == "cpu":
             _raise_if_not_finite(board.totals, step)
             return
@@ -415,7 +419,7 @@ class Engine:
 
 
 def _head_of(batch: ShardedBatch, step: int) -> StepHead:
-    """What this process knows of a step by its batch."""
+    """Describe a step by its batch, as far as this process knows it."""
     return StepHead(
         call=Call.STEP,
         step=step,
@@ -430,7 +434,7 @@ def _head_of(batch: ShardedBatch, step: int) -> StepHead:
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
-    """Where one process drives several GPUs, the one that ``device="cuda"`` means."""
+    """Make a GPU the one that ``device="cuda"`` refers to, where one process drives several."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 

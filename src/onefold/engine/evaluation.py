@@ -1,4 +1,4 @@
-"""Scores over a whole data set: every sample once, and the same bits on any number of devices."""
+"""Scores a whole data set: every sample once, and the same bits on any number of devices."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ ScoreFunction = Callable[[torch.nn.Module, Any], object]
 def evaluate(
     engine: Engine, score: ScoreFunction, batches: Iterable[ShardedBatch], call: DataCall
 ) -> dict[str, float]:
-    """Every value's total over its weight, over all samples of all batches.
+    """Compute every value's total over its weight, over all samples of all batches.
 
     Args:
         engine: the devices of this process.
-        score: the user's.
-        batches: of the data set.
+        score: the user's score function.
+        batches: the data set's, each with this process's shards.
         call: what all devices must have been given alike.
 
     Raises:
-        LossError: a value is of the wrong kind or shape.
+        LossError: a value cannot be read, or has another shape than its samples.
         DisagreementError: the score function does not return the same names for every shard, or
             another device was given other data.
     """
@@ -47,6 +47,7 @@ def evaluate(
     shards = 0
     with engine.evaluating():
         for number, batch in enumerate(batches):
+            # Only now: the data's digest is known once the first batch has been read.
             if number == 0:
                 call.agree(engine, batch)
             shards = batch.plan.shards
@@ -65,15 +66,16 @@ class DataCall:
 
     call: Call
     step: int
-    """Those done, and one."""
+    """Number of the next step."""
     samples: int
-    """Of the data set."""
+    """Number of samples in the data set."""
     batch_size: int
+    """Samples per batch, over all devices."""
     function: object
-    """What is to be computed."""
+    """The user's function that is computed."""
 
     def agree(self, engine: Engine, batch: ShardedBatch) -> None:
-        """Wait for all devices to have read their first batch, and compare.
+        """Wait for all devices to have read their first batch, and compare what they were given.
 
         Raises:
             DisagreementError: another device was given something else.
@@ -90,15 +92,16 @@ class DataCall:
 
 
 class _Tally:
-    """What one device's shards contributed, batch by batch."""
+    """Collects what one device's shards contribute, batch by batch."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
         """One line for each part of each value: its name, and whether it is not divided."""
         self.batches: list[dict[int, torch.Tensor]] = []
-        """Shard to (lines, 2) float64: totals, and weights; 0 for what is not divided."""
+        """For each batch, shard to (lines, 2) float64: totals, and weights."""
 
     def add(self, shard: int, values: dict[str, object], samples: int, where: str) -> None:
+        """Add one shard's values to the last batch."""
         found = [
             (name, part)
             for name, value in values.items()
@@ -113,12 +116,13 @@ class _Tally:
             )
         self.names = names
         parts = [part for _, part in found]
+        # Totals stay where they were computed: reading them here would wait for a GPU every shard.
         totals = torch.stack([part.total() for part in parts])
         weights = torch.tensor([part.weight for part in parts], dtype=torch.float64)
         self.batches[-1][shard] = torch.stack([totals, weights.to(totals.device)], dim=1)
 
     def table(self, shards: int, names: int) -> torch.Tensor:
-        """(batches, V, names, 2) float64 on the host, zeros where another device computed."""
+        """Return (batches, V, lines, 2) float64 on the host, zeros for other devices' shards."""
         table = torch.zeros(len(self.batches), shards, names, 2, dtype=torch.float64)
         for number, batch in enumerate(self.batches):
             for shard, values in batch.items():
@@ -150,21 +154,22 @@ def values_of_shard(
     seed: int,
     where: str,
 ) -> dict[str, Any]:
-    """What a function returns for one shard, checked to be values by name.
+    """Compute a function's values for one shard, and check that they have names.
 
     Args:
         replica: computes it.
         function: the user's.
         batch: holds the shard.
         place: numbers of the batch and the shard.
-        seed: of the run.
-        where: for errors.
+        seed: the run's.
+        where: batch and shard, for errors.
 
     Raises:
-        LossError: it is something else.
+        LossError: the function returned something other than a dict of values by name.
     """
     number, shard = place
     payload = move(batch.shards[shard], replica.device)
+    # As before a shard of a step: nothing that ran before on this device may show.
     replica.buffers.restore()
     seed_generators(derive_seed("evaluate", seed, number, shard), replica.device)
     values = function(replica.module, payload)
@@ -173,6 +178,7 @@ def values_of_shard(
             f"{where}: expected the function to return a dict of values by name, such as "
             f'{{"loss": ..., "accuracy": ...}}, got {type(values).__name__}'
         )
+    # Names travel between devices one per line.
     for name in values:
         if not isinstance(name, str) or not name or "\n" in name:
             raise LossError(f"{where}: expected names of one line for values, got {name!r}")
@@ -180,40 +186,44 @@ def values_of_shard(
 
 
 def _combine(exchange: Exchange, tallies: dict[int, _Tally], shards: int) -> dict[str, float]:
+    # Lines first: a device whose shards were all empty needs them for the size of its table.
     names = agree_on_lines(exchange, {number: t.names for number, t in tallies.items()})
     tables = {number: tally.table(shards, len(names)) for number, tally in tallies.items()}
     shape = next(iter(tables.values())).shape
     rows = exchange.transport.share({number: table.flatten() for number, table in tables.items()})
-    table = rows.cpu().sum(dim=0).view(shape)  # a shard has one device: adding zeros is exact
-    by_batch = fold_shards(list(table.unbind(dim=1)), torch.add)  # (batches, names, 2)
+    # A shard was computed by one device and is zero in the others' tables: the order of this sum is
+    # of no matter. That over shards and then batches is the fold's.
+    table = rows.cpu().sum(dim=0).view(shape)  # (batches, V, lines, 2)
+    by_batch = fold_shards(list(table.unbind(dim=1)), torch.add)  # (batches, lines, 2)
     totals = fold_shards(list(by_batch.unbind(dim=0)), torch.add)
     scores: dict[str, float] = {}
     for line, (total, weight) in zip(names, totals.tolist(), strict=True):
         name = line.removesuffix(_UNDIVIDED)
         value = total if name != line else total / weight if weight else math.nan
+        # A value of several terms has a line for each: its finished number is their sum.
         scores[name] = scores[name] + value if name in scores else value
     return scores
 
 
 def agree_on_lines(exchange: Exchange, own: dict[int, list[str]]) -> list[str]:
-    """What all devices say alike; one whose shards were all empty learns it from the others.
+    """Return the lines that all devices have alike; a device with empty shards only learns them.
 
     Args:
-        exchange: of the run.
-        own: for each own device the names of its values, or other lines; none if it has no values.
+        exchange: with all devices.
+        own: for each own device the names of its values, or other lines; empty if it has no values.
 
     Raises:
-        DisagreementError: two devices say something else.
+        DisagreementError: two devices have different lines.
     """
     texts = {number: "\n".join(names).encode() for number, names in own.items()}
-    said = [text.decode() for text in exchange.transport.gather_bytes(texts)]
-    spoken = [text for text in said if text]
-    if not spoken:
+    received = [text.decode() for text in exchange.transport.gather_bytes(texts)]
+    filled = [text for text in received if text]
+    if not filled:
         return []
-    for number, text in enumerate(said):
-        if text and text != spoken[0]:
+    for number, text in enumerate(received):
+        if text and text != filled[0]:
             raise DisagreementError(
                 f"device {number} has {text.splitlines()} and another one "
-                f"{spoken[0].splitlines()}: expected the same names for every shard"
+                f"{filled[0].splitlines()}: expected the same names for every shard"
             )
-    return spoken[0].split("\n")
+    return filled[0].split("\n")

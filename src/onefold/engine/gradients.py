@@ -1,4 +1,4 @@
-"""What backward leaves behind: one shard's gradients, each in memory of its own.
+"""Takes over what backward leaves behind: one shard's gradients, each in memory of its own.
 
 Note: who owns a gradient
 -------------------------
@@ -7,7 +7,7 @@ begins, so the user's code (hooks, an inner backward, ``zero_grad()``) only ever
 shard's. From then on they are onefold's, which adds to them in place: in the fold, and in the
 exchange. That is why no two of them may share memory. Autograd does give two parameters views of
 one tensor, where they went through ``torch.cat`` or a sum, and a hook may hand over a tensor that
-it keeps, one that is expanded, or one of other strides than its parameter's; such gradients are
+it keeps, one that is expanded, or one whose strides are not its parameter's. Such gradients are
 copied first, into the parameter's strides: a norm is added up in the order of the memory, and fused
 optimizers read gradients in the parameter's order, whatever their strides.
 """
@@ -30,17 +30,18 @@ _grad = operator.attrgetter("grad")
 _layout = operator.attrgetter("layout")
 
 Gradients = list[torch.Tensor | None]
-"""One for each trained parameter; None where a shard gave none."""
+"""One tensor for each trained parameter, of its shape and dtype; None where a shard gave none."""
 
 
 def gradients_of(parameters: Iterable[torch.nn.Parameter]) -> Gradients:
-    """What there is in ``.grad``."""
+    """List what each parameter has in ``.grad``; ownership stays where it is."""
     return list(map(_grad, parameters))
 
 
 def drop_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Leave nothing in ``.grad``."""
+    """Set every parameter's ``.grad`` to None."""
     for parameter in parameters:
+        # Setting .grad takes several times as long as reading it, and mostly there is nothing.
         if parameter.grad is not None:
             parameter.grad = None
 
@@ -51,24 +52,27 @@ def take_gradients(
     names: Sequence[str],
     where: str,
 ) -> Gradients:
-    """Hand over what backward left in ``.grad``, and leave nothing there.
+    """Take what backward left in ``.grad`` into our ownership, and leave None there.
 
     Args:
         parameters: the trained ones.
-        strides: of each of them.
-        names: of them.
+        strides: the parameters' own, which the gradients get as well.
+        names: of the parameters.
         where: step and shard, for errors.
 
     Raises:
         GradientError: a gradient is sparse.
     """
     gradients = gradients_of(parameters)
+    # Autograd adds in place to whatever .grad holds: the next shard's gradient would land in this
+    # one's memory.
     for parameter in parameters:
         parameter.grad = None
     given = [gradient for gradient in gradients if gradient is not None]
     if set(map(_layout, given)) - {torch.strided}:
         _refuse_sparse(gradients, names, where)
-    # Only views of a tensor begin elsewhere than at its start, or where another one begins.
+    # A quick test that errs on the safe side only: gradients that share memory are views of one
+    # tensor, so either two begin at one address, or one begins elsewhere than its storage does.
     starts = set(map(torch.Tensor.data_ptr, given))
     if len(starts) < len(given) or any(map(torch.Tensor.storage_offset, given)):
         gradients = _apart(gradients)
@@ -79,21 +83,30 @@ def take_gradients(
 
 
 def add_gradients(left: Gradients, right: Gradients) -> Gradients:
-    """Add two lists of gradients, in place of the left one where both have one."""
+    """Add two lists of gradients; where both have one, the left one's memory takes the sum.
+
+    Raises:
+        GradientError: a parameter has the same tensor in both lists.
+    """
     pairs = list(zip(left, right, strict=True))
     both = [(a, b) for a, b in pairs if a is not None and b is not None]
-    if any(a is b for a, b in both):  # a hook has given the same tensor twice
+    # A hook has put its own tensor into .grad twice: added to itself, it would count double and
+    # the left shard's values would be lost already.
+    if any(a is b for a, b in both):
         raise GradientError(
             "a hook of a parameter put the same tensor into .grad for two shards: give each of "
             "them a tensor of its own (clone what you keep)"
         )
     if both:
         add_each([a for a, _ in both], [b for _, b in both])
+    # A gradient that stands alone is passed on as it is: adding zeros to it would cost a pass over
+    # memory, and turn -0 into +0.
     return [b if a is None else a for a, b in pairs]
 
 
 def _apart(gradients: Gradients) -> Gradients:
-    """Copy every gradient whose memory another one before it has a part of."""
+    """Copy every gradient that shares memory with one before it, or with itself."""
+    # Without the empty ones, which have no memory and may report any address.
     extents = {
         number: extent(gradient)
         for number, gradient in enumerate(gradients)
@@ -106,6 +119,8 @@ def _apart(gradients: Gradients) -> Gradients:
         if gradient is None:
             continue
         start, stop = extents[number]
+        # Not dense: an expanded tensor, whose elements share memory, or a view with gaps, in which
+        # another may lie.
         dense = stop - start == gradient.numel() * gradient.element_size()
         if not dense or start < taken:
             result[number] = gradient.clone()
@@ -114,9 +129,10 @@ def _apart(gradients: Gradients) -> Gradients:
 
 
 def _laid_out_like(gradient: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """In a parameter's strides; those of dimensions of length 1 are of no matter."""
+    """Return a gradient in its parameter's strides, copied only where they differ."""
     if gradient.stride() == stride:
         return gradient
+    # The stride of a dimension of length 1 says nothing about memory, and PyTorch sets it freely.
     sides = zip(gradient.shape, gradient.stride(), stride, strict=True)
     if all(ours == theirs for size, ours, theirs in sides if size > 1):
         return gradient

@@ -1,13 +1,13 @@
-"""Notices values that somebody else has changed since the engine looked at them last.
+"""Notices values that somebody else has changed since the engine last looked at them.
 
 Note: what can be seen, and what it costs
 -----------------------------------------
 PyTorch counts what happens to a parameter in place, but not what happens through ``.data``. So a
 few hundred values, spread over all parameters, are looked at as well: an average that is swapped
 in, or a scaling, changes nearly all of them. A change through ``.data`` of a few values elsewhere
-stays unseen. On a GPU a look would wait for the work that is under way, so there the values are
-looked at only when they are `due`. Where every process has memory of its own, all values are
-added up when they are due, so that a difference of a single one does not last.
+stays unseen. Reading values on a GPU would wait for the work that is under way, so there they are
+read only when a check is *due*, see `Turns`. Where every process has memory of its own, all values
+are added up when a check is due, so that even a difference in a single one does not last.
 """
 
 from __future__ import annotations
@@ -27,35 +27,37 @@ _SPREAD = 192
 _OF_ENTRIES = 256
 """Entries whose middle value is looked at as well."""
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""As what the elements of a dtype are read, by their size in bytes."""
 _FIRST_STEPS = 3
 _EVERY_STEPS = 50
 
 
 class Turns:
-    """Says when what costs more is looked at: in the first few steps, and then now and then.
+    """Decides in which steps costly checks are due: in the first few, and then now and then.
 
-    Steps count from where this process has begun or the run was loaded, alike on all devices.
+    Steps are counted from where the run began or was loaded, which is the same on all devices: a
+    check in which devices compare values must be due on all of them at once.
     """
 
     def __init__(self) -> None:
         self.restart()
 
     def restart(self) -> None:
-        """The next step is the first again."""
+        """Count the next step as the first again."""
         self._steps = 0
         self.due = True
 
     def advance(self) -> None:
-        """A step begins."""
+        """Begin a step, and decide whether checks are due in it."""
         self._steps += 1
         self.due = self._steps <= _FIRST_STEPS or self._steps % _EVERY_STEPS == 0
 
 
 class Samples:
-    """A few values of flat memory, always the same ones.
+    """Reads a few values of flat memory, always the same ones.
 
     Args:
-        flats: what to look at.
+        flats: the memory to look at.
     """
 
     def __init__(self, flats: Sequence[FlatTensors]) -> None:
@@ -66,22 +68,24 @@ class Samples:
             for number, section in enumerate(flat.sections):
                 places = _places(flat, number)
                 if places:
-                    # Complex numbers count as two words.
+                    # As whole numbers: all bits count, NaN is like NaN, and NumPy need not know the
+                    # dtype. A complex128 counts as two words.
                     words = section.view(_WORDS[min(8, section.element_size())])
                     scale = section.element_size() // words.element_size()
                     index = torch.tensor(places, device=section.device) * scale
                     self._parts.append((words, index))
                     self._words.append(words)
+        # NumPy views of the same memory: picking values through PyTorch costs more than all else.
         self._host = (
             [(words.numpy(), index.numpy()) for words, index in self._parts] if self.on_host else []
         )
 
     def add_up(self) -> bytes:
-        """The sums of all values, read as whole numbers; on a GPU this waits as well."""
+        """Return the sums of all values, read as whole numbers; on a GPU this waits as well."""
         return b"".join(_sum_of(words) for words in self._words)
 
     def read(self) -> bytes:
-        """Their bytes; on a GPU this waits for the work that is under way."""
+        """Return the bytes of the few values; on a GPU this waits for the work under way."""
         if self.on_host:
             return b"".join([words.take(index).tobytes() for words, index in self._host])
         parts = [words[index].cpu().numpy().tobytes() for words, index in self._parts]
@@ -89,11 +93,16 @@ class Samples:
 
 
 def _sum_of(words: torch.Tensor) -> bytes:
+    # Whole numbers wrap around, and so add up to the same in any order, on any device.
     total: bytes = words.sum(dtype=torch.int64).cpu().numpy().tobytes()
     return total
 
 
 def _places(flat: FlatTensors, section: int) -> list[int]:
+    """List the elements of a section to look at: the middles of entries, and others evenly spread.
+
+    They depend on the layout alone, and so are the same on every device.
+    """
     entries = [e for e in flat.layout.entries if e.section == section and e.numel]
     numel = flat.layout.numels[section]
     if not entries:
@@ -105,10 +114,10 @@ def _places(flat: FlatTensors, section: int) -> list[int]:
 
 
 class ValueGuard:
-    """Knows the parameters as the engine left them.
+    """Remembers the parameters as the engine left them, and finds those changed since.
 
     Args:
-        parameters: of the user's module, by name.
+        parameters: the user's module's, by name.
         flats: the memory in which they lie.
     """
 
@@ -127,42 +136,49 @@ class ValueGuard:
         return self._samples
 
     def note(self, *, values: bool = True) -> None:
-        """The parameters are as they ought to be.
+        """Remember the parameters as they are now, which is how they ought to be.
 
         Args:
-            values: whether somebody will look at values.
+            values: whether `changed` will be asked about values before the next `note`.
         """
         self._versions = self._count()
+        # Never on a GPU: this runs at the end of a step, and would wait for the update.
         if values and self._samples.on_host:
             self._values = self._samples.read()
 
     def changed(self, *, values: bool = True) -> int:
-        """The number, from 1, of a parameter that was changed since; 0 for none that is seen.
-
-        Where only values tell it, the number behind the last.
+        """Find a parameter that was changed since the last `note`.
 
         Args:
             values: whether to look at values as well, and not only at what PyTorch counts.
+
+        Returns:
+            Its number, counted from 1; the number after the last where only values show a change;
+            0 where none is seen.
         """
         if values and self._samples.on_host:
             return self._changed(self._samples.read())
+        # Compared with themselves, values differ in nothing: only the counts decide.
         return self._changed(self._values)
 
     def look(
         self, *, also: Samples | None = None, due: bool, of_all: bool = False
     ) -> tuple[int, int]:
-        """What `changed` finds, and a checksum of sampled values.
-
-        The checksum is 0 where the values are on a GPU and it is not due.
+        """Find a changed parameter, and compute a checksum of sampled values, in one reading.
 
         Args:
-            also: other values of which to make the checksum.
-            due: whether it is.
-            of_all: whether to add up all values as well, if it is due.
+            also: other values to include in the checksum.
+            due: whether costly checks are due.
+            of_all: whether to add up all values as well, where checks are due.
+
+        Returns:
+            The number that `changed` returns, and the checksum; 0 where the values are on a GPU and
+            no check is due.
         """
         if not (self._samples.on_host or due):
             return self.changed(values=False), 0
         read = self._samples.read()
+        # `note` keeps no values of a GPU, so there these are compared with other devices' only.
         changed = self._changed(read if self._samples.on_host else self._values)
         text = read if also is None else read + also.read()
         if due and of_all:
@@ -171,13 +187,14 @@ class ValueGuard:
 
     def _changed(self, sampled: bytes) -> int:
         versions = self._count()
+        # The counts first, as they name the parameter; values do not.
         if versions != self._versions:
             pairs = zip(versions, self._versions, strict=True)
             return next(number for number, (now, then) in enumerate(pairs, 1) if now != then)
         return len(self._names) + 1 if sampled != self._values else 0
 
     def name_of(self, number: int) -> str:
-        """What `changed` has found, for a message."""
+        """Put what `changed` has found into words, for a message."""
         if number > len(self._names):
             return "parameters (through .data)"
         return f"parameter {self._names[number - 1]}"

@@ -1,4 +1,4 @@
-"""Kernels that repeat their bits, whatever this process has computed before.
+"""Chooses kernels that repeat their bits, whatever this process has computed before.
 
 Note: compilers
 ---------------
@@ -7,6 +7,11 @@ What a compiler makes of a model may depend on the shapes that it has met: after
 sees. Which shapes a process meets depends on the number of devices and on where a run was stopped.
 So inside a call shapes are taken as fixed, each with code of its own, and TorchScript runs as it is
 written. A model that was compiled with ``dynamic=True`` asks for the opposite and is refused.
+
+Note: settings of the whole process
+-----------------------------------
+All of these settings are global. They are set for the length of a call and put back afterwards, so
+that what the script computes between two steps is computed as the script chose.
 """
 
 from __future__ import annotations
@@ -35,14 +40,14 @@ _SHAPES = 1024
 
 
 class Compilers:
-    """What of a model is compiled, and the settings under which it repeats its bits.
+    """Knows whether a model is compiled, and the settings under which it then repeats its bits.
 
     Args:
         module: the user's own.
         function: its loss.
 
     Raises:
-        ValueError: a part is compiled for shapes that vary.
+        ValueError: a part of either is compiled for shapes that vary.
     """
 
     def __init__(self, module: torch.nn.Module, function: Callable[..., object]) -> None:
@@ -59,7 +64,7 @@ class Compilers:
         self._scripted = any(isinstance(m, torch.jit.ScriptModule) for m in module.modules())
 
     def settled(self) -> AbstractContextManager[None]:
-        """Shapes are fixed in here; a limit that is hit is an error, not other code."""
+        """Have compilers treat shapes as fixed inside this context."""
         return self._settled() if self.compiled or self._scripted else _NOTHING
 
     @contextmanager
@@ -68,6 +73,8 @@ class Compilers:
             if self._scripted:
                 stack.enter_context(torch.jit.optimized_execution(False))  # type: ignore[attr-defined]
             if self.compiled:
+                # Past its limit the compiler would go back to eager kernels, whose bits differ, and
+                # say so in a log at most: an error is better.
                 settings: dict[str, Any] = {
                     "automatic_dynamic_shapes": False,
                     "assume_static_by_default": True,
@@ -81,17 +88,18 @@ class Compilers:
 
 @contextmanager
 def repeatable_kernels(*, deterministic: bool, may_compile: bool = True) -> Iterator[None]:
-    """Kernels that repeat their bits, where asked for; the caller's settings again afterwards.
+    """Have PyTorch choose kernels that repeat their bits; restore the caller's settings afterwards.
 
     Args:
-        deterministic: whether it is asked for.
-        may_compile: whether something may begin to be compiled in here, though nothing has been in
-            this process so far.
+        deterministic: whether to; if not, nothing is changed.
+        may_compile: whether something may be compiled in here for the first time in this process.
     """
     if not deterministic:
         yield
         return
     before = KernelSettings()
+    # The compiler has a switch of its own. It is touched only where the compiler is loaded, or may
+    # be: loading takes a second or two.
     compiler = compiler_config(may_load=may_compile)
     compiled_before = compiler is not None and compiler.deterministic
     before.repeat_bits()
@@ -108,7 +116,9 @@ def repeatable_kernels(*, deterministic: bool, may_compile: bool = True) -> Iter
 def _compiled_parts(
     module: torch.nn.Module, function: Callable[..., object]
 ) -> Iterator[tuple[str, Any]]:
-    """What of the model or its loss went through ``torch.compile``, with a name for it."""
+    """List what of the model or its loss went through ``torch.compile``, with a name for each."""
+    # There are three ways: module.compile() keeps the compiled call in the module, torch.compile
+    # wraps a module, or marks a function, which may be a method that the script has replaced.
     for name, part in module.named_modules():
         called = compiled_call_of(part)
         if called is not None:
@@ -123,11 +133,13 @@ def _compiled_parts(
     for cell in getattr(function, "__closure__", None) or ():
         try:
             value = cell.cell_contents
-        except ValueError:  # not filled yet
+        except ValueError:
+            # The variable is assigned only after Trainer is made.
             continue
         if _has_mark(value):
             yield "what the loss calls", value
 
 
 def _has_mark(value: object) -> bool:
+    # Compiled modules are found as modules; here a wrapped one would be listed twice.
     return not isinstance(value, torch.nn.Module) and is_compiled(value)

@@ -1,11 +1,11 @@
-"""Lines of a plain loop that do nothing any more after ``trainer.step``, and so must not pass.
+"""Refuses lines of a plain loop that have no effect beside ``trainer.step``.
 
 Note: the one function of PyTorch that is replaced
 --------------------------------------------------
 ``torch.nn.utils.clip_grad_norm_`` looks at ``.grad`` alone: where there is none it returns 0 and
 clips nothing. It ends in a call of a function of its own module that is given the parameters; that
-one is wrapped, once, when the first Trainer is made. It does what it did for everybody else's
-parameters. Where a release of PyTorch has no such function, nothing is done.
+one is wrapped, once, when the first Trainer is made. For everybody else's parameters it does what
+it did before. Where a release of PyTorch has no such function, nothing is wrapped.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from onefold.system.compat import wrap_clipping
 
 __all__ = ["refuse_clipping"]
 
+# Parameters of any Trainer: by identity, as tensors compare by element, and weakly, so that this
+# table keeps no model alive.
 _ours = WeakTensorKeyDictionary()
 
 
@@ -34,6 +36,7 @@ def refuse_clipping(parameters: Iterable[torch.nn.Parameter]) -> None:
 def _checked(inner: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(inner)
     def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        # A list, as parameters may come as a generator, which can be gone through only once.
         listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if any(p in _ours for p in listed) and not any(p.grad is not None for p in listed):
             raise RuntimeError(

@@ -1,10 +1,10 @@
-"""Tells from the graph of a loss what it is, where onefold would read it as something else.
+"""Finds out from the graph of a loss what it is, where onefold would read it as something else.
 
 A tensor does not say what it was divided by. A scalar is read as the mean over the shard's samples,
 and (n,) values are divided by n; a sum, or a mean by class weights or by targets that are not
-ignored, gives the same bits on any number of devices and a loss that nobody meant. The node of
-autograd that made the tensor often knows: `inspect_loss` looks at it, and speaks only where it is
-sure of what it saw. Sums that were written out by hand can only be guessed at (``maybe-sum``).
+ignored, gives the same bits on any number of devices and a loss that nobody intended. The node of
+autograd that made the tensor often knows: `inspect_loss` looks at it, and reports only what it is
+sure of. Sums that were written out by hand can only be guessed at (``maybe-sum``).
 
 The attributes of nodes that begin with ``_saved_`` are not promised by PyTorch. Where one is
 missing, nothing is found, and ``tests/test_losscheck.py`` fails.
@@ -26,8 +26,9 @@ FindingKind = Literal[
 ]
 
 _NODES_LOOKED_AT = 48
+"""A loss that adds up more terms than so many is not searched to its end."""
 _MEAN, _SUM = 1, 2
-"""As PyTorch counts reductions; 0 is none."""
+"""PyTorch's numbers for reductions; 0 is none."""
 
 _LOSSES = {
     "BinaryCrossEntropyBackward0": "binary_cross_entropy",
@@ -44,7 +45,7 @@ _LOSSES = {
 _OF_CLASSES = {"NllLossBackward0", "NllLoss2DBackward0"}
 _SUMS = {"SumBackward0", "SumBackward1"}
 _SCALES = (10.0, 100.0)
-"""Inverse factors that are no counts, more often than not."""
+"""Inverse factors that are more often a scale (0.1, 0.01) than a count."""
 _ADDING = ("AddBackward", "SubBackward", "StackBackward")
 _REDUCED = {*_SUMS, "MeanBackward0"}
 _SAME_VALUES = {
@@ -76,7 +77,7 @@ class LossFinding:
 
     @property
     def text(self) -> str:
-        """All of it, to go after the name of the loss and a verb."""
+        """The whole finding, as the end of a sentence that begins with the loss and a verb."""
         return f"{self.seen}. {self.reading}. {self.advice}"
 
 
@@ -86,22 +87,22 @@ class _Place:
 
     node: Any
     whole: bool = True
-    """It is the result, and not one of several that are added up."""
+    """Whether it is the result itself, and not one of several terms that are added up."""
     divisor: float | None = None
-    """What it was divided by, if it was; not a number where only a GPU knows."""
+    """What it was divided by, if it was; NaN where only a GPU knows."""
 
 
 def inspect_loss(result: object, samples: int) -> LossFinding | None:
-    """Say what a loss is, where it is not what onefold would read it as.
+    """Report what a loss is, where it is not what onefold would read it as.
 
     Where the loss has targets of classes, one number is read from its device.
 
     Args:
-        result: what a loss returned for a shard; whatever is not a tensor has no finding.
-        samples: n, of the shard.
+        result: what a loss returned for a shard; nothing is found in what is not a tensor.
+        samples: number of samples in the shard.
 
     Returns:
-        The first thing that was found, or None.
+        The first finding, or None.
 
     >>> outputs = torch.zeros(4, 2, requires_grad=True)
     >>> loss = torch.nn.functional.mse_loss(outputs, torch.ones(4, 2), reduction="sum")
@@ -112,6 +113,7 @@ def inspect_loss(result: object, samples: int) -> LossFinding | None:
     if not isinstance(result, torch.Tensor) or result.grad_fn is None or samples < 1:
         return None
     scalar = result.dim() == 0
+    # All at once, as what is found in one depends on whether there is a mean among the others.
     places = list(_places(result.grad_fn, samples, scalar=scalar))
     for place in places:
         found = _inspect_scalar(place, samples) if scalar else _inspect_values(place)
@@ -128,7 +130,7 @@ def _is_mean(place: _Place) -> bool:
 
 
 def _places(node: Any, samples: int, *, scalar: bool) -> Iterator[_Place]:
-    """The nodes whose values the result consists of, but for signs, factors and shapes."""
+    """Walk to the nodes whose values make up the result, but for signs, factors and shapes."""
     waiting = [_Place(node)]
     for _ in range(_NODES_LOOKED_AT):
         if not waiting:
@@ -142,6 +144,7 @@ def _places(node: Any, samples: int, *, scalar: bool) -> Iterator[_Place]:
             waiting += [replace(place, node=child, whole=False) for child in reversed(inner)]
         elif name.startswith(("MulBackward", "DivBackward")):
             number = _number_beside(place.node)
+            # With a graph on both sides it is a product of two results, and no mere factor.
             if number is not None and len(inner) == 1:
                 divisor = number if name.startswith("Div") else _inverse(number, samples)
                 waiting.append(replace(place, node=inner[0], divisor=_times(place, divisor)))
@@ -150,7 +153,7 @@ def _places(node: Any, samples: int, *, scalar: bool) -> Iterator[_Place]:
 
 
 def _keeps_values(node: Any, *, scalar: bool) -> bool:
-    """Whether it changes signs or shapes, or averages each sample's own values."""
+    """Whether a node only changes signs or shapes, or averages each sample's own values."""
     name = node.name()
     if not scalar:
         return name in _SAME_VALUES or name == "MeanBackward1"
@@ -158,21 +161,23 @@ def _keeps_values(node: Any, *, scalar: bool) -> bool:
 
 
 def _adds_losses(node: Any, samples: int) -> bool:
-    """Whether it adds up or averages several losses that are stacked, and not the samples."""
+    """Whether a node adds up or averages several losses that are stacked, and not the samples."""
     inner = node.next_functions[0][0] if node.name() in _REDUCED else None
     if inner is None or inner.name() != "StackBackward0":
         return False
+    # As many as there are samples may well be one loss a sample, stacked in a Python loop.
     return len(inner.next_functions) == _numel_of(node) != samples
 
 
 def _times(place: _Place, divisor: float) -> float | None:
+    # A divisor of at most 1 scales; it cannot be a count.
     if abs(divisor) <= 1.0:
-        return place.divisor  # a scale and no count
+        return place.divisor
     return divisor if place.divisor is None else divisor * place.divisor
 
 
 def _inverse(factor: float, samples: int) -> float:
-    """What a factor divides by; one below 1 may be a scale over a count, which cannot be told."""
+    """Return what a factor divides by; NaN where it may be a scale as well as a count."""
     divisor = 1 / abs(factor) if factor else math.nan
     if math.isnan(divisor) or _is_multiple(divisor, samples):
         return divisor
@@ -182,16 +187,19 @@ def _inverse(factor: float, samples: int) -> float:
 def _inspect_scalar(place: _Place, samples: int) -> LossFinding | None:
     name = place.node.name()
     reduction = _saved(place.node, "reduction") if name in _LOSSES else None
+    # A division by one sample leaves no trace.
     if reduction == _SUM and samples == 1:
-        return None  # a division by the number of samples cannot be seen
+        return None
     if reduction == _SUM and place.divisor is None:
         return _sum(_function(place.node), samples)
     if reduction == _SUM:
         return _quotient(place.divisor, samples, _function(place.node))
     if reduction == _MEAN and name in _OF_CLASSES:
         return _inspect_mean_of_classes(place.node, samples)
+    # A sum or mean beside other terms is most likely a penalty on the parameters, which is the same
+    # in every shard.
     if not place.whole:
-        return None  # most likely a penalty on the parameters, the same in every shard
+        return None
     if name == "MeanBackward0":
         return _average(_numel_of(place.node) or None, samples, "values")
     if name in _SUMS and _numel_of(place.node) > 1:
@@ -209,7 +217,8 @@ def _inspect_mean_of_classes(node: Any, samples: int) -> LossFinding | None:
     targets, index = _saved(node, "target"), _ignored_index(node)
     if targets is None or index is None:
         return None
-    ignored = int((targets == index).sum())  # what PyTorch has counted may be rounded to 16 bits
+    # Counted anew: the total that PyTorch keeps is in the loss's dtype, and 16 bits round it.
+    ignored = int((targets == index).sum())
     if ignored > 0:
         seen = f"a mean over targets of which {ignored} are ignored ({_shown(function)})"
         return _mean_by("ignored", seen, function)
@@ -217,7 +226,7 @@ def _inspect_mean_of_classes(node: Any, samples: int) -> LossFinding | None:
 
 
 def _inspect_values(place: _Place) -> LossFinding | None:
-    """Of (n,) values."""
+    """Inspect a loss of one value per sample, (n,)."""
     if place.node.name() not in _OF_CLASSES or _saved(place.node, "reduction") != 0:
         return None
     function = _function(place.node)
@@ -235,7 +244,7 @@ def _inspect_values(place: _Place) -> LossFinding | None:
 
 def _ignored_index(node: Any) -> int | None:
     index = _saved(node, "ignore_index")
-    # Nodes hand it over without its sign.
+    # PyTorch hands it over as an unsigned number: -100 comes as 2**64 - 100.
     return None if index is None else index - 2**64 if index >= 2**63 else index
 
 
@@ -254,7 +263,8 @@ def _average(
 
 
 def _is_multiple(count: float, samples: int) -> bool:
-    """Whether every sample may have the same share in it: one value, or a fixed number of them."""
+    """Whether each sample may have the same share in a count: one value, or a fixed number."""
+    # With a tolerance, as divisors may have been float32 tensors.
     share = count / samples
     return share > 0.5 and math.isclose(share, round(share), rel_tol=1e-5)
 
@@ -318,7 +328,7 @@ def _values(kind: FindingKind, seen: str, instead_of: str, function: str) -> Los
 
 
 def _function(node: Any) -> str:
-    """The name of the loss that made a node; of classes, ``nll_loss`` makes the same one."""
+    """Return the name of the loss that made a node; ``nll_loss`` makes cross-entropy's node."""
     return _LOSSES[node.name()]
 
 
@@ -327,10 +337,11 @@ def _shown(function: str) -> str:
 
 
 def _number_beside(node: Any) -> float | None:
-    """What a product or a quotient has beside what comes from the model.
+    """Return the number by which a product or a quotient scales what comes from the model.
 
-    None where it is no number; not a number where reading it would wait for a GPU.
+    None where there is no such number; NaN where reading it would wait for a GPU.
     """
+    # A node keeps only the operands that its backward needs: of a constant factor, that alone.
     kept = [_saved(node, "other"), _saved(node, "self")]
     numbers = [value for value in kept if value is not None]
     if len(numbers) != 1:
@@ -344,14 +355,15 @@ def _number_beside(node: Any) -> float | None:
 
 
 def _numel_of(node: Any) -> int:
-    """How many values a sum or a mean is of."""
+    """Return how many values a sum or a mean reduces; 0 where the node does not say."""
     sizes = _saved(node, "self_sym_sizes")
     return math.prod(sizes) if sizes is not None else 0
 
 
 def _saved(node: Any, name: str) -> Any:
-    """What a node keeps for backward; None where it keeps no such thing, or has given it up."""
+    """Return what a node keeps for backward; None where it does not, or has freed it."""
     try:
         return getattr(node, f"_saved_{name}", None)
-    except RuntimeError:  # the script has been through backward already
+    except RuntimeError:
+        # The script has run backward already, which frees saved tensors.
         return None

@@ -1,4 +1,4 @@
-"""Looks at what a loss returns, and refuses what onefold would read as something else."""
+"""Inspects what a loss returns, and refuses what onefold would read as something else."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ __all__ = ["LossWatch"]
 
 _log = logging.getLogger("onefold")
 _CERTAIN: tuple[FindingKind, ...] = ("sum", "weights", "ignored")
-"""Read wrongly for sure, where there are several shards; the others may be meant."""
+"""Certainly read wrongly where there are several shards; the others may be intended."""
 
 
 class LossWatch:
-    """Follows the losses of a run.
+    """Watches the losses of a run.
 
-    Scalars are looked at in every step, as a target may be ignored in any of them; values of
+    Scalars are inspected in every step, as a target may be ignored in any of them; values of
     samples in the first few steps, and then now and then.
 
     Args:
-        refuses: whether what is certainly read wrongly is an error.
+        refuses: whether a loss that is certainly read wrongly is an error.
     """
 
     def __init__(self, *, refuses: bool = True) -> None:
@@ -36,12 +36,12 @@ class LossWatch:
 
         Args:
             result: what the loss returned.
-            samples: of the shard.
-            due: whether to look at what costs more.
+            samples: number of samples in the shard.
+            due: whether to make the checks that cost more.
             where: step and shard, for errors.
 
         Raises:
-            LossError: it is certain that the number is not the one that was meant.
+            LossError: it is certain that the loss is not the one that the script means.
         """
         if not isinstance(result, torch.Tensor):
             return
@@ -52,6 +52,7 @@ class LossWatch:
             return
         if self.refuses and finding.kind in _CERTAIN:
             raise LossError(f"the loss of {where} is {finding.text}")
+        # Once for each kind: the same loss would be reported in every step.
         if finding.kind not in self.findings:
             self.findings[finding.kind] = finding
             _log.warning(

@@ -16,9 +16,10 @@ def check_model(model: object) -> None:
     """Check that every parameter can lie in flat memory and get a dense gradient.
 
     Raises:
-        TypeError: not a module, or one that is wrapped for another kind of parallel training.
+        TypeError: the model is not a module, or it is wrapped for another kind of parallel
+            training.
         ValueError: a parameter is complex, has no values yet or shares memory with another tensor,
-            or a layer gives sparse gradients.
+            or a layer gives sparse gradients or computes statistics over processes.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"expected model to be a torch.nn.Module, got {type(model).__name__}")
@@ -56,14 +57,17 @@ def check_model(model: object) -> None:
 
 
 def _check_memory(model: torch.nn.Module) -> None:
-    """Every tensor gets memory of its own; what shared some would no longer follow."""
+    """Refuse tensors that share memory: each gets memory of its own, and they would part ways."""
+    # By identity, so that one tensor under two names, a tied parameter, counts once.
     named = {id(t): (name, t) for name, t in (*model.named_buffers(), *model.named_parameters())}
     held = [(name, t) for name, t in named.values() if t.numel() and t.layout is torch.strided]
     ranges = sorted((*extent(tensor), name, tensor) for name, tensor in held)
     for place, (_, stop, name, tensor) in enumerate(ranges):
+        # Sorted by their starts, so the first range that begins behind this one ends the search.
         for start, _, other_name, other in ranges[place + 1 :]:
             if start >= stop:
                 break
+            # Tolerated where neither is trained: constants cannot part ways.
             if (tensor.requires_grad or other.requires_grad) and _touch(tensor, other):
                 raise ValueError(
                     f"{' and '.join(sorted((name, other_name)))} share memory without being the "
@@ -74,7 +78,8 @@ def _check_memory(model: torch.nn.Module) -> None:
 
 
 def _touch(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors whose ranges overlap have a byte in common, and not rows in turn."""
+    """Whether two tensors whose ranges overlap have a byte in common, not just alternating rows."""
+    # Listing every address is slow, and only needed where one of the two has gaps.
     if all(_fills_its_range(tensor) for tensor in (one, other)):
         return True
     return bool(torch.isin(_places_of(one), _places_of(other)).any())
@@ -86,7 +91,7 @@ def _fills_its_range(tensor: torch.Tensor) -> bool:
 
 
 def _places_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Every address at which something of it lies."""
+    """List every address that a tensor occupies: (bytes,) int64."""
     size = tensor.element_size()
     place = torch.tensor([tensor.data_ptr()])
     for length, stride in zip(tensor.shape, tensor.stride(), strict=True):

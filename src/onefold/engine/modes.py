@@ -1,4 +1,4 @@
-"""Training and evaluation mode of a module and all its parts, and numbers that scripts change."""
+"""Reads and restores the modes of a module's parts, and watches numbers that scripts change."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Modes:
     """Reads the modes of a module's parts, and puts them back.
 
     Args:
-        module: its parts are listed once, and again at `refresh`.
+        module: the user's own; its parts are listed once, and again at `refresh`.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -31,7 +31,10 @@ class Modes:
 
     def refresh(self) -> None:
         """List the parts anew."""
+        # Walking the module tree takes longer than all that is done with the list in a step.
         self._parts = list(self._module.modules())
+        # Only PyTorch's own layers: in a user's module a number of such a name may mean anything,
+        # and change with every call.
         self._numbers = [
             (part.__dict__, name)
             for part in self._parts
@@ -41,7 +44,10 @@ class Modes:
         ]
 
     def numbers_checksum(self) -> int:
-        """Of the layers' settings such as the ``p`` of dropout; quick where they are as before."""
+        """Compute a checksum of the layers' settings, such as the ``p`` of dropout.
+
+        Quick where they have not changed since the last time.
+        """
         now = [held.get(name) for held, name in self._numbers]
         if now != self._last:
             self._last = now
@@ -49,26 +55,31 @@ class Modes:
         return self._checksum
 
     def read(self) -> bytes:
-        """One byte a part: 1 for training mode."""
+        """Return one byte per part: 1 for training mode."""
         return bytes([part.training for part in self._parts])
 
     def restore(self, modes: bytes) -> None:
         """Give every part the mode that `read` found."""
         if self.read() != modes:
             for part, mode in zip(self._parts, modes, strict=True):
+                # The flag itself: train() would go on to the children, which have their own bytes.
                 part.training = bool(mode)
 
 
 @contextmanager
 def evaluating(module: torch.nn.Module) -> Iterator[None]:
-    """Evaluation mode, and each part's own mode again afterwards."""
+    """Put a module into evaluation mode; afterwards each part has its own mode again."""
+    # Listed here and not taken from `Modes`: parts may have been added since, and all must return.
     parts = list(module.modules())
     before = [part.training for part in parts]
+    # A part with a train() of its own may do more than set the flag (merge weights, for instance),
+    # so it is called even where all flags are down already.
     if not all(not part.training and _is_plain(part) for part in parts):
         module.eval()
     try:
         yield
     finally:
+        # Flag by flag: module.train() would reach parts that the user keeps in evaluation mode.
         for part, mode in zip(parts, before, strict=True):
             if part.training is not mode:
                 part.training = mode

@@ -1,8 +1,15 @@
-"""The optimizer's state between devices and files: in pieces there, in whole tensors here.
+"""Converts the optimizer's state between devices, which hold pieces, and files of whole tensors.
 
 A process packs the state of its pieces into one stretch of bytes, so that it can travel; the lead
-joins what came from all into whole tensors, under the parameters' names. For a process that goes on
-from them, the lead packs the pieces that the process has now.
+joins what it receives from all into whole tensors, under the parameters' names. For a process that
+goes on from a file, the lead packs the pieces that the process owns now.
+
+Note: a packed stretch
+----------------------
+First a header of JSON that lists every value, then the tensors' bytes, each at a multiple of 64, so
+that `unpack` can view them in place in any dtype. Nothing is pickled: a stretch may come over a
+network. The memory may be a transport's that is used again, so whoever keeps what `unpack` yields
+must copy it.
 """
 
 from __future__ import annotations
@@ -34,14 +41,14 @@ _DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 def is_by_element(key: str, value: object, shape: Sequence[int]) -> bool:
-    """Whether a value of an optimizer's state goes element by element with its parameter.
+    """Whether a value of an optimizer's state has one number for each element of its parameter.
 
     A count of steps does not, even where the parameter is a single number as well.
 
     Args:
-        key: of the value.
-        value: any.
-        shape: of the parameter.
+        key: the optimizer's name of the value.
+        value: any value of a state.
+        shape: the parameter's.
     """
     if not isinstance(value, torch.Tensor) or tuple(value.shape) != tuple(shape):
         return False
@@ -54,11 +61,11 @@ class PieceState(NamedTuple):
     piece: int
     """Number of the piece, among those of the model."""
     key: str
-    """As the optimizer calls it."""
+    """The optimizer's name of the value."""
     value: Any
-    """A tensor, or what JSON can hold."""
+    """A tensor of any shape and dtype, or what JSON can hold."""
     by_element: bool
-    """A tensor with one number for each element of the piece, in storage order."""
+    """Whether it is a tensor with one number for each element of the piece, in storage order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,24 +73,25 @@ class JoinedState:
     """The whole optimizer's state."""
 
     tensors: Sequence[TensorParts]
-    """Named NAME.KEY."""
+    """The tensors, each named PARAMETER.KEY."""
     keys: Mapping[str, Sequence[str]]
     """For each parameter, which of its keys are tensors."""
     values: Mapping[str, Mapping[str, Any]]
-    """For each parameter, the values of the other keys, as JSON."""
+    """For each parameter, the values of its other keys, as JSON."""
 
 
 def pack(states: Sequence[PieceState], room: Callable[[int], torch.Tensor]) -> None:
     """Copy states into one stretch of bytes.
 
     Args:
-        states: tensors on any device.
+        states: the states; tensors may be on any device.
         room: takes a number of bytes, and returns (at least that many,) uint8 on the host.
 
     Raises:
-        TypeError: a value is neither a tensor nor JSON, or of a type that a file cannot hold.
+        TypeError: a value is neither a tensor nor JSON, or of a dtype that a file cannot hold.
     """
     listed: list[list[Any]] = []
+    # Places are counted from the end of the header, whose length is known only when it is written.
     start = 0
     for piece, key, value, by_element in states:
         if isinstance(value, torch.Tensor):
@@ -109,7 +117,7 @@ def pack(states: Sequence[PieceState], room: Callable[[int], torch.Tensor]) -> N
 
 
 def packed(states: Sequence[PieceState]) -> torch.Tensor:
-    """States in new memory on the host: (k,) uint8, see `pack`."""
+    """Pack states into new memory on the host: (k,) uint8, see `pack`."""
     made: list[torch.Tensor] = []
 
     def room(nbytes: int) -> torch.Tensor:
@@ -121,10 +129,10 @@ def packed(states: Sequence[PieceState]) -> torch.Tensor:
 
 
 def unpack(memory: torch.Tensor) -> Iterator[PieceState]:
-    """What was packed; the tensors lie in the same memory.
+    """Yield the states that were packed; their tensors are views of the same memory.
 
     Args:
-        memory: uint8 on the host, as filled by `pack`; there may be bytes behind it.
+        memory: (k,) uint8 on the host, as filled by `pack`; more bytes may follow.
     """
     listed, stop = from_bytes(memory)
     first = aligned(stop)
@@ -136,19 +144,21 @@ def unpack(memory: torch.Tensor) -> Iterator[PieceState]:
         dtype = _DTYPES[name]
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         stretch = memory[first + start : first + start + nbytes]
+        # An empty tensor may be listed where the memory ends, and has nothing to view.
         tensor = stretch.view(dtype).view(shape) if nbytes else torch.empty(shape, dtype=dtype)
         yield PieceState(piece, key, tensor, by_element)
 
 
 def join(states: Iterable[PieceState], pieces: Sequence[Piece], layout: Layout) -> JoinedState:
-    """Put the pieces of all devices together; nothing is copied.
+    """Join the pieces of all devices into whole tensors, without copying any.
 
     Args:
-        states: from `unpack`, of all processes.
-        pieces: of the model.
-        layout: of the trained parameters.
+        states: those of all processes, from `unpack`.
+        pieces: the model's.
+        layout: the trained parameters'.
     """
     grouped: dict[tuple[int, str], list[PieceState]] = defaultdict(list)
+    # By number: pieces of one parameter then follow each other in storage order, whoever sent them.
     for state in sorted(states, key=lambda state: state.piece):
         grouped[pieces[state.piece].entry, state.key].append(state)
     tensors: list[TensorParts] = []
@@ -160,7 +170,7 @@ def join(states: Iterable[PieceState], pieces: Sequence[Piece], layout: Layout) 
             values[entry.name][key] = to_json(first.value, f"the optimizer's {key}")
             continue
         keys[entry.name].append(key)
-        # What has no number for each element is the same for all pieces of a parameter.
+        # A count of steps is the same for all pieces of a parameter: the first stands for all.
         used = parts if first.by_element else parts[:1]
         shape = entry.shape if first.by_element else tuple(first.value.shape)
         stride = entry.stride if first.by_element else first.value.stride()
@@ -176,17 +186,19 @@ def check_saved(
     pieces: Sequence[Piece],
     layout: Layout,
 ) -> None:
-    """Refuse tensors that `take_apart` could not take apart.
+    """Refuse saved tensors that `take_apart` could not take apart.
 
     Args:
         keys: see `JoinedState`.
-        kind_of: takes a tensor's name, and returns its shape and type; None if there is none.
-        pieces: of the model.
-        layout: of the trained parameters.
+        kind_of: takes a tensor's name, and returns its shape and dtype; None if there is none.
+        pieces: the model's.
+        layout: the trained parameters'.
 
     Raises:
-        ValueError: one is missing, or has neither the shape of its parameter nor that of a number.
+        ValueError: a tensor is missing, is of an unknown dtype, or has neither the shape of its
+            parameter nor that of a single number.
     """
+    # State of a parameter that is never cut may have any shape, as Adafactor's rows and columns.
     divided = {piece.entry for piece in pieces if not piece.whole}
     for number, entry in enumerate(layout.entries):
         for key in keys.get(entry.name, ()):
@@ -212,20 +224,20 @@ def take_apart(
     pieces: Sequence[Piece],
     layout: Layout,
 ) -> Iterator[PieceState]:
-    """The states of some pieces, from whole tensors.
+    """Yield the states of some pieces, cut from whole tensors.
 
     Args:
         keys: see `JoinedState`.
         values: see `JoinedState`.
-        read: takes a tensor's name.
-        owned: numbers of the pieces that are wanted, in order.
-        pieces: of the model.
-        layout: of the trained parameters.
+        read: takes a tensor's name, and returns the tensor.
+        owned: numbers of the wanted pieces, in order.
+        pieces: the model's.
+        layout: the trained parameters'.
 
     Raises:
-        ValueError: a tensor has neither a number for each element of its parameter nor does it
-            belong to a whole one.
+        ValueError: a parameter is cut into pieces, and a tensor of its state cannot be.
     """
+    # Only the current parameter's: in order, each tensor is read once, and only a few are held.
     laid: dict[str, torch.Tensor] = {}
     for number in owned:
         piece = pieces[number]

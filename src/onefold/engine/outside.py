@@ -1,6 +1,7 @@
-"""Finds state that the loss uses and that is not the model's: nothing folds it, nothing saves it.
+"""Finds modules that the loss uses beside the model: nothing folds or saves their state.
 
-Modules show themselves when they are called: for a few steps every call of a module is noted.
+Modules show themselves when they are called: in some steps every call of a module is noted, and
+what such a module had before its first call is compared with what it has after the last.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ _LOOKED_AT = 16
 class OutsideModules:
     """Modules that the loss uses beside the model.
 
-    Those that are made inside the loss and end with it are nobody's state, and are left alone; so
-    only weak references are kept.
+    Those that are made inside the loss and end with it keep no state and are left alone; so only
+    weak references are held.
 
     Args:
         module: the model.
-        function: its loss, which may close over others.
+        function: its loss, which may close over other modules.
     """
 
     def __init__(self, module: torch.nn.Module, function: object) -> None:
@@ -42,7 +43,7 @@ class OutsideModules:
         self._found: list[_Outside] = []
 
     def noting(self, *, wanted: bool) -> AbstractContextManager[None]:
-        """Note every module that is called in here, if ``wanted``."""
+        """Note every module that is called inside this context, if ``wanted``."""
         return self._noting() if wanted else _NOTHING
 
     @contextmanager
@@ -50,11 +51,14 @@ class OutsideModules:
         known = {id(part) for part in self._module.modules()}
         self._found = []
 
+        # Before the first forward, and only then: what it had is copied while it still has it.
         def note(module: torch.nn.Module, _: object) -> None:
             if id(module) not in known:
                 known.add(id(module))
                 self._found.append(_Outside(module))
 
+        # A hook of all modules of the process. It slows every call down, and would make compiled
+        # ones compile anew: so it is never left in place.
         handle = torch.nn.modules.module.register_module_forward_pre_hook(note)
         try:
             yield
@@ -68,7 +72,7 @@ class OutsideModules:
             where: step or batch, for errors.
 
         Raises:
-            StateError: there is one.
+            StateError: a buffer or parameter of such a module was changed.
         """
         found, self._found = self._found, []
         for outside in found:
@@ -83,10 +87,10 @@ class OutsideModules:
                 )
 
     def checksum(self, function: object = None) -> int:
-        """Of a few values of each module that a function can reach; 0 for none.
+        """Compute a checksum of a few values of each module that a function can reach; 0 for none.
 
         Args:
-            function: another one than the loss.
+            function: the function, if it is not the loss.
         """
         own = {id(part) for part in self._module.modules()}
         reached = _modules_of(self._function if function is None else function)
@@ -96,18 +100,20 @@ class OutsideModules:
 
 
 class _Outside:
-    """One such module, as it was before its first call."""
+    """An outside module, as it was before its first call."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = weakref.ref(module)
         self.kind = type(module).__name__
+        # Buffers by value, as batch-norm kernels change theirs without counting; parameters by
+        # PyTorch's count of changes, as they are large.
         self._buffers = {n: b.clone() for n, b in buffers_of(module).items() if b is not None}
         self._versions = {
             n: version_of(p) for n, p in parameters_of(module).items() if p is not None
         }
 
     def changed(self) -> str | None:
-        """What of it was changed, if it is still there."""
+        """Name what was changed; None if nothing was, or if the module is gone."""
         module = self._module()
         if module is None:
             return None
@@ -124,6 +130,7 @@ class _Outside:
 
 
 def _sampled(module: torch.nn.Module) -> bytes:
+    """Return the bytes of a few values of each of a module's own tensors."""
     tensors = [*parameters_of(module).values(), *buffers_of(module).values()]
     parts = [
         t.detach().reshape(-1)[:: max(1, t.numel() // _LOOKED_AT)]
@@ -134,7 +141,7 @@ def _sampled(module: torch.nn.Module) -> bytes:
 
 
 def _modules_of(function: Any) -> list[torch.nn.Module]:
-    """Modules that a function can reach: what it closes over, is bound to, or names."""
+    """List the modules that a function can reach: it closes over, is bound to, or names them."""
     found: dict[int, torch.nn.Module] = {}
     for value in _values_of(function):
         held = value.values() if isinstance(value, dict) else value
@@ -145,6 +152,7 @@ def _modules_of(function: Any) -> list[torch.nn.Module]:
 
 
 def _values_of(function: Any) -> Iterator[Any]:
+    """Yield what a function has at hand: arguments, owner, globals, defaults, closure."""
     while isinstance(function, functools.partial):
         yield from (*function.args, *function.keywords.values())
         function = function.func
@@ -161,5 +169,6 @@ def _values_of(function: Any) -> Iterator[Any]:
     yield from (names[name] for name in code.co_names if name in names)
     yield from getattr(function, "__defaults__", None) or ()
     for cell in getattr(function, "__closure__", None) or ():
-        with suppress(ValueError):  # not filled yet
+        # A cell is empty where its variable is assigned only after Trainer is made.
+        with suppress(ValueError):
             yield cell.cell_contents

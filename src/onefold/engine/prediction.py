@@ -1,4 +1,4 @@
-"""What a model says of every sample of a data set, the same on any number of devices."""
+"""Computes a model's values for every sample of a data set, alike on any number of devices."""
 
 from __future__ import annotations
 
@@ -21,28 +21,29 @@ from onefold.exchange.exchange import Exchange
 __all__ = ["gather", "predict"]
 
 _NUMBER_BYTES = 8
-"""Rows are traded as float64; bytes travel in them as they are."""
+"""Size of a float64, in which rows are traded."""
 
 
 def predict(
     engine: Engine, function: ScoreFunction, batches: Iterable[ShardedBatch], call: DataCall
 ) -> dict[str, torch.Tensor]:
-    """The function's values for all samples of all batches, in their order, on every device.
+    """Compute a function's values for all samples of all batches, in order, on every device.
 
     Args:
         engine: the devices of this process.
         function: the user's.
-        batches: of the data set.
+        batches: the data set's, each with this process's shards.
         call: what all devices must have been given alike.
 
     Raises:
-        LossError: a value is no tensor with one row a sample.
+        LossError: a value is not a tensor with one row per sample.
         DisagreementError: names, dtypes or shapes differ between shards.
     """
     own = {replica.number: _Rows() for replica in engine.replicas}
     cuts: list[tuple[int, Plan]] = []
     with engine.evaluating():
         for number, batch in enumerate(batches):
+            # Only now: the data's digest is known once the first batch has been read.
             if number == 0:
                 call.agree(engine, batch)
             cuts.append((batch.samples, batch.plan))
@@ -51,6 +52,7 @@ def predict(
                     with engine.attached(replica):
                         _predict_shards(replica, function, batch, number, own, engine.seed)
     columns = agree_on_lines(engine.exchange, {n: rows.columns for n, rows in own.items()})
+    # Batch by batch: messages stay small, and each batch's own rows are freed once they are sent.
     parts = [
         _join_batch(engine.exchange, number, *cut, columns, own) for number, cut in enumerate(cuts)
     ]
@@ -75,11 +77,17 @@ def _predict_shards(
 
 
 def gather(exchange: Exchange, own: Mapping[int, Mapping[str, float]]) -> list[dict[str, float]]:
-    """Numbers by name of every device, in the devices' order.
+    """Gather numbers by name from every device, in the devices' order.
+
+    Args:
+        exchange: with all devices.
+        own: for each own device its numbers, by name.
 
     Raises:
+        ValueError: a name is empty or has several lines.
         DisagreementError: the names differ between devices.
     """
+    # Names travel between devices one per line.
     for name in next(iter(own.values())):
         if "\n" in name or not name:
             raise ValueError(f"expected names of one line for numbers, got {name!r}")
@@ -92,7 +100,7 @@ def gather(exchange: Exchange, own: Mapping[int, Mapping[str, float]]) -> list[d
 
 
 class _Rows:
-    """What one device's shards gave, batch by batch."""
+    """Collects the values of one device's shards, batch by batch."""
 
     def __init__(self) -> None:
         self.columns: list[str] = []
@@ -101,6 +109,7 @@ class _Rows:
         """Batch to its shards' values, by column, on the host."""
 
     def add(self, values: dict[str, Any], number: int, samples: int, where: str) -> None:
+        """Add one shard's values to those of batch ``number``."""
         rows = {}
         for name, value in values.items():
             if not isinstance(value, torch.Tensor) or value.dim() < 1 or len(value) != samples:
@@ -110,6 +119,7 @@ class _Rows:
                     f"{samples} samples, got {came}"
                 )
             kind = [name, str(value.dtype).removeprefix("torch."), list(value.shape[1:])]
+            # A copy even on the host: the value may be a view of a large tensor, or of a buffer.
             rows[json.dumps(kind)] = value.detach().to("cpu", copy=True)
         columns = list(rows)
         if self.columns and columns != self.columns:
@@ -121,7 +131,7 @@ class _Rows:
         self.batches.setdefault(number, []).append(rows)
 
     def message(self, number: int, columns: list[str]) -> torch.Tensor:
-        """A batch's values as bytes, column by column."""
+        """Return a batch's values as (k,) uint8, column by column, and forget them."""
         parts = self.batches.pop(number, [])
         values = [torch.cat([part[column] for part in parts]) for column in columns if parts]
         flat = [value.contiguous().view(-1).view(torch.uint8) for value in values]
@@ -136,11 +146,12 @@ def _join_batch(
     columns: list[str],
     own: Mapping[int, _Rows],
 ) -> dict[str, torch.Tensor]:
-    """One batch's values of all its samples, by column."""
+    """Join one batch's values from all devices, by column."""
     counts = _samples_of_devices(samples, plan)
     texts = {
         device: rows.message(number, columns).numpy().tobytes() for device, rows in own.items()
     }
+    # frombuffer refuses an empty buffer: a device without samples gets a byte that nobody reads.
     messages = [
         torch.frombuffer(bytearray(text or b"\0"), dtype=torch.uint8)
         for text in exchange.transport.gather_bytes(texts)
@@ -157,6 +168,7 @@ def _join_batch(
 
 
 def _samples_of_devices(samples: int, plan: Plan) -> list[int]:
+    """Count the samples of a batch that each device computes."""
     bounds = cut_bounds(samples, plan.shards)
     return [
         sum(bounds[shard][1] - bounds[shard][0] for shard in plan.shards_of(device))
@@ -165,15 +177,16 @@ def _samples_of_devices(samples: int, plan: Plan) -> list[int]:
 
 
 def _column(message: torch.Tensor, count: int, columns: list[str], index: int) -> torch.Tensor:
-    """(count, ...) of one column, from one device's message."""
+    """Read one column from one device's message: (count, ...) of the column's dtype."""
     ends = list(accumulate(count * _nbytes(column) for column in columns))
     start = ends[index - 1] if index else 0
     _, dtype, shape = json.loads(columns[index])
+    # A copy starts at an aligned address, as viewing it in a wider dtype demands.
     part = message[start : ends[index]].clone()
     return part.view(getattr(torch, dtype)).view(count, *shape)
 
 
 def _nbytes(column: str) -> int:
-    """Of one sample's value."""
+    """Return the size of one sample's value."""
     _, dtype, shape = json.loads(column)
     return int(prod(shape) * getattr(torch, dtype).itemsize)

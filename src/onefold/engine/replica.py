@@ -1,11 +1,21 @@
-"""The model on one device: runs shards, and adds up their gradients.
+"""The model on one device: computes one shard at a time and hands over its gradients.
 
 Note: one module for all devices of a process
 ---------------------------------------------
 The user's module exists once. Where one process drives several devices, each has memory of its own
 for parameters and buffers, and the module's are pointed at it while that device's shards run. So
 hooks, attributes, modes and a loss that closes over the model are the same for every device: there
-is no copy that could stay behind. Between calls the module points at the first device.
+is no copy that could fall out of date. Between calls the module points at the first device.
+
+Note: `compute` as a pure function
+----------------------------------
+A shard's result may depend on parameters, samples, seed, step and shard, and on nothing that ran
+before it on the same device: another plan would have run something else. So every shard starts from
+the step's buffers, from its own seeds, without gradients, and in the modes and with the frozen
+parameters that the step began with. Buffers, gradients and seeds are reset before a shard. Modes
+and frozen parameters are reset after it, also when it fails, so that a script that catches the
+error goes on with the model as it was; with one shard they are not, and what the loss does to them
+lasts, as it would in a plain loop.
 """
 
 from __future__ import annotations
@@ -46,15 +56,15 @@ LossFunction = Callable[[torch.nn.Module, Any], object]
 
 
 Weighed = Mapping[int, Sequence[tuple[str, float]]]
-"""For each shard, kind and weight of each term of its loss."""
+"""For each shard, the kind and weight of each term of its loss."""
 
 
 class ModelParts:
-    """The user's module, with its parameters sorted; tied ones count once.
+    """The user's module, with its parameters sorted into trained and other; tied ones count once.
 
     Args:
         module: the user's own.
-        trained_names: of the parameters that the optimizer updates.
+        trained_names: names of the parameters that the optimizer updates.
     """
 
     def __init__(self, module: torch.nn.Module, trained_names: Sequence[str]) -> None:
@@ -68,6 +78,8 @@ class ModelParts:
             if parameter is not None
         ]
         """Where modules hold them: full name, the module's own table, name in it, parameter."""
+        # The tables themselves are kept: `check_held` runs in every step, and walking the module
+        # tree or asking for attributes would cost more than a small layer.
         tables = [parameters_of(m) for m in module.modules() if isinstance(parameters_of(m), dict)]
         self._tables = [table for table in tables if table]
         self._held = self._in_tables()
@@ -78,14 +90,15 @@ class ModelParts:
         self._tensors = self._ids()
 
     def check_held(self) -> None:
-        """Refuse parameters that have been replaced.
+        """Refuse parameters that have been replaced since Trainer was made.
 
         Raises:
-            ValueError: one has been.
+            ValueError: a module holds another tensor in the place of one of its parameters.
         """
         held = self._in_tables()
         if len(held) == len(self._held) and all(map(operator.is_, held, self._held)):
             return
+        # Additions come this far and are let through here: `check_parts` names them when it is due.
         for full_name, table, name, parameter in self.homes:
             if table.get(name) is not parameter:
                 raise ValueError(
@@ -98,20 +111,20 @@ class ModelParts:
         return list(chain.from_iterable(map(dict.values, self._tables)))
 
     def trainable(self) -> list[bool]:
-        """Of every parameter, whether it requires a gradient."""
+        """Whether each parameter requires a gradient, in the order of `named`."""
         return list(map(_requires_grad, self._parameters))
 
     def restore_frozen(self, trainable: Sequence[bool]) -> None:
-        """Let the parameters require gradients as `trainable` found them to."""
+        """Have each parameter require a gradient exactly where `trainable` found that it does."""
         if self.trainable() != trainable:
             for parameter, required in zip(self.named.values(), trainable, strict=True):
                 parameter.requires_grad_(required)
 
     def check_parts(self) -> None:
-        """Refuse a model that has been given other parts since Trainer was made.
+        """Refuse a model whose parts have changed since Trainer was made.
 
         Raises:
-            StateError: it has.
+            StateError: a parameter or buffer was added, removed or replaced.
         """
         now = self._ids()
         for name in {**now, **self._tensors}:
@@ -123,11 +136,13 @@ class ModelParts:
                 )
 
     def _ids(self) -> dict[str, int]:
-        """Every parameter and buffer, and the name under which a module has it."""
+        """The identity of every parameter, by name, and the name of every buffer."""
         parameters = self.module.named_parameters(remove_duplicate=False)
         buffers = self.module.named_buffers(remove_duplicate=False)
         return {
             **{f"parameter {name}": id(tensor) for name, tensor in parameters},
+            # A forward pass may well put a new tensor in a buffer's place: `BufferSet.absorb`
+            # copies its values, so that only the name counts here.
             **{f"buffer {name}": 0 for name, _ in buffers},
         }
 
@@ -138,29 +153,30 @@ class ShardTask:
 
     loss: LossFunction
     seed: int
-    """Of the run."""
+    """The run's seed."""
     step: int
+    """The number of the step."""
     shards: int
-    """V."""
+    """How many shards every batch is cut into."""
     modes: bytes
-    """Of the module's parts, put back after every shard where there are several."""
+    """The modes of the module's parts, put back after every shard where there are several."""
     trainable: Sequence[bool]
-    """Of the parameters, which require a gradient; put back likewise."""
+    """Which parameters require a gradient; put back after every shard where there are several."""
     due: bool = False
-    """Whether to look at what costs more."""
+    """Whether to make the checks that cost more."""
     divisors: Sequence[float] | None = None
-    """Of the loss's terms, where it has several; None while they are not known."""
+    """The divisor of each term of the loss, if it has several; None while they are not known."""
 
 
 class Replica:
     """The model on one device.
 
     Args:
-        number: of the device, among all of the run.
+        number: the device's number among all devices of the run.
         device: where it computes.
-        parts: the user's module.
-        trained: memory of the trained parameters on this device.
-        other: of the other parameters.
+        parts: the user's module, shared by all replicas of the process.
+        trained: this device's memory of the trained parameters.
+        other: this device's memory of all other parameters.
         buffers: the module's buffers on this device.
     """
 
@@ -187,6 +203,7 @@ class Replica:
         self._watched = [parameter for parameter in parts.other.values() if parameter.requires_grad]
         views = [*zip(parts.trained, trained.views, strict=True)]
         views += zip(parts.other, other.views, strict=True)
+        # A tensor without elements may report any address, so it has no place to compare.
         self._placed_names = [name for name, view in views if view.numel()]
         self._placed = [parts.named[name] for name in self._placed_names]
         self._places = [view.data_ptr() for _, view in views if view.numel()]
@@ -203,15 +220,18 @@ class Replica:
             (self.parts.other, self.other),
         ):
             for parameter, view in zip(parameters.values(), flat.views, strict=True):
+                # Through .data, so that the optimizer, hooks and other modules that hold this very
+                # Parameter follow. The memory stays ours: the parameter is only a window onto it.
                 parameter.data = view
+                # What is there was computed in the memory of the device before.
                 parameter.grad = None
         self.buffers.attach()
 
     def check_places(self) -> None:
-        """Refuse parameters that have been moved elsewhere, or replaced.
+        """Refuse parameters that have been moved to other memory, or replaced.
 
         Raises:
-            ValueError: one has been.
+            ValueError: a parameter was replaced, or no longer lies in this device's memory.
         """
         self.parts.check_held()
         places = list(map(torch.Tensor.data_ptr, self._placed))
@@ -225,20 +245,26 @@ class Replica:
             )
 
     def begin(self, task: ShardTask) -> None:
-        """Before the first shard of a step."""
+        """Prepare for the first shard of a step."""
         drop_gradients(self._parameters)
+        # Hooks may be registered between any two steps, so they are looked for anew.
         self._may_be_kept = self._hooked() if task.shards > 1 else []
 
     def end(self) -> None:
-        """After the last one."""
+        """Clean up after the last shard of a step."""
+        # Those of trained parameters were taken shard by shard. These nobody takes: they would hold
+        # memory between steps, and parameters unfrozen since Trainer was made would go on adding.
         drop_gradients(self.parts.other.values())
 
     def compute(self, shard: int, batch: ShardedBatch, task: ShardTask) -> ShardResult:
-        """Forward and backward of one shard, between `begin` and `end`.
+        """Run one shard forward and backward; called between `begin` and `end`.
+
+        See the note on pure functions at the head of this file.
 
         Raises:
-            LossError: the loss is of the wrong kind.
-            GradientError: a gradient cannot be added up.
+            LossError: the loss function returned something that is not a loss.
+            GradientError: a gradient is sparse, or the loss left one behind by a backward of its
+                own.
         """
         payload = self._on_device(shard, batch)
         start = self.watch.now()
@@ -253,18 +279,23 @@ class Replica:
             self._explain(error, where)
             raise
         self.watch.note("backward", f"backward shard {shard}", middle)
+        # Both are read before anything is put back, and buffers only now: backward may change them
+        # as well, as checkpointed layers run forward a second time.
         buffers = self.buffers.changed()
         gradients = take_gradients(self._parameters, self._strides, self._names, where)
+        # A hook that put a tensor of its own into .grad may write to it in the next shard, while
+        # the fold still adds to this one.
         for number in self._may_be_kept:
             kept = gradients[number]
             gradients[number] = None if kept is None else kept.clone()
+        # Without divisors backward has not run: the step is begun again once they are known.
         total = None if part.kind == "means" else part.total()
         self._put_back(task)
         return ShardResult(gradients, total, _code(part), buffers)
 
     @property
     def nothing(self) -> Gradients:
-        """What a shard without samples gives."""
+        """The gradients of a shard without samples: none for any parameter."""
         return [None] * len(self._parameters)
 
     def _on_device(self, shard: int, batch: ShardedBatch) -> Any:
@@ -279,8 +310,9 @@ class Replica:
     def _loss_of(
         self, shard: int, payload: Any, batch: ShardedBatch, task: ShardTask, where: str
     ) -> Contribution:
-        """The forward pass, and what its result counts for."""
+        """Run the forward pass, and read what its result contributes to the batch's loss."""
         result = task.loss(self.module, payload)
+        # Now or never: once our backward has run, the two gradients are one sum.
         self._refuse_leftovers(where)
         samples = batch.size_of(shard)
         part = weigh(result, samples, f"the loss of {where}")
@@ -291,18 +323,23 @@ class Replica:
         return part
 
     def _hooked(self) -> list[int]:
-        """Parameters with hooks that may put something of their own into ``.grad``."""
+        """Number the parameters with hooks that may put a tensor of their own into ``.grad``."""
         return [n for n, p in enumerate(self._parameters) if has_accumulate_hooks(p)]
 
     def weigh_shards(self, batch: ShardedBatch, task: ShardTask) -> Weighed:
-        """Kind and weight of each term of the loss, for each of this device's shards."""
+        """Compute the kind and weight of each term of the loss, for each of this device's shards.
+
+        Forward alone: what it returns decides the divisors with which backward can begin. The same
+        shards run again afterwards, from the same buffers and seeds.
+        """
         found: dict[int, list[tuple[str, float]]] = {}
         drop_gradients(self._parameters)
         for shard in batch.plan.shards_of(self.number):
             if shard in batch.shards:
                 where = self._begin_shard(shard, task)
                 try:
-                    # With a graph: the loss may go through one of its own.
+                    # Not under no_grad: a loss that differentiates something itself (a gradient
+                    # penalty) needs a graph, and would fail here and not in the step proper.
                     result = task.loss(self.module, move(batch.shards[shard], self.device))
                     weighed = weigh(result, batch.size_of(shard), f"the loss of {where}")
                     found[shard] = [(part.kind, part.weight) for part in weighed.parts]
@@ -315,28 +352,32 @@ class Replica:
         return found
 
     def _begin_shard(self, shard: int, task: ShardTask) -> str:
-        """Make a shard's surroundings, the same whatever was run before it; says what it is."""
+        """Reset a shard's surroundings, whatever ran before it; return its name for errors."""
         self.buffers.restore()
-        drop_gradients(self._watched)  # which no optimizer takes, and at which hooks may look
+        # No optimizer updates these and nobody takes their gradients, but a hook or the loss may
+        # look at them, and would see those of whichever shard ran before on this device.
+        drop_gradients(self._watched)
         seed_generators(derive_seed("shard", task.seed, task.step, shard), self.device)
         return f"step {task.step}, shard {shard}"
 
     def _put_back(self, task: ShardTask) -> None:
-        """Modes, and which parameters are frozen, where there may be another shard."""
+        """Restore modes, and which parameters are frozen, where another shard may follow."""
         if task.shards > 1:
             self.parts.modes.restore(task.modes)
             self.parts.restore_frozen(task.trainable)
 
     def _explain(self, error: Exception, where: str) -> None:
-        """Say where it was raised; or what it comes of, if a buffer was resized."""
+        """Note where an error was raised; raise its cause instead, if a buffer was resized."""
         error.add_note(f"raised in {where}, on device {self.number} ({self.device})")
         self.buffers.check_shapes()
 
     def _refuse_leftovers(self, where: str) -> None:
-        """An inner backward must leave nothing: it would be added to the shard's gradient."""
+        """Refuse what an inner backward left: it would be added to the shard's gradient."""
         left = gradients_of(self._parameters)
         if left.count(None) == len(left):
             return
+        # zero_grad(set_to_none=False) leaves zeros, which add nothing. To tell zeros from others
+        # waits for a GPU, but only where the loss has gone backward itself.
         for name, gradient in zip(self._names, left, strict=True):
             if gradient is not None and bool(gradient.count_nonzero()):
                 raise GradientError(
@@ -348,25 +389,33 @@ class Replica:
 
 
 def _of_one_divisor(part: Contribution, task: ShardTask) -> Contribution:
-    """The finished loss of several terms, where the batch's weights are known."""
+    """Combine the terms of a loss into one, where the whole batch's weights are known."""
+    # One shard is the whole batch, so that its own weights are already the divisors.
     alone = task.shards == 1
     divisors = [each.weight for each in part.parts] if alone else task.divisors
     if divisors is None:
         return part
     whole = part.combine(divisors)
+    # A combined loss counts as a sum, and a sum is never skipped. A batch in which no term has any
+    # weight must be: as a mean of weight 0 it leads to the verdict that there is nothing to count.
     return whole if any(divisors) else replace(whole, kind="mean", weight=0.0)
 
 
 def _backward(part: Contribution, batch: ShardedBatch) -> None:
-    """Where nothing depends on a parameter there is no gradient, as for a shard of no positives."""
+    """Run backward where it can begin and there is something to differentiate."""
+    # A loss that depends on no parameter is legal in one shard (one without positives, say); that
+    # none of the batch's shards gave a gradient is refused later, in `Engine._apply`.
     if part.kind == "means" or not part.root.requires_grad:
         return
+    # Divided before backward and not after the fold: with one shard these are the bits of a plain
+    # loop, and gradients of low precision do not overflow on the way.
     divisor = 1.0 if part.kind == "sum" else batch.divisor(part.weight)
     if divisor:
         part.backward(divisor)
 
 
 def _code(part: Contribution) -> float:
+    """Return a shard's entry among the board's weights: its weight, or a code below 0."""
     if part.kind == "means":
         return several(len(part.parts))
     return SUM if part.kind == "sum" else part.weight

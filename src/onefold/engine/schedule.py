@@ -1,4 +1,4 @@
-"""The learning-rate schedule of a run: stepped once a step, whatever the number of devices."""
+"""Checks and saves the learning-rate schedule of a run, which is stepped once in every step."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ __all__ = ["check_schedule", "check_state", "read_schedule", "write_schedule"]
 
 
 def check_schedule(schedule: object, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse what cannot be stepped or saved, before any work.
+    """Refuse a schedule that cannot be stepped or saved, before any work.
 
     Raises:
-        TypeError: it is no scheduler, needs a score, or its state cannot be saved.
-        ValueError: it belongs to another optimizer.
+        TypeError: the argument is not a scheduler, needs a score, or has state that cannot be
+            saved.
+        ValueError: the schedule belongs to another optimizer.
     """
     if not isinstance(schedule, LRScheduler):
         raise TypeError(
@@ -34,21 +35,23 @@ def check_schedule(schedule: object, optimizer: torch.optim.Optimizer) -> None:
         raise ValueError(
             f"{name} was made for another optimizer than the one that Trainer was given"
         )
+    # Thrown away: it is to fail now rather than at the first checkpoint, hours into a run.
     write_schedule(schedule)
 
 
 def write_schedule(schedule: LRScheduler) -> dict[str, Any]:
-    """A schedule and where it is, as JSON."""
+    """Return a schedule's class and state as JSON."""
     name = type(schedule).__name__
     return {"class": name, "state": to_json(schedule.state_dict(), f"the state of {name}")}
 
 
 def check_state(schedule: LRScheduler, saved: dict[str, Any]) -> None:
-    """Refuse a state that would replace what a schedule does.
+    """Refuse a saved state that would replace the schedule's methods or its optimizer.
 
     Raises:
-        CheckpointError: it would.
+        CheckpointError: the state has a key of that kind.
     """
+    # load_state_dict is a plain update of __dict__: a file could put anything in a method's place.
     kind = type(schedule)
     state = from_json(saved["state"])
     ours = [key for key in state if key == "optimizer" or callable(getattr(kind, key, None))]
@@ -59,10 +62,10 @@ def check_state(schedule: LRScheduler, saved: dict[str, Any]) -> None:
 
 
 def read_schedule(schedule: LRScheduler, saved: dict[str, Any]) -> None:
-    """Go to where `write_schedule` was called.
+    """Bring a schedule to the state that `write_schedule` saved.
 
     Raises:
-        CheckpointError: the state is not that of such a schedule.
+        CheckpointError: the state does not fit the schedule.
     """
     try:
         schedule.load_state_dict(from_json(saved["state"]))

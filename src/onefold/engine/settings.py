@@ -1,4 +1,4 @@
-"""The settings of an optimizer's groups, as one number that devices can compare."""
+"""Reads the settings of an optimizer's groups, as one number that devices can compare."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from onefold.core.jsonvalue import from_json, to_json
 __all__ = ["GroupSettings"]
 
 _KEPT = ("params", "param_names")
+"""Keys of a group that belong to each process itself."""
 
 
 class GroupSettings:
-    """Reads the settings of an optimizer's groups; quick where they are those of the last time.
+    """Reads the settings of an optimizer's groups; quick where they have not changed.
 
     Args:
         optimizer: the user's own.
@@ -27,11 +28,12 @@ class GroupSettings:
         self._checksum = 0
 
     def checksum(self, *, due: bool = True) -> int:
-        """Of all settings but the parameters.
+        """Compute a checksum of all settings but the parameters.
 
         Args:
-            due: whether to look at numbers that lie on a GPU as well, which waits for it.
+            due: whether to read numbers that lie on a GPU as well, which waits for it.
         """
+        # Comparing the values costs far less in every step than writing them out as text.
         now = [
             value if not isinstance(value, torch.Tensor) else _number(value, due=due)
             for group in self._optimizer.param_groups
@@ -44,7 +46,7 @@ class GroupSettings:
         return self._checksum
 
     def as_json(self) -> list[dict[str, Any]]:
-        """The settings of each group that a script may change, for other devices."""
+        """Return the settings that a script may change, for other devices to adopt."""
         return [
             {
                 key: to_json(value, f"{key} of the optimizer's group {number}")
@@ -55,10 +57,11 @@ class GroupSettings:
         ]
 
     def adopt(self, settings: list[dict[str, Any]]) -> None:
-        """Take over what `as_json` gave on another device; tensors keep their identity."""
+        """Adopt what `as_json` returned on another device; tensors keep their identity."""
         for group, values in zip(self._optimizer.param_groups, settings, strict=True):
             for key, value in values.items():
                 came, here = from_json(value), group.get(key)
+                # In place: a schedule, or a captured graph, holds the very tensor.
                 if isinstance(came, torch.Tensor) and isinstance(here, torch.Tensor):
                     here.copy_(came)
                 else:

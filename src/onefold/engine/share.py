@@ -1,10 +1,12 @@
 """One device's share of a step: runs its shards, adds up inside its blocks, hands the sums over.
 
-Note: pairs and portions
-------------------------
-A device's shards are a row of whole blocks of the fold's tree. Inside a block gradients are added
-as they come: the left half is finished and kept before the right half is begun, so a device holds
-one partial sum for each level of the tree at most, whatever its number of shards.
+Note: the order of addition in blocks
+-------------------------------------
+A device's shards are a row of whole blocks of the fold's tree (see `onefold.core.fold`). Inside a
+block gradients are added as they come: the left half is finished and kept before the right half is
+begun, so a device holds at most one partial sum for each level of the tree, however many shards it
+runs. Two blocks of one device are never added here, although they are neighbours: they are not the
+halves of one node, or they would be one block. The owners of the spans add each in its place.
 """
 
 from __future__ import annotations
@@ -21,33 +23,40 @@ __all__ = ["run_share"]
 def run_share(
     replica: Replica, batch: ShardedBatch, task: ShardTask, exchange: Exchange
 ) -> Gradients:
-    """Compute a device's shards; fill its rows of the board, and publish a partial sum a block.
+    """Compute a device's shards, fill its rows of the board and publish one partial sum per block.
 
     Returns:
-        The gradients of the last block: of the whole batch, where there is one shard.
+        The gradients of the last block. With one shard in all, these are the whole batch's.
 
     Raises:
-        LossError: the loss is of the wrong kind.
-        GradientError: a gradient cannot be added up.
+        LossError: the loss function returned something that is not a loss.
+        GradientError: a gradient is sparse, belongs to an inner backward, or is a tensor that a
+            hook has handed over twice.
     """
     device, board, watch = replica.number, exchange.board, replica.watch
     shards_run = batch.plan.shards_of(device)
 
     def leaf(node: Block) -> Gradients | None:
         if node.stop - node.start > 1:
+            # Not a shard: `fold` then asks for its halves, the left one first.
             return None
         if node.start not in batch.shards:
+            # An empty shard stays in the tree and adds nothing: the tree depends on V alone.
             return replica.nothing
         result = replica.compute(node.start, batch, task)
         board.record(device, node.start, result)
         return result.gradients
 
+    # Only our own rows: the others' may be full of this step's results already. An empty shard
+    # records nothing, so that without this its row would still hold the step before.
     board.clear_rows(device, shards_run)
     replica.begin(task)
     gradients: Gradients = []
     for slot, block in enumerate(blocks_of(shards_run, batch.plan.shards)):
         gradients = fold(leaf, block, add_gradients)
         start = watch.now()
+        # From here until `spread` these tensors belong to the exchange, which adds to them in
+        # place. A single shard's are added to nothing, so that `Engine._clip` may still read them.
         exchange.publish(device, slot, gradients)
         watch.note("exchange", "publish", start)
     replica.end()

@@ -1,4 +1,4 @@
-"""What one update came to."""
+"""The result of one update, as the user gets it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["Step"]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one update came to."""
+    """The result of one update."""
 
     number: int
-    """Counts the updates of the run, from 1."""
+    """The number of the step in the run, counted from 1."""
     samples: int
-    """Of the whole batch."""
+    """Number of samples in the whole batch."""
     epoch: int
     """Which pass over the data the batch belongs to."""
     _outcome: Outcome = field(repr=False)
@@ -30,23 +30,26 @@ class Step:
 
     @property
     def loss(self) -> torch.Tensor:
-        """() float64: sum of totals over sum of weights, before the update.
+        """The loss of the whole batch before the update: () float64.
 
-        Computed when it is asked for; on a GPU nothing waits for it until then.
+        The sum of the shards' totals over the sum of their weights. Computed when it is asked for;
+        on a GPU nothing waits for it until then.
         """
+        # In the fold's order, as the gradients are: the loss has the same bits on any number of
+        # devices too.
         total = fold_shards(list(self._outcome.totals.unbind()), torch.add)
         return total / self._outcome.weight if self._outcome.weight else total * math.nan
 
     @property
     def skipped(self) -> bool:
-        """Whether the parameters were left alone, the sum of weights being 0."""
+        """Whether the parameters were left alone because the sum of weights is 0."""
         return not self._outcome.verdict.updates
 
     @property
     def seconds(self) -> PhaseSeconds:
         """Where the time went: data, forward, backward, exchange, update.
 
-        On this process's first device, by its own clock. Added up when it is asked for; on a GPU
-        only that waits for the step to be done.
+        Measured on this process's first device, by its own clock. Added up when asked for, which
+        on a GPU waits for the step to be done.
         """
         return PhaseSeconds.of(self._spans)

@@ -4,7 +4,10 @@ Note: how an optimizer is divided
 ---------------------------------
 The user's optimizer object is kept, so that schedulers attached to it, its hooks and its parameter
 groups go on working. For the length of ``step`` its groups hold this process's pieces in place of
-the parameters; its state is keyed by pieces for good. Whole pieces are the parameters themselves.
+the parameters; its state is keyed by pieces for good. A whole piece is the parameter itself; any
+other is a flat view of a part of it, so that updating the piece updates the parameter in place. An
+optimizer finds a piece's state by the identity of the tensor object: as long as this process owns a
+piece, the very same object must stand for it.
 """
 
 from __future__ import annotations
@@ -42,20 +45,23 @@ _BY_ELEMENT = frozenset(
 )
 
 
+# Optimizers that belong to a Trainer. Weakly held: this alone must not keep them and their state.
 _taken: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 def updates_by_element(optimizer: torch.optim.Optimizer) -> bool:
     """Whether each element's update depends on nothing but that element's own history."""
+    # The exact type: a subclass may override step() and look at a whole parameter, or at its norm.
     return type(optimizer) in _BY_ELEMENT
 
 
 def check_optimizer(optimizer: object, module: torch.nn.Module) -> None:
-    """Refuse what cannot be divided, before any work.
+    """Refuse an optimizer that cannot be divided among devices, before any work.
 
     Raises:
-        TypeError: it is no optimizer, needs a closure, or works on sparse gradients.
-        ValueError: it holds a parameter that is not the module's.
+        TypeError: the argument is not an optimizer, or it needs a closure or sparse gradients.
+        ValueError: a parameter is not the module's, the optimizer already belongs to a Trainer, or
+            what it computes would depend on the order of parameters.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
@@ -87,7 +93,9 @@ def check_optimizer(optimizer: object, module: torch.nn.Module) -> None:
 
 
 def _check_adafactor(optimizer: torch.optim.Adafactor) -> None:
-    """PyTorch takes the first parameter's precision for all that follow in a call of step."""
+    """Refuse groups of mixed precision, whose default eps depends on the order of parameters."""
+    # PyTorch derives eps from the first parameter of a call of step, and uses it for all that
+    # follow. Which parameter is the first would depend on which span a device has.
     for number, group in enumerate(optimizer.param_groups):
         dtypes = {parameter.dtype for parameter in group["params"]}
         if group["eps"][0] is None and len(dtypes) > 1:
@@ -101,17 +109,19 @@ def _check_adafactor(optimizer: torch.optim.Adafactor) -> None:
 
 @dataclass(frozen=True, slots=True)
 class OwnedPiece:
-    """A piece of a span of this process."""
+    """A piece that a device of this process updates."""
 
     number: int
-    """Of the piece, among those of the model."""
+    """The piece's number among all pieces of the model."""
     device: int
     """Number of the device that updates it."""
     piece: Piece
+    """Which elements of which parameter it covers."""
     parameter: torch.nn.Parameter
-    """The user's own parameter that it is cut from, which tells the group and the old state."""
+    """The user's own parameter that it is cut from; its group and earlier state are found by it."""
     values: torch.Tensor
-    """The piece's values, on its device: what the optimizer updates in place."""
+    """The piece's values on its device, which the optimizer updates in place: (numel,), or shaped
+    as the parameter where the piece is whole."""
 
 
 class SpanOptimizer:
@@ -120,8 +130,8 @@ class SpanOptimizer:
     Args:
         optimizer: the user's own, already checked.
         users: the user's own parameters, in the order of the layouts.
-        storage: the sizes.
-        memory: of the parameters on each device of this process, by its number.
+        storage: the layouts, and the pieces.
+        memory: the trained parameters on each device of this process, by the device's number.
         roster: who updates what.
     """
 
@@ -144,18 +154,24 @@ class SpanOptimizer:
             for number, group in enumerate(optimizer.param_groups)
             for parameter in group["params"]
         }
+        # Copies of the lists: add_param_group and scripts change the lists themselves.
         self._held = [list(group["params"]) for group in optimizer.param_groups]
         _taken.add(optimizer)
         self._stepping = False
+        # First the pieces, then the state that is cut as they are.
         self.bind(roster)
         self._divide_state(storage.masters)
         self._explain_state_dict()
         self._refuse_own_steps()
 
     def bind(self, roster: Roster) -> None:
-        """Follow a roster; the state of pieces that leave is dropped, see `adopt_states`."""
+        """Own the pieces that a roster gives to this process, and drop the state of all others.
+
+        The state of pieces that arrive comes separately, through `adopt_states`.
+        """
         before = {(item.device, item.number): item for item in self.owned}
         places = [(d, number) for d in self._memory for number in roster.spans[d]]
+        # Pieces that stay keep their tensor objects, and with these their state.
         self.owned = [
             before.pop(place) if place in before else self._own_piece(*place) for place in places
         ]
@@ -171,7 +187,9 @@ class SpanOptimizer:
         piece = self.storage.pieces[number]
         user = self._users[piece.entry]
         values: torch.Tensor = self._memory[device].piece(piece)
-        if piece.whole:  # the user's own on the first device, stand-ins on the others
+        if piece.whole:
+            # Between calls the module, and so the user's parameter, points at the first device's
+            # memory. On the others a stand-in must do, or the update would go to the wrong memory.
             values = user if device == next(iter(self._memory)) else torch.nn.Parameter(values)
         return OwnedPiece(number, device, piece, user, values)
 
@@ -184,37 +202,52 @@ class SpanOptimizer:
             totals: one summed gradient for each owned piece, shaped as the piece; changed in place.
             gave: for each trained parameter the number of shards that gave it a gradient; a
                 parameter that got none is left alone, as plain PyTorch does.
-            shards: V; where fewer gave one, the missing ones count as zeros.
+            shards: how many shards the batch is cut into; where fewer gave a gradient, the missing
+                ones count as zeros.
         """
         for values, entry, total in zip(self._values, self._entries, totals, strict=True):
             given = gave[entry]
+            # Flat memory holds zeros where no shard gave a gradient, and zeros are not "none":
+            # momentum and weight decay would move the parameter. Hence the count.
             if total is None or not given:
                 values.grad = None
                 continue
+            # Inside a block a missing gradient is left out, but a partial sum holds +0 for it, and
+            # adding +0 turns -0 into +0. Which of the two happens depends on the plan: add it here.
             if given < shards:
-                total.add_(0.0)  # minus zero plus a missing shard's zero is zero
+                total.add_(0.0)
             values.grad = total
 
     def scale(self, factor: float | torch.Tensor) -> None:
-        """Multiply the gradients."""
+        """Multiply all gradients of this process's pieces by a factor.
+
+        Args:
+            factor: a number, or a () tensor, which the host does not read.
+        """
         gradients = [g for values in self._values if (g := values.grad) is not None]
         if not gradients:
             return  # no parameter of this span got one
         if isinstance(factor, float):
             multiply_each(gradients, factor)
             return
+        # A list on several devices or of several dtypes falls back to a kernel for each tensor.
         alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         for gradient in gradients:
             alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-        # As clip_grad_norm_ does: a factor that was rounded to bfloat16 would be coarse.
+        # The factor keeps its own dtype, as in clip_grad_norm_: rounded to bfloat16 it would be
+        # coarse.
         for (device, _), group in alike.items():
             multiply_each(group, factor.to(device))
 
     def squared_norms(self) -> dict[int, torch.Tensor]:
-        """For each own device, one number a piece of the model: (pieces,) float64.
+        """Compute each own device's row of squared norms, one number per piece of the model.
 
-        A number depends on the piece alone; it is 0 where another device owns the piece.
+        Returns:
+            For each device of this process (pieces,) float64; 0 where another device owns the
+            piece.
         """
+        # A norm for each piece and never for a span: pieces do not depend on the number of devices,
+        # so neither does the order in which a piece's squares, and then the pieces, are added up.
         rows: dict[int, torch.Tensor] = {}
         for item in self.owned:
             device = item.values.device
@@ -225,6 +258,7 @@ class SpanOptimizer:
             gradient = item.values.grad
             if gradient is not None:
                 row[item.number] = torch.linalg.vector_norm(gradient).double().square()
+        # A device whose span is empty has a row as well: all devices must share alike.
         for number, flat in self._memory.items():
             rows.setdefault(
                 number,
@@ -235,6 +269,7 @@ class SpanOptimizer:
     def step(self) -> None:
         """Run the user's optimizer on the owned pieces with the gradients taken."""
         groups = self.optimizer.param_groups
+        # The very list objects, for whoever else holds them gets the same ones back.
         users = [group["params"] for group in groups]
         self._stepping = True
         try:
@@ -242,14 +277,21 @@ class SpanOptimizer:
                 group["params"] = pieces
             self.optimizer.step()
         finally:
+            # Also when the step fails: a script may catch the error and go on with its groups.
             self._stepping = False
             for group, parameters in zip(groups, users, strict=True):
                 group["params"] = parameters
+            # The totals belong to the exchange again, and the next step overwrites them: no
+            # parameter may go on pointing at them.
             for values in self._values:
                 values.grad = None
 
     def states(self) -> list[PieceState]:
-        """The state of the owned pieces as it is now; the tensors are the optimizer's own."""
+        """List the state of the owned pieces as it is now; the tensors are the optimizer's own.
+
+        Raises:
+            TypeError: the optimizer keeps state under something other than a parameter.
+        """
         found = []
         if self._loose():
             raise TypeError(
@@ -259,13 +301,15 @@ class SpanOptimizer:
         for item in self.owned:
             for key, value in self.optimizer.state.get(item.values, {}).items():
                 by_element = is_by_element(key, value, item.values.shape)
+                # In storage order a piece's state joins its neighbours' as their values do. An
+                # optimizer may have made it contiguous beside a parameter that is channels_last.
                 if by_element:
                     value = storage_order(laid_out(value, item.values.stride()))
                 found.append(PieceState(item.number, key, value, by_element))
         return found
 
     def take_states(self, states: Iterable[PieceState]) -> None:
-        """Put states in place of all there are.
+        """Replace the state of all owned pieces.
 
         Args:
             states: of the owned pieces; tensors are copied.
@@ -274,10 +318,11 @@ class SpanOptimizer:
         self.adopt_states(states)
 
     def adopt_states(self, states: Iterable[PieceState]) -> None:
-        """Take the states of pieces that have none yet.
+        """Add the states of pieces that have none yet.
 
         Args:
-            states: of owned pieces; tensors are copied.
+            states: of owned pieces; tensors are copied, as those given may lie in memory that is
+                used again.
         """
         owned = {item.number: item for item in self.owned}
         found: dict[torch.Tensor, dict[str, Any]] = {}
@@ -285,6 +330,7 @@ class SpanOptimizer:
             values = owned[state.piece].values
             value = state.value
             if state.by_element:
+                # In the piece's own strides: fused kernels read state and values in step.
                 value = torch.empty_strided(
                     values.shape, values.stride(), dtype=value.dtype, device=values.device
                 )
@@ -295,28 +341,30 @@ class SpanOptimizer:
         self.optimizer.state.update(found)
 
     def _forget(self) -> None:
-        """Drop the state of all parameters; what lies under other keys stays."""
+        """Drop the state of all parameters; what is kept under other keys stays."""
         for key in [key for key in self.optimizer.state if isinstance(key, torch.Tensor)]:
             del self.optimizer.state[key]
 
     def _loose(self) -> list[Any]:
-        """Keys of the optimizer's state that are no parameters; the same on every device."""
+        """List the keys of the optimizer's state that are not tensors; alike on every device."""
         return [key for key in self.optimizer.state if not isinstance(key, torch.Tensor)]
 
     def _home(self, key: str, values: torch.Tensor) -> torch.device:
-        """Where the optimizer wants a value of a state: PyTorch's rule when it loads one."""
+        """Return where the optimizer expects a value of its state: PyTorch's rule for loading."""
         if key != "step":
             return values.device
+        # A count of steps lives on the host, as kernels need it as a number; fused and capturable
+        # ones read it on the device, and fail if it is not there.
         held = zip(self.optimizer.param_groups, self._divided, strict=True)
         group = next(group for group, pieces in held if any(p is values for p in pieces))
         there = group.get("capturable") or group.get("fused")
         return values.device if there else torch.device("cpu")
 
     def check_groups(self) -> None:
-        """Refuse groups that are not those with which Trainer was made.
+        """Refuse parameter groups that were changed since Trainer was made.
 
         Raises:
-            ValueError: one was added, or has other parameters.
+            ValueError: a group was added or removed, or has another number of parameters.
         """
         groups = self.optimizer.param_groups
         same = len(groups) == len(self._held) and all(
@@ -330,7 +378,8 @@ class SpanOptimizer:
             )
 
     def _divide_state(self, layout: Layout) -> None:
-        """Hand over state that the optimizer already has, cut as the parameters are."""
+        """Cut the state that the optimizer already has as the parameters are cut."""
+        # Forgotten first: a whole piece is keyed by the user's parameter, as the old state is.
         whole = dict(self.optimizer.state)
         self._forget()
         for item in self.owned:
@@ -342,6 +391,8 @@ class SpanOptimizer:
                 }
 
     def _explain_state_dict(self) -> None:
+        """Have the optimizer's own state_dict() raise, rather than return a part of the state."""
+
         def refuse(*_: Any) -> None:
             raise RuntimeError(
                 "the optimizer's state is divided among the devices of the run, so its own "
@@ -353,7 +404,8 @@ class SpanOptimizer:
         self.optimizer.register_load_state_dict_pre_hook(refuse)
 
     def _refuse_own_steps(self) -> None:
-        """A line that is left over from a plain loop would update nothing, without a word."""
+        """Refuse the script's own ``optimizer.step()``, which would silently update nothing."""
+        # Weakly, or the optimizer, which a script may keep, would keep the run's memory with it.
         update = weakref.ref(self)
 
         def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -369,10 +421,14 @@ class SpanOptimizer:
 
 
 def _cut_state(value: Any, item: OwnedPiece, stride: tuple[int, ...]) -> Any:
+    """Return one piece's part of a value of a parameter's state, in memory of its own."""
     if not isinstance(value, torch.Tensor):
         return value
+    # A count of steps is cloned for each piece: optimizers add to it in place, and pieces that had
+    # one in common would each add to it.
     if value.shape != item.parameter.shape or value.dim() == 0:
         return value.clone()
+    # Pieces are stretches of storage order, so the strides of the layout come first.
     laid = laid_out(value, stride)
     device = item.values.device
     if item.piece.whole:

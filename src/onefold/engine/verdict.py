@@ -1,4 +1,4 @@
-"""What becomes of a step, decided once, and alike on every device."""
+"""Decides what becomes of a step: once, and alike on every device."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ class Verdict:
     """What becomes of a step."""
 
     updates: bool
-    """The parameters are updated; else the step is skipped, as there was nothing to count."""
+    """Whether the parameters are updated; if not, the batch held nothing to count."""
     stops: bool
-    """Some device has been asked to stop: the run ends after this step, once it has been saved."""
+    """Whether a device was asked to stop: the run then ends after this step, once it is saved."""
 
 
 def verdict_of(weight: StepWeight, said: Said) -> Verdict:
-    """The verdict on a step.
+    """Reach the verdict on a step.
 
     Args:
-        weight: of the whole batch, the same on all devices.
-        said: by all devices when the step began.
+        weight: the whole batch's, the same on all devices.
+        said: what all devices reported when the step began.
     """
+    # From numbers that all devices have in common, and so without another exchange.
     return Verdict(updates=weight.value > 0, stops=said.stop)

@@ -1,9 +1,9 @@
-"""What a Trainer does otherwise in a run of ``onefold verify``; nothing in any other run.
+"""What a Trainer does differently in a run of ``onefold verify``; nothing in any other run.
 
-Such a run writes down what its steps were, in the folder of the comparison:
+Such a run records its steps, in the folder of the comparison:
 
 - ``RUN-T.jsonl``: the digests of trainer T after each step, see `onefold.watch.probe`.
-- ``RUN-T-state-D.jsonl``: what device D saw change that must not, see `onefold.verifying.state`.
+- ``RUN-T-state-D.jsonl``: what changed on device D that must not, see `onefold.verifying.state`.
 - ``RUN-T-mathematics.jsonl``: V shards against one, see `onefold.verifying.mathematics`.
 - ``RUN/checkpoints/``: what the script saved.
 """
@@ -44,10 +44,12 @@ _saved: set[Path] = set()
 
 
 def prepare_process(world: World) -> None:
-    """Before the script of a run of ``onefold verify`` begins."""
+    """Set up the process before the script of a run of ``onefold verify`` begins."""
     if not world.options.probe:
         return
     watch_unseeded()
+    # Compiled code would not see the functions that a comparison replaces, and the script is to
+    # make its tensors in the comparison's precision from the first line.
     if world.options.probe_mathematics:
         torch.compiler.set_stance("force_eager")
         torch.set_default_dtype(getattr(torch, world.options.probe_mathematics))
@@ -57,8 +59,8 @@ class Verifying:
     """One trainer's part in a comparison.
 
     Args:
-        world: says whether there is one.
-        model: of the trainer.
+        world: knows whether this run belongs to a comparison.
+        model: the trainer's.
         loss: the user's own.
     """
 
@@ -71,7 +73,7 @@ class Verifying:
         self._own: object = None
         self._steps = 0
         self.loss = loss
-        """What the engine is to use."""
+        """The loss that the engine is to use."""
         self._mathematics: Mathematics | None = None
         self._dtype: torch.dtype | None = None
         if self._on and world.options.probe_mathematics:
@@ -82,12 +84,13 @@ class Verifying:
             self.loss = self._mathematics.loss
 
     def begin(self, engine: Engine, team: Team) -> None:
-        """The engine is there."""
+        """Begin the comparison, now that the trainer has its engine."""
         self._engine, self._team = engine, team
         if not self._on:
             return
+        # A refusal would end the run at the first finding; the comparison reports what it does.
         for replica in engine.replicas:
-            replica.loss_watch.refuses = False  # the comparison says more
+            replica.loss_watch.refuses = False
         if self._mathematics is not None and 0 in team.own:
             shards = engine.exchange.board.shape.shards
             header = {"step": 0, "function": self._place, "shards": shards}
@@ -95,20 +98,20 @@ class Verifying:
             append_line(self._path("mathematics"), {**header, "tolerance": limit})
 
     def collate(self, collate: Collate | None, *, keeps: bool = False) -> Collate | None:
-        """Of a loader; ``keeps`` if its batches are for steps."""
+        """Wrap a loader's collate function; ``keeps`` if its batches are for steps."""
         if self._mathematics is None:
             return collate
         return KeepingCollate(collate, self._dtype, keeps=keeps)
 
     def add(self, loader: Loader, dataset: object, collate: Collate | None) -> None:
-        """A loader for steps was made."""
+        """Note a loader that was made for steps."""
         if self._state is not None:
             self._state.add(dataset)
         if isinstance(collate, KeepingCollate):
             self._collates[loader.track.number] = collate
 
     def batch(self, batch: object) -> object:
-        """What a step was given, in the precision of the comparison."""
+        """Convert what a step was given to the precision of the comparison."""
         if self._mathematics is None:
             return batch
         if not isinstance(batch, ShardedBatch):
@@ -118,11 +121,12 @@ class Verifying:
 
     @contextmanager
     def step(self, batch: ShardedBatch, number: int) -> Iterator[ShardedBatch]:
-        """Surrounds the engine's step; yields the batch for it."""
+        """Surround the engine's step; yields the batch for it."""
         if self._state is None:
             yield batch
             return
         self._steps += 1
+        # Past the steps that are compared the script goes on; its payloads are still wrapped.
         if self._steps > self._world.options.probe_steps:
             yield self._unpacked(batch)[0]
             return
@@ -145,16 +149,20 @@ class Verifying:
         append_line(self._path(f"state-{self._team.own[0]}"), line)
 
     def writes_to(self, path: str | Path) -> Path:
-        """Where checkpoints of a directory are written: in a comparison, below its own folder."""
+        """Return where a directory's checkpoints are written: in a comparison, in its own folder.
+
+        So that comparing a script changes none of its files.
+        """
         place = self._place_of(Path(path).absolute())
         _saved.add(place)
         return place
 
     def reads_from(self, path: str | Path, *, if_any: bool) -> Path:
-        """Where checkpoints of a directory are read.
+        """Return where a directory's checkpoints are read.
 
-        In a comparison, where it wrote them; what it has not written is not there for a script that
-        asks whether there is any, and is read from its own place for one that needs it.
+        In a comparison, they are read where it wrote them. A checkpoint that it has not written is
+        absent for a script that asks whether there is any (``if_any``), so that every run begins
+        alike; for a script that needs one, it is read from its own place.
         """
         absolute = Path(path).absolute()
         place = self._place_of(absolute)
@@ -167,6 +175,7 @@ class Verifying:
         return scratch / absolute.relative_to(absolute.anchor)
 
     def _unpacked(self, batch: ShardedBatch) -> tuple[ShardedBatch, WholeBatch]:
+        """Return the batch with plain payloads, and the whole batch that they are shards of."""
         if batch.data_pass is None:
             return batch, whole_tensors(self._own)
         whole, payloads = whole_of(batch.shards, self._collates, batch.loader)

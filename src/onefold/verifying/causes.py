@@ -1,4 +1,4 @@
-"""Says in words why the mathematics of a step may differ, from what was seen of it. Pure."""
+"""Explains in words why the mathematics of a step may differ, from what was observed. Pure."""
 
 from __future__ import annotations
 
@@ -21,33 +21,35 @@ _SEEN_IN = {
     "tokens": ("weighted", "mean", "unclear"),
     "maybe-sum": ("sum",),
 }
-"""By kind of finding: with which numbers it is believed; what is certain, with all."""
+"""By kind of finding, the relations of the numbers with which it is believed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """One likely cause."""
+    """A likely cause of a difference."""
 
     kind: Literal["error", "note"]
-    """A note alone does not fail a comparison."""
+    """How serious it is: notes alone do not fail a comparison."""
     text: str
+    """The cause in words, with what to do about it."""
 
 
 def causes_of(
     found: Comparison, attributes: Sequence[str], generators: Sequence[str], tolerance: float
 ) -> list[Cause]:
-    """The likely causes, most likely first; none where nothing differs.
+    """List the likely causes, the most likely first; none where nothing differs.
 
     Args:
         found: what the step showed.
-        attributes: of modules that the step changed.
-        generators: of the script's own that the step changed.
-        tolerance: relative.
+        attributes: attributes of modules that the step changed.
+        generators: generators of the script's own that the step changed.
+        tolerance: how far, relatively, two results may differ.
     """
     causes = [Cause("error", text) for text in _sure(found)]
     if _differs(found, tolerance):
         likely = [*_of_the_state(found, attributes, generators), *_of_the_numbers(found)]
         causes += [Cause("error", text) for text in likely]
+        # Only where nothing better explains it: these two are no fault of the script's.
         if not causes and found.unmatched:
             causes.append(Cause("note", _random(found)))
         elif not causes and found.norms and found.repeats:
@@ -60,11 +62,12 @@ def causes_of(
 
 def _differs(found: Comparison, tolerance: float) -> bool:
     several = (found.loss_difference, found.gradient_difference, found.worst_difference)
+    # NaN is what a step without an update leaves in them: it was not compared.
     return not all(value <= tolerance for value in several if not math.isnan(value))
 
 
 def _sure(found: Comparison) -> Iterator[str]:
-    """What is wrong with one shard as well."""
+    """Yield what is wrong with a single shard as well."""
     if found.finding is not None and found.finding.kind in _NEVER_THE_MEAN:
         yield f"the loss is {found.finding.text}"
 
@@ -72,6 +75,7 @@ def _sure(found: Comparison) -> Iterator[str]:
 def _of_the_state(
     found: Comparison, attributes: Sequence[str], generators: Sequence[str]
 ) -> Iterator[str]:
+    # What gives the same loss twice keeps nothing that matters, whatever was seen to change.
     if found.repeats:
         return
     for words, why in (
@@ -111,6 +115,7 @@ def _of_the_numbers(found: Comparison) -> Iterator[str]:
             "pixels, weights of classes, or targets that are not ignored): return "
             "onefold.Mean(total, weight), or the loss from onefold.losses, which knows its divisor"
         )
+    # Both make samples depend on each other in a way that the notes explain.
     excused = found.unmatched or (found.norms and not found.ordered)
     if found.relation == "dependent" and not found.time_first and not excused:
         yield from _dependent(found)

@@ -1,9 +1,9 @@
-"""Randomness switched off for a comparison: a sample's random numbers are its own.
+"""Neutralises randomness for a comparison: each sample has random numbers of its own.
 
 Note: what is replayed
 ----------------------
 A loss that draws noise gives other numbers for a shard than for the whole batch, whatever it
-computes. So the draws of the whole batch are recorded first. Where the same draw comes again for
+computes. So the draws of the whole batch are recorded first. Where the same draw is made again for
 some of its samples, it gets those samples' rows; a draw of the same shape gets the same values. A
 draw that has no counterpart, such as a permutation of the shard, keeps its own values and is
 listed: what depends on it cannot be compared.
@@ -59,19 +59,20 @@ _DRAWS = frozenset(
         "uniform_",
     }
 )
-"""Those that give random numbers, and no result that happens to be computed with some."""
+"""Operators whose result is random numbers, and not something computed with some (dropout)."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Draw:
     name: str
     numbers: tuple[object, ...]
-    """Its arguments that are numbers, such as the bounds."""
+    """Those of its arguments that are numbers, such as the bounds."""
     values: torch.Tensor
+    """A copy of its result, of any shape and dtype."""
 
 
 class Draws:
-    """The random draws of one evaluation, for others of the same samples."""
+    """The random draws of one evaluation, to be replayed in others of the same samples."""
 
     def __init__(self) -> None:
         self._recorded: list[_Draw] = []
@@ -81,7 +82,7 @@ class Draws:
 
     @contextmanager
     def recording(self, samples: int) -> Iterator[None]:
-        """Note what is drawn in here, for the whole batch."""
+        """Record what is drawn inside this context, for the whole batch."""
         self._recorded.clear()
         self._samples = samples
         with _Recorder(self._recorded):
@@ -89,24 +90,33 @@ class Draws:
 
     @contextmanager
     def replaying(self, rows: Sequence[int]) -> Iterator[None]:
-        """Hand out again what was noted.
+        """Replay what was recorded.
 
         Args:
-            rows: which samples of the whole batch are computed in here.
+            rows: which samples of the whole batch are computed inside this context, in order.
         """
         with _Player(self, rows):
             yield
 
     def find(self, place: int, draw: _Draw, rows: Sequence[int]) -> torch.Tensor | None:
-        """The values of the draw in this place; None if it was not drawn for these samples."""
+        """Return the values for the draw in this place; None if it has no counterpart.
+
+        Args:
+            place: how many draws came before it in this evaluation.
+            draw: the draw, with values of its own.
+            rows: which samples of the whole batch are computed.
+        """
         known = self._recorded[place] if place < len(self._recorded) else None
         if known is None or (known.name, known.numbers) != (draw.name, draw.numbers):
             self.unmatched.add(draw.name.strip("_"))
             return None
         wanted, values = draw.values.shape, known.values
+        # The whole batch in its own order gets everything as it was, also what is not by sample.
         ordered = list(rows) == list(range(self._samples))
         if ordered and wanted == values.shape:
             return values
+        # By sample if the first dimension is a multiple of the samples: some losses draw several
+        # rows for each. A permutation's values are places in the batch, and mean nothing in a part.
         share, rest = divmod(values.shape[0], self._samples) if values.dim() else (0, 1)
         by_sample = share > 0 and not rest and draw.name not in ("randperm",)
         if by_sample and tuple(wanted) == (share * len(rows), *values.shape[1:]):
@@ -138,6 +148,8 @@ class _Player(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._place = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Drawn in any case: the generator must move as it did when the draw was recorded, and the
+        # result has the shape and strides that the caller expects.
         result = func(*args, **(kwargs or {}))
         if (draw := _read(func, args, result)) is not None:
             known = self._draws.find(self._place, draw, self._rows)
@@ -157,7 +169,10 @@ def _read(func: Any, args: Sequence[Any], result: Any) -> _Draw | None:
 
 @contextmanager
 def without_dropout() -> Iterator[None]:
-    """PyTorch's functions that drop values out return what they were given."""
+    """Have PyTorch's dropout functions return their input unchanged.
+
+    Modules are put into evaluation mode; this is for losses that call the functions themselves.
+    """
 
     def keep(input: torch.Tensor, *args: object, **settings: object) -> torch.Tensor:
         return input
@@ -166,6 +181,7 @@ def without_dropout() -> Iterator[None]:
     attention = functional.scaled_dot_product_attention
 
     def attend(*args: Any, **settings: Any) -> torch.Tensor:
+        # dropout_p is the fifth argument, where it is not given by name.
         positional = list(args)
         if len(positional) > 4:
             positional[4] = 0.0
@@ -185,7 +201,7 @@ def without_dropout() -> Iterator[None]:
 
 
 def seed_alike(seed: int) -> None:
-    """Begin all global generators at the same numbers."""
+    """Seed all global generators alike."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)

@@ -1,12 +1,19 @@
-"""Computes every batch a second time, as one shard: the loss and gradient of a plain loop.
+"""Computes every batch a second time, as one shard, for the loss and gradient of a plain loop.
 
 Note: what is compared
 ----------------------
 Before each step the whole batch goes through the user's loss at once, with the parameters and
 buffers that the shards are about to start from. Its loss and gradient are those of the plain loop;
 the step's, folded over V shards and before clipping and update, must be the same numbers. Dropout
-is off, batch norm computes with its statistics, and a sample has the same random numbers in both,
-so that nothing but the arithmetic of the loss is left to differ. In float64 it has 1e-9 to do so.
+is off, batch norm uses its running statistics, and a sample has the same random numbers in both, so
+that only the arithmetic of the loss is left to differ. In float64 it may do so by 1e-9.
+
+Note: nothing of it shows
+-------------------------
+The extra computations must leave the run as it would be without them. Buffers are put back in the
+very tensors that the model had, gradients are dropped or set aside, and generators are kept. The
+whole batch goes first, while the model is as the step will find it; the closer look comes between
+the fold and the update, where ``.grad`` already belongs to the optimizer.
 """
 
 from __future__ import annotations
@@ -44,7 +51,7 @@ _TOLERANCES = {torch.float64: _EXACT, torch.float32: 1e-4, torch.float16: 0.05, 
 
 
 def tolerance_of(model: torch.nn.Module) -> float:
-    """How far, relatively, two ways of computing the same may be apart."""
+    """Return how far, relatively, two ways of computing the same may differ."""
     return max((_TOLERANCES.get(p.dtype, 0.2) for p in model.parameters()), default=_EXACT)
 
 
@@ -55,38 +62,43 @@ class Comparison:
     shards: int
     samples: int
     own_batch: bool
-    """The script made the batch itself, and the trainer cut it."""
+    """Whether the script made the batch itself, and the trainer cut it."""
     skipped: bool = True
-    """The weight of the whole batch is 0, so that there was no update."""
+    """Whether the whole batch has the weight 0, so that there was no update."""
     loss: float = math.nan
-    """Folded over V shards."""
+    """The loss folded over all shards."""
     alone: float = math.nan
-    """Of the whole batch as one shard."""
+    """The loss of the whole batch as one shard."""
     loss_difference: float = math.nan
+    """How far these two differ, relatively."""
     gradient_difference: float = math.nan
+    """How far the two gradients differ, relatively."""
     worst: str = ""
     """The parameter whose gradient differs most."""
     worst_difference: float = math.nan
+    """How far that one's gradients differ, relatively."""
     evaluation: bool = True
-    """Everything was in evaluation mode; otherwise batch norm and dropout alone."""
+    """Whether everything was in evaluation mode; otherwise batch norm and dropout alone."""
     returned: str = ""
     """What the loss returned: a scalar, one value a sample, Mean, ..."""
     finding: LossFinding | None = None
     repeats: bool = True
-    """The same samples with the same random numbers give the same loss a second time."""
+    """Whether the same samples with the same random numbers give the same loss a second time."""
     relation: Relation = "mean"
     ordered: bool = False
-    """The loss changes where the samples change places."""
+    """Whether the loss changes where the samples change places."""
     time_first: list[str] = field(default_factory=list)
+    """Modules for which the batch was cut along time."""
     norms: list[str] = field(default_factory=list)
     """Batch norms without statistics of their own."""
     second: int | None = None
     """The second dimension of all tensors of a batch that the script made itself."""
     unmatched: list[str] = field(default_factory=list)
+    """Random draws that have no counterpart for a part of the batch."""
     buffers: dict[str, str] = field(default_factory=dict)
     """Buffers that differ after the step, with what to do about them."""
     trouble: str = ""
-    """Why a closer look was not possible."""
+    """Why a closer look failed, if it did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,16 +115,16 @@ class _Evaluation:
 
     @property
     def values(self) -> torch.Tensor | None:
-        """(n,) one value a sample, if that is what came."""
+        """(n,) one value a sample, if that is what the loss returned."""
         root = self.part.root.detach()
         return root if root.dim() else None
 
 
 class Mathematics:
-    """Compares each step of one trainer with the plain loop's.
+    """Compares each step of one trainer with that of a plain loop.
 
     Args:
-        model: of the trainer.
+        model: the trainer's.
         loss: the user's own.
     """
 
@@ -123,12 +135,14 @@ class Mathematics:
         self._inside = False
         self._narrow = False
         self._closer_look = True
-        """Wanted at the first step that differs."""
+        """Whether to look closer at the next step that differs; done once, as it takes long."""
 
     def loss(self, model: torch.nn.Module, payload: object) -> object:
-        """The user's loss of one shard; takes the place of the loss that Trainer was given."""
+        """Compute the user's loss of one shard, in place of the loss that Trainer was given."""
         if not self._inside:
             return self._user(model, payload)
+        # The engine names no shard to a loss, but runs them in order. A loss of several terms runs
+        # twice, first for its weights.
         shard = self._order[self._calls % len(self._order)]
         self._calls += 1
         start, stop = self._bounds[shard]
@@ -146,7 +160,7 @@ class Mathematics:
     def step(
         self, engine: Engine, batch: ShardedBatch, whole: WholeBatch, number: int
     ) -> Iterator[Comparison]:
-        """Surrounds the engine's step; what it yields is complete afterwards."""
+        """Surround the engine's step; the comparison that it yields is complete afterwards."""
         self._whole = whole
         self._comparison = Comparison(
             batch.plan.shards, batch.samples, own_batch=batch.data_pass is None
@@ -179,7 +193,11 @@ class Mathematics:
 
     @contextmanager
     def _modes_for_all(self) -> Iterator[None]:
-        """Evaluation mode; where the loss cannot do with it, for batch norm and dropout alone."""
+        """Put the model into evaluation mode, or batch norm and dropout alone if the loss fails.
+
+        Computes the whole batch on the way, which is how a failure shows.
+        """
+        # Once narrow, always narrow: or every step would fail once more.
         for narrow in (True,) if self._narrow else (False, True):
             try:
                 with quiet_modes(self._model, narrow=narrow), kept_generators(self._device):
@@ -203,11 +221,13 @@ class Mathematics:
             with self._time_first.noting("whole"):
                 found = self._evaluate(range(samples), record=True)
             _backward(found.part)
+            # Copies, as .grad is dropped below: the step must begin without gradients.
             self._gradients = {
                 name: None if p.grad is None else p.grad.detach().clone()
                 for name, p in self._model.named_parameters()
             }
         finally:
+            # What the whole batch makes of the buffers is kept before they are put back.
             self._alone_after = KeptBuffers(self._model)
             start.put_back()
             _drop_gradients(self._model)
@@ -234,7 +254,7 @@ class Mathematics:
             self._comparison.finding = finding
 
     def _compare(self, weight: float) -> None:
-        """Called by the engine when the folded gradient is there, before clipping and update."""
+        """Compare loss and gradient; the engine calls this between the fold and clipping."""
         board, found = self._engine.exchange.board, self._comparison
         found.skipped = False
         totals = board.totals.cpu()
@@ -253,15 +273,18 @@ class Mathematics:
 
     def _relative_loss(self, size: float) -> float:
         found = self._comparison
+        # NaN in both is agreement: the plain loop would have failed as well.
         if math.isnan(found.loss) or math.isnan(found.alone):
             return math.inf if math.isnan(found.loss) != math.isnan(found.alone) else 0.0
+        # Terms that nearly cancel leave a loss near 0 whose every digit is rounding: it is measured
+        # by the size of its terms.
         values = self._alone.values
         mean_size = 0.0 if values is None else float(values.abs().mean())
         scale = max(abs(found.loss), abs(found.alone), size, mean_size)
         return abs(found.loss - found.alone) / scale if scale else 0.0
 
     def _compare_gradients(self) -> None:
-        """Norms of the differences over the norms, of all and of each parameter.
+        """Compute the norms of the differences over the norms, of all and of each parameter.
 
         A parameter whose gradient is next to nothing is measured by the whole gradient: its own
         consists of rounding.
@@ -291,7 +314,7 @@ class Mathematics:
 
     @contextmanager
     def _gradients_aside(self) -> Iterator[None]:
-        """A loss that goes backward by itself must not find those of the step."""
+        """Set the step's gradients aside, which a loss that runs backward itself must not find."""
         held = [(item.values, item.values.grad) for item in self._engine.update.owned]
         start = KeptBuffers(self._model)
         _drop_gradients(self._model)
@@ -324,6 +347,7 @@ class Mathematics:
         return math.isclose(again, self._comparison.alone, rel_tol=tolerance_of(self._model))
 
     def _evaluate_again(self, rows: Sequence[int]) -> _Evaluation:
+        # The evaluation before has changed buffers.
         self._start.put_back()
         return self._evaluate(rows)
 
@@ -345,6 +369,7 @@ class Mathematics:
 
     def _relation_of_scalars(self) -> Relation:
         third, samples = self._comparison.samples // 3, self._comparison.samples
+        # Three parts of at least one sample each.
         if not third:
             return "unclear"
         rows = {
@@ -361,6 +386,7 @@ class Mathematics:
         return relation_of(losses, counts, max(1e-7, tolerance_of(self._model)))
 
     def _depends_on_order(self) -> bool:
+        # A generator of its own: the global ones belong to the run.
         generator = torch.Generator().manual_seed(0)
         order = torch.randperm(self._comparison.samples, generator=generator).tolist()
         with torch.no_grad():
@@ -375,7 +401,7 @@ def _ratio(part: Contribution) -> float:
 
 
 def _backward(part: Contribution) -> None:
-    """The gradient of the plain loop."""
+    """Run backward as a plain loop does, with the whole batch's own divisors."""
     if part.kind == "means":
         part = part.combine([1.0 if p.kind == "sum" else p.weight for p in part.parts])
     divisor = 1.0 if part.kind == "sum" else part.weight
@@ -384,6 +410,7 @@ def _backward(part: Contribution) -> None:
 
 
 def _flat(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a gradient's elements in storage order, on the host: (numel,)."""
     return storage_order(gradient.detach()).cpu()
 
 

@@ -1,4 +1,4 @@
-"""Tells from the losses of parts of a batch what kind of number a loss is. Pure.
+"""Finds out from the losses of parts of a batch what kind of number a loss is. Pure.
 
 A batch is cut into three parts, A, B and C; the loss is computed of each, of each two, and of all.
 A mean over samples, a sum, and a mean by weights of its own (tokens, classes) each have a rule by
@@ -22,12 +22,12 @@ PARTS = ("A", "B", "C", "AB", "BC", "AC", "ABC")
 def relation_of(
     losses: Mapping[str, float], samples: Mapping[str, int], tolerance: float = 1e-7
 ) -> Relation:
-    """What a scalar loss is.
+    """Find out what a scalar loss is.
 
     Args:
-        losses: of each of `PARTS`.
-        samples: of A, B and C.
-        tolerance: relative.
+        losses: the loss of each of `PARTS`.
+        samples: how many samples A, B and C have.
+        tolerance: how far, relatively, numbers may differ that ought to be equal.
 
     >>> samples = {"A": 1, "B": 2, "C": 2}
     >>> of_samples = {"A": [3.0], "B": [1.0, 2.0], "C": [6.0, 0.0]}
@@ -44,11 +44,13 @@ def relation_of(
     def same(one: float, other: float) -> bool:
         return abs(one - other) <= tolerance * scale
 
+    # A mean over samples is also one by weights of its own, so the simpler rules come first.
     several = [part for part in PARTS if len(part) > 1]
     if all(same(losses[p], sum(losses[one] for one in p)) for p in several):
         return "sum"
     if all(same(losses[p], _mean(losses, samples, p)) for p in several):
         return "mean"
+    # A and B give B's weight, A and C give C's; BC and ABC must then follow.
     b, c = _ratio(losses, "A", "B"), _ratio(losses, "A", "C")
     if b is None or c is None:
         return "unclear"
@@ -65,7 +67,10 @@ def _mean(losses: Mapping[str, float], weights: Mapping[str, float], part: str) 
 
 
 def _ratio(losses: Mapping[str, float], one: str, other: str) -> float | None:
-    """The weight of a part, where that of the first is 1."""
+    """Return the weight of the other part relative to the first; None where it does not show.
+
+    Solves both = (one + w * other) / (1 + w) for w.
+    """
     both = losses["".join(sorted(one + other))]
     below = both - losses[other]
     above = losses[one] - both

@@ -1,6 +1,6 @@
-"""Watches what a step must not change: attributes of modules, generators that nobody seeds.
+"""Watches what a step must not change: attributes of modules, and generators that nobody seeds.
 
-In runs of ``onefold verify`` alone, and only to say where to look when bits differ.
+Only in runs of ``onefold verify``, and only to show where to look when bits differ.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ import torch
 __all__ = ["StateWatch", "place_of", "unseeded_generators", "watch_unseeded"]
 
 _LARGEST = 1 << 16
-"""Elements of a tensor or array that are looked at."""
+"""Elements of the largest tensor or array whose values are looked at."""
 _DEEPEST = 4
+"""How many containers inside each other are searched."""
 _MOST = 2000
-"""Values that are looked at in one search."""
+"""How many values are looked at in one search."""
 _OF_TORCH = {*vars(torch.nn.Module()), "_is_full_backward_hook", "_compiled_call_impl"}
 
 _Seen = dict[str, tuple[str, str]]
-"""Where something was found, to what kind of thing it is and a digest of its value."""
+"""For each place where something was found, its kind and a digest of its value."""
 
 
 class StateWatch:
-    """What a step of one trainer changed, on this device.
+    """Finds what a step of one trainer changed, on this device.
 
     Args:
-        model: of the trainer.
+        model: the trainer's.
         loss: the user's own.
     """
 
@@ -49,14 +50,15 @@ class StateWatch:
         """Generators that the last step changed."""
 
     def add(self, dataset: object) -> None:
-        """A data set is about to be read."""
+        """Watch a data set too; called before it is first read."""
         self._datasets.append(dataset)
         self._data_before |= self._look_at_data()
 
     @contextmanager
     def step(self) -> Iterator[dict[str, str]]:
-        """Surrounds a step; yields digests of the global generators before it."""
+        """Surround a step; yields digests of the global generators before it."""
         before, data = self._look(), self._look_at_data()
+        # Data sets are read between the steps, model and loss work within them.
         changed = _changed(self._data_before, data)
         yield _global_states()
         changed += _changed(before, self._look())
@@ -87,7 +89,7 @@ class StateWatch:
 
 
 def place_of(function: Callable[..., object]) -> str:
-    """A function's name, file and line.
+    """Return a function's name, file and line.
 
     >>> place_of(place_of).startswith("place_of (")
     True
@@ -111,7 +113,8 @@ def _changed(before: _Seen, now: _Seen) -> list[tuple[str, str]]:
 
 
 def _search(value: object, where: str, found: _Seen, depth: int) -> None:
-    """Note the values and generators in something."""
+    """Note the values and generators in an object, and in what it contains."""
+    # Objects may hold each other: only these limits end the search.
     if len(found) >= _MOST or depth > _DEEPEST or where in found:
         return
     if (state := _state_of(value)) is not None:
@@ -144,10 +147,12 @@ _NOT_SEARCHED = (
 
 
 def _digest(value: object) -> str | None:
+    """Return a digest of a plain value, tensor or array; None if it is something else."""
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
         return repr(value)
+    # An update is to change them: they always count as the same.
     if isinstance(value, torch.nn.Parameter):
-        return ""  # the optimizer's
+        return ""
     if isinstance(value, torch.Tensor):
         odd = value.layout is not torch.strided or value.is_quantized or value.is_meta
         if value.numel() > _LARGEST or odd:
@@ -160,7 +165,7 @@ def _digest(value: object) -> str | None:
 
 
 def _state_of(value: object) -> str | None:
-    """The digest of a generator's state; None if it is no generator."""
+    """Return the digest of a generator's state; None if the value is not a generator."""
     if isinstance(value, torch.Generator):
         return _hash(value.get_state().numpy().tobytes())
     if isinstance(value, np.random.Generator):
@@ -173,14 +178,14 @@ def _state_of(value: object) -> str | None:
 
 
 def _text(state: object) -> str:
-    """All of a NumPy generator's state."""
+    """Return all of a NumPy generator's state as text."""
     if isinstance(state, Mapping):
         return "".join(f"{key}:{_text(value)};" for key, value in state.items())
     return state.tobytes().hex() if isinstance(state, np.ndarray) else repr(state)
 
 
 def _variables(function: object, known: set[int], depth: int) -> Iterator[tuple[str, object]]:
-    """What a function of the script has at hand, and the functions of its file that it calls."""
+    """Yield what a function of the script has at hand, also through functions of its own file."""
     if isinstance(function, functools.partial):
         for number, value in enumerate((*function.args, *function.keywords.values())):
             yield f"argument {number} of the loss", value
@@ -199,7 +204,8 @@ def _variables(function: object, known: set[int], depth: int) -> Iterator[tuple[
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         try:
             held = cell.cell_contents
-        except ValueError:  # not filled yet
+        except ValueError:
+            # The variable has not been assigned yet.
             continue
         where = f"{name}, which {place_of(function)} uses"
         yield from _variable(where, held, function, known, depth)
@@ -237,15 +243,15 @@ _unseeded: list[str] = []
 
 
 def unseeded_generators() -> list[str]:
-    """Calls so far that seeded a generator from the system's entropy."""
+    """List the calls so far that seeded a generator from the system's entropy."""
     return list(_unseeded)
 
 
 def watch_unseeded() -> None:
-    """Note from here on where the script seeds a generator from the system's entropy.
+    """Note from now on where the script seeds a generator from the system's entropy.
 
-    In the process of a comparison, for good: three functions are replaced by ones that look at
-    their arguments first.
+    For the rest of the process, which belongs to a comparison: the functions are replaced by ones
+    that look at their arguments first.
     """
     for owner, name, shown in (
         (np.random, "default_rng", "numpy.random.default_rng"),

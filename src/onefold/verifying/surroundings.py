@@ -1,4 +1,4 @@
-"""What surrounds a loss while it is compared: modes, buffers, and which dimension is the time."""
+"""Controls what surrounds a loss while it is compared: modes, buffers, and time dimensions."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ __all__ = ["KeptBuffers", "TimeFirst", "norms_of_the_batch", "quiet_modes"]
 
 @contextmanager
 def quiet_modes(model: torch.nn.Module, *, narrow: bool) -> Iterator[None]:
-    """Batch norm computes with its statistics, nothing is dropped out; all is put back.
+    """Have batch norm use its running statistics and dropout drop nothing; put all back afterwards.
 
     Args:
-        model: its parts; those of other modules are found when they are called.
+        model: the trainer's; parts of other modules are found when they are called.
         narrow: leave every other part in the mode that it has.
     """
     before: dict[torch.nn.Module, tuple[bool, Any]] = {}
 
     def settle(part: torch.nn.Module) -> None:
+        # The hook comes here before every call: only the first time finds the script's own mode.
         if part in before:
             return
         recurrent = isinstance(part, torch.nn.RNNBase)
         before[part] = (part.training, part.dropout if recurrent else None)
         if not narrow or isinstance(part, BatchNorm | DropoutNd):
             part.training = False
+        # Recurrent layers drop out inside their kernel, by a number of their own.
         if isinstance(part, torch.nn.RNNBase):
             part.dropout = 0.0
 
@@ -48,7 +50,7 @@ def quiet_modes(model: torch.nn.Module, *, narrow: bool) -> Iterator[None]:
 
 
 def norms_of_the_batch(model: torch.nn.Module) -> list[str]:
-    """Batch norms that keep no statistics and so always compute with those of what they get."""
+    """List the batch norms that keep no running statistics, and so use those of their input."""
     return [
         f"{name or 'model'} ({type(part).__name__})"
         for name, part in model.named_modules()
@@ -60,7 +62,7 @@ class TimeFirst:
     """Notes the inputs of modules that take time in the first dimension and samples in the second.
 
     Args:
-        model: tells the names of its parts.
+        model: the trainer's, whose parts are named.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -69,7 +71,7 @@ class TimeFirst:
 
     @contextmanager
     def noting(self, what: str) -> Iterator[None]:
-        """Note the calls in here, of the ``whole`` batch or of a ``shard``."""
+        """Note the calls inside this context, of the ``whole`` batch or of a ``shard``."""
         sizes = self._sizes[what]
 
         def note(part: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -86,7 +88,7 @@ class TimeFirst:
             handle.remove()
 
     def cut_along_time(self) -> list[str]:
-        """Modules for which a shard had fewer steps of time than the whole batch."""
+        """List the modules for which a shard had fewer time steps than the whole batch."""
         found = []
         for part, (time, samples) in self._sizes["whole"].items():
             cut = self._sizes["shard"].get(part)
@@ -96,9 +98,10 @@ class TimeFirst:
 
 
 class KeptBuffers:
-    """The buffers of a model as they are now."""
+    """The buffers of a model as they are now, by value and by identity."""
 
     def __init__(self, model: torch.nn.Module) -> None:
+        # Full name, module, name in it, the tensor that it has now, and a copy of its values.
         self._places = [
             (f"{prefix}.{name}" if prefix else name, part, name, buffer, buffer.detach().clone())
             for prefix, part in model.named_modules()
@@ -108,13 +111,15 @@ class KeptBuffers:
 
     @property
     def values(self) -> dict[str, torch.Tensor]:
-        """By name."""
+        """The values by name."""
         return {name: value for name, _, _, _, value in self._places}
 
     def put_back(self) -> None:
         """Give the model these values again, in the tensors that it had."""
         with torch.no_grad():
             for _, part, name, buffer, value in self._places:
+                # The tensor first: the model may have put another in its place, and the engine's
+                # memory is behind this one.
                 buffers_of(part)[name] = buffer
                 if buffer.shape == value.shape:
                     buffer.copy_(value)
@@ -127,7 +132,18 @@ class KeptBuffers:
         sizes: Sequence[int],
         tolerance: float,
     ) -> dict[str, str]:
-        """Buffers of the whole batch, which these are, that are not those after the step."""
+        """Find where these buffers, of the whole batch, differ from those after the step.
+
+        Args:
+            folded: the buffers after the step, as the shards' were combined.
+            start: the buffers before it.
+            shards: for each shard the buffers after it.
+            sizes: how many samples each shard has.
+            tolerance: how far, relatively, values may differ.
+
+        Returns:
+            For each buffer that differs, how, and what to do about it.
+        """
         found = {}
         for name, alone in self.values.items():
             now = folded.values.get(name)
@@ -152,7 +168,10 @@ def _rule(
     sizes: Sequence[int],
     tolerance: float,
 ) -> str | None:
-    """The rule of buffers that would have given what one shard gave."""
+    """Find the rule of buffers that gives what one shard gives; None if there is none.
+
+    The formulas are those of `onefold.engine.buffers`, in float64.
+    """
     if not parts:
         return None
     ordered = [_wide(parts[shard]) for shard in sorted(parts)]

@@ -1,4 +1,4 @@
-"""All samples of a batch, to be computed as one shard, or any of them."""
+"""Makes payloads of all samples of a batch, to be computed as one shard, or of any of them."""
 
 from __future__ import annotations
 
@@ -20,25 +20,27 @@ class WholeBatch(Protocol):
     """Makes the payload of any samples of a batch."""
 
     def payload(self, rows: Sequence[int]) -> object:
-        """What the loss is given for these samples."""
+        """Make what the loss is given for these samples of the batch."""
 
 
 class _Kept(NamedTuple):
     """A shard's payload, and what it was made of."""
 
     payload: object
+    """What the loss is given."""
     samples: list[Any]
+    """The samples as the data set returned them."""
     draws: bool
-    """Whether random numbers were drawn in making it."""
+    """Whether random numbers were drawn in making the payload."""
 
 
 class KeepingCollate:
-    """Makes payloads as before, in the precision of the comparison.
+    """A collate function that makes the user's payloads, in the precision of the comparison.
 
     Args:
         collate: the user's own; PyTorch's if None.
-        dtype: of floating-point numbers; None to leave them alone.
-        keeps: keep the samples as well, for the whole batch.
+        dtype: the dtype for floating-point numbers; None to leave them alone.
+        keeps: whether to keep the samples as well, for the whole batch.
     """
 
     def __init__(self, collate: Collate | None, dtype: torch.dtype | None, *, keeps: bool) -> None:
@@ -47,12 +49,14 @@ class KeepingCollate:
         self._keeps = keeps
 
     def __call__(self, samples: list[Any]) -> object:
+        # Runs where the loader reads, which may be another process: what was drawn is found out
+        # here, and travels with the payload.
         before = _states()
         payload = self.make(samples)
         return _Kept(payload, samples, before != _states()) if self._keeps else payload
 
     def make(self, samples: list[Any]) -> object:
-        """A payload."""
+        """Make a payload of some samples."""
         return cast_floats((self._collate or default_collate)(samples), self._dtype)
 
 
@@ -77,10 +81,15 @@ class _Rows:
 def whole_of(
     shards: Mapping[int, object], collates: Mapping[int, KeepingCollate], loader: int
 ) -> tuple[WholeBatch, dict[int, object]]:
-    """The whole batch of a loader's shards, and their payloads.
+    """Return the whole batch of a loader's shards, and the shards' plain payloads.
 
-    Where making a payload draws random numbers, the shards' own are joined, so that all see the
-    same; where they cannot be joined, the whole batch has draws of its own.
+    Where making a payload draws random numbers, the shards' payloads are joined, so that all see
+    the same draws; where they cannot be joined, the whole batch has draws of its own.
+
+    Args:
+        shards: for each shard what `KeepingCollate` made.
+        collates: the collate function of each loader, by the loader's number.
+        loader: number of the loader that made the batch.
     """
     kept = {shard: each for shard, each in shards.items() if isinstance(each, _Kept)}
     payloads = {shard: each.payload for shard, each in kept.items()}
@@ -93,24 +102,25 @@ def whole_of(
 
 
 def whole_tensors(batch: object) -> WholeBatch:
-    """The whole batch of tensors that a script made itself."""
+    """Return the whole batch of tensors that a script made itself."""
     return _Rows(batch)
 
 
 def cast_floats(payload: object, dtype: torch.dtype | None) -> Any:
-    """The same structure with every floating-point tensor in a dtype."""
+    """Return the same structure with every floating-point tensor in a dtype."""
     if dtype is None:
         return payload
     return _map(payload, lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf)
 
 
 def second_dimension(payload: object) -> int | None:
-    """The second dimension of all tensors, where they have one and agree in it."""
+    """Return the size of all tensors' second dimension; None where they do not agree in it."""
     sizes = {leaf.shape[1] if leaf.dim() > 1 else None for leaf in _leaves(payload)}
     return sizes.pop() if len(sizes) == 1 else None
 
 
 def _join(payloads: Sequence[Any]) -> object | None:
+    """Join payloads along their first dimension; None where they do not fit together."""
     first = payloads[0]
     if isinstance(first, torch.Tensor):
         shapes = {p.shape[1:] for p in payloads}
@@ -137,6 +147,7 @@ def _leaves(payload: object) -> Iterator[torch.Tensor]:
 
 def _map(payload: Any, change: Any) -> Any:
     if isinstance(payload, np.ndarray) and payload.dtype.kind in "biuf":
+        # A copy: PyTorch takes neither a foreign byte order nor negative strides.
         native = np.array(payload, payload.dtype.newbyteorder("="), order="C")
         return change(torch.from_numpy(native))
     if isinstance(payload, torch.Tensor):
@@ -151,7 +162,9 @@ def _map(payload: Any, change: Any) -> Any:
 
 
 def _states() -> tuple[object, ...]:
+    """Return the states of the global generators, to be compared."""
     numpy_state = np.random.get_state(legacy=False)
+    # The key by its bytes, as text may leave out the middle of an array.
     return (
         torch.default_generator.get_state().numpy().tobytes(),
         random.getstate(),
