@@ -446,5 +446,5 @@ def _credentials(connection: socket.socket) -> tuple[int, int]:
 def _open_pidfd(pid: int) -> int | None:
     try:
         return os.pidfd_open(pid)
-    except OSError:  # an old kernel, or a peer in another namespace: the socket must do alone
+    except OSError:  # an old kernel, or a peer in another namespace: the socket alone must do
         return None
