@@ -4,7 +4,7 @@ Note: a lock file that is removed
 ---------------------------------
 A lock lies on the inode, not on the name. Between opening a lock file and locking it, its owner may
 have removed it, and another process may have made a new one under the same name: then two processes
-hold locks on two inodes, and both believe in the name. So after locking, the inode of the
+hold locks on two inodes, and each takes the name for its own. So after locking, the inode of the
 descriptor is compared with what lies under the name (`_is_at`), and the owner removes the name
 *before* it unlocks: whoever gets the lock afterwards finds nothing there, or another inode.
 """

@@ -30,7 +30,7 @@ _Result = TypeVar("_Result")
 _LOOK_S = 1.0
 """How often the lead tells the waiting devices that it is still at work."""
 _LOOKS_OF_A_LIMIT = 4
-"""How many times it does within the time limit of a device, if that is short."""
+"""How many times it does so, at least, within a device's time limit, however short."""
 
 
 class Lead:

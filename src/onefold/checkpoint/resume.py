@@ -132,7 +132,7 @@ class Checkpoints:
         pack(self._engine.update.states(), self._engine.exchange.transport.room)
         brought = self._engine.exchange.transport.bring()
         self.lost = False
-        # The copy is made by the training thread; only what is read from copies goes to the other.
+        # Copied by the training thread: the thread that writes reads nothing but copies.
         if self._lead.is_here:
             model = copy_model(self._module, self._room)
             self._writing.start(partial(self._write, folder, record, model, brought, keeping))

@@ -275,7 +275,7 @@ def _is_of_connection(error: RuntimeError) -> bool:
     """Whether a backend lost a peer or timed out; PyTorch has no error type of its own for it."""
     if isinstance(error, torch.OutOfMemoryError):
         return False
-    # gloo raises plain RuntimeErrors, so its messages have to tell.
+    # gloo raises plain RuntimeErrors, so there is only the message to go by.
     text = str(error).lower()
     return isinstance(error, dist.DistError) or any(sign in text for sign in _SIGNS)
 

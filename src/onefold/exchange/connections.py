@@ -12,8 +12,8 @@ Note: a descriptor is only a number
 -----------------------------------
 The backend closes its sockets when it likes, from threads of its own, and the kernel gives the
 number to the next file that is opened. So every socket is known by its inode as well, and nothing
-is done to a descriptor itself: it is duplicated first, which nobody else can close, and the copy's
-inode is compared before anything is done to that (see `_copy_of`).
+is done through the number itself: it is duplicated first, as nobody else closes the copy, and the
+copy is used only if its inode is the right one (see `_copy_of`).
 """
 
 from __future__ import annotations

@@ -92,15 +92,15 @@ class Exchange:
         self.memory.publish(device, slot, gradients)
 
     def collect(self, plan: Plan) -> None:
-        """Wait until every device has published, and add up the totals of the own spans."""
+        """Wait until every device has published, and add up the totals of this process's spans."""
         memory = self.memory
         # Before any addition: it is in place, so everybody must have finished writing.
         arrivals = memory.collect(plan)
         arrived = None if arrivals is None else arrivals.wait_for
         for device, span_fold in self._folds.items():
             span_fold.fold(plan, memory.partial, home=memory.home(device), arrived=arrived)
-        # Only now: sends of our partial sums may still run while the own spans are added, as these
-        # are stretches that nobody else is sent.
+        # Only now: our partial sums may still be on their way out while our spans are added up, as
+        # no other device is sent these stretches.
         if arrivals is not None:
             arrivals.finish()
 

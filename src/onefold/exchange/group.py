@@ -3,8 +3,8 @@
 Note: the keys of the store
 ---------------------------
 Until there is a group, processes know each other only through the store of the run: each sets a key
-under its own rank and waits for those of the others. Every key has one writer and is never taken
-back, so there is no race for it; what a Trainer needs anew has the Trainer's number in its key.
+under its own rank and waits for those of the others. Each of these keys has one writer and is never
+removed, so there is no race for it; what every Trainer needs anew has its number in the key.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def _make_group(
         group = dist.new_group(backend=backend, timeout=limit)
         return group, PrefixStore(f"onefold/{world.run_id}/{trainer}", store)
     store = _store(world, size, timeout_s)
-    # Bound to its GPU, or NCCL would guess one, and put a context on it.
+    # Bound to its GPU, or NCCL may guess one, and open a context on it.
     device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else None
     dist.init_process_group(
         backend,

@@ -109,12 +109,13 @@ class DevicesMemory(Memory):
         return self._partials[place]
 
     def home(self, device: int) -> FlatTensors | None:
-        # On processors the total may stay in whoever's partial sum; a GPU cannot read another's.
+        # On processors the total may stay in anyone's partial sum; on GPUs the owner needs it in
+        # memory of its own.
         one_memory = self._devices[device].type == "cpu"
         return None if one_memory else self.partial(Published(device, 0)).flat
 
     def hand_on(self) -> None:
-        # The copies stay on the devices: the next shard's kernels come after them in the streams.
+        # Non-blocking: the next kernels of both devices come after the copy in their streams.
         for owner, chunks in self._chunks.items():
             source = self.trained[owner]
             for receiver, parameters in self.trained.items():

@@ -22,8 +22,8 @@ def gloo_on_loopback(world: World) -> Iterator[None]:
     if not world.one_host or _GLOO_INTERFACE in os.environ:
         yield
         return
-    # gloo reads the variable while it makes a group, and offers no argument for it. It is taken out
-    # again, as programs that the script starts may have groups of their own.
+    # gloo reads the variable while a group is made, and init_process_group has no argument for it.
+    # It is removed again, as programs that the script starts may make groups of their own.
     os.environ[_GLOO_INTERFACE] = "lo"
     try:
         yield

@@ -57,8 +57,7 @@ class Mailbox:
     """Connects this process with all others of the run on this host.
 
     Args:
-        address: shared by all processes of this run and by no other run on this machine. Nobody
-            else should be able to guess it, or they could claim it first.
+        address: known to this run's processes alone: whoever can guess it could claim it first.
         rank: number of this process.
         size: how many processes there are.
         timeout_s: the longest that any call here waits.
@@ -446,5 +445,5 @@ def _credentials(connection: socket.socket) -> tuple[int, int]:
 def _open_pidfd(pid: int) -> int | None:
     try:
         return os.pidfd_open(pid)
-    except OSError:  # an old kernel, or a peer in another namespace: the socket must do alone
+    except OSError:  # an old kernel, or a peer in another namespace: the socket alone must do
         return None

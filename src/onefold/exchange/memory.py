@@ -35,7 +35,7 @@ class Arrivals(Protocol):
     """Partial sums that are still on their way to the owners of spans."""
 
     def wait_for(self, chunk: int) -> None:
-        """Wait until this chunk of the own span has come from all devices."""
+        """Wait until this chunk of this process's span has come from all devices."""
 
     def finish(self) -> None:
         """Wait until everything is received and sent."""

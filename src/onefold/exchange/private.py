@@ -5,11 +5,11 @@ back to everybody.
 
 Note: what is in flight, and who may touch it
 ---------------------------------------------
-``collect`` starts sending the other owners' spans of the own partial sums and receiving the own
-span of theirs. Until ``finish`` the own partial sums are being read by the transport. The owner may
-add to a chunk once it has arrived, as the stretches differ: nobody but the owner of a span is sent
-it, so the own span of the own partial sums is in no message. ``hand_on`` receives into the
-parameters themselves; nobody computes with them between ``collect`` and ``spread``.
+``collect`` starts sending the other owners' spans of this device's partial sums, and receiving its
+own span of theirs. Until ``finish`` the transport still reads what it sends. The device may add to
+a chunk of its span all the same, once that has arrived: a span is sent to its owner alone, so this
+device's part of its own span is in no message. ``hand_on`` receives into the parameters themselves;
+nobody computes with them between ``collect`` and ``spread``.
 """
 
 from __future__ import annotations

@@ -44,6 +44,6 @@ def prove(secret: bytes, rank: int, trade: Callable[[bytes], Sequence[bytes]]) -
 
 
 def _answer(secret: bytes, rank: int, challenges: Sequence[bytes]) -> bytes:
-    # With the rank in it, nobody can send back another one's answer as his own.
+    # With the rank in it, nobody can send back another process's answer as its own.
     text = b"onefold" + rank.to_bytes(8, "little") + b"".join(challenges)
     return hmac.digest(secret, text, "sha256")

@@ -7,8 +7,8 @@ Note: one file, cut alike everywhere
 ------------------------------------
 Every process computes the same sizes from the same `Storage` and cuts the file in the same order;
 no offset is ever sent. Nothing here is locked. The meetings of a step keep writers and readers
-apart (see `onefold.exchange.exchange`): ``meet`` returns nowhere before every process has made its
-writes ahead of it.
+apart (see `onefold.exchange.exchange`): ``meet`` returns in no process before all have called it,
+and so have made their earlier writes.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class HostMemory(Memory):
         self.board = Board(shape, next(memories), next(memories))
         self._own: list[Partial] = []
         self._partials: dict[Published, Spanned] = {}
-        # The own partial sums may stay where backward left them; those of the others are seen only
-        # as far as they lie in the file, and so as plain memory.
+        # This process's partial sums may stay where backward left them; of the others' it sees only
+        # what lies in the file, and so they are plain memory.
         for device in range(storage.devices):
             for slot in range(storage.slots):
                 flat = FlatTensors(storage.gradients, memory=next(memories))
@@ -144,7 +144,7 @@ def _map_shared(mailbox: Mailbox, sizes: Sequence[int]) -> list[torch.Tensor]:
 
     Pages that nobody touches take no memory, so room for plans that never come costs nothing.
     """
-    # On pages of their own: aligned for any dtype, and no page is written by two processes at once.
+    # Each stretch starts on a page of its own, and so is aligned for any dtype.
     rounded = [-(-max(size, 1) // _PAGE_BYTES) * _PAGE_BYTES for size in sizes]
     starts = list(accumulate(rounded, initial=0))
     memory = _common_memory(mailbox, starts[-1])

@@ -83,10 +83,10 @@ class Transport(Courier):
         """Leave the run, telling the others why if this process failed. May be called again."""
 
     def share(self, rows: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """Share one row of numbers from each own device, and return those of all devices.
+        """Share one row of numbers from each device of this process, and return those of all.
 
         Args:
-            rows: for each own device by number, (k,) float64 on it; k is the same everywhere.
+            rows: for each of them by number, (k,) float64 on it; k is the same everywhere.
 
         Returns:
             (D, k) float64 on the first own device.
@@ -97,10 +97,10 @@ class Transport(Courier):
         return torch.stack(table).to(row.device) if table else row.new_empty(len(words), 0)
 
     def gather_bytes(self, texts: Mapping[int, bytes]) -> list[bytes]:
-        """Share some bytes from each own device, and return those of all in device order.
+        """Share bytes from each device of this process, and return those of all, in device order.
 
         Args:
-            texts: for each own device by number, bytes of any length.
+            texts: for each of them by number, bytes of any length.
         """
         (text,) = texts.values()
         lengths = [int.from_bytes(word) for word in self.meet(len(text).to_bytes(8))]

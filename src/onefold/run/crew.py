@@ -143,7 +143,7 @@ class Crew:
         return Outcome(128 + by, text, final=True, stopped_by=by)
 
     def outcome(self) -> Outcome:
-        """The outcome of a run that ended by itself: its first failure with no other cause."""
+        """The outcome of a run that ended by itself: its first failure that no peer caused."""
         failures = [failure for worker in self._workers if (failure := self._failure(worker))]
         if not failures:
             return Outcome(0, final=True)

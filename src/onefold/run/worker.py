@@ -17,8 +17,8 @@ compares the process id, and a child leaves through `_end_child`.
 
 Note: the order of a failure
 ----------------------------
-The report is written first, then the other devices are told. They fail of it at once, and the
-launcher, which wakes at the first end of a process, must by then find the cause and not only the
+The report is written first, then the other devices are told. They then fail at once, and the
+launcher, which wakes when the first process ends, must find the cause by then and not only its
 consequences.
 """
 
