@@ -31,10 +31,6 @@ _SEQUENCES: dict[str, type] = {"tuple": tuple, "set": set, "deque": deque}
 _MAPPINGS: dict[str, type] = {"dict": dict, "counter": Counter, "ordered dict": OrderedDict}
 
 
-_NOT_OURS = (AttributeError, LookupError, OverflowError, RuntimeError, TypeError, ValueError)
-"""What reading raises for values that `to_json` did not write."""
-
-
 def to_json(value: object, what: str) -> Any:
     """Convert a value to plain JSON values, from which `from_json` restores it exactly.
 
