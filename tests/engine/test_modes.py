@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from onefold.engine.modes import evaluating
 from tests.small import Batch, bits, line, make_trainer, points, square
 
 both = pytest.mark.parametrize("devices", [1, 2])
@@ -90,3 +91,36 @@ def test_what_a_loss_freezes_is_frozen_for_its_shard_alone(devices: int) -> None
         assert module[2].bias.requires_grad
         results.append(bits(module))
     assert results[0] == results[1]
+
+
+class Merging(nn.Linear):
+    """Adds its other weight to the first one in evaluation mode, as low-rank adapters do."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.added = nn.Parameter(torch.ones(3, 3))
+        self.calls: list[bool] = []
+        self.merged = False
+
+    def train(self, mode: bool = True) -> Merging:
+        super().train(mode)
+        self.calls.append(mode)
+        if self.merged == mode:
+            self.merged = not mode
+        return self
+
+
+def test_what_a_part_does_for_an_evaluation_it_undoes_afterwards() -> None:
+    part, kept = Merging(), Merging()
+    module = nn.Sequential(part, nn.Dropout(0.5), nn.Sequential(kept, nn.Dropout(0.5)))
+    kept.eval()
+    module[1].eval()
+    before = [each.training for each in module.modules()]
+    part.calls, kept.calls = [], []
+    with evaluating(module):
+        assert part.merged
+        assert not any(each.training for each in module.modules())
+    assert not part.merged
+    assert kept.merged
+    assert (part.calls, kept.calls) == ([False, True], [False])
+    assert [each.training for each in module.modules()] == before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -91,6 +92,22 @@ def test_several_devices_of_one_process_agree(compared: Compared) -> None:
     for _ in range(2):
         trainer.step(points())
     assert all(agrees(line) for line in compared.lines(trainer)[1:])
+
+
+def not_a_number_alone(model: nn.Module, batch: Any) -> object:
+    """Its value is right, but the gradient of a shard of one sample is not a number."""
+    logits = model(batch[0])
+    spread = (logits - logits.mean(dim=0)).square().sum().sqrt()
+    return F.cross_entropy(logits, batch[1]) + 0.0 * spread
+
+
+def test_a_gradient_that_is_not_a_number_on_one_side_alone_differs(compared: Compared) -> None:
+    batch = tuple(part[:4] for part in points())
+    line = compared.step(nn.Linear(4, 3), not_a_number_alone, batch, shards=4)
+    assert line["loss_difference"] < 1e-9
+    assert line["gradient_difference"] == math.inf
+    assert not agrees(line)
+    assert line["causes"]
 
 
 def summed(model: nn.Module, batch: Any) -> object:

@@ -79,6 +79,11 @@ def evaluating(module: torch.nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
+        # What such a part did in eval() it undoes in a train() of its own (weights that were merged
+        # are taken apart again). It goes on to its children, which come later in the list.
+        for part, mode in zip(parts, before, strict=True):
+            if part.training is not mode and not _is_plain(part):
+                part.train(mode)
         # Flag by flag: module.train() would reach parts that the user keeps in evaluation mode.
         for part, mode in zip(parts, before, strict=True):
             if part.training is not mode:

@@ -20,9 +20,6 @@ from onefold.exchange.exchange import Exchange
 
 __all__ = ["gather", "predict"]
 
-_NUMBER_BYTES = 8
-"""Size of a float64, in which rows are traded."""
-
 
 def predict(
     engine: Engine, function: ScoreFunction, batches: Iterable[ShardedBatch], call: DataCall

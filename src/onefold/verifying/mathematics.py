@@ -305,10 +305,10 @@ class Mathematics:
             squares[name] = [total + float(each.double().square().sum()) for total, each in pairs]
         norms = {name: [math.sqrt(s) for s in each] for name, each in squares.items()}
         everything = [math.sqrt(sum(each[i] ** 2 for each in norms.values())) for i in range(3)]
-        size = max(everything[1:])
-        found.gradient_difference = everything[0] / size if size else 0.0
+        size = max((norm for norm in everything[1:] if math.isfinite(norm)), default=0.0)
+        found.gradient_difference = _relative(everything, size)
         floor = size * 1e-4
-        shares = {n: e[0] / max(e[1], e[2], floor) if size else 0.0 for n, e in norms.items()}
+        shares = {n: _relative(e, max(e[1], e[2], floor)) for n, e in norms.items()}
         found.worst = max(shares, key=lambda name: shares[name])
         found.worst_difference = shares[found.worst]
 
@@ -430,3 +430,18 @@ def _words_of(result: object) -> str:
     if not isinstance(result, torch.Tensor):
         return f"onefold.{type(result).__name__}"
     return "one value a sample" if result.dim() else "a scalar"
+
+
+def _relative(norms: Sequence[float], size: float) -> float:
+    """Compute a difference over a size.
+
+    Args:
+        norms: of the difference, of the folded gradient, and of that of the whole batch.
+        size: what the difference is measured by.
+    """
+    difference, folded, alone = norms
+    if math.isfinite(difference):
+        return difference / size if size else 0.0
+    # NaN compares as neither larger nor smaller, so it must not reach a comparison. In both it is
+    # agreement, as for the loss.
+    return math.inf if math.isfinite(folded) or math.isfinite(alone) else 0.0
