@@ -236,6 +236,7 @@ def test_each_trainer_has_a_group_and_a_place_in_the_store(joins: HashStore) -> 
     assert first.group is not second.group
     first.store.set("key", "first")
     assert not second.store.check(["key"])
+    assert not joins.check(["key"])
     assert len(group._memberships) == 1, "this process leaves once"
 
 
