@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from onefold.data import decoding, pictures
+from onefold.data import decoding
 from onefold.data.bad import BadFile, visible
 from onefold.data.decoding import load_picture, open_picture
 from onefold.data.idx import read_idx
@@ -117,7 +117,7 @@ def test_large_pictures_are_decoded_one_after_the_other(tmp_path: Path) -> None:
 def test_threads_wait_where_theirs_together_would_be_too_much(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(pictures, "_PIXELS_IN_HAND", 10)
+    monkeypatch.setattr(decoding, "_PIXELS_IN_HAND", 10)
     lock, held, most = threading.Lock(), [0], [0]
 
     def look(pixels: int) -> int:

@@ -248,7 +248,7 @@ def test_the_state_of_a_real_optimizer_goes_through_all_of_it(devices: int) -> N
     module, optimizer = adam()
     trainer = make_trainer(module, optimizer=optimizer, devices=devices)
     trainer.step(points(8, 40_000))
-    update = trainer._engine.update
+    update = trainer._session.engine.update
     storage = update.storage
     joined = join(unpack(packed(update.states())), storage.pieces, storage.masters)
     wholes = whole_of(joined)

@@ -320,7 +320,7 @@ def test_a_device_tells_its_numbers_to_all(devices: int) -> None:
 
 
 def test_numbers_come_in_the_order_of_the_devices() -> None:
-    exchange = make_trainer(devices=3)._engine.exchange
+    exchange = make_trainer(devices=3)._session.engine.exchange
     own = {number: {"number": float(number), "half": number / 2} for number in (2, 0, 1)}
     assert gather(exchange, own) == [own[0], own[1], own[2]]
 
@@ -329,7 +329,7 @@ def test_numbers_come_in_the_order_of_the_devices() -> None:
     "other", [{"b": 1.0}, {"a": 1.0, "b": 2.0}, {"b": 1.0, "a": 2.0}, {"A": 0.0}]
 )
 def test_other_names_on_another_device_are_refused(other: dict[str, float]) -> None:
-    exchange = make_trainer(devices=2)._engine.exchange
+    exchange = make_trainer(devices=2)._session.engine.exchange
     with pytest.raises(DisagreementError, match=r"^device 1 has \[.*\] and another one \['a'\]"):
         gather(exchange, {0: {"a": 1.0}, 1: other})
 

@@ -363,7 +363,7 @@ def test_the_fold_over_results_is_what_the_optimizer_gets(
 ) -> None:
     module = Restless()
     trainer = make_trainer(module, LOSSES[loss], shards=shards, devices=devices)
-    given = given_to(trainer._engine.update)
+    given = given_to(trainer._session.engine.update)
     for step in (1, 2):
         batch = pictures(samples, rare=rare, seed=step)
         expected, value = gradient_by_hand(module, batch, LOSSES[loss], shards=shards, step=step)

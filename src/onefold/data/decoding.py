@@ -1,4 +1,13 @@
-"""Opens pictures of anybody: by known decoders, within bounds, and turned upright."""
+"""Opens pictures of anybody: by known decoders, within bounds, and turned upright.
+
+Note: what a picture may cost
+-----------------------------
+A file of a few kilobytes may say that it has any number of pixels. What its header says is looked
+at before anything is decoded: no picture may have more than `MOST_PIXELS`, and threads that look
+through many wait for each other where theirs together would have more than `_PIXELS_IN_HAND`. Only
+decoders of the formats in `_FORMATS` are tried, whatever the file is called: others that Pillow
+knows start programs, such as Ghostscript for EPS.
+"""
 
 from __future__ import annotations
 

@@ -13,14 +13,6 @@ Note: large JPEGs
 -----------------
 The look before training needs no more than size, soundness and mean colours. The decoder can leave
 out the finest detail of a large JPEG, which takes a fraction of the time. Training reads all of it.
-
-Note: what a picture may cost
------------------------------
-A file of a few kilobytes may say that it has any number of pixels. What its header says is looked
-at before anything is decoded: no picture may have more than `MOST_PIXELS`, and threads that look
-through many wait for each other where theirs together would have more than `_PIXELS_IN_HAND`. Only
-decoders of the formats in `_FORMATS` are tried, whatever the file is called: others that Pillow
-knows start programs, such as Ghostscript for EPS.
 """
 
 from __future__ import annotations
