@@ -18,7 +18,7 @@ from onefold.exchange.exchange import Exchange
 from onefold.exchange.host import HostTransport
 from onefold.exchange.joining import Compare, join
 from onefold.exchange.local import DevicesMemory, OneDeviceMemory
-from onefold.exchange.shared import SharedMemory
+from onefold.exchange.shared import HostMemory
 from onefold.exchange.transport import Alone
 from tests.exchange.contract import roster, start, storage
 from tests.exchange.together import CPU, LIMIT_S, endings, together
@@ -86,7 +86,7 @@ def test_processes_of_one_host_share_their_memory(world: World, asked: str) -> N
     world = replace(world, options=RunOptions(exchange=asked))  # type: ignore[arg-type]
     made = together(2, lambda rank: joined(world, rank))
     for exchange in made:
-        assert (type(exchange.memory), type(exchange.transport)) == (SharedMemory, HostTransport)
+        assert (type(exchange.memory), type(exchange.transport)) == (HostMemory, HostTransport)
         exchange.close()
 
 

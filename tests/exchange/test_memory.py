@@ -9,11 +9,11 @@ import pytest
 from onefold.exchange.local import DevicesMemory, OneDeviceMemory
 from onefold.exchange.memory import Memory, Start
 from onefold.exchange.private import PrivateMemory
-from onefold.exchange.shared import SharedMemory
+from onefold.exchange.shared import HostMemory
 from tests.exchange.contract import roster, start, storage
 from tests.exchange.together import CPU
 
-KINDS = [OneDeviceMemory, DevicesMemory, PrivateMemory, SharedMemory]
+KINDS = [OneDeviceMemory, DevicesMemory, PrivateMemory, HostMemory]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -29,7 +29,7 @@ def test_the_interface_alone_is_no_memory() -> None:
 
 def test_only_memory_that_processes_share_is_common() -> None:
     """Where it is, a change by one process is one for all."""
-    assert [kind for kind in KINDS if kind.is_common] == [SharedMemory]
+    assert [kind for kind in KINDS if kind.is_common] == [HostMemory]
 
 
 def test_totals_stay_where_they_were_added_unless_a_kind_says_otherwise() -> None:

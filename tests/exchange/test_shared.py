@@ -15,7 +15,7 @@ from onefold.core.storage import Storage
 from onefold.errors import PeerLost
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.memory import Start
-from onefold.exchange.shared import SharedMemory, shared_exchange
+from onefold.exchange.shared import HostMemory, shared_exchange
 from tests.exchange.contract import (
     BUFFERS,
     SHARDS,
@@ -55,8 +55,8 @@ def pair() -> Iterator[Made]:
         yield made
 
 
-def memory_of(exchange: Exchange) -> SharedMemory:
-    assert isinstance(exchange.memory, SharedMemory)
+def memory_of(exchange: Exchange) -> HostMemory:
+    assert isinstance(exchange.memory, HostMemory)
     return exchange.memory
 
 
