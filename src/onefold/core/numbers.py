@@ -24,21 +24,16 @@ def check_seconds(name: str, value: object) -> float:
     >>> check_seconds("timeout_s", 2.5)
     2.5
     """
-    # A bool is an int to Python, and never meant as one here.
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"expected {name} to be a number, got {value!r}")
-    # `not >` rather than `<=`: only so is NaN refused as well.
-    if not value > 0:
-        raise ValueError(f"expected {name} to be more than 0, got {value}")
-    if value > MOST_S:
+    seconds = _above_zero(name, value)
+    if seconds > MOST_S:
         raise ValueError(
             f"expected {name} to be finite and at most {MOST_S} s ({MOST_S // 86_400} days), got "
-            f"{value}"
+            f"{seconds}"
         )
-    return value
+    return seconds
 
 
-def check_whole(name: str, value: object, *, least: int, most: int) -> int:
+def check_whole(name: str, value: object, *, least: int, most: int = 2**63 - 1) -> int:
     """Refuse a value that is not a whole number, or is out of bounds.
 
     Raises:
@@ -61,9 +56,15 @@ def check_positive(name: str, value: object) -> None:
         TypeError: the value is not a number.
         ValueError: the value is not above 0, or is infinite.
     """
+    if math.isinf(_above_zero(name, value)):
+        raise ValueError(f"expected {name} to be finite, got {value}")
+
+
+def _above_zero(name: str, value: object) -> float:
+    # A bool is an int to Python, and never meant as one here.
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"expected {name} to be a number, got {value!r}")
+    # `not >` rather than `<=`: only so is NaN refused as well.
     if not value > 0:
         raise ValueError(f"expected {name} to be more than 0, got {value}")
-    if math.isinf(value):
-        raise ValueError(f"expected {name} to be finite, got {value}")
+    return value

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from onefold.core.numbers import check_seconds
+from onefold.core.numbers import check_seconds, check_whole
 
 __all__ = ["DEFAULT_GRACE_S", "DEFAULT_TIMEOUT_S", "ExchangeName", "RunOptions"]
 
@@ -65,8 +65,7 @@ class RunOptions:
             ("keep", self.keep, 1),
             ("restarts", self.restarts, 0),
         ):
-            if value < least:
-                raise ValueError(f"expected {name} of at least {least}, got {value}")
+            check_whole(name, value, least=least)
         if self.restarts and not self.checkpoint:
             raise ValueError("restarts go on from the last checkpoint: name a directory for them")
         if self.exchange not in ("auto", "shared", "collective"):

@@ -58,6 +58,10 @@ class Storage:
             devices=devices,
         )
 
+    def pieces_of(self, span: range) -> tuple[Piece, ...]:
+        """The pieces of a span, which is given by their numbers."""
+        return self.pieces[span.start : span.stop]
+
     @property
     def slots(self) -> int:
         """The most partial sums that a device may have to publish, whatever the plan is."""

@@ -59,9 +59,7 @@ class Exchange:
         storage = self._storage
         self._folds = {
             device: SpanFold(
-                storage.gradients,
-                [storage.pieces[number] for number in roster.spans[device]],
-                storage.shards,
+                storage.gradients, storage.pieces_of(roster.spans[device]), storage.shards
             )
             for device in self.memory.trained
         }

@@ -86,9 +86,8 @@ class DevicesMemory(Memory):
         self._chunks: dict[int, list[Chunk]] = {}
 
     def bind(self, roster: Roster) -> None:
-        pieces = self._storage.pieces
         self._chunks = {
-            owner: cut_chunks(self._storage.parameters, [pieces[number] for number in span])
+            owner: cut_chunks(self._storage.parameters, self._storage.pieces_of(span))
             for owner, span in enumerate(roster.spans)
         }
 

@@ -74,7 +74,7 @@ class PrivateMemory(Memory):
 
     def bind(self, roster: Roster) -> None:
         storage = self._storage
-        spans = [[storage.pieces[number] for number in span] for span in roster.spans]
+        spans = [storage.pieces_of(span) for span in roster.spans]
         self._span = spans[self._rank]
         self._summed = [cut_chunks(storage.gradients, span) for span in spans]
         self._updated = [cut_chunks(storage.parameters, span) for span in spans]

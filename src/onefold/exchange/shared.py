@@ -97,13 +97,12 @@ class HostMemory(Memory):
         self.follow_lead(start.buffers)
 
     def bind(self, roster: Roster) -> None:
-        pieces = self._storage.pieces
         # What the other owners will read of our gradients must be in the file, not with backward.
         visible = [
             chunk
             for owner, span in enumerate(roster.spans)
             if owner != self._rank
-            for chunk in cut_chunks(self._storage.gradients, [pieces[number] for number in span])
+            for chunk in cut_chunks(self._storage.gradients, self._storage.pieces_of(span))
         ]
         for partial in self._own:
             partial.show(visible)

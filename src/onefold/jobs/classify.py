@@ -47,7 +47,7 @@ from onefold.jobs.finetune import (
 from onefold.jobs.options import MOST_SIDE, Augment, expect
 from onefold.jobs.rates import scaled_rate, usual_rate
 from onefold.jobs.runfolder import RunFolder, kept_facts, read_run
-from onefold.jobs.training import Task
+from onefold.jobs.training import Task, facts_of
 from onefold.models.catalog import MODELS, build_model, head_name, head_of, import_timm
 from onefold.system.compat import BatchNorm
 
@@ -265,13 +265,11 @@ def make_task(options: ClassifyOptions, data: PictureClasses) -> Task:
             trainer, folder, test_set, data.test, kind.classes, options.workers
         ),
         facts={
-            "data": data.digest,
+            **facts_of(data),
             "classes": list(kind.classes),
             "model": kind.name,
             "picture_model": asdict(kind),
             "frozen": frozen,
-            "left_out": [str(each) for each in data.left_out],
-            "notes": data.notes,
         },
         scan=data.scan,
     )

@@ -43,7 +43,7 @@ from onefold.jobs.segment_pictures import (
     counted_pixels,
     whole_logits,
 )
-from onefold.jobs.training import Task
+from onefold.jobs.training import Task, facts_of
 from onefold.models.unet import UNet
 from onefold.system.words import listed
 
@@ -197,13 +197,11 @@ def make_task(options: SegmentOptions, data: MaskedPictures) -> Task:
         evaluation_batch_size=options.evaluation_batch_size,
         examples=lambda trainer, folder: _examples(trainer, folder, test_set, padded, options),
         facts={
-            "data": data.digest,
+            **facts_of(data),
             "model": f"U-Net, {kind.encoder}",
             "mask_model": asdict(kind),
             "pos_weight": float(weight),
             "frozen": frozen,
-            "left_out": [str(each) for each in data.left_out],
-            "notes": data.notes,
         },
         scan=data.scan,
     )

@@ -49,7 +49,7 @@ from onefold.jobs.tokens import (
     token_roles,
     train_tokenizer,
 )
-from onefold.jobs.training import Task
+from onefold.jobs.training import Task, facts_of
 
 __all__ = ["JOB", "TextModel", "TextOptions", "check_early", "make_task", "prepare", "settle"]
 
@@ -272,23 +272,11 @@ def make_task(options: TextOptions, data: TextSplits) -> Task:
             "model": options.model,
             "text_model": {"max_length": kind.max_length, "pad_id": kind.pad_id},
             "frozen": frozen,
-            **_facts_of_data(data, kind.classes),
+            "classes": list(kind.classes),
+            **facts_of(data),
         },
-        files={
-            TOKENIZER_FILE: kind.tokenizer,
-            CONFIG_FILE: config.to_json_string(use_diff=False),
-        },
+        files={TOKENIZER_FILE: kind.tokenizer, CONFIG_FILE: config.to_json_string(use_diff=False)},
     )
-
-
-def _facts_of_data(data: TextSplits, classes: Sequence[str]) -> dict[str, Any]:
-    left_out = [str(each) for each in data.left_out]
-    return {
-        "data": data.digest,
-        "classes": list(classes),
-        "left_out": left_out,
-        "notes": data.notes,
-    }
 
 
 def _loss_of(smoothing: float) -> Callable[[nn.Module, Any], torch.Tensor]:

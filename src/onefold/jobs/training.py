@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 import onefold
+from onefold.data.bad import BadFile
 from onefold.errors import CheckpointError, LaunchError
 from onefold.jobs.meter import KEPT, Meter
 from onefold.jobs.options import TrainOptions
@@ -25,7 +26,7 @@ from onefold.jobs.runfolder import RunFolder
 from onefold.system.interrupt import STOPPED_CODE
 from onefold.system.words import counted
 
-__all__ = ["Task", "Training", "begin_training", "train"]
+__all__ = ["Task", "Training", "begin_training", "facts_of", "train"]
 
 _LINES = 20
 """Lines of metrics in an epoch, beside that of the epoch itself."""
@@ -62,6 +63,23 @@ class Task:
     """What else the model needs to be used: name and content."""
     scan: str = ""
     """What was seen of the data's files."""
+
+
+class Described(Protocol):
+    """Data that a job has prepared, as far as every run's record describes it."""
+
+    @property
+    def digest(self) -> str: ...
+    @property
+    def left_out(self) -> list[BadFile]: ...
+    @property
+    def notes(self) -> list[str]: ...
+
+
+def facts_of(data: Described) -> dict[str, Any]:
+    """What the record of a run says of its data, whatever the job."""
+    left_out = [str(each) for each in data.left_out]
+    return {"data": data.digest, "left_out": left_out, "notes": data.notes}
 
 
 def train(options: TrainOptions, job: str, task: Task) -> dict[str, Any]:

@@ -102,8 +102,8 @@ class Loader:
         digest: bool = False,
     ) -> None:
         _check_dataset(dataset)
-        check_whole("batch_size", batch_size, least=1, most=2**63)
-        check_whole("workers", workers, least=0, most=2**63)
+        check_whole("batch_size", batch_size, least=1)
+        check_whole("workers", workers, least=0)
         if workers:
             _check_temporary_path(workers)
         if collate is not None and not callable(collate):
