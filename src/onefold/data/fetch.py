@@ -206,7 +206,7 @@ def _receive(address: str, limit: _Limit, content: bytearray) -> None:
 class _Limit:
     """Cuts the connections of a download when its time is up.
 
-    The clock's thread calls `cut`; everything else runs in the thread that downloads.
+    `cut` may run in the clock's thread; everything else runs in the one that downloads.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -258,7 +258,7 @@ class _Limit:
 def _limited(timeout_s: float) -> Iterator[_Limit]:
     limit = _Limit(timeout_s)
     clock = threading.Timer(timeout_s, limit.cut)
-    # Ctrl-C must not wait for minutes until the clock goes off.
+    # A program that ends while another of its threads downloads must not wait for the clock.
     clock.daemon = True
     clock.start()
     try:

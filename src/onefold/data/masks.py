@@ -266,7 +266,7 @@ def _foreground(pixels: _Pixels, rule: MaskRule, counted: _Array) -> _Array:
 def _pixels(path: Path) -> _Pixels:
     picture = load_picture(path, weight=_WEIGHT)
     lossy = path.suffix.lower() in _LOSSY
-    # Never converted to grey: with a palette the index is the value, and its colour is decoration.
+    # Not converted to RGB: --foreground 3 names entry 3 of the palette, whatever its colour.
     if picture.mode == "P":
         return _of_palette(picture)
     if is_deep(picture):

@@ -17,9 +17,9 @@ Training reads all of it.
 
 Note: exact sums
 ----------------
-Mean and standard deviation of the pixels end up in every sample, so they must not depend on the
-order in which threads finish. So sums are kept as Python's integers, which have no limit and no
-rounding, and are divided once, at the end.
+Mean and standard deviation of the pixels end up in every sample, so they must not depend on what
+has been added first. So sums are kept as Python's integers, which have no limit and no rounding,
+and are divided once, at the end.
 """
 
 from __future__ import annotations
