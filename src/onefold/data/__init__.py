@@ -1,4 +1,4 @@
-"""Readers for data sets in the layouts that users have."""
+"""Readers of data sets in the layouts that people commonly have them in."""
 
 from onefold.data.idx import mnist, read_idx
 

@@ -1,4 +1,4 @@
-"""Pictures that come as arrays: folders of IDX files, and the bundled digits."""
+"""Reads pictures that come as arrays: IDX files in a folder, and scikit-learn's digits."""
 
 from __future__ import annotations
 
@@ -27,26 +27,30 @@ __all__ = ["read_digits", "read_idx_folder"]
 def read_idx_folder(
     directory: Path, names: Sequence[str] | None = None, *, labels_as_is: bool = False
 ) -> PictureClasses:
-    """Grey pictures from MNIST's four IDX files.
+    """Read grey pictures from four IDX files named as MNIST's are.
 
     Args:
-        directory: holds them, plain or as ``.gz``.
-        names: of the classes; their numbers if None.
+        directory: the folder of the files, each plain or ``.gz``.
+        names: names of the classes; None names them by their numbers.
         labels_as_is: accept every label as a class, however many there are.
 
     Raises:
-        DataError: the labels are probably not classes.
+        DataError: the labels are probably not classes, or not those of the names or of the
+            training set, or there are fewer than two.
         FileNotFoundError: a file is missing.
-        ValueError: a file is damaged, or there are fewer than two classes.
+        ValueError: a file is damaged.
     """
     train_pixels, train_labels = read_labelled(directory, "train")
     test_pixels, test_labels = read_labelled(directory, "t10k")
+    # The largest label decides, not how many labels occur: a number that no picture has still gets
+    # its logit, so that label n stays output n.
     count = int(train_labels.max()) + 1
     labels_path = find_file(directory, "train-labels-idx1-ubyte")
     if count < 2:
         raise DataError(f"{labels_path}: expected two classes or more, found only 0")
     if names and count > len(names):
         raise DataError(f"{labels_path}: expected labels 0 to {len(names) - 1}, got {count - 1}")
+    # The loss would only fail at the first evaluation, on a GPU with an assertion of the device.
     if int(test_labels.max()) >= count:
         raise DataError(
             f"{find_file(directory, 't10k-labels-idx1-ubyte')}: expected labels of the training "
@@ -62,11 +66,11 @@ def read_idx_folder(
 
 
 def read_digits(*, holdout: float, seed: int) -> PictureClasses:
-    """The 1,797 digits of 8x8 pixels that come with scikit-learn.
+    """Read the 1,797 digits of 8x8 pixels that come with scikit-learn.
 
     Args:
-        holdout: share of each class that becomes the test set.
-        seed: draws that share.
+        holdout: share of each class that becomes the test set, 0 to 1.
+        seed: seed of the generator that draws that share.
 
     Raises:
         LaunchError: scikit-learn is not installed.
@@ -79,9 +83,11 @@ def read_digits(*, holdout: float, seed: int) -> PictureClasses:
     from sklearn.datasets import load_digits
 
     source = load_digits()
+    # Its greys are 0.0 to 16.0 in float64; everything downstream expects 0 to 255.
     pixels = torch.from_numpy(source.images * (255 / 16)).to(torch.uint8)
     labels = torch.from_numpy(source.target).to(torch.int64)
     held = held_out([str(label) for label in labels.tolist()], share=holdout, seed=seed)
+    # Sorted: the order of a set is no promise, and the numbers of samples seed their augmentation.
     test = torch.tensor(sorted(held))
     train = torch.tensor([i for i in range(len(labels)) if i not in held])
     classes = tuple(map(str, range(10)))
@@ -89,13 +95,14 @@ def read_digits(*, holdout: float, seed: int) -> PictureClasses:
 
 
 def _of_arrays(
-    train_pixels: torch.Tensor,
-    train_labels: torch.Tensor,
-    test_pixels: torch.Tensor,
-    test_labels: torch.Tensor,
+    train_pixels: torch.Tensor,  # (n, h, w) uint8
+    train_labels: torch.Tensor,  # (n,) int64
+    test_pixels: torch.Tensor,  # (m, h, w) uint8
+    test_labels: torch.Tensor,  # (m,) int64
     classes: tuple[str, ...],
 ) -> PictureClasses:
     sums = Sums()
+    # Of the training pictures alone: what the test set looks like must not reach the model.
     sums.add(train_pixels.unsqueeze(-1).numpy())
     height, width = train_pixels.shape[1:]
     train = Split(ArrayPictures(train_pixels, "training picture"), train_labels.tolist())
@@ -123,7 +130,7 @@ def _arrays_apart(data: PictureClasses, where: str) -> list[str]:
 
 
 def _array_samples(split: Split, classes: Sequence[str]) -> Iterator[tuple[str, str, str]]:
-    """Name, label and content of each."""
+    """Yield the name, the class and a digest of the content of each picture."""
     for number, label in enumerate(split.labels):
         pixels = split.pictures[number].tobytes()
         content = hashlib.blake2b(pixels, digest_size=16).hexdigest()

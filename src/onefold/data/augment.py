@@ -1,7 +1,8 @@
 """Turns pictures into tensors: augmented for training, cut from the middle for testing.
 
-What is drawn comes from PyTorch's global generator, which a Trainer's loader seeds for each sample:
-so it depends neither on the number of workers nor on that of devices.
+Every random number comes from PyTorch's global generator, which the loader of a Trainer seeds for
+each sample: so the result depends neither on the number of workers nor on that of devices. Nothing
+here may draw from ``random`` or NumPy instead, nor keep a generator of its own.
 """
 
 from __future__ import annotations
@@ -39,16 +40,16 @@ IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 Change = Callable[["Image"], "Image"]
 
 _TRIES = 10
-"""So often a box is drawn before the middle is taken, as large as the aspects allow."""
+"""How often a box is drawn before the largest one in the middle is taken instead."""
 _ASPECTS = (3 / 4, 4 / 3)
-"""Width over height of a random box."""
+"""Least and greatest width over height of a random box."""
 _MARGIN = 8 / 7
-"""How much larger than the crop a test picture is made: 256 for 224."""
+"""How much longer than the crop the shorter side of a test picture is made: 256 for 224."""
 
 
 @dataclass(frozen=True, slots=True)
 class RandomResizedCrop:
-    """A random box of the picture, resized to a square (Szegedy et al., 2014, "Going deeper")."""
+    """Cut out a random box and resize it to a square (Szegedy et al., 2014, "Going deeper")."""
 
     size: int
     """Pixels of the square's side."""
@@ -57,16 +58,21 @@ class RandomResizedCrop:
 
     def __call__(self, picture: Image) -> Image:
         box = self._box(*picture.size)
+        # The gap lets Pillow shrink a large box by whole pixels first: far cheaper, and with 2.0
+        # the result can hardly be told from that of one resize.
         return picture.resize((self.size, self.size), _bilinear(), box=box, reducing_gap=2.0)
 
     def _box(self, width: int, height: int) -> tuple[float, float, float, float]:
         for _ in range(_TRIES):
             area = width * height * between(self.least_area, 1.0)
+            # Uniform in the logarithm, or wide boxes would be more frequent than tall ones.
             aspect = math.exp(between(math.log(_ASPECTS[0]), math.log(_ASPECTS[1])))
             w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+            # A box that does not fit is drawn again, not trimmed, which would change its aspect.
             if 0 < w <= width and 0 < h <= height:
                 left, top = below(width - w + 1), below(height - h + 1)
                 return (left, top, left + w, top + h)
+        # A very long picture fits hardly any box, and each sample must end in bounded time.
         w, h = min(width, round(height * _ASPECTS[1])), min(height, round(width / _ASPECTS[0]))
         left, top = (width - w) // 2, (height - h) // 2
         return (left, top, left + w, top + h)
@@ -74,7 +80,7 @@ class RandomResizedCrop:
 
 @dataclass(frozen=True, slots=True)
 class RandomShift:
-    """The picture on a square, moved by up to an eighth of its side; what comes in is black."""
+    """Fit the picture to a square and move it by up to an eighth of its side; gaps are black."""
 
     size: int
     """Pixels of the square's side."""
@@ -83,12 +89,13 @@ class RandomShift:
         whole = CentreCrop(self.size, margin=1.0)(picture)
         most = self.size // 8
         left, top = below(2 * most + 1) - most, below(2 * most + 1) - most
+        # A box that reaches beyond the picture is not an error: Pillow fills the rest with zeros.
         return whole.crop((left, top, left + self.size, top + self.size))
 
 
 @dataclass(frozen=True, slots=True)
 class RandomFlip:
-    """Left and right change places in every second picture."""
+    """Mirror the picture left to right, with a probability of one half."""
 
     def __call__(self, picture: Image) -> Image:
         from PIL import Image
@@ -100,12 +107,12 @@ class RandomFlip:
 
 @dataclass(frozen=True, slots=True)
 class CentreCrop:
-    """The shorter side resized, and the middle cut out."""
+    """Resize the shorter side to a multiple of the square's, and cut out the middle."""
 
     size: int
     """Pixels of the square's side."""
     margin: float = _MARGIN
-    """How many times as long as the square's the shorter side is made."""
+    """Length of the resized shorter side over that of the square's side."""
 
     def __call__(self, picture: Image) -> Image:
         (left, right), (top, bottom) = (self._edges(picture, side) for side in picture.size)
@@ -113,7 +120,8 @@ class CentreCrop:
         return picture.resize((self.size, self.size), _bilinear(), box=box, reducing_gap=2.0)
 
     def _edges(self, picture: Image, side: int) -> tuple[float, float]:
-        """Where the cut lies along a side; nothing is resized but what it holds."""
+        """Return where the cut begins and ends along a side, in pixels of the whole picture."""
+        # The box is mapped back, so that the pixels outside the cut are never resized at all.
         shorter = round(self.size * self.margin)
         resized = max(shorter, round(side * shorter / min(picture.size)))
         start = (resized - self.size) // 2
@@ -122,13 +130,14 @@ class CentreCrop:
 
 @dataclass(frozen=True, slots=True)
 class Normalise:
-    """Pixels to numbers of mean 0 and standard deviation 1, by channel."""
+    """Turn pixels into numbers of mean 0 and standard deviation 1, channel by channel."""
 
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
+    mean: tuple[float, ...]  # (c,), of pixels in [0, 1]
+    std: tuple[float, ...]  # (c,)
 
     def __call__(self, picture: Image) -> torch.Tensor:
-        """(c, h, w) float32."""
+        """Return the picture as (c, h, w) float32."""
+        # np.array copies: a view of Pillow's memory is read-only, which from_numpy warns about.
         pixels = torch.from_numpy(np.array(picture, dtype=np.uint8))
         channels = pixels.unsqueeze(0) if pixels.dim() == 2 else pixels.permute(2, 0, 1)
         mean, std = (
@@ -139,14 +148,14 @@ class Normalise:
 
 
 class LabelledPictures(Dataset[tuple[torch.Tensor, int]]):
-    """Pictures and their labels, changed anew at every reading.
+    """A data set of pictures and their labels, augmented anew at every reading.
 
     Args:
         pictures: the pictures.
-        labels: one number for each.
-        mode: that they are brought to.
-        changes: in turn.
-        normalise: at last.
+        labels: the number of each picture's class.
+        mode: the mode that every picture is converted to.
+        changes: what is done to a picture, in this order.
+        normalise: what turns the changed picture into a tensor.
     """
 
     def __init__(
@@ -172,19 +181,19 @@ class LabelledPictures(Dataset[tuple[torch.Tensor, int]]):
 
 
 def chain(changes: Sequence[Change], picture: Image) -> Image:
-    """A picture after all changes."""
+    """Apply all changes to a picture, in their order."""
     for change in changes:
         picture = change(picture)
     return picture
 
 
 def between(low: float, high: float) -> float:
-    """A number drawn from a range."""
+    """Draw a number uniformly from [low, high)."""
     return low + (high - low) * torch.rand(()).item()
 
 
 def below(limit: int) -> int:
-    """A whole number drawn from those below a limit."""
+    """Draw a whole number uniformly from 0 to ``limit - 1``."""
     return int(torch.randint(limit, ()).item())
 
 

@@ -1,7 +1,7 @@
-"""Data sets of pictures with one label each, in the layouts that users have.
+"""Reads pictures that lie in a folder for each class.
 
-A folder with ``train/CLASS/...`` and ``test/CLASS/...``; a folder of class folders, of which a
-share is held out; the IDX files of MNIST and its relatives; scikit-learn's digits.
+Either ``train/CLASS/...`` and ``test/CLASS/...``, or class folders alone, of which a share is held
+out to test with. Pictures that come as arrays are read by `onefold.data.arrays`.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ _MODE: dict[bool, Mode] = {True: "L", False: "RGB"}
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """Files of class folders."""
+    """The files of one set of class folders."""
 
     paths: list[Path]
     labels: list[str]
     bad: list[BadFile]
     names: list[str]
-    """Of the folders."""
+    """Names of the folders."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Usable:
-    """Those that can be read."""
+    """The files of a set that can be read; the lists have one entry for each, in one order."""
 
     paths: list[Path]
     labels: list[str]
@@ -68,7 +68,7 @@ class _Usable:
         return [each.look for each in self.seen]
 
     def samples(self, root: Path) -> Iterator[tuple[str, str, str]]:
-        """Name from the root, label and content of each."""
+        """Yield name below the root, label, and digest of the content of each picture."""
         for path, label, seen in zip(self.paths, self.labels, self.seen, strict=True):
             yield str(path.relative_to(root)), label, seen.content
 
@@ -82,16 +82,16 @@ def read_folders(
     labels_as_is: bool = False,
     scanning: Scanning | None = None,
 ) -> PictureClasses:
-    """Pictures in class folders; every picture is read once, to see whether it can be.
+    """Find the pictures in class folders, and read each once to see whether it can be.
 
     Args:
         directory: holds ``train`` and ``test`` (or ``val``) with a folder for each class, or the
             class folders themselves.
-        holdout: share of each class that becomes the test set where there is none.
-        seed: draws that share.
-        skip_bad: leave out what cannot be used; otherwise it is refused.
+        holdout: share of each class that becomes the test set where there is none, 0 to 1.
+        seed: seed of the generator that draws that share.
+        skip_bad: leave out files that cannot be used, rather than refuse the data set.
         labels_as_is: accept the name of every folder as that of a class.
-        scanning: how to look through the files.
+        scanning: what is known of the files already, and who watches; None for neither.
 
     Raises:
         DataError: the folder has no such layout, something in it cannot be used, or its folders
@@ -102,6 +102,7 @@ def read_folders(
     found = [_class_files(train_folder if given else directory)]
     if given:
         found.append(_class_files(test_folder(directory)))
+    # Names are checked before the pictures are read, which may take minutes.
     _refuse_same_classes(directory, found)
     notes = [] if labels_as_is else check_labels(Counter(found[0].labels), readable(directory))
     usable, bad = _looked_through(found, directory, scanning)
@@ -112,9 +113,12 @@ def read_folders(
     bad = [*bad, *strange]
     if not skip_bad:
         refuse(bad)
+    # Of what can be used, or a class without a readable picture would keep a logit for nothing.
+    # Sorted: the number of a class must not depend on the order in which a file system lists.
     classes = tuple(sorted(set(train.labels)))
     _check_enough(directory, classes, train, test)
     looks = [*train.looks, *test.looks]
+    # Over both sets, so that a test picture is scaled as the training pictures are.
     white, grey = white_of(looks), all(look.grey for look in looks)
     splits = [_split(part, directory, classes, white) for part in (train, test)]
     return PictureClasses(
@@ -153,10 +157,10 @@ def _apart(directory: Path, train: _Usable, test: _Usable) -> list[str]:
 
 
 def test_folder(directory: Path) -> Path:
-    """The folder beside ``train`` that holds the test set.
+    """Find the folder beside ``train`` that holds the test set.
 
     Raises:
-        DataError: there is none.
+        DataError: no folder has one of the usual names.
     """
     for name in _TEST_NAMES:
         if (directory / name).is_dir():
@@ -170,7 +174,7 @@ def test_folder(directory: Path) -> Path:
 def _given_parts(
     train: _Usable, test: _Usable, train_folder: Path
 ) -> tuple[_Usable, _Usable, list[BadFile]]:
-    """The two sets, and what cannot be used of the test set: pictures of no class."""
+    """Return the two sets, and the test pictures whose class has no training picture."""
     classes = set(train.labels)
     strange = [
         BadFile(path, f"no picture of its class {label!r} in {readable(train_folder)} can be used")
@@ -184,7 +188,7 @@ def _given_parts(
 def _held_parts(
     whole: _Usable, *, holdout: float, seed: int
 ) -> tuple[_Usable, _Usable, list[BadFile]]:
-    """The two sets, and what cannot be used: a class of a single picture has none to test with."""
+    """Divide the pictures in two sets; a class of a single picture has none to test with."""
     counts = Counter(whole.labels)
     alone = [
         BadFile(
@@ -194,6 +198,8 @@ def _held_parts(
         if counts[label] == 1
     ]
     kept = [i for i, label in enumerate(whole.labels) if counts[label] > 1]
+    # Only now: what is held out depends on the position in the list, so with --skip-bad the same
+    # pictures are drawn as if the unusable ones had never been there.
     whole = whole.only(kept)
     held = held_out(whole.labels, share=holdout, seed=seed)
     train = whole.only([i for i in range(len(whole.labels)) if i not in held])
@@ -201,7 +207,7 @@ def _held_parts(
 
 
 def _class_files(directory: Path) -> _Found:
-    """All pictures beneath the class folders, in the order of their paths."""
+    """Find all pictures below the class folders, in the order of their paths."""
     if not directory.is_dir():
         raise DataError(f"{readable(directory)}: expected a folder with one folder for each class")
     folders = sorted(path for path in directory.iterdir() if is_visible_folder(path))
@@ -210,6 +216,7 @@ def _class_files(directory: Path) -> _Found:
         raise DataError(f"{readable(directory)}: expected a folder for each class, found none")
     _refuse_masks(directory, [folder.name for folder in folders])
     for folder in folders:
+        # A folder that could not be read has its entry already: it need not be called empty, too.
         before = len(found.bad)
         paths = picture_paths(folder, found.bad)
         if not paths and len(found.bad) == before:
@@ -220,16 +227,17 @@ def _class_files(directory: Path) -> _Found:
 
 
 def _class_of(name: str) -> str:
-    """The class of a folder of that name: bytes that are no UTF-8 are written as ``\\xe9``."""
+    """Name the class of a folder; bytes that are not UTF-8 become text such as ``\\xe9``."""
     return os.fsencode(name).decode(errors="backslashreplace")
 
 
 def _refuse_same_classes(directory: Path, found: Sequence[_Found]) -> None:
-    """Refuse two folders whose names are not the same, and would be written the same way.
+    """Refuse folders of different names that would stand for classes of one name.
 
     Raises:
-        DataError: there are two.
+        DataError: two folders have names that `_class_of` cannot tell apart.
     """
+    # A folder may really be called "\\xe9" in ASCII, beside one whose name is the byte E9.
     first: dict[str, str] = {}
     for name in sorted({name for files in found for name in files.names}):
         other = first.setdefault(_class_of(name), name)
@@ -241,10 +249,10 @@ def _refuse_same_classes(directory: Path, found: Sequence[_Found]) -> None:
 
 
 def _refuse_masks(directory: Path, names: Sequence[str]) -> None:
-    """Refuse pictures and their masks, which would be learnt as two classes.
+    """Refuse a data set of pictures and masks, which would be learnt as two classes.
 
     Raises:
-        DataError: the folders are named so.
+        DataError: one folder is named as pictures are, and one as masks are.
     """
     images = [name for name in names if name.lower() in _IMAGE_FOLDERS]
     masks = [name for name in names if name.lower() in _MASK_FOLDERS]
@@ -261,7 +269,8 @@ def _refuse_masks(directory: Path, names: Sequence[str]) -> None:
 def _looked_through(
     found: Sequence[_Found], root: Path, scanning: Scanning | None
 ) -> tuple[list[_Usable], list[BadFile]]:
-    """Of each set what can be read, all looked through at once; and what cannot be used."""
+    """Return the readable pictures of each set, and all files that cannot be used."""
+    # All sets in one scan: their pictures need one white, and their progress is one count.
     paths = [path for files in found for path in files.paths]
     facts = scan_pictures(paths, root, scanning)
     usable, start = [], 0
@@ -269,6 +278,7 @@ def _looked_through(
     bad: list[BadFile] = []
     for files in found:
         end = start + len(files.paths)
+        # n counts all paths of all sets, and row the readable ones among them.
         rows = [(n, row) for row, n in enumerate(facts.sound) if start <= n < end]
         usable.append(
             _Usable(

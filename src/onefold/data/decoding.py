@@ -1,12 +1,12 @@
-"""Opens pictures of anybody: by known decoders, within bounds, and turned upright.
+"""Opens pictures of unknown origin: by known decoders, within bounds, and turned upright.
 
 Note: what a picture may cost
 -----------------------------
-A file of a few kilobytes may say that it has any number of pixels. What its header says is looked
-at before anything is decoded: no picture may have more than `MOST_PIXELS`, and threads that look
-through many wait for each other where theirs together would have more than `_PIXELS_IN_HAND`. Only
-decoders of the formats in `_FORMATS` are tried, whatever the file is called: others that Pillow
-knows start programs, such as Ghostscript for EPS.
+A file of a few kilobytes may claim any number of pixels. So its header is checked before anything
+is decoded: no picture may have more than `MOST_PIXELS`, and threads that look through many wait for
+each other where theirs together would have more than `_PIXELS_IN_HAND`. Only decoders of the
+formats in `_FORMATS` are tried, whatever the file is called: others that Pillow knows start
+programs, such as Ghostscript for EPS.
 """
 
 from __future__ import annotations
@@ -51,24 +51,25 @@ _SUFFIXES = frozenset({
     ".avif", ".bmp", ".gif", ".heic", ".jfif", ".jpe", ".jpeg", ".jpg", ".pgm", ".png", ".ppm",
     ".tif", ".tiff", ".webp",
 })  # fmt: skip
-"""Also of formats that not every Pillow reads: such a file is told, not passed over."""
+"""Includes formats that not every Pillow reads: such a file is reported, not passed over."""
 _FORMATS = ("PNG", "JPEG", "BMP", "GIF", "PPM", "TIFF", "WEBP", "AVIF", "HEIF")
-"""That are tried, those of `_SUFFIXES`; the last is read where somebody has added it to Pillow."""
+"""Decoders that are tried; the last one is there only if a plugin has added it to Pillow."""
 MOST_PIXELS = 1 << 27
-"""Of a picture."""
+"""The most that a picture may have: 512 MiB as Pillow holds RGB, in 4 bytes a pixel."""
 _PIXELS_IN_HAND = 1 << 26
-"""That threads decode together, unless a single picture has more."""
+"""The most that threads decode at the same time, unless a single picture has more."""
 _GREY_MODES = frozenset({"1", "L", "LA"})
 TURNED = range(5, 9)
-"""Orientations in an EXIF note by which width and height change places."""
+"""EXIF orientations that swap width and height."""
 ORIENTATION = 0x0112
+"""The EXIF tag for how a camera was held."""
 
 
 def require_pillow() -> None:
-    """Refuse to go on without the library that reads pictures.
+    """Refuse to go on without Pillow, the library that reads pictures.
 
     Raises:
-        LaunchError: it is not installed.
+        LaunchError: Pillow is not installed.
     """
     if importlib.util.find_spec("PIL") is None:
         raise LaunchError(
@@ -83,15 +84,15 @@ def is_picture(path: Path) -> bool:
 
 
 def open_picture(path: Path, *, white: int | None = None) -> Image:
-    """Read a picture as a whole, to mode ``L`` if it is grey, or else ``RGB``.
+    """Read a whole picture, in mode ``L`` if it is grey, and in ``RGB`` otherwise.
 
     Args:
-        path: of the file.
-        white: of more than 8 bits; None takes the usual one: 65535 for 16 bits, else the first of
-            1 (fractions), 255 and 65535 that no value is above.
+        path: path of the file.
+        white: the value that becomes white in a picture of more than 8 bits. None takes 65535 for
+            16 bits, and else the first of 1 (fractions), 255 and 65535 that no value exceeds.
 
     Raises:
-        DataError: it cannot be read; the message names the file.
+        DataError: the picture cannot be read; the message names the file.
     """
     with pillow_quiet():
         return in_bytes(load_picture(path), path, white)
@@ -99,24 +100,26 @@ def open_picture(path: Path, *, white: int | None = None) -> Image:
 
 @contextmanager
 def pillow_quiet() -> Iterator[None]:
-    """Without Pillow's warnings, of a damaged EXIF note or of a large picture: it has been read.
+    """Silence Pillow's warnings of damaged EXIF notes and large pictures, which are read anyway.
 
-    What this sets holds for all threads, so no thread of several may set it on its own.
+    Warning filters belong to the process: enter this before threads start, never in one of several.
     """
+    # Threads that left in another order than they entered would put back each other's filters, and
+    # the process would keep ours for good.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"PIL\.")
         yield
 
 
 def load_picture(path: Path, *, weight: int = 1) -> Image:
-    """Read a picture as its file has it, turned as its note says; for threads of `look_through`.
+    """Read a picture in the file's own mode, turned upright; for threads of `look_through`.
 
     Args:
-        path: of the file.
-        weight: as many pictures it counts for while threads look through many.
+        path: path of the file.
+        weight: how many pictures of its size it counts for, if what is done with it needs as much.
 
     Raises:
-        DataError: it cannot be read; the message names the file.
+        DataError: the picture cannot be read; the message names the file.
     """
     with reading(path), opened_picture(path) as opened:
         return loaded(opened, weight)
@@ -124,14 +127,16 @@ def load_picture(path: Path, *, weight: int = 1) -> Image:
 
 @contextmanager
 def opened_picture(path: Path) -> Iterator[ImageFile]:
-    """A picture of which only the header has been read, and that may be decoded.
+    """Open a picture, reading no more than its header, and refuse it if it is too large.
 
     Raises:
-        ValueError: it has too many pixels.
+        ValueError: the picture has more than `MOST_PIXELS`.
     """
     from PIL import Image
 
+    # By file and not by path: Pillow would open whatever the path stands for, a FIFO as well.
     with open_regular(path) as file, Image.open(file, formats=_known_formats()) as opened:
+        # Our own bound: Pillow only warns up to twice its own, and programs may switch that off.
         width, height = opened.size
         if width * height > MOST_PIXELS:
             raise ValueError(
@@ -144,33 +149,38 @@ def opened_picture(path: Path) -> Iterator[ImageFile]:
 def _known_formats() -> tuple[str, ...]:
     from PIL import Image
 
+    # Without init, Image.OPEN lacks the formats that Pillow loads on demand; and open() raises
+    # KeyError for one that this Pillow was built without.
     Image.init()
     return tuple(name for name in _FORMATS if name in Image.OPEN)
 
 
 def loaded(opened: ImageFile, weight: int = 1) -> Image:
-    """The pixels, turned as the note says; without a copy where there is nothing to turn."""
+    """Decode the pixels and turn them upright; nothing is copied if they are upright already."""
     from PIL import ImageOps
 
+    # Before load, which allocates all of them. Until then a picture is a header and a descriptor.
     in_hand.take(opened.width * opened.height * weight)
     opened.load()
+    # Asked after loading: a PNG may have its EXIF note behind the pixels.
     turned = opened.getexif().get(ORIENTATION, 1) != 1
     return ImageOps.exif_transpose(opened) if turned else opened
 
 
 class _InHand:
-    """How many pixels the threads of `look_through` decode at the moment.
+    """Bounds how many pixels the threads of `look_through` hold at the same time.
 
-    A thread that is none of them, or has taken none yet, is not counted.
+    Other threads are not counted and never wait: a loader's worker has one picture at a time.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
+        # By the identity of the thread; guarded by the condition's lock.
         self._pixels: dict[int, int] = {}
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Count what this thread takes, until the end."""
+        """Count what this thread takes, until the block ends."""
         thread = threading.get_ident()
         with self._changed:
             self._pixels[thread] = 0
@@ -182,30 +192,40 @@ class _InHand:
                 self._changed.notify_all()
 
     def take(self, pixels: int) -> None:
-        """Wait until there is room for so many, or nobody else has any."""
+        """Wait until so many pixels fit, or nobody else holds any."""
         thread = threading.get_ident()
         with self._changed:
             if thread not in self._pixels:
                 return
+            # What it held counts no more while it waits: two threads that each waited for the
+            # other's pixels would wait for ever.
             self._pixels[thread] = 0
             self._changed.wait_for(lambda: self._fits(pixels))
             self._pixels[thread] = pixels
 
     def _fits(self, pixels: int) -> bool:
+        # Alone, any picture fits, or one larger than the bound could never be read.
         others = sum(self._pixels.values())
         return not others or others + pixels <= _PIXELS_IN_HAND
 
 
 in_hand = _InHand()
+"""One for the process, as its memory is."""
 
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Whatever a damaged file raises, by its format, becomes one error that names it."""
+    """Turn whatever decoding raises into one error that names the file.
+
+    Raises:
+        DataError: the block raised an exception other than MemoryError.
+    """
     try:
         yield
+    # Says nothing about the file: the next one may fit no better.
     except MemoryError:
         raise
+    # On crafted bytes decoders raise nearly anything: SyntaxError, struct.error, IndexError.
     except Exception as error:
         came = _what_came(path, error)
         raise DataError(f"{readable(path)}: expected a picture that can be read: {came}") from error
@@ -217,7 +237,10 @@ def is_deep(picture: Image) -> bool:
 
 
 def in_bytes(picture: Image, path: Path, white: int | None) -> Image:
+    """Bring a picture to mode ``L`` or ``RGB``; see `open_picture` for ``white``."""
     with reading(path):
+        # Pillow's own convert knows nothing of our white, and in most of these modes cuts off
+        # what is above 255.
         if is_deep(picture):
             picture = _to_bytes(picture, white)
         mode = "L" if picture.mode in _GREY_MODES else "RGB"
@@ -227,6 +250,7 @@ def in_bytes(picture: Image, path: Path, white: int | None) -> Image:
 def _what_came(path: Path, error: Exception) -> str:
     from PIL import UnidentifiedImageError
 
+    # Its text would repeat the path, which the caller puts in front.
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     if not isinstance(error, UnidentifiedImageError):
@@ -239,7 +263,7 @@ def _what_came(path: Path, error: Exception) -> str:
 
 
 def _to_bytes(picture: Image, white: int | None) -> Image:
-    """A grey picture of more than 8 bits a pixel, scaled as a whole to 8."""
+    """Scale a grey picture of more than 8 bits a pixel to 8 bits."""
     from PIL import Image
 
     values = finite(picture)
@@ -249,12 +273,12 @@ def _to_bytes(picture: Image, white: int | None) -> Image:
 
 
 def finite(picture: Image) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
-    """Its values; what is not finite is black."""
+    """Return the values of a picture, (h, w) float64, with 0 for any that is not finite."""
     return np.nan_to_num(np.asarray(picture, dtype=np.float64), posinf=0, neginf=0)
 
 
 def _usual_white(mode: str, largest: float) -> int:
-    """Of a picture alone: only 16 bits say what white is."""
+    """Guess the white of a single picture; only a mode of 16 bits states it."""
     whites = [65535] if mode.startswith("I;16") else [255, 65535]
     if mode == "F":
         whites.insert(0, 1)

@@ -1,13 +1,13 @@
 """Fetches data sets of known content over the network, once, into a folder that is kept.
 
-What a file must hold is known beforehand by its SHA-256, so it does not matter where it comes from
-or who put it there.
+The SHA-256 of every file is known beforehand, so it does not matter where a file comes from or who
+put it there.
 
 Note: a limit for the whole
 ---------------------------
-A time limit of a socket holds for each wait, so a server that sends a byte now and then is waited
-for without end: while it greets, in its headers, or in what it sends. So a clock runs beside all of
-it, and cuts the connection when the time is up.
+The timeout of a socket holds for each wait alone, so a server that sends a byte now and then can
+keep a client for ever: in the TLS handshake, in its headers, or in the content. So a clock runs
+beside all of it, and cuts the connection when the time is up.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ __all__ = ["SETS", "RemoteSet", "fetch_dataset"]
 
 _CHUNK_BYTES = 1 << 20
 _LARGEST_BYTES = 1 << 28
+"""Of one file: a server that never stops must not fill the memory before its sum is checked."""
 _LONGEST_SILENCE_S = 30.0
+"""A server that sends nothing for so long is given up, and the next mirror is tried."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,29 +100,30 @@ SETS: Mapping[str, RemoteSet] = {
 def fetch_dataset(
     name: str, cache: Path, *, sets: Mapping[str, RemoteSet] = SETS, timeout_s: float = 600.0
 ) -> Path:
-    """The folder of a data set, with all its files; those that are not there yet are fetched.
+    """Fetch the files of a data set that are not there yet, and return its folder.
 
-    Processes that do so at the same time do no harm to each other.
+    Several processes may do so at the same time: each writes aside and renames what it has.
 
     Args:
-        name: of the data set, ``"mnist"`` or ``"fashion-mnist"``.
+        name: name of the data set, ``"mnist"`` or ``"fashion-mnist"``.
         cache: holds one folder for each data set; made if it is missing.
         sets: the data sets that are known.
-        timeout_s: the longest time for one file from one address, from the greeting to the end.
+        timeout_s: the longest time for one file from one address, connecting included.
 
     Returns:
         ``cache/name``, where every file has the right SHA-256.
 
     Raises:
-        ValueError: there is no data set of that name.
-        DataError: a file that is there has another SHA-256, and is left as it is; or no address
-            gave one that is missing.
+        ValueError: no data set has that name.
+        DataError: a file that is there has another SHA-256, and is left as it is; or a missing
+            file could not be fetched from any address.
         OSError: the folder cannot be written.
     """
     if name not in sets:
         raise ValueError(f"expected a data set of {', '.join(sets)}, got {name!r}")
     folder, wanted = cache / name, sets[name]
     folder.mkdir(parents=True, exist_ok=True)
+    # All are checked before the first is fetched: a wrong file ends this without a download.
     missing = [file for file in wanted.sums if not _is_there(folder / file, wanted.sums[file])]
     for file in missing:
         write_whole(folder / file, _fetch(file, wanted, folder, timeout_s))
@@ -128,11 +131,16 @@ def fetch_dataset(
 
 
 def _is_there(path: Path, expected: str) -> bool:
-    """Whether the file lies there; one that does must be the right one."""
+    """Return whether a file is there.
+
+    Raises:
+        DataError: the file is there, and has another SHA-256.
+    """
     if not path.exists():
         return False
     with open_regular(path) as file:
         got = hashlib.file_digest(file, "sha256").hexdigest()
+    # Not replaced without a word: it may be somebody's own data under the same name.
     if got != expected:
         raise DataError(
             f"{path}: expected a file with SHA-256 {expected}, got {got}; "
@@ -142,7 +150,7 @@ def _is_there(path: Path, expected: str) -> bool:
 
 
 def _fetch(file: str, wanted: RemoteSet, folder: Path, timeout_s: float) -> bytes:
-    """The file's right content, from the first address that gives it."""
+    """Return a file's content from the first address that has the right one."""
     failures = []
     for mirror in wanted.mirrors:
         try:
@@ -159,10 +167,10 @@ def _fetch(file: str, wanted: RemoteSet, folder: Path, timeout_s: float) -> byte
 
 
 def _download(address: str, timeout_s: float) -> bytes:
-    """What the address answers, whole, within the time.
+    """Return the whole answer of an address, if it comes within the time.
 
     Raises:
-        TimeoutError: it takes longer.
+        TimeoutError: the answer takes longer.
         OSError, http.client.HTTPException: the connection fails.
         ValueError: the answer is too long, or not as long as announced.
     """
@@ -170,6 +178,8 @@ def _download(address: str, timeout_s: float) -> bytes:
     with _limited(timeout_s) as limit:
         try:
             _receive(address, limit, content)
+        # Cutting the connection makes whoever reads from it raise, or see an early end: once the
+        # time is up, that is the reason, and not what was raised.
         except (OSError, http.client.HTTPException, ValueError):
             if not limit.is_up:
                 raise
@@ -183,16 +193,21 @@ def _download(address: str, timeout_s: float) -> bytes:
 def _receive(address: str, limit: _Limit, content: bytearray) -> None:
     with _opener(limit).open(address, timeout=limit.left_s) as answer:
         promised = answer.headers.get("Content-Length")
+        # read1 returns what has come; read would wait until a whole chunk is there.
         while piece := answer.read1(_CHUNK_BYTES):
             content += piece
             if len(content) > _LARGEST_BYTES:
                 raise ValueError(f"expected at most {_LARGEST_BYTES} bytes, got more")
+    # http.client takes a connection that ends early for the end of the file, if read by read1.
     if promised is not None and promised != str(len(content)):
         raise ValueError(f"expected {promised} bytes as announced, got {len(content)}")
 
 
 class _Limit:
-    """The time that a download may take, and its connections, which are cut when it is up."""
+    """Cuts the connections of a download when its time is up.
+
+    `cut` may run in the clock's thread; everything else runs in the one that downloads.
+    """
 
     def __init__(self, timeout_s: float) -> None:
         self.is_up = False
@@ -202,27 +217,37 @@ class _Limit:
 
     @property
     def left_s(self) -> float:
-        """For a single wait: a little longer than for the whole, which is then what is told."""
+        """How long a single wait may take.
+
+        A second longer than the whole may, so that a late file is reported as such, and not as a
+        silent socket.
+        """
         return min(max(self._end_s - time.monotonic(), 0.0) + 1.0, _LONGEST_SILENCE_S)
 
     def watch(self, line: socket.socket) -> None:
-        """Cut this connection, too, when the time is up."""
+        """Add a connection to those that are cut when the time is up."""
         with self._changing:
-            # One of its own: what is wrapped for TLS gives up the first.
+            # A descriptor of our own for the same connection: wrapping a socket for TLS detaches
+            # it, and a number that was closed may stand for another file of the process by now.
             self._lines.append(socket.socket(fileno=os.dup(line.fileno())))
+        # The clock may have gone off while this connected. As `cut` sets the flag before it takes
+        # the lock, either it finds this line in the list, or the flag is seen here.
         if self.is_up:
             self.cut()
 
     def cut(self) -> None:
-        """Wake up whoever waits for a connection."""
+        """Wake up whoever waits for one of the connections."""
+        # Set first: whoever wakes up looks at it at once.
         self.is_up = True
         with self._changing:
             for line in self._lines:
-                with suppress(OSError):  # it has ended by itself
+                # It may have ended by itself. Shut down and not closed: closing a descriptor does
+                # not wake a thread that waits in recv, and TLS holds another one anyway.
+                with suppress(OSError):
                     line.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Let go of all connections."""
+        """Close the descriptors of all connections."""
         with self._changing:
             for line in self._lines:
                 line.close()
@@ -233,12 +258,14 @@ class _Limit:
 def _limited(timeout_s: float) -> Iterator[_Limit]:
     limit = _Limit(timeout_s)
     clock = threading.Timer(timeout_s, limit.cut)
+    # A program that ends while another of its threads downloads must not wait for the clock.
     clock.daemon = True
     clock.start()
     try:
         yield limit
     finally:
         clock.cancel()
+        # Before closing: a cut that has begun still uses the descriptors.
         clock.join()
         limit.close()
 
@@ -249,13 +276,18 @@ class _Connection(http.client.HTTPConnection):
     limit: _Limit
 
     def connect(self) -> None:
+        # Again for each connection: a redirection makes a new one, with less time left.
         self.timeout = self.limit.left_s
         super().connect()
         self.limit.watch(self.sock)
 
 
 class _SecureConnection(http.client.HTTPSConnection, _Connection):
-    """The same with TLS: the plain connection is watched before the two greet each other."""
+    """A connection with TLS that is cut when the time is up.
+
+    The bases are in this order so that HTTPSConnection.connect calls `_Connection.connect` for the
+    plain connection, which is therefore watched before the handshake begins.
+    """
 
 
 def _connect(kind: type[_Connection], limit: _Limit, /, *args: Any, **options: Any) -> _Connection:
@@ -265,7 +297,7 @@ def _connect(kind: type[_Connection], limit: _Limit, /, *args: Any, **options: A
 
 
 class _Limited:
-    """Of a handler: its connections have one time limit."""
+    """A handler whose connections share one time limit."""
 
     def __init__(self, limit: _Limit) -> None:
         super().__init__()
@@ -283,11 +315,12 @@ class _SecureHandler(_Limited, urllib.request.HTTPSHandler):
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Goes where an answer leads, if that is no less safe."""
+    """Follows a redirection, unless it leads to something less safe."""
 
     def redirect_request(
         self, req: urllib.request.Request, fp: Any, code: int, msg: str, headers: Any, newurl: str
     ) -> urllib.request.Request | None:
+        # From https to http, anybody on the way could read along; file: would be a local file.
         kind = urllib.parse.urlsplit(newurl).scheme
         if kind not in {"https", req.type}:
             raise ValueError(f"expected to be led on by {req.type}, got {newurl!r:.100}")
@@ -295,7 +328,8 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
 
 
 def _opener(limit: _Limit) -> urllib.request.OpenerDirector:
-    """Of addresses of http and https, and of no others, such as those of files."""
+    """Make an opener of http and https addresses alone."""
+    # Put together by hand: build_opener would add handlers for file:, ftp: and data:.
     opener = urllib.request.OpenerDirector()
     for handler in (
         urllib.request.ProxyHandler(),
@@ -317,7 +351,8 @@ def _check_sum(content: bytes, expected: str) -> None:
 
 
 def _told(failure: Exception) -> str:
-    """What went wrong, in one line."""
+    """Describe a failure in one line."""
+    # It is a response as well as an exception, and its socket stays open until it is closed.
     if isinstance(failure, urllib.error.HTTPError):
         failure.close()
         return f"HTTP {failure.code} {failure.reason}"

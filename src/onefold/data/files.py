@@ -1,4 +1,4 @@
-"""Reads files of the user, with a bound each, and refuses to write where something of his lies."""
+"""Reads the user's files within bounds, and refuses to overwrite what onefold did not make."""
 
 from __future__ import annotations
 
@@ -14,25 +14,29 @@ from onefold.system.plainfile import open_plain, parse_json
 __all__ = ["open_regular", "read_json", "read_whole", "require_ours"]
 
 _HEAD_BYTES = 512
+"""How much of a file is read to recognise it as one of ours."""
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a file that the user has named, or that lies in a folder of his; links are followed.
+    """Open a file that the user has named, or that lies in a folder of theirs; follow links.
 
     Raises:
-        OSError: there is none, it may not be read, or it is a folder, a pipe or a device.
+        OSError: the file does not exist or may not be read, or is a folder, a pipe or a device.
     """
+    # Large data sets are often folders of links to one copy, so here links are nothing strange.
     return open_plain(path, follow=True)
 
 
 def read_whole(path: Path, most_bytes: int) -> bytes:
-    """The content of a file that is not large.
+    """Read all of a file that must not be large.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is larger.
+        OSError: the file cannot be read.
+        ValueError: the file is larger than ``most_bytes``.
     """
     with open_regular(path) as file:
+        # One byte more than allowed, instead of asking for the size: a file in /proc reports 0, and
+        # any file may grow after it was asked.
         content = file.read(most_bytes + 1)
     if len(content) > most_bytes:
         raise ValueError(f"{path}: expected a file of at most {most_bytes:,} bytes, got more")
@@ -40,11 +44,12 @@ def read_whole(path: Path, most_bytes: int) -> bytes:
 
 
 def read_json(path: Path, most_bytes: int) -> Any:
-    """What a JSON file holds.
+    """Parse a JSON file.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is larger, nested too deep, or no JSON; the message names the file.
+        OSError: the file cannot be read.
+        ValueError: the file is larger than ``most_bytes``, nested too deeply, or not JSON; the
+            message names it.
     """
     content = read_whole(path, most_bytes)
     try:
@@ -54,24 +59,26 @@ def read_json(path: Path, most_bytes: int) -> Any:
 
 
 def require_ours(path: Path, ours: Callable[[bytes], bool], told: str) -> None:
-    """Refuse to write where something lies that onefold has not made.
+    """Refuse to write over anything that onefold did not make.
 
     Args:
-        path: of a file that is to be written.
-        ours: whether a file that begins so is one that may be replaced.
-        told: of the option that names it, and what it takes, for the error.
+        path: path of the file that is to be written.
+        ours: takes the first bytes of a file and returns whether the file may be replaced.
+        told: beginning of the error: the option that names the path, and what it takes.
 
     Raises:
-        ValueError: it is a link, a folder, a pipe or a device, or a file that begins otherwise.
-        OSError: it cannot be read.
+        ValueError: the path is a link, a folder, a pipe or a device, or a file that is not ours.
+        OSError: the file cannot be read.
     """
     try:
+        # Not through a link: writing replaces the link, and the user put it there on purpose.
         found = os.lstat(path)
     except FileNotFoundError:
         return
     if stat.S_ISREG(found.st_mode):
         with open_regular(path) as file:
             head = file.read(_HEAD_BYTES)
+        # Nothing is lost with an empty file, such as mktemp leaves to reserve a name.
         if not head or ours(head):
             return
         came = "a file with something else in it"

@@ -3,8 +3,12 @@
 Format: http://yann.lecun.com/exdb/mnist (two zero bytes, a code for the type of the numbers, the
 number of dimensions, then each dimension as a big-endian uint32, then the numbers in C order).
 
-What the header promises is compared with the file before anything is made of that size, and of what
-a gzip file unpacks to no more is taken than that.
+Note: what a header promises
+----------------------------
+Twenty bytes may promise a tensor of any size, and a gzip file of a megabyte may unpack to a
+gigabyte. So the header is compared with the size of the file before any memory is allocated for the
+numbers; and of what a gzip file unpacks to, no more is read than the header promises and one byte,
+which tells that there is more.
 """
 
 from __future__ import annotations
@@ -33,9 +37,11 @@ GZIP_MAGIC = b"\x1f\x8b"
 NUMBER_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 
 _MOST_PACKED = 1100
-"""Bytes that a byte of a gzip file can hold, and some to spare."""
+"""Bytes that a byte of a gzip file may unpack to: DEFLATE cannot exceed 1032, and some to spare."""
 _MOST_UNPACKED_BYTES = 1 << 30
+"""Of one gzip file; MNIST's largest has 47 million."""
 _PIECE_BYTES = 1 << 20
+"""Read at a time, so that no second copy of the whole file is made."""
 
 # Mean and standard deviation of the 60,000 training images of MNIST, pixels in [0, 1].
 MNIST_MEAN = 0.1307
@@ -44,7 +50,7 @@ MNIST_STD = 0.3081
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Header:
-    """What the first bytes of an IDX file say about the rest."""
+    """What the first bytes of an IDX file declare about the rest."""
 
     number_type: np.dtype[np.generic]
     """Type of the numbers as stored, big-endian."""
@@ -81,6 +87,7 @@ def read_idx(path: str | PathLike[str]) -> torch.Tensor:
     with _unpacked(path) as stream:
         header = read_header(stream, path)
         numbers = _read_numbers(stream, header, path)
+    # PyTorch has no big-endian dtypes; for single bytes the copy would be wasted.
     if header.number_type.itemsize > 1:
         numbers = numbers.astype(header.number_type.newbyteorder("="))
     return torch.from_numpy(numbers.reshape(header.shape))
@@ -88,24 +95,27 @@ def read_idx(path: str | PathLike[str]) -> torch.Tensor:
 
 @dataclass(slots=True)
 class _Stream:
-    """The content of a file, which comes in pieces and is never longer than asked for."""
+    """A file's content, unpacked if need be, and read no further than asked for."""
 
     file: BufferedReader | gzip.GzipFile
     size_bytes: int
-    """Of the file."""
+    """Size of the file as it lies on the disk."""
     packed: bool
+    """Whether the file is compressed with gzip."""
 
     @property
     def most_bytes(self) -> int:
-        """That it can hold."""
+        """The longest content that a file of this size can hold."""
         return self.size_bytes * (_MOST_PACKED if self.packed else 1)
 
 
 @contextmanager
 def _unpacked(path: Path) -> Iterator[_Stream]:
-    """The file's content, decompressed if it is a gzip file."""
+    """Open a file's content, decompressed if it is a gzip file."""
     with open_regular(path) as file:
+        # Of the descriptor: the path may stand for another file by now.
         size = os.fstat(file.fileno()).st_size
+        # By content: downloads often keep the ending .gz after a browser has unpacked them.
         packed = file.peek(2)[:2] == GZIP_MAGIC
         if not packed:
             yield _Stream(file, size, packed)
@@ -113,6 +123,7 @@ def _unpacked(path: Path) -> Iterator[_Stream]:
         try:
             with gzip.GzipFile(fileobj=file) as stream:
                 yield _Stream(stream, size, packed)
+        # Around the yield: damage shows only while the caller reads.
         except (EOFError, gzip.BadGzipFile, zlib.error) as damage:
             raise ValueError(
                 f"{path}: expected a whole gzip file, got {size} bytes that do not decompress "
@@ -123,11 +134,12 @@ def _unpacked(path: Path) -> Iterator[_Stream]:
 def _read_numbers(
     stream: _Stream, header: Header, path: Path
 ) -> np.ndarray[tuple[int, ...], np.dtype[Any]]:
-    """What the header promises, all of it and nothing more.
+    """Read the numbers that the header promises, all of them and nothing more, as (n,).
 
     Raises:
-        ValueError: the file holds another number of bytes, or promises more than it can hold.
+        ValueError: the file holds another number of bytes than promised, or could not hold so many.
     """
+    # In Python's integers: in NumPy's a crafted shape could overflow to something small.
     length = prod(header.shape) * header.number_type.itemsize
     expected = (
         f"{path}: expected {header.length_bytes + length} bytes for {header.number_type.name} "
@@ -140,17 +152,19 @@ def _read_numbers(
             f"{expected}, more than the {_MOST_UNPACKED_BYTES} that are taken out of a gzip file: "
             f"unpack it with gunzip"
         )
+    # A bytearray, and not bytes: the tensor will share this memory, and must be writable.
     content = bytearray(length)
     got = _read_into(stream.file, content)
     if got < length:
         raise ValueError(f"{expected}, got {header.length_bytes + got}")
+    # Reading beyond the end also makes gzip compare its checksum.
     if stream.file.read(1):
         raise ValueError(f"{expected}, got more")
     return np.frombuffer(content, header.number_type)
 
 
 def _read_into(file: BufferedReader | gzip.GzipFile, content: bytearray) -> int:
-    """Fill the content as far as the file goes; how far that is."""
+    """Fill the content as far as the file goes, and return how many bytes that is."""
     got, view = 0, memoryview(content)
     while got < len(content):
         piece = file.read(min(_PIECE_BYTES, len(content) - got))
@@ -162,7 +176,7 @@ def _read_into(file: BufferedReader | gzip.GzipFile, content: bytearray) -> int:
 
 
 def read_header(stream: _Stream, path: Path) -> Header:
-    """The header of an IDX file, checked."""
+    """Read and check the header of an IDX file."""
     head = stream.file.read(4)
     if len(head) < 4:
         raise ValueError(f"{path}: expected an IDX header of 4 bytes, got {len(head)}")
@@ -188,7 +202,7 @@ def read_header(stream: _Stream, path: Path) -> Header:
 
 
 def mnist(directory: str | PathLike[str], train: bool = True) -> TensorDataset:
-    """MNIST, or a data set in its layout, from the IDX files of a folder.
+    """Read MNIST, or a data set in its layout, from the IDX files of a folder.
 
     Args:
         directory: folder with ``train-images-idx3-ubyte``, ``train-labels-idx1-ubyte``,
@@ -204,19 +218,20 @@ def mnist(directory: str | PathLike[str], train: bool = True) -> TensorDataset:
         ValueError: a file is damaged, or the two do not belong together.
     """
     images, labels = read_labelled(Path(directory), "train" if train else "t10k")
+    # In place after the one conversion: each copy of 60,000 images takes 188 MB.
     pixels = images.unsqueeze(1).to(torch.float32).div_(255)
     return TensorDataset(pixels.sub_(MNIST_MEAN).div_(MNIST_STD), labels)
 
 
 def read_labelled(directory: Path, prefix: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Images and labels that belong together.
+    """Read images and the labels that belong to them.
 
     Args:
         directory: folder of the four files.
         prefix: ``train`` or ``t10k``.
 
     Returns:
-        (n, h, w) uint8 and (n,) int64.
+        Images (n, h, w) uint8 and labels (n,) int64.
 
     Raises:
         FileNotFoundError: a file is missing.
@@ -237,11 +252,12 @@ def read_labelled(directory: Path, prefix: str) -> tuple[torch.Tensor, torch.Ten
             f"{images_path}: expected at least one image of at least one pixel, got shape "
             f"{tuple(images.shape)}"
         )
+    # cross_entropy takes class numbers as int64 only.
     return images, labels.to(torch.int64)
 
 
 def find_file(directory: Path, name: str) -> Path:
-    """The plain or the compressed file of that name."""
+    """Find the compressed or the plain file of that name; the compressed one takes precedence."""
     candidates = [directory / f"{name}.gz", directory / name]
     for candidate in candidates:
         if candidate.is_file():
@@ -251,7 +267,7 @@ def find_file(directory: Path, name: str) -> Path:
 
 
 def expect_bytes(numbers: torch.Tensor, path: Path, *, dimensions: int) -> None:
-    """Refuse a file that is sound IDX but not MNIST."""
+    """Refuse a file that is valid IDX, but not of the kind that MNIST's are."""
     if numbers.dtype != torch.uint8 or numbers.ndim != dimensions:
         raise ValueError(
             f"{path}: expected uint8 numbers of {dimensions} dimensions, "

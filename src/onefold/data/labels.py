@@ -1,7 +1,8 @@
 """Finds labels that are probably not classes, before a model learns them.
 
-What a file says is text. Measured numbers, lists of labels, and one label in two spellings look
-like classes, and training on them ends well, with a model of something else than was asked for.
+To a program a label is any text. Measured numbers, lists of labels, and one label in two spellings
+all look like classes, and training on them raises no error: it ends with a model of something else
+than was asked for. The numbers below are rules of thumb, which --labels-as-is switches off.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from onefold.errors import DataError
 __all__ = ["check_labels", "refuse_spellings"]
 
 _MANY = 20
-"""More classes than these are looked at for being measured numbers."""
+"""With more classes than these, labels may be refused as measured numbers, or as no classes."""
 _FEW_EACH = 5
-"""Samples of a class, on average: numbers that have fewer are measured, not chosen from a list."""
+"""Samples of a class, on average: whole numbers that have fewer are measured, not chosen."""
 _NOTED = 50
-"""More classes than these that are whole numbers are mentioned, however many samples they have."""
+"""With more classes than these, whole numbers are worth a note, whatever samples they have."""
 _LISTED = 3
+"""Labels that an error gives as examples."""
 _NUMBER = re.compile(r"[-+]?\d+(?:[.,]\d+)?(?:[eE][-+]?\d+)?")
 _WHOLE = re.compile(r"[-+]?\d+")
 _SEVERAL = re.compile(r"[,;|]")
@@ -33,14 +35,14 @@ def check_labels(counts: Mapping[str, int], where: str) -> list[str]:
 
     Args:
         counts: how many samples each label has.
-        where: they are, for errors.
+        where: file or folder of the labels, for errors.
 
     Returns:
         What to mention before training.
 
     Raises:
-        DataError: two labels differ by spelling alone, or one has control characters, or they are
-            measured numbers, or lists of several labels, or mostly occur once.
+        DataError: two labels differ by spelling alone; one has control characters; or the labels
+            are measured numbers, lists of several labels, or texts that mostly occur once.
 
     Example:
         >>> check_labels({"lob": 10, "smash": 12}, "train.tsv")
@@ -52,19 +54,21 @@ def check_labels(counts: Mapping[str, int], where: str) -> list[str]:
     samples = sum(counts.values())
     if len(counts) <= _MANY:
         return []
-    told = f"{where}: expected labels that name classes, got {len(counts):,} different ones"
+    many = f"{where}: expected labels that name classes, got {len(counts):,} different ones"
+    # Fractions are measured however often they occur; whole numbers may well be names of classes,
+    # such as article numbers, as long as each has its samples.
     numbers = all(_NUMBER.fullmatch(label) for label in counts)
     whole = numbers and all(_WHOLE.fullmatch(label) for label in counts)
     if numbers and (not whole or samples < _FEW_EACH * len(counts)):
         raise DataError(
-            f"{told} on {samples:,} samples, all of them numbers, such as {_some(counts)}. To "
+            f"{many} on {samples:,} samples, all of them numbers, such as {_some(counts)}. To "
             f"predict measured values is a different kind of task: group them into a few named "
             f"ranges{_OTHERWISE}"
         )
     once = sum(1 for count in counts.values() if count == 1)
     if 2 * once > len(counts):
         raise DataError(
-            f"{told} on {samples:,} samples, {once:,} of them only once, such as {_some(counts)}: "
+            f"{many} on {samples:,} samples, {once:,} of them only once, such as {_some(counts)}: "
             f"check that these are the labels{_OTHERWISE}"
         )
     if whole and len(counts) > _NOTED:
@@ -77,11 +81,10 @@ def check_labels(counts: Mapping[str, int], where: str) -> list[str]:
 
 
 def refuse_spellings(labels: Collection[str], where: str) -> None:
-    """Refuse labels that differ by case, by spaces, by letters that nobody sees, or by how Unicode
-    writes the same letters.
+    """Refuse labels that look alike: only case, spaces or the way Unicode encodes them differ.
 
     Raises:
-        DataError: two of them do.
+        DataError: two labels look alike.
     """
     seen: dict[str, str] = {}
     for label in labels:
@@ -94,7 +97,7 @@ def refuse_spellings(labels: Collection[str], where: str) -> None:
 
 
 def _refuse_controls(labels: Collection[str], where: str) -> None:
-    """Refuse names that would move the cursor, or break a line, wherever they are shown."""
+    """Refuse names that would move the cursor or break a line wherever they are shown."""
     for label in labels:
         if any(unicodedata.category(letter) == "Cc" for letter in label):
             raise DataError(
@@ -104,7 +107,10 @@ def _refuse_controls(labels: Collection[str], where: str) -> None:
 
 
 def _plain(label: str) -> str:
+    """Reduce a label to what a reader takes in of it."""
+    # Twice: folding case can make letters that NFKC changes again, and the other way round.
     folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", label).casefold())
+    # Zero-width spaces, soft hyphens and marks of direction, which spreadsheets leave behind.
     unseen = {letter for letter in folded if unicodedata.category(letter) == "Cf"}
     return " ".join(folded.translate({ord(each): None for each in unseen}).split())
 
@@ -116,10 +122,13 @@ def _difference(one: str, other: str) -> str:
 
 def _refuse_lists(counts: Mapping[str, int], where: str) -> None:
     """Refuse labels that are lists of others, or lists of switches."""
+    # In much of the world a comma stands for the decimal point.
     if all(_NUMBER.fullmatch(label) for label in counts):
-        return  # a comma may stand for a point
+        return
     lists = [label for label in counts if _SEVERAL.search(label)]
     parts = {part.strip() for label in counts for part in _SEVERAL.split(label)}
+    # A comma alone is no list: "fish, other" may be a class. If taking the lists apart leaves fewer
+    # different words than there are labels, the same words are combined again and again.
     switches = all(_SWITCHES.fullmatch(label) for label in counts)
     if switches or (len(lists) > 1 and len(parts) < len(counts)):
         raise DataError(

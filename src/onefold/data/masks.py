@@ -1,16 +1,16 @@
 """Masks: which pixels of a picture are foreground, which are not, and which count for neither.
 
-Without a rule a mask has two values. Its pixels are foreground where they are brighter than half;
-in a mask without any value above 1, where they are 1. A coloured pixel is as bright as its
+Without a rule a mask has two values. Its pixels are foreground where they are brighter than half,
+or, in a mask without any value above 1, where they are 1. A coloured pixel is as bright as its
 brightest channel.
 
 Note: more than two values
 --------------------------
-Smoothed edges and the noise of JPEG give a mask of two values many others, and harm nothing: they
-lie on edges, or close to the two. Numbers of classes, or a border that is to be left out, make
-areas of their own. So values between the darkest and the brightest are taken for edges only if
-there are several, and few of their pixels lie in the midst of pixels of the same value. All other
-masks are refused, for brightness does not say which of their values are foreground.
+Smoothed edges and the noise of JPEG add many values to a mask of two, and do no harm: they lie on
+edges, or close to the two. Numbers of classes, or a border that is to be left out, cover areas of
+their own. So values between the darkest and the brightest count as edges only if there are several
+of them, and few of their pixels are surrounded by pixels of the same value. All other masks are
+refused, because brightness does not tell which of their values are foreground.
 """
 
 from __future__ import annotations
@@ -40,20 +40,23 @@ VOID = -1.0
 _Array: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[Any]]
 
 _HALF = 127
+"""The brightest level that is background."""
 _VOID_LEVEL = 128
-"""In a picture of a mask."""
+"""In a picture of a mask: neither 0 nor 255, and changed by no flip or crop."""
 _FEW = 4
-"""Fewer values than these between two others are no smoothed edge."""
+"""Fewer values than these between the two ends are classes, and no smoothed edge."""
 _FLAT_SHARE = 0.25
-"""Of the pixels between, more in the midst of their like than this are areas and no edge."""
+"""If more of the pixels between the ends are surrounded by their like, they are areas."""
 _NOISE = 8
-"""How far JPEG, or what was a JPEG before, may be from the brightest value."""
+"""How far from an end JPEG, or a file that was converted from JPEG, may put a pixel."""
 _COLOUR_NOISE = 48
-"""The same for the channels of a colour, which JPEG keeps less well."""
+"""The same for a channel of a colour: JPEG stores colour at half the resolution."""
 _LISTED = 6
+"""Values that an error names."""
 _WEIGHT = 8
-"""How many times the memory of a picture a mask takes: it is counted in whole numbers."""
+"""How many times the memory of a picture a mask takes, mostly for its codes in int64."""
 _LOSSY = frozenset({".jfif", ".jpe", ".jpeg", ".jpg", ".webp"})
+# At most 18 digits, so that a value fits the int64 it is compared with.
 _NUMBERS = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 _COLOUR = re.compile(r"#([0-9a-fA-F]{6})")
 
@@ -63,12 +66,16 @@ class _Span:
     """Values that an option names: numbers from one to another, or one colour."""
 
     text: str
+    """As the user wrote it."""
     first: int
     last: int
+    """Included."""
     colour: bool
+    """Whether ``first`` and ``last`` are one colour, 0xRRGGBB."""
 
     @classmethod
     def read(cls, option: str, text: str) -> _Span:
+        """Read one value of an option."""
         if numbers := _NUMBERS.fullmatch(text):
             first, last = int(numbers[1]), int(numbers[2] or numbers[1])
             if first <= last:
@@ -82,6 +89,7 @@ class _Span:
         )
 
     def meets(self, other: _Span) -> bool:
+        """Whether a value belongs to both."""
         return self.colour == other.colour and self.first <= other.last and other.first <= self.last
 
 
@@ -90,18 +98,19 @@ class MaskRule:
     """Which values of masks are foreground, and which are left out.
 
     A value is a number, ``FIRST-LAST``, or a colour ``#rrggbb``. In a file with a palette, a number
-    is that of the palette's entry.
+    means an entry of the palette.
 
     Raises:
         ValueError: a value cannot be read, or is in both lists.
     """
 
     foreground: tuple[str, ...] = ()
-    """All others are background; without any, brightness decides."""
+    """Values of the foreground, all others being background; if empty, brightness decides."""
     void: tuple[str, ...] = ()
-    """Left out of loss and scores."""
+    """Values whose pixels are left out of loss and scores."""
 
     def __post_init__(self) -> None:
+        # A pixel that is both would silently be void.
         void = self.spans("void")
         for mine in self.spans("foreground"):
             for other in void:
@@ -112,58 +121,61 @@ class MaskRule:
                     )
 
     def __str__(self) -> str:
+        # Part of the kind under which a scan keeps what it saw, and of the data set's digest: with
+        # another form every mask would be read again, and no run could be resumed.
         return f"{','.join(self.foreground)}/{','.join(self.void)}"
 
     def spans(self, option: str) -> list[_Span]:
-        """The values of one of the two."""
+        """Read the values of ``foreground`` or ``void``."""
         return [_Span.read(option, text) for text in getattr(self, option)]
 
 
 @dataclass(frozen=True, slots=True)
 class MaskLook:
-    """What is kept of a mask that has been read."""
+    """What is remembered of a mask that has been read."""
 
     size: tuple[int, int]
     """Width and height, in pixels."""
     foreground: int
-    """Pixels of it."""
+    """Number of pixels that are foreground."""
     void: int
-    """Pixels that are left out."""
+    """Number of pixels that are left out."""
     scale: int
-    """The value of the foreground where brightness decides, 1 or 255; 0 if there is none."""
+    """The foreground's value where brightness decides, 1 or 255; else 0."""
     values: list[str]
-    """The most frequent ones."""
+    """The most frequent values, as an option would name them."""
     named: list[str]
-    """Values of the rule that it has."""
+    """Values of the rule that occur in the mask."""
 
     def packed(self) -> list[Any]:
-        """As JSON can hold it."""
+        """Return the fields in a form that JSON can hold."""
         pixels = [self.foreground, self.void]
         return [list(self.size), *pixels, self.scale, self.values, self.named]
 
     @classmethod
     def unpacked(cls, values: Sequence[Any]) -> MaskLook:
-        """From what `packed` gave."""
+        """Rebuild from what `packed` returned."""
         (width, height), *rest = values
         return cls((width, height), *rest)
 
 
 @dataclass(frozen=True, slots=True)
 class _Pixels:
-    """A mask as its file has it."""
+    """A mask's pixels, as its file has them."""
 
     codes: _Array
-    """(h, w): a number for each value; of colours without a palette, red, green and blue in one."""
+    """(h, w) uint8, int32 or int64: the number of each pixel's value, or 0xRRGGBB if coloured."""
     brightness: _Array
     """(h, w) uint8."""
     coloured: bool
-    """Whether the numbers are colours."""
+    """Whether the codes are colours."""
     palette: _Array | None
-    """(256,) int64, the colour of each number, if the file has a palette."""
+    """(256,) int64, the colour of each code, if the file has a palette."""
     lossy: bool
+    """Whether the file's format changes values a little."""
 
     def matches(self, spans: Sequence[_Span]) -> _Array:
-        """(h, w) bool: whether a pixel has one of these values."""
+        """Find the pixels that have one of these values, as (h, w) bool."""
         found = np.zeros(self.codes.shape, dtype=bool)
         for span in spans:
             found |= self._match(span)
@@ -173,24 +185,27 @@ class _Pixels:
         if not span.colour:
             within = (self.codes >= span.first) & (self.codes <= span.last)
             return within & (not self.coloured)
+        # A table of 256 answers, looked up by code: a palette may have one colour twice.
         if self.palette is not None:
             return np.asarray((self.palette == span.first)[self.codes])
+        # A grey is a colour as well. Widened first: in uint8 the product would wrap round.
         codes = self.codes if self.coloured else self.codes.astype(np.int64) * 0x10101
         return np.asarray(codes == span.first)
 
     def word(self, code: int) -> str:
+        """Spell a value as an option takes it."""
         return f"#{code:06x}" if self.coloured else str(code)
 
 
 def read_mask(path: Path, rule: MaskRule | None = None) -> Image:
-    """A mask of mode ``L``: 255 where it is foreground, 128 where it is void, and 0 elsewhere.
+    """Read a mask in mode ``L``: 255 for foreground, 128 for void, and 0 for all else.
 
     Args:
-        path: of a file that `look_at_mask` has found usable.
-        rule: which values are which.
+        path: path of a file that `look_at_mask` has accepted.
+        rule: which values are foreground and which void; None lets brightness decide.
 
     Raises:
-        DataError: it cannot be read.
+        DataError: the file cannot be read.
     """
     from PIL import Image
 
@@ -198,21 +213,24 @@ def read_mask(path: Path, rule: MaskRule | None = None) -> Image:
     pixels = _pixels(path)
     void = pixels.matches(rule.spans("void"))
     mask = np.where(_foreground(pixels, rule, ~void), 255, 0).astype(np.uint8)
+    # Last: void takes precedence over whatever brightness makes of the same pixels.
     mask[void] = _VOID_LEVEL
     return Image.fromarray(mask)
 
 
 def mask_tensor(mask: Image) -> torch.Tensor:
-    """(h, w) float32, 1 where it is foreground, `VOID` where it is void, 0 elsewhere."""
+    """Turn a mask into (h, w) float32: 1 for foreground, `VOID` for void, and 0 for all else."""
+    # np.array copies: a view of Pillow's memory is read-only, which from_numpy warns about.
     levels = torch.from_numpy(np.array(mask))
     return (levels.to(torch.float32) / 255).masked_fill(levels == _VOID_LEVEL, VOID)
 
 
 def look_at_mask(path: Path, rule: MaskRule) -> MaskLook:
-    """Read a mask and see whether the rule says what it means.
+    """Read a mask, and check that the rule tells which of its values are foreground.
 
     Raises:
-        DataError: it cannot be read, or it has other values than two and the rule names none.
+        DataError: the file cannot be read; or the rule names no foreground, and brightness does not
+            tell it either.
     """
     pixels = _pixels(path)
     void = pixels.matches(rule.spans("void"))
@@ -222,6 +240,8 @@ def look_at_mask(path: Path, rule: MaskRule) -> MaskLook:
     foreground = _foreground(pixels, rule, ~void)
     height, width = pixels.codes.shape
     spans = [*rule.spans("foreground"), *rule.spans("void")]
+    # Which of 1 and 255 stands for foreground only matters where nobody has named it; see
+    # `_require_one_scale` of the pairs, which compares it between masks.
     any_foreground = bool(foreground.any()) and not rule.foreground
     return MaskLook(
         size=(width, height),
@@ -234,10 +254,11 @@ def look_at_mask(path: Path, rule: MaskRule) -> MaskLook:
 
 
 def _foreground(pixels: _Pixels, rule: MaskRule, counted: _Array) -> _Array:
-    """(h, w) bool."""
+    """Find the foreground, (h, w) bool, among the pixels that are counted."""
     if rule.foreground:
         return pixels.matches(rule.spans("foreground")) & counted
     brightest = int(pixels.brightness.max(initial=0, where=counted))
+    # Among counted pixels only, or a void border of 255 would make background of a foreground of 1.
     limit = _HALF if brightest > 1 else 0
     return np.asarray((pixels.brightness > limit) & counted)
 
@@ -245,11 +266,13 @@ def _foreground(pixels: _Pixels, rule: MaskRule, counted: _Array) -> _Array:
 def _pixels(path: Path) -> _Pixels:
     picture = load_picture(path, weight=_WEIGHT)
     lossy = path.suffix.lower() in _LOSSY
+    # Not converted to RGB: --foreground 3 names entry 3 of the palette, whatever its colour.
     if picture.mode == "P":
         return _of_palette(picture)
     if is_deep(picture):
         codes, brightness = _of_numbers(np.nan_to_num(np.asarray(picture, dtype=np.float64)))
         return _Pixels(codes, brightness, coloured=False, palette=None, lossy=False)
+    # Without the alpha channel, which editors add to masks without any meaning.
     if picture.mode in ("1", "L", "LA"):
         grey = np.asarray(picture.convert("L"))
         return _Pixels(grey, grey, coloured=False, palette=None, lossy=lossy)
@@ -257,6 +280,7 @@ def _pixels(path: Path) -> _Pixels:
 
 
 def _of_palette(picture: Image) -> _Pixels:
+    # A palette may be shorter than the codes that use it; 256 rows leave no code without a colour.
     entries = np.zeros((256, 3), dtype=np.int64)
     given = np.array(picture.getpalette("RGB") or [], dtype=np.int64).reshape(-1, 3)
     entries[: len(given)] = given[:256]
@@ -267,7 +291,7 @@ def _of_palette(picture: Image) -> _Pixels:
 
 
 def _of_numbers(values: _Array) -> tuple[_Array, _Array]:
-    """Of more than 8 bits: whole numbers as they are, fractions of 1 as parts of 255."""
+    """Return codes and brightness of deep values: fractions of 1 become parts of 255."""
     if values.max(initial=0) <= 1 and (values % 1).any():
         values = values.clip(0, 1) * 255
     codes = values.clip(0, None).astype(np.int64)
@@ -275,10 +299,12 @@ def _of_numbers(values: _Array) -> tuple[_Array, _Array]:
 
 
 def _of_colours(rgb: _Array, *, lossy: bool) -> _Pixels:
-    """Greys in three channels are numbers."""
+    """Read RGB as colours, or as plain numbers if the three channels are equal all over."""
+    # Signed and wide: differences of uint8 wrap round, and three channels go into one code.
     red, green, blue = (rgb[..., channel].astype(np.int32) for channel in range(3))
     brightness = rgb.max(axis=2)
     apart = int((brightness - rgb.min(axis=2)).max(initial=0))
+    # JPEG makes greys slightly coloured.
     if apart <= (_COLOUR_NOISE if lossy else 0):
         return _Pixels(brightness, brightness, coloured=False, palette=None, lossy=lossy)
     codes = (red << 16) | (green << 8) | blue
@@ -286,15 +312,15 @@ def _of_colours(rgb: _Array, *, lossy: bool) -> _Pixels:
 
 
 def _require_two_values(pixels: _Pixels, counted: _Array, path: Path) -> None:
-    """Refuse a mask if brightness does not say which of its values are foreground.
+    """Refuse a mask if brightness does not tell which of its values are foreground.
 
     Args:
-        pixels: of the mask.
-        counted: (h, w) bool, where it is not void.
-        path: of the file.
+        pixels: pixels of the mask.
+        counted: (h, w) bool, where the mask is not void.
+        path: path of the file, for the error.
 
     Raises:
-        DataError: it does not.
+        DataError: brightness does not tell.
     """
     codes = _counted(pixels.codes[counted])
     doubt = _doubt(pixels, counted, len(codes))
@@ -307,12 +333,14 @@ def _require_two_values(pixels: _Pixels, counted: _Array, path: Path) -> None:
 
 
 def _doubt(pixels: _Pixels, counted: _Array, values: int) -> str:
-    """Why brightness does not say which of so many values are foreground; empty if it does."""
+    """Say why brightness does not tell which values are foreground; nothing if it does."""
     levels = pixels.brightness[counted]
     darkest, brightest = int(levels.min()), int(levels.max())
+    # A mask that is all foreground, or all background, is legitimate.
     single = values == 1 or (pixels.lossy and brightest - darkest <= _NOISE)
     if 1 < brightest <= _HALF:
         return "none of them is bright"
+    # 0, 1 and 255: class 1 with a void border, or foreground 255 with a smoothed edge.
     if not pixels.lossy and values <= 3 and brightest > 1 and bool((levels == 1).any()):
         return "the foreground may be 1, or what is brighter"
     if darkest > _HALF and not single:
@@ -323,12 +351,15 @@ def _doubt(pixels: _Pixels, counted: _Array, values: int) -> str:
 
 
 def _between(pixels: _Pixels, counted: _Array) -> _Array:
-    """(h, w) bool: pixels whose value is near neither the darkest nor the brightest."""
+    """Find the pixels, (h, w) bool, that are near neither the darkest nor the brightest value."""
     brightness, codes = pixels.brightness, pixels.codes
     ends = []
     for level in (brightness[counted].min(), brightness[counted].max()):
         at_level = _counted(codes[counted & (brightness == level)])
+        # Several colours may be equally bright; the most frequent one is the end.
         ends.append(max(at_level, key=lambda code: at_level[code]))
+    # Background is drawn as exactly 0 and stays so in a lossless file, where values just above it
+    # are numbers of classes; near the brightest, they are what a former JPEG left.
     tolerances = (_tolerance(pixels) if pixels.lossy else 0, _tolerance(pixels))
     far = counted.copy()
     for end, tolerance in zip(ends, tolerances, strict=True):
@@ -337,13 +368,14 @@ def _between(pixels: _Pixels, counted: _Array) -> _Array:
 
 
 def _tolerance(pixels: _Pixels) -> int:
+    # Entries of a palette that are neighbours by number have nothing in common.
     if pixels.palette is not None:
         return 0
     return _COLOUR_NOISE if pixels.coloured and pixels.lossy else _NOISE
 
 
 def _is_near(pixels: _Pixels, code: int, tolerance: int) -> _Array:
-    """(h, w) bool: whether a pixel is that value, or differs from it by no more than this."""
+    """Find the pixels, (h, w) bool, whose value differs from a code by at most the tolerance."""
     if not pixels.coloured:
         return np.asarray(np.abs(pixels.codes.astype(np.int64) - code) <= tolerance)
     near = np.ones(pixels.codes.shape, dtype=bool)
@@ -354,7 +386,7 @@ def _is_near(pixels: _Pixels, code: int, tolerance: int) -> _Array:
 
 
 def _has_areas(pixels: _Pixels, between: _Array) -> bool:
-    """Whether values between two others are more than smoothed edges."""
+    """Whether values between the two ends are more than smoothed edges."""
     total = int(np.count_nonzero(between))
     if not total:
         return False
@@ -364,10 +396,11 @@ def _has_areas(pixels: _Pixels, between: _Array) -> bool:
 
 
 def _flat(codes: _Array) -> _Array:
-    """(h, w) bool: whether a pixel and its eight neighbours have one value."""
+    """Find the pixels, (h, w) bool, that have one value with their eight neighbours."""
     flat = np.zeros(codes.shape, dtype=bool)
     if min(codes.shape) < 3:
         return flat
+    # Eight neighbours would take eight comparisons of all pixels; here neighbours share theirs.
     across = codes[:, 1:] == codes[:, :-1]
     rows = across[:, 1:] & across[:, :-1]
     down = (codes[1:] == codes[:-1])[:, 1:-1]
@@ -376,7 +409,8 @@ def _flat(codes: _Array) -> _Array:
 
 
 def _counted(codes: _Array) -> dict[int, int]:
-    """How many pixels have each value; in order of the values."""
+    """Count the pixels of each value, in order of the values."""
+    # np.unique sorts all pixels, which is many times slower than counting 256 levels.
     if codes.dtype == np.uint8:
         counts = count_levels(codes)
         return {value: int(counts[value]) for value in np.flatnonzero(counts).tolist()}
@@ -389,12 +423,12 @@ def _most_frequent(counts: dict[int, int]) -> list[int]:
 
 
 def _told(pixels: _Pixels, counts: dict[int, int]) -> str:
-    """The most frequent values, each with its share of the pixels."""
+    """List the most frequent values, each with its share of the pixels."""
     whole = sum(counts.values())
-    told = [f"{pixels.word(c)} ({_percent(counts[c] / whole)})" for c in _most_frequent(counts)]
-    more = len(counts) - len(told)
+    named = [f"{pixels.word(c)} ({_percent(counts[c] / whole)})" for c in _most_frequent(counts)]
+    more = len(counts) - len(named)
     kind = "the palette's " if pixels.palette is not None else ""
-    return kind + ", ".join(told) + (f" and {more} more values" if more > 0 else "")
+    return kind + ", ".join(named) + (f" and {more} more values" if more > 0 else "")
 
 
 def _percent(share: float) -> str:
@@ -402,7 +436,8 @@ def _percent(share: float) -> str:
 
 
 def _example(pixels: _Pixels, counts: dict[int, int]) -> str:
-    """The value after the most frequent one, mostly the background; as a shell takes it."""
+    """Suggest a foreground, quoted for a shell: the second most frequent value."""
+    # The most frequent one is mostly background. Unquoted, # would begin a comment in a shell.
     ranked = sorted(counts, key=lambda code: -counts[code])
     word = pixels.word(ranked[min(1, len(ranked) - 1)])
     return f"'{word}'" if pixels.coloured else word

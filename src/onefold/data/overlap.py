@@ -1,4 +1,4 @@
-"""Finds samples that are in the training set and in the test set, or in more than one class."""
+"""Finds samples that are in both the training and the test set, or in more than one class."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def check_apart(
     Args:
         train: the content of every training sample, or a digest of it; empty if not known.
         test: the same for the test samples.
-        train_names: what to call each.
-        test_names: what to call each.
-        where: the data are, for errors.
+        train_names: what to call each training sample.
+        test_names: what to call each test sample.
+        where: file or folder of the data, for errors.
 
     Returns:
-        What to mention before training: fewer of them.
+        What to mention before training, if some test samples, but not most, are in both.
 
     Raises:
-        DataError: there are so many.
+        DataError: more than half of the test samples are training samples.
 
     Example:
         >>> names = {"train_names": ["a", "b"], "test_names": ["c", "d", "e"]}
@@ -40,6 +40,7 @@ def check_apart(
     first: dict[str, str] = {}
     for content, name in zip(train, train_names, strict=True):
         first.setdefault(content, name)
+    # Two contents that are not known are not the same.
     first.pop("", None)
     same = [
         (name, first[content])
@@ -49,32 +50,33 @@ def check_apart(
     if not same:
         return []
     verb = "is" if len(same) == 1 else "are"
-    told = f"{len(same):,} of {len(test):,} test samples {verb} in the training set as well"
+    both = f"{len(same):,} of {len(test):,} test samples {verb} in the training set as well"
     example = f"{same[0][0]} is the same as {same[0][1]}"
     if 2 * len(same) > len(test):
         raise DataError(
-            f"{where}: {told} ({example}), so the score would say little about new data: expected "
+            f"{where}: {both} ({example}), so the score would say little about new data: expected "
             f"test samples that are not in the training set"
         )
-    return [f"{where}: {told}: {example}"]
+    return [f"{where}: {both}: {example}"]
 
 
 def check_one_label(
     contents: Sequence[str], labels: Sequence[object], names: Sequence[str], where: str
 ) -> list[str]:
-    """What to mention before training of samples that are the same, with different labels.
+    """Mention samples that are the same and have different labels.
 
     Args:
-        contents: of every sample, or a digest of it; empty if not known.
-        labels: of every sample.
-        names: what to call each.
-        where: the data are.
+        contents: the content of every sample, or a digest of it; empty if not known.
+        labels: the label of every sample.
+        names: what to call each sample.
+        where: file or folder of the data.
 
     Example:
         >>> check_one_label(["1", "2", "1"], ["cat", "dog", "dog"], ["a", "b", "c"], "pets")
         ['pets: 1 sample is the same as one with another label: c is the same as a']
     """
     first: dict[str, tuple[object, str]] = {}
+    # No error: a model can be trained all the same, and only a person can tell which is right.
     torn = []
     for content, label, name in zip(contents, labels, names, strict=True):
         before = first.setdefault(content, (label, name))
@@ -82,9 +84,9 @@ def check_one_label(
             torn.append((name, before[1]))
     if not torn:
         return []
-    told = "1 sample is" if len(torn) == 1 else f"{len(torn):,} samples are"
+    which = "1 sample is" if len(torn) == 1 else f"{len(torn):,} samples are"
     note = (
-        f"{where}: {told} the same as one with another label: {torn[0][0]} is the same as "
+        f"{where}: {which} the same as one with another label: {torn[0][0]} is the same as "
         f"{torn[0][1]}"
     )
     return [note]

@@ -1,4 +1,4 @@
-"""Pictures with a mask each: ``images/`` and ``masks/`` with the same names."""
+"""Reads pictures with a mask each: folders ``images`` and ``masks`` with the same names."""
 
 from __future__ import annotations
 
@@ -49,18 +49,17 @@ class MaskedPictures:
     void: int = 0
     """Pixels of the training masks that count for neither side."""
     shortest: int
-    """The shortest side of a training picture, in pixels."""
+    """The shortest side of any training picture, in pixels."""
     left_out: list[BadFile]
-    """What cannot be used."""
+    """Files that cannot be used."""
     rule: MaskRule = field(default_factory=MaskRule)
-    """How masks are read."""
+    """Which values of the masks are foreground, and which void."""
     white: int | None = None
-    """Of pictures of more than 8 bits a pixel."""
+    """White of pictures of more than 8 bits a pixel; None if there are none."""
     notes: list[str] = field(default_factory=list)
     """What to mention before training."""
     scan: str = ""
-    """What was seen of the files, for `onefold.data.scan.read_scan`."""
-
+    """What was seen of the files, as `onefold.data.scan.unpack_scan` reads it."""
     digest: str
     """The same for the same pictures and masks under the same names, in the same sets."""
 
@@ -74,16 +73,16 @@ def read_pairs(
     rule: MaskRule | None = None,
     scanning: Scanning | None = None,
 ) -> MaskedPictures:
-    """Find pictures and masks, and read each of them once to see whether it can be.
+    """Find pictures and masks, and read each once to see whether it can be used.
 
     Args:
         directory: holds ``train`` and ``test`` (or ``val``) with ``images`` and ``masks`` each, or
             ``images`` and ``masks`` themselves.
-        holdout: share that becomes the test set where there is none.
-        seed: draws that share.
-        skip_bad: leave out what cannot be used; otherwise it is refused.
-        rule: which values of the masks are foreground.
-        scanning: how to look through the files.
+        holdout: share that becomes the test set where there is none, 0 to 1.
+        seed: seed of the generator that draws that share.
+        skip_bad: leave out files that cannot be used, rather than refuse the data set.
+        rule: which values of the masks are foreground; None lets brightness decide.
+        scanning: what is known of the files already, and who watches; None for neither.
 
     Raises:
         DataError: the folder has no such layout, or something in it cannot be used.
@@ -93,6 +92,7 @@ def read_pairs(
         train, test = _pairs(directory / "train"), _pairs(test_folder(directory))
     else:
         whole = _pairs(directory)
+        # One class for all: pairs have no labels by which the share could be taken.
         held = held_out(["pair"] * len(whole.pairs), share=holdout, seed=seed)
         train = _Found([p for i, p in enumerate(whole.pairs) if i not in held], whole.bad)
         test = _Found([p for i, p in enumerate(whole.pairs) if i in held], [])
@@ -102,6 +102,7 @@ def read_pairs(
         refuse(bad)
     _require_one_scale(looks)
     _require_named(directory, rule, looks)
+    # Divided again, for both sets were looked through at once, and some of their pairs are gone.
     known = set(train.pairs)
     parts = [[look for look in looks if (look.pair in known) is first] for first in (True, False)]
     if not parts[0] or not parts[1]:
@@ -109,6 +110,7 @@ def read_pairs(
             f"{directory}: expected pictures with masks to train and to test with, found "
             f"{len(parts[0])} and {len(parts[1])}"
         )
+    # Over no foreground at all, a Dice score is 0 / 0.
     if not any(look.mask.foreground for look in parts[1]):
         raise DataError(
             f"{directory}: expected masks to score with, none of the {len(parts[1])} to test with "
@@ -137,6 +139,7 @@ def _of_looks(
     ]
     where = readable(directory)
     notes = check_apart(*contents, train_names=names[0], test_names=names[1], where=where)
+    # A mask is its picture's label: one picture with two masks contradicts itself.
     masks = [look.seen[1].content for look in both]
     notes += check_one_label([*contents[0], *contents[1]], masks, [*names[0], *names[1]], where)
     samples = [[look.sample(directory) for look in part] for part in (train, test)]
@@ -161,7 +164,7 @@ def _of_looks(
 class _Look:
     pair: Pair
     seen: tuple[Seen, Seen]
-    """Of the picture and the mask."""
+    """What was seen of the picture, and of the mask."""
 
     @property
     def picture(self) -> Look:
@@ -174,7 +177,7 @@ class _Look:
         return look
 
     def sample(self, root: Path) -> list[str]:
-        """Names and contents of both."""
+        """List the names and the digests of the contents of picture and mask."""
         names = [str(path.relative_to(root)) for path in (self.pair.image, self.pair.mask)]
         return [*names, *(each.content for each in self.seen)]
 
@@ -182,7 +185,8 @@ class _Look:
 def _look_through(
     pairs: Sequence[Pair], directory: Path, rule: MaskRule, scanning: Scanning | None
 ) -> tuple[list[_Look], list[BadFile]]:
-    """What is seen of all pairs, and what is wrong with some."""
+    """Look at all pairs; return the usable ones, and the files that cannot be used."""
+    # The rule is part of the masks' kind: under another rule what was seen of them does not hold.
     see_mask = partial(look_at_mask, rule=rule)
     files = [(pair.image, "picture", look_at) for pair in pairs]
     masks = [(pair.mask, f"mask:{rule}", see_mask) for pair in pairs]
@@ -190,6 +194,7 @@ def _look_through(
     looks, bad = [], []
     for pair, picture, mask in zip(pairs, found[: len(pairs)], found[len(pairs) :], strict=True):
         if isinstance(picture, Seen) and isinstance(mask, Seen):
+            # Both after turning by EXIF: a picture that is turned needs a mask that is upright.
             width, height = picture.look.size
             if mask.look.size == (width, height):
                 looks.append(_Look(pair, (picture, mask)))
@@ -207,11 +212,12 @@ def _look_through(
 
 
 def _require_one_scale(looks: Sequence[_Look]) -> None:
-    """Refuse masks of 0 and 1 among masks of 0 and 255: numbers of classes look like that.
+    """Refuse masks of 0 and 1 among masks of 0 and 255, as numbers of classes look like that.
 
     Raises:
-        DataError: there are both.
+        DataError: both kinds occur.
     """
+    # A mask of only the classes 0 and 255 looks fine on its own; the others reveal that 1 is one.
     first: dict[int, _Look] = {}
     for look in looks:
         first.setdefault(look.mask.scale, look)
@@ -226,10 +232,10 @@ def _require_one_scale(looks: Sequence[_Look]) -> None:
 
 
 def _require_named(directory: Path, rule: MaskRule, looks: Sequence[_Look]) -> None:
-    """Refuse values of the rule that no mask has.
+    """Refuse a rule with values that occur in no mask, which is probably a slip.
 
     Raises:
-        DataError: there is one.
+        DataError: a value of the rule occurs in no mask.
     """
     found = {text for look in looks for text in look.mask.named}
     for option in ("foreground", "void"):
@@ -244,16 +250,19 @@ def _require_named(directory: Path, rule: MaskRule, looks: Sequence[_Look]) -> N
 
 @dataclass(frozen=True, slots=True)
 class _Found:
+    """The pairs of one folder, and its files that are in none."""
+
     pairs: list[Pair]
     bad: list[BadFile]
 
 
 def _pairs(directory: Path) -> _Found:
-    """Pictures with a mask of the same name, whatever the ending."""
+    """Find pictures and masks of the same name, whatever the ending."""
     bad: list[BadFile] = []
     images, masks = (_by_stem(directory / name, bad) for name in ("images", "masks"))
     if not images:
         raise DataError(f"{directory / 'images'}: expected pictures, found none")
+    # Each file is named for one reason: one that is there twice is not reported as unmatched, too.
     bad += [*_doubles(images), *_doubles(masks)]
     bad += [
         BadFile(paths[0], f"there is no mask of that name in {directory / 'masks'}")
@@ -274,7 +283,7 @@ def _pairs(directory: Path) -> _Found:
 
 
 def _doubles(by_stem: Mapping[str, Sequence[Path]]) -> list[BadFile]:
-    """Files of which nobody knows which one is meant: all of a name but for the ending."""
+    """Report files that differ by their ending alone, so that it is not clear which to use."""
     return [
         BadFile(path, f"expected one file of that name, there is {other.name} as well")
         for paths in by_stem.values()
@@ -284,7 +293,7 @@ def _doubles(by_stem: Mapping[str, Sequence[Path]]) -> list[BadFile]:
 
 
 def _by_stem(directory: Path, bad: list[BadFile]) -> dict[str, list[Path]]:
-    """Pictures by their path without the ending."""
+    """Find pictures, and group them by their path without the ending."""
     if not directory.is_dir():
         raise DataError(
             f"{directory.parent}: expected the folders images and masks, there is no "

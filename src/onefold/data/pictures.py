@@ -1,18 +1,25 @@
-"""Reads pictures, one or all of them, and says before training which cannot be read.
+"""Reads pictures, one or all of them, and finds before training those that cannot be read.
 
-A picture here is a ``PIL.Image`` of mode ``L`` (grey) or ``RGB``, turned as its EXIF note says.
+A picture here is a ``PIL.Image`` of mode ``L`` (grey) or ``RGB``, turned upright by its EXIF note.
 
 Note: more than 8 bits
 ----------------------
-A file of 16 bits does not say how many of them its camera used. If white were 65535 for all, data
+A file of 16 bits does not tell how many of them its camera used. If white were 65535 for all, data
 of 12 bits would come down to 16 greys; if each picture had its own white, a dark one would become
 as bright as the others. So a data set has one white, `white_of` all its pictures: the largest
-number of so many bits as its largest value needs. It is kept with the run, for new pictures.
+number of as many bits as its largest value needs. It is kept with the run, for new pictures.
 
 Note: large JPEGs
 -----------------
-The look before training needs no more than size, soundness and mean colours. The decoder can leave
-out the finest detail of a large JPEG, which takes a fraction of the time. Training reads all of it.
+The look before training only needs the size, the mean colours, and whether the file can be read.
+The decoder can leave out the finest detail of a large JPEG, which takes a fraction of the time.
+Training reads all of it.
+
+Note: exact sums
+----------------
+Mean and standard deviation of the pixels end up in every sample, so they must not depend on what
+has been added first. So sums are kept as Python's integers, which have no limit and no rounding,
+and are divided once, at the end.
 """
 
 from __future__ import annotations
@@ -64,28 +71,28 @@ if TYPE_CHECKING:
     from PIL.PngImagePlugin import PngInfo
 Mode = Literal["L", "RGB"]
 Watch = Callable[[int, int], None]
-"""Takes how many things have been looked at, and how many there are; threads call it in turn."""
+"""Takes how many things have been looked at, and how many there are; never called twice at once."""
 _Item = TypeVar("_Item")
 _Seen = TypeVar("_Seen")
 _READERS = 4
-"""Threads that look through the pictures: decoding leaves Python to the others."""
+"""Threads that look through the pictures: Pillow decodes without holding Python's lock."""
 _FILES_AT_ONCE = 16
-"""What a thread is given in turn: an entry in its queue is larger than what is kept of a file."""
+"""Files that make one task: a task in the queue takes more memory than what is kept of a file."""
 _PIXELS_AT_ONCE = 1 << 20
-"""What is counted in turn: counting takes eight bytes for each."""
+"""Pixels that are counted at a time: NumPy widens each to eight bytes for it."""
 _LOOKED_AT = 512
-"""Pixels of a JPEG's shorter side, at least, that are looked at where it has more."""
+"""A JPEG may be decoded at a fraction of its size, but no side below so many pixels."""
 
 
 class Pictures(Protocol):
-    """Pictures by number."""
+    """A sequence of pictures, each read when it is asked for."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Image: ...
 
     def name(self, index: int, /) -> str:
-        """What to call a picture where people look at it."""
+        """Name a picture for people to read."""
         ...
 
 
@@ -93,9 +100,9 @@ class PictureFiles:
     """Pictures in files.
 
     Args:
-        paths: one for each picture.
-        root: names are reported from here on.
-        white: of all that have more than 8 bits; None takes the usual one of each.
+        paths: path of each picture.
+        root: folder that names are relative to.
+        white: white of those that have more than 8 bits; None takes the usual one of each.
     """
 
     def __init__(self, paths: Sequence[Path], root: Path, white: int | None = None) -> None:
@@ -110,7 +117,7 @@ class PictureFiles:
         return open_picture(self.paths[index], white=self.white)
 
     def name(self, index: int) -> str:
-        """The path from the root of the data."""
+        """Return the path below the root of the data."""
         return readable(self.paths[index].relative_to(self._root))
 
 
@@ -119,7 +126,7 @@ class ArrayPictures:
 
     Args:
         pixels: (n, h, w) uint8, grey.
-        title: names are this and a number.
+        title: what each name begins with; its number follows.
     """
 
     def __init__(self, pixels: torch.Tensor, title: str) -> None:
@@ -135,13 +142,13 @@ class ArrayPictures:
         return Image.fromarray(self.pixels[index].numpy())
 
     def name(self, index: int) -> str:
-        """The title and the number, from 0."""
+        """Return the title and the number, from 0."""
         return f"{self._title} {index}"
 
 
 @dataclass(slots=True)
 class Sums:
-    """Exact sums over pixels, from which mean and standard deviation come.
+    """Exact sums over pixels, for their mean and standard deviation.
 
     >>> sums = Sums()
     >>> sums.add(np.array([[[0], [255]]], dtype=np.uint8))
@@ -150,8 +157,11 @@ class Sums:
     """
 
     count: int = 0
+    """Number of pixels."""
     totals: list[int] = field(default_factory=list)
+    """Sum of the levels, by channel."""
     squares: list[int] = field(default_factory=list)
+    """Sum of the squared levels, by channel."""
 
     def add(self, pixels: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]) -> None:
         """Add pictures, (..., c) uint8."""
@@ -162,19 +172,21 @@ class Sums:
         self._add_counts(list(np.array(picture.histogram(), dtype=np.int64).reshape(-1, 256)))
 
     def _add_counts(self, counts: Sequence[np.ndarray[tuple[int], np.dtype[np.int64]]]) -> None:
-        """Add pixels by how many there are of each level, for every channel."""
+        """Add pixels by the number of those of each level, (256,) int64 for every channel."""
+        # Sums over 256 levels instead of millions of pixels. In int64 the squares of one picture
+        # fit by far; what is added up over a data set is Python's own integers.
         levels = np.arange(256)
         totals = [int(count @ levels) for count in counts]
         squares = [int(count @ (levels * levels)) for count in counts]
         self.join(Sums(int(counts[0].sum()), totals, squares))
 
     def times(self, factor: int) -> Sums:
-        """As if every pixel were there so many times."""
+        """Return the sums as if every pixel were there so many times."""
         totals, squares = ([each * factor for each in part] for part in (self.totals, self.squares))
         return Sums(self.count * factor, totals, squares)
 
     def join(self, other: Sums) -> None:
-        """Add what another one has gathered."""
+        """Add the sums of another one."""
         if not self.totals:
             self.totals, self.squares = [0] * len(other.totals), [0] * len(other.squares)
         self.count += other.count
@@ -182,19 +194,20 @@ class Sums:
         self.squares = [a + b for a, b in zip(self.squares, other.squares, strict=True)]
 
     def mean_and_std(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Of pixels in [0, 1], by channel; 1/255 for a smaller standard deviation."""
+        """Return mean and standard deviation, at least 1/255, of pixels in [0, 1], by channel."""
         means = tuple(total / (self.count * 255) for total in self.totals)
         # Whole numbers up to the last division: nothing is lost between two large squares.
         variances = [
             (self.count * square - total**2) / (self.count * 255) ** 2
             for total, square in zip(self.totals, self.squares, strict=True)
         ]
+        # At least one level: pictures of one colour would otherwise be divided by 0.
         return means, tuple(max(math.sqrt(variance), 1 / 255) for variance in variances)
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What is kept of a picture that has been read: a few numbers."""
+    """What is remembered of a picture that has been read: a few numbers."""
 
     size: tuple[int, int]
     """Width and height, in pixels."""
@@ -204,24 +217,24 @@ class Look:
     largest: float | None = None
     """The largest value, where it has more than 8 bits a pixel."""
     fractions: bool = False
-    """Its values are no whole numbers, and none is above 1."""
+    """Whether it holds floating point values, none of them above 1."""
     white: int | None = None
     """The white by which the sums were taken, where it has more than 8 bits a pixel."""
 
     def packed(self) -> list[Any]:
-        """As JSON can hold it."""
+        """Return the fields in a form that JSON can hold."""
         sums = [self.sums.count, self.sums.totals, self.sums.squares]
         return [list(self.size), self.grey, sums, self.largest, self.fractions, self.white]
 
     @classmethod
     def unpacked(cls, values: Sequence[Any]) -> Look:
-        """From what `packed` gave."""
+        """Rebuild from what `packed` returned."""
         (width, height), grey, sums, *deep = values
         return cls((width, height), grey, Sums(*sums), *deep)
 
 
 def made_here(software: str) -> PngInfo:
-    """What a PNG says of who has made it."""
+    """Make the note that a PNG carries about the program that wrote it."""
     from PIL.PngImagePlugin import PngInfo
 
     note = PngInfo()
@@ -230,7 +243,7 @@ def made_here(software: str) -> PngInfo:
 
 
 def white_of(looks: Iterable[Look]) -> int | None:
-    """The white of all pictures of a data set that have more than 8 bits a pixel; None without any.
+    """Find the common white of the pictures with more than 8 bits a pixel; None without any.
 
     >>> deep = [Look((1, 1), True, Sums(), largest=value) for value in (90.0, 4000.0)]
     >>> white_of(deep)
@@ -249,14 +262,17 @@ def white_of(looks: Iterable[Look]) -> int | None:
 def look_through(
     look: Callable[[_Item], _Seen], items: Sequence[_Item], watch: Watch | None = None
 ) -> list[_Seen]:
-    """What a function says of each of many things that it reads pictures for, by several threads.
+    """Call a function that reads pictures with each item, in several threads.
 
     An exception, Ctrl-C among them, ends it after the pictures that are being read.
 
     Args:
-        look: reads by `load_picture` or `look_at`.
-        items: what it is called with.
+        look: reads pictures by `load_picture` or `look_at`.
+        items: what the function is called with, one after another.
         watch: called after every item.
+
+    Returns:
+        What the function returned, in the order of the items.
     """
     from PIL import Image
 
@@ -270,17 +286,22 @@ def look_through(
                 break
             with in_hand.counted():
                 seen.append(look(item))
+            # Under one lock with the count, or a progress bar could see it go backwards.
             if watch is not None:
                 with counting:
                     done += 1
                     watch(done, len(items))
         return seen
 
-    Image.init()  # or threads that load formats at the same time may take one for unknown
+    # Before the threads: Pillow loads formats on demand, and while one thread does so, another may
+    # find a half-filled table and take its format for unknown.
+    Image.init()
     groups = [items[i : i + _FILES_AT_ONCE] for i in range(0, len(items), _FILES_AT_ONCE)]
     with pillow_quiet(), ThreadPoolExecutor(_READERS) as readers:
         try:
+            # map keeps the order of the groups, whichever thread is done first.
             return [seen for group in readers.map(look_at_all, groups) for seen in group]
+        # Leaving the executor waits for its threads, which would first read all that is queued.
         except BaseException:
             stopped.set()
             readers.shutdown(wait=False, cancel_futures=True)
@@ -288,7 +309,7 @@ def look_through(
 
 
 def sum_looks(looks: Iterable[Look], *, grey: bool) -> Sums:
-    """Over the pixels of pictures as RGB, or as grey where all are."""
+    """Add up the sums of pictures as RGB, or as grey if all of them are."""
     whole = Sums()
     for look in looks:
         # A grey picture in RGB has its one channel three times.
@@ -298,14 +319,14 @@ def sum_looks(looks: Iterable[Look], *, grey: bool) -> Sums:
 
 
 def look_at(path: Path, white: int | None = None) -> Look:
-    """Read a picture for what is to be kept of it; for threads of `look_through`.
+    """Read a picture for what is to be remembered of it; for threads of `look_through`.
 
     Args:
-        path: of the file.
-        white: of more than 8 bits; None takes that of the picture alone.
+        path: path of the file.
+        white: white of a picture of more than 8 bits; None takes that of this picture alone.
 
     Raises:
-        DataError: it cannot be read; the message names the file.
+        DataError: the picture cannot be read; the message names the file.
     """
     picture, size, factor = _load_small(path)
     largest, fractions = None, False
@@ -325,15 +346,20 @@ def look_at(path: Path, white: int | None = None) -> Look:
 
 
 def _load_small(path: Path) -> tuple[Image, tuple[int, int], int]:
-    """A picture, with less detail if it is a large JPEG; its whole size; and for how many pixels
-    one of these stands.
+    """Read a picture with as little detail as will do.
+
+    Returns:
+        The picture, its full width and height, and how many full pixels each of its pixels stands
+        for.
     """
     with reading(path), opened_picture(path) as opened:
         width, height = opened.size
+        # No mode is passed to draft: it would make the decoder convert colours to grey.
         if opened.format in ("JPEG", "MPO"):
             opened.draft(None, (_LOOKED_AT, _LOOKED_AT))
         step = round(width / opened.width)
         picture = loaded(opened)
+        # Those were the sides before `loaded` turned the picture.
         if opened.getexif().get(ORIENTATION) in TURNED:
             width, height = height, width
         return picture, (width, height), step * step
@@ -342,7 +368,7 @@ def _load_small(path: Path) -> tuple[Image, tuple[int, int], int]:
 def count_levels(
     channel: np.ndarray[tuple[int, ...], np.dtype[np.uint8]],
 ) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """How many pixels there are of each of the 256 levels."""
+    """Count the pixels of each of the 256 levels, as (256,) int64."""
     flat = channel.reshape(-1)
     counts = np.zeros(256, np.int64)
     for start in range(0, flat.size, _PIXELS_AT_ONCE):

@@ -1,8 +1,13 @@
 """Looks at every file of a data set once, and remembers what it saw.
 
+Note: when a file need not be read again
+----------------------------------------
 What was seen of a file holds for as long as its content stays the same. A file that nobody has
-touched is known by its stamp; one that was moved or copied, by a digest of its content, which takes
-far less time than decoding it. A look at anything else reads the picture.
+touched is recognised by its stamp: size, times and number. One that was moved or copied has another
+stamp, and is recognised by a digest of its content, which takes far less time than decoding it.
+The stamp is taken before the content is read: if the file changes in between, the stamp is the old
+one, and the file is read again next time. Taken afterwards, it would vouch for content that nobody
+has seen. The clock of a file system may be coarse, so a file that has just changed gets no stamp.
 """
 
 from __future__ import annotations
@@ -37,10 +42,11 @@ __all__ = [
 ]
 
 _FORMAT = 1
+"""Raised whenever what is kept changes its form or meaning; older scans are then ignored."""
 _MOST_BYTES = 1 << 29
-"""Of what was kept: more than a million files."""
+"""Of a scan that is read back: enough for more than a million files."""
 _SETTLED_NS = 2_000_000_000
-"""A file that changed more recently may change again without another stamp."""
+"""A file that changed more recently may change again and keep the same times."""
 _KINDS: Mapping[str, type[Look] | type[MaskLook]] = {"picture": Look, "mask": MaskLook}
 
 
@@ -51,58 +57,59 @@ class Seen:
     kind: str
     """``picture``, or ``mask:`` and how masks are read."""
     content: str
-    """Digest of its bytes."""
+    """Digest of the file's bytes."""
     stamp: tuple[int, ...] | None
-    """Size, times of change and number of the file; None if it had only just been written."""
+    """Size, both times of change and inode number; None if it had only just been written."""
     look: Any
     """A `Look` or a `MaskLook`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scanning:
-    """How to look through files."""
+    """What is known of files before they are looked through, and who watches."""
 
     known: Mapping[str, Seen] = field(default_factory=dict)
-    """What was seen before, by the path from the root of the data."""
+    """What was seen before, by the path below the root of the data."""
     watch: Watch | None = None
     """Called after every file."""
 
 
 @dataclass(frozen=True, slots=True)
 class PictureFacts:
-    """What a look through pictures has found."""
+    """What `scan_pictures` has found."""
 
     sound: list[int]
-    """Numbers of those that can be read."""
+    """Positions, among the given paths, of the pictures that can be read."""
     bad: list[BadFile]
+    """The others."""
     seen: list[Seen]
-    """What is kept of each sound one."""
+    """What was seen of each readable picture, in the order of ``sound``."""
 
     @property
     def looks(self) -> list[Look]:
-        """Of each sound one."""
+        """What is remembered of each readable picture."""
         return [each.look for each in self.seen]
 
     @property
     def grey(self) -> bool:
-        """All sound ones are grey."""
+        """Whether all readable pictures are grey."""
         return bool(self.seen) and all(look.grey for look in self.looks)
 
     @property
     def white(self) -> int | None:
-        """Of all that have more than 8 bits a pixel."""
+        """The common white of those that have more than 8 bits a pixel."""
         return white_of(self.looks)
 
 
 def scan_pictures(
     paths: Sequence[Path], root: Path = Path(), scanning: Scanning | None = None
 ) -> PictureFacts:
-    """Read every picture once: which are sound, how large they are, and the sums of their pixels.
+    """Read every picture once for its size and the sums of its pixels, if it can be read.
 
     Args:
-        paths: of the files.
-        root: of the data.
-        scanning: how.
+        paths: paths of the files.
+        root: root of the data, which names are relative to.
+        scanning: what is known of the files already, and who watches; None for neither.
     """
     found = scan_files([(path, "picture", look_at) for path in paths], root, scanning)
     sound = [number for number, each in enumerate(found) if isinstance(each, Seen)]
@@ -112,7 +119,11 @@ def scan_pictures(
 
 
 def by_one_white(paths: Sequence[Path], seen: Sequence[Seen]) -> list[Seen]:
-    """The same pictures, with the sums of all of them by the white that they have together."""
+    """Make the sums of all pictures hold for the white that they have in common.
+
+    Each look took the white of its picture alone, as the common one is only known after the last.
+    Pictures of 8 bits have none; of the others, those with another white are read again.
+    """
     white = white_of(each.look for each in seen)
     others = [n for n, each in enumerate(seen) if each.look.white not in (None, white)]
     again = look_through(partial(look_at, white=white), [paths[number] for number in others])
@@ -123,7 +134,7 @@ def by_one_white(paths: Sequence[Path], seen: Sequence[Seen]) -> list[Seen]:
 
 
 def deep_note(looks: Sequence[Look]) -> list[str]:
-    """What to mention of pictures of more than 8 bits a pixel, if there are any."""
+    """Mention the white of the pictures with more than 8 bits a pixel, if there are any."""
     deep = [look for look in looks if look.largest is not None]
     if not deep:
         return []
@@ -143,20 +154,26 @@ def scan_files(
     """Look at every file that is not known already.
 
     Args:
-        files: the path of each, its kind, and what looks at it and raises DataError.
-        root: of the data.
-        scanning: how.
+        files: for each file its path, its kind, and the function that looks at it, which raises
+            DataError if it cannot be used.
+        root: root of the data, which names are relative to.
+        scanning: what is known of the files already, and who watches; None for neither.
+
+    Returns:
+        What was seen of each file, or why it cannot be used, in the order of the files.
     """
     scanning = scanning or Scanning()
     contents = {(seen.kind, seen.content): seen for seen in scanning.known.values()}
 
     def see(file: tuple[Path, str, Callable[[Path], Any]]) -> Seen | BadFile:
         path, kind, look = file
+        # Before anything is read: see the note on when a file need not be read again.
         stamp = _stamp(path)
         before = scanning.known.get(_name(path, root))
         if before is not None and before.kind == kind and before.stamp == stamp is not None:
             return before
         try:
+            # By kind as well: one file may be both a picture and a mask.
             content = _content(path)
             known = contents.get((kind, content)) if content else None
             return Seen(kind, content, stamp, known.look if known else look(path))
@@ -167,20 +184,21 @@ def scan_files(
 
 
 def read_scan(path: Path) -> Mapping[str, Seen]:
-    """What was seen before; nothing if the file is not there, or not whole."""
+    """Read what was seen before; nothing if the file is not there, or damaged."""
     try:
         return unpack_scan(read_whole(path, _MOST_BYTES).decode())
+    # A scan only saves time: without it the pictures are read again.
     except (OSError, ValueError):
-        return {}  # then the files are read again
+        return {}
 
 
 def pack_scan(paths: Sequence[Path], seen: Sequence[Seen], root: Path) -> str:
-    """As text, which `read_scan` reads from a file.
+    """Write what was seen as text, for a file that `read_scan` reads.
 
     Args:
-        paths: of the files.
-        seen: of each.
-        root: of the data.
+        paths: paths of the files.
+        seen: what was seen of each.
+        root: root of the data, which names are relative to.
     """
     pairs = zip(paths, seen, strict=True)
     files = {
@@ -191,22 +209,24 @@ def pack_scan(paths: Sequence[Path], seen: Sequence[Seen], root: Path) -> str:
 
 
 def unpack_scan(content: str) -> Mapping[str, Seen]:
-    """What `pack_scan` wrote.
+    """Read the text that `pack_scan` wrote.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the text is something else, or of another format.
     """
-    said = None
+    scan = None
     try:
-        said = json.loads(content)
-        if said["format"] == _FORMAT:
-            return {name: _unpacked(*values) for name, values in said["files"].items()}
-        raise ValueError(f"expected format {_FORMAT}, got {said['format']}")
+        scan = json.loads(content)
+        if scan["format"] == _FORMAT:
+            return {name: _unpacked(*values) for name, values in scan["files"].items()}
+        raise ValueError(f"expected format {_FORMAT}, got {scan['format']}")
+    # JSON of another shape fails at whichever access comes first, in any of these ways.
     except (TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ValueError(f"expected what was seen of files, got {said!r:.40}") from error
+        raise ValueError(f"expected what was seen of files, got {scan!r:.40}") from error
 
 
 def _unpacked(kind: str, content: str, stamp: list[int] | None, look: list[Any]) -> Seen:
+    # JSON has no tuples, and a list never equals the stamp that it is compared with.
     return Seen(
         kind,
         content,
@@ -220,17 +240,20 @@ def _name(path: Path, root: Path) -> str:
 
 
 def _stamp(path: Path) -> tuple[int, ...] | None:
+    """Take what changes with a file's content; None if that may not be relied on."""
     try:
         found = os.stat(path)
+    # Whoever reads the file reports what is wrong with it.
     except OSError:
-        return None  # whoever reads the file says what is wrong with it
+        return None
+    # The time of the inode's change as well: cp -p and touch can set the other back.
     if time.time_ns() - max(found.st_mtime_ns, found.st_ctime_ns) < _SETTLED_NS:
         return None
     return (found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
 
 
 def _content(path: Path) -> str:
-    """Empty if the file cannot be read: whoever looks at it says why."""
+    """Digest a file; empty if it cannot be read, which whoever looks at it will report."""
     try:
         with open_regular(path) as file:
             return hashlib.file_digest(file, _hash).hexdigest()

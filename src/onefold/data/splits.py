@@ -1,4 +1,4 @@
-"""Pictures by class, in a training and a test part."""
+"""Divides pictures by class into a training and a test set."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ class PictureClasses:
     classes: tuple[str, ...]
     """Names, by number."""
     mode: Mode
-    """Of all pictures."""
+    """Mode that all pictures are converted to."""
     sizes: list[tuple[int, int]]
     """Width and height of the training pictures, in pixels."""
     sums: Sums
-    """Over the pixels of the training pictures."""
+    """Sums over the pixels of the training pictures."""
     left_out: list[BadFile]
-    """What cannot be used."""
+    """Files that cannot be used."""
     white: int | None = None
-    """Of pictures of more than 8 bits a pixel."""
+    """White of pictures of more than 8 bits a pixel; None if there are none."""
     notes: list[str] = field(default_factory=list)
     """What to mention before training."""
     scan: str = ""
-    """What was seen of the files, for `onefold.data.scan.read_scan`."""
+    """What was seen of the files, as `onefold.data.scan.unpack_scan` reads it."""
     digest: str
     """The same for the same pictures under the same names, in the same classes and sets."""
 
@@ -63,7 +63,7 @@ def digest(
     train: Sequence[tuple[str, str, str]],
     test: Sequence[tuple[str, str, str]],
 ) -> str:
-    """Of the name, the class and the content of every picture."""
+    """Digest the classes, and the name, the class and the content of every picture."""
     return digest_of(list(classes), train, test, size_bytes=16)
 
 
@@ -73,7 +73,7 @@ def notes_of_same(
     labels: Sequence[object],
     where: str,
 ) -> list[str]:
-    """What to mention of pictures that are there twice; contents and names of each set."""
+    """Mention pictures that occur twice; contents and names are those of each of the two sets."""
     train, test = contents
     apart = check_apart(train, test, train_names=names[0], test_names=names[1], where=where)
     whole, all_names = ([*parts[0], *parts[1]] for parts in (contents, names))
@@ -81,7 +81,7 @@ def notes_of_same(
 
 
 def untested(classes: Sequence[str], tested: Collection[str], where: str) -> list[str]:
-    """What to mention of classes that no test sample has."""
+    """Mention classes that no test sample has."""
     missing = [name for name in classes if name not in tested]
     if not missing:
         return []
@@ -93,12 +93,18 @@ def untested(classes: Sequence[str], tested: Collection[str], where: str) -> lis
 
 
 def held_out(labels: Sequence[str], *, share: float, seed: int) -> set[int]:
-    """Numbers of the samples to set aside: the same share of each class, one at the least."""
+    """Draw the positions of the samples to set aside: a share of each class, but at least one.
+
+    A class of two or more keeps at least one to train with.
+    """
+    # A generator of its own, or a draw elsewhere would change which samples are held out, and a
+    # resumed run would train on what the first one tested with.
     generator = torch.Generator().manual_seed(seed)
     by_label: dict[str, list[int]] = {}
     for number, label in enumerate(labels):
         by_label.setdefault(label, []).append(number)
     held: set[int] = set()
+    # Sorted, so that the draws of a class do not depend on which class comes first in the list.
     for _, members in sorted(by_label.items()):
         count = min(max(1, round(share * len(members))), len(members) - 1)
         chosen = torch.randperm(len(members), generator=generator)[:count]

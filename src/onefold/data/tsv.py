@@ -1,7 +1,7 @@
 """Reads texts and their classes from TSV files: on each line a text, a tab and a label, no header.
 
-What is wrong with a line is told and never guessed at; whether the others are used is the caller's
-decision (`onefold.data.bad.refuse`).
+A line that is wrong is reported, and never mended by guessing; whether the others are used is the
+caller's decision (`onefold.data.bad.refuse`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ __all__ = ["Line", "TextSplits", "decoded", "read_lines", "read_splits", "read_t
 
 _BOM = b"\xef\xbb\xbf"
 _LONGEST_LINE_BYTES = 1 << 20
+"""Of a text and its label; a file without line ends would be read into memory as one line."""
 _LONGEST_LABEL = 200
-"""Characters: a name, and no text; as a number, one that Python reads."""
+"""Characters: what is longer is a text, and Python refuses to parse numbers of 4,300 digits."""
 _SHOWN_CHARACTERS = 40
 _SHOWN_CLASSES = 10
 
@@ -36,7 +37,7 @@ class Line:
     text: str
     """As it stands in the file."""
     label: str
-    """Without spaces round it."""
+    """Without the spaces around it."""
     line_number: int
     """Counted from 1."""
 
@@ -52,13 +53,13 @@ class TextSplits:
     classes: list[str]
     """Labels of the training set in order: by value if all are whole numbers, else by letter."""
     left_out: list[BadFile]
-    """Lines of either file that are in neither list."""
+    """Lines of either file that cannot be used."""
     notes: list[str] = field(default_factory=list)
     """What to mention before training."""
 
     @property
     def digest(self) -> str:
-        """The same for the same texts and labels."""
+        """Digits that are the same for the same texts and labels, in the same order."""
         return digest_of(*([[x.text, x.label] for x in lines] for lines in (self.train, self.dev)))
 
 
@@ -69,11 +70,11 @@ def read_tsv(path: str | PathLike[str]) -> tuple[list[Line], list[BadFile]]:
         path: the file; blank lines at its end are left out.
 
     Returns:
-        The lines that are sound, and what is wrong with the others, both in the file's order.
+        The valid lines, and what is wrong with the others, both in the file's order.
 
     Raises:
         OSError: the file cannot be read.
-        DataError: it has no sound line, or is UTF-16.
+        DataError: the file has no valid line, or is UTF-16.
 
     Example:
         >>> import pathlib, tempfile
@@ -101,15 +102,15 @@ def read_splits(train: str | PathLike[str], dev: str | PathLike[str]) -> TextSpl
     """Read a training and a development set.
 
     Args:
-        train: the file that says which classes there are.
+        train: the file whose labels are the classes.
         dev: a file with labels of the same classes; a line with another label is bad.
 
     Returns:
-        The sound lines of both, the classes, and the bad lines of both.
+        The valid lines of both, the classes, and the bad lines of both.
 
     Raises:
         OSError: a file cannot be read.
-        DataError: a file has no sound line, or there are fewer than two classes.
+        DataError: a file has no valid line, or there are fewer than two classes.
     """
     train, dev = Path(train), Path(dev)
     train_lines, train_bad = read_tsv(train)
@@ -131,11 +132,12 @@ def read_splits(train: str | PathLike[str], dev: str | PathLike[str]) -> TextSpl
 
 
 def _refuse_utf16(path: Path, content: bytes) -> None:
-    """Refuse what has no line in common with a file of UTF-8.
+    """Refuse a file in UTF-16, which spreadsheets write as "Unicode text".
 
     Raises:
-        DataError: the file says that it is UTF-16.
+        DataError: the file begins with a byte order mark of UTF-16.
     """
+    # As UTF-8 every single line of it would be bad, and none of the reports would say why.
     if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise DataError(
             f"{path}: expected text in UTF-8, this is UTF-16: convert it, such as with iconv -f "
@@ -144,22 +146,25 @@ def _refuse_utf16(path: Path, content: bytes) -> None:
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
-    """The lines of a file without their ends, and without blank ones after the last.
+    """Yield the lines of a file without their ends, except blank ones at the end of the file.
 
-    Of a line that is too long for a text, only so much comes that `decoded` refuses it.
+    A line that is too long is cut, to a length that `decoded` still refuses.
 
     Raises:
         OSError: the file cannot be read.
-        DataError: it is UTF-16.
+        DataError: the file is UTF-16.
     """
+    # Held back until a line with text follows, and so never yielded at the end of the file.
     blank: list[bytes] = []
     with open_regular(path) as file:
         _refuse_utf16(path, file.peek(2)[:2])
         if file.peek(len(_BOM)).startswith(_BOM):
             file.read(len(_BOM))
+        # Three bytes more: the two of CRLF, and one that shows that the line is too long.
         while line := file.readline(_LONGEST_LINE_BYTES + 3):
             if not line.endswith(b"\n"):
                 _skip_rest(file)
+            # Not rstrip: a CR or a space before the end belongs to the text.
             line = line.removesuffix(b"\n").removesuffix(b"\r")
             blank.append(line)
             if line.strip():
@@ -168,14 +173,19 @@ def read_lines(path: Path) -> Iterator[bytes]:
 
 
 def _skip_rest(file: BufferedReader) -> None:
-    """Go on behind the end of a line of which only the beginning has been read."""
+    """Skip the rest of a line of which only the beginning has been read."""
+    # In pieces: the rest may be as large as the file.
     rest = file.readline(_LONGEST_LINE_BYTES)
     while rest and not rest.endswith(b"\n"):
         rest = file.readline(_LONGEST_LINE_BYTES)
 
 
 def _read_line(content: bytes, number: int) -> Line:
-    """A sound line; ValueError says what is wrong with another."""
+    """Read one line.
+
+    Raises:
+        ValueError: the line is not a text, a tab and a label.
+    """
     text, label = _cut(decoded(content))
     if number == 1 and label.casefold() == "label":
         raise ValueError(f"expected no header, got {_shown(content.decode())}; remove this line")
@@ -183,10 +193,10 @@ def _read_line(content: bytes, number: int) -> Line:
 
 
 def decoded(content: bytes) -> str:
-    """A line of `read_lines` as text.
+    """Decode a line of `read_lines`.
 
     Raises:
-        ValueError: it is too long, no UTF-8, or holds a NUL.
+        ValueError: the line is too long, is not UTF-8, or holds a NUL.
     """
     if len(content) > _LONGEST_LINE_BYTES:
         raise ValueError(f"expected a line of at most {_LONGEST_LINE_BYTES:,} bytes, got more")
@@ -198,13 +208,14 @@ def decoded(content: bytes) -> str:
             f"expected UTF-8, got {byte} as byte {wrong.start + 1} (if it is Latin-1: iconv -f "
             f"WINDOWS-1252 -t UTF-8 converts the file)"
         ) from None
+    # Valid UTF-8, but in practice the mark of a binary file.
     if "\0" in line:
         raise ValueError(f"expected text, got a NUL as character {line.index(chr(0)) + 1}")
     return line
 
 
 def _cut(line: str) -> tuple[str, str]:
-    """Text and label."""
+    """Divide a line into text and label."""
     text, *labels = line.split("\t")
     if len(labels) != 1:
         count = f"{len(labels)} tabs" if labels else "no tab"
@@ -225,7 +236,7 @@ def _cut(line: str) -> tuple[str, str]:
 def _part_by_label(
     lines: Iterable[Line], path: Path, classes: list[str]
 ) -> tuple[list[Line], list[BadFile]]:
-    """The lines of these classes, and what is wrong with the others."""
+    """Return the lines of these classes, and what is wrong with the others."""
     known, strange, allowed = [], [], set(classes)
     for line in lines:
         if line.label in allowed:
@@ -240,6 +251,8 @@ def _part_by_label(
 
 
 def _in_order(labels: Collection[str]) -> list[str]:
+    # By letter 10 would come before 2, and class 2 would not be output 2. Spellings such as 1 and
+    # 01 have one value, so the text settles their order.
     if all(label.removeprefix("-").isdecimal() for label in labels):
         return sorted(labels, key=lambda label: (int(label), label))
     return sorted(labels)
@@ -252,5 +265,5 @@ def _none_of(bad: list[BadFile]) -> str:
 
 
 def _shown(text: str) -> str:
-    """The beginning of a text, in quotes."""
+    """Quote the beginning of a text."""
     return repr(text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "…")

@@ -1,4 +1,4 @@
-"""Finds the pictures beneath a folder."""
+"""Finds the pictures below a folder."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from onefold.errors import DataError
 __all__ = ["is_visible_folder", "picture_paths", "require_folder"]
 
 _DEEPEST = 64
-"""Folders within each other."""
+"""Folders within each other; deeper ones would end in a RecursionError."""
 
 
 def require_folder(path: Path, expected: str) -> None:
-    """Refuse what is no folder.
+    """Refuse a path that is not a folder.
 
     Args:
         path: what ``--data`` names.
-        expected: in words.
+        expected: what should be there, in words.
 
     Raises:
-        DataError: it is something else, or nothing.
+        DataError: the path does not exist, or is not a folder.
     """
     if path.is_dir():
         return
@@ -33,32 +33,36 @@ def require_folder(path: Path, expected: str) -> None:
 
 
 def picture_paths(folder: Path, bad: list[BadFile]) -> list[Path]:
-    """All pictures beneath a folder, in the order of their paths; hidden ones are left out.
+    """Find all pictures below a folder, in the order of their paths; hidden ones are left out.
 
-    A folder to which several ways lead, by links, is looked through once.
+    A folder that can be reached in several ways, by links, is looked through once.
 
     Args:
-        folder: to look through.
-        bad: takes folders that cannot be read, or lie too deep.
+        folder: folder to look through.
+        bad: list to which folders that cannot be read, or lie too deep, are added.
     """
+    # A file system lists in an order of its own, and the position of a picture seeds its
+    # augmentation and decides whether it is held out.
     return sorted(_below(folder, bad, set(), _DEEPEST))
 
 
 def is_visible_folder(path: Path) -> bool:
-    """Whether it is a folder, or a link to one, and not hidden."""
+    """Whether a path is a folder, or a link to one, and is not hidden."""
     return path.is_dir() and not path.name.startswith(".")
 
 
 def _below(
     folder: Path, bad: list[BadFile], seen: set[tuple[int, int]], deeper: int
 ) -> Iterator[Path]:
-    """Also in folders within, and where links lead; not into a folder that has been seen."""
+    """Yield the pictures of a folder and of those within it, following links."""
     try:
+        # By number, not by name: a link to a folder above would otherwise be followed for ever.
         status = folder.stat()
         identity = (status.st_dev, status.st_ino)
         if identity in seen:
             return
         seen.add(identity)
+        # Of two links to one folder the first by name is followed, on every machine.
         entries = sorted(folder.iterdir())
     except OSError as error:
         bad.append(BadFile(folder, f"expected a folder that can be read, got {error.strerror}"))
@@ -69,5 +73,7 @@ def _below(
                 yield from _below(path, bad, seen, deeper - 1)
             else:
                 bad.append(BadFile(path, f"expected folders at most {_DEEPEST} deep"))
+        # A link that leads nowhere is yielded too, so that reading reports it; dropped here, it
+        # would be missing without a word.
         elif is_picture(path) and (path.is_file() or path.is_symlink()):
-            yield path  # or a link that leads nowhere, which is told when it is read
+            yield path

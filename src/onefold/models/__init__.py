@@ -1,4 +1,4 @@
-"""Models of the jobs and the examples; plain `torch.nn.Module`s."""
+"""The models that the jobs and the examples train; plain `torch.nn.Module`s."""
 
 from onefold.models.catalog import MODELS, ModelKind, build_model, head_name, head_of
 from onefold.models.dense_cnn import DenseCNN

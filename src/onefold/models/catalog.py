@@ -1,4 +1,4 @@
-"""Models of images by name, and the name of a model's last layer.
+"""Builds models for images by name, and finds the last layer of a model.
 
 A name is a key of `MODELS`, or ``timm:NAME`` for a model of the timm library, which is imported
 only then. All models begin with fresh weights from PyTorch's global generator.
@@ -24,11 +24,12 @@ __all__ = ["MODELS", "ModelKind", "build_model", "head_name", "head_of"]
 
 TIMM_PREFIX = "timm:"
 LARGEST_SMALL_IMAGE = 64
+"""Pixels of the side up to which a ResNet gets the stem for small images by default."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelKind:
-    """One model of the catalog."""
+    """How one model of the catalog is built."""
 
     build: Callable[..., nn.Module]
     """Makes it from the keywords ``num_classes`` and ``in_channels``, and from one of the two that
@@ -50,6 +51,7 @@ MODELS: Mapping[str, ModelKind] = MappingProxyType(
     }
 )
 
+# Positions in a Sequential: they change with its layers.
 HEADS: Mapping[type[nn.Module], str] = MappingProxyType(
     {
         LeNet: "classifier.5",
@@ -68,7 +70,7 @@ def build_model(
     image_size: int,
     small_images: bool | None = None,
 ) -> nn.Module:
-    """The model of that name, with fresh weights from PyTorch's global generator.
+    """Build a model by its name, with fresh weights from PyTorch's global generator.
 
     Args:
         name: a key of `MODELS`, or ``timm:NAME``.
@@ -95,6 +97,7 @@ def build_model(
     """
     check_positive(num_classes=num_classes, in_channels=in_channels, image_size=image_size)
     kind = MODELS.get(name)
+    # Refused and not ignored: who passes it believes that it changes the model.
     if small_images is not None and not (kind and kind.any_size):
         raise ValueError(f"small_images is for ResNets only, got {small_images} for {name!r}")
     if kind is None:
@@ -114,11 +117,12 @@ def check_positive(**numbers: int) -> None:
 
 
 def timm_model(name: str, *, num_classes: int, in_channels: int) -> nn.Module:
-    """The model that timm calls what follows ``timm:``; timm has its own error for unknown ones."""
+    """Build the model whose name in timm follows ``timm:``; timm reports unknown names itself."""
     timm_name = name.removeprefix(TIMM_PREFIX)
     if timm_name in ("", name):
         known = ", ".join(MODELS)
         raise ValueError(f"the model must be one of {known} or {TIMM_PREFIX}NAME, got {name!r}")
+    # Never pretrained here: that would download, once for every process of the run.
     model: nn.Module = import_timm(name).create_model(
         timm_name, pretrained=False, num_classes=num_classes, in_chans=in_channels
     )
@@ -126,9 +130,10 @@ def timm_model(name: str, *, num_classes: int, in_channels: int) -> nn.Module:
 
 
 def import_timm(name: str) -> Any:
-    """The timm library, for the model ``name``."""
+    """Import the timm library, which the model ``name`` needs."""
     try:
         return importlib.import_module("timm")
+    # Not ModuleNotFoundError alone: timm may be there, and fail at something that it imports.
     except ImportError as error:
         raise LaunchError(
             f"{name} needs the timm library, which cannot be imported ({error}); "
@@ -137,7 +142,7 @@ def import_timm(name: str) -> Any:
 
 
 def head_name(model: nn.Module) -> str:
-    """The dotted name of a model's last layer, the one whose outputs are the logits.
+    """Find the dotted name of a model's last layer, the one whose outputs are the logits.
 
     Args:
         model: a model of this package or of timm.
@@ -146,17 +151,19 @@ def head_name(model: nn.Module) -> str:
         Its name in ``model.named_modules()``, "fc" for example.
 
     Raises:
-        ValueError: the model is of another kind, or has no last layer of its own, or several.
+        ValueError: the model is of another kind, or does not have exactly one last layer.
     """
     known = (name for kind, name in HEADS.items() if isinstance(model, kind))
     name = next(known, None) or timm_head_name(model)
+    # An encoder: a ResNet without classes keeps the attribute, with nothing in it to train.
     if isinstance(model.get_submodule(name), nn.Identity):
         raise ValueError(f"this {type(model).__name__} was made without a classification layer")
     return name
 
 
 def timm_head_name(model: nn.Module) -> str:
-    """The name of the layer that a timm model calls its classifier."""
+    """Find the name of the layer that a timm model calls its classifier."""
+    # By the method and not the class: timm's models have no base class in common.
     get_classifier = getattr(model, "get_classifier", None)
     if get_classifier is None:
         known = ", ".join(kind.__name__ for kind in HEADS)
@@ -164,6 +171,8 @@ def timm_head_name(model: nn.Module) -> str:
             f"the last layer is known for {known} and timm's models, not for {type(model).__name__}"
         )
     head: object = get_classifier()
+    # timm returns the module and not its name, and for distilled models a tuple of two modules,
+    # which no single name stands for.
     names: list[str] = [name for name, module in model.named_modules() if module is head]
     if not names:
         raise ValueError(
@@ -173,5 +182,5 @@ def timm_head_name(model: nn.Module) -> str:
 
 
 def head_of(model: nn.Module) -> nn.Module:
-    """The layer that `head_name` names; it raises the same errors."""
+    """Return the layer that `head_name` names; raises the same errors."""
     return model.get_submodule(head_name(model))

@@ -32,6 +32,8 @@ class LeNet(nn.Module):
             raise ValueError(
                 f"image_size must be a multiple of 4 and at least 12, got {image_size}"
             )
+        # The first convolution pads and keeps the size, the second does not and loses four pixels.
+        # LeCun's images had that border already: 32x32 around digits of 28x28.
         pooled_size = (image_size // 2 - 4) // 2
         self.features = nn.Sequential(
             nn.Conv2d(in_channels, 6, kernel_size=5, padding=2),
@@ -51,6 +53,6 @@ class LeNet(nn.Module):
         )
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Logits (n, num_classes) for images (n, in_channels, image_size, image_size), float32."""
+        """Map (n, in_channels, image_size, image_size) to logits (n, num_classes), float32."""
         logits: torch.Tensor = self.classifier(self.features(images))
         return logits

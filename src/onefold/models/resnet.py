@@ -2,6 +2,13 @@
 
 Parameters and buffers carry the names of torchvision's ResNet, so weights move between the two
 where the shapes agree: a stem for large images, width 64 and the blocks of one of its networks.
+
+Note: in place
+--------------
+ReLU overwrites its input, which saves the memory of one more feature map each time. Its input is
+always the output of a batch norm or of an addition, and backward needs neither: a batch norm keeps
+its input, and an addition nothing. Nothing is ever written into the shortcut: with the stem for
+small images it is one of the `feature_maps`, which a decoder still needs.
 """
 
 from __future__ import annotations
@@ -15,17 +22,17 @@ __all__ = ["BasicBlock", "Bottleneck", "ResNet", "resnet18", "resnet34", "resnet
 
 
 def conv3x3(in_channels: int, out_channels: int, *, stride: int = 1) -> nn.Conv2d:
-    """A 3x3 convolution that keeps the image's size (at stride 1); batch norm brings the bias."""
+    """Make a 3x3 convolution that keeps the size at stride 1; its bias is the batch norm's."""
     return nn.Conv2d(in_channels, out_channels, 3, stride=stride, padding=1, bias=False)
 
 
 def conv1x1(in_channels: int, out_channels: int, *, stride: int = 1) -> nn.Conv2d:
-    """A 1x1 convolution; batch norm brings the bias."""
+    """Make a 1x1 convolution; its bias is the batch norm's."""
     return nn.Conv2d(in_channels, out_channels, 1, stride=stride, bias=False)
 
 
 def projection(in_channels: int, out_channels: int, *, stride: int) -> nn.Sequential | None:
-    """What gives a block's input the shape of its output; None where it has that shape already."""
+    """Make what gives a block's input the shape of its output; None if it has that shape."""
     if stride == 1 and in_channels == out_channels:
         return None
     convolution = conv1x1(in_channels, out_channels, stride=stride)
@@ -42,6 +49,7 @@ class BasicBlock(nn.Module):
     """
 
     expansion = 1
+    """Channels of the output over those of the 3x3 convolutions."""
 
     def __init__(self, in_channels: int, out_channels: int, *, stride: int = 1) -> None:
         super().__init__()
@@ -53,9 +61,10 @@ class BasicBlock(nn.Module):
         self.downsample = projection(in_channels, out_channels, stride=stride)
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        """(n, in_channels, h, w) to (n, out_channels, h / stride, w / stride), float32."""
+        """Map (n, in_channels, h, w) to (n, out_channels, h / stride, w / stride), float32."""
         shortcut = features if self.downsample is None else self.downsample(features)
         residual = self.relu(self.bn1(self.conv1(features)))
+        # Out of place: see the note at the head of the file.
         summed: torch.Tensor = self.relu(self.bn2(self.conv2(residual)) + shortcut)
         return summed
 
@@ -73,6 +82,7 @@ class Bottleneck(nn.Module):
     """
 
     expansion = 4
+    """Channels of the output over those of the 3x3 convolution."""
 
     def __init__(self, in_channels: int, out_channels: int, *, stride: int = 1) -> None:
         super().__init__()
@@ -87,10 +97,11 @@ class Bottleneck(nn.Module):
         self.downsample = projection(in_channels, out_channels, stride=stride)
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        """(n, in_channels, h, w) to (n, out_channels, h / stride, w / stride), float32."""
+        """Map (n, in_channels, h, w) to (n, out_channels, h / stride, w / stride), float32."""
         shortcut = features if self.downsample is None else self.downsample(features)
         residual = self.relu(self.bn1(self.conv1(features)))
         residual = self.relu(self.bn2(self.conv2(residual)))
+        # Out of place: see the note at the head of the file.
         summed: torch.Tensor = self.relu(self.bn3(self.conv3(residual)) + shortcut)
         return summed
 
@@ -99,12 +110,12 @@ class ResNet(nn.Module):
     """A residual network; its stage ``i`` has ``blocks[i]`` blocks.
 
     The blocks of stage ``i`` are basic ones of ``width * 2**i`` channels, or bottlenecks that
-    narrow to as many and give four times as many.
+    narrow to as many and return four times as many.
 
     Args:
         blocks: number of blocks of each stage; every stage after the first halves the image.
         num_classes: number of logits for each image; None for a network without the last layer,
-            which gives the mean of the last stage's features instead.
+            which returns the mean of the last stage's features instead.
         in_channels: channels of the images.
         small_images: True for a 3x3 stem of stride 1 without max pool (images of 8 to 64 pixels),
             False for the 7x7 stem of stride 2 with max pool (images of 224 pixels).
@@ -113,10 +124,10 @@ class ResNet(nn.Module):
 
     Attributes:
         channels: channels of each of the `feature_maps`.
-        strides: how many pixels of the image lie side by side in one of each of them.
+        strides: width in pixels of the image of one pixel of each of the `feature_maps`.
 
     Raises:
-        ValueError: there is no stage, or a stage without a block.
+        ValueError: ``blocks`` is empty, or has a number below 1.
 
     Example:
         >>> import torch
@@ -147,18 +158,22 @@ class ResNet(nn.Module):
         self.conv1 = stem(in_channels, width, small_images=small_images)
         self.bn1 = nn.BatchNorm2d(width)
         self.relu = nn.ReLU(inplace=True)
+        # Identity, which has no parameters, so that no caller need ask which stem this is.
         self.maxpool = nn.Identity() if small_images else nn.MaxPool2d(3, stride=2, padding=1)
+        # By name and not in a ModuleList, whose index would become a part of torchvision's names.
         self.stages = tuple(f"layer{number}" for number in range(1, len(blocks) + 1))
         for index, (name, count) in enumerate(zip(self.stages, blocks, strict=True)):
             before, after = self.channels[index : index + 2]
+            # The stem has made the image small enough for the first stage.
             stride = 1 if index == 0 else 2
             self.add_module(name, stage(block, before, after, count=count, stride=stride))
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Identity() if num_classes is None else nn.Linear(outputs[-1], num_classes)
+        # Last, over all of it: the order of the draws is part of what a seed stands for.
         self.apply(initialise)
 
     def feature_maps(self, images: torch.Tensor) -> list[torch.Tensor]:
-        """The stem's output before the max pool, and then that of each stage.
+        """Compute the stem's output before the max pool, and the output of each stage.
 
         Args:
             images: (n, in_channels, h, w) float32.
@@ -175,21 +190,22 @@ class ResNet(nn.Module):
         return maps
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Logits (n, num_classes) float32 for images (n, in_channels, h, w) float32."""
+        """Compute logits (n, num_classes) float32 of images (n, in_channels, h, w) float32."""
         last = self.feature_maps(images)[-1]
         logits: torch.Tensor = self.fc(self.avgpool(last).flatten(1))
         return logits
 
 
 def map_strides(stages: int, *, small_images: bool) -> tuple[int, ...]:
-    """The strides of the stem's output and of each stage's."""
+    """Compute the strides of the stem's output and of each stage's."""
+    # The stem's output is taken before its max pool, the first stage's input after it.
     first = 1 if small_images else 4
     of_stem = 1 if small_images else 2
     return (of_stem, *(first * 2**index for index in range(stages)))
 
 
 def stem(in_channels: int, width: int, *, small_images: bool) -> nn.Conv2d:
-    """The network's first convolution."""
+    """Make the network's first convolution."""
     if small_images:
         return conv3x3(in_channels, width)
     return nn.Conv2d(in_channels, width, 7, stride=2, padding=3, bias=False)
@@ -203,13 +219,14 @@ def stage(
     count: int,
     stride: int,
 ) -> nn.Sequential:
-    """``count`` blocks, of which the first changes the number of channels and the size."""
+    """Make ``count`` blocks, of which the first changes the number of channels and the size."""
     first = block(in_channels, out_channels, stride=stride)
     return nn.Sequential(first, *(block(out_channels, out_channels) for _ in range(count - 1)))
 
 
 def initialise(module: nn.Module) -> None:
-    """He initialisation for convolutions, as in the paper; other layers keep PyTorch's own."""
+    """Draw a convolution's weights as He et al. do; other layers keep PyTorch's own."""
+    # By fan_out, as torchvision does, so that from-scratch results can be compared with its own.
     if isinstance(module, nn.Conv2d):
         nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
@@ -217,7 +234,7 @@ def initialise(module: nn.Module) -> None:
 def resnet18(
     num_classes: int | None = 10, in_channels: int = 3, small_images: bool = True, width: int = 64
 ) -> ResNet:
-    """ResNet-18: four stages of two basic blocks.
+    """Build ResNet-18: four stages of two basic blocks.
 
     Args:
         num_classes: number of logits for each image; None for no last layer, see `ResNet`.
@@ -244,7 +261,7 @@ def resnet18(
 def resnet34(
     num_classes: int | None = 10, in_channels: int = 3, small_images: bool = True, width: int = 64
 ) -> ResNet:
-    """ResNet-34: stages of 3, 4, 6 and 3 basic blocks; see `resnet18` for the arguments.
+    """Build ResNet-34: stages of 3, 4, 6 and 3 basic blocks; see `resnet18` for the arguments.
 
     Example:
         >>> sum(p.numel() for p in resnet34(num_classes=1000, small_images=False).parameters())
@@ -262,7 +279,7 @@ def resnet34(
 def resnet50(
     num_classes: int | None = 10, in_channels: int = 3, small_images: bool = True, width: int = 64
 ) -> ResNet:
-    """ResNet-50: stages of 3, 4, 6 and 3 bottlenecks; see `resnet18` for the arguments.
+    """Build ResNet-50: stages of 3, 4, 6 and 3 bottlenecks; see `resnet18` for the arguments.
 
     Example:
         >>> sum(p.numel() for p in resnet50(num_classes=1000, small_images=False).parameters())
@@ -281,7 +298,7 @@ def resnet50(
 def resnet101(
     num_classes: int | None = 10, in_channels: int = 3, small_images: bool = True, width: int = 64
 ) -> ResNet:
-    """ResNet-101: stages of 3, 4, 23 and 3 bottlenecks; see `resnet18` for the arguments.
+    """Build ResNet-101: stages of 3, 4, 23 and 3 bottlenecks; see `resnet18` for the arguments.
 
     Example:
         >>> import torch

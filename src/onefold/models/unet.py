@@ -1,8 +1,8 @@
 """U-Nets: one logit for each pixel (Ronneberger et al., 2015, "U-Net: convolutional networks").
 
-The way down is a network made for classification, without its last layer, so published weights
-of that network give it a start. It differs from the paper in this, and in padded convolutions
-and batch norm on the way up: the output is as large as the input.
+The way down is a network made for classification, without its last layer, so that training can
+start from published weights of that network. It differs from the paper in this, and in padded
+convolutions and batch norm on the way up: the output is as large as the input.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ Encoder = ResNet | VGG
 
 
 def without_last_layer(build: Callable[..., ResNet]) -> Callable[[int, int], Encoder]:
-    """A builder of a ResNet for large images from ``in_channels`` and ``width``."""
+    """Adapt a builder of a ResNet to `ENCODERS`: no last layer, and the stem for large images."""
+    # The large stem even for small images: published weights have no other.
     return lambda in_channels, width: build(None, in_channels, small_images=False, width=width)
 
 
@@ -35,27 +36,28 @@ ENCODERS: Mapping[str, Callable[[int, int], Encoder]] = MappingProxyType(
         "vgg16": vgg16,
     }
 )
+"""Builders of the encoders, which take ``in_channels`` and ``width``, by name."""
 
 
 class UNet(nn.Module):
     """An encoder, and a decoder that brings its features back to the size of the images.
 
     The encoder's parameters and buffers are those of torchvision's network of that name, without
-    the last layers (``fc`` or ``classifier``), after ``encoder.``: to start from published
-    weights, leave those out and load the others into ``model.encoder``.
+    the last layers (``fc`` or ``classifier``), with ``encoder.`` in front: to start from published
+    weights, leave those layers out and load the others into ``model.encoder``.
 
-    No operation here is one that `torch.use_deterministic_algorithms` refuses, on a CPU or, by
-    its documentation, on a CUDA device.
+    All operations here have deterministic kernels on a CPU and, by the documentation of
+    `torch.use_deterministic_algorithms`, on a CUDA device.
 
     Args:
         encoder: one of "vgg16", "resnet18", "resnet34", "resnet101".
         in_channels: channels of the images.
         out_channels: number of logits for each pixel.
-        width: channels of the encoder's first layer, and half of it the decoder's at full
-            resolution; an even number. Published weights need 64.
+        width: channels of the encoder's first layer, an even number; the decoder has half as many
+            at full resolution. Published weights need 64.
 
     Attributes:
-        stride: height and width of the images must be multiples of it.
+        stride: the number that height and width of the images must be multiples of.
 
     Raises:
         ValueError: the encoder is not known, or the width is not a positive even number.
@@ -86,10 +88,11 @@ class UNet(nn.Module):
         self.stride = self.encoder.strides[-1]
         self.decoder = decoder(self.encoder, width)
         self.head = nn.Conv2d(width // 2, out_channels, 1)
+        # The encoder has drawn its own weights, and the head keeps PyTorch's for a last layer.
         self.decoder.apply(initialise)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """One logit, or ``out_channels``, for each pixel.
+        """Compute one logit, or ``out_channels`` of them, for each pixel.
 
         Args:
             images: (n, in_channels, h, w) float32.
@@ -98,10 +101,12 @@ class UNet(nn.Module):
             Logits (n, out_channels, h, w) float32.
 
         Raises:
-            ValueError: h or w is no multiple of ``stride``.
+            ValueError: h or w is not a multiple of ``stride``.
         """
+        # Or torch.cat would fail somewhere inside, between two sizes that mean nothing to anybody.
         self._check_size(images)
         features, *skips = reversed(self.encoder.feature_maps(images))
+        # A ResNet has no features at full resolution, so its last step has nothing to join.
         for index, step in enumerate(self.decoder):
             features = step(features, skips[index] if index < len(skips) else None)
         logits: torch.Tensor = self.head(features)
@@ -117,9 +122,7 @@ class UNet(nn.Module):
 
 
 class DecoderStep(nn.Module):
-    """Double the resolution, put the encoder's features beside, and convolve twice.
-
-    Nearest neighbours, not bilinear: the bilinear CUDA kernel adds up gradients in any order.
+    """Double the resolution, append the encoder's features as channels, and convolve twice.
 
     Args:
         in_channels: channels of the features from the step before.
@@ -136,7 +139,13 @@ class DecoderStep(nn.Module):
         self.relu = nn.ReLU(inplace=True)
 
     def forward(self, features: torch.Tensor, skip: torch.Tensor | None) -> torch.Tensor:
-        """(n, out_channels, 2h, 2w) of features (n, in_channels, h, w) and skip, all float32."""
+        """Map features (n, in_channels, h, w) to (n, out_channels, 2h, 2w), all float32.
+
+        Args:
+            features: output of the step before.
+            skip: the encoder's features (n, skip_channels, 2h, 2w), or None.
+        """
+        # Not bilinear, whose backward on CUDA adds up gradients in any order.
         joined = F.interpolate(features, scale_factor=2, mode="nearest")
         if skip is not None:
             joined = torch.cat([joined, skip], dim=1)
@@ -146,10 +155,11 @@ class DecoderStep(nn.Module):
 
 
 def decoder(encoder: Encoder, width: int) -> nn.ModuleList:
-    """One step for each resolution from the encoder's last but one to that of the images.
+    """Make a step for each resolution, from the encoder's last but one to that of the images.
 
     The output of a step has ``width * stride / 2`` channels, and at most ``4 * width``.
     """
+    # By stride: encoders differ in which resolutions they have features for.
     skips = dict(zip(encoder.strides[:-1], encoder.channels[:-1], strict=True))
     steps = nn.ModuleList()
     channels, stride = encoder.channels[-1], encoder.strides[-1]

@@ -26,10 +26,10 @@ class VGG(nn.Module):
 
     Attributes:
         channels: channels of each of the `feature_maps`.
-        strides: how many pixels of the image lie side by side in one of each of them.
+        strides: width in pixels of the image of one pixel of each of the `feature_maps`.
 
     Raises:
-        ValueError: there is no stage, or a stage without a convolution.
+        ValueError: ``blocks`` is empty, or has a number below 1.
 
     Example:
         >>> import torch
@@ -51,12 +51,13 @@ class VGG(nn.Module):
         for after, count in zip(self.channels, blocks, strict=True):
             layers += stage(before, after, count=count)
             before = after
+        # One Sequential for all stages: torchvision numbers the layers through, ReLUs included.
         self.features = nn.Sequential(*layers)
         self.apply(initialise)
         self.apply(without_bias)
 
     def feature_maps(self, images: torch.Tensor) -> list[torch.Tensor]:
-        """What each stage gives before its max pool.
+        """Compute what each stage returns before its max pool.
 
         Args:
             images: (n, in_channels, h, w) float32.
@@ -68,19 +69,20 @@ class VGG(nn.Module):
         maps = []
         features = images
         for layer in self.features:
+            # A kept map stays as it is: the next ReLU in place overwrites a convolution's output.
             if isinstance(layer, nn.MaxPool2d):
                 maps.append(features)
             features = layer(features)
         return maps
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """What the last max pool gives, for images (n, in_channels, h, w) float32."""
+        """Compute the last max pool's output of images (n, in_channels, h, w) float32."""
         features: torch.Tensor = self.features(images)
         return features
 
 
 def stage(in_channels: int, out_channels: int, *, count: int) -> list[nn.Module]:
-    """The layers of one stage: ``count`` convolutions, each with its ReLU, and the max pool."""
+    """Make the layers of one stage: ``count`` convolutions with a ReLU each, and the max pool."""
     layers: list[nn.Module] = []
     for channels in (in_channels, *(out_channels,) * (count - 1)):
         layers += [nn.Conv2d(channels, out_channels, 3, padding=1), nn.ReLU(inplace=True)]
@@ -88,13 +90,14 @@ def stage(in_channels: int, out_channels: int, *, count: int) -> list[nn.Module]
 
 
 def without_bias(module: nn.Module) -> None:
-    """Let a convolution begin with a bias of zero."""
+    """Set a convolution's bias to zero."""
+    # As torchvision does; PyTorch's own would be drawn at random.
     if isinstance(module, nn.Conv2d) and module.bias is not None:
         nn.init.zeros_(module.bias)
 
 
 def vgg16(in_channels: int = 3, width: int = 64) -> VGG:
-    """The 13 convolutions of VGG-16, without batch norm; see `VGG` for the arguments.
+    """Build the 13 convolutions of VGG-16, without batch norm; see `VGG` for the arguments.
 
     Returns:
         The network, with fresh weights from PyTorch's global generator.

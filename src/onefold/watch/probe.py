@@ -58,6 +58,7 @@ def _differences(
     """The largest difference of each tensor whose bits differ; None if its shape differs."""
     found: dict[str, float | None] = {}
     for name, value in now.items():
+        # Other shapes have no largest difference; the line says so by null.
         if name not in kept or kept[name].shape != value.shape:
             found[name] = None
             continue

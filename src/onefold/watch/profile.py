@@ -45,9 +45,12 @@ class Profile:
 
     def add_step(self, step: int, spans: Mapping[int, Sequence[Span]]) -> None:
         """Add what each device of this process did in a step."""
+        # The last step of a GPU is mostly past by now; if it is not, this waits for it, so that no
+        # more than one step of events is ever held.
         if self._held is not None:
             self._write_all(*self._held)
         self._held = (step, spans) if step <= PROFILED_STEPS else None
+        # On a CPU always: its moments are numbers.
         if self._held is not None and _is_over(spans):
             self._write_all(*self._held)
             self._held = None
@@ -88,6 +91,8 @@ class Profile:
     def _host_s(self, device: int, moment: Moment) -> float:
         if isinstance(moment, float):
             return moment
+        # A GPU only measures between two of its events, so each is placed by one whose time on the
+        # host's clock is known.
         host_s, event = self._origins[device]
         return host_s + elapsed_s(event, moment)
 

@@ -58,7 +58,7 @@ def slice_of(
 
 
 class TimelinePart:
-    """What one process adds to the timeline.
+    """Writes what one process adds to the timeline.
 
     Args:
         folder: folder of the parts.
@@ -85,6 +85,7 @@ def check_timeline(folder: Path) -> None:
         ValueError: the folder's ``timeline.json`` is not a timeline that onefold wrote.
     """
     path = folder / _NAME
+    # Opened first and then read by its descriptor: nobody can exchange the file in between.
     try:
         descriptor = open_regular(path, os.O_RDONLY)
     except FileNotFoundError:

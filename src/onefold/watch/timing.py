@@ -94,6 +94,7 @@ class Stopwatch:
 
     def take(self) -> list[Span]:
         """Return and forget all spans that were recorded since the last call."""
+        # A new list: whoever takes the spans may hold them while the next step adds its own.
         spans, self._spans = self._spans, []
         return spans
 

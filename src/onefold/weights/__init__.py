@@ -1,3 +1,3 @@
-"""Weights that others saved, into a model of ours."""
+"""Loads weights that somebody else saved into a model of the user's."""
 
 __all__: list[str] = []

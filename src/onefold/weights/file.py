@@ -1,7 +1,7 @@
 """Reads the tensors of a file that anybody may have written, without running any code of it.
 
-It knows nothing of models: what fits where is `onefold.weights.load`. What belongs to a checkpoint
-is read only where every byte of that is as it was written.
+It knows nothing of models: `onefold.weights.load` decides what fits where. What belongs to a
+checkpoint is read only if every byte of that checkpoint is as it was written.
 """
 
 from __future__ import annotations
@@ -27,24 +27,26 @@ __all__ = ["check_weights", "keys_of_states", "read_weights", "scored_checkpoint
 
 _MODEL = "model.safetensors"
 _ZIP = b"PK\x03\x04"
-_LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # what torch.save wrote before PyTorch 1.6
+# What torch.save wrote before PyTorch 1.6 begins with a magic number, as a pickle of its own.
+_LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _PICKLE = b"\x80"
 _HEAD_BYTES = 16
 
 
 def read_weights(path: Path) -> Mapping[Any, object]:
-    """What a file holds, with its tensors on the CPU; its content says of what kind it is.
+    """Read what a file holds, with its tensors on the CPU; its content tells which kind it is.
 
     Args:
-        path: of safetensors or of ``torch.save``, or a folder with ``model.safetensors``.
+        path: a file of safetensors or ``torch.save``, or a folder with ``model.safetensors``.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        CheckpointError: it is of another kind, broken, or cannot be read without running code; or
-            the checkpoint that it belongs to is damaged.
+        FileNotFoundError: the file does not exist.
+        CheckpointError: the file is of another kind, is broken, or cannot be read without running
+            code; or the checkpoint that it belongs to is damaged.
     """
     check_weights(path)
     file = path / _MODEL if path.is_dir() else path
+    # By content: endings such as .pt, .pth and .bin are used for each of these formats.
     with open_plain(file, follow=True) as stream:
         head = stream.read(_HEAD_BYTES)
     if head.startswith(_ZIP):
@@ -54,7 +56,8 @@ def read_weights(path: Path) -> Mapping[Any, object]:
         return _read_torch(file)
     if head.startswith(_PICKLE):
         raise _needs_code(file, "a pickle that is not of torch.save's usual form")
-    if head[8:9] == b"{":  # after the eight bytes of its length the header follows, in JSON
+    # Safetensors has eight bytes for the length of its header, which is JSON.
+    if head[8:9] == b"{":
         return _read_safetensors(file)
     raise CheckpointError(
         f"{file} is empty"
@@ -65,11 +68,12 @@ def read_weights(path: Path) -> Mapping[Any, object]:
 
 
 def check_weights(path: Path) -> None:
-    """Refuse what is no place of weights, and a checkpoint of which a byte is not as written.
+    """Refuse a folder without weights, and a checkpoint that is not exactly as it was written.
 
     Raises:
-        CheckpointError: it is one.
+        CheckpointError: the path is such a folder, or belongs to such a checkpoint.
     """
+    # A user may also name the file inside of a checkpoint, whose digests then hold as well.
     folder = path if path.is_dir() else path.parent
     if (path.is_dir() or path.name in TENSOR_FILES) and is_checkpoint(folder):
         stored = open_checkpoint(folder)
@@ -84,10 +88,10 @@ def check_weights(path: Path) -> None:
 
 
 def state_under(content: Mapping[Any, object], key: str | None, path: Path) -> Mapping[str, object]:
-    """The names and tensors of a file: all that it holds, or what it holds under a key.
+    """Find the names and tensors of a file: all that it holds, or what it holds under a key.
 
     Raises:
-        CheckpointError: there is no dict of names under the key.
+        CheckpointError: the file, or what it holds under the key, is not a dict of names.
     """
     state = content if key is None else content.get(key)
     if isinstance(state, Mapping) and all(isinstance(name, str) for name in state):
@@ -104,7 +108,8 @@ def state_under(content: Mapping[Any, object], key: str | None, path: Path) -> M
 
 
 def keys_of_states(content: Mapping[Any, object]) -> list[str]:
-    """The keys under which a file holds dicts of names and tensors."""
+    """List the keys under which a file holds dicts of names and tensors."""
+    # One tensor will do: a state dict also holds what get_extra_state returned, of any kind.
     return [
         key
         for key, value in content.items()
@@ -123,6 +128,8 @@ def _read_safetensors(file: Path) -> Mapping[Any, object]:
 
 
 def _check_zip(file: Path) -> None:
+    # Looked at before torch.load, whose own error for a TorchScript archive advises to switch
+    # weights_only off.
     with _telling_of(file), zipfile.ZipFile(file) as archive:
         members = {name.rpartition("/")[2] for name in archive.namelist()}
     if "constants.pkl" in members:
@@ -135,7 +142,8 @@ def _check_zip(file: Path) -> None:
 
 
 def _read_torch(file: Path) -> Mapping[Any, object]:
-    # As a stream, since of a path torch.load takes the ending for the kind.
+    # As a stream: given a path, torch.load judges the kind of the file by its ending. And with
+    # weights_only, or unpickling would run whatever code the file asks for.
     with _telling_of(file), file.open("rb") as stream:
         content = torch.load(stream, map_location="cpu", weights_only=True)
     if not isinstance(content, Mapping):
@@ -148,14 +156,20 @@ def _read_torch(file: Path) -> Mapping[Any, object]:
 
 @contextmanager
 def _telling_of(file: Path) -> Iterator[None]:
-    """Say which file of torch.save cannot be read, and why."""
+    """Turn whatever reading a file of torch.save raises into an error that names the file.
+
+    Raises:
+        CheckpointError: the file is broken, or cannot be read without running code.
+    """
     try:
         yield
     except pickle.UnpicklingError as error:
         raise _needs_code(file, "more than tensors and plain values") from error
+    # These are of the machine and not of the file.
     except (OSError, MemoryError):
         raise
-    except Exception as error:  # where bytes are wrong, unpickling may raise anything
+    # Where bytes are wrong, unpickling may raise anything.
+    except Exception as error:
         reason = (str(error) or type(error).__name__).partition("\n")[0]
         raise CheckpointError(f"{file} is a broken file of torch.save: {reason}") from error
 
@@ -169,9 +183,10 @@ def _needs_code(file: Path, what: str) -> CheckpointError:
 
 
 def scored_checkpoints(folder: Path, score: str) -> list[tuple[float, Path]]:
-    """The checkpoints that were saved with a score."""
+    """List the checkpoints of a folder that were saved with a score, as (score, path)."""
     found = []
     for path, record in sorted(readable_records(folder).items()):
+        # JSON has no NaN and no infinity, so records spell scores in a way of their own.
         value = from_json(record["scores"]).get(score)
         if value is not None:
             found.append((float(value), path))

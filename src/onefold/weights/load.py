@@ -1,7 +1,15 @@
-"""`load_weights`: brings weights that others saved into a model, in place and whole or not at all.
+"""Loads weights that others saved into a model, in place, and either as a whole or not at all.
 
-It does not read files (`onefold.weights.file`), nor say which name is which
+It does not read files (`onefold.weights.file`), nor decide which name is which
 (`onefold.weights.names`).
+
+Note: whole or not at all
+-------------------------
+A model that is half loaded trains without an error. So everything that can be refused is refused
+before the first value is copied: names, shapes, dtypes, and memory that cannot be written to. Only
+then does the model's own ``load_state_dict`` copy, since modules may have hooks of their own in it.
+It is called with ``strict=False``: what strict means is decided here, where tied parameters and the
+words of wrappers are known.
 """
 
 from __future__ import annotations
@@ -85,6 +93,8 @@ def load_weights(
         True
     """
     _check_arguments(model, path, key, strict)
+    # keep_vars: the tensors themselves. Without it each name gets a new detached one, and tied
+    # parameters could not be recognised by identity.
     own = model.state_dict(keep_vars=True)
     _check_memory(own)
     content = read_weights(Path(path))
@@ -99,17 +109,18 @@ def load_weights(
         raise CheckpointError(
             f"{path} does not fit the model, which is unchanged: {error}"
         ) from None
+    # From here on the model changes: see the note on whole or not at all.
     model.load_state_dict(fit.state(), strict=False)
     return Loaded(fit.missing, fit.unexpected)
 
 
 class _Fit:
-    """Which of a file's values go where.
+    """Decides which of a file's values go where.
 
     Args:
-        own: the model's names and tensors; tied ones are one tensor.
-        found: the file's.
-        matched: the file's names to the model's.
+        own: the model's names and tensors; tied names share one tensor.
+        found: the file's names and tensors.
+        matched: the model's name for each of the file's names that has one.
     """
 
     def __init__(
@@ -123,22 +134,28 @@ class _Fit:
         ]
         self._taken = {name: target for name, target, wrong in pairs if wrong is None}
         self._misfits = {target: wrong for _, target, wrong in pairs if wrong is not None}
+        # Of several names of one tensor, one is enough.
         given = {_identity(target, own[target]) for target in self._taken.values()}
         self.missing = tuple(name for name in own if _identity(name, own[name]) not in given)
         self.unexpected = tuple(name for name in found if name not in self._taken)
         self._strange = [name for name in found if name not in matched]
 
     def check(self, *, strict: bool) -> None:
-        """Refuse what must not be loaded."""
+        """Refuse what must not be loaded.
+
+        Raises:
+            CheckpointError: nothing fits; or a value does not fit its tensor; or, if strict, a name
+                has no counterpart.
+        """
         lacking = [
             name for name in self.missing if not _may_lack(name) and name not in self._misfits
         ]
         if not self._taken or (strict and (lacking or self._strange or self._misfits)):
-            told = [f"{name} ({wrong})" for name, wrong in self._misfits.items()]
+            misfits = [f"{name} ({wrong})" for name, wrong in self._misfits.items()]
             parts = [
                 f"{len(names)} {what}: {listed(names)}"
                 for what, names in (
-                    ("of another shape", told),
+                    ("of another shape", misfits),
                     ("missing in the file", lacking),
                     ("unexpected in it", self._strange),
                 )
@@ -151,12 +168,14 @@ class _Fit:
         self._check_tied()
 
     def state(self) -> Mapping[str, object]:
-        """What the model's ``load_state_dict`` takes, under its own names."""
+        """Return the values under the model's names, as its ``load_state_dict`` takes them."""
         state: OrderedDict[str, Any] = OrderedDict(
             (target, self._found[name]) for name, target in self._taken.items()
         )
         versions = getattr(self._found, "_metadata", None)
-        if isinstance(versions, Mapping):  # of the modules that wrote the file, for hooks that ask
+        # The versions of the modules that wrote the file: modules that have changed since, such as
+        # batch norm, look at theirs to read older values.
+        if isinstance(versions, Mapping):
             state._metadata = {  # type: ignore[attr-defined]
                 _owner(target): versions.get(_owner(name), {})
                 for name, target in self._taken.items()
@@ -164,11 +183,13 @@ class _Fit:
         return state
 
     def _check_tied(self) -> None:
+        # If two names of one tensor had two values, whichever is copied last would win.
         groups: dict[object, list[str]] = {}
         for name, target in self._taken.items():
             groups.setdefault(_identity(target, self._own[target]), []).append(name)
         for names in groups.values():
             for one, other in pairwise(names):
+                # As they would be copied: a file may hold one in half precision and one in full.
                 dtype = self._own[self._taken[one]].dtype
                 if not same_bits(self._found[one].to(dtype), self._found[other].to(dtype)):
                     raise CheckpointError(
@@ -177,38 +198,42 @@ class _Fit:
 
 
 def _owner(name: str) -> str:
+    """Name the module that a parameter or buffer belongs to."""
     return name.rpartition(".")[0]
 
 
 def _identity(name: str, value: object) -> object:
-    """The same for names of one tensor alone."""
+    """Return what is equal for two names only if they stand for one tensor."""
     return id(value) if isinstance(value, torch.Tensor) else name
 
 
 def _may_lack(name: str) -> bool:
-    """Files that are not PyTorch's own often lack this count, and hardly any model reads it."""
+    """Whether a model may do without a name: batch norm's count, which little else saves."""
+    # It is only read where the momentum is None, for a cumulative mean.
     return name.rpartition(".")[2] == "num_batches_tracked"
 
 
 def _is_extra(name: str) -> bool:
-    """Whether it is what a module's ``get_extra_state`` returned: anything at all."""
+    """Whether a name stands for what ``get_extra_state`` returned, which may be anything."""
     return name.rpartition(".")[2] == "_extra_state"
 
 
 def _misfit(name: str, own: Any, value: object) -> str | None:
-    """Why a value cannot be copied to a tensor of the model."""
+    """Say why a value cannot be copied to a tensor of the model; None if it can."""
     if _is_extra(name):
         return None
     if not isinstance(value, torch.Tensor):
         return f"{type(value).__name__} in the file, and no tensor"
     if value.layout != own.layout:
         return f"{own.layout} in the model, {value.layout} in the file"
+    # load_state_dict finds this too, but only after it has copied the tensors that do fit.
     if value.shape != own.shape:
         return f"{tuple(own.shape)} in the model, {tuple(value.shape)} in the file"
     return None
 
 
 def _check_dtype(name: str, own: Any, value: Any) -> None:
+    # copy_ converts anything to anything: it would cut off fractions and drop imaginary parts.
     if not _is_extra(name) and _kind(value.dtype) > _kind(own.dtype):
         raise CheckpointError(
             f"{name} is {own.dtype} in the model and {value.dtype} in the file: expected numbers "
@@ -217,7 +242,7 @@ def _check_dtype(name: str, own: Any, value: Any) -> None:
 
 
 def _kind(dtype: torch.dtype) -> int:
-    """Whole numbers, then real ones, then complex ones: each has room for those before it."""
+    """Rank a dtype: whole numbers 0, real 1, complex 2; each has room for those below it."""
     return 2 if dtype.is_complex else 1 if dtype.is_floating_point else 0
 
 
@@ -236,10 +261,12 @@ def _check_memory(own: Mapping[str, object]) -> None:
     for name, tensor in own.items():
         if not isinstance(tensor, torch.Tensor):
             continue
+        # Loading would give it the file's shape, and nothing could be compared before.
         if is_lazy(tensor):
             raise ValueError(
                 f"{name} has no shape yet: run one forward pass of the lazy module first"
             )
+        # copy_ to a meta tensor does nothing, without an error.
         if tensor.device.type == "meta":
             raise ValueError(
                 f"{name} is on the meta device: give the model memory first, by "
@@ -261,15 +288,16 @@ def _none_of(found: Collection[str], own: Collection[str], keys: Collection[str]
 
 
 def refuse_spoilt(model: torch.nn.Module, weights: Path) -> None:
-    """Refuse a model with values that are of no use.
+    """Refuse a model whose values are not finite, and which could only predict NaN.
 
     Args:
-        model: as it was read.
-        weights: where from.
+        model: the model, with its weights loaded.
+        weights: where they were loaded from, for the error.
 
     Raises:
-        CheckpointError: a parameter is NaN or infinite, or a buffer NaN.
+        CheckpointError: a parameter has a NaN or an infinity, or a buffer has a NaN.
     """
+    # Infinities in buffers are legitimate: attention masks are made of them.
     parameters = dict(model.named_parameters())
     spoilt = first_not_finite(parameters.values(), parameters)
     spoilt = spoilt or min(names_with_nan(dict(model.named_buffers())), default=None)

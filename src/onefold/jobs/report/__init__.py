@@ -1,6 +1,6 @@
-"""Pages that show a training run, or compare several, from what the run left in its folder.
+"""Makes pages that show a training run, or compare several, from what runs left in their folders.
 
-Nothing here trains, and nothing is drawn while a run is at work: the pages are made from files, so
+Nothing here trains, and a run draws nothing while it is at work. The pages are made from files, so
 a run that was killed, or is still going on, has a report too.
 """
 

@@ -1,7 +1,12 @@
-"""Curves as pictures inside the page, drawn by matplotlib without any of its global state.
+"""Draws curves as pictures inside the page, by matplotlib without any of its global state.
 
-Colours become the page's own, so that a chart is legible in light and in dark. Names stand beside
-the picture, in the page.
+Names stand beside the picture, in the page.
+
+Note: colours
+-------------
+A chart must be legible on a light and on a dark page, so its colours are variables of the page's
+style sheet. matplotlib takes no variables. So it draws in inks, blues that nothing else uses, and
+the text of the SVG is searched for them afterwards.
 """
 
 from __future__ import annotations
@@ -27,22 +32,23 @@ __all__ = ["Chart", "Line", "Points", "charts_of", "of_run"]
 Points = Sequence[tuple[float, float]]
 
 _MOST_POINTS = 500
-"""Of a line; a longer one is drawn as means of neighbours."""
+"""A line of more points is drawn as means of neighbours; the page would have megabytes of them."""
 _MARKED_POINTS = 30
 """A line of more points is drawn without a mark at each."""
 _LOGARITHMIC_RATIO = 200
-"""Of the largest value to the smallest, above which small values would not be told apart."""
+"""Largest over smallest value from which on the axis is logarithmic, or small ones look alike."""
 
 _WIDTH_POINTS, _HEIGHT_POINTS = 388.8, 216.0
 _POINTS_PER_INCH = 72
+"""As matplotlib always counts in an SVG."""
 
 _COLOURS = 7
 """Number of the page's colours for lines; style.css names them ``--c0``, ``--c1`` and so on."""
 _INK = "#0000fe"
 _INKS = tuple(f"#0000{number:02x}" for number in range(1, _COLOURS + 1))
-"""Stand for the colours of the page while matplotlib draws."""
+"""Stand for the text colour of the page, and its colours for lines, while matplotlib draws."""
 _DASHES = ((), (5.0, 2.0), (1.5, 1.5), (7.0, 2.0, 1.5, 2.0))
-"""Patterns of lines, as lengths of dashes and gaps; the first is a whole line."""
+"""Patterns of lines, as lengths of dashes and gaps in points; the first is a solid line."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,24 +62,24 @@ class Line:
     colour: int = 0
     """Number of one of the page's colours."""
     dashes: Sequence[float] = ()
-    """Lengths of its dashes and gaps; a whole line has none."""
+    """Lengths of its dashes and gaps, in points; a solid line has none."""
     width: float = 2.0
-    """Of the line, in points."""
+    """Width of the line, in points."""
     faint: bool = False
-    """Pale and without marks, for what lies behind the others."""
+    """Whether it is pale and has no marks, as a background for others."""
 
     @property
     def finite(self) -> list[float]:
-        """Its values, without those that are not finite."""
+        """Values of y, without those that are not finite."""
         return _finite(self.points)
 
 
 def of_run(index: int, label: str, points: Points, *, runs: int) -> Line:
-    """The curve of one run among several.
+    """Make the curve of one run among several.
 
-    No two of 28 have both colour and pattern in common. Each is thinner than the one before, so
-    that runs of the same numbers are all seen.
+    Each line is thinner than the one before, so that runs of the same numbers can all be seen.
     """
+    # 7 colours and 4 patterns have no factor in common: the first 28 runs all look different.
     return Line(
         label=label,
         points=points,
@@ -85,40 +91,44 @@ def of_run(index: int, label: str, points: Points, *, runs: int) -> Line:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chart:
-    """Curves that share their axes."""
+    """A set of curves that share their axes."""
 
     title: str
-    """What is shown; no other chart of the page has the same."""
+    """What is shown; different from that of every other chart of the page."""
     lines: Sequence[Line]
     """The curves; those without a finite number are left out."""
     across: str
     """What the x axis counts."""
     share: bool = False
-    """Show values in percent."""
+    """Whether values are shown in percent."""
 
     @property
     def view_box(self) -> str:
-        """Of the drawing, as an SVG element has it."""
+        """Return the drawing's extent, as an SVG element's ``viewBox`` has it."""
         return f"0 0 {_WIDTH_POINTS:g} {_HEIGHT_POINTS:g}"
 
     def drawing(self) -> Markup:
-        """What the SVG element holds: axes and lines, in the page's colours.
+        """Draw the content of the SVG element: axes and lines, in the page's colours.
 
         Raises:
             LaunchError: matplotlib is not installed.
         """
         svg = _picture(self)
         svg = svg[svg.index(">", svg.index("<svg")) + 1 : svg.rindex("</svg>")]
+        # A style element inside an SVG would apply to the whole page.
         svg = re.sub(r"<(metadata|style).*?</\1>|<!--.*?-->", "", svg, flags=re.DOTALL)
+        # See the note on colours.
         svg = svg.replace(_INK, "currentColor")
         for number, ink in enumerate(_INKS):
             svg = svg.replace(ink, f"var(--c{number})")
         svg = re.sub(r"\s*\n\s*", "\n", svg).strip()
+        # Markup, or the template would escape it; nothing in the drawing is text of a run.
+        # "replace": the title may have the name of a score, with lone surrogates from a JSON file.
         return Markup(_renamed(svg, prefix=f"c{crc32(self.title.encode('utf-8', 'replace')):08x}"))
 
 
 def charts_of(charts: Iterable[Chart]) -> list[Chart]:
-    """The charts in which there is something to see, with the lines that have a finite number."""
+    """Leave out lines without a finite number, and charts without a line."""
     seen = (replace(chart, lines=[each for each in chart.lines if each.finite]) for chart in charts)
     return [chart for chart in seen if chart.lines]
 
@@ -128,7 +138,7 @@ def _finite(points: Points) -> list[float]:
 
 
 def thinned(points: Points) -> Points:
-    """At most 500 points: means of neighbours that are finite.
+    """Reduce a line to at most 500 points: means of neighbours, of those that are finite.
 
     >>> len(thinned([(float(x), 1.0) for x in range(1001)]))
     334
@@ -136,6 +146,7 @@ def thinned(points: Points) -> Points:
     size = math.ceil(len(points) / _MOST_POINTS)
     if size <= 1:
         return points
+    # A group keeps the x of its last point: a line that is still growing ends where its run is.
     groups = (points[start : start + size] for start in range(0, len(points), size))
     return [(group[-1][0], _mean(_finite(group))) for group in groups]
 
@@ -145,6 +156,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _figure() -> Figure:
+    # Not pyplot, which picks a window system, and keeps every figure until it is closed.
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -164,6 +176,7 @@ def _picture(chart: Chart) -> str:
     _dress(axes, across=chart.across)
     _scale(axes, chart)
     written = StringIO()
+    # Without the date, so that the same numbers always make the same page.
     figure.savefig(written, format="svg", transparent=True, metadata={"Date": None})
     return written.getvalue()
 
@@ -178,6 +191,7 @@ def _draw(axes: Axes, line: Line, *, depth: int) -> None:
         linewidth=line.width,
         alpha=0.5 if line.faint else 1.0,
         linestyle=(0, line.dashes) if line.dashes else "-",
+        # A single point has no line that could be seen.
         marker="o" if marked or len(points) == 1 else "",
         markersize=2.0 + line.width,
         zorder=3 + depth,
@@ -209,12 +223,17 @@ def _scale(axes: Axes, chart: Chart) -> None:
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     elif least > 0 and most / least > _LOGARITHMIC_RATIO:
         axes.set_yscale("log")
+    # From 0 where that still leaves the curves three fifths of the height.
     if 0 <= least < 0.4 * most and axes.get_yscale() == "linear":
         axes.set_ylim(bottom=0)
 
 
 def _renamed(svg: str, *, prefix: str) -> str:
-    """Names that are used, counted; matplotlib draws them by lot."""
+    """Rename the ids that are referred to, by number, and remove the others.
+
+    matplotlib draws ids at random, so no two pages of the same run would be equal. The prefix keeps
+    charts apart: ids hold for the whole page, and one chart would be clipped by another's frame.
+    """
     used = dict.fromkeys(re.findall(r'(?:href="|url\()#([^")]+)', svg))
     numbers = {name: f"{prefix}-{number}" for number, name in enumerate(used)}
     name = r'(?<= id=")[^"]+|(?<=href="#)[^"]+|(?<=url\(#)[^)]+'

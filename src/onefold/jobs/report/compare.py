@@ -1,4 +1,4 @@
-"""One page that lays several runs beside and over each other."""
+"""Makes the page that compares several runs."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ def compare_runs(runs: Sequence[Path], output: Path) -> Path:
 
     Args:
         runs: their folders, in the order of the page.
-        output: path of the page; its folder is made if need be.
+        output: path of the page; its folder is created if it is missing.
 
     Returns:
         ``output``: one file that needs no other, with links to the runs' own reports.
 
     Raises:
-        ValueError: there is no run.
-        DataError: a folder is not that of a run, or a file of it cannot be read.
+        ValueError: ``runs`` is empty; or something that onefold did not make is at ``output``.
+        DataError: a folder is not that of a run, or a file in it cannot be read.
         LaunchError: matplotlib is not installed.
     """
     if not runs:
         raise ValueError("expected one run or more, got none; give the folders of some runs")
     output = Path(output)
     read = [read_run(Path(run)) for run in runs]
-    # Names with numbers before them, for two runs may have one name.
+    # Numbered, because two runs may have the same name.
     named = {f"{index}. {run.name}": run for index, run in enumerate(read, start=1)}
     text = page(
         "compare.html.j2",
@@ -51,16 +51,18 @@ def compare_runs(runs: Sequence[Path], output: Path) -> Path:
 
 
 def _link(run: Run, folder: Path) -> str | None:
-    """To the run's own report, from a page in this folder."""
+    """Make a link to the run's own report, from a page in this folder; None if it has none."""
     report = run.folder / REPORT_NAME
     if not report.is_file():
         return None
+    # Relative, so that the links still hold when all runs are moved or copied together.
     relative = os.path.relpath(report.resolve(), folder.resolve())
+    # The bytes of a name as they are: a browser asks for just these, whether UTF-8 or not.
     return quote(Path(relative).as_posix(), errors="surrogateescape")
 
 
 def _same_models(runs: Runs) -> list[list[str]]:
-    """Names of the runs that trained the same model."""
+    """Group the names of runs that trained the same model, bit for bit."""
     together: dict[str, list[str]] = {}
     for name, run in runs.items():
         if run.facts.get("fingerprint"):
@@ -69,7 +71,7 @@ def _same_models(runs: Runs) -> list[list[str]]:
 
 
 def _differences(runs: Sequence[Run]) -> dict[str, list[str]]:
-    """For each option that is not the same in all runs, its value in each."""
+    """Find the options that are not the same in all runs, each with its value in every run."""
     values = {
         name: [option(run.options[name]) if name in run.options else NOTHING for run in runs]
         for name in sorted({name for run in runs for name in run.options})

@@ -1,4 +1,4 @@
-"""Which classes are taken for which."""
+"""Finds the classes that a model confuses most often."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Counts = Sequence[Sequence[int]]  # (classes, classes): true class by row, predi
 
 
 def frequent_confusions(counts: Counts) -> list[tuple[int, int, int]]:
-    """Mistakes as (true class, predicted class, how often), the most frequent first.
+    """List mistakes as (true class, predicted class, count), the most frequent first.
 
     >>> frequent_confusions([[5, 1], [3, 7]])
     [(1, 0, 3), (0, 1, 1)]
@@ -21,4 +21,5 @@ def frequent_confusions(counts: Counts) -> list[tuple[int, int, int]]:
         for predicted, count in enumerate(row)
         if true != predicted and count > 0
     ]
+    # Negated and not reversed: sorting is stable, so equal counts stay in the order of classes.
     return sorted(mistakes, key=lambda mistake: -mistake[2])

@@ -1,4 +1,4 @@
-"""The curves of one run, over its steps and epochs, and of several over each other."""
+"""Chooses the curves that are drawn of one run, and of several runs over each other."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ __all__ = ["curves_of_one", "curves_of_several"]
 
 _SPEED = "Training speed in samples/s"
 _UNITS = ((7200.0, 3600.0, "hours"), (300.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
-"""From which duration on, how many seconds, and the unit's name."""
+"""Shortest duration for which a unit is used, the seconds it has, and its name."""
 
-Runs = Mapping[str, Run]  # by the name that each has in the page
+# By the name that each run has in the page.
+Runs = Mapping[str, Run]
 
 
 def curves_of_one(run: Run) -> list[Chart]:
-    """Losses, scores, learning rate and speed; none before the first numbers."""
+    """Chart losses, scores, learning rate and speed; nothing before the first numbers."""
     return charts_of(
         [
             Chart(title="Loss", lines=_losses(run), across="step"),
@@ -33,6 +34,7 @@ def curves_of_one(run: Run) -> list[Chart]:
 def _losses(run: Run) -> list[Line]:
     steps = [(line.step, line.loss) for line in run.steps]
     means = [(epoch.step, epoch.loss) for epoch in run.epochs]
+    # Over steps as well, so that it can be laid over the training loss.
     test = [(e.step, e.scores["loss"]) for e in run.epochs if "loss" in e.scores]
     return [
         Line(label="training", points=steps, width=1.0, faint=True),
@@ -48,6 +50,7 @@ def _score(run: Run, name: str) -> Chart:
 
 
 def _rate(run: Run) -> Line:
+    # Steps show a warm-up within an epoch; a short run may have lines of epochs alone.
     points = [(line.step, line.lr) for line in run.steps or run.epochs]
     return Line(label="learning rate", points=points, colour=3)
 
@@ -62,7 +65,8 @@ def _speed(run: Run) -> list[Line]:
 
 
 def curves_of_several(runs: Runs) -> list[Chart]:
-    """Losses, scores and speed, by epoch and by time; none before an epoch has ended."""
+    """Chart losses, scores and speed, by epoch and by time; nothing before an epoch has ended."""
+    # A dict and not a set, to keep the order: the page must be the same each time.
     names = dict.fromkeys(name for run in runs.values() for name in run.score_names)
     return charts_of(
         [
@@ -93,6 +97,7 @@ def _score_by_epoch(runs: Runs, name: str) -> Chart:
 
 
 def _score_by_time(runs: Runs, name: str) -> Chart:
+    # One unit for all runs, chosen by the longest, as they share the axis.
     longest_s = max(finite_or_zero(run.trained_s) for run in runs.values())
     unit_s, unit = next((size, word) for least, size, word in _UNITS if longest_s >= least)
 

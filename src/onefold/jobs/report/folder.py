@@ -1,7 +1,10 @@
-"""Reading a run's folder: options, facts, numbers and examples, as they stand at the moment.
+"""Reads a run's folder: options, facts, numbers and examples, as they stand at the moment.
 
-A run writes while this reads, and may be killed at any time. What is cut short is left out and
-counted; what is not there yet is empty. Numbers that were not finite are NaN.
+A run writes while this reads, and may be killed at any time. A line that is cut short is left out
+and counted; what is not there yet is empty. Numbers that were not finite are NaN.
+
+No file is opened through a link: a folder may come from anywhere, and a page, which is made to be
+shared, must not show what lies elsewhere on this machine.
 """
 
 from __future__ import annotations
@@ -22,19 +25,19 @@ from onefold.system.plainfile import open_plain, parse_json, read_plain
 __all__ = ["EpochLine", "Run", "StepsLine", "finite_or_zero", "number", "read_run"]
 
 _BEGINNING = re.compile(r'(?=\{"kind":)')
-"""Of a line; a text inside one would have its quotes escaped."""
+"""Where a line of metrics begins; inside a text of one, the quotes would be escaped."""
 
 _MOST_OPTIONS_BYTES = 1 << 20
 _LONGEST_LINE_BYTES = 1 << 20
-"""Of metrics; what is longer is cut, and counts as lines that cannot be read."""
+"""Of metrics; a longer line is read in pieces, which count as lines that cannot be read."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepsLine:
-    """Some steps of training, up to and with ``step``."""
+    """Numbers of some steps of training, up to and including ``step``."""
 
     step: int
-    """Of the whole run, counted from 1."""
+    """The last of the steps, counted from 1 over the whole run."""
     loss: float
     """Mean over the samples since the line before."""
     lr: float
@@ -45,7 +48,7 @@ class StepsLine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpochLine:
-    """One pass over the training set and the evaluation after it."""
+    """Numbers of one pass over the training set, and of the evaluation after it."""
 
     epoch: int
     """Counted from 0."""
@@ -54,7 +57,7 @@ class EpochLine:
     loss: float
     """Mean training loss of the samples, as they were seen."""
     scores: dict[str, float]
-    """Of the test set, by name; its loss is one of them."""
+    """Scores of the test set by name, its loss among them."""
     lr: float
     """Learning rate of the last step."""
     train_s: float
@@ -68,7 +71,7 @@ class EpochLine:
 
     @property
     def whole_s(self) -> float:
-        """Duration of training and evaluation together, as far as they were measured."""
+        """Seconds of training and evaluation together, as far as they were measured."""
         return finite_or_zero(self.train_s) + finite_or_zero(self.evaluate_s)
 
     def score(self, name: str) -> float:
@@ -78,12 +81,12 @@ class EpochLine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """All that a run's folder says."""
+    """All that a run's folder holds."""
 
     folder: Path
     """Where it was read."""
     facts: dict[str, Any]
-    """What the run says of itself: job, model, devices, classes and the like."""
+    """What the run reports of itself: job, model, devices, classes and the like."""
     options: dict[str, Any]
     """What it was started with."""
     steps: tuple[StepsLine, ...]
@@ -93,16 +96,16 @@ class Run:
     examples: dict[str, Any] | None
     """Predictions of the trained model; None until there are some."""
     unreadable_lines: int
-    """Lines of numbers that were cut short and are left out."""
+    """How many lines of numbers were cut short and are left out."""
 
     @property
     def name(self) -> str:
-        """What the run is called."""
+        """Name of the run; that of its folder if it has none."""
         return str(self.facts.get("name") or self.folder.name)
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Names of the classes; none where pixels are told apart."""
+        """Names of the classes; none for segmentation."""
         return tuple(map(str, self.facts.get("classes") or ()))
 
     @property
@@ -126,14 +129,16 @@ class Run:
     @property
     def best(self) -> tuple[int, float] | None:
         """The best epoch, counted from 0, and its score; None before the first."""
-        told = self.facts.get("best")
-        if told:
-            return int(told["epoch"]), number(told.get("value"))
+        # What the run itself decided takes precedence: it kept the weights of that epoch.
+        recorded = self.facts.get("best")
+        if recorded:
+            return int(recorded["epoch"]), number(recorded.get("value"))
         highest, name = self.target
         values = [(epoch.score(name), epoch.epoch) for epoch in self.epochs]
         finite = [(value, epoch) for value, epoch in values if math.isfinite(value)]
         if not finite:
             return None
+        # max returns the first of equal values: the earliest epoch that was as good.
         value, epoch = max(finite, key=lambda pair: pair[0] if highest else -pair[0])
         return epoch, value
 
@@ -150,6 +155,7 @@ class Run:
     @property
     def samples_per_s(self) -> float:
         """Training speed of all epochs together; of the last steps before the first has ended."""
+        # Samples over seconds; the mean of the epochs' speeds would weigh short epochs too much.
         measured = [(e.samples_per_s * e.train_s, e.train_s) for e in self.epochs]
         measured = [pair for pair in measured if math.isfinite(pair[0]) and pair[1] > 0]
         if measured:
@@ -158,16 +164,16 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
-    """What a run's folder holds at the moment.
+    """Read what a run's folder holds at the moment.
 
     Args:
-        folder: of one run.
+        folder: the folder of one run.
 
     Returns:
         The run; what it has not written yet is empty.
 
     Raises:
-        DataError: the folder is not that of a run, or a file of it cannot be read.
+        DataError: the folder is not that of a run, or a file in it cannot be read.
     """
     missing = [name for name in ("run.json", "config.toml") if not (folder / name).is_file()]
     if missing:
@@ -189,14 +195,15 @@ def read_run(folder: Path) -> Run:
 
 
 def number(value: object) -> float:
-    """A number of a JSON file; NaN for null and for what is no finite number."""
+    """Return a number of a JSON file; NaN for null and for anything but a finite number."""
+    # True and False are ints to Python.
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return math.nan
     return float(value) if math.isfinite(value) else math.nan
 
 
 def finite_or_zero(value: float) -> float:
-    """For sums over what was measured."""
+    """Return the value, or 0 if it is not finite, for sums over what was measured."""
     return value if math.isfinite(value) else 0.0
 
 
@@ -225,6 +232,7 @@ def _read_lines(path: Path) -> tuple[tuple[StepsLine, ...], tuple[EpochLine, ...
         record = _parsed(line)
         if record is None:
             unreadable_lines += 1
+        # Lines of other kinds are passed over: a later version may write some.
         elif record.get("kind") == "steps":
             _append(steps, _steps_line(record))
         elif record.get("kind") == "epoch":
@@ -233,15 +241,20 @@ def _read_lines(path: Path) -> tuple[tuple[StepsLine, ...], tuple[EpochLine, ...
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """The lines; what a resumed run wrote right behind a line that was cut is one of its own."""
+    """Yield the lines of a file of metrics.
+
+    A run that was killed leaves half a line without an end, and the resumed run writes its first
+    line right behind. So a line is also divided wherever another one begins.
+    """
     if path.is_file():
         with open_plain(path) as file:
+            # With a limit, or a file without line ends would be read into memory as one.
             while line := file.readline(_LONGEST_LINE_BYTES):
                 yield from filter(str.strip, _BEGINNING.split(line.decode(errors="replace")))
 
 
 def _parsed(line: str) -> dict[str, Any] | None:
-    """A line's record; None where the run was killed while it wrote the line."""
+    """Parse the record of a line; None if the run was killed while it wrote the line."""
     try:
         record = parse_json(line)
     except ValueError:
@@ -254,7 +267,11 @@ _Line = TypeVar("_Line", StepsLine, EpochLine)
 
 
 def _append(lines: list[_Line], line: _Line) -> None:
-    """Add a line; a run that was resumed from before it has written some steps twice."""
+    """Add a line in place of those that it repeats.
+
+    A run that is resumed goes back to its last checkpoint, and writes the steps since then again.
+    """
+    # From the end, so that the steps stay in order whatever a file holds.
     while lines and lines[-1].step >= line.step:
         lines.pop()
     lines.append(line)
@@ -266,6 +283,7 @@ def _steps_line(record: dict[str, Any]) -> StepsLine:
 
 
 def _epoch_line(record: dict[str, Any]) -> EpochLine:
+    # By get: what an older version did not write is NaN, and leaves a gap in its curve.
     names = ("loss", "lr", "train_s", "evaluate_s", "samples_per_s")
     scores = record.get("scores") or {}
     return EpochLine(

@@ -1,4 +1,4 @@
-"""The page of one run."""
+"""Makes the page of one run."""
 
 from __future__ import annotations
 
@@ -30,15 +30,16 @@ def build_report(run: Path, output: Path | None = None) -> Path:
     """Write the page of a run, with all that its folder holds at the moment.
 
     Args:
-        run: folder of the run; the run may still be going on.
+        run: folder of the run, which may still be going on.
         output: path of the page; ``report.html`` in the folder if None.
 
     Returns:
         Path of the page: one file that needs no other.
 
     Raises:
-        DataError: the folder is not that of a run, or a file of it cannot be read.
+        DataError: the folder is not that of a run, or a file in it cannot be read.
         LaunchError: matplotlib is not installed.
+        ValueError: something that onefold did not make is at ``output``.
     """
     read = read_run(Path(run))
     return write_page(output or read.folder / REPORT_NAME, _page(read))
@@ -62,12 +63,13 @@ def _page(run: Run) -> str:
 
 
 def write_page(path: Path, text: str) -> Path:
-    """Write a page aside and put it in its place, so that a browser never finds half of it.
+    """Write a page aside and move it into place, so that a browser never finds half of it.
 
     Raises:
-        ValueError: something else is there.
+        ValueError: something that onefold did not make is at the path.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     require_ours(path, is_page, f"{path}: expected a new file, or a page of onefold")
-    write_whole(path, text.encode("utf-8", "replace"))  # a file's name may be no text at all
+    # "replace", as the page shows names of files, and a name may hold bytes that are not UTF-8.
+    write_whole(path, text.encode("utf-8", "replace"))
     return path

@@ -1,4 +1,4 @@
-"""Numbers, times and names as a reader wants them."""
+"""Spells numbers, times and names as a person wants to read them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NOTHING = "–"  # noqa: RUF001 (a dash that is as wide as a digit)
 
 
 def plain(value: float) -> str:
-    """A number to four digits.
+    """Spell a number to four digits.
 
     >>> plain(0.123456), plain(12345678.0), plain(float("nan"))
     ('0.1235', '1.235e+07', '–')
@@ -33,7 +33,7 @@ def plain(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """A share of 1; a small one does not look like nothing.
+    """Spell a share of 1 in percent; one that is not 0 does not look like 0.
 
     >>> percent(0.1234), percent(0.0004), percent(1.0)
     ('12.3%', '<0.1%', '100.0%')
@@ -44,7 +44,7 @@ def percent(share: float) -> str:
 
 
 def score(name: str, value: float) -> str:
-    """A score of the test set: accuracies in percent, others as they are.
+    """Spell a score of the test set: accuracies in percent, others as they are.
 
     >>> score("accuracy", 0.61), score("dice", 0.5812345)
     ('61.0%', '0.5812')
@@ -58,7 +58,7 @@ def is_share(name: str) -> bool:
 
 
 def speed(samples_per_s: float) -> str:
-    """Training speed, without its unit.
+    """Spell a training speed, without its unit.
 
     >>> speed(61.96), speed(12345.6)
     ('62.0', '12,346')
@@ -69,13 +69,14 @@ def speed(samples_per_s: float) -> str:
 
 
 def duration(time_s: float) -> str:
-    """A time in its two largest units.
+    """Spell a duration in its two largest units.
 
     >>> duration(6.24), duration(80.1), duration(7260), duration(200_000)
     ('6.2 s', '1 min 20 s', '2 h 1 min', '2 d 7 h')
     """
     if not math.isfinite(time_s):
         return NOTHING
+    # Above this, one decimal would be rounded to "60.0 s".
     if time_s < 59.95:
         return f"{time_s:.1f} s"
     minutes, seconds = divmod(round(time_s), 60)
@@ -87,7 +88,7 @@ def duration(time_s: float) -> str:
 
 
 def when(moment: object) -> str:
-    """A moment that a file gives as text of ISO 8601.
+    """Spell a moment that a file has in ISO 8601.
 
     >>> when("2026-11-21T14:02:03+00:00")
     '2026-11-21 14:02 UTC'
@@ -96,13 +97,14 @@ def when(moment: object) -> str:
         parsed = datetime.fromisoformat(str(moment))
     except ValueError:
         return NOTHING
+    # Without a time zone it is not known which moment it was: shown as it stands, without "UTC".
     if parsed.tzinfo is None:
         return f"{parsed:%Y-%m-%d %H:%M}"
     return f"{parsed.astimezone(UTC):%Y-%m-%d %H:%M} UTC"
 
 
 def amount(count: object) -> str:
-    """How many there are, as far as that is known.
+    """Spell a whole number, if it is known.
 
     >>> amount(11173962), amount(None)
     ('11,173,962', '–')
@@ -111,7 +113,7 @@ def amount(count: object) -> str:
 
 
 def option(value: object) -> str:
-    """An option's value as its file writes it; text without its quotes.
+    """Spell an option's value as its file does, but text without quotes.
 
     >>> option("adam"), option(True), option([1, 2])
     ('adam', 'true', '[1, 2]')
