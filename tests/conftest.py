@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -15,10 +16,25 @@ import numpy as np
 import pytest
 import torch
 
+from tests import warm
+
 SEMAPHORE_IN_THE_MAKING = re.compile(r"sem\.[A-Za-z0-9]{6}")
 """The C library's own: it stays where a process is killed in the very moment of making one."""
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+subprocess.Popen = warm.Popen  # type: ignore[misc]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Test workers start with the order of sets that launched devices have, so as to be forked."""
+    os.environ.setdefault("PYTHONHASHSEED", "0")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Where the start of a process is what matters, it is started as by a user."""
+    warm.start_by_fork(item.get_closest_marker("fresh") is not None)
 
 
 @pytest.fixture(scope="session")

@@ -117,7 +117,7 @@ class Trainer:
     @property
     def is_lead(self) -> bool:
         """Whether this process has device 0."""
-        return 0 in self._session.team.own
+        return self._session.team.has_lead
 
     @property
     def asked_to_stop(self) -> bool:

@@ -22,6 +22,12 @@ def test_own_devices_are_known_by_their_number_in_the_run() -> None:
     assert list(team(3, (0, 1, 2)).own_devices) == [0, 1, 2]
 
 
+def test_who_drives_device_0_has_the_lead() -> None:
+    assert team(3, (0, 1, 2)).has_lead
+    assert team(3, (0,)).has_lead
+    assert not team(3, (2,)).has_lead
+
+
 @pytest.mark.parametrize(
     ("devices", "local_size", "hosts"),
     [(4, 2, (0, 0, 1, 1)), (4, 4, (0, 0, 0, 0)), (3, 1, (0, 1, 2)), (5, 2, (0, 0, 1, 1, 2))],

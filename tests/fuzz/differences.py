@@ -93,8 +93,8 @@ def _longer(script: Script, batch: object) -> object:
 
 
 def _other_values(script: Script, batch: object) -> object:
-    fields = data.read_fields(batch)
-    return data.wrapped(fields._replace(x=torch.as_tensor(fields.x) + 1), script.case.container)
+    fields = data.Fields(*map(torch.as_tensor, data.read_fields(batch)))
+    return data.wrapped(fields._replace(x=fields.x + 1), script.case.container)
 
 
 def _other_dtype(script: Script, batch: object) -> object:

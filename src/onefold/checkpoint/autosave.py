@@ -98,7 +98,7 @@ class Autosave:
             if_any=True,
             leave_out=world.leave_out,
         )
-        if found is not None and 0 in team.own:
+        if found is not None and team.has_lead:
             print(f"onefold: going on after step {found.step}: {found.folder}", file=sys.stderr)
         return cls(
             directory,

@@ -267,7 +267,7 @@ def prune(directory: Path, *, run: str, keep: int) -> None:
     records = {
         folder: record
         for folder, record in readable_records(directory).items()
-        if record["run"] == run and _is_complete(folder, record)
+        if record["run"] == run and _has_right_sizes(folder, record)
     }
     ordered = sorted(records, key=lambda folder: _age(records[folder]))
     kept = set(ordered[-keep:])
@@ -434,7 +434,7 @@ def _run_of(folder: Path) -> object:
         return None
 
 
-def _is_complete(folder: Path, record: Mapping[str, Any]) -> bool:
+def _has_right_sizes(folder: Path, record: Mapping[str, Any]) -> bool:
     paths = {folder / name: seal["size"] for name, seal in record["files"].items()}
     return all(path.is_file() and path.stat().st_size == size for path, size in paths.items())
 

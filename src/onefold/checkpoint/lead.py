@@ -51,7 +51,7 @@ class Lead:
     @property
     def is_here(self) -> bool:
         """Whether this process is the lead's."""
-        return 0 in self._team.own
+        return self._team.has_lead
 
     def share(self, number: float) -> float:
         """Return the lead's number on every device; the numbers of the others are ignored."""

@@ -14,7 +14,9 @@ from onefold.core.jsonvalue import from_json
 __all__ = ["RUN", "TENSOR_FILES", "check_run", "check_stored"]
 
 RUN = "run.json"
-"""The file that says where the run is; written last, so if it exists, the others are whole."""
+"""The file that says where the run is; written last, so if it exists, the others were whole then.
+
+Whether they still are, its digests tell."""
 
 TENSOR_FILES = ("model.safetensors", "optimizer.safetensors", "buffers.safetensors")
 

@@ -32,6 +32,11 @@ class Team:
         return tuple(number // max(1, here) for number in range(len(self.devices)))
 
     @property
+    def has_lead(self) -> bool:
+        """Whether this process drives device 0, which is the lead: it speaks for all of them."""
+        return 0 in self.own
+
+    @property
     def own_devices(self) -> dict[int, torch.device]:
         """This process's devices by number."""
         return {number: self.devices[number] for number in self.own}

@@ -126,7 +126,8 @@ class Engine:
         """Adopt the next roster; called on all devices, between two steps.
 
         The optimizer's state of the pieces that change owners travels through the lead's process,
-        which holds it for a moment.
+        which holds it for a moment. No checkpoint may be in writing: it reads the room that the
+        state is packed into.
         """
         before, self.roster = self.roster, roster
         if roster.spans == before.spans:

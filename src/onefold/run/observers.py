@@ -41,10 +41,10 @@ def observers_of(
     found: list[Observer] = []
     if world.timeline_parts:
         found += _profilers(Path(world.timeline_parts), team, watches)
-    if team.trainer == 0 and 0 in team.own and world.options.trace:
+    if team.trainer == 0 and team.has_lead and world.options.trace:
         found.append(_tracer(Path(world.options.trace), model, steps))
     if world.options.probe:
-        if 0 in team.own and not world.options.probe_mathematics:
+        if team.has_lead and not world.options.probe_mathematics:
             probe = Probe(
                 Path(world.options.probe),
                 records=world.options.probe_records,

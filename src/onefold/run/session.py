@@ -145,7 +145,7 @@ class Session:
         except TypeError as error:
             if self._world.options.checkpoint:
                 raise
-            if 0 in self.team.own:  # a run that saves nothing may go on
+            if self.team.has_lead:  # a run that saves nothing may go on
                 _log.warning("trainer.save will refuse this run: %s", error)
         # Loading may fail on one device alone, for lack of memory say: the others must be told.
         with self.telling_others():

@@ -14,7 +14,7 @@ from onefold.core.world import World
 from onefold.errors import LaunchError
 from onefold.run.devices import cores
 from onefold.run.membership import hush_and_report
-from onefold.run.memory import keep_memory
+from onefold.run.malloc import keep_memory
 from onefold.run.world import visible_gpus
 
 __all__ = ["form_team", "settle_process"]
@@ -70,7 +70,7 @@ def form_team(
 def settle_process(team: Team, *, shards: int, threads: int | None) -> None:
     """Fix the number of threads of a CPU device: bits depend on it, so it is part of the run.
 
-    A CPU device also keeps its memory from here on; see `onefold.run.memory`.
+    A CPU device also keeps its memory from here on; see `onefold.run.malloc`.
     """
     if team.devices[team.own[0]].type != "cpu":
         if threads is not None:

@@ -91,7 +91,7 @@ class Verifying:
         # A refusal would end the run at the first finding; the comparison reports what it does.
         for replica in engine.replicas:
             replica.loss_watch.refuses = False
-        if self._mathematics is not None and 0 in team.own:
+        if self._mathematics is not None and team.has_lead:
             shards = engine.exchange.board.shape.shards
             header = {"step": 0, "function": self._place, "shards": shards}
             limit = tolerance_of(engine.replicas[0].module)

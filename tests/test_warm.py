@@ -1,0 +1,86 @@
+"""A program that is forked from the test's process finds what one that was started does."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import onefold
+from tests import warm
+
+SCRIPT = warm.SCRIPTS / "surroundings.py"
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture
+def forks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The ids of the processes that are forked from here on."""
+    seen: list[int] = []
+    fork = os.fork
+
+    def noting() -> int:
+        pid = fork()
+        seen.append(pid)
+        return pid
+
+    monkeypatch.setattr(os, "fork", noting)
+    return seen
+
+
+@pytest.fixture(autouse=True)
+def _can_fork() -> None:
+    if os.environ.get("PYTHONHASHSEED") != "0" or os.environ.get("ONEFOLD_TESTS_FRESH") == "1":
+        pytest.skip("no test forks in this run: without -n, set PYTHONHASHSEED=0")
+
+
+def surroundings(folder: Path, forked: bool) -> tuple[dict[str, Any], str, int]:
+    warm.start_by_fork(not forked)
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "7", "two words"],
+        cwd=folder,
+        env={**os.environ, "TMPDIR": str(folder), "MINE": "1"},
+        start_new_session=True,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    return json.loads(done.stdout), done.stderr, done.returncode
+
+
+def test_a_fork_finds_what_a_start_does(tmp_path: Path, forks: list[int]) -> None:
+    forked = surroundings(tmp_path, True)
+    assert len(forks) == 1
+    started = surroundings(tmp_path, False)
+    assert len(forks) == 1
+    for name in started[0]:
+        assert forked[0][name] == started[0][name], name
+    assert forked[1:] == started[1:]
+
+
+def fail(kind: str) -> None:
+    if kind == "exit":
+        sys.exit("out of luck")
+    if kind == "signal":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise ArithmeticError("the fault that was asked for")
+
+
+@pytest.mark.parametrize("kind", ["exit", "signal", "error"])
+def test_a_device_fails_alike(kind: str, forks: list[int]) -> None:
+    words = []
+    for fresh in (False, True):
+        warm.start_by_fork(fresh)
+        with pytest.raises(onefold.errors.RunFailed) as caught:
+            onefold.launch(fail, devices="cpu:1", args=(kind,))
+        pid = str(caught.value).partition("process ")[2].partition(")")[0]
+        words.append(str(caught.value).replace(pid, "PID") if pid else str(caught.value))
+    assert len(forks) == 1
+    assert words[0] == words[1]

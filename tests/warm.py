@@ -1,0 +1,357 @@
+"""Programs of tests start by a fork of this process, which has PyTorch loaded already.
+
+To load PyTorch and its compiler takes a process five seconds of a core, and tests start hundreds.
+`Popen` forks where that gives the same program: a command or a device of onefold, or a script of
+``tests/scripts``. All of onefold is loaded anew in the child. Everything else is started as ever,
+and so is everything in a test marked ``fresh``, and with ONEFOLD_TESTS_FRESH=1 in all tests.
+
+Note: what a child must not keep
+--------------------------------
+Threads do not come along in a fork, so a process that has more of them than at its own start (a
+pool of OpenMP, a server) starts its programs as ever. What is read while Python and its libraries
+are loaded cannot be changed later: variables of such names must be what they were. The rest is put
+back by hand in `_Child`: descriptors, signals, the path, what pytest has put in place of streams
+and warnings, exit functions, caches that belong to a process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import gc
+import importlib.util
+import inspect
+import io
+import logging
+import multiprocessing.process
+import multiprocessing.resource_tracker
+import multiprocessing.util
+import os
+import random
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+SCRIPTS = Path(__file__).parent / "scripts"
+_READ_AT_START = ("PYTHON", "OMP_", "MKL_", "OPENBLAS_", "LD_", "MALLOC_", "GLIBC_", "LC_", "LANG")
+_OURS = ("onefold", "tests", "benchmarks")
+_RealPopen = subprocess.Popen
+_bound = inspect.signature(subprocess.Popen._execute_child).bind  # type: ignore[attr-defined]
+
+
+class _State:
+    """Of this process, as it was at its start."""
+
+    def __init__(self) -> None:
+        self.fresh = os.environ.get("ONEFOLD_TESTS_FRESH", "") == "1"
+        self.environment = dict(os.environ)
+        self.tasks = _tasks()
+
+
+def _tasks() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+_state = _State()
+_threads = torch.get_num_threads()
+
+
+class Popen(subprocess.Popen):  # type: ignore[type-arg]
+    """Forks this process where that gives the program that was asked for."""
+
+    def _execute_child(self, *given: Any, **named: Any) -> None:
+        asked = types.SimpleNamespace(**_bound(self, *given, **named).arguments)
+        words = asked.args if isinstance(asked.args, list | tuple) else [asked.args]
+        words = [os.fspath(word) for word in words]
+        program = None if _state.fresh or asked.shell else _program(words)
+        if program is None or not _suits(asked):
+            super()._execute_child(*given, **named)  # type: ignore[misc]
+            return
+        _load()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid == 0:
+            _Child(asked).become(program)
+        self.pid = pid
+        self._child_created = True
+        self._close_pipe_fds(  # type: ignore[attr-defined]
+            asked.p2cread,
+            asked.p2cwrite,
+            asked.c2pread,
+            asked.c2pwrite,
+            asked.errread,
+            asked.errwrite,
+        )
+
+
+def start_by_fork(item_is_fresh: bool) -> None:
+    """Whether the programs of the next test may be forked."""
+    _state.fresh = item_is_fresh or os.environ.get("ONEFOLD_TESTS_FRESH", "") == "1"
+
+
+def _suits(asked: types.SimpleNamespace) -> bool:
+    wanted = os.environ if asked.env is None else asked.env
+    wanted = {os.fsdecode(name): os.fsdecode(value) for name, value in wanted.items()}
+    same = all(
+        wanted.get(name) == _state.environment.get(name)
+        for name in wanted.keys() | _state.environment.keys()
+        if name.startswith(_READ_AT_START)
+    )
+    plain = asked.uid is None and asked.gid is None and asked.umask < 0 and asked.close_fds
+    return same and plain and _tasks() <= _state.tasks
+
+
+def _program(words: Sequence[str]) -> Callable[[], None] | None:
+    """What runs in the child, or None for what is not known to be the same in a fork."""
+    if words[0] != sys.executable:
+        return None
+    match list(words[1:]):
+        case ["-m", "onefold", *_]:
+            return lambda: _run_module("onefold", list(words[3:]))
+        case ["-P", "-c", code, *rest] if "onefold.run.worker" in code:
+            return lambda: _run_code(code, rest)
+        case [script, *rest] if Path(script).parent == SCRIPTS:
+            return lambda: _run_script(script, rest)
+    return None
+
+
+def _run_module(name: str, arguments: list[str]) -> None:
+    sys.path.insert(0, os.getcwd())
+    sys.argv = ["-m", *arguments]
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def _run_code(code: str, arguments: list[str]) -> None:
+    sys.argv = ["-c", *arguments]
+    exec(compile(code, "<string>", "exec"), vars(sys.modules["__main__"]))
+
+
+def _run_script(script: str, arguments: list[str]) -> None:
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    sys.argv = [script, *arguments]
+    runpy.run_path(script, run_name="__main__")
+
+
+@cache
+def _load() -> None:
+    """What every program loads sooner or later, once, before the first fork."""
+    environment, filters = dict(os.environ), list(warnings.filters)
+    import cloudpickle  # noqa: F401
+    import torch._dynamo
+
+    for name in os.environ.keys() - environment.keys():  # of the compiler's cache
+        del os.environ[name]
+    _Kept.filters[:0] = [each for each in warnings.filters if each not in filters]
+
+
+@cache
+def _fresh_path() -> list[str]:
+    """The path of a Python that has just started, without the folder of its program."""
+    command = [sys.executable, "-P", "-c", "import sys; print(*sys.path, sep='\\n')"]
+    with _RealPopen(command, stdout=subprocess.PIPE, text=True) as process:
+        return process.communicate()[0].splitlines()
+
+
+class _Child:
+    """The forked process on its way to be a program of its own."""
+
+    def __init__(self, asked: types.SimpleNamespace) -> None:
+        self._asked = asked
+
+    def become(self, program: Callable[[], None]) -> NoReturn:
+        """Run the program and end as it ends; never returns to the parent's stack."""
+        code = 1
+        try:
+            self._leave_the_parent()
+            code = _ended(program)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+
+    def _leave_the_parent(self) -> None:
+        # What the parent holds is neither looked at nor destroyed in here: a file that would be
+        # closed as garbage may have the number of one of ours.
+        gc.freeze()
+        self._restore_signals()
+        if self._asked.start_new_session:
+            os.setsid()
+        if self._asked.cwd is not None:
+            os.chdir(self._asked.cwd)
+        if self._asked.env is not None:
+            os.environ.clear()
+            os.environ.update(self._asked.env)
+        self._restore_descriptors()
+        if self._asked.preexec_fn is not None:
+            self._asked.preexec_fn()
+        _restore_python()
+        _restore_libraries()
+        _state.__init__()  # type: ignore[misc]
+
+    def _restore_signals(self) -> None:
+        faulthandler.disable()
+        signal.set_wakeup_fd(-1)
+        for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+            if callable(signal.getsignal(number)):
+                signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+        if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def _restore_descriptors(self) -> None:
+        asked = self._asked
+        streams = [asked.p2cread, asked.c2pwrite, asked.errwrite]
+        # First to numbers beyond the three, or one of them could be overwritten before its turn.
+        streams = [os.dup(each) if each != -1 else -1 for each in streams]
+        for number, stream in enumerate(streams):
+            if stream != -1:
+                os.dup2(stream, number)
+        kept = sorted({int(each) for each in asked.pass_fds} | {0, 1, 2})
+        for low, high in zip(kept, [*kept[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
+            os.closerange(low + 1, high)
+        for number in kept:
+            os.set_inheritable(number, True)
+
+
+def _restore_python() -> None:
+    """What pytest and the tests have changed of Python."""
+    at_once = bool(os.environ.get("PYTHONUNBUFFERED"))
+    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = sys.__stdout__ = _writing(1)
+    sys.stdout.reconfigure(write_through=at_once)
+    sys.stderr = sys.__stderr__ = _writing(2, errors="backslashreplace")
+    sys.stderr.reconfigure(write_through=at_once, line_buffering=not at_once)
+    sys.excepthook, sys.unraisablehook = sys.__excepthook__, sys.__unraisablehook__
+    threading.excepthook = threading.__excepthook__
+    sys.path[:] = _fresh_path()
+    # Kept alive: objects of theirs would be destroyed, which are the parent's.
+    _Kept.modules = {
+        name: sys.modules.pop(name)
+        for name in list(sys.modules)
+        if name.partition(".")[0] in _OURS or name in ("__main__", "conftest")
+    }
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    warnings._showwarnmsg_impl = _Kept.show_warning  # type: ignore[attr-defined]
+    warnings.showwarning = warnings._showwarning_orig  # type: ignore[attr-defined]
+    warnings.resetwarnings()
+    warnings.filters.extend(_Kept.filters)
+    logging.root.handlers.clear()
+    logging.root.setLevel(logging.WARNING)
+    for name in [name for name in logging.root.manager.loggerDict if name.startswith(_OURS)]:
+        del logging.root.manager.loggerDict[name]
+    atexit._clear()
+    atexit.register(logging.shutdown)
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
+    weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
+    tempfile.tempdir = None
+    random.seed()
+
+
+def _writing(descriptor: int, **options: str) -> io.TextIOWrapper:
+    return io.TextIOWrapper(open(descriptor, "wb", closefd=False), **options)  # noqa: SIM115
+
+
+def _restore_libraries() -> None:
+    """What the tests have changed of libraries."""
+    multiprocessing.process._children.clear()  # type: ignore[attr-defined]
+    multiprocessing.util._finalizer_registry.clear()  # type: ignore[attr-defined]
+    atexit.register(multiprocessing.util._exit_function)
+    tracker = multiprocessing.resource_tracker._resource_tracker
+    tracker._fd = tracker._pid = None  # type: ignore[attr-defined]
+    np.random.seed()
+    torch.set_num_threads(_threads)
+    torch.seed()
+
+
+def _filters_of_libraries() -> list[Any]:
+    """Those that libraries have set as they were loaded, and Python's own at the end."""
+    ours = ("error", "always")  # what pytest and our settings say of all warnings of these
+    kinds = (Warning, DeprecationWarning, PendingDeprecationWarning)
+    theirs = [each for each in warnings.filters if (each[0] not in ours or each[2] not in kinds)]
+    own = [("default", DeprecationWarning, "__main__")]
+    own += [
+        ("ignore", kind, None)
+        for kind in (
+            DeprecationWarning,
+            PendingDeprecationWarning,
+            ImportWarning,
+            ResourceWarning,
+        )
+    ]
+    pythons = [(action, None, kind, module, 0) for action, kind, module in own]
+    return [*(each for each in theirs if each not in pythons), *pythons]
+
+
+def _module_anew(name: str) -> Any:
+    """A copy of a module of Python's as it is in its file, whatever has been put in its place."""
+    spec = importlib.util.find_spec(name)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class _Kept:
+    """What a child puts back, as it was when this process loaded its libraries."""
+
+    modules: dict[str, types.ModuleType]
+    show_warning = staticmethod(_module_anew("warnings")._showwarnmsg_impl)
+    filters = _filters_of_libraries()
+
+
+def _ended(program: Callable[[], None]) -> int:
+    """Run a program as the interpreter does, and return its exit code."""
+    code = 0
+    try:
+        program()
+    except SystemExit as end:
+        code = _exit_code(end)
+    except KeyboardInterrupt:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException:
+        kind, error, frames = sys.exc_info()
+        sys.excepthook(kind, error, _below_this(frames))  # type: ignore[arg-type]
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    try:
+        sys.stdout.flush()
+    except OSError:
+        code = 120
+    vars(sys.modules["__main__"]).clear()
+    gc.collect()
+    return code
+
+
+def _exit_code(end: SystemExit) -> int:
+    if end.code is None:
+        return 0
+    if isinstance(end.code, int):
+        return end.code & 0xFF
+    print(end.code, file=sys.stderr)
+    return 1
+
+
+def _below_this(frames: types.TracebackType | None) -> types.TracebackType | None:
+    """The part of a traceback that the program itself would have."""
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    return frames
