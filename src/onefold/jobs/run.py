@@ -135,7 +135,7 @@ def run_job(job: Job, options: TrainOptions) -> dict[str, Any]:
         print(f"onefold: {visible(each)}", file=sys.stderr)
     _check_same_data(options, before, data.digest)
     settled = job.settle(options, data)
-    # Data are read here, once, and sent to the devices: what they train on cannot differ.
+    # The devices are sent what was found here, so all of them have the same samples and labels.
     try:
         result: dict[str, Any] | Exception = onefold.launch(
             _train, devices=options.devices, args=(job, settled, data), grace_s=_GRACE_S
@@ -191,7 +191,7 @@ def _without_report() -> list[str]:
 
 
 def _said_before(options: TrainOptions) -> dict[str, Any]:
-    """What ``run.json`` holds of the run to resume; empty if it is new, or was stopped too early."""
+    """What ``run.json`` holds of a run that resumes; empty if it is new, or wrote none yet."""
     if options.resume and (options.folder / RUN).is_file():
         return read_run(options.folder)
     return {}
