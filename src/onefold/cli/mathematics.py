@@ -128,6 +128,7 @@ def _quotient(line: dict[str, Any]) -> str:
 
 def _table(shards: int, lines: Sequence[dict[str, Any]], limit: float) -> Table:
     table = Table()
+    # The last column, the verdict, needs no heading.
     headings = ("step", f"loss, {shards} shards", "loss, 1 shard", "difference", "of gradient", "")
     for heading in headings:
         table.add_column(heading)

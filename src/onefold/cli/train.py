@@ -53,6 +53,7 @@ def _command(job: Job) -> Callable[..., None]:
 
     # The fields hold their types as text, since their module postpones annotations.
     hints = typing.get_type_hints(job.options)
+    # In the help, the options of the job come first, and then those of all jobs.
     fields = sorted(dataclasses.fields(job.options), key=lambda field: field.name in _COMMON)
     parameters = [_config_parameter()]
     parameters += [_parameter(field, hints[field.name], job) for field in fields]

@@ -168,10 +168,12 @@ class _Comparison:
             probe=str(self._folder),
             probe_run=name,
             probe_steps=self.steps,
+            # Kept by the first run alone: with every tensor of every step, they take much room.
             probe_records=self._runs == 0,
             probe_mathematics=mathematics,
             logs=str(self._folder / name),
         )
+        # Counted before it starts: a run that fails must not share its name with the next.
         self._runs += 1
         with self._console.status(f"{title}, {self.steps} steps"):
             return name, supervise(self._command, select_devices(count), options)
@@ -188,6 +190,7 @@ class _Comparison:
         raise _Failed(_FAILED)
 
     def _lines(self, name: str, what: str) -> list[list[dict[str, Any]]]:
+        # Numbered without gaps, so the first number that is missing is the number of Trainers.
         found: list[list[dict[str, Any]]] = []
         while lines := read_record(self._folder, f"{name}-{len(found)}{what}"):
             found.append(lines)
@@ -267,7 +270,7 @@ def _judge(
 
 def _nothing_trained(console: Console, lines: Sequence[dict[str, Any]], who: str) -> bool:
     """Report if no parameter changed; return True if that makes the comparison worthless."""
-    # If the loss was never 0, a learning rate of 0 may be meant so: only a warning.
+    # If the loss was never 0, a learning rate of 0 may be intended: only a warning.
     first, last = lines[0]["digests"], lines[-1]["digests"]
     if any(first[name] != last[name] for name in lines[0]["parameters"]):
         return False
@@ -328,6 +331,7 @@ def _table(runs: Sequence[_Run], differences: Sequence[Sequence[Difference | Non
         table.add_column(heading)
     for trainer in range(len(runs[0].trainers)):
         for number, (run, found) in enumerate(zip(runs, differences, strict=True)):
+            # A run may have made fewer than the first, which the caller reports after the table.
             if trainer < len(run.trainers):
                 row = _row(run, trainer, found[trainer], reference=number == 0)
                 table.add_row(*([str(trainer)] if several else []), *row)

@@ -94,7 +94,7 @@ class ClassifyOptions(TrainOptions):
         expect(size is None or size >= 8, "image_size", size, "8 or more")
         known = self.model is None or self.model in MODELS or self.model.startswith("timm:")
         expect(known, "model", self.model, f"{', '.join(MODELS)} or timm:NAME")
-        # An option that would do nothing is more likely a mistake than meant so.
+        # An option that would do nothing is more likely a mistake than intended.
         if self.pretrained is None:
             wanting = [
                 name

@@ -87,6 +87,7 @@ def digits() -> tuple[ShiftedDigits, TensorDataset]:
     from sklearn.model_selection import train_test_split
 
     source = load_digits()
+    # Their pixels are numbers from 0 to 16.
     images = torch.from_numpy(source.images).to(torch.float32).unsqueeze(1) / 16
     labels = torch.from_numpy(source.target).to(torch.int64)
     # With a state of its own: NumPy's global generator is left as it was.

@@ -77,7 +77,7 @@ def choose_examples(
     # Evenly spread: a test set is mostly in the order of its classes.
     samples = [number * len(truth) // count for number in range(count)]
     wrong = (truth != predicted).nonzero().flatten()
-    # Stable, so that equally wrong samples come in the same order on every device.
+    # Stable, so that equally confident mistakes come in the same order on every device.
     order = confidence[wrong].argsort(descending=True, stable=True)
     return samples, wrong[order][:SHOWN].tolist()
 

@@ -130,7 +130,7 @@ def require_pretrained(
 def load_finite(
     model: nn.Module, weights: Path, *, key: str | None = None, strict: bool = True
 ) -> Loaded:
-    """Load weights with `onefold.load_weights`, and refuse any that are NaN or infinite.
+    """Load weights with `onefold.load_weights`, and refuse parameters that are NaN or infinite.
 
     Raises:
         CheckpointError: the weights do not fit, are damaged, or are not finite.

@@ -20,7 +20,7 @@ from onefold.jobs.progress import PHASES
 __all__ = ["KEPT", "Meter"]
 
 KEPT = 2
-"""How many of the newest checkpoints stay, besides the best: one more in case one is damaged."""
+"""How many of the newest checkpoints stay, besides the best: two, in case one is damaged."""
 _LOOK_S = 0.5
 """How long losses and times go unread while steps are made."""
 
@@ -47,6 +47,7 @@ class Meter:
     def add(self, step: onefold.Step, rate: float) -> None:
         """Count a step, which was made at this learning rate."""
         self.rate = rate
+        # Unread, or Python would wait for the GPU here: see the note.
         self._pending.append(step)
         if time.perf_counter() - self._looked_s > _LOOK_S:
             self.look()
@@ -62,6 +63,7 @@ class Meter:
                 self.phases[phase] += seconds
         self._line = line_total, line_samples
         self._pending.clear()
+        # Only now: the reading itself may have waited for long.
         self._looked_s = time.perf_counter()
 
     @property
@@ -79,6 +81,7 @@ class Meter:
         self.look()
         total, samples = self._line
         now_s = time.perf_counter()
+        # A line may follow another so closely that the clock has not moved.
         speed = samples / max(now_s - self._line_start_s, 1e-9)
         self._line, self._line_start_s = (0.0, 0), now_s
         loss = total / samples if samples else math.nan

@@ -127,6 +127,7 @@ def predict_run(run: Path, paths: Sequence[Path], options: PredictOptions) -> Pr
     if job not in _PREDICTORS:
         raise DataError(f"{run}: expected a run of {', '.join(_PREDICTORS)}, got {job}")
     weights = best_checkpoint(run) if options.weights == "best" else _last_checkpoint(run)
+    # Every byte is compared with the digests now, rather than by each device after all the rest.
     check_weights(weights)
     _check_output(job, options.output)
     # The inputs are read whole only after everything that is quickly refused.
@@ -175,6 +176,7 @@ def write_prediction(
     require_predictions(path)
     # File names may not be UTF-8: CSV takes their bytes as they are, JSON cannot.
     encoded = content.encode(errors="backslashreplace" if json_wanted else "surrogateescape")
+    # Not synced: after a power failure, predictions can be made again.
     write_whole(path, encoded, sync=False)
     return path
 
@@ -190,6 +192,7 @@ def _read_pictures(paths: Sequence[Path], *, masks: bool) -> _Inputs:
     require_pillow()
     found: dict[Path, str] = {}
     bad: list[BadFile] = []
+    # By path, so that a file that was named, and its folder as well, counts once.
     for path in paths:
         if path.is_dir():
             for each in picture_paths(path, bad):
@@ -274,6 +277,7 @@ def _check_inputs_stay(job: str, inputs: _Inputs, output: Path | None) -> None:
 
 
 def _check_masks(inputs: _Inputs) -> None:
+    # Masks are PNG files: a.jpg and a.png in one folder would share a single one.
     masks: dict[str, Path] = {}
     for path, name in zip(inputs.paths, inputs.names, strict=True):
         other = masks.setdefault(_mask_name(name), path)
@@ -307,6 +311,7 @@ def _trainer(model: nn.Module, run: Path, weights: Path) -> onefold.Trainer:
     for parameter in others:
         parameter.requires_grad_(False)
     optimizer = torch.optim.SGD([last], lr=0.0)
+    # As in training: as many devices may share a batch as could then.
     with kept_facts(run):
         shards = int(read_run(run)["shards"])
     return onefold.Trainer(model, optimizer, _no_loss, shards=shards)

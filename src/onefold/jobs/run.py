@@ -207,6 +207,7 @@ def _check_unfinished(options: TrainOptions, before: dict[str, Any]) -> None:
 
 def _check_same_data(options: TrainOptions, before: dict[str, Any], digest: str) -> None:
     then = before.get("data", digest)
+    # Earlier versions took a shorter digest, which did not cover the labels of pictures.
     if isinstance(then, str) and len(then) < len(digest):
         raise DataError(
             f"{options.data}: the run {options.name} was begun by a onefold that noted less of its "

@@ -68,6 +68,7 @@ class Crops(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         # draws is part of the result.
         image, mask = _cut_both(image, mask, options.crop or LARGEST_CROP)
         image, mask = _turn_both(image, mask, options)
+        # Colours change in the picture alone; a mask has none to change.
         return self._normalise(_jittered(image, options.jitter)), mask_tensor(mask)
 
 
@@ -187,6 +188,7 @@ def whole_logits(model: nn.Module, batch: Any, stride: int) -> torch.Tensor:
     logits: torch.Tensor = images.new_zeros(len(images), *images.shape[2:])
     for (height, width), rows in alike.items():
         values = model(images[rows, :, :height, :width]).squeeze(1)
+        # Under autocast the model returns a smaller type than the images have.
         logits[rows, :height, :width] = values.to(logits.dtype)
     return logits
 

@@ -241,6 +241,7 @@ def _read_state(directory: Path) -> dict[str, torch.Tensor]:
     parts = sorted(set(index["weight_map"].values()))
     state: dict[str, torch.Tensor] = {}
     for part in parts:
+        # The index may be anybody's: it must not lead out of the folder.
         if Path(part).name != part:
             raise ValueError(f"{name} names {part!r}, which is no file beside it")
         state.update(_tensors(directory / part))

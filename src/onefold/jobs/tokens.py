@@ -36,6 +36,7 @@ __all__ = [
     "train_tokenizer",
 ]
 
+# In the order of RoBERTa's own vocabulary: its configuration has these numbers as defaults.
 SPECIAL_TOKENS = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
 """The special tokens of a trained tokenizer; their ids are their places here."""
 START_ID, PAD_ID, END_ID, _, MASK_ID = range(len(SPECIAL_TOKENS))
@@ -133,6 +134,7 @@ def token_roles(tokenizer: str) -> tuple[int, set[int]]:
     content = json.loads(tokenizer)
     special = {token["content"]: int(token["id"]) for token in content["added_tokens"]}
     names = ("<mask>", "[MASK]", "<unk>", "[UNK]")
+    # A tokenizer without a mask hides tokens behind the unknown one, whose meaning is as open.
     mask = next((special[name] for name in names if name in special), MASK_ID)
     return mask, set(special.values())
 
