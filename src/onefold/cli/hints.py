@@ -1,4 +1,12 @@
-"""Names what may make bits differ, from what the devices of two runs saw. Pure."""
+"""Finds what may have made the bits of two runs differ, in what their devices recorded. Pure.
+
+Note: why a difference is one
+-----------------------------
+With the same bits on any number of devices, a shard's result cannot depend on who computes it. What
+breaks this is nearly always something that outlives a shard: a generator, an attribute, a clock.
+One device runs all shards in a row, several run some of them each, so whatever one shard leaves for
+the next differs from there on.
+"""
 
 from __future__ import annotations
 
@@ -22,25 +30,25 @@ class State:
 
     step: int
     states: Mapping[str, str]
-    """Digests of the global generators before the step, by name."""
+    """Digests of the global generators' states before the step, by name."""
     unseeded: Sequence[str]
-    """Calls so far that seeded a generator from the system's entropy."""
+    """The calls so far that seeded a generator from the system's entropy."""
     attributes: Sequence[str]
-    """Attributes of modules that the step changed."""
+    """The attributes of modules that the step changed."""
     generators: Sequence[str]
-    """Generators of the script's own that the step changed."""
+    """The script's own generators that the step changed."""
 
 
 _States = Mapping[int, Sequence[State]]
 
 
 def hints_of(step: int, reference: _States, other: _States) -> list[str]:
-    """What was seen, most telling first.
+    """Return sentences about likely causes, the most telling first.
 
     Args:
-        step: after which the bits differ; 0 for before the first.
-        reference: of the one run, by device.
-        other: of the other.
+        step: the step after which the bits differ; 0 for before the first.
+        reference: what each device of the one run recorded.
+        other: what each device of the other run recorded.
     """
     everyone = [s for run in (reference, other) for lines in run.values() for s in lines]
     calls = listed(dict.fromkeys(call for state in everyone for call in state.unseeded))
@@ -51,6 +59,7 @@ def hints_of(step: int, reference: _States, other: _States) -> list[str]:
             f"it a seed. Inside the loss and the data set, use the global generators of torch, "
             f"random and NumPy: they are seeded for every shard and every sample"
         )
+    # Before the first step nothing was computed: only initial values can differ.
     if step == 0:
         return hints
     generators = listed(dict.fromkeys(g for state in everyone for g in state.generators))
@@ -67,7 +76,8 @@ def hints_of(step: int, reference: _States, other: _States) -> list[str]:
             f"sees how many this device computed before it. Register it as a buffer, or set it "
             f"between steps"
         )
-    uneven = dict(reversed([*_uneven(reference), *_uneven(other)]))  # the first step of each
+    # Reversed, so that of each generator the first step stays: from there on all steps differ.
+    uneven = dict(reversed([*_uneven(reference), *_uneven(other)]))
     globals_ = listed(dict.fromkeys(f"{name} before step {step}" for name, step in uneven.items()))
     if globals_:
         hints.append(
@@ -79,13 +89,14 @@ def hints_of(step: int, reference: _States, other: _States) -> list[str]:
 
 
 def _uneven(run: _States) -> Iterator[tuple[str, int]]:
-    """Global generators whose state changed between two steps on some devices only."""
+    """Find the global generators that were drawn from between steps on some devices only."""
     if len(run) < 2:
         return
     for rows in zip(*run.values(), strict=False):
         for name in rows[0].states:
             digests = {row.states[name] for row in rows}
-            # Others are seeded by the system until a script seeds them.
+            # Only torch's begin alike in all processes. Those of random and NumPy are seeded by the
+            # system until a script does it, so that of them only changes can be compared.
             if name.startswith("torch") and len(digests) > 1:
                 yield name, rows[0].step
     for before, after in _pairs([*zip(*run.values(), strict=False)]):

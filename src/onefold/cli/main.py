@@ -1,4 +1,11 @@
-"""The commands of ``onefold``. What they do lies in the modules that they call."""
+"""The commands of ``onefold``. What they do is in the modules that they call.
+
+Note: imports inside of commands
+--------------------------------
+typer reads every command before it runs one. The jobs, the tables and the comparison are imported
+by the command that needs them, so that ``onefold run`` starts without them. The docstring of a
+command is its help.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +33,8 @@ app = typer.Typer(
 )
 
 _DEFAULTS = RunOptions()
+# What follows the script belongs to it, options and --help included: typer must neither refuse it,
+# nor take an option of the script for one of ours.
 _SCRIPT = {
     "allow_extra_args": True,
     "ignore_unknown_options": True,
@@ -86,6 +95,7 @@ def run(
     With --checkpoint, the first SIGTERM, SIGHUP or Ctrl-C has the run save itself at the end of its
     step and end with exit code 75; the same command goes on. The second one ends it at once.
     """
+    # All that is wrong with the command is refused here, before any process is started.
     command = _command(script, module, context.args)
     if trace is not None and not trace.absolute().parent.is_dir():
         raise LaunchError(f"--trace {trace}: there is no folder {trace.absolute().parent}")
@@ -98,6 +108,8 @@ def run(
         "changed": tuple(changed.split(",")) if changed else None,
         "restarts": restarts,
     }
+    # None is for an option that was not given: RunOptions has the defaults, and those that make
+    # no sense without --checkpoint can be told apart.
     saving = {name: value for name, value in chosen.items() if value is not None}
     if checkpoint is not None:
         if checkpoint.exists() and not checkpoint.is_dir():
@@ -106,6 +118,7 @@ def run(
     elif saving:
         given = ", ".join(f"--{name.removesuffix('_s')}" for name in saving)
         raise LaunchError(f"{given}: expected with --checkpoint, which names the directory")
+    # Absolute paths: the script may change its folder before a worker uses them.
     options = RunOptions(
         exchange=exchange,  # type: ignore[arg-type]  # RunOptions checks it
         timeout_s=timeout,
@@ -254,16 +267,19 @@ app.add_typer(train_app, name="train")
 
 
 def main() -> None:
-    """Entry point: errors that we foresaw are one line, not a traceback."""
+    """Run the command line; errors that were foreseen become one line instead of a traceback."""
+    # In a worker the launcher reports errors, and handles signals.
     if onefold.is_launched():
-        _run_command()  # the launcher tells the user, and sees to signals
+        _run_command()
         return
     try:
         with stopped_by_signals() as came:
             try:
                 _run_command()
             except SystemExit as end:
-                if came and end.code == 128 + signal.SIGINT:  # typer takes it for Ctrl-C
+                # SIGTERM and SIGHUP raise a KeyboardInterrupt of ours. typer takes that for Ctrl-C,
+                # and ends with the exit code of another signal than the one that came.
+                if came and end.code == 128 + signal.SIGINT:
                     raise Stopped(came[0]) from None
                 raise
     except Stopped as stop:
@@ -275,7 +291,9 @@ def main() -> None:
 
 
 def _run_command() -> None:
-    if sys.argv[1:2] == ["train"]:  # its commands are made from options that load PyTorch
+    """Run the command that ``sys.argv`` names."""
+    # Its commands are made from the options of the jobs, whose modules take long to import.
+    if sys.argv[1:2] == ["train"]:
         from onefold.cli.train import add_jobs
 
         add_jobs(train_app)
@@ -283,14 +301,19 @@ def _run_command() -> None:
 
 
 def _in_words(error: Exception) -> str:
-    """Without the number that the system has for it."""
+    """Describe an error without the system's number for it."""
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename}: {error.strerror}"
     return str(error)
 
 
 def _command(script: str | None, module: str | None, rest: list[str]) -> list[str]:
-    """What a worker is to run, checked."""
+    """Return what a worker has to run; a script must exist.
+
+    Raises:
+        LaunchError: there is no script of this name, or none was given.
+    """
+    # After -m, typer takes the module's first argument for the script.
     if module is not None:
         return ["-m", module, *([script] if script is not None else []), *rest]
     if script is None:
@@ -304,6 +327,7 @@ def _command(script: str | None, module: str | None, rest: list[str]) -> list[st
 
 
 def _tell(outcome: Outcome) -> None:
+    """Report how a run ended; stdout is left to the script."""
     if outcome.timeline:
         print(f"onefold: timeline: {outcome.timeline} (opens in ui.perfetto.dev)", file=sys.stderr)
     if not outcome.exit_code:

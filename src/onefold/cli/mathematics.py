@@ -1,4 +1,9 @@
-"""Prints how the loss and gradient of V shards compare with those of one."""
+"""Prints how the loss and gradient of V shards compare with those of one.
+
+Equal bits on one and several devices do not show that the mathematics is right: a loss that
+averages each shard by itself gives the same wrong gradient everywhere. So ``onefold verify`` also
+computes each batch as a single shard, which is what a plain loop would do.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +25,9 @@ def report_mathematics(
     """Print a table and a verdict for each trainer.
 
     Args:
-        console: to print on.
-        precision: of the comparison.
-        trainers: lines of each, the first about the trainer and one for each step.
+        console: where to print.
+        precision: the type in which both were computed, such as ``float64``.
+        trainers: the recorded lines of each trainer, one about itself and one for each step.
 
     Returns:
         Whether all agree.
@@ -30,6 +35,7 @@ def report_mathematics(
     agree = True
     for number, (about, *lines) in enumerate(trainers):
         who = f" of trainer {number}" if len(trainers) > 1 else ""
+        # With one shard there is nothing to compare, but the loss may still be no plain loop's.
         if about["shards"] == 1 and not any(line["causes"] for line in lines):
             console.print(f"One shard{who}: the mathematics is the plain loop's own.")
         elif lines:
@@ -57,6 +63,7 @@ def _report(
             "alone were in it."
         )
     errors, notes = _causes(lines, "error"), _causes(lines, "note")
+    # A note is something that could not be compared: no error, but agreement cannot be claimed.
     if not errors and not notes:
         console.print(
             f"[bold green]The mathematics{who} agree[/]: {about['shards']} shards and one give the "
@@ -79,6 +86,7 @@ def _report_errors(
     errors: Sequence[str],
 ) -> None:
     first = next(line for line in lines if any(c["kind"] == "error" for c in line["causes"]))
+    # Escaped: names from the script may hold brackets, which rich would take for styles.
     function = escape(about["function"])
     if _largest(first) > about["tolerance"]:
         console.print(
@@ -103,7 +111,8 @@ def _verdict(line: dict[str, Any], limit: float) -> str:
 
 
 def _causes(lines: Sequence[dict[str, Any]], kind: str) -> list[str]:
-    """Of the first step that has any: it was looked at closely, those that follow were not."""
+    """Return the causes found in the first step that has any."""
+    # That step was looked at closely, and those after it were not.
     every = ([c["text"] for c in line["causes"] if c["kind"] == kind] for line in lines)
     return next((texts for texts in every if texts), [])
 
@@ -119,6 +128,7 @@ def _quotient(line: dict[str, Any]) -> str:
 
 def _table(shards: int, lines: Sequence[dict[str, Any]], limit: float) -> Table:
     table = Table()
+    # The last column, the verdict, needs no heading.
     headings = ("step", f"loss, {shards} shards", "loss, 1 shard", "difference", "of gradient", "")
     for heading in headings:
         table.add_column(heading)

@@ -1,4 +1,4 @@
-"""Tables for the screen."""
+"""The table that ``onefold devices`` prints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["device_table"]
 
 
 def device_table(devices: Iterable[DeviceInfo]) -> Table:
-    """One row a device: index, kind, name, memory total and free."""
+    """Make a table with a row for each device: index, kind, name, total and free memory."""
     table = Table(title="Devices of this machine")
     for heading in ("index", "kind", "name", "memory total", "memory free"):
         table.add_column(

@@ -1,4 +1,13 @@
-"""``onefold train``: one command for each job, made from the fields of its options."""
+"""``onefold train``: one command for each job, made from the fields of its options.
+
+Note: commands that nobody wrote
+--------------------------------
+typer makes a command's options from the signature and the annotations of a function. Those are
+built here from the fields of the job's options, so that an option, its help and its default stand
+once, in the dataclass. Every parameter has the default None, which means that the option was not
+given: only so can the command line take precedence over a config file, and can a resumed run be
+compared with what was asked for. The defaults that the help shows are texts.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +34,16 @@ _COMMON = frozenset(field.name for field in dataclasses.fields(TrainOptions))
 
 
 def add_jobs(app: typer.Typer) -> None:
-    """Add a command for each job."""
+    """Add a command for each job to ``app``."""
     for job in JOBS:
         app.command(job.name, help=job.help)(_command(job))
 
 
 def _command(job: Job) -> Callable[..., None]:
-    """A function with one parameter for each option, as typer reads them."""
+    """Make a function with one parameter for each option, as typer reads them."""
 
     def command(config: Path | None, **chosen: Any) -> None:
+        # typer gives an empty list for a list that was not given. 0 and False were given.
         given = {name: value for name, value in chosen.items() if value not in (None, [])}
         options = read_options(job, _split(job, given), config)
         _require_devices(options)
@@ -41,7 +51,9 @@ def _command(job: Job) -> Callable[..., None]:
         if result["is_lead"]:
             _tell(result, Path(result["folder"]))
 
+    # The fields hold their types as text, since their module postpones annotations.
     hints = typing.get_type_hints(job.options)
+    # In the help, the options of the job come first, and then those of all jobs.
     fields = sorted(dataclasses.fields(job.options), key=lambda field: field.name in _COMMON)
     parameters = [_config_parameter()]
     parameters += [_parameter(field, hints[field.name], job) for field in fields]
@@ -51,15 +63,17 @@ def _command(job: Job) -> Callable[..., None]:
 
 
 def _require_devices(options: TrainOptions) -> None:
-    """Refuse devices that are not there, or that the shards do not suffice for.
+    """Refuse devices that do not exist, and more of them than there are shards.
 
     Raises:
-        LaunchError, ValueError: there are too many.
+        LaunchError, ValueError: a device does not exist, or there are more devices than shards.
     """
+    # In a process of another launcher, that launcher has chosen them.
     if is_launched():
-        return  # they were chosen by who launched this process
+        return
     chosen = select_devices(options.devices)
     count = len(chosen.devices)
+    # With --devices auto, those that find no shard may leave.
     if count > options.shards and not chosen.may_leave:
         raise LaunchError(
             f"--devices {options.devices}: {count} devices cannot share {options.shards} shards: a "
@@ -80,12 +94,13 @@ def _config_parameter() -> inspect.Parameter:
 def _parameter(field: dataclasses.Field[Any], hint: Any, job: Job) -> inspect.Parameter:
     shown = field.metadata["shown"]
     default = _shown(field.default) if shown is None else shown
+    # Written by ourselves and escaped, as rich would take the brackets for a style.
     note = f" [default: {default}]" if default else ""
-    told = typer.Option(
+    described = typer.Option(
         help=escape(f"{field.metadata['help']}{note}"),
         rich_help_panel="Options of all jobs" if field.name in _COMMON else f"{job.name}",
     )
-    return _keyword(field.name, Annotated[_asked(hint), told])
+    return _keyword(field.name, Annotated[_asked(hint), described])
 
 
 def _keyword(name: str, hint: Any) -> inspect.Parameter:
@@ -93,7 +108,8 @@ def _keyword(name: str, hint: Any) -> inspect.Parameter:
 
 
 def _asked(hint: Any) -> Any:
-    """The type of a parameter: None is for an option that was not given."""
+    """The type of a parameter: that of its option, or None if it was not given."""
+    # typer has no tuples of any length; a list may be given by naming the option several times.
     if typing.get_origin(hint) is tuple:
         return list[str] | None
     return hint | None
@@ -106,7 +122,7 @@ def _shown(default: Any) -> str:
 
 
 def _split(job: Job, given: dict[str, Any]) -> dict[str, Any]:
-    """Lists may be given with commas as well."""
+    """Split lists at commas, by which they may be given as well."""
     return {
         name: tuple(part for each in value for part in each.split(",") if part)
         if isinstance(value, list)
@@ -116,6 +132,7 @@ def _split(job: Job, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tell(result: dict[str, Any], folder: Path) -> None:
+    """Print the result of a run: its best epoch, its fingerprint, its report."""
     console = Console(soft_wrap=True, highlight=False, markup=False)
     best = result["best"]
     if best:

@@ -1,5 +1,14 @@
-"""Runs a script on several device counts and compares the models, bit for bit, after every step;
-and once more, to compare what V shards compute with what one would."""
+"""Runs a script on several device counts, and compares the models bit for bit after every step.
+
+It is then run once more, to compare what V shards compute with what a single one would.
+
+Note: how runs are compared
+---------------------------
+Every run writes digests of its tensors after each step into a folder of its own name; the first
+also keeps the tensors themselves, so that later ones can measure how far they are from it. The
+comparison reads these files only, after the runs have ended: nothing of one run is in the memory of
+another. A script that makes several Trainers has a file for each, numbered as they were made.
+"""
 
 from __future__ import annotations
 
@@ -28,36 +37,42 @@ _REFUSALS = re.compile(r": (DisagreementError|GradientError|LossError|StateError
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where two runs part."""
+    """The first place where two runs differ."""
 
     step: int
     tensor: str
     """Name of the first parameter or buffer that differs."""
     tensors: int
-    """How many differ in that step."""
+    """How many tensors differ after that step."""
     largest: float | None
     """Largest difference in ``tensor``; None if the shapes differ."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """What one run left behind."""
+    """What one run recorded."""
 
     devices: int
     trainers: list[list[dict[str, Any]]]
-    """Lines of each trainer; the first is of the model before the first step."""
+    """The lines of each trainer; the first is about the model before the first step."""
     states: list[dict[int, list[State]]]
-    """Of each trainer, by device."""
+    """The states that each device recorded, by trainer and device."""
 
 
 class _Failed(Exception):
-    """A run failed, which has been reported; carries the exit code."""
+    """Raised after a failed run was reported; carries the exit code."""
 
 
 def first_difference(
     reference: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]]
 ) -> Difference | None:
-    """The first step after which two runs do not have the same bits."""
+    """Find the first step after which two runs do not have the same bits.
+
+    Args:
+        reference: the lines of a trainer in one run.
+        other: its lines in the other.
+    """
+    # Runs of different lengths are reported elsewhere; here what both have is compared.
     for mine, theirs in zip(reference, other, strict=False):
         differing = [
             name
@@ -71,13 +86,13 @@ def first_difference(
 
 
 def verify_script(command: Sequence[str], devices: str, *, steps: int, options: RunOptions) -> int:
-    """Run, compare, and print a verdict.
+    """Run a script on several device counts, compare the runs, and print a verdict.
 
     Args:
         command: the script and its arguments.
-        devices: device counts, such as ``1,2,3``; the first is what the others are compared with.
+        devices: device counts, such as ``1,2,3``; the others are compared with the first.
         steps: how many steps of each trainer to compare.
-        options: of every run.
+        options: the options of every run.
 
     Returns:
         0 if all agree, 1 if bits or mathematics differ, 2 if a run failed.
@@ -90,13 +105,14 @@ def verify_script(command: Sequence[str], devices: str, *, steps: int, options: 
         compare = _Comparison(console, command, Path(folder), steps, options)
         try:
             bits = _verify_bits(console, compare, counts)
+            # Even if bits differ: the mathematics may name the cause.
             return max(bits, _verify_mathematics(console, compare))
         except _Failed as failed:
             return int(failed.args[0])
 
 
 class _Comparison:
-    """Runs of one script, recorded in one folder."""
+    """Runs a script again and again, and records every run in one folder."""
 
     def __init__(
         self,
@@ -114,10 +130,10 @@ class _Comparison:
         self._runs = 0
 
     def run(self, count: int) -> _Run:
-        """One run; the first is what the others are compared with.
+        """Run the script once; the first run is what the others are compared with.
 
         Raises:
-            _Failed: it did not end well.
+            _Failed: the run failed, or made no step.
         """
         plural = "s" if count > 1 else ""
         name, outcome = self._run(f"{count} device{plural}", count, "")
@@ -131,11 +147,13 @@ class _Comparison:
         return _Run(count, trainers, states)
 
     def mathematics(self) -> tuple[str, list[list[dict[str, Any]]]]:
-        """The precision of the comparison, and lines of each trainer.
+        """Compare V shards with one; return the precision used, and the lines of each trainer.
 
         Raises:
-            _Failed: no such run ended well.
+            _Failed: the script failed in both precisions.
         """
+        # In float64 rounding is far below any true difference. A script that insists on float32, by
+        # a cast or a kernel of its own, fails there, and is compared as it is.
         for precision in ("float64", "float32"):
             name, outcome = self._run(f"V shards and one, {precision}", 1, precision)
             if not outcome.exit_code:
@@ -150,15 +168,18 @@ class _Comparison:
             probe=str(self._folder),
             probe_run=name,
             probe_steps=self.steps,
+            # Kept by the first run alone: with every tensor of every step, they take much room.
             probe_records=self._runs == 0,
             probe_mathematics=mathematics,
             logs=str(self._folder / name),
         )
+        # Counted before it starts: a run that fails must not share its name with the next.
         self._runs += 1
         with self._console.status(f"{title}, {self.steps} steps"):
             return name, supervise(self._command, select_devices(count), options)
 
     def _report(self, outcome: Outcome, where: str) -> None:
+        # What onefold refuses is a finding about the script; anything else is a run that failed.
         refusal = _REFUSALS.search(outcome.message)
         if refusal is not None:
             self._console.print(f"[bold red]onefold refuses the script[/] {where}:", end=" ")
@@ -169,6 +190,7 @@ class _Comparison:
         raise _Failed(_FAILED)
 
     def _lines(self, name: str, what: str) -> list[list[dict[str, Any]]]:
+        # Numbered without gaps, so the first number that is missing is the number of Trainers.
         found: list[list[dict[str, Any]]] = []
         while lines := read_record(self._folder, f"{name}-{len(found)}{what}"):
             found.append(lines)
@@ -234,6 +256,7 @@ def _judge(
             console.print(f"Hint: {escape(hint)}.")
         return _DIFFER
     if not done:
+        # That no Trainer made any was refused before.
         console.print(
             f"[yellow]Trainer {trainer} made no step[/] while the others made theirs: it was not "
             f"compared."
@@ -246,7 +269,8 @@ def _judge(
 
 
 def _nothing_trained(console: Console, lines: Sequence[dict[str, Any]], who: str) -> bool:
-    """Whether the loss was 0 all along; one that is not may have a learning rate of 0."""
+    """Report if no parameter changed; return True if that makes the comparison worthless."""
+    # If the loss was never 0, a learning rate of 0 may be intended: only a warning.
     first, last = lines[0]["digests"], lines[-1]["digests"]
     if any(first[name] != last[name] for name in lines[0]["parameters"]):
         return False
@@ -266,7 +290,8 @@ def _nothing_trained(console: Console, lines: Sequence[dict[str, Any]], who: str
 def _hints(
     compare: _Comparison, trainer: int, reference: _Run, other: _Run, found: Difference
 ) -> list[str]:
-    """What was seen; where nothing was, whether the run repeats itself tells a part."""
+    """Return hints from what was recorded, or else from whether the run repeats its bits."""
+    # That takes one more run, and separates two kinds of cause; so only where nothing was recorded.
     named = hints_of(found.step, reference.states[trainer], other.states[trainer])
     if named:
         return named
@@ -290,7 +315,7 @@ _GUESSES = {
         "state from one shard to the next, or changes parameters between steps on every device"
     ),
 }
-"""By whether a run repeats its bits."""
+"""The hints that remain, by whether a run repeats its bits."""
 
 
 def _verify_mathematics(console: Console, compare: _Comparison) -> int:
@@ -306,6 +331,7 @@ def _table(runs: Sequence[_Run], differences: Sequence[Sequence[Difference | Non
         table.add_column(heading)
     for trainer in range(len(runs[0].trainers)):
         for number, (run, found) in enumerate(zip(runs, differences, strict=True)):
+            # A run may have made fewer than the first, which the caller reports after the table.
             if trainer < len(run.trainers):
                 row = _row(run, trainer, found[trainer], reference=number == 0)
                 table.add_row(*([str(trainer)] if several else []), *row)

@@ -1,4 +1,4 @@
-"""The ready-made jobs by name."""
+"""The ready-made jobs by name, as the command line offers them."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ JOBS = (
 
 
 def job_of(name: str) -> Job:
-    """The job of a name.
+    """Return the job of this name.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no job has this name.
     """
     for job in JOBS:
         if job.name == name:

@@ -68,37 +68,39 @@ FIXED_SIDE = 28
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PictureModel:
-    """What a model needs to know of its pictures; kept in ``run.json``."""
+    """What must be known of a model to use it on pictures; kept in ``run.json``."""
 
     name: str
-    """Of the model."""
+    """The model's name in the catalog, or ``timm:NAME``."""
     classes: tuple[str, ...]
     image_size: int
     mode: Mode
     mean: tuple[float, ...]
     std: tuple[float, ...]
     small_stem: bool | None
-    """None for a model of one stem."""
+    """Whether its first layers are those for small pictures; None if the model has no choice."""
     white: int | None = None
-    """Of pictures of more than 8 bits a pixel."""
+    """The brightest value of pictures with more than 8 bits a pixel; None if there are none."""
 
     @classmethod
     def of_run(cls, run: Path) -> PictureModel:
-        """As a run has kept it.
+        """Read it from the folder of a run.
 
         Raises:
-            DataError: it is no run of this job.
+            DataError: the folder is not that of a run of this job, or its ``run.json`` is damaged.
         """
-        said = read_run(run, JOB)
+        facts = read_run(run, JOB)
         with kept_facts(run):
-            kept = said["picture_model"]
+            kept = facts["picture_model"]
             lists = {name: tuple(kept[name]) for name in ("classes", "mean", "std")}
+            # JSON has lists only. The side is bounded, as anybody may have written the file: one of
+            # billions of pixels would take all memory.
             made = cls(**{**kept, **lists})
             expect(8 <= made.image_size <= MOST_SIDE, "image_size", made.image_size, "a side")
             return made
 
     def build(self, *, small_stem: bool | None = None) -> nn.Module:
-        """The model with fresh weights."""
+        """Build the model with fresh weights."""
         return build_model(
             self.name,
             num_classes=len(self.classes),
@@ -109,22 +111,23 @@ class PictureModel:
 
     @property
     def normalise(self) -> Normalise:
-        """Of its pictures."""
+        """How its pictures become numbers."""
         return Normalise(self.mean, self.std)
 
     @property
     def test_changes(self) -> list[CentreCrop]:
-        """What is done to a picture that is looked at."""
+        """How a picture is cut when it is classified rather than trained on."""
+        # Large pictures lose their edges, as is usual: 224 out of 256 pixels.
         margin = 1.0 if self.image_size <= SMALL else 8 / 7
         return [CentreCrop(self.image_size, margin)]
 
 
 def check_early(options: ClassifyOptions) -> None:
-    """Refuse what can be known to fail before the data are read.
+    """Refuse what is bound to fail, before the data are read, which may take long.
 
     Raises:
         LaunchError: a library is missing.
-        CheckpointError, DataError: the pretrained weights are not there.
+        CheckpointError, DataError: the pretrained weights are missing or damaged.
         ValueError: an option does not suit the model.
     """
     require_pillow()
@@ -134,6 +137,7 @@ def check_early(options: ClassifyOptions) -> None:
     if model not in MODELS:
         import_timm(model)
     elif options.freeze or options.freeze_until:
+        # Only for the names of its parts: the real one needs the data's number of classes.
         fresh = build_model(
             model, num_classes=2, in_channels=3, image_size=options.image_size or FIXED_SIDE
         )
@@ -141,20 +145,21 @@ def check_early(options: ClassifyOptions) -> None:
 
 
 def prepare(options: ClassifyOptions, scanning: Scanning | None = None) -> PictureClasses:
-    """Read the data and see whether they can be used.
+    """Read the data, and refuse those that cannot be used.
 
     Args:
         options: of the run.
         scanning: how to look through files.
 
     Raises:
-        DataError, FileNotFoundError, ValueError: they cannot be used.
+        DataError, FileNotFoundError, ValueError: the data are missing, damaged or unsuitable.
         LaunchError: a library is missing.
     """
     require_pillow()
     if options.data == "digits":
         return read_digits(holdout=options.holdout, seed=options.seed)
     directory = Path(options.data)
+    # A folder of the user's that happens to be called mnist is taken for what it is.
     if options.data in FETCHED and not directory.is_dir():
         directory = fetch_dataset(options.data, Path(options.cache).expanduser())
     require_folder(directory, f"a folder, or digits, {', '.join(FETCHED)}")
@@ -172,7 +177,7 @@ def prepare(options: ClassifyOptions, scanning: Scanning | None = None) -> Pictu
 
 
 def settle(options: ClassifyOptions, data: PictureClasses) -> ClassifyOptions:
-    """Fill in what was left to the data.
+    """Fill in the options that were left open, now that the data are known.
 
     Raises:
         ValueError: an option does not suit the pretrained run.
@@ -185,6 +190,7 @@ def settle(options: ClassifyOptions, data: PictureClasses) -> ClassifyOptions:
             f"begin with its weights"
         )
     model = options.model or (before.name if before else USUAL_MODEL)
+    # The weights of such a model, in its last layers, fit one size of picture only.
     fixed = before and not (model in MODELS and MODELS[model].any_size)
     if before and fixed and options.image_size not in (None, before.image_size):
         raise ValueError(
@@ -205,9 +211,11 @@ def settle(options: ClassifyOptions, data: PictureClasses) -> ClassifyOptions:
 
 
 def _side(model: str, data: PictureClasses) -> int:
+    # The median: a few huge pictures, or tiny ones, should not decide for all.
     shorter = [min(size) for size in data.sizes]
     usual = round(median(shorter))
     if model in MODELS and not MODELS[model].any_size:
+        # LeNet halves its pictures twice and takes four pixels off in between: 12 is its least.
         fits = len(set(data.sizes)) == 1 and usual % 4 == 0 and 12 <= usual <= SMALL
         return usual if fits else FIXED_SIDE
     return usual if usual <= SMALL else min(usual, USUAL_SIDE)
@@ -222,20 +230,22 @@ def _augment(chosen: Augment, size: int) -> Augment:
 def _flip(chosen: Flip, mode: Mode) -> Flip:
     if chosen != "auto":
         return chosen
+    # Grey pictures are often of digits and letters, which become others when they are mirrored.
     return "yes" if mode == "RGB" else "no"
 
 
 def make_task(options: ClassifyOptions, data: PictureClasses) -> Task:
-    """The model, the data sets and the scores of a run.
+    """Build the model, the data sets and the scores of a run; called on every device.
 
     Args:
         options: settled ones.
-        data: of `prepare`.
+        data: what `prepare` returned.
 
     Raises:
         CheckpointError: the pretrained weights do not fit.
         LaunchError, ValueError: an option does not suit the model.
     """
+    # Every device draws the first weights by itself, and all must draw the same.
     torch.manual_seed(options.seed)
     kind = _picture_model(options, data)
     model, kind = _with_weights(options, kind) if options.pretrained else (kind.build(), kind)
@@ -252,6 +262,8 @@ def make_task(options: ClassifyOptions, data: PictureClasses) -> Task:
         loss=_loss_of(options.label_smoothing),
         score=score,
         best="highest accuracy",
+        # In training, batch norm raises an error if a channel has a single value, as it may after
+        # the last pooling of a single picture.
         least_shard=2 if any(isinstance(part, BatchNorm) for part in model.modules()) else 1,
         train_set=LabelledPictures(
             data.train.pictures,
@@ -284,7 +296,7 @@ def _loss_of(smoothing: float) -> Callable[[nn.Module, Any], torch.Tensor]:
 
 
 def score(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
-    """Loss and whether the label is right, for every picture of a shard."""
+    """The loss of every picture of a shard, and whether its class was predicted."""
     images, labels = batch
     logits = model(images)
     return {
@@ -304,11 +316,13 @@ def _picture_model(options: ClassifyOptions, data: PictureClasses) -> PictureMod
     mean, std = data.sums.mean_and_std()
     normalise = options.normalise
     if run:
+        # Its first layer has so many channels, whatever these pictures have.
         before = PictureModel.of_run(run)
         mode = before.mode
         if normalise == "auto":
             mean, std = before.mean, before.std
     elif options.pretrained:
+        # Published weights are of colour pictures, normalised by the numbers of ImageNet.
         mode = "RGB"
         normalise = "imagenet" if normalise == "auto" else normalise
     if normalise == "imagenet":
@@ -338,15 +352,17 @@ def _for_channels(values: tuple[float, ...], channels: int) -> tuple[float, ...]
 
 
 def _with_weights(options: ClassifyOptions, kind: PictureModel) -> tuple[nn.Module, PictureModel]:
-    """A model with pretrained weights and a new last layer, of whichever stem they have."""
+    """Build a model from pretrained weights and a new last layer, with the stem of the weights."""
     run = run_of(options.pretrained)
     weights = best_checkpoint(run) if run else Path(options.pretrained or "")
     stems = [kind.small_stem]
     if kind.small_stem is not None and options.stem == "auto":
         stems.append(not kind.small_stem)
+    # The file decides which of the two it is; the one that suits the pictures is tried first.
     kinds = [replace(kind, small_stem=stem) for stem in stems]
 
     def fresh(each: PictureModel) -> nn.Module:
+        # Seeded each time: what is drawn must not depend on how many were tried before.
         torch.manual_seed(options.seed)
         return each.build()
 
@@ -358,8 +374,10 @@ def _with_weights(options: ClassifyOptions, kind: PictureModel) -> tuple[nn.Modu
         key=options.pretrained_key,
     )
     if len(kinds) == 2:
+        # The small stem begins with a kernel of 3x3, the large one with 7x7.
         first = dict(model.named_parameters())["conv1.weight"]
         kind = kinds[0] if (first.shape[-1] == 3) == kinds[0].small_stem else kinds[1]
+    # Again: how many numbers were drawn by now depends on the stems that were tried.
     torch.manual_seed(options.seed)
     new_head(model.get_submodule(head))
     if options.reuse_classes:
@@ -399,15 +417,16 @@ def _examples(
     classes: tuple[str, ...],
     workers: int,
 ) -> dict[str, Any]:
-    """What the trained model says of the test pictures."""
-    said = trainer.predict(
+    """Show what the trained model predicts for the test pictures; called on every device."""
+    predicted = trainer.predict(
         confidences, test_set, batch_size=EVALUATION_BATCH_SIZE, workers=workers
     )["confidence"]
 
     def show(number: int) -> dict[str, Any]:
         entry = {"name": test.pictures.name(number)}
+        # All devices have the predictions; only the lead writes into the run's folder.
         if trainer.is_lead:
             entry["picture"] = save_picture(test.pictures[number], folder.pictures, number)
         return entry
 
-    return classifier_examples(JOB, said, test.labels, classes, show)
+    return classifier_examples(JOB, predicted, test.labels, classes, show)

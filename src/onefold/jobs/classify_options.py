@@ -82,6 +82,8 @@ class ClassifyOptions(TrainOptions):
     )
 
     def __post_init__(self) -> None:
+        # Not super(): dataclass(slots=True) makes the class a second time, and super() without
+        # arguments still looks for the first.
         TrainOptions.__post_init__(self)
         expect(0 < self.holdout < 1, "holdout", self.holdout, "more than 0 and less than 1")
         expect(0 < self.least_area <= 1, "least_area", self.least_area, "more than 0, at most 1")
@@ -92,6 +94,7 @@ class ClassifyOptions(TrainOptions):
         expect(size is None or size >= 8, "image_size", size, "8 or more")
         known = self.model is None or self.model in MODELS or self.model.startswith("timm:")
         expect(known, "model", self.model, f"{', '.join(MODELS)} or timm:NAME")
+        # An option that would do nothing is more likely a mistake than intended.
         if self.pretrained is None:
             wanting = [
                 name

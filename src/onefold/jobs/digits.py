@@ -2,6 +2,13 @@
 
 The data are the 1,797 images of scikit-learn's ``load_digits``, which need no download. The job is
 also an example of a job: it uses nothing but the public interface.
+
+Note: what must be alike on all devices
+---------------------------------------
+Each device is a process that calls `train` by itself. The first weights and the split of the data
+are drawn with fixed seeds, so all have the same. The shifts are drawn from PyTorch's global
+generator, which the trainer's loader seeds for every sample: so a sample is shifted alike whichever
+device reads it.
 """
 
 from __future__ import annotations
@@ -51,6 +58,7 @@ class ShiftedDigits(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """
 
     def __init__(self, images: torch.Tensor, labels: torch.Tensor) -> None:
+        # Padded once, so that a shift is nothing but a slice.
         self.images = F.pad(images, (LARGEST_SHIFT,) * 4)
         self.labels = labels
         self.size = images.shape[-1]
@@ -79,8 +87,10 @@ def digits() -> tuple[ShiftedDigits, TensorDataset]:
     from sklearn.model_selection import train_test_split
 
     source = load_digits()
+    # Their pixels are numbers from 0 to 16.
     images = torch.from_numpy(source.images).to(torch.float32).unsqueeze(1) / 16
     labels = torch.from_numpy(source.target).to(torch.int64)
+    # With a state of its own: NumPy's global generator is left as it was.
     train, test = train_test_split(
         torch.arange(len(labels)), test_size=TEST_SHARE, stratify=labels, random_state=SEED
     )
@@ -104,7 +114,7 @@ def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
 
 
 def score(model: torch.nn.Module, batch: Any) -> dict[str, torch.Tensor]:
-    """Whether each sample of a shard is classified rightly, (n,) bool."""
+    """Whether each sample of a shard is classified correctly, (n,) bool."""
     images, labels = batch
     return {"accuracy": model(images).argmax(dim=1) == labels}
 
@@ -124,6 +134,7 @@ def train(epochs: int) -> Run:
     trainer = onefold.Trainer(model, optimizer, loss, shards=SHARDS, seed=SEED)
     train_set, test_set = digits()
     batches = trainer.loader(train_set, batch_size=BATCH_SIZE, shuffle=True)
+    # Stepped by hand, as its length is known only once there is a loader, and so a trainer.
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * len(batches))
     history: list[Epoch] = []
     with TrainingBar(trainer, samples=len(train_set), epochs=epochs) as bar:
@@ -147,26 +158,28 @@ def train_epoch(
     schedule: torch.optim.lr_scheduler.LRScheduler,
     bar: TrainingBar,
 ) -> tuple[float, float]:
-    """One pass over the training set: the mean loss of its samples, and the seconds it took."""
+    """Make one pass over the training set; return its mean loss, and how many seconds it took."""
     start_s = time.perf_counter()
     total, samples = 0.0, 0
     for batch in batches:
         step = trainer.step(batch)
         schedule.step()
+        # This waits for a GPU in every step. With 23 of them in an epoch it does no harm; the jobs
+        # read losses now and then, see `onefold.jobs.meter`.
         total, samples = total + float(step.loss) * step.samples, samples + step.samples
         bar.advance(step, mean_loss=total / samples)
     return total / samples, time.perf_counter() - start_s
 
 
 def one_of(devices: str) -> str:
-    """One device of the kind that a choice of several devices names."""
+    """Name one device of the kind that ``devices`` asks for."""
     if devices.startswith("cpu"):
         return "cpu:1"
     return devices.split(",")[0].strip() if devices.startswith("cuda") else "1"
 
 
 def demo(output: Path, devices: str = "auto", epochs: int = EPOCHS) -> int:
-    """Train on one device and on several, and show whether the models are the same.
+    """Train on one device and on several, and report whether the models are the same.
 
     Args:
         output: the picture of the learning curves: a ``.png`` file, or a folder to put
@@ -179,8 +192,8 @@ def demo(output: Path, devices: str = "auto", epochs: int = EPOCHS) -> int:
 
     Raises:
         LaunchError: the packages of the extra ``[demo]`` are not installed.
-        ValueError: ``epochs`` is less than 1, or the picture would replace one that is not of the
-            demo.
+        ValueError: ``epochs`` is less than 1, or the picture would replace a file that the demo has
+            not written.
     """
     require("sklearn", "matplotlib")
     if epochs < 1:
@@ -197,12 +210,12 @@ def demo(output: Path, devices: str = "auto", epochs: int = EPOCHS) -> int:
 
 
 def picture_in(output: Path) -> Path:
-    """The file of the learning curves."""
+    """The path of the picture with the learning curves."""
     return output if output.suffix == ".png" else output / "digits.png"
 
 
 def report(console: Console, first: Run, second: Run, output: Path) -> int:
-    """Show the two runs; the exit code of the demo."""
+    """Print the two runs and draw their curves; return the exit code of the demo."""
     console.print(results_table([first, second]))
     if len(second.devices) == 1:
         console.print("Only one device was found, so the second run repeats the first.")

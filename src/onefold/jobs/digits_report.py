@@ -18,7 +18,7 @@ from onefold.system.ownfiles import aside_of
 __all__ = ["Epoch", "Run", "draw_curves", "require_new", "results_table", "verdict"]
 
 _SOFTWARE = "onefold demo"
-"""In the PNG, as what made it."""
+"""Stands in each PNG as the software that made it, and so marks the files of the demo."""
 
 CURVE_STYLES = (
     {"linewidth": 6, "alpha": 0.3, "marker": "o", "markersize": 9},
@@ -31,10 +31,10 @@ class Epoch:
     """One pass over the training set."""
 
     loss: float
-    """Mean training loss of the samples, as they were seen."""
+    """Mean training loss of the samples, each as of its own step."""
 
     accuracy: float
-    """Share of the test images classified rightly afterwards."""
+    """Share of the test images that are classified correctly afterwards."""
 
     duration_s: float
     """Time of the training, without the evaluation."""
@@ -54,7 +54,7 @@ class Run:
     """What happened in each epoch."""
 
     fingerprint: str
-    """Of the trained model; the same for the same bits."""
+    """Fingerprint of the trained model; the same for the same bits."""
 
     @property
     def epoch_s(self) -> float:
@@ -73,7 +73,7 @@ class Run:
 
 
 def results_table(runs: Sequence[Run]) -> Table:
-    """One row for each run; the speed-up is against the first."""
+    """Build a table with one row for each run; the speed-up is over the first."""
     table = Table(title="The same training, on different numbers of devices")
     table.add_column("devices")
     for heading in ("s/epoch", "samples/s", "speed-up", "test accuracy", "fingerprint"):
@@ -109,7 +109,7 @@ def verdict(first: Run, second: Run) -> tuple[bool, str]:
 
 
 def draw_curves(runs: Sequence[Run], path: Path) -> None:
-    """Test accuracy and training loss by epoch, as a PNG file.
+    """Draw test accuracy and training loss by epoch, as a PNG file.
 
     Args:
         runs: one or two runs; where two agree, the second is drawn inside the first.
@@ -119,6 +119,7 @@ def draw_curves(runs: Sequence[Run], path: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter
 
+    # Not pyplot: that would choose a backend, which may want a display, and keep every figure.
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     accuracy_axes, loss_axes = figure.subplots(1, 2)
@@ -135,17 +136,19 @@ def draw_curves(runs: Sequence[Run], path: Path) -> None:
         axes.grid(alpha=0.3)
         axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
+    # Once more: two trainings have passed since the first look.
     require_new(path)
     with aside_of(path) as file:
         figure.savefig(file, format="png", dpi=150, metadata={"Software": _SOFTWARE})
 
 
 def require_new(path: Path) -> None:
-    """Refuse to write over a picture that is none of the demo.
+    """Refuse to write over a picture that the demo has not written.
 
     Raises:
-        ValueError: there is one.
+        ValueError: the path holds something that the demo has not written.
     """
+    # The note is in the first few hundred bytes, as PNG has texts before the pixels.
     require_ours(
         path,
         lambda head: _SOFTWARE.encode() in head,

@@ -1,4 +1,4 @@
-"""Chooses what a report shows of a classifier at work."""
+"""Chooses the examples that a report shows of a classifier at work."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 __all__ = ["choose_examples", "classifier_examples", "confusion_matrix", "save_picture"]
 
 SHOWN = 24
-"""Examples of each kind."""
+"""How many examples of each kind a report shows."""
 _LARGEST = 224
-"""Pixels of a picture's longer side in a report."""
+"""The longer side of a report's pictures, in pixels at most."""
 
 
 def classifier_examples(
@@ -29,20 +29,20 @@ def classifier_examples(
     classes: Sequence[str],
     show: Callable[[int], dict[str, Any]],
 ) -> dict[str, Any]:
-    """What a trained classifier says of its test set.
+    """Collect what a report shows of a trained classifier: its confusions, examples and mistakes.
 
     Args:
         kind: name of the job.
-        said: (n, classes) float32, the probability of every class.
-        labels: of the n samples.
-        classes: their names.
-        show: what is shown of the sample of a number.
+        said: (n, classes) float32, the predicted probability of every class.
+        labels: the true classes of the n samples, as numbers.
+        classes: the names of the classes.
+        show: returns what is shown of a sample besides its classes, by the sample's number.
     """
     sure, predicted = said.max(dim=1)
     truth = torch.tensor(labels)
     samples, worst = choose_examples(truth, predicted, sure)
 
-    def told(number: int) -> dict[str, Any]:
+    def entry(number: int) -> dict[str, Any]:
         return {
             **show(number),
             "label": classes[int(truth[number])],
@@ -54,48 +54,53 @@ def classifier_examples(
         "kind": kind,
         "classes": list(classes),
         "confusion": confusion_matrix(truth, predicted, len(classes)),
-        "samples": [told(number) for number in samples],
-        "worst": [told(number) for number in worst],
+        "samples": [entry(number) for number in samples],
+        "worst": [entry(number) for number in worst],
     }
 
 
 def choose_examples(
     truth: torch.Tensor, predicted: torch.Tensor, confidence: torch.Tensor
 ) -> tuple[list[int], list[int]]:
-    """Numbers of samples from all over the test set, and of the worst mistakes.
+    """Choose samples from all over the test set, and the worst mistakes, by their numbers.
 
     Args:
-        truth: (n,) int64.
-        predicted: (n,) int64.
-        confidence: (n,) float32, in what was predicted.
+        truth: (n,) int64, the true classes.
+        predicted: (n,) int64, the predicted classes.
+        confidence: (n,) float32, the probability of the predicted class.
 
-    >>> label, said = torch.tensor([0, 1, 1]), torch.tensor([0, 0, 0])
-    >>> choose_examples(label, said, torch.tensor([0.9, 0.6, 0.8]))
+    >>> truth, predicted = torch.tensor([0, 1, 1]), torch.tensor([0, 0, 0])
+    >>> choose_examples(truth, predicted, torch.tensor([0.9, 0.6, 0.8]))
     ([0, 1, 2], [2, 1])
     """
     count = min(SHOWN, len(truth))
+    # Evenly spread: a test set is mostly in the order of its classes.
     samples = [number * len(truth) // count for number in range(count)]
     wrong = (truth != predicted).nonzero().flatten()
+    # Stable, so that equally confident mistakes come in the same order on every device.
     order = confidence[wrong].argsort(descending=True, stable=True)
     return samples, wrong[order][:SHOWN].tolist()
 
 
 def confusion_matrix(truth: torch.Tensor, predicted: torch.Tensor, classes: int) -> list[list[int]]:
-    """How often each class (row) was taken for each (column).
+    """Count how often each class (row) was taken for each class (column).
 
     >>> confusion_matrix(torch.tensor([0, 1, 1]), torch.tensor([0, 0, 1]), 2)
     [[1, 0], [1, 1]]
     """
+    # Each pair of classes as one number; the least length, or the last rows could be missing.
     counts = torch.bincount(truth * classes + predicted, minlength=classes * classes)
     table: list[list[int]] = counts.view(classes, classes).tolist()
     return table
 
 
 def save_picture(picture: Image, folder: Path, name: object) -> str:
-    """Write a picture small enough for a report; its path from the run's folder."""
+    """Write a picture at the size of a report, and return its path within the run's folder."""
+    # mkdir would be content with a link to a folder, and the pictures would go wherever it leads.
     if folder.is_symlink():
         raise NotADirectoryError(errno.ENOTDIR, "a link, and no folder of the run", str(folder))
     folder.mkdir(exist_ok=True)
+    # thumbnail works in place, and the picture may be the data set's own.
     small = picture.copy()
     small.thumbnail((_LARGEST, _LARGEST))
     path = folder / f"{name}.png"

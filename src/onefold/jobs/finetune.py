@@ -1,4 +1,12 @@
-"""Begins with somebody's weights: a new last layer, frozen parts, and rates of their own."""
+"""Starts from weights trained elsewhere: a new last layer, frozen parts, rates of their own.
+
+Note: frozen batch norms
+------------------------
+Batch norm changes without its parameters: in training it normalises by the batch, and moves its
+running statistics. A frozen one must do neither, so it stays in evaluation mode. (A momentum of 0
+would keep the statistics, but still normalise by the batch.) Every ``model.train()`` would put it
+back into training mode, so its class is exchanged for one that ignores this.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +43,12 @@ __all__ = [
 ]
 
 Head = str | tuple[str, ...]
-"""Names of the parts that make the last layer, mostly one."""
+"""Names of the parts that make up the last layer, usually a single one."""
 
 _SHOWN = 80
 _CHECKPOINT = re.compile(rf"{CHECKPOINTS}/step-[0-9]{{8,}}")
 _WRAPPERS = ("module", "_orig_mod")
-"""Words that DataParallel and torch.compile put into names."""
+"""Parts of parameter names that DataParallel and torch.compile add."""
 
 
 def is_run(path: Path) -> bool:
@@ -49,25 +57,26 @@ def is_run(path: Path) -> bool:
 
 
 def run_of(pretrained: str | None) -> Path | None:
-    """The run whose weights are the beginning, if it is one and not a file."""
+    """The folder of the run to start from; None if weights come from a file, or from nowhere."""
     path = Path(pretrained or "")
     return path if pretrained and is_run(path) else None
 
 
 def best_checkpoint(run: Path) -> Path:
-    """The folder of a run's best weights.
+    """Find the folder of a run's best weights.
 
     Raises:
-        DataError: it is not the folder of a run.
-        CheckpointError: the run has not come to the end of an epoch, or the folder is gone.
+        DataError: the folder is not that of a run, or its ``run.json`` is damaged.
+        CheckpointError: the run has not finished an epoch yet, or has no checkpoint with a score.
     """
-    said = read_run(run)
-    best = said.get("best")
+    facts = read_run(run)
+    best = facts.get("best")
     if not best:
         raise CheckpointError(
             f"{run} has not come to the end of an epoch yet, so it has no best weights; what it "
             f"has saved is in {run / CHECKPOINTS}"
         )
+    # Anybody may have written run.json: a path in it must not lead out of the run's folder.
     named = best.get("checkpoint") if isinstance(best, dict) else best
     if not (isinstance(named, str) and _CHECKPOINT.fullmatch(named)):
         raise DataError(
@@ -77,26 +86,27 @@ def best_checkpoint(run: Path) -> Path:
     folder = run / named
     if folder.is_dir():
         return folder
-    # The run was killed after a better checkpoint had taken its place, and before it said so.
+    # The run was killed after a better checkpoint had replaced this one, and before run.json named
+    # that.
     scored = scored_checkpoints(run / CHECKPOINTS, str(best.get("score")))
     if not scored:
         raise CheckpointError(f"{folder}: expected the run's best weights there, found nothing")
-    highest = str(said.get("score", "highest")).startswith("highest")
+    highest = str(facts.get("score", "highest")).startswith("highest")
     return max(scored)[1] if highest else min(scored)[1]
 
 
 def require_pretrained(
     pretrained: str | None, job: str, pretrained_classes: str | None = None
 ) -> None:
-    """Refuse weights that are not there, before anything takes time.
+    """Refuse weights that are missing or damaged, before anything takes time.
 
     Args:
-        pretrained: a file of weights, or a folder of a run or a checkpoint.
-        job: whose run it must be, if it is one.
-        pretrained_classes: a file of names.
+        pretrained: a file of weights, or the folder of a run or a checkpoint.
+        job: the job that the run must be of, if it is a run.
+        pretrained_classes: a file of class names.
 
     Raises:
-        CheckpointError: there is nothing of that name, or the run has no weights yet.
+        CheckpointError: the weights are missing or damaged, or the run has none yet.
         DataError: the run is of another job.
     """
     run = run_of(pretrained)
@@ -120,10 +130,10 @@ def require_pretrained(
 def load_finite(
     model: nn.Module, weights: Path, *, key: str | None = None, strict: bool = True
 ) -> Loaded:
-    """`onefold.load_weights`, and a look at what came: NaN and infinities are of no use.
+    """Load weights with `onefold.load_weights`, and refuse parameters that are NaN or infinite.
 
     Raises:
-        CheckpointError: it does not fit, is damaged, or is not finite.
+        CheckpointError: the weights do not fit, are damaged, or are not finite.
     """
     loaded = onefold.load_weights(model, weights, key=key, strict=strict)
     refuse_spoilt(model, weights)
@@ -133,21 +143,23 @@ def load_finite(
 def load_body(
     build: Sequence[Callable[[], nn.Module]], weights: Path, head: str, *, key: str | None
 ) -> nn.Module:
-    """A model with the weights of a file in all but its last layer.
+    """Build a model with the weights of a file in all but its last layer.
 
     Args:
-        build: how the model may be made: the first that fits is taken.
+        build: ways to build the model; the first that the weights fit is used.
         weights: a file, or the folder of a checkpoint.
         head: name of the last layer, whose values are left to the caller.
-        key: where the file keeps the weights, if it is in a dict.
+        key: the key under which the file keeps its weights, if they are in a dict.
 
     Raises:
-        CheckpointError: the file fits none of them.
+        CheckpointError: the weights fit none of the models.
     """
     reasons = []
     for make in build:
         model = make()
         try:
+            # Not strict, as the last layer of the file is for other classes; so what else is
+            # missing must be looked for here.
             loaded = load_finite(model, weights, key=key, strict=False)
         except CheckpointError as error:
             reasons.append(str(error))
@@ -156,16 +168,18 @@ def load_body(
         strange = _strange(loaded.unexpected, model, head)
         if not lacking and not strange:
             return model
-        told = f"none for {listed(lacking)}" if lacking else f"also some for {listed(strange)}"
+        found = f"none for {listed(lacking)}" if lacking else f"also some for {listed(strange)}"
         reasons.append(
             f"{weights}: expected values of the right shape for the whole model but {head}, it has "
-            f"{told}"
+            f"{found}"
         )
+    # Of the first way to build it, which is the one that the options ask for.
     raise CheckpointError(reasons[0])
 
 
 def lacking_names(missing: Iterable[str], head: str) -> list[str]:
-    """Names that weights should have had: all but the last layer's and counts of batches."""
+    """Names that the weights should have had: all but the last layer's and batch counts."""
+    # Files from before PyTorch 0.4.1 have no counts, and nothing here depends on them.
     return [
         name
         for name in missing
@@ -174,7 +188,7 @@ def lacking_names(missing: Iterable[str], head: str) -> list[str]:
 
 
 def _strange(unexpected: Iterable[str], model: nn.Module, head: str) -> list[str]:
-    """Names of a file that say that its model is another: of layers that this one's parts lack."""
+    """Names that show that the file is of another model: further layers in parts of this one."""
     parts = {name.partition(".")[0] for name in model.state_dict() if not _is_under(name, head)}
     plain = [
         ".".join(word for word in name.split(".") if word not in _WRAPPERS) for name in unexpected
@@ -183,7 +197,7 @@ def _strange(unexpected: Iterable[str], model: nn.Module, head: str) -> list[str
 
 
 def new_head(head: nn.Module) -> None:
-    """Draw a last layer anew: Xavier for weights (Glorot and Bengio, 2010), 0 for biases."""
+    """Initialise a last layer: Xavier for weights (Glorot and Bengio, 2010), 0 for biases."""
     for parameter in head.parameters():
         if parameter.dim() > 1:
             nn.init.xavier_uniform_(parameter)
@@ -197,13 +211,13 @@ def reuse_rows(
     """Copy a last layer's rows for the classes that both label sets have.
 
     Args:
-        new: to copy to, one row a class.
-        classes: its classes.
-        old: to copy from.
-        old_classes: its classes.
+        new: the layer to copy to, with one row a class.
+        classes: the classes of its rows, in order.
+        old: the layer to copy from.
+        old_classes: the classes of its rows, in order.
 
     Returns:
-        The classes that were copied.
+        The classes that both have.
 
     Raises:
         LaunchError: the label sets have no class in common.
@@ -215,6 +229,7 @@ def reuse_rows(
             f"model ({listed(old_classes)})"
         )
     source = dict(old.named_parameters())
+    # Autograd refuses to write into a parameter, unless nothing is recorded.
     with torch.no_grad():
         for name, parameter in new.named_parameters():
             for label in shared:
@@ -224,7 +239,7 @@ def reuse_rows(
 
 
 class _Still(nn.Module):
-    """A batch norm that uses and keeps its statistics, in training too."""
+    """A batch norm that stays in evaluation mode; see the note on frozen ones."""
 
     def train(self, mode: bool = True) -> _Still:
         super().train(False)
@@ -233,28 +248,31 @@ class _Still(nn.Module):
 
 @cache
 def _still(kind: type[nn.Module]) -> type[nn.Module]:
-    """The same kind of batch norm, but still; it may do more than normalise, as some of timm do."""
+    """Make the frozen class of a kind of batch norm."""
+    # Derived from that kind: it may do more than normalise, as some of timm do.
     return type(f"Still{kind.__name__}", (_Still, kind), {})
 
 
 def freeze(model: nn.Module, options: TrainOptions, head: Head) -> list[str]:
-    """Freeze what the options name; the statistics of frozen batch norms are kept as well.
+    """Freeze the parts that the options name, with the statistics of their batch norms.
 
     Args:
-        model: of the run.
-        options: ``freeze`` and ``freeze_until``.
+        model: the model of the run.
+        options: ``freeze`` and ``freeze_until`` are read.
         head: name of the last layer, which must stay trainable.
 
     Returns:
         Names of the frozen parameters.
 
     Raises:
-        ValueError: a name is no part of the model, or nothing would be left to train.
+        ValueError: a name is no part of the model, or the last layer would be frozen.
     """
     names = [name for name, _ in model.named_parameters()]
     frozen = {name for prefix in options.freeze for name in _names_under(prefix, names, "freeze")}
     if options.freeze_until:
         first = _names_under(options.freeze_until, names, "freeze-until")[0]
+        # Parameters come in the order in which the model registered its parts, which is the order
+        # in which it computes for all models of the catalog.
         frozen.update(names[: names.index(first)])
     if any(_is_under(name, head) for name in frozen):
         raise ValueError(
@@ -270,8 +288,10 @@ def freeze(model: nn.Module, options: TrainOptions, head: Head) -> list[str]:
 
 def _still_batch_norms(model: nn.Module, frozen: set[str]) -> None:
     for path, module in model.named_modules():
+        # One without parameters of its own cannot be named, and so is never frozen.
         own = [f"{path}.{name}" for name, _ in module.named_parameters()]
         if isinstance(module, BatchNorm) and own and all(name in frozen for name in own):
+            # The object stays, and with it its parameters, its hooks and all that refer to it.
             module.__class__ = _still(type(module))  # type: ignore[assignment, arg-type]
             module.train(False)
 
@@ -279,13 +299,16 @@ def _still_batch_norms(model: nn.Module, frozen: set[str]) -> None:
 def parameter_groups(
     model: nn.Module, *, rate: float, head: Head, head_scale: float
 ) -> list[dict[str, Any]]:
-    """Groups for an optimizer: the last layer at a rate of its own; frozen parameters are left out.
+    """Make an optimizer's groups: the last layer may have its own rate; frozen parts are left out.
 
     Args:
-        model: of the run.
-        rate: learning rate of all but the last layer.
+        model: the model of the run.
+        rate: learning rate of everything but the last layer.
         head: name of the last layer.
         head_scale: how many times as high the last layer's rate is.
+
+    Raises:
+        ValueError: the last layer has no parameters that are trained.
     """
     parts: Mapping[bool, list[nn.Parameter]] = {False: [], True: []}
     for name, parameter in model.named_parameters():

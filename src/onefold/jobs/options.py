@@ -1,7 +1,15 @@
 """Options of the ready-made jobs: each with a name, a help, a default and a check.
 
-They come from a config file and the command line, which goes before it. What is left open is
-settled once the data are known (`dataclasses.replace`), and all of it is saved with the run.
+They come from a config file and from the command line, which takes precedence. Options that are
+left open are settled once the data are known (`dataclasses.replace`), and all are saved with the
+run.
+
+Note: why everything has a largest value
+----------------------------------------
+A config file may be anybody's, and a typo on the command line is quickly made. A number that no
+machine can serve would not fail as what it is, but as an overflow in PyTorch, a process killed for
+want of memory, or a loop that never ends. So each option that sets a size or a factor has a bound,
+far above anything sensible.
 """
 
 from __future__ import annotations
@@ -43,15 +51,15 @@ ScaleRate = Literal["none", "linear", "sqrt"]
 Augment = Literal["auto", "none", "shift", "crop"]
 
 MOST_STEPS = 10**9
-"""Of what goes on in time: epochs, and steps between two checkpoints."""
+"""The most epochs, and the most steps between two checkpoints."""
 MOST_SAMPLES = 10**9
-"""Of a batch."""
+"""The most samples of a batch."""
 MOST_SHARDS = 10**6
 MOST_WORKERS = 1024
 MOST_FACTOR = 10**6
-"""Of a rate, and what multiplies one."""
+"""The largest learning rate, and the largest factor of one."""
 MOST_SIDE = 1 << 14
-"""Of a picture, in pixels."""
+"""The longest side of a picture, in pixels."""
 _MOST_CONFIG_BYTES = 1 << 20
 _SHOWN_CHARACTERS = 30
 
@@ -59,32 +67,32 @@ _Options = TypeVar("_Options", bound="TrainOptions")
 
 
 def option(default: Any, help: str, *, shown: str | None = None, most: float | None = None) -> Any:
-    """A field of options.
+    """Declare an option, as the field of a dataclass.
 
     Args:
-        default: its value where nobody gave one.
-        help: one line.
-        shown: how the default is told; as it is if None.
-        most: the largest number that it takes.
+        default: the option's value if none is given.
+        help: one line of text.
+        shown: how the help describes the default; None shows the value itself.
+        most: the largest number that the option takes.
     """
-    told = {"help": help, "shown": shown, "most": most}
-    return dataclasses.field(default=default, metadata=told)
+    notes = {"help": help, "shown": shown, "most": most}
+    return dataclasses.field(default=default, metadata=notes)
 
 
 def expect(condition: bool, name: str, value: object, expected: str) -> None:
-    """Refuse an option's value.
+    """Refuse an option's value if a condition does not hold.
 
     Raises:
         ValueError: the condition does not hold.
     """
     if not condition:
-        told = f"--{name.replace('_', '-')} {value}".rstrip()
-        raise ValueError(f"{told}: expected {expected}")
+        given = f"--{name.replace('_', '-')} {value}".rstrip()
+        raise ValueError(f"{given}: expected {expected}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainOptions:
-    """What all jobs have in common."""
+    """The options that all jobs have."""
 
     data: str = option("", "Where the data are.", shown="none, it must be given")
     name: str = option("", "Name of the run and its folder.", shown="the job and a number")
@@ -145,6 +153,7 @@ class TrainOptions:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
+            # First, as every comparison with NaN is false: it would be refused as too large.
             finite = not isinstance(value, float) or math.isfinite(value)
             expect(finite, field.name, value, "a finite number")
             most = field.metadata["most"]
@@ -160,10 +169,12 @@ class TrainOptions:
             expect(value is None or value > 0, name, value, "more than 0")
         for name in ("weight_decay", "warmup_epochs", "workers"):
             expect(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
+        # What both TOML and torch.manual_seed can hold.
         expect(-(2**63) <= self.seed < 2**63, "seed", self.seed, "a number of 64 bits")
         expect(0 <= self.momentum < 1, "momentum", self.momentum, "0 or more and less than 1")
         expect(0 < self.decay <= 1, "decay", self.decay, "more than 0 and at most 1")
         expect(bool(self.runs), "runs", self.runs, "the name of a folder")
+        # Or the run's folder would lie outside the folder of all runs.
         expect(
             self.name == Path(self.name).name and self.name not in (".", ".."),
             "name",
@@ -174,24 +185,24 @@ class TrainOptions:
 
     @property
     def folder(self) -> Path:
-        """Of the run; its name must be settled."""
+        """The folder of the run; its name must be settled."""
         return Path(self.runs) / self.name
 
 
 RUN_OPTIONS = frozenset({"data", "devices", "epochs", "resume", "runs", "save_every", "workers"})
-"""What may be another when a run goes on: data may have moved, as their digest decides."""
+"""Options that may change when a run resumes. The data may have moved: their digest is compared."""
 
 
 def from_mapping(kind: type[_Options], values: Mapping[str, Any], source: str) -> _Options:
-    """Options from names and values.
+    """Make options from names and values.
 
     Args:
-        kind: of options.
-        values: by name; what is not there keeps its default.
-        source: for errors.
+        kind: the class of the options.
+        values: values by name; options that are not in it keep their default.
+        source: where the values come from, for errors.
 
     Raises:
-        ValueError: a name is not known, or a value is of another type or out of range.
+        ValueError: a name is unknown, or a value has the wrong type or is out of range.
     """
     hints = typing.get_type_hints(kind)
     fields = [field.name for field in dataclasses.fields(kind)]
@@ -205,8 +216,14 @@ def from_mapping(kind: type[_Options], values: Mapping[str, Any], source: str) -
 
 
 def _typed(name: str, value: Any, hint: Any, source: str) -> Any:
-    """A value as its option holds it, or an error."""
+    """Convert a value to its option's type.
+
+    Raises:
+        ValueError: the value has another type.
+    """
     try:
+        # Strict: "1" is no number, and true is not 1. A whole number does for a float, and TOML's
+        # lists become tuples.
         return msgspec.convert(value, hint)
     except msgspec.ValidationError:
         choices = [choice for choice in _parts(hint) if choice is not types.NoneType]
@@ -215,13 +232,14 @@ def _typed(name: str, value: Any, hint: Any, source: str) -> Any:
 
 
 def _short(value: object) -> str:
-    """A value as it can be shown: the beginning of a long one."""
+    """Shorten a long value, so that it can be shown in a message."""
     text = str(value)
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
 def _parts(hint: Any) -> tuple[Any, ...]:
-    """The alternatives of a type."""
+    """Split a union into its types; any other type stands alone."""
+    # Before Python 3.14, `int | None` and `Optional[int]` have different origins.
     united = typing.get_origin(hint) in (types.UnionType, typing.Union)
     return typing.get_args(hint) if united else (hint,)
 
@@ -236,20 +254,21 @@ def _told(choice: Any) -> str:
 
 
 def read_config(path: Path, job: str) -> dict[str, Any]:
-    """Names and values of a config file.
+    """Read names and values from a config file.
 
     Args:
         path: a TOML file.
-        job: whose options are wanted; a file that says ``job`` must say this one.
+        job: the job whose options are wanted; if the file names a ``job``, it must be this one.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is not TOML, or of another job.
+        ValueError: the file is not TOML, is too large, or is of another job.
     """
     content = read_whole(path, _MOST_CONFIG_BYTES)
     try:
         values = tomllib.loads(content.decode())
     except RecursionError:
+        # tomllib reads nested lists by recursion, and sets no limit of its own.
         raise ValueError(f"{path}: expected a TOML file, got lists without end") from None
     except ValueError as error:
         raise ValueError(f"{path}: expected a TOML file: {error}") from error
@@ -260,13 +279,15 @@ def read_config(path: Path, job: str) -> dict[str, Any]:
 
 
 def write_config(options: TrainOptions, job: str, path: Path) -> None:
-    """Write what `read_config` reads; options without a value are left out."""
+    """Write options as a file for `read_config`."""
+    # Whether a run resumes belongs to one command, and not to the run.
     values = {"job": job, **given_options(options, ("resume",))}
     write_whole(path, tomli_w.dumps(values).encode())
 
 
 def given_options(options: TrainOptions, without: Collection[str]) -> dict[str, Any]:
-    """Names and values that a config file can hold."""
+    """Return options by name, as a config file can hold them."""
+    # TOML has no null, so an option without a value is left out, and reads as its default.
     values = {
         field.name: getattr(options, field.name)
         for field in dataclasses.fields(options)

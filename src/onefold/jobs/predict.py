@@ -1,4 +1,4 @@
-"""Uses a trained run on new files, on any number of devices: the output does not depend on it."""
+"""Uses a trained run on new files, on any number of devices: the output is the same for all."""
 
 from __future__ import annotations
 
@@ -54,19 +54,19 @@ class PredictOptions:
     devices: str = "auto"
     """As for training."""
     output: Path | None = None
-    """File of the predictions, or folder of the masks; None for the screen."""
+    """File for the predictions, or folder for the masks; None prints them."""
     format: Format | None = None
-    """None: by the ending of ``output``, else CSV."""
+    """None chooses by the ending of ``output``; CSV if it has another."""
     weights: Literal["best", "last"] = "best"
-    """Which checkpoint of the run."""
+    """Which checkpoint of the run to use."""
     top: int = 1
-    """How many classes are told of each file, the surest first."""
+    """How many classes to report for each file, the most probable first."""
     batch_size: int | None = None
-    """Samples of a batch, over all devices; None for that of the job's tests."""
+    """Samples of a batch, over all devices; None takes what the job's evaluation uses."""
     workers: int = 0
     """Processes that read ahead, for each device."""
     skip_bad: bool = False
-    """Leave out what cannot be read."""
+    """Leave out what cannot be read, rather than refuse it."""
 
     def __post_init__(self) -> None:
         for name, least, most in (
@@ -82,7 +82,7 @@ class PredictOptions:
 
     @property
     def chosen_format(self) -> Format:
-        """CSV or JSON."""
+        """The format, with None decided."""
         if self.format:
             return self.format
         return "json" if self.output and self.output.suffix == ".json" else "csv"
@@ -90,21 +90,21 @@ class PredictOptions:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What came of it."""
+    """The result of `predict_run`."""
 
     rows: list[dict[str, Any]]
-    """One for each sample, in the order of the input."""
+    """One row for each sample, in the order of the input."""
     left_out: list[BadFile]
-    """What could not be read."""
+    """Files and lines that could not be read."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Inputs:
-    """What is to be looked at: files, or lines of files."""
+    """What to predict: pictures, or lines of text files."""
 
     paths: list[Path]
     names: list[str]
-    """Of each, from where it was found."""
+    """The name of each, counted from the path that was given."""
     texts: list[str] = field(default_factory=list)
     lines: list[int] = field(default_factory=list)
     left_out: list[BadFile] = field(default_factory=list)
@@ -116,10 +116,10 @@ def predict_run(run: Path, paths: Sequence[Path], options: PredictOptions) -> Pr
     Args:
         run: folder of a run.
         paths: files or folders of pictures; for texts, files with one text a line.
-        options: how.
+        options: devices, checkpoint, output and the like.
 
     Raises:
-        DataError: it is no run, a path is not there, or a file cannot be read.
+        DataError: the folder is not that of a run, or a path is missing or cannot be read.
         CheckpointError: the run has no weights yet, or they are damaged or not finite.
         ValueError: an option does not suit the run.
     """
@@ -127,8 +127,10 @@ def predict_run(run: Path, paths: Sequence[Path], options: PredictOptions) -> Pr
     if job not in _PREDICTORS:
         raise DataError(f"{run}: expected a run of {', '.join(_PREDICTORS)}, got {job}")
     weights = best_checkpoint(run) if options.weights == "best" else _last_checkpoint(run)
+    # Every byte is compared with the digests now, rather than by each device after all the rest.
     check_weights(weights)
     _check_output(job, options.output)
+    # The inputs are read whole only after everything that is quickly refused.
     inputs = _read(job, paths)
     if not options.skip_bad:
         refuse(inputs.left_out)
@@ -144,7 +146,8 @@ def predict_run(run: Path, paths: Sequence[Path], options: PredictOptions) -> Pr
 
 
 def _last_checkpoint(run: Path) -> Path:
-    """The folder of a run's newest weights."""
+    """Find the folder of a run's newest weights."""
+    # By number and not by name: beyond 99,999,999 steps names grow longer.
     steps = map(_STEP.fullmatch, os.listdir(run / CHECKPOINTS) if _has_checkpoints(run) else ())
     names = {int(step[1]): step[0] for step in steps if step is not None}
     if not names:
@@ -159,10 +162,11 @@ def _has_checkpoints(run: Path) -> bool:
 def write_prediction(
     prediction: Prediction, options: PredictOptions, screen: TextIO
 ) -> Path | None:
-    """Write the rows where the options say: the file, or None for the screen."""
+    """Write the rows where the options say; return the file, or None if they were printed."""
     json_wanted = options.chosen_format == "json"
     content = as_json(prediction.rows) if json_wanted else as_csv(prediction.rows)
     if options.output is None:
+        # A file name that is not UTF-8 has lone surrogates in it, which no screen can print.
         screen.write(content.encode(errors="backslashreplace").decode())
         return None
     path = options.output
@@ -170,8 +174,9 @@ def write_prediction(
         path = path / f"masks.{options.chosen_format}"
     path.parent.mkdir(parents=True, exist_ok=True)
     require_predictions(path)
-    # Names of files may be no UTF-8: CSV takes their bytes as they are, JSON cannot.
+    # File names may not be UTF-8: CSV takes their bytes as they are, JSON cannot.
     encoded = content.encode(errors="backslashreplace" if json_wanted else "surrogateescape")
+    # Not synced: after a power failure, predictions can be made again.
     write_whole(path, encoded, sync=False)
     return path
 
@@ -183,10 +188,11 @@ def _read(job: str, paths: Sequence[Path]) -> _Inputs:
 
 
 def _read_pictures(paths: Sequence[Path], *, masks: bool) -> _Inputs:
-    """All pictures of files and folders; each is read once, to see whether it can be."""
+    """Find all pictures, and read each once to see whether it can be read."""
     require_pillow()
     found: dict[Path, str] = {}
     bad: list[BadFile] = []
+    # By path, so that a file that was named, and its folder as well, counts once.
     for path in paths:
         if path.is_dir():
             for each in picture_paths(path, bad):
@@ -196,16 +202,17 @@ def _read_pictures(paths: Sequence[Path], *, masks: bool) -> _Inputs:
         else:
             raise DataError(f"{path}: expected a file or folder, there is none")
     if not masks and len(set(found.values())) < len(found):
-        found = {path: str(path) for path in found}  # or nobody could tell them apart
+        # Of one name in several folders: nobody could tell their rows apart.
+        found = {path: str(path) for path in found}
     files = list(found)
     with ReadingBar() as bar:
         facts = scan_pictures(files, scanning=Scanning(watch=bar.watch))
-    sound = [files[number] for number in facts.sound]
-    return _Inputs(sound, [found[path] for path in sound], left_out=[*bad, *facts.bad])
+    valid = [files[number] for number in facts.sound]
+    return _Inputs(valid, [found[path] for path in valid], left_out=[*bad, *facts.bad])
 
 
 def _read_texts(paths: Sequence[Path]) -> _Inputs:
-    """One text from each line; in a line with a tab, what is before it."""
+    """Read one text from each line: what comes before the first tab, if there is one."""
     inputs = _Inputs([], [])
     for path in paths:
         if not path.is_file():
@@ -228,7 +235,7 @@ def _read_texts(paths: Sequence[Path]) -> _Inputs:
 
 
 def _check_output(job: str, output: Path | None) -> None:
-    """Refuse now what could not be written after all the work."""
+    """Refuse an output that could not be written after all the work."""
     if job != segment.JOB:
         if output is not None and output.is_dir():
             raise ValueError(
@@ -247,7 +254,7 @@ def _check_output(job: str, output: Path | None) -> None:
 
 
 def _check_inputs_stay(job: str, inputs: _Inputs, output: Path | None) -> None:
-    """Refuse to write over what is read, or what somebody else has made."""
+    """Refuse to write over the inputs, or over files that are not ours."""
     if output is None:
         return
     if job == segment.JOB:
@@ -256,6 +263,7 @@ def _check_inputs_stay(job: str, inputs: _Inputs, output: Path | None) -> None:
         written = {mask.resolve() for mask in masks}
     else:
         written = {output.resolve()}
+    # Resolved: the same file may have been named by two paths, or by a link.
     for path in inputs.paths:
         if path.resolve() in written:
             raise ValueError(f"--output {output}: expected another place, {path} would be lost")
@@ -269,6 +277,7 @@ def _check_inputs_stay(job: str, inputs: _Inputs, output: Path | None) -> None:
 
 
 def _check_masks(inputs: _Inputs) -> None:
+    # Masks are PNG files: a.jpg and a.png in one folder would share a single one.
     masks: dict[str, Path] = {}
     for path, name in zip(inputs.paths, inputs.names, strict=True):
         other = masks.setdefault(_mask_name(name), path)
@@ -286,7 +295,8 @@ def _mask_name(name: str) -> str:
 def _predict(
     job: str, run: Path, weights: Path, inputs: _Inputs, options: PredictOptions
 ) -> list[dict[str, Any]] | OnefoldError:
-    """On every device; weights of no use come back alike from all, and are no traceback."""
+    """Predict, on every device; weights that cannot be used come back as a value."""
+    # Raised, the error would end this device's process, and the user would see a traceback.
     try:
         return _PREDICTORS[job](run, weights, inputs, options)
     except (CheckpointError, DataError) as error:
@@ -294,12 +304,14 @@ def _predict(
 
 
 def _trainer(model: nn.Module, run: Path, weights: Path) -> onefold.Trainer:
-    """A trainer that holds a model and never makes a step."""
+    """Make a trainer that holds a model and never makes a step."""
     load_finite(model, weights)
     *others, last = model.parameters()
+    # A trainer sets memory aside for the gradients of all that is trained; something must be.
     for parameter in others:
-        parameter.requires_grad_(False)  # or there would be room for their gradients
+        parameter.requires_grad_(False)
     optimizer = torch.optim.SGD([last], lr=0.0)
+    # As in training: as many devices may share a batch as could then.
     with kept_facts(run):
         shards = int(read_run(run)["shards"])
     return onefold.Trainer(model, optimizer, _no_loss, shards=shards)
@@ -310,13 +322,14 @@ def _no_loss(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def _classes(said: torch.Tensor, classes: Sequence[str], top: int) -> list[list[dict[str, Any]]]:
-    """For each sample the surest classes; of equals the first.
+    """Choose the most probable classes of each sample, the first of equal ones.
 
     Args:
-        said: (n, classes) float32.
-        classes: their names.
-        top: how many.
+        said: (n, classes) float32, the probability of every class.
+        classes: the names of the classes.
+        top: how many to choose.
     """
+    # topk may return equal ones in any order, and in another one on a GPU; a stable sort does not.
     order = said.argsort(dim=1, descending=True, stable=True)[:, :top]
     sure = said.gather(1, order)
     return [
@@ -334,13 +347,13 @@ def _predict_pictures(
     data = LabelledPictures(
         pictures, [0] * len(pictures), kind.mode, kind.test_changes, kind.normalise
     )
-    said = trainer.predict(
+    found = trainer.predict(
         classify.confidences,
         data,
         batch_size=options.batch_size or classify.EVALUATION_BATCH_SIZE,
         workers=options.workers,
     )["confidence"]
-    rows = zip(inputs.names, _classes(said, kind.classes, options.top), strict=True)
+    rows = zip(inputs.names, _classes(found, kind.classes, options.top), strict=True)
     return [{"file": name, "classes": classes} for name, classes in rows]
 
 
@@ -350,14 +363,14 @@ def _predict_texts(
     kind = text.TextModel.of_run(run)
     trainer = _trainer(text.build_of_run(run), run, weights)
     data = EncodedTexts(kind.encode(inputs.texts), [0] * len(inputs.texts))
-    said = trainer.predict(
+    probabilities = trainer.predict(
         text.confidences,
         data,
         batch_size=options.batch_size or text.EVALUATION_BATCH_SIZE,
         workers=options.workers,
         collate=kind.collate,
     )["confidence"]
-    found = _classes(said, kind.classes, options.top)
+    found = _classes(probabilities, kind.classes, options.top)
     columns = zip(inputs.names, inputs.lines, inputs.texts, found, strict=True)
     return [
         {"file": name, "line": line, "text": words, "classes": classes}
@@ -366,7 +379,7 @@ def _predict_texts(
 
 
 class _NumberedPictures(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Whole pictures with their number where a mask would be."""
+    """Whole pictures, each with its number in the place of a mask."""
 
     def __init__(self, paths: Sequence[Path], normalise: Normalise, white: int | None) -> None:
         self._paths = paths
@@ -395,14 +408,16 @@ def _predict_masks(
 
     def draw(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
         """Write the masks of a shard where it is computed; the share of each that is foreground."""
-        said = whole_logits(model, batch, padded.stride).sigmoid() >= kind.threshold
+        masks = whole_logits(model, batch, padded.stride).sigmoid() >= kind.threshold
         shares = []
+        # The mask's first pixel; float32 holds numbers exactly up to 16,777,216 pictures.
         numbers = batch["masks"][:, 0, 0].to(torch.int64).tolist()
-        for mask, number, size in zip(said, numbers, batch["sizes"].tolist(), strict=True):
+        for mask, number, size in zip(masks, numbers, batch["sizes"].tolist(), strict=True):
             pixels = mask[: size[0], : size[1]].cpu()
             path = folder / _mask_name(inputs.names[number])
             path.parent.mkdir(parents=True, exist_ok=True)
             drawn = Image.fromarray(np.where(pixels.numpy(), 255, 0).astype(np.uint8))
+            # Whole or not at all, so that nothing half-written lies there after a stop.
             with aside_of(path) as file:
                 drawn.save(file, format="PNG", pnginfo=made_here(MASK_NOTE))
             shares.append(pixels.to(torch.float64).mean())

@@ -1,4 +1,4 @@
-"""Writes predictions, as CSV or JSON, over nothing but earlier ones."""
+"""Formats predictions as CSV or JSON, and protects files that are not predictions."""
 
 from __future__ import annotations
 
@@ -12,33 +12,36 @@ from onefold.data.files import require_ours
 __all__ = ["MASK_NOTE", "as_csv", "as_json", "require_mask", "require_predictions"]
 
 _FORMULAS = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")
-"""With these a cell begins that a spreadsheet computes; the last are the wide ones of Asia."""
+"""What a spreadsheet takes for the start of a formula; the last four are East Asian wide forms."""
 _NUMBER = re.compile(r"[-+]?[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _QUOTED = ',;"\t\r\n'
 _BEGINNINGS = (
     b"file,class,confidence", b"file,line,text,class,confidence", b"file,mask,share",
     b'[\n {\n  "file": ', b"[]",
 )  # fmt: skip
-"""Of files of predictions."""
+"""How files of predictions begin."""
 MASK_NOTE = "onefold predict"
-"""In a PNG of a mask, as the software that made it."""
+"""Stands in the PNG of each mask as the software that made it, and so marks our own."""
 
 
 def as_json(rows: list[dict[str, Any]]) -> str:
+    """Format predictions as a JSON list of objects."""
     return json.dumps(rows, indent=1, ensure_ascii=False) + "\n"
 
 
 def as_csv(rows: list[dict[str, Any]]) -> str:
-    """One line a sample; further classes have columns of their own."""
+    """Format predictions as CSV, one line a sample; each further class has columns of its own."""
+    # All rows have the names of the first: a run has one number of classes, and --top is one.
     flat = [_flat(row) for row in rows]
     lines = [list(flat[0]) if flat else [], *(list(row.values()) for row in flat)]
     return "".join(",".join(_cell(value) for value in line) + "\n" for line in lines)
 
 
 def _cell(value: object) -> str:
-    """A value as a cell that no spreadsheet takes for a formula: such texts get an apostrophe.
+    """Format a value as a cell that no spreadsheet takes for a formula.
 
-    Numbers stay numbers. What a spreadsheet might take for the end of a cell is quoted.
+    Texts that look like one get an apostrophe in front, unless they are plain numbers. Characters
+    that could end the cell are quoted.
 
     Source: OWASP, CSV Injection.
     """
@@ -52,6 +55,7 @@ def _cell(value: object) -> str:
 
 
 def _flat(row: dict[str, Any]) -> dict[str, Any]:
+    # The surest class has the plain names, so that a file of one class has no numbered columns.
     values = {name: value for name, value in row.items() if name != "classes"}
     for place, each in enumerate(row.get("classes", ()), start=1):
         suffix = "" if place == 1 else f"_{place}"
@@ -61,7 +65,7 @@ def _flat(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def require_predictions(path: Path) -> None:
-    """Refuse to write over what are no predictions."""
+    """Refuse to write over a file that holds something other than predictions."""
     require_ours(
         path,
         lambda head: head.startswith(_BEGINNINGS),
@@ -70,7 +74,9 @@ def require_predictions(path: Path) -> None:
 
 
 def require_mask(path: Path, folder: Path) -> None:
-    """Refuse to write over what is no mask, or where a link leads."""
+    """Refuse to write over a file that is not one of our masks, or through a link."""
+    # Each folder on the way, as a linked one would take the masks out of the output folder. What is
+    # above that is the user's choice.
     for above in path.parents:
         if above == folder:
             break

@@ -1,4 +1,4 @@
-"""What a training shows while it runs: a bar, and a line for each epoch."""
+"""Shows how far a run is: a bar while it reads or trains, and a line for each epoch."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from onefold.system.words import counted
 __all__ = ["PHASES", "ReadingBar", "SpeedColumn", "TrainingBar", "epoch_line", "phase_shares"]
 
 PHASES = ("data", "forward", "backward", "exchange", "update")
-"""Where the time of a step goes, see `onefold.Step.seconds`."""
+"""What the time of a step is spent on; see `onefold.Step.seconds`."""
 _COMPUTING = ("forward", "backward", "update")
 
 
 class SpeedColumn(ProgressColumn):
-    """Samples a second."""
+    """A column with the speed in samples a second."""
 
     def render(self, task: Task) -> Text:
         speed = task.finished_speed or task.speed
@@ -38,13 +38,14 @@ class SpeedColumn(ProgressColumn):
 
 @final
 class ReadingBar:
-    """How far the look through the files is: a bar on a terminal, else one line, on stderr.
+    """Shows how many files have been read: a bar on a terminal, otherwise one line.
 
     Args:
-        console: to write to.
+        console: where to write; stderr if None.
     """
 
     def __init__(self, console: Console | None = None) -> None:
+        # stdout is for results, such as predictions that go to another program.
         self._console = console or Console(stderr=True)
         self._progress = Progress(
             TextColumn("{task.description}"),
@@ -66,7 +67,8 @@ class ReadingBar:
             self._progress.stop()
 
     def watch(self, done: int, total: int) -> None:
-        """So many files of so many have been looked at."""
+        """Note how many files of how many have been read."""
+        # Several threads decode and report here, and only one of them may start the bar.
         with self._beginning:
             if not self._begun:
                 self._begin(total)
@@ -74,6 +76,7 @@ class ReadingBar:
             self._progress.update(self._task, completed=done, total=total)
 
     def _begin(self, total: int) -> None:
+        # With the first report and not before: data without files to look through show no bar.
         self._begun = True
         if self._console.is_terminal:
             self._progress.update(self._task, total=total)
@@ -85,13 +88,13 @@ class ReadingBar:
 
 @final
 class TrainingBar:
-    """The progress of one training, shown by the lead alone, while the context lasts.
+    """Shows the progress of one training in a ``with`` block, on the lead alone.
 
     Args:
-        trainer: of the run.
+        trainer: the trainer of the run.
         samples: size of the training set.
-        epochs: how many times it will be read.
-        done: samples that the run had been through before, where it goes on.
+        epochs: how many times the training set is read in all.
+        done: how many samples the run had trained on before it was resumed.
     """
 
     def __init__(
@@ -119,7 +122,7 @@ class TrainingBar:
         self.progress.stop()
 
     def advance(self, step: onefold.Step, *, mean_loss: float) -> None:
-        """One step is done; ``mean_loss`` is that of the epoch so far."""
+        """Count one step; ``mean_loss`` is the mean of the epoch so far, NaN if not read yet."""
         state = f"epoch {step.epoch + 1}/{self.epochs}"
         if not math.isnan(mean_loss):  # or none has been looked at yet
             state += f"  loss {mean_loss:.3f}"
@@ -127,12 +130,14 @@ class TrainingBar:
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""
+        # Without markup: folders and models may have brackets in their names, which rich would take
+        # for styles.
         if not self.progress.disable:
             self.progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def epoch_line(line: dict[str, Any], epochs: int) -> str:
-    """An epoch in one line of text: losses, scores, rate, seconds and where they went."""
+    """Describe an epoch in one line: losses, scores, rate, seconds, and what they were spent on."""
     scores = "  ".join(f"{_score(name, value)}" for name, value in line["scores"].items())
     shares = phase_shares(line["devices"])
     return (
@@ -144,7 +149,8 @@ def epoch_line(line: dict[str, Any], epochs: int) -> str:
 
 
 def phase_shares(devices: list[dict[str, Any]]) -> dict[str, float]:
-    """Shares of the devices' time: waiting for data, computing, exchanging."""
+    """Shares of the devices' time that went into waiting for data, computing and exchange."""
+    # Summed over the devices first, so that one that waits for the others counts with its share.
     sums = {
         "data": sum(device["data"] for device in devices),
         "computing": sum(device[phase] for device in devices for phase in _COMPUTING),

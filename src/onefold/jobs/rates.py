@@ -1,4 +1,4 @@
-"""Learning rates: the rules for larger batches, and how the rate goes on over a run."""
+"""Learning rates: scaled to the batch size, and as they rise and fall during a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["make_optimizer", "rate_factor", "scaled_rate", "usual_rate"]
 def scaled_rate(options: TrainOptions) -> float:
     """The learning rate for the batch size.
 
-    Linear as of Goyal et al., 2017, "Accurate, large minibatch SGD"; by the square root as of
+    Linear after Goyal et al., 2017, "Accurate, large minibatch SGD"; by the square root after
     Krizhevsky, 2014, "One weird trick".
     """
     rate = usual_rate(options) if options.lr is None else options.lr
@@ -26,14 +26,15 @@ def scaled_rate(options: TrainOptions) -> float:
 
 
 def usual_rate(options: TrainOptions, *, fine: bool = False) -> float:
-    """What an optimizer's learning rate is where nobody gave one; a fifth for fine-tuning."""
+    """The learning rate of an optimizer if none was given; a fifth of it for fine-tuning."""
+    # Adam divides by the size of its gradients, so its steps are as long as the rate says.
     rates = {False: (0.05, 0.001), True: (0.01, 0.0002)}
     sgd, adaptive = rates[fine]
     return sgd if options.optimizer == "sgd" else adaptive
 
 
 def rate_factor(options: TrainOptions, *, epochs: int, steps: int) -> Callable[[int], float]:
-    """What the full learning rate is multiplied by, as a function of the steps done.
+    """Return the function from steps done to what the full learning rate is multiplied by.
 
     Args:
         options: of the run.
@@ -44,10 +45,14 @@ def rate_factor(options: TrainOptions, *, epochs: int, steps: int) -> Callable[[
     total = epochs * steps
     every = (options.decay_epochs or max(1, epochs // 3)) * steps
 
+    # A plain function, of which LambdaLR saves nothing: a run that resumes with more epochs follows
+    # the schedule of its new length.
     def factor(done: int) -> float:
+        # Never 0: the first step would change nothing.
         if done < warmup:
             return (done + 1) / (warmup + 1)
         if options.schedule == "cosine":
+            # The warm-up may be longer than the whole run.
             share = min(1.0, (done - warmup) / max(1.0, total - warmup))
             return 0.5 * (1 + math.cos(math.pi * share))
         if options.schedule == "step":
@@ -60,11 +65,11 @@ def rate_factor(options: TrainOptions, *, epochs: int, steps: int) -> Callable[[
 def make_optimizer(
     options: TrainOptions, groups: Iterable[dict[str, Any]]
 ) -> torch.optim.Optimizer:
-    """The optimizer of a run.
+    """Build the optimizer of a run.
 
     Args:
         options: of the run.
-        groups: parameters, each with the ``lr`` that it is trained at.
+        groups: parameters by group, each group with its learning rate ``lr``.
     """
     parameters = list(groups)
     if options.optimizer == "sgd":

@@ -1,4 +1,14 @@
-"""From options to a finished run: checks, starts the devices, and says how it ended."""
+"""Turns options into a finished run: checks everything, starts the devices, reports the end.
+
+Note: errors that come back as values
+-------------------------------------
+What a device raises ends its process, and the launcher shows a traceback. That is right for a fault
+of the program; a wrong option, a damaged file or a full disk deserves one line. So `_train` returns
+such errors, and `run_job`, in the process of the command, raises them. An error that all devices
+meet alike may be returned by all of them. One that only the lead meets may not: the others still
+wait for it, and when it leaves they see a lost device, which they return in silence, as the lead's
+result is the one that counts.
+"""
 
 from __future__ import annotations
 
@@ -37,43 +47,44 @@ from onefold.system.interrupt import STOP_SIGNALS, STOPPED_CODE, Stopped
 __all__ = ["Job", "read_options", "run_job"]
 
 _MAY_CHANGE = RUN_OPTIONS | {"cache", "dev", "labels_as_is"}
-"""The same, with options of single jobs: where data lie, and what is refused of them."""
+"""The options of all jobs that may change, with those of single jobs: where data lie, and which
+labels are refused."""
 _GRACE_S = 60.0
-"""How long a run may take to save itself when it is asked to stop."""
+"""How many seconds a run may take to save itself when it is asked to stop."""
 _STOPPED = frozenset({STOPPED_CODE, *(128 + number for number in STOP_SIGNALS)})
 """Exit codes of a run that somebody has stopped."""
 _REFUSED = 2
 _OUTER = frozenset({
     errno.EACCES, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno.EPERM, errno.EROFS,
 })  # fmt: skip
-"""What a disk or its owner refuses, whatever the program does."""
+"""Errors of a disk that is full, broken or not ours, and so no fault of the program."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A ready-made job."""
+    """A ready-made job: its options, and the functions that lead from them to a `Task`."""
 
     name: str
     help: str
-    """One line."""
+    """One line about the job."""
     options: type[Any]
-    """A kind of `TrainOptions`."""
+    """The class of its options, derived from `TrainOptions`."""
     check_early: Callable[[Any], None]
-    """Refuses options that can be known to fail before the data are read."""
+    """Refuses options that are bound to fail, before the data are read."""
     prepare: Callable[..., Any]
-    """Reads the data, with a `Scanning`, and refuses before training what cannot be used."""
+    """Reads the data, with a `Scanning`, and refuses those that cannot be used."""
     settle: Callable[[Any, Any], Any]
-    """Fills in options that were left to the data."""
+    """Fills in the options that were left open, now that the data are known."""
     make_task: Callable[[Any, Any], Task]
     """Builds the model and the rest, on every device."""
 
 
 def read_options(job: Job, given: dict[str, Any], config: Path | None) -> TrainOptions:
-    """Options from a config file, what the command line gave, and what a run was begun with.
+    """Join the options of a config file, of the command line, and of the run that is resumed.
 
     Raises:
-        ValueError: one of them is not right; ``--resume`` with another value than the run has.
-        LaunchError: there is no such run, or one of that name.
+        ValueError: an option is not usable, or differs from the run that is to be resumed.
+        LaunchError: the run to resume does not exist, or the new one does.
     """
     values = read_config(config, job.name) if config else {}
     asked: TrainOptions = from_mapping(job.options, {**values, **given}, str(config or "options"))
@@ -86,10 +97,12 @@ def read_options(job: Job, given: dict[str, Any], config: Path | None) -> TrainO
         return asked
     source = asked.folder / CONFIG
     saved = read_config(source, job.name)
+    # Only options that were given are compared: the others have their defaults, which say nothing.
     named = {**values, **given}
     before: TrainOptions = from_mapping(job.options, saved, str(source))
     for field in fields(asked):
         now, then = getattr(asked, field.name), getattr(before, field.name)
+        # The saved options are settled: "auto" has become something else in them.
         asked_for = field.name in named and now != "auto"
         if asked_for and field.name not in _MAY_CHANGE | {"name"} and now != then:
             raise ValueError(
@@ -102,16 +115,17 @@ def read_options(job: Job, given: dict[str, Any], config: Path | None) -> TrainO
 
 
 def run_job(job: Job, options: TrainOptions) -> dict[str, Any]:
-    """Train on the devices that the options name.
+    """Train on the devices that the options name, and build the report.
 
     Returns:
-        What ``run.json`` says in the end.
+        What ``run.json`` holds in the end, the folder, and the path of the report.
 
     Raises:
         DataError: the data cannot be used.
-        LaunchError: a device or a library is not there.
+        LaunchError: a device or a library is missing.
         RunFailed: a device failed, or the run was stopped.
     """
+    # In the order of what they cost: whatever can be refused at once is, before the data are read.
     before = _said_before(options)
     _check_unfinished(options, before)
     require_room(options.folder)
@@ -121,11 +135,14 @@ def run_job(job: Job, options: TrainOptions) -> dict[str, Any]:
         print(f"onefold: {visible(each)}", file=sys.stderr)
     _check_same_data(options, before, data.digest)
     settled = job.settle(options, data)
+    # The devices are sent what was found here, so all of them have the same samples and labels.
     try:
         result: dict[str, Any] | Exception = onefold.launch(
             _train, devices=options.devices, args=(job, settled, data), grace_s=_GRACE_S
         )
     except RunFailed as failure:
+        # Stopped, and not failed: the user must know how to continue. Only one exit code promises
+        # that the run has been saved right there.
         if failure.exit_code not in _STOPPED:
             raise
         where = "there" if failure.exit_code == STOPPED_CODE else "its last checkpoint"
@@ -144,24 +161,26 @@ def run_job(job: Job, options: TrainOptions) -> dict[str, Any]:
         )
     if isinstance(result, Exception):
         raise result
+    # Under another launcher, such as torchrun, every process comes here, and one writes.
     report = _report(settled.folder) if result["is_lead"] else None
     return {**result, "folder": str(settled.folder), "report": report}
 
 
 def _read_data(job: Job, options: TrainOptions) -> Any:
-    """What `Job.prepare` makes of the data; files that the run has seen are not read again."""
+    """Read the data; files that the run has seen before, unchanged, are not read again."""
     known = read_scan(options.folder / SCAN) if options.resume else {}
     try:
         with ReadingBar() as bar:
             return job.prepare(options, Scanning(known=known, watch=bar.watch))
     except KeyboardInterrupt as stop:
+        # Ctrl-C raises KeyboardInterrupt itself, SIGTERM and SIGHUP its subclass `Stopped`.
         number = stop.number if isinstance(stop, Stopped) else signal.SIGINT
         stopped = "stopped while the data were read, before anything was trained or written"
         raise RunFailed(stopped, 128 + number) from None
 
 
 def _without_report() -> list[str]:
-    """What to mention if no report can be drawn."""
+    """A warning, before the training, that no report can be drawn."""
     if importlib.util.find_spec("matplotlib") is not None:
         return []
     note = (
@@ -172,7 +191,7 @@ def _without_report() -> list[str]:
 
 
 def _said_before(options: TrainOptions) -> dict[str, Any]:
-    """What the run said that is to go on; nothing if it is new, or was stopped too early."""
+    """What ``run.json`` holds of a run that resumes; empty if it is new, or wrote none yet."""
     if options.resume and (options.folder / RUN).is_file():
         return read_run(options.folder)
     return {}
@@ -188,6 +207,7 @@ def _check_unfinished(options: TrainOptions, before: dict[str, Any]) -> None:
 
 def _check_same_data(options: TrainOptions, before: dict[str, Any], digest: str) -> None:
     then = before.get("data", digest)
+    # Earlier versions took a shorter digest, which did not cover the labels of pictures.
     if isinstance(then, str) and len(then) < len(digest):
         raise DataError(
             f"{options.data}: the run {options.name} was begun by a onefold that noted less of its "
@@ -204,7 +224,7 @@ def _check_same_data(options: TrainOptions, before: dict[str, Any], digest: str)
 
 
 def _report(folder: Path) -> str | None:
-    """The run's report, or None where the library that draws it is missing."""
+    """Build the run's report, and return its path; None if the library that draws is missing."""
     if importlib.util.find_spec("matplotlib") is None:
         return None
     from onefold.jobs.report import build_report
@@ -213,12 +233,8 @@ def _report(folder: Path) -> str | None:
 
 
 def _train(job: Job, options: TrainOptions, data: Any) -> dict[str, Any] | Exception:
-    """On every device; what is no fault of the program comes back, and is no traceback.
-
-    Options that do not suit the model, and a folder that cannot be written to from the beginning,
-    come back alike from all devices. If the lead cannot write later, it comes back from there, and
-    the other devices only notice that the lead has left.
-    """
+    """Train, on every device; return the result, or an error that needs no traceback."""
+    # Here all devices fail alike: they build the same model from the same options and files.
     try:
         task = job.make_task(options, data)
         training = begin_training(options, job.name, task)
@@ -227,12 +243,15 @@ def _train(job: Job, options: TrainOptions, data: Any) -> dict[str, Any] | Excep
     try:
         return training.run()
     except LaunchError as error:
+        # The folder could not be written to from the beginning, on which all devices have agreed.
         return error
     except OSError as error:
+        # The disk filled up, say. On another device it is something else, such as a broken socket.
         if training.is_lead and error.errno in _OUTER:
             return error
         raise
     except (PeerFailed, PeerLost) as error:
+        # Perhaps only because the lead has returned its error; if not, the lead raises this, too.
         if training.is_lead:
             raise
         return error

@@ -1,10 +1,18 @@
-"""The folder of a run: what it was asked for, how it went, what it made.
+"""The folder of a run: its options, what happened in it, and what came out.
 
 ``config.toml`` holds all options, ``run.json`` what the run is and its best epoch, ``scan.json``
-what was seen of the data's files, so that a run that goes on need not read them all again,
-``metrics.jsonl`` one line every few steps and every epoch, ``tensorboard/`` the same as events,
-``checkpoints/`` the last and the best state, ``examples.json`` and ``pictures/`` what the report
-shows, ``report.html`` the report. Only the lead writes.
+what the look through the data's files found, so that a run that resumes need not read them all
+again, ``metrics.jsonl`` a line every few steps and every epoch, ``tensorboard/`` the same as
+events, ``checkpoints/`` the last and the best state, ``examples.json`` and ``pictures/`` what the
+report shows, ``report.html`` the report. Only the lead writes.
+
+Note: whom the folder is protected from
+---------------------------------------
+Two commands may be given the same run at the same time. Names and folders are checked early, so
+that an honest mistake costs nothing; what counts is the lock, which the lead takes before it
+writes, and the second look at the folder that follows. And the folder may be written to by others:
+what is read from it is bounded and checked, and nothing is written through a link. ``config.toml``
+is what makes a folder a run, so it is written after all that the model needs.
 """
 
 from __future__ import annotations
@@ -45,7 +53,7 @@ RUN = "run.json"
 SCAN = "scan.json"
 LOCK = ".lock"
 MOST_JSON_BYTES = 1 << 26
-"""Of ``run.json``."""
+"""The largest ``run.json`` that is read."""
 
 _log = logging.getLogger("onefold")
 _TRIED_BYTES = 4096
@@ -53,7 +61,8 @@ _LINE_BYTES = 1 << 20
 
 
 def next_name(runs: Path, job: str) -> str:
-    """The first name of a job and a number that no run has."""
+    """Find the first name, made of the job and a number, that is free."""
+    # A proposal: another process may take it meanwhile, and the lock decides between them.
     number = 1
     while (runs / f"{job}-{number}").exists():
         number += 1
@@ -61,10 +70,10 @@ def next_name(runs: Path, job: str) -> str:
 
 
 def check_folder(folder: Path, *, resume: bool) -> None:
-    """Refuse to write over a run, or to go on with one that is not there.
+    """Refuse to begin a run where there is one, or to resume one that does not exist.
 
     Raises:
-        LaunchError: so it would be.
+        LaunchError: a new run's folder exists already, or there is no run to resume.
     """
     if not resume:
         check_folder_is_free(folder)
@@ -76,18 +85,19 @@ def check_folder(folder: Path, *, resume: bool) -> None:
 
 
 def require_writable(folder: Path, otherwise: str) -> None:
-    """Refuse a folder in which no file can be made, or that cannot be made itself.
+    """Refuse a folder that cannot be written to, or cannot be created.
 
     Args:
-        folder: it need not be there yet.
-        otherwise: what to do, for the error.
+        folder: the folder, which need not exist yet.
+        otherwise: what to do about it, for the error.
 
     Raises:
-        LaunchError: it is one.
+        LaunchError: no file can be written there.
     """
     nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     try:
         with tempfile.TemporaryFile(dir=nearest) as file:
+            # On a full disk a file can often be created, and not filled.
             file.write(bytes(_TRIED_BYTES))
     except OSError as error:
         raise LaunchError(
@@ -97,16 +107,18 @@ def require_writable(folder: Path, otherwise: str) -> None:
 
 
 def require_room(folder: Path) -> None:
-    """Refuse to begin what could not be written, before anything takes time.
+    """Refuse a run's folder that could not be written to, before anything takes time.
 
     Args:
-        folder: of the run; it need not be there yet.
+        folder: the folder of the run, which need not exist yet.
 
     Raises:
-        LaunchError: no file can be made there, or another process is at work in it.
+        LaunchError: no file can be written there, or another process is using it.
     """
     require_writable(folder, "--runs names another one")
     require_writable(folder / CHECKPOINTS, "mend it, or give this run another --name")
+    # Only a look, which is given up at once: the data are read first, and the lock that lasts is
+    # taken by the lead's process.
     try:
         lock = open_lock(folder / LOCK, make=False)
     except FileNotFoundError:
@@ -118,7 +130,7 @@ def check_folder_is_free(folder: Path) -> None:
     """Refuse to write over a run.
 
     Raises:
-        LaunchError: there is one.
+        LaunchError: the folder holds a run.
     """
     if (folder / CONFIG).is_file():
         raise LaunchError(
@@ -127,41 +139,43 @@ def check_folder_is_free(folder: Path) -> None:
 
 
 def read_run(folder: Path, job: str | None = None) -> dict[str, Any]:
-    """What a run's ``run.json`` says.
+    """Read a run's ``run.json``.
 
     Args:
-        folder: of the run.
-        job: whose run it must be.
+        folder: the folder of the run.
+        job: the job that the run must be of; None takes any.
 
     Raises:
-        DataError: the folder is not that of a run, or of another job's, or the file is damaged.
+        DataError: the folder is not that of a run, the run is of another job, or the file is
+            damaged.
     """
     path = folder / RUN
     try:
-        said = parse_json(read_plain(path).decode())
+        facts = parse_json(read_plain(path).decode())
     except (FileNotFoundError, NotADirectoryError):
         raise DataError(f"{folder}: expected the folder of a run, with run.json in it") from None
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from error
     except ValueError as error:
         raise DataError(f"{path}: expected JSON: {error}") from error
-    if not isinstance(said, dict):
-        raise DataError(f"{path}: expected facts by name, got a {type(said).__name__}")
-    if job is not None and said.get("job") != job:
-        raise DataError(f"{folder}: expected a run of onefold train {job}, got {said.get('job')}")
-    return said
+    if not isinstance(facts, dict):
+        raise DataError(f"{path}: expected facts by name, got a {type(facts).__name__}")
+    if job is not None and facts.get("job") != job:
+        raise DataError(f"{folder}: expected a run of onefold train {job}, got {facts.get('job')}")
+    return facts
 
 
 @contextmanager
 def kept_facts(folder: Path) -> Iterator[None]:
-    """What is missing in ``run.json``, or of another kind, becomes one error that names it.
+    """Turn whatever reading the facts of ``run.json`` may raise into one error that names the file.
 
     Raises:
-        DataError: something is.
+        DataError: a fact is missing, or is of another kind.
     """
     try:
         yield
     except OnefoldError:
+        # Before the others: some of ours are a ValueError as well, and have better words.
         raise
     except (AttributeError, LookupError, OSError, OverflowError, TypeError, ValueError) as error:
         raise DataError(
@@ -173,8 +187,8 @@ class RunFolder:
     """Writes a run's folder, on the lead; elsewhere it does nothing.
 
     Args:
-        path: of the folder.
-        is_lead: whether to write.
+        path: path of the folder.
+        is_lead: whether this process is the lead, which alone writes.
     """
 
     def __init__(self, path: Path, *, is_lead: bool) -> None:
@@ -185,28 +199,31 @@ class RunFolder:
         self._said: dict[str, Any] = {}
 
     def create(self, options: TrainOptions, job: str, files: Mapping[str, str]) -> None:
-        """Make the folder, with the options and the files that belong to the model."""
+        """Create the folder, with the options and the files that belong to the model."""
         if not self._is_lead:
             return
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock()
+        # Once more, now that nobody else can begin a run here: one may have been begun since.
         check_folder_is_free(self.path)
         for name, content in files.items():
             write_whole(self.path / name, content.encode())
         self._write_config(options, job)
 
     def go_on(self, options: TrainOptions, job: str, *, steps: int, epochs: int) -> None:
-        """Take back what came after the checkpoint from which the run goes on.
+        """Resume the run: remove the metrics of what came after the checkpoint.
 
         Args:
-            options: of now.
-            job: of the run.
-            steps: done at the checkpoint.
-            epochs: done there, evaluation included.
+            options: the options of the resumed run.
+            job: the job of the run.
+            steps: how many steps were done at the checkpoint.
+            epochs: how many epochs were done there, with their evaluations.
         """
         if not self._is_lead:
             return
         self._lock()
+        # Those steps are made again, and would stand there twice. Epochs are counted by themselves,
+        # as a checkpoint at an epoch's last step may come before the evaluation.
         lines = [
             line
             for line in self.lines()
@@ -214,23 +231,24 @@ class RunFolder:
         ]
         text = "".join(json.dumps(line) + "\n" for line in lines)
         write_whole(self._metrics, text.encode())
-        if (self.path / RUN).is_file():  # or the run was stopped before it said anything
+        # There is none if the run was stopped right after its folder had been made.
+        if (self.path / RUN).is_file():
             self._said = read_run(self.path)
         self._write_config(options, job)
 
     def open_events(self, step: int) -> None:
-        """Begin to write events for TensorBoard, if that is installed; later ones are dropped."""
+        """Write events for TensorBoard, if installed; it drops earlier ones from ``step`` on."""
         if self._is_lead and importlib.util.find_spec("tensorboard") is not None:
             from torch.utils.tensorboard import SummaryWriter
 
             self._events = SummaryWriter(str(self.path / "tensorboard"), purge_step=step)
 
     def _lock(self) -> None:
-        """Keep other processes from this run while it lasts; a process that ends lets go of it."""
+        """Keep other processes out of this run until `close`, or until this process ends."""
         self._locked = open_lock(self.path / LOCK, make=True)
 
     def close(self) -> None:
-        """Bring all events to the disk, and let others go on with the run."""
+        """Write out all events, and let other processes resume the run."""
         if self._locked is not None:
             os.close(self._locked)
             self._locked = None
@@ -239,15 +257,17 @@ class RunFolder:
             self._events = None
 
     def say(self, **facts: Any) -> None:
-        """Note in ``run.json`` what is known now."""
+        """Record facts in ``run.json``, besides those that it has."""
         if self._is_lead:
             self._said.update(facts)
             write_whole(self.path / RUN, json.dumps(_finite(self._said), indent=1).encode())
 
     def add(self, line: dict[str, Any]) -> None:
-        """Add a line to the metrics, and the same to the events."""
+        """Append a line to the metrics, and the same to the events."""
         if not self._is_lead:
             return
+        # Opened for each line: nothing is left in a buffer when the run is killed. Through no link,
+        # as one could have been put there.
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         with os.fdopen(os.open(self._metrics, flags, 0o666), "ab") as file:
             file.write(json.dumps(_finite(line)).encode() + b"\n")
@@ -256,30 +276,32 @@ class RunFolder:
                 self._events.add_scalar(name, value, line["step"])
 
     def lines(self) -> list[dict[str, Any]]:
-        """The metrics so far; what was cut off or damaged is left out, with a warning."""
+        """The metrics so far, without lines that are cut off or damaged; a warning counts those."""
         try:
             file = open_plain(self._metrics)
         except FileNotFoundError:
             return []
         found, damaged = [], 0
         with file:
+            # A bounded piece at a time: a file without any line end would fill the memory.
             while line := file.readline(_LINE_BYTES):
                 record = _read_line(line)
                 if record is not None:
                     found.append(record)
-                elif line.endswith(b"\n"):  # else the run was stopped while it wrote this
+                # Without its end, a line was cut off as the run was killed: nothing is damaged.
+                elif line.endswith(b"\n"):
                     damaged += 1
         if damaged:
             _log.warning("%s: %d damaged lines were left out", self._metrics, damaged)
         return found
 
     def keep_scan(self, scan: str) -> None:
-        """Note what was seen of the data's files."""
+        """Record what the look through the data's files found."""
         if self._is_lead and scan:
             write_whole(self.path / SCAN, scan.encode())
 
     def write_examples(self, examples: dict[str, Any]) -> None:
-        """Note what the report shows of the model at work."""
+        """Record what the report shows of the model's predictions."""
         if self._is_lead:
             write_whole(self.path / "examples.json", json.dumps(_finite(examples)).encode())
 
@@ -302,19 +324,21 @@ class RunFolder:
 
 
 def _read_line(line: bytes) -> dict[str, Any] | None:
-    """A line of the metrics; None if it is none that `RunFolder.add` has written."""
+    """Read a line of the metrics; None if `RunFolder.add` cannot have written it."""
     try:
         record = parse_json(line)
     except ValueError:
         return None
     if not isinstance(record, dict) or not line.endswith(b"\n"):
         return None
+    # Not isinstance, for which true is a whole number.
     whole = all(type(record.get(name)) is int for name in ("epoch", "step"))
     return record if whole and record.get("kind") in ("epoch", "steps") else None
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no infinities."""
+    """Replace NaN and infinities by None, at any depth."""
+    # Python would write them as they are, which is no JSON: no browser could read the report.
     if isinstance(value, dict):
         return {name: _finite(part) for name, part in value.items()}
     if isinstance(value, list | tuple):

@@ -1,7 +1,18 @@
-"""Keeps two processes from being at work in the folder of one run.
+"""Keeps two processes from working in the folder of one run. Nothing here waits.
 
-The lock's file can be opened by its owner alone, so nobody else can hold it; where one of a former
-version could be, and somebody does, another file takes its place. Nothing here waits.
+Note: which kind of lock
+------------------------
+Linux has two. One by ``flock`` belongs to the open file: every process that was forked meanwhile,
+such as a loader's worker, holds it too, and may outlive the run. One by ``lockf`` belongs to the
+process and ends with it, and the kernel tells who holds it, so the error can name a process. Its
+trap: it is lost as soon as the process closes any descriptor of the file. So the file is opened
+here and nowhere else, and the early look at it is over before the lock is taken.
+
+Note: strangers
+---------------
+Whoever may open the file for reading may hold a shared lock on it, and so keep the run from
+starting for ever. So the file is made readable for its owner alone. One that an earlier version
+left open to all may be held by a stranger: it is removed, and a new one is made in its place.
 """
 
 from __future__ import annotations
@@ -25,21 +36,25 @@ _FLOCK = struct.Struct("hhqqi4x")
 
 
 def open_lock(path: Path, *, make: bool) -> int:
-    """Take the lock of a folder; closing what comes back, or the end of the process, lets go of it.
+    """Take the lock of a folder, and return a descriptor that holds it until it is closed.
 
     Args:
-        path: of the lock's file.
-        make: the file where it is not there; if not, this is a look, which several may take.
+        path: path of the lock's file.
+        make: whether to create the file if it is missing, and shut out everybody else. Otherwise
+            this is only a look at whether the lock is free, which several may take at once.
 
     Raises:
-        FileNotFoundError: there is none, and none was to be made.
-        LaunchError: another process is at work in the folder, or the file is not ours.
+        FileNotFoundError: the file is missing, and ``make`` is False.
+        LaunchError: another process is working in the folder, or the file is not ours.
     """
     kind = fcntl.LOCK_EX if make else fcntl.LOCK_SH
+    # With a limit, or somebody who keeps exchanging the file would keep us here for ever.
     for _ in range(_TRIES):
         descriptor = _open_own(path, make=make)
         try:
             fcntl.lockf(descriptor, kind | fcntl.LOCK_NB)
+            # Another process may have removed the file between its opening and the lock. It would
+            # then lock a new one, and both would believe that they are alone.
             if _is_at(descriptor, path):
                 return descriptor
         except OSError as error:
@@ -62,6 +77,8 @@ def _open_own(path: Path, *, make: bool) -> int:
             f"{path}: expected a file of this user's own, got {came}: another user's run may be "
             f"there. Remove it if not, or give this run another --name"
         ) from error
+    # Asked of what is open: the path may stand for something else by now. A file of another user
+    # could be held by him at any time.
     there = os.fstat(descriptor)
     if not stat.S_ISREG(there.st_mode) or there.st_uid != os.geteuid():
         os.close(descriptor)
@@ -69,6 +86,7 @@ def _open_own(path: Path, *, make: bool) -> int:
             f"{path}: expected a file of user {os.geteuid()}, got one of user {there.st_uid}: "
             f"another user's run is there. Give this run another --name"
         )
+    # An earlier version left the file readable for all; see the note on strangers.
     os.fchmod(descriptor, 0o600)
     return descriptor
 
@@ -81,14 +99,15 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def _replace_if_a_strangers(path: Path, descriptor: int, error: OSError) -> None:
-    """Remove a file that another user's process holds; one of ours is at work.
+    """Remove a lock's file that a stranger holds.
 
     Raises:
-        LaunchError: one of ours is.
+        LaunchError: the holder is a process of ours, of root, or unknown.
     """
     holder = _holder(descriptor)
     if holder and _user_of(holder) not in (None, 0, os.geteuid()):
         _log.warning("%s was held by process %d of another user: it is replaced", path, holder)
+        # Unless somebody else has done the same: the new file is not a stranger's.
         if _is_at(descriptor, path):
             path.unlink()
         return
@@ -101,7 +120,9 @@ def _replace_if_a_strangers(path: Path, descriptor: int, error: OSError) -> None
 
 
 def _holder(descriptor: int) -> int:
-    """The process that holds a lock which cannot be had; 0 where the system does not know."""
+    """Find the process that keeps us from locking; 0 if the system does not know."""
+    # Asking for an exclusive lock finds the holders of both kinds. It is a struct flock of 64-bit
+    # Linux: type, whence, start, length, process.
     asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     try:
         kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))

@@ -63,15 +63,15 @@ HEAD = "head"
 USUAL_ENCODER = "resnet34"
 USUAL_WIDTH = 64
 LARGEST_SHOWN = 512
-"""Pixels of a prediction's longer side in a report."""
+"""The longer side of a prediction in a report, in pixels at most."""
 
 
 def check_early(options: SegmentOptions) -> None:
-    """Refuse what can be known to fail before the data are read.
+    """Refuse what is bound to fail, before the data are read, which may take long.
 
     Raises:
         LaunchError: Pillow is missing.
-        CheckpointError, DataError: the pretrained weights are not there.
+        CheckpointError, DataError: the pretrained weights are missing or damaged.
         ValueError: an option does not suit the model.
     """
     require_pillow()
@@ -79,18 +79,19 @@ def check_early(options: SegmentOptions) -> None:
     if options.freeze or options.freeze_until:
         run = run_of(options.pretrained)
         encoder = options.encoder or (MaskModel.of_run(run).encoder if run else USUAL_ENCODER)
+        # Only for the names of its parts, so the smallest that there is.
         freeze(UNet(encoder, width=2), options, HEAD)
 
 
 def prepare(options: SegmentOptions, scanning: Scanning | None = None) -> MaskedPictures:
-    """Read the data and see whether they can be used.
+    """Read the data, and refuse those that cannot be used.
 
     Args:
         options: of the run.
         scanning: how to look through files.
 
     Raises:
-        DataError: they cannot.
+        DataError: the data are missing, damaged or unsuitable.
         LaunchError: Pillow is missing.
     """
     require_pillow()
@@ -107,16 +108,19 @@ def prepare(options: SegmentOptions, scanning: Scanning | None = None) -> Masked
 
 
 def settle(options: SegmentOptions, data: MaskedPictures) -> SegmentOptions:
-    """Fill in what was left to the data.
+    """Fill in the options that were left open, now that the data are known.
 
     Raises:
-        DataError: an option does not suit them.
+        DataError: an option does not suit the data.
     """
+    # For what it refuses; the number itself is needed only on the devices.
     _pos_weight(options.pos_weight, data)
     fine = options.pretrained is not None
     run = run_of(options.pretrained)
     before = MaskModel.of_run(run) if run else None
     encoder: Any = before.encoder if before else USUAL_ENCODER
+    # As large as the shortest side allows, and a multiple of every encoder's stride, so that crops
+    # are hardly ever padded.
     crop = min(LARGEST_CROP, max(32, data.shortest // 32 * 32))
     return replace(
         options,
@@ -130,7 +134,7 @@ def settle(options: SegmentOptions, data: MaskedPictures) -> SegmentOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskModel:
-    """What a model needs to know of its pictures; kept in ``run.json``."""
+    """What must be known of a model to use it on pictures; kept in ``run.json``."""
 
     encoder: str
     width: int
@@ -138,41 +142,42 @@ class MaskModel:
     std: tuple[float, ...]
     threshold: float
     white: int | None = None
-    """Of pictures of more than 8 bits a pixel."""
+    """The brightest value of pictures with more than 8 bits a pixel; None if there are none."""
 
     @classmethod
     def of_run(cls, run: Path) -> MaskModel:
-        """As a run has kept it.
+        """Read it from the folder of a run.
 
         Raises:
-            DataError: it is no run of this job.
+            DataError: the folder is not that of a run of this job, or its ``run.json`` is damaged.
         """
-        said = read_run(run, JOB)
+        facts = read_run(run, JOB)
         with kept_facts(run):
-            kept = said["mask_model"]
+            kept = facts["mask_model"]
             return cls(**{**kept, "mean": tuple(kept["mean"]), "std": tuple(kept["std"])})
 
     def build(self) -> UNet:
-        """The model with fresh weights."""
+        """Build the model with fresh weights."""
         return UNet(self.encoder, width=self.width)
 
     @property
     def normalise(self) -> Normalise:
-        """Of its pictures."""
+        """How its pictures become numbers."""
         return Normalise(self.mean, self.std)
 
 
 def make_task(options: SegmentOptions, data: MaskedPictures) -> Task:
-    """The model, the data sets and the scores of a run.
+    """Build the model, the data sets and the scores of a run; called on every device.
 
     Args:
         options: settled ones.
-        data: of `prepare`.
+        data: what `prepare` returned.
 
     Raises:
         CheckpointError: the pretrained weights do not fit.
         ValueError: an option does not suit the model.
     """
+    # Every device draws the first weights by itself, and all must draw the same.
     torch.manual_seed(options.seed)
     kind = _mask_model(options, data)
     model = kind.build()
@@ -210,21 +215,23 @@ def make_task(options: SegmentOptions, data: MaskedPictures) -> Task:
 def _loss_and_score(
     weight: torch.Tensor, threshold: float, stride: int
 ) -> tuple[Callable[[nn.Module, Any], onefold.Mean], Callable[[nn.Module, Any], dict[str, Any]]]:
-    """The two functions of a run, over the pixels that count.
+    """Make the loss and the score of a run, over the pixels that count.
 
     Args:
-        weight: () of foreground pixels in the loss.
-        threshold: of the probability above which a pixel is foreground.
-        stride: what sides are padded to a multiple of.
+        weight: () float32, the weight of foreground pixels in the loss.
+        threshold: probability from which a pixel is predicted to be foreground.
+        stride: sides of pictures are padded to a multiple of it.
     """
 
     def mean_loss(logits: torch.Tensor, batch: Any) -> onefold.Mean:
-        """Over the pixels of the pictures, not of their padding, nor where masks are void."""
+        """Average over the pixels of the pictures, without padding and void parts of masks."""
+        # Void is -1, which is no target of this loss: it becomes 0 here, and is not counted below.
         masks = batch["masks"].clamp(min=0)
         losses = F.binary_cross_entropy_with_logits(
             logits, masks, pos_weight=weight.to(logits.device), reduction="none"
         )
         counted = counted_pixels(batch)
+        # No mean of the shard: shards differ in pixels, and onefold divides by those of the batch.
         return onefold.Mean((losses * counted).sum(), counted.sum())
 
     def loss(model: nn.Module, batch: Any) -> onefold.Mean:
@@ -232,11 +239,11 @@ def _loss_and_score(
 
     def score(model: nn.Module, batch: Any) -> dict[str, onefold.Mean]:
         logits = whole_logits(model, batch, stride)
-        overlap, said, meant = (part.sum() for part in overlaps(logits, batch, threshold))
+        overlap, predicted, given = (part.sum() for part in overlaps(logits, batch, threshold))
         return {
             "loss": mean_loss(logits, batch),
-            "iou": onefold.Mean(overlap, said + meant - overlap),
-            "dice": onefold.Mean(2 * overlap, said + meant),
+            "iou": onefold.Mean(overlap, predicted + given - overlap),
+            "dice": onefold.Mean(2 * overlap, predicted + given),
         }
 
     return loss, score
@@ -245,20 +252,22 @@ def _loss_and_score(
 def overlaps(
     logits: torch.Tensor, batch: Any, threshold: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of each picture: pixels in both masks, in the predicted one, in the given one; none is void.
+    """Count each picture's pixels in both masks, in the predicted one, and in the given one.
 
     Args:
-        logits: (n, h, w).
-        batch: of `Padded`.
+        logits: (n, h, w) float32.
+        batch: what `Padded` returned.
         threshold: probability from which a pixel is in the predicted mask.
 
     Returns:
-        Three times (n,) float64.
+        Three counts (n,) float64, without void pixels.
     """
     counted = counted_pixels(batch)
-    said = (logits.sigmoid() >= threshold) & counted
-    meant = batch["masks"] > 0.5
-    pixels = (said & meant, said, meant)
+    predicted = (logits.sigmoid() >= threshold) & counted
+    # Void is -1 and padding 0, so neither is ever foreground here.
+    given = batch["masks"] > 0.5
+    # float64 holds every count exactly, and so do sums of them, in any order.
+    pixels = (predicted & given, predicted, given)
     first, second, third = (part.sum(dim=(1, 2), dtype=torch.float64) for part in pixels)
     return first, second, third
 
@@ -287,10 +296,11 @@ def _mask_model(options: SegmentOptions, data: MaskedPictures) -> MaskModel:
 
 
 def _load(model: UNet, path: Path, key: str | None) -> None:
-    """Weights for the whole model from a run of this job, or for the encoder from a file."""
+    """Load the whole model from a run of this job, or its encoder from a file."""
     if is_run(path):
         load_finite(model, best_checkpoint(path))
         return
+    # Not strict: the file of a classifier has a last layer more. What it lacks is looked for here.
     loaded = load_finite(model.encoder, path, key=key, strict=False)
     lacking = lacking_names(loaded.missing, HEAD)
     if lacking:
@@ -319,7 +329,7 @@ def _examples(
     padded: Padded,
     options: SegmentOptions,
 ) -> dict[str, Any]:
-    """Pictures, masks and predictions: some from all over the test set, and the worst."""
+    """Show masks and predictions from all over the test set, and the worst; on every device."""
 
     def measure(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
         logits = whole_logits(model, batch, padded.stride)
@@ -333,17 +343,20 @@ def _examples(
     }
     found = trainer.predict(measure, test_set, **reading)
     overlap, both = found["overlap"], found["said"] + found["meant"]
-    nothing = both == 0  # neither mask has a pixel: they agree
+    # Where neither mask has a pixel, they agree; without the least of 1 it would be 0 / 0.
+    nothing = both == 0
     iou = torch.where(nothing, 1.0, overlap / (both - overlap).clamp(min=1))
     dice = torch.where(nothing, 1.0, 2 * overlap / both.clamp(min=1))
     count = min(SHOWN, len(test_set))
     samples = [number * len(test_set) // count for number in range(count)]
+    # Stable: the pictures below are predicted by all devices together, which must choose alike.
     worst = iou.argsort(stable=True)[:count].tolist()
     shown = sorted({*samples, *worst})
     draw = _Drawing(options.threshold, padded.stride)
+    # Predicted once more, and only those: the masks of a whole test set would take all memory.
     drawn = trainer.predict(draw, Subset(test_set, shown), **reading)
 
-    def told(number: int) -> dict[str, Any]:
+    def entry_of(number: int) -> dict[str, Any]:
         pair = test_set.pairs[number]
         entry = {"name": pair.name, "iou": float(iou[number]), "dice": float(dice[number])}
         if trainer.is_lead:
@@ -360,13 +373,13 @@ def _examples(
     return {
         "kind": JOB,
         "threshold": options.threshold,
-        "samples": [told(number) for number in samples],
-        "worst": [told(number) for number in worst],
+        "samples": [entry_of(number) for number in samples],
+        "worst": [entry_of(number) for number in worst],
     }
 
 
 class _Drawing:
-    """Predicted masks small enough for a report, all on squares of one size.
+    """Predicts masks at the size of a report, each in the corner of a square of one size.
 
     Args:
         threshold: probability from which a pixel is in the mask.
@@ -378,7 +391,8 @@ class _Drawing:
         self._stride = stride
 
     def __call__(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
-        """``mask`` (n, side, side) uint8, of which ``size`` (n, 2) int64 is the mask."""
+        """Return ``mask`` (n, side, side) uint8, of which ``size`` (n, 2) int64 is used."""
+        # `Trainer.predict` wants values of one shape for all samples.
         logits = whole_logits(model, batch, self._stride).unsqueeze(1)
         masks = (logits.sigmoid() >= self._threshold).to(torch.float32)
         canvas = torch.zeros(len(masks), LARGEST_SHOWN, LARGEST_SHOWN, dtype=torch.uint8)
@@ -386,6 +400,7 @@ class _Drawing:
         for row, (height, width) in enumerate(batch["sizes"].tolist()):
             scale = min(1.0, LARGEST_SHOWN / max(height, width))
             size = [max(1, round(height * scale)), max(1, round(width * scale))]
+            # The largest of the pixels and not their mean, or thin lines would vanish.
             mask = F.adaptive_max_pool2d(masks[row, :, :height, :width], size)
             canvas[row, : size[0], : size[1]] = (mask[0] * 255).to(torch.uint8)
             sizes[row] = torch.tensor(size)
@@ -395,7 +410,7 @@ class _Drawing:
 def _parts(
     test_set: WholePictures, pair: Pair, mask: torch.Tensor, size: torch.Tensor
 ) -> dict[str, Any]:
-    """A picture, its mask, and what the model made of it."""
+    """Return a picture, its mask, and the predicted mask."""
     from PIL import Image
 
     height, width = size.tolist()

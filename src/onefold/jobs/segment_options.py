@@ -96,10 +96,12 @@ class SegmentOptions(TrainOptions):
     )
 
     def __post_init__(self) -> None:
+        # Not super(), which fails here: see ClassifyOptions.
         TrainOptions.__post_init__(self)
         expect(0 < self.holdout < 1, "holdout", self.holdout, "more than 0 and less than 1")
         expect(0 < self.threshold < 1, "threshold", self.threshold, "more than 0 and less than 1")
         expect(0 <= self.jitter < 1, "jitter", self.jitter, "0 or more and less than 1")
+        # The decoder ends with half as many channels.
         even = self.width is None or (self.width >= 2 and self.width % 2 == 0)
         expect(even, "width", self.width, "an even number above 0")
         crop, many = self.crop, self.evaluation_batch_size
@@ -112,13 +114,14 @@ class SegmentOptions(TrainOptions):
             self.pos_weight,
             "auto, or a number above 0 and at most a million",
         )
-        MaskRule(self.foreground, self.void)  # refuses what it cannot read
+        # Made only because it refuses what it cannot read: now, and not after the data are read.
+        MaskRule(self.foreground, self.void)
         if self.pretrained is None:
             expect(not self.pretrained_key, "pretrained_key", "", "with --pretrained")
 
     @property
     def mask_rule(self) -> MaskRule:
-        """How masks are read."""
+        """Which values of a mask are foreground, background and void."""
         return MaskRule(self.foreground, self.void)
 
 

@@ -1,4 +1,4 @@
-"""The pictures of segment: squares to train on, whole ones to test on, and shards of them."""
+"""The pictures of the segment job: crops for training, whole ones for tests, shards of both."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ LARGEST_CROP = 256
 
 
 class Crops(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Squares out of pictures and the same out of their masks, changed together.
+    """Squares cut out of pictures and out of their masks, augmented together.
 
-    A picture that is smaller is taken as it is, in that direction.
+    A side that is shorter than the square is taken whole.
 
     Args:
         pairs: the pictures and masks.
         options: settled ones.
-        normalise: of the pictures.
-        white: of pictures of more than 8 bits a pixel.
+        normalise: turns pictures into numbers.
+        white: the brightest value of pictures with more than 8 bits a pixel.
     """
 
     def __init__(
@@ -60,23 +60,26 @@ class Crops(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return len(self._pairs)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(3, h, w) and (h, w) float32, where h and w are at most ``crop``; `VOID` where it is."""
+        """(3, h, w) and (h, w) float32, h and w at most ``crop``; void pixels are `VOID`."""
         pair, options = self._pairs[index], self._options
         image = open_picture(pair.image, white=self._white).convert("RGB")
         mask = read_mask(pair.mask, options.mask_rule)
+        # All that is drawn comes from PyTorch's generator, seeded for each sample: the order of the
+        # draws is part of the result.
         image, mask = _cut_both(image, mask, options.crop or LARGEST_CROP)
         image, mask = _turn_both(image, mask, options)
+        # Colours change in the picture alone; a mask has none to change.
         return self._normalise(_jittered(image, options.jitter)), mask_tensor(mask)
 
 
 class WholePictures(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Pictures and masks as they are.
+    """Whole pictures and masks, without augmentation.
 
     Args:
         pairs: the pictures and masks.
-        normalise: of the pictures.
-        rule: how masks are read.
-        white: of pictures of more than 8 bits a pixel.
+        normalise: turns pictures into numbers.
+        rule: which values of a mask are foreground and void.
+        white: the brightest value of pictures with more than 8 bits a pixel.
     """
 
     def __init__(
@@ -95,27 +98,28 @@ class WholePictures(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return len(self.pairs)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(3, h, w) and (h, w) float32; `VOID` where it is."""
+        """(3, h, w) and (h, w) float32; void pixels are `VOID`."""
         pair = self.pairs[index]
         image = self._normalise(open_picture(pair.image, white=self.white).convert("RGB"))
         return image, mask_tensor(read_mask(pair.mask, self.rule))
 
 
 class Padded:
-    """Makes a shard of pictures of any size: padded on the right and below, to a common size.
+    """Makes a shard of pictures of any size, padded on the right and below to a common size.
 
     Args:
-        stride: of which the common height and width are multiples; they are two of it at least, or
-            batch norm would find a single value in a channel of a single picture.
+        stride: the common height and width are multiples of it, and twice it at least: otherwise a
+            single picture could leave batch norm with a single value in a channel.
     """
 
     def __init__(self, stride: int) -> None:
         self.stride = stride
 
     def __call__(self, samples: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """``images`` (n, 3, h, w) and ``masks`` (n, h, w) float32, ``sizes`` (n, 2) int64."""
+        """Return ``images`` (n, 3, h, w), ``masks`` (n, h, w) float32, ``sizes`` (n, 2) int64."""
         sizes = torch.tensor([image.shape[1:] for image, _ in samples])
         height, width = padded_size(sizes.amax(dim=0).tolist(), self.stride)
+        # Zeros: in normalised pictures, that is the mean colour.
         images = torch.zeros(len(samples), samples[0][0].shape[0], height, width)
         masks = torch.zeros(len(samples), height, width)
         for row, (image, mask) in enumerate(samples):
@@ -125,7 +129,7 @@ class Padded:
 
 
 def padded_size(size: Sequence[int], stride: int) -> tuple[int, int]:
-    """Height and width as multiples of the stride.
+    """Round height and width up to multiples of the stride, and to twice it at least.
 
     >>> padded_size([33, 20], 32)
     (64, 64)
@@ -135,7 +139,11 @@ def padded_size(size: Sequence[int], stride: int) -> tuple[int, int]:
 
 
 def inside(sizes: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """(n, height, width) bool: True where there is a picture and not its padding.
+    """(n, height, width) bool: True inside the picture, False in its padding.
+
+    Args:
+        sizes: (n, 2) int64, height and width of each picture.
+        height, width: of the padded pictures.
 
     >>> inside(torch.tensor([[1, 2]]), 2, 3).int()
     tensor([[[1, 1, 0],
@@ -147,42 +155,46 @@ def inside(sizes: torch.Tensor, height: int, width: int) -> torch.Tensor:
 
 
 def counted_pixels(batch: Any) -> torch.Tensor:
-    """(n, h, w) bool: True where there is a picture, and its mask is not void.
+    """(n, h, w) bool: True inside the picture, where its mask is not void.
 
     Args:
-        batch: of `Padded`.
+        batch: what `Padded` returned.
     """
     masks: torch.Tensor = batch["masks"]
     return inside(batch["sizes"], *masks.shape[1:]) & (masks != VOID)
 
 
 def whole_logits(model: nn.Module, batch: Any, stride: int) -> torch.Tensor:
-    """Logits of whole pictures, each padded for itself: what is said does not depend on the others.
+    """Compute the logits of whole pictures, so that none depends on the others of its shard.
 
-    Padding to the size of a larger one would change the borders, and with them what a deep network
-    says all over the picture. Those of one size go through the model together.
+    Each picture keeps only as much padding as it would have alone. More of it, up to the size of a
+    larger picture, would change the borders, and with them what a deep network predicts all over
+    the picture. Pictures of one padded size go through the model together.
 
     Args:
         model: in evaluation mode.
-        batch: of `Padded`.
-        stride: of which height and width are multiples.
+        batch: what `Padded` returned.
+        stride: height and width that the model takes are multiples of it.
 
     Returns:
-        (n, h, w) float32, 0 in what padding there is beyond a picture's own.
+        (n, h, w) float32, 0 outside of each picture's own padding.
     """
     images = batch["images"]
     alike: dict[tuple[int, int], list[int]] = {}
     for row, size in enumerate(batch["sizes"].tolist()):
         alike.setdefault(padded_size(size, stride), []).append(row)
+    # Outside of its own padding a picture's logits are never read, but they must be numbers: the
+    # loss multiplies them by 0, and 0 times NaN is NaN.
     logits: torch.Tensor = images.new_zeros(len(images), *images.shape[2:])
     for (height, width), rows in alike.items():
-        said = model(images[rows, :, :height, :width]).squeeze(1)
-        logits[rows, :height, :width] = said.to(logits.dtype)
+        values = model(images[rows, :, :height, :width]).squeeze(1)
+        # Under autocast the model returns a smaller type than the images have.
+        logits[rows, :height, :width] = values.to(logits.dtype)
     return logits
 
 
 def _cut_both(image: Image, mask: Image, side: int) -> tuple[Image, Image]:
-    """The same square out of both, or as much of it as there is."""
+    """Cut the same square out of both, or as much of it as they have."""
     left = below(max(1, image.width - side + 1))
     top = below(max(1, image.height - side + 1))
     box = (left, top, min(left + side, image.width), min(top + side, image.height))
@@ -190,8 +202,10 @@ def _cut_both(image: Image, mask: Image, side: int) -> tuple[Image, Image]:
 
 
 def _turn_both(image: Image, mask: Image, options: SegmentOptions) -> tuple[Image, Image]:
+    """Mirror and turn both in the same way."""
     from PIL import Image
 
+    # By quarters only: these move pixels, while other angles would blend the values of a mask.
     turned = Image.Transpose
     ways = []
     if options.flip == "yes" and below(2):
@@ -204,7 +218,7 @@ def _turn_both(image: Image, mask: Image, options: SegmentOptions) -> tuple[Imag
 
 
 def _jittered(image: Image, most: float) -> Image:
-    """Brightness and contrast changed by a share up to ``most``."""
+    """Change brightness and contrast by a random share of up to ``most``."""
     if not most:
         return image
     from PIL import ImageEnhance

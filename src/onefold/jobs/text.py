@@ -1,4 +1,8 @@
-"""Texts with one label each: the options, the data, the model, and what is shown of it."""
+"""Texts with one label each: the options, the data, the model, and what is shown of it.
+
+A run keeps its tokenizer and the description of its model as files, so that it can be used without
+the folder of the pretrained model that it may have started from.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +64,7 @@ CONFIG_FILE = "model_config.json"
 TOKENIZER_FILE = "tokenizer.json"
 SHOWN_CHARACTERS = 400
 _MOST_FILE_BYTES = 1 << 28
-"""Of what a run keeps of its model."""
+"""The largest file of a run's model that is read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +108,9 @@ class TextOptions(TrainOptions):
     )
 
     def __post_init__(self) -> None:
+        # Not super(), which fails here: see ClassifyOptions.
         TrainOptions.__post_init__(self)
+        # 256 bytes and 5 special tokens; and two of those stand around a text.
         for name, least in (
             ("vocabulary", 261),
             ("width", 1),
@@ -121,11 +127,11 @@ class TextOptions(TrainOptions):
 
 
 def check_early(options: TextOptions) -> None:
-    """Refuse what can be known to fail before the data are read.
+    """Refuse what is bound to fail, before the data are read.
 
     Raises:
         LaunchError: a library is missing.
-        CheckpointError: the pretrained model is not there.
+        CheckpointError: the folder of the pretrained model does not exist.
     """
     require("tokenizers", "transformers")
     if options.model != TINY and not Path(options.model).is_dir():
@@ -136,14 +142,14 @@ def check_early(options: TextOptions) -> None:
 
 
 def prepare(options: TextOptions, scanning: Scanning | None = None) -> TextSplits:
-    """Read the data and see whether they can be used.
+    """Read the data, and refuse those that cannot be used.
 
     Args:
         options: of the run.
-        scanning: not needed, as texts are read in no time.
+        scanning: not used, as texts are read in no time.
 
     Raises:
-        DataError: they cannot.
+        DataError: the data are missing, damaged or unsuitable.
     """
     path = Path(options.data)
     if not path.exists():
@@ -164,6 +170,7 @@ def prepare(options: TextOptions, scanning: Scanning | None = None) -> TextSplit
     counts = Counter(line.label for line in splits.train)
     notes = [] if options.labels_as_is else check_labels(counts, readable(train))
     notes += untested(splits.classes, {line.label for line in splits.dev}, readable(dev))
+    # A text that is trained on and scored on would make the score too good.
     notes += check_apart(
         [line.text for line in splits.train],
         [line.text for line in splits.dev],
@@ -183,7 +190,7 @@ def prepare(options: TextOptions, scanning: Scanning | None = None) -> TextSplit
 
 
 def settle(options: TextOptions, data: TextSplits) -> TextOptions:
-    """Fill in what was left open."""
+    """Fill in the options that were left open, now that the data are known."""
     fine = options.model != TINY
     return replace(
         options,
@@ -194,28 +201,28 @@ def settle(options: TextOptions, data: TextSplits) -> TextOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextModel:
-    """What a model needs to know of its texts; kept in the run's folder."""
+    """What must be known of a model to use it on texts; kept in the run's folder."""
 
     tokenizer: str
-    """As JSON."""
+    """The tokenizer as JSON."""
     max_length: int
     pad_id: int
     classes: tuple[str, ...]
 
     @classmethod
     def of_run(cls, run: Path) -> TextModel:
-        """As a run has kept it.
+        """Read it from the folder of a run.
 
         Raises:
-            DataError: it is no run of this job.
+            DataError: the folder is not that of a run of this job, or a file in it is damaged.
         """
-        said = read_run(run, JOB)
+        facts = read_run(run, JOB)
         with kept_facts(run):
             return cls(
                 tokenizer=_read_file(run / TOKENIZER_FILE),
-                classes=tuple(map(str, said["classes"])),
-                max_length=int(said["text_model"]["max_length"]),
-                pad_id=int(said["text_model"]["pad_id"]),
+                classes=tuple(map(str, facts["classes"])),
+                max_length=int(facts["text_model"]["max_length"]),
+                pad_id=int(facts["text_model"]["pad_id"]),
             )
 
     def encode(self, texts: Sequence[str]) -> list[torch.Tensor]:
@@ -224,21 +231,22 @@ class TextModel:
 
     @property
     def collate(self) -> Any:
-        """Makes a shard of texts."""
+        """The function that makes a shard of texts."""
         return partial(pad_shard, pad_id=self.pad_id)
 
 
 def make_task(options: TextOptions, data: TextSplits) -> Task:
-    """The model, the data sets and the scores of a run.
+    """Build the model, the data sets and the scores of a run; called on every device.
 
     Args:
         options: settled ones.
-        data: of `prepare`.
+        data: what `prepare` returned.
 
     Raises:
         CheckpointError: the pretrained model cannot be used.
         LaunchError, ValueError: a library is missing, or an option does not suit the model.
     """
+    # Every device draws the first weights by itself, and all must draw the same.
     torch.manual_seed(options.seed)
     model, kind = _build(options, data)
     head = head_parts(model)
@@ -265,6 +273,7 @@ def make_task(options: TextOptions, data: TextSplits) -> Task:
         train_set=train_set,
         test_set=dev_set,
         collate=kind.collate,
+        # Texts of near length share a batch, so that little of a shard is padding.
         lengths=train_set.lengths.tolist(),
         evaluation_batch_size=EVALUATION_BATCH_SIZE,
         examples=lambda trainer, folder: _examples(trainer, dev_set, data.dev, kind, dev_labels),
@@ -275,6 +284,7 @@ def make_task(options: TextOptions, data: TextSplits) -> Task:
             "classes": list(kind.classes),
             **facts_of(data),
         },
+        # use_diff=False writes defaults as well: those of a later transformers may be others.
         files={TOKENIZER_FILE: kind.tokenizer, CONFIG_FILE: config.to_json_string(use_diff=False)},
     )
 
@@ -289,7 +299,7 @@ def _loss_of(smoothing: float) -> Callable[[nn.Module, Any], torch.Tensor]:
 
 
 def build_of_run(run: Path) -> nn.Module:
-    """A run's model with fresh weights."""
+    """Build a run's model with fresh weights."""
     try:
         return build_from_config(_read_file(run / CONFIG_FILE))
     except (CheckpointError, ValueError) as error:
@@ -301,18 +311,18 @@ def _read_file(path: Path) -> str:
 
 
 def logits(model: nn.Module, batch: Any) -> torch.Tensor:
-    """(n, classes) float32 for a shard of texts."""
-    said = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
-    values: torch.Tensor = said.logits
+    """The logits of every text of a shard, (n, classes) float32."""
+    output = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+    values: torch.Tensor = output.logits
     return values
 
 
 def score(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
-    """Loss and whether the label is right, for every text of a shard."""
-    said, labels = logits(model, batch), batch["labels"]
+    """The loss of every text of a shard, and whether its class was predicted."""
+    values, labels = logits(model, batch), batch["labels"]
     return {
-        "loss": F.cross_entropy(said, labels, reduction="none"),
-        "accuracy": said.argmax(dim=1) == labels,
+        "loss": F.cross_entropy(values, labels, reduction="none"),
+        "accuracy": values.argmax(dim=1) == labels,
     }
 
 
@@ -322,15 +332,19 @@ def confidences(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
 
 
 def _build(options: TextOptions, data: TextSplits) -> tuple[nn.Module, TextModel]:
+    """Build the model, from a folder or from scratch, and its tokenizer."""
     classes = tuple(data.classes)
     if options.model != TINY:
         model, tokenizer = load_pretrained(options.model, len(classes))
         config: Any = model.config
         pad_id = config.pad_token_id if config.pad_token_id is not None else PAD_ID
+        # RoBERTa numbers positions from pad_id + 1, so that it has room for fewer tokens than
+        # positions; for models that number from 0, this gives some away.
         longest = getattr(config, "max_position_embeddings", options.max_length) - pad_id - 1
         length = min(options.max_length, longest)
         kind = TextModel(tokenizer=tokenizer, max_length=length, pad_id=pad_id, classes=classes)
         return model, kind
+    # Each device trains its own; they come out alike, see the note in onefold.jobs.tokens.
     tokenizer = train_tokenizer([line.text for line in data.train], options.vocabulary)
     model = build_classifier(
         options.vocabulary,
@@ -359,8 +373,8 @@ def _examples(
     kind: TextModel,
     labels: Sequence[int],
 ) -> dict[str, Any]:
-    """What the trained model says of the texts to score on."""
-    said = trainer.predict(
+    """Show what the trained model predicts for the test texts; called on every device."""
+    predicted = trainer.predict(
         confidences, dev_set, batch_size=EVALUATION_BATCH_SIZE, collate=kind.collate
     )["confidence"]
 
@@ -368,4 +382,4 @@ def _examples(
         line = dev[number]
         return {"name": f"line {line.line_number}", "text": line.text[:SHOWN_CHARACTERS]}
 
-    return classifier_examples(JOB, said, labels, kind.classes, show)
+    return classifier_examples(JOB, predicted, labels, kind.classes, show)

@@ -1,4 +1,13 @@
-"""Models of texts: a small one from scratch, and those that transformers has saved."""
+"""Models of texts: a small one from scratch, and those that transformers has saved.
+
+Note: what a folder of somebody else's may do
+---------------------------------------------
+transformers can be told by a folder to run code: by Python files that ``config.json`` names, by
+kernels that are fetched from a hub and named in the same file, by pickled weights, by adapters. Of
+all this nothing is wanted here. ``trust_remote_code=False`` is written out everywhere, as the
+default asks the user, who is not there; names of kernels are refused; and weights are read by our
+own reader and handed over as tensors. What remains are descriptions, and models of the library.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +36,9 @@ _WEIGHTS = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
-"""In the order in which they are looked for."""
+"""Names of files of weights, in the order in which they are looked for."""
 _CODE = ("attn_implementation", "experts_implementation")
-"""How names end of what may say where code comes from."""
+"""Endings of the names in a configuration that choose an implementation."""
 _INDEX = ".index.json"
 _MOST_CONFIG_BYTES = 1 << 24
 _MOST_TOKENIZER_BYTES = 1 << 28
@@ -47,7 +56,7 @@ def build_classifier(
     dropout: float,
     pad_id: int = PAD_ID,
 ) -> nn.Module:
-    """A RoBERTa with a head for classes, its weights drawn from PyTorch's global generator.
+    """Build a RoBERTa that classifies, its weights drawn from PyTorch's global generator.
 
     Args:
         vocabulary_size: one more than the largest token id.
@@ -64,7 +73,7 @@ def build_classifier(
 
     Raises:
         LaunchError: ``transformers`` is not installed.
-        ValueError: ``width`` is no multiple of ``heads``.
+        ValueError: ``width`` is not a multiple of ``heads``.
 
     Source: Liu et al., RoBERTa: A Robustly Optimized BERT Pretraining Approach, 2019.
     """
@@ -81,7 +90,7 @@ def build_classifier(
         intermediate_size=4 * width,
         num_hidden_layers=layers,
         num_attention_heads=heads,
-        # RoBERTa counts places from pad_id + 1.
+        # RoBERTa numbers positions from pad_id + 1, but embeds the numbers before that as well.
         max_position_embeddings=max_length + pad_id + 1,
         type_vocab_size=1,
         hidden_dropout_prob=dropout,
@@ -95,24 +104,24 @@ def build_classifier(
 
 
 def head_parts(model: nn.Module) -> tuple[str, ...]:
-    """Names of what a classifier of transformers has beside its body: what gives the classes.
+    """Name the parts of a classifier that turn what its body computes into classes.
 
     Args:
-        model: of `build_classifier`, `build_from_config` or `load_pretrained`.
+        model: from `build_classifier`, `build_from_config` or `load_pretrained`.
     """
     body: Any = model.base_model_prefix
     return tuple(name for name, _ in model.named_children() if name != body)
 
 
 def build_from_config(config: str) -> nn.Module:
-    """A classifier of the shape of a ``config.json``, with weights from the global generator.
+    """Build a classifier from a ``config.json``, with weights from the global generator.
 
     Args:
-        config: what ``model.config.to_json_string(use_diff=False)`` gave.
+        config: what ``model.config.to_json_string(use_diff=False)`` returned.
 
     Raises:
         LaunchError: ``transformers`` is not installed.
-        CheckpointError: it describes no model, or one that needs code from elsewhere.
+        CheckpointError: the text describes no model, or one that needs code from elsewhere.
     """
     require("transformers")
     from transformers import AutoConfig, AutoModelForSequenceClassification
@@ -125,7 +134,8 @@ def build_from_config(config: str) -> nn.Module:
             model: nn.Module = AutoModelForSequenceClassification.from_config(
                 described, trust_remote_code=False
             )
-    except Exception as failure:  # of many kinds: the values are read by another library
+    except Exception as failure:
+        # The values are read by another library, where any error may come of a wrong one.
         raise CheckpointError(
             f"expected the description of a model that transformers can build, got "
             f"{type(failure).__name__}: {failure}"
@@ -134,20 +144,21 @@ def build_from_config(config: str) -> nn.Module:
 
 
 def _refuse_kernels(value: object, name: str = "") -> None:
-    """Refuse a description that has code fetched from elsewhere: an attention named OWNER/NAME.
+    """Refuse a description by which code would be fetched: an implementation named OWNER/NAME.
 
     Raises:
-        ValueError: it does.
+        ValueError: the description names such an implementation.
     """
     if isinstance(value, dict):
         for key, part in value.items():
+            # The name above counts as well: an implementation may be a dict, by part of the model.
             _refuse_kernels(part, name if name.endswith(_CODE) else str(key))
     elif isinstance(value, str) and name.endswith(_CODE) and "/" in value:
         raise ValueError(f"{name} {value!r} names code that would be fetched and run")
 
 
 def load_pretrained(directory: str | PathLike[str], num_classes: int) -> tuple[nn.Module, str]:
-    """A model that was trained before, from a folder on this machine, with a head for classes.
+    """Load a pretrained model from a folder on this machine, with a head for classes.
 
     Args:
         directory: holds ``config.json``, the weights (``model.safetensors`` or
@@ -156,28 +167,30 @@ def load_pretrained(directory: str | PathLike[str], num_classes: int) -> tuple[n
             of classes, is drawn from PyTorch's global generator.
 
     Returns:
-        The model in float32, set to train, and its tokenizer as JSON for `encode_texts`. Its
-        ``config`` says how long a text may be.
+        The model in float32 and training mode, and its tokenizer as JSON for `encode_texts`. The
+        model's ``config`` has the length of the longest text.
 
     Raises:
         LaunchError: ``transformers`` or ``tokenizers`` is not installed.
-        CheckpointError: the folder lacks something, it cannot be read, or its parts do not fit.
+        CheckpointError: a file is missing or damaged, or model and tokenizer do not fit.
     """
     require("transformers", "tokenizers")
     directory = Path(directory)
     _check_files(directory)
     try:
         with _quiet():
-            model, told = _load_model(directory, num_classes)
+            model, report = _load_model(directory, num_classes)
             tokenizer, tokens = _load_tokenizer(directory)
-    except Exception as failure:  # of many kinds: the files are read by another library
+    except Exception as failure:
+        # The files are read by another library, where any error may come of a damaged one.
         raise CheckpointError(
             f"{directory}: expected a model and a tokenizer that transformers can load, got "
             f"{type(failure).__name__}: {failure}"
         ) from failure
     refuse_spoilt(model, directory)
-    _check_weights(directory, model, told)
+    _check_weights(directory, model, report)
     _check_vocabulary(directory, model, tokens)
+    # The library returns it in evaluation mode, in which there is no dropout.
     return model.train(), tokenizer
 
 
@@ -191,7 +204,7 @@ def _check_files(directory: Path) -> None:
 
 
 def _load_model(directory: Path, num_classes: int) -> tuple[Any, dict[str, Any]]:
-    """The model, and which of its weights were not in the folder or did not fit."""
+    """Load the model; return it, and the names of weights that were missing or did not fit."""
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoConfig
 
     _refuse_kernels(read_json(directory / "config.json", _MOST_CONFIG_BYTES))
@@ -202,8 +215,10 @@ def _load_model(directory: Path, num_classes: int) -> tuple[Any, dict[str, Any]]
         local_files_only=True,
         trust_remote_code=False,
     )
-    # With the weights as tensors: of a folder, the library would also read pickles and adapters.
-    model, told = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)].from_pretrained(
+    # With the weights as tensors: from a folder, the library would also read pickles and adapters.
+    # In float32 whatever the file has, or the type would depend on the release; and a head for
+    # another number of classes is made anew instead of refused.
+    model, report = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)].from_pretrained(
         None,
         config=config,
         state_dict=_read_state(directory),
@@ -213,18 +228,20 @@ def _load_model(directory: Path, num_classes: int) -> tuple[Any, dict[str, Any]]
         ignore_mismatched_sizes=True,
         output_loading_info=True,
     )
-    return model, told
+    return model, report
 
 
 def _read_state(directory: Path) -> dict[str, torch.Tensor]:
-    """The weights of a folder, from one file or several, without running any code of them."""
+    """Read the weights of a folder, from one file or several, without running any code in them."""
     name = next(name for name in _WEIGHTS if (directory / name).is_file())
     if not name.endswith(_INDEX):
         return _tensors(directory / name)
     index = read_json(directory / name, _MOST_CONFIG_BYTES)
+    # Sorted: which of two files wins, if both hold a name, must not depend on a hash table.
     parts = sorted(set(index["weight_map"].values()))
     state: dict[str, torch.Tensor] = {}
     for part in parts:
+        # The index may be anybody's: it must not lead out of the folder.
         if Path(part).name != part:
             raise ValueError(f"{name} names {part!r}, which is no file beside it")
         state.update(_tensors(directory / part))
@@ -241,11 +258,12 @@ def _tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _load_tokenizer(directory: Path) -> tuple[str, int]:
-    """The tokenizer as JSON, made from older files if need be, and how many tokens it has."""
+    """Load the tokenizer, from older files if need be; return it as JSON, and its token count."""
     from tokenizers import Tokenizer
     from transformers import AutoTokenizer
 
     whole = directory / "tokenizer.json"
+    # Read by ourselves where possible: AutoTokenizer follows further files of the folder.
     if whole.is_file():
         tokenizer = Tokenizer.from_str(read_whole(whole, _MOST_TOKENIZER_BYTES).decode())
     else:
@@ -256,7 +274,8 @@ def _load_tokenizer(directory: Path) -> tuple[str, int]:
 
 
 def _check_weights(directory: Path, model: Any, told: dict[str, Any]) -> None:
-    """Refuse a folder without the weights of the encoder: only a head may be new."""
+    """Refuse a folder that lacks weights of the encoder: only the head may be new."""
+    # And the pooler, which models that were trained to fill in words do not have.
     body = f"{model.base_model_prefix}."
     missing = [str(name) for name in told["missing_keys"]]
     missing += [str(name) for name, *_ in told["mismatched_keys"]]
@@ -279,12 +298,13 @@ def _check_vocabulary(directory: Path, model: Any, tokens: int) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' progress bars, its table of new weights and its own deprecated calls.
+    """Silence transformers' progress bars, its table of new weights, and its deprecation warnings.
 
-    Or each device would show them.
+    Otherwise every device would show them.
     """
     from transformers.utils import logging
 
+    # Settings of the whole process, so they are put back: the user may have chosen them.
     bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity_error()

@@ -1,15 +1,15 @@
-"""What the text job is made of: a tokenizer, texts as token ids, a RoBERTa that classifies them.
+"""Tokenizers, texts as token ids, and shards of them.
 
-The packages ``tokenizers`` and ``transformers`` (extra ``[text]``) are loaded only where needed:
-neither reading encoded texts nor making shards of them takes either.
+The package ``tokenizers`` (extra ``[text]``) is imported only where it is used: neither reading
+encoded texts nor making shards of them needs it.
 
 Note: the same tokenizer everywhere
 -----------------------------------
 Every device may train the tokenizer by itself. Counting runs on several threads and goes through
-hash tables in no certain order, but only whole numbers are added up, the base alphabet is all 256
-bytes in a fixed order, and pairs of equal count are taken by their ids. What does depend on the
-order of a hash table are the ids of pieces with a prefix or suffix of their own ("##ing"): none are
-used here. The order of the texts does not matter either.
+hash tables in no particular order, but only whole numbers are added up, the base alphabet is all
+256 bytes in a fixed order, and of pairs with equal counts the one with the lower ids is merged
+first. What would depend on the order of a hash table are the ids of pieces with a prefix or suffix
+of their own ("##ing"): none are used here. The order of the texts does not matter either.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ __all__ = [
     "train_tokenizer",
 ]
 
+# In the order of RoBERTa's own vocabulary: its configuration has these numbers as defaults.
 SPECIAL_TOKENS = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
-"""Of a trained tokenizer; their ids are their places."""
+"""The special tokens of a trained tokenizer; their ids are their places here."""
 START_ID, PAD_ID, END_ID, _, MASK_ID = range(len(SPECIAL_TOKENS))
 
 _SMALLEST_VOCABULARY = len(SPECIAL_TOKENS) + 256
@@ -82,6 +83,7 @@ def train_tokenizer(texts: Sequence[str], vocabulary_size: int) -> str:
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary_size,
         special_tokens=list(SPECIAL_TOKENS),
+        # Sorted, as the library gives it in no particular order, and ids follow this one.
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -93,10 +95,10 @@ def train_tokenizer(texts: Sequence[str], vocabulary_size: int) -> str:
 def encode_texts(
     texts: Sequence[str], tokenizer: str, *, max_length: int
 ) -> list[torch.Tensor]:  # (t,) int64, t at most max_length
-    """Token ids of texts, each between the tokenizer's special tokens, such as <s> and </s>.
+    """Turn texts into token ids, each between the tokenizer's special tokens, as <s> and </s>.
 
     Args:
-        texts: that stand for themselves: "</s>" in one of them is four characters.
+        texts: plain texts: "</s>" in one of them is four characters, and no special token.
         tokenizer: JSON, from `train_tokenizer` or `load_pretrained`.
         max_length: tokens at most, with the special ones; what is beyond is cut off.
 
@@ -112,14 +114,16 @@ def encode_texts(
     if max_length < least:
         raise ValueError(f"expected max_length of {least} or more, got {max_length}")
     encoder.encode_special_tokens = True
+    # Saved tokenizers may pad and cut as they were used last, and both are settled elsewhere.
     encoder.no_padding()
     encoder.enable_truncation(max_length)
-    # One by one: a batch starts threads, and some releases complain of forks after that.
+    # One by one: encode_batch starts threads, and some releases warn of forks after that, such as
+    # those of a loader's workers.
     return [torch.tensor(encoder.encode(text).ids, dtype=torch.int64) for text in texts]
 
 
 def token_roles(tokenizer: str) -> tuple[int, set[int]]:
-    """Which token stands for a hidden one, and which are special: never hidden.
+    """Find the token that stands for a hidden one, and the special tokens, never hidden.
 
     Args:
         tokenizer: JSON, from `train_tokenizer` or `load_pretrained`.
@@ -127,9 +131,10 @@ def token_roles(tokenizer: str) -> tuple[int, set[int]]:
     Returns:
         The id of the mask (of the unknown token where there is no mask), and all special ids.
     """
-    said = json.loads(tokenizer)
-    special = {token["content"]: int(token["id"]) for token in said["added_tokens"]}
+    content = json.loads(tokenizer)
+    special = {token["content"]: int(token["id"]) for token in content["added_tokens"]}
     names = ("<mask>", "[MASK]", "<unk>", "[UNK]")
+    # A tokenizer without a mask hides tokens behind the unknown one, whose meaning is as open.
     mask = next((special[name] for name in names if name in special), MASK_ID)
     return mask, set(special.values())
 
@@ -146,7 +151,7 @@ class EncodedTexts(Dataset[tuple[torch.Tensor, int]]):
         special_ids: tokens that are never dropped.
 
     Raises:
-        ValueError: there are more of one than of the other, or the share is not in [0, 1).
+        ValueError: texts and labels differ in number, or the share is not in [0, 1).
 
     Example:
         >>> texts = EncodedTexts([torch.tensor([0, 65, 66, 2]), torch.tensor([0, 67, 2])], [1, 0])
@@ -184,6 +189,7 @@ class EncodedTexts(Dataset[tuple[torch.Tensor, int]]):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         ids = self._ids[index]
         if self._token_dropout:
+            # For special tokens as well, so that the draws depend on the length alone.
             drawn = torch.rand(len(ids)) < self._token_dropout
             ids = ids.masked_fill(drawn & ~torch.isin(ids, self._special_ids), self._mask_id)
         return ids, self._labels[index]
@@ -192,11 +198,11 @@ class EncodedTexts(Dataset[tuple[torch.Tensor, int]]):
 def pad_shard(
     samples: Sequence[tuple[torch.Tensor, int]], pad_id: int = PAD_ID
 ) -> dict[str, torch.Tensor]:
-    """Make a shard of texts, all as long as its longest.
+    """Make a shard of texts, padded to the length of its longest.
 
     Args:
-        samples: of `EncodedTexts`, one or more.
-        pad_id: fills the shorter ones up.
+        samples: one or more items of `EncodedTexts`.
+        pad_id: token id of the padding.
 
     Returns:
         ``input_ids`` (n, t) int64, ``attention_mask`` (n, t) int64, 1 where there is text, and
@@ -212,6 +218,7 @@ def pad_shard(
     """
     texts = [ids for ids, _ in samples]
     lengths = torch.tensor([len(ids) for ids in texts])
+    # The mask is made of lengths, not of ids: some models pad with a token that texts have, too.
     padded = pad_sequence(texts, batch_first=True, padding_value=pad_id)
     return {
         "input_ids": padded,
@@ -221,7 +228,12 @@ def pad_shard(
 
 
 def require(*packages: str) -> None:
-    """Refuse to go on without packages of the extra, and say how to get them."""
+    """Refuse to continue without packages of the extra ``[text]``.
+
+    Raises:
+        LaunchError: a package is not installed; the message has the command that installs it.
+    """
+    # Looked for and not imported: to import transformers takes seconds, and comes where it is used.
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
         raise LaunchError(

@@ -1,6 +1,14 @@
-"""The training that all jobs have in common: epochs, evaluation, checkpoints, what is told.
+"""Trains a task: the epochs, evaluations, checkpoints and records that all jobs have in common.
 
 It uses nothing but the public interface, so it is also an example of how to use that.
+
+Note: what an end at any point leaves
+-------------------------------------
+Only the checkpoints decide where a run resumes; ``metrics.jsonl`` and ``run.json`` follow them.
+A line of metrics is written before the checkpoint that counts it, so no line can be missing, and
+`RunFolder.go_on` removes those that came after the checkpoint. ``run.json`` names the best
+checkpoint only once that is on the disk; what it named before may be gone by then, and
+`best_checkpoint` then looks for the best that is there.
 """
 
 from __future__ import annotations
@@ -29,14 +37,14 @@ from onefold.system.words import counted
 __all__ = ["Task", "Training", "begin_training", "facts_of", "train"]
 
 _LINES = 20
-"""Lines of metrics in an epoch, beside that of the epoch itself."""
+"""How many lines of metrics an epoch has, besides the line of the epoch itself."""
 _FEW_STEPS = 100
-"""Hardly anything is learnt in fewer."""
+"""With fewer steps in all, hardly anything is learnt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What a job makes of its options and data."""
+    """What a job makes of its options and data: everything that `train` needs."""
 
     model: nn.Module
     groups: Sequence[dict[str, Any]]
@@ -51,18 +59,19 @@ class Task:
     test_set: Any
     collate: Callable[[list[Any]], Any] | None = None
     lengths: Sequence[int] | None = None
-    """Of the training samples, where batches are made by them."""
+    """The training samples' lengths, if those of similar length are to share a batch."""
     least_shard: int = 1
-    """Samples that every shard must have, as for batch norm; a last batch of fewer is left out."""
+    """How many samples each shard needs, such as 2 for batch norm; a last batch that is too short
+    for that is left out."""
     evaluation_batch_size: int = 256
     examples: Callable[[onefold.Trainer, RunFolder], dict[str, Any]]
     """What the report shows of the trained model; called on every device."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """For ``run.json``: classes, the model's name, what was left out."""
+    """What ``run.json`` records besides: classes, the model's name, what was left out."""
     files: Mapping[str, str] = field(default_factory=dict)
-    """What else the model needs to be used: name and content."""
+    """Files without which the model cannot be used later: content by name."""
     scan: str = ""
-    """What was seen of the data's files."""
+    """What the look through the data's files found, for a run that resumes."""
 
 
 class Described(Protocol):
@@ -77,7 +86,7 @@ class Described(Protocol):
 
 
 def facts_of(data: Described) -> dict[str, Any]:
-    """What the record of a run says of its data, whatever the job."""
+    """What ``run.json`` records about the data, whatever the job."""
     left_out = [str(each) for each in data.left_out]
     return {"data": data.digest, "left_out": left_out, "notes": data.notes}
 
@@ -91,13 +100,13 @@ def train(options: TrainOptions, job: str, task: Task) -> dict[str, Any]:
         task: what to train.
 
     Returns:
-        What ``run.json`` says in the end.
+        What ``run.json`` holds in the end.
     """
     return begin_training(options, job, task).run()
 
 
 def begin_training(options: TrainOptions, job: str, task: Task) -> Training:
-    """Form the devices' run, and write nothing yet; called on every device.
+    """Build the trainer of a run without writing anything yet; called on every device.
 
     Args:
         options: settled ones.
@@ -121,15 +130,16 @@ def begin_training(options: TrainOptions, job: str, task: Task) -> Training:
         schedule=torch.optim.lr_scheduler.LambdaLR(optimizer, factor),
         clip_norm=options.clip_norm,
     )
+    # Only now is it known which process is the lead, and so who may write.
     folder = RunFolder(options.folder, is_lead=trainer.is_lead)
     return Training(options, job, task, trainer, folder, optimizer, epochs, steps)
 
 
 def _check_task(options: TrainOptions, task: Task) -> None:
-    """Refuse a batch that has too few samples for its shards.
+    """Refuse a batch size with which not even a full batch has enough samples for each shard.
 
     Raises:
-        ValueError: it has.
+        ValueError: the largest batch has too few samples.
     """
     most = min(options.batch_size, len(task.train_set))
     if most < _least_batch(options, task):
@@ -141,18 +151,20 @@ def _check_task(options: TrainOptions, task: Task) -> None:
 
 
 def _steps_of_epoch(options: TrainOptions, task: Task) -> int:
-    """Batches of a pass over the training set, without a last one that is too short."""
+    """Number of batches in a pass over the training set, without a last one that is too short."""
     whole, rest = divmod(len(task.train_set), options.batch_size)
     return whole + (1 if rest >= _least_batch(options, task) else 0)
 
 
 def _least_batch(options: TrainOptions, task: Task) -> int:
-    """Samples that a batch must have: shards may be empty where the model does not mind."""
+    """The fewest samples that a batch may have."""
+    # An empty shard is skipped. One with a single sample is not, and batch norm fails on it, or
+    # learns nothing: where a shard needs two samples, every shard of a batch must have them.
     return task.least_shard * options.shards if task.least_shard > 1 else 1
 
 
 class Training:
-    """One training from where it is to its end. Made by `begin_training`."""
+    """One training, from its beginning or last checkpoint to its end. Made by `begin_training`."""
 
     def __init__(
         self,
@@ -183,11 +195,11 @@ class Training:
         return self._trainer.is_lead
 
     def run(self) -> dict[str, Any]:
-        """All of it; returns what ``run.json`` says in the end.
+        """Train to the end, and return what ``run.json`` then holds.
 
         Raises:
-            LaunchError: nothing has been trained, as the run cannot be written.
-            OSError: something could not be written later, such as for want of room.
+            LaunchError: the run's folder cannot be written to, or is in use; nothing was trained.
+            OSError: something could not be written later, for instance because the disk is full.
             SystemExit: the launcher asked the run to stop, and it has been saved.
         """
         self._begin()
@@ -198,8 +210,10 @@ class Training:
             self._folder.close()
 
     def _begin(self) -> None:
-        """Make the folder, or go on from its last checkpoint."""
+        """Create the folder, or load its last checkpoint."""
         loaded = None
+        # Loaded before the folder is touched: how much of the metrics stays depends on the step of
+        # the checkpoint. A run that was killed before its first one begins again, in its folder.
         if self._options.resume:
             loaded = self._trainer.load(self._folder.checkpoints, if_any=True)
         if loaded is not None:
@@ -217,14 +231,15 @@ class Training:
             self._folder.create(self._options, self._job, self._task.files)
             self._folder.say(started=_now())
         self._folder.keep_scan(self._task.scan)
+        # TensorBoard drops events from this step on: those of steps that are now done again.
         self._folder.open_events(self._trainer.steps + 1)
         self._folder.say(**self._facts())
 
     def _agree(self, write: Callable[[], None]) -> None:
-        """Have the lead write; what it cannot write ends the run alike on all devices.
+        """Have the lead write, and let a failure end the run in the same way on all devices.
 
         Raises:
-            LaunchError: another process is at work in the folder, or it is not to be written to.
+            LaunchError: another process is using the folder, or it cannot be written to.
         """
         failure: LaunchError | None = None
         try:
@@ -235,6 +250,8 @@ class Training:
             words = error.strerror or str(error)
             failure = LaunchError(f"{self._folder.path}: the run cannot be written there: {words}")
             failure.__cause__ = error
+        # On every device, failed or not: if the lead raised at once, the others would wait for it
+        # until their time is up, and then report a lost device rather than the folder.
         failed = self._trainer.gather({"failed": float(failure is not None)})
         if failure is None and any(device["failed"] for device in failed):
             failure = LaunchError(f"{self._folder.path}: the lead device could not write there")
@@ -243,7 +260,7 @@ class Training:
             raise failure
 
     def _opening(self) -> list[str]:
-        """What the run is about, in a line; and what may be amiss."""
+        """Lines to begin with: what is trained on what, and anything that looks wrong."""
         facts, trainer = self._facts(), self._trainer
         classes = f" in {counted(len(facts['classes']), 'class')}" if "classes" in facts else ""
         opening = (
@@ -261,12 +278,13 @@ class Training:
         return lines
 
     def _train(self) -> None:
-        """All epochs that are left."""
+        """Train the epochs that remain."""
         task, options, trainer = self._task, self._options, self._trainer
         batches = trainer.loader(
             task.train_set,
             batch_size=options.batch_size,
             shuffle=True,
+            # Only a last batch that is too short for the shards is dropped; see `_steps_of_epoch`.
             drop_last=self._steps * options.batch_size <= len(task.train_set),
             lengths=task.lengths,
             workers=options.workers,
@@ -284,7 +302,8 @@ class Training:
                 self._evaluate(epoch, meter, bar)
 
     def _finish(self) -> dict[str, Any]:
-        """Show the best model at work, and note the end."""
+        """Record examples of the best model and the end of the run."""
+        # Of the last model, so before the examples put the best one in its place for a while.
         fingerprint = self._trainer.fingerprint()
         self._folder.write_examples(self._examples())
         end = {"finished": _now(), "fingerprint": fingerprint, "best": self._best}
@@ -292,9 +311,9 @@ class Training:
         return {**self._facts(), **end, "is_lead": self._trainer.is_lead}
 
     def _examples(self) -> dict[str, Any]:
-        """What the best model makes of the test set; afterwards the trainer is as it was.
+        """Predictions of the best model for the test set; the trainer is left as it was.
 
-        Where the best checkpoint cannot be read, what the last model makes of it.
+        If the best checkpoint cannot be read, the last model's are taken instead.
         """
         epoch, last = self._epochs_done - 1, f"step-{self._trainer.steps:08d}"
         best = self._best or {}
@@ -303,7 +322,8 @@ class Training:
             try:
                 self._trainer.load(self._folder.path / best["checkpoint"])
                 epoch = best["epoch"]
-            except CheckpointError:  # alike on all devices, and nothing has been changed
+            except CheckpointError:
+                # Raised alike on all devices, with nothing changed: none of them is left behind.
                 is_last = True
         examples = self._task.examples(self._trainer, self._folder)
         if not is_last:
@@ -313,6 +333,7 @@ class Training:
     def _train_epoch(self, epoch: int, batches: Any, meter: Meter, bar: TrainingBar) -> None:
         every = max(1, len(batches) // _LINES)
         for batch in batches:
+            # Read first: the step ends by moving the schedule on to the next rate.
             rate = self._optimizer.param_groups[0]["lr"]
             step = self._trainer.step(batch)
             meter.add(step, rate)
@@ -320,15 +341,18 @@ class Training:
             if step.number % every == 0:
                 where = {"kind": "steps", "epoch": epoch, "step": step.number}
                 self._folder.add({**where, **meter.take_line()})
+            # The devices agreed on this in the step, so that all of them save now, or none does.
             stop = self._trainer.asked_to_stop
             if stop or step.number % self._options.save_every == 0:
                 extra = self._extra(self._epochs_done, meter.saved())
+                # In the background while training continues; before leaving, it must be on disk.
                 self._trainer.save(self._folder.checkpoints, keep=KEPT, wait=stop, extra=extra)
             if stop:
                 raise SystemExit(STOPPED_CODE)
         meter.look()
 
     def _evaluate(self, epoch: int, meter: Meter, bar: TrainingBar) -> None:
+        # Taken before the evaluation, during which this clock runs on.
         train_s, task = meter.seconds, self._task
         scores = self._trainer.evaluate(
             task.score,
@@ -353,9 +377,12 @@ class Training:
                 {"device": name, **seconds} for name, seconds in zip(names, phases, strict=True)
             ],
         }
+        # The checkpoint below holds the best so far; for the order of the rest, see the note.
         self._note_best(epoch, scores)
         self._folder.add(line)
         bar.say(epoch_line(line, self._epochs))
+        # The pass is over, so a run that resumes from here starts with the next epoch: it must find
+        # this one counted, and nothing of it in its meter.
         self._epochs_done, self._part = epoch + 1, {}
         self._trainer.save(
             self._folder.checkpoints,
@@ -371,6 +398,8 @@ class Training:
         value = scores[name]
         sign = 1 if direction == "highest" else -1
         before = self._best["value"] if self._best else math.nan
+        # A tie goes to the later epoch, as it does where old checkpoints are deleted; the other
+        # way round, run.json would name one that is gone. A score that is NaN beats nothing.
         if math.isnan(before) or sign * value >= sign * before:
             checkpoint = Path(self._folder.checkpoints.name) / f"step-{self._trainer.steps:08d}"
             self._best = {
@@ -398,6 +427,7 @@ class Training:
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
             "score": self._task.best,
             "best": self._best,
+            # Of an earlier end, if the run had finished and now resumes with more epochs.
             "finished": None,
             "fingerprint": None,
             **self._task.facts,
