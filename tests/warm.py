@@ -7,18 +7,21 @@ and so is everything in a test marked ``fresh``, and with ONEFOLD_TESTS_FRESH=1 
 
 Note: what a child must not keep
 --------------------------------
-Threads do not come along in a fork, so a process that has more of them than at its own start (a
-pool of OpenMP, a server) starts its programs as ever. What is read while Python and its libraries
-are loaded cannot be changed later: variables of such names must be what they were. The rest is put
-back by hand in `_Child`: descriptors, signals, the path, what pytest has put in place of streams
-and warnings, exit functions, caches that belong to a process.
+Threads do not come along in a fork, and a child that wakes one that is not there waits for ever. So
+OpenMP's pool is dissolved first (the next computation makes another one), and a process that has
+more threads than at its own start starts its programs as ever. What is read while Python and its
+libraries are loaded cannot be changed later: variables of such names must be what they were. The
+rest is put back by hand in `_Child`: descriptors, signals, the path, what pytest has put in place
+of streams and warnings, exit functions, caches that belong to a process.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import faulthandler
 import gc
+import importlib
 import importlib.util
 import inspect
 import io
@@ -48,6 +51,7 @@ import torch
 
 SCRIPTS = Path(__file__).parent / "scripts"
 _READ_AT_START = ("PYTHON", "OMP_", "MKL_", "OPENBLAS_", "LD_", "MALLOC_", "GLIBC_", "LC_", "LANG")
+_PAUSE = 1  # omp_pause_soft: keep the settings
 _OURS = ("onefold", "tests", "benchmarks")
 _RealPopen = subprocess.Popen
 _bound = inspect.signature(subprocess.Popen._execute_child).bind  # type: ignore[attr-defined]
@@ -78,10 +82,9 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
         words = asked.args if isinstance(asked.args, list | tuple) else [asked.args]
         words = [os.fspath(word) for word in words]
         program = None if _state.fresh or asked.shell else _program(words)
-        if program is None or not _suits(asked):
+        if program is None or not _is_ready() or not _suits(asked):
             super()._execute_child(*given, **named)  # type: ignore[misc]
             return
-        _load()
         sys.stdout.flush()
         sys.stderr.flush()
         pid = os.fork()
@@ -107,13 +110,30 @@ def start_by_fork(item_is_fresh: bool) -> None:
 def _suits(asked: types.SimpleNamespace) -> bool:
     wanted = os.environ if asked.env is None else asked.env
     wanted = {os.fsdecode(name): os.fsdecode(value) for name, value in wanted.items()}
-    same = all(
+    unchanged = all(
         wanted.get(name) == _state.environment.get(name)
         for name in wanted.keys() | _state.environment.keys()
         if name.startswith(_READ_AT_START)
     )
     plain = asked.uid is None and asked.gid is None and asked.umask < 0 and asked.close_fds
-    return same and plain and _tasks() <= _state.tasks
+    return unchanged and plain
+
+
+def _is_ready() -> bool:
+    """Whether a child would find all that it needs in this process, and no thread that is gone."""
+    _load()
+    openmp = _openmp()
+    if openmp is not None and openmp.omp_pause_resource_all(_PAUSE) != 0:
+        return False
+    return _tasks() <= _state.tasks
+
+
+@cache
+def _openmp() -> ctypes.CDLL | None:
+    """The library that PyTorch computes with, if it is GNU's."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    found = {path for line in lines if "/libgomp" in (path := line.split(maxsplit=5)[-1])}
+    return ctypes.CDLL(min(found)) if found else None
 
 
 def _program(words: Sequence[str]) -> Callable[[], None] | None:
@@ -151,8 +171,8 @@ def _run_script(script: str, arguments: list[str]) -> None:
 def _load() -> None:
     """What every program loads sooner or later, once, before the first fork."""
     environment, filters = dict(os.environ), list(warnings.filters)
-    import cloudpickle  # noqa: F401
-    import torch._dynamo
+    for name in ("cloudpickle", "torch._dynamo"):
+        importlib.import_module(name)
 
     for name in os.environ.keys() - environment.keys():  # of the compiler's cache
         del os.environ[name]
@@ -263,7 +283,7 @@ def _restore_python() -> None:
 
 
 def _writing(descriptor: int, **options: str) -> io.TextIOWrapper:
-    return io.TextIOWrapper(open(descriptor, "wb", closefd=False), **options)  # noqa: SIM115
+    return io.TextIOWrapper(open(descriptor, "wb", closefd=False), **options)
 
 
 def _restore_libraries() -> None:

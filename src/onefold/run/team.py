@@ -13,8 +13,8 @@ from onefold.core.team import Team
 from onefold.core.world import World
 from onefold.errors import LaunchError
 from onefold.run.devices import cores
-from onefold.run.membership import hush_and_report
 from onefold.run.malloc import keep_memory
+from onefold.run.membership import hush_and_report
 from onefold.run.world import visible_gpus
 
 __all__ = ["form_team", "settle_process"]
