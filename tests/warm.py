@@ -71,6 +71,7 @@ def _tasks() -> int:
 
 
 _state = _State()
+_libc = ctypes.CDLL(None)
 _threads = torch.get_num_threads()
 
 
@@ -87,6 +88,8 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
             return
         sys.stdout.flush()
         sys.stderr.flush()
+        # A fork copies the tables of all pages, also of those that hold nothing any more.
+        _libc.malloc_trim(0)
         pid = os.fork()
         if pid == 0:
             _Child(asked).become(program)
@@ -250,12 +253,9 @@ class _Child:
 
 def _restore_python() -> None:
     """What pytest and the tests have changed of Python."""
-    at_once = bool(os.environ.get("PYTHONUNBUFFERED"))
     sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = sys.__stdout__ = _writing(1)
-    sys.stdout.reconfigure(write_through=at_once)
     sys.stderr = sys.__stderr__ = _writing(2, errors="backslashreplace")
-    sys.stderr.reconfigure(write_through=at_once, line_buffering=not at_once)
     sys.excepthook, sys.unraisablehook = sys.__excepthook__, sys.__unraisablehook__
     threading.excepthook = threading.__excepthook__
     sys.path[:] = _fresh_path()
@@ -282,8 +282,14 @@ def _restore_python() -> None:
     random.seed()
 
 
-def _writing(descriptor: int, **options: str) -> io.TextIOWrapper:
-    return io.TextIOWrapper(open(descriptor, "wb", closefd=False), **options)
+def _writing(descriptor: int, errors: str = "strict") -> io.TextIOWrapper:
+    at_once = bool(os.environ.get("PYTHONUNBUFFERED"))
+    return io.TextIOWrapper(
+        open(descriptor, "wb", buffering=0 if at_once else -1, closefd=False),
+        errors=errors,
+        write_through=at_once,
+        line_buffering=descriptor == 2 and not at_once,
+    )
 
 
 def _restore_libraries() -> None:

@@ -192,17 +192,19 @@ def test_two_loaders_side_by_side_go_on_together(runs: Runs) -> None:
     (runs.folder / "crashes").mkdir()
     arguments = ["zip", str(runs.folder / "crashes")]
     options = "--every 3 --restarts 1"
-    code, fingerprint, errors = runs.start(*arguments, "1", options=options).finish()
+    times = "1", str(runs.directory)
+    code, fingerprint, errors = runs.start(*arguments, *times, options=options).finish()
     assert code == 0
     assert all(int(step) % 2 == 0 for step in re.findall(r"going on after step (\d+)", errors))
     runs.directory = runs.folder / "others"
-    assert runs.start(*arguments, "0", options=options).finish()[:2] == (0, fingerprint)
+    times = "0", str(runs.directory)
+    assert runs.start(*arguments, *times, options=options).finish()[:2] == (0, fingerprint)
 
 
 def test_the_end_of_an_epoch_is_gone_through_as_ever(runs: Runs) -> None:
     """A checkpoint that falls on an epoch's last step leaves no empty epoch to go on with."""
     (runs.folder / "crashes").mkdir()
-    arguments = ["crash", str(runs.folder / "crashes"), "1"]
+    arguments = ["crash", str(runs.folder / "crashes"), "1", str(runs.directory)]
     options = "--every 5 --restarts 1"
     run = runs.start(*arguments, options=options)
     code, fingerprint, errors = run.finish()
@@ -216,7 +218,7 @@ def test_the_end_of_an_epoch_is_gone_through_as_ever(runs: Runs) -> None:
 def test_a_crash_is_survived_as_often_as_was_said(runs: Runs, exchange: str) -> None:
     whole = runs.whole(15)
     (runs.folder / "crashes").mkdir()
-    arguments = ["crash", str(runs.folder / "crashes"), "2"]
+    arguments = ["crash", str(runs.folder / "crashes"), "2", str(runs.directory)]
     options = f"--every 3 --restarts 2 --exchange {exchange}"
     code, fingerprint, errors = runs.start(*arguments, options=options).finish()
     assert (code, fingerprint) == (0, whole)
@@ -230,7 +232,7 @@ def test_a_crash_is_survived_as_often_as_was_said(runs: Runs, exchange: str) -> 
 
 def test_a_crash_too_many_ends_the_run(runs: Runs) -> None:
     (runs.folder / "crashes").mkdir()
-    arguments = ["crash", str(runs.folder / "crashes"), "9"]
+    arguments = ["crash", str(runs.folder / "crashes"), "9", str(runs.directory)]
     code, _, errors = runs.start(*arguments, options="--every 3 --restarts 1").finish()
     assert code == 137
     assert errors.count("starting again") == 1

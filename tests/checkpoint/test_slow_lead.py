@@ -15,8 +15,8 @@ from onefold.checkpoint import resume
 from onefold.errors import RunFailed
 from tests.small import make_trainer, points
 
-LIMIT_S = 12.0
-SLOW_S = 15.0
+LIMIT_S = 6.0
+SLOW_S = 7.5
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(320)]
 
 

@@ -1,8 +1,8 @@
 """Trains a small model under ``onefold run --checkpoint``: ``stopped.py KIND [ARGUMENT ...]``.
 
-``steps SECONDS LAST``: each step takes so long. ``crash FOLDER TIMES``: device 0 is killed in step
-7 so many times; each epoch ends with the mean of its losses. ``zip FOLDER TIMES``: likewise, with
-two loaders side by side. ``own``: batches that the script cuts itself. ``two``: two trainers.
+``steps SECONDS LAST``: each step takes so long. ``crash FOLDER TIMES CHECKPOINTS``: device 0 is
+killed in step 7 so many times, once a checkpoint is there; each epoch ends with the mean of its
+losses. ``zip FOLDER TIMES CHECKPOINTS``: likewise, with two loaders side by side. ``own``: batches that the script cuts itself. ``two``: two trainers.
 ``twice``: two steps with one batch. ``schedule``: one that the script steps itself. ``fail``: an
 exception in step 7 of device 1, with the trainer closed whatever happens. ``child``: a process of
 its own that is ended.
@@ -41,10 +41,12 @@ def trainer_of(seed: int) -> onefold.Trainer:
     return onefold.Trainer(model, optimizer, loss, shards=4)
 
 
-def crash(folder: Path, times: int) -> None:
-    """Be killed, unless that has happened often enough."""
+def crash(folder: Path, times: int, checkpoints: Path) -> None:
+    """Be killed once a checkpoint is there, unless that has happened often enough."""
     before = len(list(folder.iterdir()))
     if before < times:
+        while not list(checkpoints.glob("step-*")):
+            time.sleep(0.01)
         (folder / str(before)).touch()
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -86,7 +88,7 @@ def main() -> None:
             if kind == "steps":
                 time.sleep(float(arguments[0]))
             if kind in CRASHES and trainer.is_lead and step.number == CRASHES[kind]:
-                crash(Path(arguments[0]), int(arguments[1]))
+                crash(Path(arguments[0]), int(arguments[1]), Path(arguments[2]))
             if kind == "steps" and step.number == int(arguments[1]):
                 print(trainer.fingerprint(), flush=True)
                 return
