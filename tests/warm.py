@@ -125,18 +125,12 @@ def _suits(asked: types.SimpleNamespace) -> bool:
 def _is_ready() -> bool:
     """Whether a child would find all that it needs in this process, and no thread that is gone."""
     _load()
-    openmp = _openmp()
-    if openmp is not None and openmp.omp_pause_resource_all(_PAUSE) != 0:
-        return False
-    return _tasks() <= _state.tasks
-
-
-@cache
-def _openmp() -> ctypes.CDLL | None:
-    """The library that PyTorch computes with, if it is GNU's."""
     lines = Path("/proc/self/maps").read_text().splitlines()
-    found = {path for line in lines if "/libgomp" in (path := line.split(maxsplit=5)[-1])}
-    return ctypes.CDLL(min(found)) if found else None
+    # PyTorch brings one of its own, and other libraries theirs.
+    for openmp in {path for line in lines if "/libgomp" in (path := line.split(maxsplit=5)[-1])}:
+        if ctypes.CDLL(openmp).omp_pause_resource_all(_PAUSE) != 0:
+            return False
+    return _tasks() <= _state.tasks
 
 
 def _program(words: Sequence[str]) -> Callable[[], None] | None:
@@ -222,6 +216,10 @@ class _Child:
         self._restore_descriptors()
         if self._asked.preexec_fn is not None:
             self._asked.preexec_fn()
+        # As Python does when it starts.
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+        if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         _restore_python()
         _restore_libraries()
         _state.__init__()  # type: ignore[misc]
@@ -232,9 +230,6 @@ class _Child:
         for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
             if callable(signal.getsignal(number)):
                 signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-        if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def _restore_descriptors(self) -> None:
         asked = self._asked

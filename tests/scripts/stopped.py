@@ -2,10 +2,10 @@
 
 ``steps SECONDS LAST``: each step takes so long. ``crash FOLDER TIMES CHECKPOINTS``: device 0 is
 killed in step 7 so many times, once a checkpoint is there; each epoch ends with the mean of its
-losses. ``zip FOLDER TIMES CHECKPOINTS``: likewise, with two loaders side by side. ``own``: batches that the script cuts itself. ``two``: two trainers.
-``twice``: two steps with one batch. ``schedule``: one that the script steps itself. ``fail``: an
-exception in step 7 of device 1, with the trainer closed whatever happens. ``child``: a process of
-its own that is ended.
+losses. ``zip FOLDER TIMES CHECKPOINTS``: likewise, with two loaders side by side. ``own``: batches
+that the script cuts itself. ``two``: two trainers. ``twice``: two steps with one batch.
+``schedule``: one that the script steps itself. ``fail``: an exception in step 7 of device 1, with
+the trainer closed whatever happens. ``child``: a process of its own that is ended.
 """
 
 from __future__ import annotations
