@@ -20,8 +20,8 @@ alone, so that every process finds a tensor at the same offset without asking th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -96,6 +96,14 @@ class Layout:
     def nbytes(self) -> int:
         """Bytes of all sections."""
         return sum(self.section_bytes)
+
+    def converted(self, convert: Callable[[torch.dtype], torch.dtype]) -> Layout:
+        """The same entries at the same elements, in other dtypes that are not narrower."""
+        # Offsets count elements: aligned for a narrow dtype, they are so for any wider one.
+        dtypes = tuple(map(convert, self.dtypes))
+        if any(new.itemsize < old.itemsize for new, old in zip(dtypes, self.dtypes, strict=True)):
+            raise ValueError(f"expected dtypes as wide as {self.dtypes} or wider, got {dtypes}")
+        return replace(self, dtypes=dtypes)
 
     def is_large(self, number: int) -> bool:
         """Whether an entry is large enough to be treated alone rather than with its neighbours."""

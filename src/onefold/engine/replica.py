@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -31,6 +32,7 @@ import torch
 from onefold.core.batch import ShardedBatch, move
 from onefold.core.flat import FlatTensors
 from onefold.core.mean import Contribution, weigh
+from onefold.core.precision import AS_GIVEN, Precision, added_up_in
 from onefold.core.randomness import derive_seed, seed_generators
 from onefold.core.result import ShardResult
 from onefold.core.weights_of_step import SUM, several
@@ -40,6 +42,7 @@ from onefold.engine.gradients import (
     drop_gradients,
     gradients_of,
     take_gradients,
+    widened,
 )
 from onefold.engine.losswatch import LossWatch
 from onefold.engine.modes import Modes
@@ -178,6 +181,7 @@ class Replica:
         trained: this device's memory of the trained parameters.
         other: this device's memory of all other parameters.
         buffers: the module's buffers on this device.
+        precision: what is computed in which dtype.
     """
 
     def __init__(
@@ -188,6 +192,7 @@ class Replica:
         trained: FlatTensors,
         other: FlatTensors,
         buffers: BufferSet,
+        precision: Precision = AS_GIVEN,
     ) -> None:
         self.number = number
         self.device = device
@@ -200,6 +205,8 @@ class Replica:
         self._names = list(parts.trained)
         self._parameters = list(parts.trained.values())
         self._strides = [view.stride() for view in trained.views]
+        self._narrow = [n for n, v in enumerate(trained.views) if added_up_in(v.dtype) != v.dtype]
+        self._compute_in = precision.compute
         self._watched = [parameter for parameter in parts.other.values() if parameter.requires_grad]
         views = [*zip(parts.trained, trained.views, strict=True)]
         views += zip(parts.other, other.views, strict=True)
@@ -283,6 +290,8 @@ class Replica:
         # as well, as checkpointed layers run forward a second time.
         buffers = self.buffers.changed()
         gradients = take_gradients(self._parameters, self._strides, self._names, where)
+        if self._narrow:
+            gradients = widened(gradients, self._narrow)
         # A hook that put a tensor of its own into .grad may write to it in the next shard, while
         # the fold still adds to this one.
         for number in self._may_be_kept:
@@ -292,6 +301,14 @@ class Replica:
         total = None if part.kind == "means" else part.total()
         self._put_back(task)
         return ShardResult(gradients, total, _code(part), buffers)
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Compute in the run's precision inside this context."""
+        # For each shard anew: it keeps the weights that it has converted until it ends, and a
+        # shard must not depend on what another one has left.
+        if self._compute_in is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self._compute_in)
 
     @property
     def nothing(self) -> Gradients:
@@ -311,7 +328,8 @@ class Replica:
         self, shard: int, payload: Any, batch: ShardedBatch, task: ShardTask, where: str
     ) -> Contribution:
         """Run the forward pass, and read what its result contributes to the batch's loss."""
-        result = task.loss(self.module, payload)
+        with self.autocast():
+            result = task.loss(self.module, payload)
         # Now or never: once our backward has run, the two gradients are one sum.
         self._refuse_leftovers(where)
         samples = batch.size_of(shard)
@@ -340,7 +358,8 @@ class Replica:
                 try:
                     # Not under no_grad: a loss that differentiates something itself (a gradient
                     # penalty) needs a graph, and would fail here and not in the step proper.
-                    result = task.loss(self.module, move(batch.shards[shard], self.device))
+                    with self.autocast():
+                        result = task.loss(self.module, move(batch.shards[shard], self.device))
                     weighed = weigh(result, batch.size_of(shard), f"the loss of {where}")
                     found[shard] = [(part.kind, part.weight) for part in weighed.parts]
                 except Exception as error:

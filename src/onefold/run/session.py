@@ -35,10 +35,10 @@ from onefold.engine.assembly import assemble
 from onefold.engine.engine import Outcome
 from onefold.engine.evaluation import DataCall, ScoreFunction
 from onefold.engine.modelcheck import check_model
+from onefold.engine.optimizercheck import check_optimizer
 from onefold.engine.replica import LossFunction
 from onefold.engine.schedule import check_schedule
 from onefold.engine.step import Step
-from onefold.engine.update import check_optimizer
 from onefold.exchange.progress import progress_of
 from onefold.reading.loader import Loader
 from onefold.reading.position import Position
