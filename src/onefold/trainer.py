@@ -14,7 +14,8 @@ from onefold.checkpoint.keeping import Checkpoint, Keeping
 from onefold.core.fingerprint import fingerprint_of, named_tensors, tensor_digests
 from onefold.core.head import Call, StepHead
 from onefold.core.jsonvalue import to_json
-from onefold.core.settings import BufferRule, Settings
+from onefold.core.precision import Precision, PrecisionName
+from onefold.core.settings import BufferRule, OnNonfinite, Settings
 from onefold.engine.evaluation import ScoreFunction, evaluate
 from onefold.engine.prediction import gather, predict
 from onefold.engine.replica import LossFunction
@@ -46,6 +47,12 @@ class Trainer:
         threads: of each CPU device; ``max(1, cores // shards)`` by default.
         schedule: a ``torch.optim.lr_scheduler`` of the optimizer, stepped once a step and saved.
         clip_norm: scale the whole gradient down to this norm where it is larger.
+        clip_value: limit each element of the gradient to this magnitude, after ``clip_norm``.
+        precision: ``"bf16"`` or ``"fp16"`` computes by autocast; with ``"-params"`` behind it the
+            model holds parameters of that precision, and the optimizer updates float32 ones;
+            ``"fp32"`` expects float32; None leaves all to the model. See docs/precision.md.
+        on_nonfinite: whether to ``"raise"`` on a loss or gradient that is not finite, before
+            anything is updated, or to ``"skip"`` the step.
         deterministic: use kernels that repeat their bits, and refuse others.
         buffers: what becomes of buffers that shards change, by name or pattern, where it is not the
             mean over the shards (floating point) or the largest (other numbers): ``"mean"``,
@@ -82,6 +89,9 @@ class Trainer:
         threads: int | None = None,
         schedule: LRScheduler | None = None,
         clip_norm: float | None = None,
+        clip_value: float | None = None,
+        precision: PrecisionName | None = None,
+        on_nonfinite: OnNonfinite = "raise",
         deterministic: bool = True,
         buffers: Mapping[str, BufferRule] | None = None,
         timeout_s: float | None = None,
@@ -91,6 +101,9 @@ class Trainer:
             shards=shards,
             seed=seed,
             clip_norm=clip_norm,
+            clip_value=clip_value,
+            precision=Precision(precision),
+            on_nonfinite=on_nonfinite,
             deterministic=deterministic,
             timeout_s=world.options.timeout_s if timeout_s is None else timeout_s,
             threads=threads,
@@ -154,9 +167,9 @@ class Trainer:
     ) -> Loader:
         """Batches of a data set, for `step`; each device reads its own shards alone.
 
-        Make loaders in the same order on all devices and in every run: their order and random
-        numbers depend on how many were made before. Changes of the data set between passes are seen
-        by the next pass. After a checkpoint, the first pass begins with the first unused sample.
+        Make loaders in the same order on all devices and in every run: their random numbers depend
+        on how many were made before. After a checkpoint, the first pass begins with the first
+        unused sample.
 
         Args:
             dataset: has a length and an item for each index.
@@ -237,9 +250,8 @@ class Trainer:
         """The model's values for every sample, in the data set's order; called on every device.
 
         Args:
-            function: ``function(model, batch)`` for one shard; returns a dict of names to tensors
-                (n, ...), one row a sample, alike in dtype and shape for all samples. The model is
-                in evaluation mode and no gradient is recorded.
+            function: ``function(model, batch)`` for one shard, as in `evaluate`; returns a dict of
+                names to tensors (n, ...), one row a sample, alike in dtype and shape for all.
             dataset, batch_size, workers, collate: as for `loader`.
 
         Returns:
@@ -261,8 +273,7 @@ class Trainer:
         """Numbers of every device's process, such as seconds or bytes; called on every device.
 
         Args:
-            numbers: of this process, by name; the same names in all processes. Where one process
-                drives several devices, each of them has these.
+            numbers: of this process and so of all its devices, by name; the same names everywhere.
 
         Returns:
             One dict for each of `devices`, in their order, on every device.
@@ -279,9 +290,9 @@ class Trainer:
     def changing(self) -> Iterator[None]:
         """A block in which the model may be changed between steps; called on every device.
 
-        When it ends, the parameters and buffers of the lead, and its optimizer's settings, are
-        everybody's; what other devices wrote is dropped, so the same lines may run on all of them
-        or on the lead alone. With several devices, other changes are refused at the next call.
+        When it ends, the lead's parameters, buffers and optimizer settings are everybody's; what
+        other devices wrote is dropped, so the lines may run on all of them or on the lead alone.
+        With several devices, other changes are refused at the next call.
 
         Raises:
             DisagreementError: another device is somewhere else.
@@ -319,9 +330,8 @@ class Trainer:
     ) -> Path:
         """Write the run as it is now to ``directory/step-00001234/``, and return that folder.
 
-        ``model.safetensors`` there holds the parameters and buffers under the user's own names,
-        ``optimizer.safetensors`` the optimizer's tensors, ``run.json`` the rest. The folder is
-        there whole or not at all. Called on every device; the lead writes.
+        ``model.safetensors`` there holds parameters and buffers under the user's own names. The
+        folder is there whole or not at all. Called on every device; the lead writes.
 
         Args:
             directory: holds the checkpoints of a run; made if it is not there.
@@ -366,15 +376,15 @@ class Trainer:
     ) -> Checkpoint | None:
         """Go on from the newest checkpoint of a directory, on any number of devices.
 
-        Afterwards model, optimizer and schedule are as they were, and `epochs` and loaders, made
-        before or after, go on at the sample where the run was saved. A checkpoint that is damaged
-        is left out with a warning. Called on every device; the lead reads.
+        Model, optimizer and schedule are then as they were, and `epochs` and loaders go on at the
+        sample where the run was saved. A checkpoint that is damaged is left out with a warning.
+        Called on every device; the lead reads.
 
         Args:
             directory: what was given to `save`, or the folder of one checkpoint.
             changed: what may differ from the run that was saved, each giving up a part of the
                 promise: ``"seed"``, ``"shards"``, ``"batch_size"``, ``"dataset"``,
-                ``"clip_norm"``, ``"optimizer"``, ``"schedule"``.
+                ``"clip_norm"``, ``"precision"``, ``"optimizer"``, ``"schedule"``.
             if_any: where there is no checkpoint yet, do nothing, and return None.
 
         Raises:
@@ -394,7 +404,6 @@ class Trainer:
         """Leave the run; the model keeps its values. Also done at the end of the program.
 
         With ``onefold run --checkpoint``, while an exception is handled on one of several devices,
-        the run is left (and saved) only at the end of the script. Raises OSError if a checkpoint
-        could not be written in the background.
+        that happens only at its end. Raises OSError if a checkpoint could not be written.
         """
         self._session.close()

@@ -165,6 +165,8 @@ class ShardTask:
     """The modes of the module's parts, put back after every shard where there are several."""
     trainable: Sequence[bool]
     """Which parameters require a gradient; put back after every shard where there are several."""
+    scale: float = 1.0
+    """What the loss is multiplied by before backward: a power of two."""
     due: bool = False
     """Whether to make the checks that cost more."""
     divisors: Sequence[float] | None = None
@@ -280,7 +282,7 @@ class Replica:
             part = self._loss_of(shard, payload, batch, task, where)
             middle = self.watch.now()
             self.watch.note("forward", f"forward shard {shard}", start, middle)
-            _backward(part, batch)
+            _backward(part, batch, task.scale)
         except Exception as error:
             self._put_back(task)
             self._explain(error, where)
@@ -420,7 +422,7 @@ def _of_one_divisor(part: Contribution, task: ShardTask) -> Contribution:
     return whole if any(divisors) else replace(whole, kind="mean", weight=0.0)
 
 
-def _backward(part: Contribution, batch: ShardedBatch) -> None:
+def _backward(part: Contribution, batch: ShardedBatch, scale: float) -> None:
     """Run backward where it can begin and there is something to differentiate."""
     # A loss that depends on no parameter is legal in one shard (one without positives, say); that
     # none of the batch's shards gave a gradient is refused later, in `Engine._apply`.
@@ -430,7 +432,7 @@ def _backward(part: Contribution, batch: ShardedBatch) -> None:
     # loop, and gradients of low precision do not overflow on the way.
     divisor = 1.0 if part.kind == "sum" else batch.divisor(part.weight)
     if divisor:
-        part.backward(divisor)
+        part.backward(divisor / scale)
 
 
 def _code(part: Contribution) -> float:

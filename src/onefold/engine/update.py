@@ -24,7 +24,7 @@ from onefold.core.roster import Roster
 from onefold.core.storage import Storage
 from onefold.engine.optimizercheck import TAKEN
 from onefold.engine.optimizerstate import PieceState, is_by_element
-from onefold.system.compat import copy_each, multiply_each
+from onefold.system.compat import copy_each, limit_each, multiply_each, norm_of_each
 
 __all__ = ["MASTER", "OwnedPiece", "SpanOptimizer"]
 
@@ -177,6 +177,12 @@ class SpanOptimizer:
         for (device, _), group in alike.items():
             multiply_each(group, factor.to(device))
 
+    def limit(self, magnitude: float) -> None:
+        """Limit each element of all gradients of this process's pieces to a magnitude."""
+        gradients = [gradient for gradient in self.gradients if gradient is not None]
+        if gradients:
+            limit_each(gradients, magnitude)
+
     def squared_norms(self) -> dict[int, torch.Tensor]:
         """Compute each own device's row of squared norms, one number per piece of the model.
 
@@ -186,21 +192,19 @@ class SpanOptimizer:
         """
         # A norm for each piece and never for a span: pieces do not depend on the number of devices,
         # so neither does the order in which a piece's squares, and then the pieces, are added up.
-        rows: dict[int, torch.Tensor] = {}
-        for item, gradient in zip(self.owned, self.gradients, strict=True):
-            device = item.values.device
-            row = rows.setdefault(
-                item.device,
-                torch.zeros(len(self.storage.pieces), dtype=torch.float64, device=device),
-            )
-            if gradient is not None:
-                row[item.number] = torch.linalg.vector_norm(gradient).double().square()
-        # A device whose span is empty has a row as well: all devices must share alike.
-        for number, flat in self._memory.items():
-            rows.setdefault(
-                number,
-                torch.zeros(len(self.storage.pieces), dtype=torch.float64, device=flat.device),
-            )
+        rows = {
+            # A device whose span is empty has a row as well: all devices must share alike.
+            number: torch.zeros(len(self.storage.pieces), dtype=torch.float64, device=flat.device)
+            for number, flat in self._memory.items()
+        }
+        pairs = zip(self.owned, self.gradients, strict=True)
+        given = [(item, gradient) for item, gradient in pairs if gradient is not None]
+        norms = norm_of_each([gradient for _, gradient in given])
+        for device, row in rows.items():
+            own = [n for n, (item, _) in enumerate(given) if item.device == device]
+            if own:
+                places = torch.tensor([given[n][0].number for n in own], device=row.device)
+                row[places] = torch.stack([norms[n].double() for n in own]).square()
         return rows
 
     def step(self) -> None:

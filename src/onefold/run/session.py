@@ -28,12 +28,14 @@ from onefold.checkpoint.autosave import Autosave
 from onefold.checkpoint.resume import Checkpoints
 from onefold.core.batch import ShardedBatch, cut_batch
 from onefold.core.head import Call
+from onefold.core.precision import Precision
 from onefold.core.settings import Settings
 from onefold.core.shard import Plan
 from onefold.core.world import World
 from onefold.engine.assembly import assemble
 from onefold.engine.engine import Outcome
 from onefold.engine.evaluation import DataCall, ScoreFunction
+from onefold.engine.lowprecision import check_device, check_precision
 from onefold.engine.modelcheck import check_model
 from onefold.engine.optimizercheck import check_optimizer
 from onefold.engine.replica import LossFunction
@@ -63,7 +65,7 @@ class UserParts(NamedTuple):
     loss: LossFunction
     schedule: LRScheduler | None
 
-    def check(self) -> None:
+    def check(self, precision: Precision) -> None:
         """Refuse what is not usable, before any work is done.
 
         Raises:
@@ -71,6 +73,7 @@ class UserParts(NamedTuple):
         """
         check_model(self.model)
         check_optimizer(self.optimizer, self.model)
+        check_precision(precision, self.model.named_parameters())
         if self.schedule is not None:
             check_schedule(self.schedule, self.optimizer)
         if not callable(self.loss):
@@ -103,9 +106,11 @@ class Session:
         plan: Sequence[int] | None,
     ) -> None:
         # Refused before any device is touched or anybody else is contacted.
-        user.check()
+        user.check(settings.precision)
         self.settings = settings
         self.team = form_team(world, devices, shards=settings.shards, module=user.model)
+        for device in self.team.own_devices.values():
+            check_device(settings.precision, device)
         chosen = self._checked_plan(plan)
         # Before the engine, whose first additions must have the run's number of threads.
         settle_process(self.team, shards=settings.shards, threads=settings.threads)
