@@ -48,11 +48,10 @@ class Trainer:
         schedule: a ``torch.optim.lr_scheduler`` of the optimizer, stepped once a step and saved.
         clip_norm: scale the whole gradient down to this norm where it is larger.
         clip_value: limit each element of the gradient to this magnitude, after ``clip_norm``.
-        precision: ``"bf16"`` or ``"fp16"`` computes by autocast; with ``"-params"`` behind it the
-            model holds parameters of that precision, and the optimizer updates float32 ones;
-            ``"fp32"`` expects float32; None leaves all to the model. See docs/precision.md.
-        on_nonfinite: whether to ``"raise"`` on a loss or gradient that is not finite, before
-            anything is updated, or to ``"skip"`` the step.
+        precision: ``"bf16"`` or ``"fp16"`` computes by autocast; with ``"bf16-params"`` and
+            ``"fp16-params"`` the model also holds such parameters, and the optimizer updates
+            float32 ones; ``"fp32"`` expects float32; None leaves all to the model.
+        on_nonfinite: ``"raise"`` on a loss or gradient that is not finite, or ``"skip"`` the step.
         deterministic: use kernels that repeat their bits, and refuse others.
         buffers: what becomes of buffers that shards change, by name or pattern, where it is not the
             mean over the shards (floating point) or the largest (other numbers): ``"mean"``,
@@ -134,7 +133,7 @@ class Trainer:
 
     @property
     def asked_to_stop(self) -> bool:
-        """Whether the launcher has asked the run to save itself and stop; alike on all devices."""
+        """Whether the launcher has asked the run to stop; alike on all devices."""
         return self._session.asked_to_stop
 
     @property
@@ -144,10 +143,7 @@ class Trainer:
 
     @property
     def plan(self) -> tuple[int, ...]:
-        """How many shards each device runs; the result does not depend on it.
-
-        May be set between steps, alike on all devices: it holds from the next batch of a loader.
-        """
+        """How many shards each device runs; may be set between steps, alike on all devices."""
         return self._session.engine.roster.plan.counts
 
     @plan.setter
@@ -173,12 +169,12 @@ class Trainer:
 
         Args:
             dataset: has a length and an item for each index.
-            batch_size: samples of a whole batch, over all devices.
+            batch_size: over all devices.
             shuffle: visit the samples in another order in each pass.
             lengths: of every sample, with ``shuffle``: those of near length come together.
             workers: processes that read ahead, for each device.
             drop_last: leave out a last batch that is short.
-            collate: makes a shard's payload from a list of samples; PyTorch's default if None.
+            collate: makes a shard's payload from a list of samples; PyTorch's if None.
 
         Raises:
             TypeError, ValueError: no samples by index, or a number out of range.
@@ -223,8 +219,8 @@ class Trainer:
         """Scores over a data set, each sample exactly once, the same on any number of devices.
 
         Args:
-            score: ``score(model, batch)`` for one shard; returns a dict of names to what a loss may
-                return. The model is in evaluation mode and no gradient is recorded.
+            score: ``score(model, batch)`` for one shard, in evaluation mode and without gradients;
+                returns a dict of names to what a loss may return.
             dataset, batch_size, workers, collate: as for `loader`.
 
         Returns:
@@ -247,7 +243,7 @@ class Trainer:
         workers: int = 0,
         collate: Collate | None = None,
     ) -> dict[str, torch.Tensor]:
-        """The model's values for every sample, in the data set's order; called on every device.
+        """The model's values for every sample, in the data set's order.
 
         Args:
             function: ``function(model, batch)`` for one shard, as in `evaluate`; returns a dict of
@@ -255,7 +251,7 @@ class Trainer:
             dataset, batch_size, workers, collate: as for `loader`.
 
         Returns:
-            For each name a tensor (samples, ...) on the host, in memory as a whole.
+            For each name a tensor (samples, ...) on the host.
 
         Raises:
             LossError: a value is no tensor with one row a sample.
@@ -298,19 +294,15 @@ class Trainer:
             DisagreementError: another device is somewhere else.
             RuntimeError: the trainer is called inside the block.
 
-        >>> with trainer.changing(), torch.no_grad():
-        ...     _ = model.weight.clamp_(-0.1, 0.1)
+        >>> with trainer.changing():
+        ...     _ = model.weight.data.clamp_(-0.1, 0.1)
         """
         session = self._session
         with session.telling_others(), session.engine.changing(self.steps + 1):
             yield
 
     def barrier(self) -> None:
-        """Wait until every device has come to this point of the script.
-
-        Raises:
-            DisagreementError, PeerError: another device is somewhere else, or does not come.
-        """
+        """Wait until every device is here; raises PeerError or DisagreementError if one is not."""
         with self._session.telling_others():
             self._session.engine.agree(StepHead(Call.BARRIER, self.steps + 1))
 
@@ -336,18 +328,17 @@ class Trainer:
         Args:
             directory: holds the checkpoints of a run; made if it is not there.
             scores: numbers to remember with this checkpoint, such as what `evaluate` returned.
-            keep: how many of the newest checkpoints of this run stay in the directory; with None
-                this one stays for good. What anybody else put there is left alone.
+            keep: how many of the newest of this run stay there; with None this one stays for good.
+                What anybody else put there is left alone.
             best: ``"highest NAME"`` or ``"lowest NAME"`` of ``scores``: from here on, of those of
                 this run, the checkpoint with that score stays too.
-            wait: return when all is on the disk; else when it has been copied in memory, and a
-                failure in writing is raised by the next call.
+            wait: return when all is on the disk; else a failure is raised by the next call.
             extra: None, numbers, text, or lists, tuples and dicts of these; `load` gives it back.
 
         Raises:
             OSError: it could not be written; what was there before is still there.
-            StateError: a parameter is not finite, or a step broke off in the middle of its update.
-            TypeError, ValueError: an argument is not usable, or the state is what no file holds.
+            StateError: a parameter is not finite, or a step broke off in its update.
+            TypeError, ValueError: an argument is not usable, or no file can hold the state.
 
         >>> import tempfile
         >>> directory = tempfile.mkdtemp()

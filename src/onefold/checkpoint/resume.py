@@ -175,6 +175,7 @@ class Checkpoints:
         if self._schedule is not None and "schedule" not in changed:
             read_schedule(self._schedule, stored.run["schedule"])
         self._position.go_to(stored.run, changed)
+        self._state.take_scale(stored.run)
         # Under the same name, so that pruning sees the checkpoints of both as one run's.
         self._state.run = stored.run["run"]
         self._check_fingerprint(stored)

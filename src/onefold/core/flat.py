@@ -101,6 +101,8 @@ class Layout:
         """The same entries at the same elements, in other dtypes that are not narrower."""
         # Offsets count elements: aligned for a narrow dtype, they are so for any wider one.
         dtypes = tuple(map(convert, self.dtypes))
+        if dtypes == self.dtypes:
+            return self
         if any(new.itemsize < old.itemsize for new, old in zip(dtypes, self.dtypes, strict=True)):
             raise ValueError(f"expected dtypes as wide as {self.dtypes} or wider, got {dtypes}")
         return replace(self, dtypes=dtypes)

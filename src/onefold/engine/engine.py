@@ -178,7 +178,9 @@ class Engine:
         if weight.value > 0 and not failure:
             norm = self._gradient(batch, weight, number)
             name = partial(self._name_bad_gradient, batch)
-            failure = self._finite.of_gradient(norm, number, name)
+            # Whoever compares gradients reports what is not finite in them as well.
+            if self.gradient_ready is None:
+                failure = self._finite.of_gradient(norm, number, name)
             self.rules.end_step(overflow=bool(failure))
         verdict = verdict_of(weight, agreed, failure)
         # A copy, as `Step.loss` may be asked for long after the board is written again.
@@ -236,6 +238,7 @@ class Engine:
         if self.with_others:
             agreement.settings.adopt(self._settings_of_lead())
         self._siblings.copy_first()
+        self.update.follow_parameters()
         self._guard.note()
 
     def _settings_of_lead(self) -> list[dict[str, Any]]:

@@ -127,8 +127,8 @@ def _bad_loss(totals: torch.Tensor, batch: ShardedBatch, step: int) -> str:
     for shard, total in enumerate(totals.tolist()):
         if not math.isfinite(total):
             return (
-                f"the loss of step {step}, shard {shard} ({batch.describe(shard)}) is {total}: "
-                f"expected a finite number"
+                f"the loss of step {step}, shard {shard} is {total}: expected a finite number for "
+                f"{batch.describe(shard)}"
             )
     return ""
 

@@ -209,6 +209,7 @@ class Replica:
         self._strides = [view.stride() for view in trained.views]
         self._narrow = [n for n, v in enumerate(trained.views) if added_up_in(v.dtype) != v.dtype]
         self._compute_in = precision.compute
+        self._rounds = precision.parameters is not None
         self._watched = [parameter for parameter in parts.other.values() if parameter.requires_grad]
         views = [*zip(parts.trained, trained.views, strict=True)]
         views += zip(parts.other, other.views, strict=True)
@@ -292,7 +293,8 @@ class Replica:
         # as well, as checkpointed layers run forward a second time.
         buffers = self.buffers.changed()
         gradients = take_gradients(self._parameters, self._strides, self._names, where)
-        if self._narrow:
+        # One shard is the whole batch: nothing is added to it, and its bits are a plain loop's.
+        if self._narrow and (task.shards > 1 or self._rounds):
             gradients = widened(gradients, self._narrow)
         # A hook that put a tensor of its own into .grad may write to it in the next shard, while
         # the fold still adds to this one.
