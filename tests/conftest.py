@@ -92,16 +92,12 @@ def _surroundings() -> set[str]:
 
 
 def _is_anothers(name: str) -> bool:
-    """Whether a file in shared memory belongs to a process that has nothing to do with this one.
-
-    Beside this there are other test workers, and whatever else runs on the machine.
-    """
+    """Whether a file in shared memory belongs to another test worker, or to one of its children."""
     kind, _, file = name.rpartition(" ")
     if kind != "shared memory":
         return False
-    ours = {os.getpid(), *_children()}
-    # By inode: the C library maps a semaphore under one name and then gives it another.
     try:
+        # By inode: the C library maps a semaphore under one name and then gives it another.
         inode = str(Path("/dev/shm", file).stat().st_ino)
     except FileNotFoundError:
         return True  # gone while this looked, and so not of a process that is still ours
@@ -109,9 +105,20 @@ def _is_anothers(name: str) -> bool:
         with suppress(OSError):  # it has just ended
             maps = [line.split() for line in (process / "maps").read_text().splitlines()]
             there = any(m[4] == inode and m[5].startswith("/dev/shm/") for m in maps if len(m) > 5)
-            if there and int(process.name) not in ours:
+            family = _ancestors(int(process.name))
+            if there and os.getppid() in family and os.getpid() not in family:
                 return True
     return False
+
+
+def _ancestors(pid: int) -> set[int]:
+    """A process, its parent, and so on."""
+    found = set()
+    while pid > 1:
+        found.add(pid)
+        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        pid = int(words[1])
+    return found
 
 
 def _children() -> set[int]:
