@@ -8,11 +8,11 @@ and so is everything in a test marked ``fresh``, and with ONEFOLD_TESTS_FRESH=1 
 Note: what a child must not keep
 --------------------------------
 Threads do not come along in a fork, and a child that wakes one that is not there waits for ever. So
-OpenMP's pool is dissolved first (the next computation makes another one), and a process that has
-more threads than at its own start starts its programs as ever. What is read while Python and its
-libraries are loaded cannot be changed later: variables of such names must be what they were. The
-rest is put back by hand in `_Child`: descriptors, signals, the path, what pytest has put in place
-of streams and warnings, exit functions, caches that belong to a process.
+OpenMP's pool is dissolved first (the next computation makes another one; OpenBLAS does the same by
+itself), and a process with other threads of Python's starts its programs as ever. What is read
+while Python and its libraries are loaded cannot be changed later: variables of such names must be
+what they were. The rest is put back by hand in `_Child`: descriptors, signals, the path, what
+pytest has put in place of streams and warnings, exit functions, caches that belong to a process.
 """
 
 from __future__ import annotations
@@ -63,11 +63,6 @@ class _State:
     def __init__(self) -> None:
         self.fresh = os.environ.get("ONEFOLD_TESTS_FRESH", "") == "1"
         self.environment = dict(os.environ)
-        self.tasks = _tasks()
-
-
-def _tasks() -> int:
-    return len(os.listdir("/proc/self/task"))
 
 
 _state = _State()
@@ -130,7 +125,7 @@ def _is_ready() -> bool:
     for openmp in {path for line in lines if "/libgomp" in (path := line.split(maxsplit=5)[-1])}:
         if ctypes.CDLL(openmp).omp_pause_resource_all(_PAUSE) != 0:
             return False
-    return _tasks() <= _state.tasks
+    return threading.active_count() == 1
 
 
 def _program(words: Sequence[str]) -> Callable[[], None] | None:
