@@ -197,14 +197,17 @@ class SpanOptimizer:
             number: torch.zeros(len(self.storage.pieces), dtype=torch.float64, device=flat.device)
             for number, flat in self._memory.items()
         }
-        pairs = zip(self.owned, self.gradients, strict=True)
-        given = [(item, gradient) for item, gradient in pairs if gradient is not None]
-        norms = norm_of_each([gradient for _, gradient in given])
         for device, row in rows.items():
-            own = [n for n, (item, _) in enumerate(given) if item.device == device]
+            pairs = zip(self.owned, self.gradients, strict=True)
+            own = [
+                (item.number, gradient)
+                for item, gradient in pairs
+                if item.device == device and gradient is not None
+            ]
             if own:
-                places = torch.tensor([given[n][0].number for n in own], device=row.device)
-                row[places] = torch.stack([norms[n].double() for n in own]).square()
+                norms = norm_of_each([gradient for _, gradient in own])
+                places = torch.tensor([number for number, _ in own], device=row.device)
+                row[places] = torch.stack(norms).double().square()
         return rows
 
     def step(self) -> None:

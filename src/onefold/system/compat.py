@@ -91,7 +91,7 @@ def limit_each(targets: list[torch.Tensor], magnitude: float) -> None:
 
 def norm_of_each(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Compute the Euclidean norm of each tensor, (), in as few kernels as possible."""
-    return list(torch._foreach_norm(tensors)) if tensors else []
+    return list(torch._foreach_norm(tensors))
 
 
 def multiply_each(targets: list[torch.Tensor], factor: float | torch.Tensor) -> None:
