@@ -24,7 +24,7 @@ from onefold.core.roster import Roster
 from onefold.core.storage import Storage
 from onefold.engine.optimizercheck import TAKEN
 from onefold.engine.optimizerstate import PieceState, is_by_element
-from onefold.system.compat import copy_each, limit_each, multiply_each, norm_of_each
+from onefold.system.compat import copy_each, multiply_each
 
 __all__ = ["MASTER", "OwnedPiece", "SpanOptimizer"]
 
@@ -179,9 +179,9 @@ class SpanOptimizer:
 
     def limit(self, magnitude: float) -> None:
         """Limit each element of all gradients of this process's pieces to a magnitude."""
-        gradients = [gradient for gradient in self.gradients if gradient is not None]
-        if gradients:
-            limit_each(gradients, magnitude)
+        for gradient in self.gradients:
+            if gradient is not None:
+                gradient.clamp_(-magnitude, magnitude)
 
     def squared_norms(self) -> dict[int, torch.Tensor]:
         """Compute each own device's row of squared norms, one number per piece of the model.
@@ -205,7 +205,7 @@ class SpanOptimizer:
                 if item.device == device and gradient is not None
             ]
             if own:
-                norms = norm_of_each([gradient for _, gradient in own])
+                norms = [torch.linalg.vector_norm(gradient) for _, gradient in own]
                 places = torch.tensor([number for number, _ in own], device=row.device)
                 row[places] = torch.stack(norms).double().square()
         return rows

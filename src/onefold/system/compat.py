@@ -33,10 +33,8 @@ __all__ = [
     "has_accumulate_hooks",
     "is_compiled",
     "is_dynamic",
-    "limit_each",
     "load_compiler",
     "multiply_each",
-    "norm_of_each",
     "parameters_of",
     "steps_a_schedule",
     "version_of",
@@ -81,17 +79,6 @@ def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 def add_each(targets: list[torch.Tensor], others: list[torch.Tensor]) -> None:
     """Add each tensor to its target in place, in as few kernels as possible."""
     torch._foreach_add_(targets, others)
-
-
-def limit_each(targets: list[torch.Tensor], magnitude: float) -> None:
-    """Limit all elements of all targets to a magnitude in place, in as few kernels as possible."""
-    torch._foreach_clamp_min_(targets, -magnitude)
-    torch._foreach_clamp_max_(targets, magnitude)
-
-
-def norm_of_each(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Compute the Euclidean norm of each tensor, (), in as few kernels as possible."""
-    return list(torch._foreach_norm(tensors))
 
 
 def multiply_each(targets: list[torch.Tensor], factor: float | torch.Tensor) -> None:
