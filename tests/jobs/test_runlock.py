@@ -127,6 +127,7 @@ def test_a_record_that_no_run_has_written(tmp_path: Path, kind: str) -> None:
     [
         (f"seed = {DIGITS}", "a TOML file"),
         ("a = " + "[" * 50_000, "a TOML file"),
+        ("data" + ".a" * 5000 + " = 1", "a TOML file, got tables without end"),
         ("a = '\xff", "a TOML file"),
         (" " * (RECORD_BYTES + 1), "a file of at most 1,048,576 bytes, got more"),
     ],
