@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import logging
@@ -79,6 +80,49 @@ def test_a_lock_is_not_followed_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "run" / ".lock").symlink_to(tmp_path / "else")
     with pytest.raises(LaunchError, match="expected a file of this user's own, got a link"):
         begun(tmp_path / "run")
+
+
+def test_a_fifo_of_ones_own_is_no_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / ".lock")
+    before = descriptors()
+    with pytest.raises(LaunchError, match=r"\.lock: expected a file, got a FIFO or a device"):
+        begun(tmp_path)
+    assert descriptors() == before
+
+
+def descriptors() -> int:
+    """How many files this process has open."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+def refuse(*_: object, **__: object) -> None:
+    raise PermissionError(errno.EPERM, "Operation not permitted")
+
+
+def test_a_lock_that_cannot_be_kept_from_others_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = descriptors()
+    monkeypatch.setattr(os, "fchmod", refuse)
+    with pytest.raises(LaunchError, match="kept from other users, got Operation not permitted"):
+        begun(tmp_path)
+    assert descriptors() == before
+
+
+@needs_root
+def test_a_strangers_lock_that_cannot_be_removed_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / ".lock"
+    path.touch()
+    path.chmod(0o644)
+    before = descriptors()
+    monkeypatch.setattr(Path, "unlink", refuse)
+    words = r"\.lock: process \d+ of another user holds .* \(Operation not permitted\): give this"
+    with somebody_else(share, path), pytest.raises(LaunchError, match=words):
+        begun(tmp_path)
+    monkeypatch.undo()
+    assert descriptors() == before
 
 
 @needs_root

@@ -249,12 +249,15 @@ class RunFolder:
 
     def close(self) -> None:
         """Write out all events, and let other processes resume the run."""
-        if self._locked is not None:
-            os.close(self._locked)
-            self._locked = None
-        if self._events is not None:
-            self._events.close()
-            self._events = None
+        events, self._events = self._events, None
+        try:
+            if events is not None:
+                events.close()
+        finally:
+            # Last of all: from here on another process may write into this folder.
+            if self._locked is not None:
+                os.close(self._locked)
+                self._locked = None
 
     def say(self, **facts: Any) -> None:
         """Record facts in ``run.json``, besides those that it has."""

@@ -43,6 +43,7 @@ from onefold.jobs.text_models import (
     build_from_config,
     head_parts,
     load_pretrained,
+    most_tokens,
 )
 from onefold.jobs.tokens import (
     PAD_ID,
@@ -338,10 +339,7 @@ def _build(options: TextOptions, data: TextSplits) -> tuple[nn.Module, TextModel
         model, tokenizer = load_pretrained(options.model, len(classes))
         config: Any = model.config
         pad_id = config.pad_token_id if config.pad_token_id is not None else PAD_ID
-        # RoBERTa numbers positions from pad_id + 1, so that it has room for fewer tokens than
-        # positions; for models that number from 0, this gives some away.
-        longest = getattr(config, "max_position_embeddings", options.max_length) - pad_id - 1
-        length = min(options.max_length, longest)
+        length = min(options.max_length, most_tokens(model) or options.max_length)
         kind = TextModel(tokenizer=tokenizer, max_length=length, pad_id=pad_id, classes=classes)
         return model, kind
     # Each device trains its own; they come out alike, see the note in onefold.jobs.tokens.

@@ -13,6 +13,7 @@ checkpoint only once that is on the disk; what it named before may be gone by th
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ from onefold.system.words import counted
 
 __all__ = ["Task", "Training", "begin_training", "facts_of", "train"]
 
+_log = logging.getLogger("onefold")
 _LINES = 20
 """How many lines of metrics an epoch has, besides the line of the epoch itself."""
 _FEW_STEPS = 100
@@ -327,8 +329,18 @@ class Training:
                 is_last = True
         examples = self._task.examples(self._trainer, self._folder)
         if not is_last:
-            self._trainer.load(self._folder.checkpoints / last)
+            self._go_back(last)
         return {**examples, "epoch": epoch}
+
+    def _go_back(self, checkpoint: str) -> None:
+        """Put the last model back in the place of the best one, if it can still be read."""
+        try:
+            self._trainer.load(self._folder.checkpoints / checkpoint)
+        # Raised alike on all devices. Nothing that follows needs the model, and a training that is
+        # over must not end in an error; but it could not be resumed from here.
+        except CheckpointError as error:
+            if self.is_lead:
+                _log.warning("the last checkpoint cannot be loaded any more: %s", error)
 
     def _train_epoch(self, epoch: int, batches: Any, meter: Meter, bar: TrainingBar) -> None:
         every = max(1, len(batches) // _LINES)
