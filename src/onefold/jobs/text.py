@@ -219,12 +219,32 @@ class TextModel:
         """
         facts = read_run(run, JOB)
         with kept_facts(run):
-            return cls(
+            made = cls(
                 tokenizer=_read_file(run / TOKENIZER_FILE),
                 classes=tuple(map(str, facts["classes"])),
                 max_length=int(facts["text_model"]["max_length"]),
                 pad_id=int(facts["text_model"]["pad_id"]),
             )
+            # Tried here, or a damaged tokenizer would only be met on the devices.
+            made.encode(["text"])
+            return made
+
+    def build(self, run: Path) -> nn.Module:
+        """Build the run's model with fresh weights.
+
+        Raises:
+            CheckpointError: its description is damaged.
+            DataError: its description is not that of the model that ``run.json`` tells of.
+        """
+        model = build_of_run(run)
+        config: Any = model.config
+        if config.num_labels != len(self.classes) or not 0 <= self.pad_id < config.vocab_size:
+            raise DataError(
+                f"{run}: expected {CONFIG_FILE} and run.json to be of one model, got "
+                f"{config.num_labels} classes of {config.vocab_size} tokens, and "
+                f"{len(self.classes)} with padding by token {self.pad_id}"
+            )
+        return model
 
     def encode(self, texts: Sequence[str]) -> list[torch.Tensor]:
         """Token ids of each text, (t,) int64."""

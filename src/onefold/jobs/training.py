@@ -32,6 +32,7 @@ from onefold.jobs.options import TrainOptions
 from onefold.jobs.progress import TrainingBar, epoch_line
 from onefold.jobs.rates import make_optimizer, rate_factor
 from onefold.jobs.runfolder import RunFolder
+from onefold.jobs.saved import read_saved
 from onefold.system.interrupt import STOPPED_CODE
 from onefold.system.words import counted
 
@@ -200,6 +201,7 @@ class Training:
         """Train to the end, and return what ``run.json`` then holds.
 
         Raises:
+            CheckpointError: the run's checkpoints cannot be loaded; nothing was trained.
             LaunchError: the run's folder cannot be written to, or is in use; nothing was trained.
             OSError: something could not be written later, for instance because the disk is full.
             SystemExit: the launcher asked the run to stop, and it has been saved.
@@ -213,15 +215,13 @@ class Training:
 
     def _begin(self) -> None:
         """Create the folder, or load its last checkpoint."""
-        loaded = None
+        loaded, checkpoints = None, self._folder.checkpoints
         # Loaded before the folder is touched: how much of the metrics stays depends on the step of
         # the checkpoint. A run that was killed before its first one begins again, in its folder.
         if self._options.resume:
-            loaded = self._trainer.load(self._folder.checkpoints, if_any=True)
+            loaded = self._trainer.load(checkpoints, if_any=True)
         if loaded is not None:
-            saved: Any = loaded.extra
-            self._part, self._epochs_done = saved["part"], saved["epochs_done"]
-            self._best = saved["best"]
+            self._part, self._epochs_done, self._best = read_saved(loaded.extra, checkpoints)
         self._agree(self._open_folder)
 
     def _open_folder(self) -> None:
