@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from onefold.cli.verify import Difference, first_difference
+from onefold.cli.hints import State
+from onefold.cli.verify import Difference, _Comparison, _hints, _Run, first_difference
 
 ROOT = Path(__file__).parent.parent.parent
 SCRIPTS = ROOT / "tests" / "scripts"
@@ -47,6 +48,30 @@ def test_the_first_difference_is_found() -> None:
     other[1]["differences"] = {"b": 0.25}
     assert first_difference(reference, other) == Difference(1, "b", 1, 0.25)
     assert first_difference(reference, reference) is None
+
+
+TWO_STEPS = [line(0, a="1"), line(1, a="3"), line(2, a="5")]
+
+
+@pytest.mark.parametrize(
+    ("again", "words"),
+    [
+        ([TWO_STEPS, TWO_STEPS], "1 device twice gives the same bits"),
+        ([TWO_STEPS, [*TWO_STEPS[:2], line(2, a="x")]], "1 device twice differs as well"),
+        ([TWO_STEPS, TWO_STEPS[:2]], "1 device twice differs as well"),
+        ([TWO_STEPS], "1 device twice differs as well"),
+    ],
+    ids=["the same", "other bits", "fewer steps", "fewer trainers"],
+)
+def test_a_run_repeats_itself_if_it_makes_the_same_trainers_steps_and_bits(
+    again: list[list[dict[str, object]]], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states: list[dict[int, list[State]]] = [{0: []}, {0: []}]
+    monkeypatch.setattr(_Comparison, "run", lambda *_: _Run(1, again, states))
+    compare = _Comparison.__new__(_Comparison)
+    reference, other = _Run(1, [TWO_STEPS] * 2, states), _Run(2, [TWO_STEPS] * 2, states)
+    (hint,) = _hints(compare, 1, reference, other, Difference(1, "a", 1, 0.5))
+    assert hint.startswith(words)
 
 
 @pytest.mark.processes

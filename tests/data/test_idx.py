@@ -88,6 +88,8 @@ def test_what_was_written_is_read(
         (encode_bytes((2, 3))[:-1], r"18 bytes for uint8 .* \(2, 3\), got 17"),
         (encode_bytes((2, 3)) + b"\0", r"18 bytes for uint8 .* \(2, 3\), got more"),
         (b"\0\0\x0c\1" + b"\xff" * 4, "17179869188 bytes for int32 numbers"),
+        (b"\0\0\x08\x64" + b"\0\0\0\1" * 100 + b"\0", "the shape of a tensor, .* 100 dimensions"),
+        (b"\0\0\x08\4" + b"\0" * 4 + b"\xff" * 12, "the shape of a tensor, .* 4 dimensions: .*big"),
     ],
 )
 @pytest.mark.parametrize("compressed", [False, True])

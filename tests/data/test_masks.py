@@ -284,3 +284,24 @@ def test_what_is_kept_of_a_mask_can_be_written(tmp_path: Path) -> None:
     path = save(tmp_path / "mask.png", fields(0, 15, 255))
     look = look_at_mask(path, MaskRule(("15",), ("255",)))
     assert MaskLook.unpacked(look.packed()) == look
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ((0, 1, np.inf), [0, 1, 0]),
+        ((0, 1, -np.inf), [0, 1, 0]),
+        ((0, 1, np.nan), [0, 1, 0]),
+        ((0, 1e30, 1e30), [0, 1, 1]),
+    ],
+)
+def test_floating_point_masks_keep_their_foreground(
+    tmp_path: Path, values: tuple[float, ...], expected: list[int]
+) -> None:
+    rows = np.repeat(np.array(values, np.float32), 8)
+    pillow.fromarray(np.tile(rows[:, None], 8)).save(tmp_path / "mask.tiff")
+    look = look_at_mask(tmp_path / "mask.tiff", PLAIN)
+    assert look.foreground == 64 * sum(expected)
+    assert not any(value.startswith("-") for value in look.values)
+    mask = mask_tensor(read_mask(tmp_path / "mask.tiff"))
+    assert mask[::8, 0].tolist() == expected

@@ -9,6 +9,7 @@ import tracemalloc
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -217,6 +218,21 @@ def test_what_cannot_be_read_is_named_and_told(tmp_path: Path, way: str) -> None
         open_picture(path)
     (bad,) = scan_pictures([path]).bad
     assert str(bad) == str(caught.value)
+
+
+def test_a_file_that_goes_while_it_is_read_is_named(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Image.open
+
+    def gone(*given: Any, **options: Any) -> Any:
+        file.unlink()
+        return real(*given, **options)
+
+    write_page(file)
+    monkeypatch.setattr(Image, "open", gone)
+    with pytest.raises(DataError, match=r"picture\.png: .* no known format that begins with b'<!"):
+        open_picture(file)
 
 
 def test_a_folder_is_no_picture(tmp_path: Path) -> None:

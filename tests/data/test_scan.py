@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -312,3 +313,26 @@ def test_a_rule_is_part_of_what_is_seen(tmp_path: Path) -> None:
         scanning=Scanning(known=scan.unpack_scan(first.scan)),
     )
     assert other.foreground == other.pixels - first.foreground
+
+
+PICTURE = [[4, 4], True, [16, [9], [9]], None, False, None]
+MASK = [[4, 4], 3, 0, 1, ["0", "1"], []]
+
+
+@pytest.mark.parametrize(
+    ("kind", "look"),
+    [
+        *(("picture", [*PICTURE[:at], "x", *PICTURE[at + 1 :]]) for at in range(6)),
+        *(("mask:", [*MASK[:at], {}, *MASK[at + 1 :]]) for at in range(6)),
+        ("picture", PICTURE[:3]),
+        ("picture", [[4, 4], True, [16, ["a"], [9]], None, False, None]),
+        ("picture", None),
+    ],
+)
+def test_a_memory_of_another_shape_is_none(tmp_path: Path, kind: str, look: object) -> None:
+    path = tmp_path / "scan.json"
+    good: object = PICTURE if kind == "picture" else MASK
+    for value, known in ((good, {"a.png"}), (look, set())):
+        files = {"a.png": [kind, "digest", None, value]}
+        path.write_text(json.dumps({"format": 1, "files": files}))
+        assert set(read_scan(path)) == known

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import onefold
+from onefold.checkpoint.folder import prune
 from onefold.errors import CheckpointError, DataError, LaunchError
 from onefold.jobs.finetune import (
     best_checkpoint,
@@ -152,6 +153,45 @@ def test_a_trainers_checkpoint_can_be_begun_with(tmp_path: Path) -> None:
     folder = trainer.save(tmp_path)
     model = load_body([lambda: small(5)], folder, "fc", key=None)
     assert changed(bits(trainer.model), model) == {"fc.weight", "fc.bias"}
+
+
+@pytest.mark.parametrize(
+    ("order", "scores", "expected"),
+    [
+        ("highest", (0.5, 0.9, 0.7), 2),
+        ("lowest", (0.5, 0.9, 0.7), 1),
+        ("highest", (0.9, 0.9, 0.7), 2),
+        ("lowest", (0.5, 0.5, 0.7), 2),
+        ("highest", (math.nan, 0.9, math.nan), 2),
+        ("highest", (0.9, math.nan, 0.5), 1),
+        ("lowest", (math.nan, 0.5, math.nan), 2),
+    ],
+)
+def test_the_best_that_is_found_is_the_one_that_stays(
+    tmp_path: Path, order: str, scores: tuple[float, ...], expected: int
+) -> None:
+    """Where older checkpoints are deleted: a tie goes to the newer one, and NaN beats nothing."""
+    trainer = train(small(), steps=0)
+    for value in scores:
+        trainer.step(pictures())
+        rule = {"scores": {"score": value}, "best": f"{order} score"}
+        trainer.save(tmp_path / "checkpoints", **rule, keep=4, wait=True)
+    best = {"checkpoint": "checkpoints/step-00000099", "score": "score"}
+    (tmp_path / "run.json").write_text(json.dumps({"best": best, "score": f"{order} score"}))
+    found = best_checkpoint(tmp_path)
+    assert found.name == f"step-{expected:08d}"
+    name = json.loads((found / "run.json").read_text())["run"]
+    prune(tmp_path / "checkpoints", run=name, keep=1)
+    left = sorted({expected, len(scores)})
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == [f"step-{step:08d}" for step in left]
+
+
+@pytest.mark.parametrize("best", ["checkpoints/step-00000003", {"checkpoint": [1]}, 3, [3]])
+def test_best_weights_that_are_not_named_as_they_should_be(tmp_path: Path, best: object) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({"best": best}))
+    with pytest.raises((CheckpointError, DataError), match=r"expected the (run's best w|best ch)"):
+        best_checkpoint(tmp_path)
 
 
 def test_the_best_weights_of_a_run_are_where_it_says(tmp_path: Path) -> None:

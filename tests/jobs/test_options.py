@@ -201,6 +201,7 @@ def test_a_name_that_is_no_option_is_refused_and_the_known_ones_told(job: Job) -
         ("data", 3, "text, got 3"),
         ("resume", 1, "true or false, got 1"),
         ("optimizer", "lion", "sgd, adam, adamw, got 'lion'"),
+        ("optimizer", "\udce9", r"sgd, adam, adamw, got '\\udce9'"),
         ("optimizer", ["sgd"], r"sgd, adam, adamw, got \['sgd'\]"),
         ("freeze", "layer1", "a list of texts, got 'layer1'"),
         ("freeze", ["a", 2], r"a list of texts, got \['a', 2\]"),

@@ -666,7 +666,14 @@ def test_a_best_checkpoint_outside_the_run_is_refused(
 
 
 @here
-@pytest.mark.parametrize("said", [{"picture_model": 3}, {"picture_model": {}}, {"shards": "two"}])
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"picture_model": 3},
+        {"picture_model": {}},
+        *({"shards": each} for each in ("two", -1, 1e300)),
+    ],
+)
 def test_a_run_that_says_what_none_says_is_refused(
     classifier: Path, classes: Path, tmp_path: Path, said: dict[str, Any]
 ) -> None:
@@ -675,6 +682,72 @@ def test_a_run_that_says_what_none_says_is_refused(
     (run / "run.json").write_text(json.dumps({**before, **said}))
     with pytest.raises(DataError, match="expected what the run has kept of its model"):
         predicted(run, classes / "test")
+
+
+@here
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [
+        ("picture_model", "name", ["lenet"]),
+        ("picture_model", "name", "resnet7"),
+        ("picture_model", "classes", ""),
+        ("picture_model", "mean", ["a"]),
+        ("picture_model", "later", 3),
+        ("mask_model", "encoder", {}),
+        ("mask_model", "encoder", "resnet7"),
+        ("mask_model", "width", [4]),
+        ("mask_model", "width", 10**9),
+        ("mask_model", "threshold", [0.5]),
+        ("mask_model", "white", "x"),
+        ("text_model", "max_length", -1),
+        ("text_model", "max_length", "long"),
+        ("text_model", "pad_id", [1]),
+    ],
+)
+def test_a_model_that_no_run_has_kept_is_refused(
+    kind: str,
+    name: str,
+    value: object,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:
+    fixture, data = ASKED[kind]
+    run = shutil.copytree(request.getfixturevalue(fixture), tmp_path / "run")
+    said = json.loads((run / "run.json").read_text())
+    said[kind][name] = value
+    (run / "run.json").write_text(json.dumps(said))
+    with pytest.raises(DataError, match=r"run\.json: expected what the run has kept of its model"):
+        predicted(run, next(request.getfixturevalue(data).glob("[dt]e*")), output=tmp_path / "out")
+
+
+ASKED = {
+    "picture_model": ("classifier", "classes"),
+    "mask_model": ("segmenter", "pairs"),
+    "text_model": ("reader", "films"),
+}
+"""The run of each kind of model, and the data of which it predicts a part."""
+
+
+@here
+@pytest.mark.parametrize("said", [{"classes": ["good"]}, {"pad_id": 10**6}, {"pad_id": -1}])
+def test_a_text_model_of_another_run_is_refused(
+    reader: Path, films: Path, tmp_path: Path, said: dict[str, Any]
+) -> None:
+    run = shutil.copytree(reader, tmp_path / "run")
+    facts = json.loads((run / "run.json").read_text())
+    for name, value in said.items():
+        (facts if name == "classes" else facts["text_model"])[name] = value
+    (run / "run.json").write_text(json.dumps(facts))
+    with pytest.raises(DataError, match=r"expected model_config\.json and run\.json to be of one"):
+        predicted(run, films / "dev.tsv")
+
+
+@here
+def test_a_damaged_tokenizer_is_refused(reader: Path, films: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(reader, tmp_path / "run")
+    (run / "tokenizer.json").write_text("{}")
+    with pytest.raises(DataError, match=r"kept of its model, .*expected a tokenizer as JSON"):
+        predicted(run, films / "dev.tsv")
 
 
 @here

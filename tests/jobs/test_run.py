@@ -57,6 +57,29 @@ def train(*words: object, **how: Any) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.processes
+def test_a_run_whose_checkpoints_are_damaged_is_one_line(tmp_path: Path) -> None:
+    data = write_pictures(tmp_path / "data")
+    folder, _ = run_here("classify", data, tmp_path / "runs", name="it")
+    for checkpoint in (folder / "checkpoints").iterdir():
+        (checkpoint / "model.safetensors").write_bytes(b"damaged")
+    again = ["--runs", tmp_path / "runs", "--name", "it", "--resume", "--epochs", 2]
+    done = train("classify", *again, "--devices", "cpu:2")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    told = done.stderr.splitlines()[-1]
+    assert told.startswith(f"onefold: no checkpoint of {folder}/checkpoints can be used: ")
+
+
+@pytest.mark.parametrize("epochs", ["x", None, [1]])
+def test_a_number_of_epochs_that_is_none_is_one_error(epochs: object, tmp_path: Path) -> None:
+    (tmp_path / "it").mkdir()
+    (tmp_path / "it" / "config.toml").write_text('data = "digits"\nname = "it"')
+    (tmp_path / "it" / "run.json").write_text(json.dumps({"finished": "now", "epochs": epochs}))
+    with pytest.raises(DataError, match=r"run\.json: expected a number of epochs, got"):
+        run_job(unread("classify"), resumed(tmp_path, "it"))
+
+
 # What is refused before the data are read.
 
 

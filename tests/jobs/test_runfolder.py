@@ -4,6 +4,7 @@ import importlib.util
 import json
 import math
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -353,6 +354,31 @@ def test_metrics_are_events_as_well_and_later_ones_are_dropped(
     assert found["epoch/loss"] == [(2, 0.5)]
     assert found["test/loss"] == [(2, 0.25)]
     assert [step for step, _ in found["train/lr"]] == [1, 2, 8]
+
+
+@pytest.mark.parametrize("failure", [None, OSError("no space left")])
+def test_the_events_are_whole_before_others_may_write(
+    tmp_path: Path, failure: Exception | None
+) -> None:
+    folder = begun(tmp_path)
+    held = []
+
+    class Events:
+        def close(self) -> None:
+            held.append(folder._locked is not None)
+            if failure is not None:
+                raise failure
+
+    folder._events = Events()
+    with pytest.raises(OSError, match="no space left") if failure else nullcontext():
+        folder.close()
+    assert held == [True]
+    # Closing again does nothing, and whoever comes next finds the lock free.
+    folder.close()
+    assert folder._locked is None
+    again = RunFolder(tmp_path, is_lead=True)
+    again.go_on(OPTIONS, "classify", steps=0, epochs=0)
+    again.close()
 
 
 def test_without_tensorboard_there_are_no_events(

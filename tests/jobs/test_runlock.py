@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import logging
@@ -81,6 +82,49 @@ def test_a_lock_is_not_followed_elsewhere(tmp_path: Path) -> None:
         begun(tmp_path / "run")
 
 
+def test_a_fifo_of_ones_own_is_no_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / ".lock")
+    before = descriptors()
+    with pytest.raises(LaunchError, match=r"\.lock: expected a file, got a FIFO or a device"):
+        begun(tmp_path)
+    assert descriptors() == before
+
+
+def descriptors() -> int:
+    """How many files this process has open."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+def refuse(*_: object, **__: object) -> None:
+    raise PermissionError(errno.EPERM, "Operation not permitted")
+
+
+def test_a_lock_that_cannot_be_kept_from_others_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = descriptors()
+    monkeypatch.setattr(os, "fchmod", refuse)
+    with pytest.raises(LaunchError, match="kept from other users, got Operation not permitted"):
+        begun(tmp_path)
+    assert descriptors() == before
+
+
+@needs_root
+def test_a_strangers_lock_that_cannot_be_removed_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / ".lock"
+    path.touch()
+    path.chmod(0o644)
+    before = descriptors()
+    monkeypatch.setattr(Path, "unlink", refuse)
+    words = r"\.lock: process \d+ of another user holds .* \(Operation not permitted\): give this"
+    with somebody_else(share, path), pytest.raises(LaunchError, match=words):
+        begun(tmp_path)
+    monkeypatch.undo()
+    assert descriptors() == before
+
+
 @needs_root
 def test_a_lock_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / ".lock").touch()
@@ -127,6 +171,7 @@ def test_a_record_that_no_run_has_written(tmp_path: Path, kind: str) -> None:
     [
         (f"seed = {DIGITS}", "a TOML file"),
         ("a = " + "[" * 50_000, "a TOML file"),
+        ("data" + ".a" * 5000 + " = 1", "a TOML file, got tables without end"),
         ("a = '\xff", "a TOML file"),
         (" " * (RECORD_BYTES + 1), "a file of at most 1,048,576 bytes, got more"),
     ],

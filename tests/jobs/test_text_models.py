@@ -13,13 +13,14 @@ from safetensors.torch import load_file, save_file
 
 from onefold.errors import CheckpointError
 from onefold.jobs import text_models
-from onefold.jobs.text_models import load_pretrained
+from onefold.jobs.text_models import build_from_config, load_pretrained, most_tokens
 from onefold.jobs.tokens import encode_texts, train_tokenizer
 from tests.jobs.sentences import TEXTS, VOCABULARY_SIZE, logits, shard, small
 
 NEEDS = 'needs pip install "onefold[text]"'
 tokenizers = pytest.importorskip("tokenizers", reason=NEEDS)
 # Some of what it imports sets variables of the environment: here, before any test looks.
+transformers = pytest.importorskip("transformers", reason=NEEDS)
 roberta = pytest.importorskip("transformers.models.roberta.modeling_roberta", reason=NEEDS)
 
 HEAD = {"classifier.out_proj.weight", "classifier.out_proj.bias"}
@@ -294,3 +295,66 @@ def test_the_parts_beside_the_body_are_the_head() -> None:
     model = distil.DistilBertForSequenceClassification(config)
     assert {"pre_classifier", "classifier"} <= set(text_models.head_parts(model))
     assert "distilbert" not in text_models.head_parts(model)
+
+
+def tiny(kind: str, **others: Any) -> Any:
+    """A classifier of another family, with 20 positions."""
+    config = transformers.AutoConfig.for_model(
+        kind,
+        **{
+            "vocab_size": 64,
+            "hidden_size": 8,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "intermediate_size": 8,
+            "max_position_embeddings": 20,
+            "num_labels": 2,
+            **others,
+        },
+    )
+    return transformers.AutoModelForSequenceClassification.from_config(config).eval()
+
+
+@pytest.mark.parametrize(
+    ("kind", "others", "expected"),
+    [
+        ("bert", {"pad_token_id": 0}, 20),
+        ("gpt2", {"pad_token_id": 63}, 20),
+        ("distilbert", {"pad_token_id": 0, "dim": 8, "n_heads": 2, "hidden_dim": 8}, 20),
+        ("roberta", {"pad_token_id": 1}, 18),
+        ("roberta", {"pad_token_id": 0}, 19),
+        ("camembert", {"pad_token_id": 3}, 16),
+        # Its positions begin behind 1 whatever stands for the padding.
+        ("mpnet", {"pad_token_id": 5}, 18),
+    ],
+)
+def test_a_text_may_have_as_many_tokens_as_the_model_has_positions(
+    kind: str, others: dict[str, Any], expected: int
+) -> None:
+    model = tiny(kind, **others)
+    assert most_tokens(model) == expected
+    longest = torch.full((1, expected), 7)
+    assert model(input_ids=longest).logits.shape == (1, 2)
+    with pytest.raises((IndexError, RuntimeError)):
+        model(input_ids=torch.full((1, expected + 1), 7))
+
+
+@pytest.mark.parametrize("kind", ["t5", "xlnet"])
+def test_a_model_without_positions_takes_texts_of_any_length(kind: str) -> None:
+    model = torch.nn.Linear(1, 1)
+    model.config = transformers.AutoConfig.for_model(kind)
+    assert most_tokens(model) is None
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"attn_implementation": ["somebody/kernel"]},
+        {"layers": [{"_attn_implementation": "somebody/kernel"}]},
+        {"_experts_implementation": {"": [["somebody/kernel"]]}},
+    ],
+)
+def test_kernels_in_lists_are_refused_as_well(named: dict[str, Any]) -> None:
+    config = {**json.loads(small().config.to_json_string(use_diff=False)), **named}
+    with pytest.raises(CheckpointError, match="'somebody/kernel' names code that would be fetched"):
+        build_from_config(json.dumps(config))

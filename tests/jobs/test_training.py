@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 from collections.abc import Callable
@@ -284,3 +285,32 @@ def test_what_does_not_suit_the_model_is_told_in_one_line(
     assert done.stderr.startswith("onefold: ")
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_training_that_is_over_ends_without_its_last_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is damaged while the examples of the best model are made."""
+    real_load, real_evaluate = onefold.Trainer.load, onefold.Trainer.evaluate
+    values = iter([0.9, 0.1])
+
+    def load(self: onefold.Trainer, path: Path, **options: Any) -> Any:
+        loaded = real_load(self, path, **options)
+        (path.parent / "step-00000006" / "model.safetensors").write_bytes(b"damaged")
+        return loaded
+
+    def evaluate(self: onefold.Trainer, *given: Any, **options: Any) -> dict[str, float]:
+        return {**real_evaluate(self, *given, **options), "accuracy": next(values)}
+
+    monkeypatch.setattr(onefold.Trainer, "load", load)
+    monkeypatch.setattr(onefold.Trainer, "evaluate", evaluate)
+    data = write_pictures(tmp_path / "data")
+    with caplog.at_level(logging.WARNING, "onefold"):
+        folder, said = run_here("classify", data, tmp_path / "runs", epochs=2)
+    assert said["finished"]
+    assert json.loads((folder / "examples.json").read_text())["epoch"] == 0
+    (record,) = caplog.records
+    told = record.getMessage()
+    assert told.startswith("the last checkpoint cannot be loaded any more: ")
+    assert "step-00000006 is damaged" in told
+    assert "\n" not in told

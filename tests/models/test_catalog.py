@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -130,6 +131,20 @@ def test_a_timm_model_is_asked_for_without_weights(
 def test_without_timm_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "timm", None)
     with pytest.raises(LaunchError, match=r"timm:resnet10t needs .* pip install timm"):
+        build("timm:resnet10t")
+
+
+@pytest.mark.parametrize(
+    "failure",
+    ["ImportError('no torchvision')", "RuntimeError('operator torchvision::nms does not exist')"],
+)
+def test_a_timm_that_cannot_be_imported_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: str
+) -> None:
+    (tmp_path / "timm.py").write_text(f"raise {failure}")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "timm", raising=False)
+    with pytest.raises(LaunchError, match=r"timm:resnet10t needs .* imported \(.*torchvision"):
         build("timm:resnet10t")
 
 

@@ -53,6 +53,7 @@ __all__ = [
     "FORMAT",
     "Best",
     "StoredCheckpoint",
+    "best_of",
     "find_checkpoint",
     "folder_of",
     "has_checkpoints",
@@ -273,7 +274,7 @@ def prune(directory: Path, *, run: str, keep: int) -> None:
     kept = set(ordered[-keep:])
     kept |= {folder for folder, record in records.items() if record["keep"] is None}
     for rule in {record["best"] for record in records.values() if record["best"]}:
-        kept |= _best_of(records, Best.read(rule))
+        kept |= best_of(records, Best.read(rule))
     for folder in ordered:
         if folder not in kept:
             delete(folder)
@@ -291,8 +292,7 @@ def readable_records(directory: Path) -> dict[Path, dict[str, Any]]:
 
 
 def _places(directory: Path) -> dict[Path, int]:
-    """Every folder that may be a checkpoint, with its step; an ``.old`` one only while no new one
-    is in its place."""
+    """Folders that may be checkpoints, with their steps; ``.old`` ones if nothing replaced them."""
     if not directory.is_dir():
         return {}
     found = {path: _step_of(path.name) for path in directory.iterdir() if _is_named(path)}
@@ -439,7 +439,8 @@ def _has_right_sizes(folder: Path, record: Mapping[str, Any]) -> bool:
     return all(path.is_file() and path.stat().st_size == size for path, size in paths.items())
 
 
-def _best_of(records: Mapping[Path, Mapping[str, Any]], best: Best) -> set[Path]:
+def best_of(records: Mapping[Path, Mapping[str, Any]], best: Best) -> set[Path]:
+    """Find the best checkpoint by a rule, of equal ones the newest; none if none has its score."""
     sign = 1 if best.highest else -1
     scored = [
         (sign * value, _age(record), folder)

@@ -297,8 +297,16 @@ def _hints(
         return named
     plural = "s" if reference.devices > 1 else ""
     again = compare.run(reference.devices)
-    repeats = _first_differences(reference, again)[trainer] is None
+    repeats = _repeats(reference, again, trainer)
     return [_GUESSES[repeats].format(count=f"{reference.devices} device{plural}")]
+
+
+def _repeats(reference: _Run, again: _Run, trainer: int) -> bool:
+    """Whether a trainer made the same steps in both runs, with the same bits."""
+    if trainer >= len(again.trainers):
+        return False
+    mine, theirs = reference.trainers[trainer], again.trainers[trainer]
+    return len(mine) == len(theirs) and first_difference(mine, theirs) is None
 
 
 _GUESSES = {

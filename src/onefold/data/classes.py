@@ -23,7 +23,7 @@ from onefold.data.pictures import (
 )
 from onefold.data.scan import Scanning, Seen, deep_note, pack_scan, scan_pictures
 from onefold.data.splits import PictureClasses, Split, digest, held_out, notes_of_same, untested
-from onefold.data.walk import is_visible_folder, picture_paths
+from onefold.data.walk import picture_paths, visible_folders
 from onefold.errors import DataError
 
 __all__ = ["read_folders", "test_folder"]
@@ -210,7 +210,7 @@ def _class_files(directory: Path) -> _Found:
     """Find all pictures below the class folders, in the order of their paths."""
     if not directory.is_dir():
         raise DataError(f"{readable(directory)}: expected a folder with one folder for each class")
-    folders = sorted(path for path in directory.iterdir() if is_visible_folder(path))
+    folders = visible_folders(directory)
     found = _Found([], [], [], [folder.name for folder in folders])
     if not folders:
         raise DataError(f"{readable(directory)}: expected a folder for each class, found none")

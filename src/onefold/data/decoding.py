@@ -16,6 +16,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,6 +59,8 @@ MOST_PIXELS = 1 << 27
 """The most that a picture may have: 512 MiB as Pillow holds RGB, in 4 bytes a pixel."""
 _PIXELS_IN_HAND = 1 << 26
 """The most that threads decode at the same time, unless a single picture has more."""
+_SHOWN_BYTES = 16
+"""How much of a file of no known format an error shows."""
 _GREY_MODES = frozenset({"1", "L", "LA"})
 TURNED = range(5, 9)
 """EXIF orientations that swap width and height."""
@@ -130,12 +133,10 @@ def opened_picture(path: Path) -> Iterator[ImageFile]:
     """Open a picture, reading no more than its header, and refuse it if it is too large.
 
     Raises:
-        ValueError: the picture has more than `MOST_PIXELS`.
+        ValueError: the picture has more than `MOST_PIXELS`, or is of no known format.
     """
-    from PIL import Image
-
     # By file and not by path: Pillow would open whatever the path stands for, a FIFO as well.
-    with open_regular(path) as file, Image.open(file, formats=_known_formats()) as opened:
+    with open_regular(path) as file, _recognised(file) as opened:
         # Our own bound: Pillow only warns up to twice its own, and programs may switch that off.
         width, height = opened.size
         if width * height > MOST_PIXELS:
@@ -144,6 +145,24 @@ def opened_picture(path: Path) -> Iterator[ImageFile]:
                 f"have: make it smaller, or cut it into several"
             )
         yield opened
+
+
+def _recognised(file: BufferedReader) -> ImageFile:
+    """Have Pillow read a picture's header.
+
+    Raises:
+        ValueError: the file is of no known format.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        return Image.open(file, formats=_known_formats())
+    except UnidentifiedImageError as error:
+        # Of the file that is open: another one may have its name by now, or none.
+        file.seek(0)
+        start = file.read(_SHOWN_BYTES)
+        came = f"a file of no known format that begins with {start!r}; known are "
+        raise ValueError(came + ", ".join(_FORMATS) if start else "an empty file") from error
 
 
 def _known_formats() -> tuple[str, ...]:
@@ -227,7 +246,9 @@ def reading(path: Path) -> Iterator[None]:
         raise
     # On crafted bytes decoders raise nearly anything: SyntaxError, struct.error, IndexError.
     except Exception as error:
-        came = _what_came(path, error)
+        came = error.strerror if isinstance(error, OSError) else None
+        # Its whole text would repeat the path.
+        came = came or f"{error}" or type(error).__name__
         raise DataError(f"{readable(path)}: expected a picture that can be read: {came}") from error
 
 
@@ -245,21 +266,6 @@ def in_bytes(picture: Image, path: Path, white: int | None) -> Image:
             picture = _to_bytes(picture, white)
         mode = "L" if picture.mode in _GREY_MODES else "RGB"
         return picture if picture.mode == mode else picture.convert(mode)
-
-
-def _what_came(path: Path, error: Exception) -> str:
-    from PIL import UnidentifiedImageError
-
-    # Its text would repeat the path, which the caller puts in front.
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    if not isinstance(error, UnidentifiedImageError):
-        return f"{error}" or type(error).__name__
-    with open_regular(path) as file:
-        start = file.read(16)
-    if not start:
-        return "an empty file"
-    return f"a file of no known format that begins with {start!r}; known are {', '.join(_FORMATS)}"
 
 
 def _to_bytes(picture: Image, white: int | None) -> Image:

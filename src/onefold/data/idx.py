@@ -90,7 +90,15 @@ def read_idx(path: str | PathLike[str]) -> torch.Tensor:
     # PyTorch has no big-endian dtypes; for single bytes the copy would be wasted.
     if header.number_type.itemsize > 1:
         numbers = numbers.astype(header.number_type.newbyteorder("="))
-    return torch.from_numpy(numbers.reshape(header.shape))
+    try:
+        return torch.from_numpy(numbers.reshape(header.shape))
+    # Of a size that fits, and still no shape: more dimensions than NumPy knows, or a 0 among
+    # lengths whose product would overflow.
+    except ValueError as error:
+        raise ValueError(
+            f"{path}: expected the shape of a tensor, got one of {len(header.shape)} dimensions: "
+            f"{error}"
+        ) from error
 
 
 @dataclass(slots=True)

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from onefold.data.bad import readable
-from onefold.data.decoding import is_deep, load_picture
+from onefold.data.decoding import finite, is_deep, load_picture
 from onefold.data.pictures import count_levels
 from onefold.errors import DataError
 
@@ -55,6 +55,8 @@ _LISTED = 6
 """Values that an error names."""
 _WEIGHT = 8
 """How many times the memory of a picture a mask takes, mostly for its codes in int64."""
+_MOST_CODE = 1 << 62
+"""Values above it, which floating point numbers may have, are taken for it."""
 _LOSSY = frozenset({".jfif", ".jpe", ".jpeg", ".jpg", ".webp"})
 # At most 18 digits, so that a value fits the int64 it is compared with.
 _NUMBERS = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
@@ -270,7 +272,7 @@ def _pixels(path: Path) -> _Pixels:
     if picture.mode == "P":
         return _of_palette(picture)
     if is_deep(picture):
-        codes, brightness = _of_numbers(np.nan_to_num(np.asarray(picture, dtype=np.float64)))
+        codes, brightness = _of_numbers(finite(picture))
         return _Pixels(codes, brightness, coloured=False, palette=None, lossy=False)
     # Without the alpha channel, which editors add to masks without any meaning.
     if picture.mode in ("1", "L", "LA"):
@@ -294,7 +296,8 @@ def _of_numbers(values: _Array) -> tuple[_Array, _Array]:
     """Return codes and brightness of deep values: fractions of 1 become parts of 255."""
     if values.max(initial=0) <= 1 and (values % 1).any():
         values = values.clip(0, 1) * 255
-    codes = values.clip(0, None).astype(np.int64)
+    # Within int64, or a large value would wrap round to a negative one, and be background.
+    codes = values.clip(0, _MOST_CODE).astype(np.int64)
     return codes, codes.clip(0, 255).astype(np.uint8)
 
 

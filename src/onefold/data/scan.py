@@ -22,6 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from onefold.data.bad import BadFile, readable
 from onefold.data.files import open_regular, read_whole
 from onefold.data.masks import MaskLook
@@ -48,6 +50,16 @@ _MOST_BYTES = 1 << 29
 _SETTLED_NS = 2_000_000_000
 """A file that changed more recently may change again and keep the same times."""
 _KINDS: Mapping[str, type[Look] | type[MaskLook]] = {"picture": Look, "mask": MaskLook}
+_SHAPES: Mapping[str, Any] = {
+    "picture": tuple[
+        tuple[int, int], bool, tuple[int, list[int], list[int]], float | None, bool, int | None
+    ],
+    "mask": tuple[tuple[int, int], int, int, int, list[str], list[str]],
+}
+"""What ``packed`` of a look returns; anybody may have written a scan in a run's folder."""
+
+
+_OTHER_SHAPE = (TypeError, KeyError, AttributeError, RecursionError, msgspec.ValidationError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,18 +233,15 @@ def unpack_scan(content: str) -> Mapping[str, Seen]:
             return {name: _unpacked(*values) for name, values in scan["files"].items()}
         raise ValueError(f"expected format {_FORMAT}, got {scan['format']}")
     # JSON of another shape fails at whichever access comes first, in any of these ways.
-    except (TypeError, KeyError, AttributeError, RecursionError) as error:
+    except _OTHER_SHAPE as error:
         raise ValueError(f"expected what was seen of files, got {scan!r:.40}") from error
 
 
 def _unpacked(kind: str, content: str, stamp: list[int] | None, look: list[Any]) -> Seen:
     # JSON has no tuples, and a list never equals the stamp that it is compared with.
-    return Seen(
-        kind,
-        content,
-        tuple(stamp) if stamp else None,
-        _KINDS[kind.partition(":")[0]].unpacked(look),
-    )
+    name = kind.partition(":")[0]
+    values = msgspec.convert(look, _SHAPES[name])
+    return Seen(kind, content, tuple(stamp) if stamp else None, _KINDS[name].unpacked(values))
 
 
 def _name(path: Path, root: Path) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,10 +11,12 @@ from onefold.data.bad import BadFile, readable
 from onefold.data.decoding import is_picture
 from onefold.errors import DataError
 
-__all__ = ["is_visible_folder", "picture_paths", "require_folder"]
+__all__ = ["picture_paths", "require_folder", "visible_folders"]
 
 _DEEPEST = 64
 """Folders within each other; deeper ones would end in a RecursionError."""
+_NOTHING_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
+"""Errors of looking at a link that leads nowhere, or to itself."""
 
 
 def require_folder(path: Path, expected: str) -> None:
@@ -46,9 +50,36 @@ def picture_paths(folder: Path, bad: list[BadFile]) -> list[Path]:
     return sorted(_below(folder, bad, set(), _DEEPEST))
 
 
-def is_visible_folder(path: Path) -> bool:
-    """Whether a path is a folder, or a link to one, and is not hidden."""
-    return path.is_dir() and not path.name.startswith(".")
+def visible_folders(directory: Path) -> list[Path]:
+    """List the folders of a folder, and links to folders, by name; hidden ones are left out.
+
+    Raises:
+        DataError: the folder may not be read or searched.
+    """
+    try:
+        return sorted(path for path in directory.iterdir() if _is_visible_folder(path))
+    except OSError as error:
+        raise DataError(
+            f"{readable(Path(error.filename or directory))}: expected a folder that can be looked "
+            f"through, got {error.strerror}"
+        ) from error
+
+
+def _is_visible_folder(path: Path) -> bool:
+    """Whether a path is a folder, or a link to one, and is not hidden.
+
+    Raises:
+        OSError: that cannot be seen, as in a folder that may be read and not searched.
+    """
+    if path.name.startswith("."):
+        return False
+    # Not is_dir: it raises as well, or returns False without a word, by the version of Python.
+    try:
+        return stat.S_ISDIR(path.stat().st_mode)
+    except OSError as error:
+        if error.errno in _NOTHING_THERE:
+            return False
+        raise
 
 
 def _below(
@@ -68,7 +99,12 @@ def _below(
         bad.append(BadFile(folder, f"expected a folder that can be read, got {error.strerror}"))
         return
     for path in entries:
-        if is_visible_folder(path):
+        try:
+            within = _is_visible_folder(path)
+        except OSError as error:
+            bad.append(BadFile(path, f"expected a file or folder, got {error.strerror}"))
+            continue
+        if within:
             if deeper:
                 yield from _below(path, bad, seen, deeper - 1)
             else:

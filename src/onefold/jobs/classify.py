@@ -46,7 +46,7 @@ from onefold.jobs.finetune import (
 )
 from onefold.jobs.options import MOST_SIDE, Augment, expect
 from onefold.jobs.rates import scaled_rate, usual_rate
-from onefold.jobs.runfolder import RunFolder, kept_facts, read_run
+from onefold.jobs.runfolder import RunFolder, kept_as, kept_facts, read_run
 from onefold.jobs.training import Task, facts_of
 from onefold.models.catalog import MODELS, build_model, head_name, head_of, import_timm
 from onefold.system.compat import BatchNorm
@@ -91,11 +91,8 @@ class PictureModel:
         """
         facts = read_run(run, JOB)
         with kept_facts(run):
-            kept = facts["picture_model"]
-            lists = {name: tuple(kept[name]) for name in ("classes", "mean", "std")}
-            # JSON has lists only. The side is bounded, as anybody may have written the file: one of
-            # billions of pixels would take all memory.
-            made = cls(**{**kept, **lists})
+            made = kept_as(cls, facts["picture_model"])
+            # Anybody may have written the file: a side of billions of pixels would take all memory.
             expect(8 <= made.image_size <= MOST_SIDE, "image_size", made.image_size, "a side")
             return made
 

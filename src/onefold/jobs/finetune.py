@@ -25,7 +25,7 @@ from onefold.jobs.options import TrainOptions
 from onefold.jobs.runfolder import CHECKPOINTS, read_run
 from onefold.system.compat import BatchNorm
 from onefold.system.words import listed
-from onefold.weights.file import check_weights, scored_checkpoints
+from onefold.weights.file import best_scored, check_weights
 from onefold.weights.load import Loaded, refuse_spoilt
 
 __all__ = [
@@ -88,11 +88,13 @@ def best_checkpoint(run: Path) -> Path:
         return folder
     # The run was killed after a better checkpoint had replaced this one, and before run.json named
     # that.
-    scored = scored_checkpoints(run / CHECKPOINTS, str(best.get("score")))
-    if not scored:
-        raise CheckpointError(f"{folder}: expected the run's best weights there, found nothing")
+    score = best.get("score") if isinstance(best, dict) else None
     highest = str(facts.get("score", "highest")).startswith("highest")
-    return max(scored)[1] if highest else min(scored)[1]
+    rule = f"{'highest' if highest else 'lowest'} {score}"
+    found = best_scored(run / CHECKPOINTS, rule)
+    if found is None:
+        raise CheckpointError(f"{folder}: expected the run's best weights there, found nothing")
+    return found
 
 
 def require_pretrained(

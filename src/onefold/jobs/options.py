@@ -28,7 +28,7 @@ import msgspec
 import tomli_w
 
 from onefold.data.files import read_whole
-from onefold.system.plainfile import write_whole
+from onefold.system.plainfile import nested_too_deeply, write_whole
 
 __all__ = [
     "RUN_OPTIONS",
@@ -225,7 +225,9 @@ def _typed(name: str, value: Any, hint: Any, source: str) -> Any:
         # Strict: "1" is no number, and true is not 1. A whole number does for a float, and TOML's
         # lists become tuples.
         return msgspec.convert(value, hint)
-    except msgspec.ValidationError:
+    # UnicodeEncodeError: msgspec reads no text with lone surrogates, which stand on a command line
+    # for bytes that are not UTF-8.
+    except (UnicodeEncodeError, msgspec.ValidationError):
         choices = [choice for choice in _parts(hint) if choice is not types.NoneType]
         expected, got = " or ".join(map(_told, choices)), _short(repr(value))
         raise ValueError(f"{source}: {name}: expected {expected}, got {got}") from None
@@ -272,6 +274,9 @@ def read_config(path: Path, job: str) -> dict[str, Any]:
         raise ValueError(f"{path}: expected a TOML file, got lists without end") from None
     except ValueError as error:
         raise ValueError(f"{path}: expected a TOML file: {error}") from error
+    # Dots in a name make tables within each other, without any recursion of tomllib's.
+    if nested_too_deeply(values):
+        raise ValueError(f"{path}: expected a TOML file, got tables without end")
     found = values.pop("job", job)
     if found != job:
         raise ValueError(f"{path}: expected options of onefold train {job}, got those of {found}")

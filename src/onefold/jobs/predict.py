@@ -25,7 +25,7 @@ from onefold.data.walk import picture_paths
 from onefold.errors import CheckpointError, DataError, OnefoldError
 from onefold.jobs import classify, segment, text
 from onefold.jobs.finetune import best_checkpoint, load_finite
-from onefold.jobs.options import MOST_SAMPLES, MOST_WORKERS
+from onefold.jobs.options import MOST_SAMPLES, MOST_SHARDS, MOST_WORKERS, expect
 from onefold.jobs.prediction_files import (
     MASK_NOTE,
     as_csv,
@@ -314,6 +314,7 @@ def _trainer(model: nn.Module, run: Path, weights: Path) -> onefold.Trainer:
     # As in training: as many devices may share a batch as could then.
     with kept_facts(run):
         shards = int(read_run(run)["shards"])
+        expect(1 <= shards <= MOST_SHARDS, "shards", shards, "a number of shards")
     return onefold.Trainer(model, optimizer, _no_loss, shards=shards)
 
 
@@ -342,7 +343,9 @@ def _predict_pictures(
     run: Path, weights: Path, inputs: _Inputs, options: PredictOptions
 ) -> list[dict[str, Any]]:
     kind = classify.PictureModel.of_run(run)
-    trainer = _trainer(kind.build(), run, weights)
+    with kept_facts(run):
+        model = kind.build()
+    trainer = _trainer(model, run, weights)
     pictures = PictureFiles(inputs.paths, Path(), kind.white)
     data = LabelledPictures(
         pictures, [0] * len(pictures), kind.mode, kind.test_changes, kind.normalise
@@ -361,7 +364,7 @@ def _predict_texts(
     run: Path, weights: Path, inputs: _Inputs, options: PredictOptions
 ) -> list[dict[str, Any]]:
     kind = text.TextModel.of_run(run)
-    trainer = _trainer(text.build_of_run(run), run, weights)
+    trainer = _trainer(kind.build(run), run, weights)
     data = EncodedTexts(kind.encode(inputs.texts), [0] * len(inputs.texts))
     probabilities = trainer.predict(
         text.confidences,
@@ -401,7 +404,8 @@ def _predict_masks(
     from PIL import Image
 
     kind = segment.MaskModel.of_run(run)
-    model = kind.build()
+    with kept_facts(run):
+        model = kind.build()
     trainer = _trainer(model, run, weights)
     folder = options.output or Path()
     padded = Padded(model.stride)

@@ -198,10 +198,13 @@ def _said_before(options: TrainOptions) -> dict[str, Any]:
 
 
 def _check_unfinished(options: TrainOptions, before: dict[str, Any]) -> None:
-    if before.get("finished") and (options.epochs or 0) <= before.get("epochs", 0):
+    done = before.get("epochs", 0)
+    if not isinstance(done, int):
+        raise DataError(f"{options.folder / RUN}: expected a number of epochs, got {done!r:.40}")
+    if before.get("finished") and (options.epochs or 0) <= done:
         raise LaunchError(
-            f"{options.folder}: the run has finished its {before['epochs']} epochs; --resume with "
-            f"more --epochs goes on with it"
+            f"{options.folder}: the run has finished its {done} epochs; --resume with more "
+            f"--epochs goes on with it"
         )
 
 
@@ -242,8 +245,9 @@ def _train(job: Job, options: TrainOptions, data: Any) -> dict[str, Any] | Excep
         return error
     try:
         return training.run()
-    except LaunchError as error:
-        # The folder could not be written to from the beginning, on which all devices have agreed.
+    except (CheckpointError, LaunchError) as error:
+        # No checkpoint could be loaded, or the folder not be written to from the beginning, on
+        # which all devices have agreed.
         return error
     except OSError as error:
         # The disk filled up, say. On another device it is something else, such as a broken socket.

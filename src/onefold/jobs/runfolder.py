@@ -26,7 +26,9 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from onefold.errors import DataError, LaunchError, OnefoldError
 from onefold.jobs.options import TrainOptions, write_config
@@ -40,6 +42,7 @@ __all__ = [
     "SCAN",
     "RunFolder",
     "check_folder",
+    "kept_as",
     "kept_facts",
     "next_name",
     "read_run",
@@ -58,6 +61,13 @@ MOST_JSON_BYTES = 1 << 26
 _log = logging.getLogger("onefold")
 _TRIED_BYTES = 4096
 _LINE_BYTES = 1 << 20
+_ERRORS = (
+    AttributeError, LookupError, OSError, OverflowError, TypeError, ValueError,
+    msgspec.ValidationError,
+)  # fmt: skip
+"""What facts of another kind than expected may raise."""
+
+_Kept = TypeVar("_Kept")
 
 
 def next_name(runs: Path, job: str) -> str:
@@ -177,10 +187,17 @@ def kept_facts(folder: Path) -> Iterator[None]:
     except OnefoldError:
         # Before the others: some of ours are a ValueError as well, and have better words.
         raise
-    except (AttributeError, LookupError, OSError, OverflowError, TypeError, ValueError) as error:
+    except _ERRORS as error:
         raise DataError(
             f"{folder / RUN}: expected what the run has kept of its model, got {error!r}"
         ) from error
+
+
+def kept_as(kind: type[_Kept], facts: dict[str, Any]) -> _Kept:
+    """Make a dataclass of facts, for a block of `kept_facts`: each has the type of its field."""
+    # Made twice: msgspec compares the types, and would pass over a fact that has no field.
+    kind(**facts)
+    return msgspec.convert(facts, kind)
 
 
 class RunFolder:
@@ -249,12 +266,15 @@ class RunFolder:
 
     def close(self) -> None:
         """Write out all events, and let other processes resume the run."""
-        if self._locked is not None:
-            os.close(self._locked)
-            self._locked = None
-        if self._events is not None:
-            self._events.close()
-            self._events = None
+        events, self._events = self._events, None
+        try:
+            if events is not None:
+                events.close()
+        finally:
+            # Last of all: from here on another process may write into this folder.
+            if self._locked is not None:
+                os.close(self._locked)
+                self._locked = None
 
     def say(self, **facts: Any) -> None:
         """Record facts in ``run.json``, besides those that it has."""

@@ -47,23 +47,33 @@ def open_lock(path: Path, *, make: bool) -> int:
         FileNotFoundError: the file is missing, and ``make`` is False.
         LaunchError: another process is working in the folder, or the file is not ours.
     """
-    kind = fcntl.LOCK_EX if make else fcntl.LOCK_SH
     # With a limit, or somebody who keeps exchanging the file would keep us here for ever.
     for _ in range(_TRIES):
         descriptor = _open_own(path, make=make)
         try:
-            fcntl.lockf(descriptor, kind | fcntl.LOCK_NB)
-            # Another process may have removed the file between its opening and the lock. It would
-            # then lock a new one, and both would believe that they are alone.
-            if _is_at(descriptor, path):
+            if _lock(path, descriptor, fcntl.LOCK_EX if make else fcntl.LOCK_SH):
                 return descriptor
-        except OSError as error:
-            _replace_if_a_strangers(path, descriptor, error)
         except BaseException:
             os.close(descriptor)
             raise
         os.close(descriptor)
     raise LaunchError(f"{path}: expected a file that stays where it is, got another one each time")
+
+
+def _lock(path: Path, descriptor: int, kind: int) -> bool:
+    """Lock an open file; return whether it is locked, and still the one at the path.
+
+    Raises:
+        LaunchError: another process holds it.
+    """
+    try:
+        fcntl.lockf(descriptor, kind | fcntl.LOCK_NB)
+        # Another process may have removed the file between its opening and the lock. It would
+        # then lock a new one, and both would believe that they are alone.
+        return _is_at(descriptor, path)
+    except OSError as error:
+        _replace_if_a_strangers(path, descriptor, error)
+        return False
 
 
 def _open_own(path: Path, *, make: bool) -> int:
@@ -77,18 +87,41 @@ def _open_own(path: Path, *, make: bool) -> int:
             f"{path}: expected a file of this user's own, got {came}: another user's run may be "
             f"there. Remove it if not, or give this run another --name"
         ) from error
+    try:
+        _require_own(path, descriptor)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _require_own(path: Path, descriptor: int) -> None:
+    """Refuse what is no file, or that of another user; keep others from opening it.
+
+    Raises:
+        LaunchError: it is not a file of this user's, or its permissions cannot be set.
+    """
     # Asked of what is open: the path may stand for something else by now. A file of another user
     # could be held by him at any time.
     there = os.fstat(descriptor)
-    if not stat.S_ISREG(there.st_mode) or there.st_uid != os.geteuid():
-        os.close(descriptor)
+    if not stat.S_ISREG(there.st_mode):
+        raise LaunchError(
+            f"{path}: expected a file, got a FIFO or a device: remove it, or give this run another "
+            f"--name"
+        )
+    if there.st_uid != os.geteuid():
         raise LaunchError(
             f"{path}: expected a file of user {os.geteuid()}, got one of user {there.st_uid}: "
             f"another user's run is there. Give this run another --name"
         )
     # An earlier version left the file readable for all; see the note on strangers.
-    os.fchmod(descriptor, 0o600)
-    return descriptor
+    try:
+        os.fchmod(descriptor, 0o600)
+    except OSError as error:
+        raise LaunchError(
+            f"{path}: expected a file that can be kept from other users, got {error.strerror}: "
+            f"--runs names a folder on another file system"
+        ) from error
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
@@ -102,16 +135,22 @@ def _replace_if_a_strangers(path: Path, descriptor: int, error: OSError) -> None
     """Remove a lock's file that a stranger holds.
 
     Raises:
-        LaunchError: the holder is a process of ours, of root, or unknown.
+        LaunchError: the holder is a process of ours, of root, or unknown; or the file cannot be
+            removed.
     """
     holder = _holder(descriptor)
     if holder and _user_of(holder) not in (None, 0, os.geteuid()):
         _log.warning("%s was held by process %d of another user: it is replaced", path, holder)
-        # Unless somebody else has done the same: the new file is not a stranger's.
-        if _is_at(descriptor, path):
-            path.unlink()
+        try:
+            # Unless somebody else has done the same: the new file is not a stranger's.
+            if _is_at(descriptor, path):
+                path.unlink(missing_ok=True)
+        except OSError as failure:
+            raise LaunchError(
+                f"{path}: process {holder} of another user holds this file, and it cannot be "
+                f"removed ({failure.strerror}): give this run another --name"
+            ) from failure
         return
-    os.close(descriptor)
     who = f"process {holder}" if holder else error.strerror
     raise LaunchError(
         f"{path.parent}: another process is at work in this folder ({who}); wait for its end, or "

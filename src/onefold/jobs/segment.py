@@ -32,9 +32,10 @@ from onefold.jobs.finetune import (
     require_pretrained,
     run_of,
 )
+from onefold.jobs.options import expect
 from onefold.jobs.rates import scaled_rate, usual_rate
-from onefold.jobs.runfolder import RunFolder, kept_facts, read_run
-from onefold.jobs.segment_options import SegmentOptions
+from onefold.jobs.runfolder import RunFolder, kept_as, kept_facts, read_run
+from onefold.jobs.segment_options import MOST_WIDTH, SegmentOptions
 from onefold.jobs.segment_pictures import (
     LARGEST_CROP,
     Crops,
@@ -153,8 +154,10 @@ class MaskModel:
         """
         facts = read_run(run, JOB)
         with kept_facts(run):
-            kept = facts["mask_model"]
-            return cls(**{**kept, "mean": tuple(kept["mean"]), "std": tuple(kept["std"])})
+            made = kept_as(cls, facts["mask_model"])
+            # Anybody may have written the file: billions of channels would take all memory.
+            expect(2 <= made.width <= MOST_WIDTH, "width", made.width, "a number of channels")
+            return made
 
     def build(self) -> UNet:
         """Build the model with fresh weights."""

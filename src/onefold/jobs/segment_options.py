@@ -18,10 +18,12 @@ from onefold.jobs.options import (
     option,
 )
 
-__all__ = ["SegmentOptions"]
+__all__ = ["MOST_WIDTH", "SegmentOptions"]
 
 Encoder = Literal["vgg16", "resnet18", "resnet34", "resnet101"]
 Switch = Literal["yes", "no"]
+MOST_WIDTH = 4096
+"""The most channels of the encoder's first layer."""
 Normalisation = Literal["auto", "imagenet", "data", "none"]
 
 
@@ -56,7 +58,7 @@ class SegmentOptions(TrainOptions):
         None,
         "Channels of its first layer; published weights need 64.",
         shown="64, or that of the pretrained run",
-        most=4096,
+        most=MOST_WIDTH,
     )
     holdout: float = option(0.1, "Share to test with, where there is no test set.")
     crop: int | None = option(

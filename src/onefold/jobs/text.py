@@ -43,6 +43,7 @@ from onefold.jobs.text_models import (
     build_from_config,
     head_parts,
     load_pretrained,
+    most_tokens,
 )
 from onefold.jobs.tokens import (
     PAD_ID,
@@ -218,12 +219,32 @@ class TextModel:
         """
         facts = read_run(run, JOB)
         with kept_facts(run):
-            return cls(
+            made = cls(
                 tokenizer=_read_file(run / TOKENIZER_FILE),
                 classes=tuple(map(str, facts["classes"])),
                 max_length=int(facts["text_model"]["max_length"]),
                 pad_id=int(facts["text_model"]["pad_id"]),
             )
+            # Tried here, or a damaged tokenizer would only be met on the devices.
+            made.encode(["text"])
+            return made
+
+    def build(self, run: Path) -> nn.Module:
+        """Build the run's model with fresh weights.
+
+        Raises:
+            CheckpointError: its description is damaged.
+            DataError: its description is not that of the model that ``run.json`` tells of.
+        """
+        model = build_of_run(run)
+        config: Any = model.config
+        if config.num_labels != len(self.classes) or not 0 <= self.pad_id < config.vocab_size:
+            raise DataError(
+                f"{run}: expected {CONFIG_FILE} and run.json to be of one model, got "
+                f"{config.num_labels} classes of {config.vocab_size} tokens, and "
+                f"{len(self.classes)} with padding by token {self.pad_id}"
+            )
+        return model
 
     def encode(self, texts: Sequence[str]) -> list[torch.Tensor]:
         """Token ids of each text, (t,) int64."""
@@ -338,10 +359,7 @@ def _build(options: TextOptions, data: TextSplits) -> tuple[nn.Module, TextModel
         model, tokenizer = load_pretrained(options.model, len(classes))
         config: Any = model.config
         pad_id = config.pad_token_id if config.pad_token_id is not None else PAD_ID
-        # RoBERTa numbers positions from pad_id + 1, so that it has room for fewer tokens than
-        # positions; for models that number from 0, this gives some away.
-        longest = getattr(config, "max_position_embeddings", options.max_length) - pad_id - 1
-        length = min(options.max_length, longest)
+        length = min(options.max_length, most_tokens(model) or options.max_length)
         kind = TextModel(tokenizer=tokenizer, max_length=length, pad_id=pad_id, classes=classes)
         return model, kind
     # Each device trains its own; they come out alike, see the note in onefold.jobs.tokens.

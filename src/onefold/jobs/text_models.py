@@ -28,7 +28,7 @@ from onefold.jobs.tokens import END_ID, PAD_ID, START_ID, require
 from onefold.weights.file import read_weights
 from onefold.weights.load import refuse_spoilt
 
-__all__ = ["build_classifier", "build_from_config", "head_parts", "load_pretrained"]
+__all__ = ["build_classifier", "build_from_config", "head_parts", "load_pretrained", "most_tokens"]
 
 _WEIGHTS = (
     "model.safetensors",
@@ -113,6 +113,24 @@ def head_parts(model: nn.Module) -> tuple[str, ...]:
     return tuple(name for name, _ in model.named_children() if name != body)
 
 
+def most_tokens(model: nn.Module) -> int | None:
+    """Find the most tokens that a text may have; None if the model has no such limit.
+
+    Args:
+        model: from `build_classifier`, `build_from_config` or `load_pretrained`.
+    """
+    for name, part in model.named_modules():
+        # RoBERTa and its relatives number positions from behind the padding's own. They alone have
+        # one for the padding, which may be another number than that of its token.
+        padding: Any = getattr(part, "padding_idx", None)
+        if name.rpartition(".")[2] == "position_embeddings" and padding is not None:
+            weight: Any = part.weight
+            return len(weight) - int(padding) - 1
+    most = getattr(model.config, "max_position_embeddings", None)
+    # XLNet, to which any length will do, says -1.
+    return most if isinstance(most, int) and most > 0 else None
+
+
 def build_from_config(config: str) -> nn.Module:
     """Build a classifier from a ``config.json``, with weights from the global generator.
 
@@ -153,6 +171,9 @@ def _refuse_kernels(value: object, name: str = "") -> None:
         for key, part in value.items():
             # The name above counts as well: an implementation may be a dict, by part of the model.
             _refuse_kernels(part, name if name.endswith(_CODE) else str(key))
+    elif isinstance(value, list):
+        for part in value:
+            _refuse_kernels(part, name)
     elif isinstance(value, str) and name.endswith(_CODE) and "/" in value:
         raise ValueError(f"{name} {value!r} names code that would be fetched and run")
 

@@ -104,12 +104,16 @@ def encode_texts(
 
     Raises:
         LaunchError: ``tokenizers`` is not installed.
-        ValueError: there is no room for a token of the text.
+        ValueError: there is no room for a token of the text, or the tokenizer is damaged.
     """
     require("tokenizers")
     from tokenizers import Tokenizer
 
-    encoder = Tokenizer.from_str(tokenizer)
+    try:
+        encoder = Tokenizer.from_str(tokenizer)
+    # The library raises no class of its own.
+    except Exception as error:
+        raise ValueError(f"expected a tokenizer as JSON: {error}") from error
     least = encoder.num_special_tokens_to_add(is_pair=False) + 1
     if max_length < least:
         raise ValueError(f"expected max_length of {least} or more, got {max_length}")

@@ -13,6 +13,7 @@ checkpoint only once that is on the disk; what it named before may be gone by th
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,11 +32,13 @@ from onefold.jobs.options import TrainOptions
 from onefold.jobs.progress import TrainingBar, epoch_line
 from onefold.jobs.rates import make_optimizer, rate_factor
 from onefold.jobs.runfolder import RunFolder
+from onefold.jobs.saved import read_saved
 from onefold.system.interrupt import STOPPED_CODE
 from onefold.system.words import counted
 
 __all__ = ["Task", "Training", "begin_training", "facts_of", "train"]
 
+_log = logging.getLogger("onefold")
 _LINES = 20
 """How many lines of metrics an epoch has, besides the line of the epoch itself."""
 _FEW_STEPS = 100
@@ -198,6 +201,7 @@ class Training:
         """Train to the end, and return what ``run.json`` then holds.
 
         Raises:
+            CheckpointError: the run's checkpoints cannot be loaded; nothing was trained.
             LaunchError: the run's folder cannot be written to, or is in use; nothing was trained.
             OSError: something could not be written later, for instance because the disk is full.
             SystemExit: the launcher asked the run to stop, and it has been saved.
@@ -211,15 +215,13 @@ class Training:
 
     def _begin(self) -> None:
         """Create the folder, or load its last checkpoint."""
-        loaded = None
+        loaded, checkpoints = None, self._folder.checkpoints
         # Loaded before the folder is touched: how much of the metrics stays depends on the step of
         # the checkpoint. A run that was killed before its first one begins again, in its folder.
         if self._options.resume:
-            loaded = self._trainer.load(self._folder.checkpoints, if_any=True)
+            loaded = self._trainer.load(checkpoints, if_any=True)
         if loaded is not None:
-            saved: Any = loaded.extra
-            self._part, self._epochs_done = saved["part"], saved["epochs_done"]
-            self._best = saved["best"]
+            self._part, self._epochs_done, self._best = read_saved(loaded.extra, checkpoints)
         self._agree(self._open_folder)
 
     def _open_folder(self) -> None:
@@ -327,8 +329,18 @@ class Training:
                 is_last = True
         examples = self._task.examples(self._trainer, self._folder)
         if not is_last:
-            self._trainer.load(self._folder.checkpoints / last)
+            self._go_back(last)
         return {**examples, "epoch": epoch}
+
+    def _go_back(self, checkpoint: str) -> None:
+        """Put the last model back in the place of the best one, if it can still be read."""
+        try:
+            self._trainer.load(self._folder.checkpoints / checkpoint)
+        # Raised alike on all devices. Nothing that follows needs the model, and a training that is
+        # over must not end in an error; but it could not be resumed from here.
+        except CheckpointError as error:
+            if self.is_lead:
+                _log.warning("the last checkpoint cannot be loaded any more: %s", error)
 
     def _train_epoch(self, epoch: int, batches: Any, meter: Meter, bar: TrainingBar) -> None:
         every = max(1, len(batches) // _LINES)

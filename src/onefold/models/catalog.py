@@ -133,11 +133,12 @@ def import_timm(name: str) -> Any:
     """Import the timm library, which the model ``name`` needs."""
     try:
         return importlib.import_module("timm")
-    # Not ModuleNotFoundError alone: timm may be there, and fail at something that it imports.
-    except ImportError as error:
+    # Any: timm may be there, and fail at something that it imports. A torchvision that does not
+    # match torch raises RuntimeError.
+    except Exception as error:
         raise LaunchError(
-            f"{name} needs the timm library, which cannot be imported ({error}); "
-            "install it with: pip install timm"
+            f"{name} needs the timm library, which cannot be imported ({error}); install "
+            f"it, and a torchvision that matches torch, with: pip install timm"
         ) from error
 
 

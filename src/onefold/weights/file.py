@@ -17,13 +17,18 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from onefold.checkpoint.folder import is_checkpoint, open_checkpoint, readable_records
+from onefold.checkpoint.folder import (
+    Best,
+    best_of,
+    is_checkpoint,
+    open_checkpoint,
+    readable_records,
+)
 from onefold.checkpoint.record import TENSOR_FILES
-from onefold.core.jsonvalue import from_json
 from onefold.errors import CheckpointError
 from onefold.system.plainfile import open_plain
 
-__all__ = ["check_weights", "keys_of_states", "read_weights", "scored_checkpoints", "state_under"]
+__all__ = ["best_scored", "check_weights", "keys_of_states", "read_weights", "state_under"]
 
 _MODEL = "model.safetensors"
 _ZIP = b"PK\x03\x04"
@@ -182,12 +187,17 @@ def _needs_code(file: Path, what: str) -> CheckpointError:
     )
 
 
-def scored_checkpoints(folder: Path, score: str) -> list[tuple[float, Path]]:
-    """List the checkpoints of a folder that were saved with a score, as (score, path)."""
-    found = []
-    for path, record in sorted(readable_records(folder).items()):
-        # JSON has no NaN and no infinity, so records spell scores in a way of their own.
-        value = from_json(record["scores"]).get(score)
-        if value is not None:
-            found.append((float(value), path))
-    return found
+def best_scored(folder: Path, rule: str) -> Path | None:
+    """Find the checkpoint that stays where those of a folder are deleted but for the best.
+
+    Args:
+        folder: a directory of checkpoints.
+        rule: as ``Trainer.save`` takes it, such as ``"highest accuracy"``.
+
+    Returns:
+        The folder of the checkpoint; None if none has that score.
+
+    Raises:
+        ValueError: there is no such rule.
+    """
+    return next(iter(best_of(readable_records(folder), Best.read(rule))), None)

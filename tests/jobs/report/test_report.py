@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -367,8 +368,86 @@ def test_a_line_that_was_cut_short_is_left_out(tmp_path: Path, cut: str) -> None
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(cut)
     page = Page(build_report(folder))
-    assert "1 line of metrics.jsonl cut short and left out" in page.text
+    assert "1 line of metrics.jsonl left out: cut short" in page.text
     assert figure(page, "Last test accuracy").split() == ["60.0%", "after", "2", "epochs"]
+
+
+HUGE = 10**400
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"epoch": "x"},
+        {"epoch": HUGE},
+        {"step": HUGE},
+        {"step": True},
+        {"scores": [1]},
+        {"scores": "\ud800"},
+        {"devices": 3},
+        {"devices": [3]},
+    ],
+)
+def test_a_line_of_another_shape_is_left_out(tmp_path: Path, damage: dict[str, Any]) -> None:
+    lines = [*runs.metrics_of(2), {**runs.epoch_line(2, scores={"accuracy": 0.9}), **damage}]
+    page = page_of(tmp_path / "run", metrics=lines)
+    assert "1 line of metrics.jsonl left out: cut short" in page.text
+    assert figure(page, "Last test accuracy").split() == ["60.0%", "after", "2", "epochs"]
+
+
+def test_a_number_too_large_for_a_float_is_none(tmp_path: Path) -> None:
+    best = {"epoch": 0, "score": "accuracy", "value": HUGE}
+    lines = [runs.steps_line(10, loss=HUGE), runs.epoch_line(0, scores={"accuracy": HUGE})]
+    page = page_of(tmp_path / "run", facts=runs.facts_of("text", best=best), metrics=lines)
+    assert figure(page, "Best test accuracy").split() == [NOTHING, "in", "epoch", "1"]
+    assert figure(page, "Last test accuracy").split() == [NOTHING, "after", "1", "epoch"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("run.json", {"best": 3}),
+        ("run.json", {"best": {"epoch": "x"}}),
+        ("run.json", {"best": {}}),
+        ("run.json", {"classes": 3}),
+        ("run.json", {"devices": 3}),
+        ("run.json", {"notes": True}),
+        ("run.json", {"left_out": 1.5}),
+        ("examples.json", {"kind": ["text"]}),
+        ("examples.json", {"kind": "text", "samples": [3]}),
+        ("examples.json", {"kind": "text", "worst": {"label": "a"}}),
+        ("examples.json", {"kind": "text", "confusion": [1, 2]}),
+        ("examples.json", {"kind": "text", "confusion": [[-1]]}),
+        ("examples.json", {"kind": "text", "confusion": [[1, 2], [3]]}),
+        ("examples.json", {"kind": "text", "confusion": [[1]], "classes": ["a", "b"]}),
+    ],
+)
+def test_a_file_of_another_shape_is_named(tmp_path: Path, name: str, content: object) -> None:
+    folder = runs.write_run(tmp_path / "run", runs.facts_of("text"))
+    (folder / name).write_text(json.dumps(content))
+    with pytest.raises(DataError, match=rf"{re.escape(name)}: expected"):
+        build_report(folder)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "examples.json", "run.json", "config.toml"])
+def test_a_link_to_a_file_elsewhere_is_not_read(tmp_path: Path, name: str) -> None:
+    folder = runs.write_run(tmp_path / "run", runs.facts_of("text"), metrics=runs.metrics_of(1))
+    (tmp_path / "theirs").write_text('{"kind": "theirs"}')
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(tmp_path / "theirs")
+    with pytest.raises(DataError, match=rf"{re.escape(name)}: .*expected a file, got a link"):
+        build_report(folder)
+
+
+@pytest.mark.parametrize("options", ["a = 1\n" + "#" * (1 << 20), ".".join("a" * 5000) + " = 1"])
+def test_options_that_no_run_has_written_are_refused(tmp_path: Path, options: str) -> None:
+    with pytest.raises(DataError, match=r"config\.toml: expected TOML"):
+        page_of(tmp_path / "run", options=options)
+
+
+def test_a_moment_that_no_calendar_has_is_not_shown(tmp_path: Path) -> None:
+    facts = runs.facts_of("text", started="0001-01-01T00:00:00+23:59")
+    assert figure(page_of(tmp_path / "run", facts=facts), "Started") == NOTHING
 
 
 def test_a_line_behind_one_that_was_cut_short_is_read(tmp_path: Path) -> None:
@@ -378,7 +457,7 @@ def test_a_line_behind_one_that_was_cut_short_is_read(tmp_path: Path) -> None:
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "steps", "epo' + line + "\n")
     page = Page(build_report(folder))
-    assert "1 line of metrics.jsonl cut short and left out" in page.text
+    assert "1 line of metrics.jsonl left out: cut short" in page.text
     assert figure(page, "Last test accuracy").split() == ["75.0%", "after", "2", "epochs"]
 
 
@@ -386,7 +465,7 @@ def test_a_character_that_was_cut_in_two_is_left_out(tmp_path: Path) -> None:
     folder = runs.write_run(tmp_path / "run", runs.facts_of("text"), metrics=runs.metrics_of(1))
     with (folder / "metrics.jsonl").open("ab") as file:
         file.write('{"kind": "é'.encode()[:-1])
-    assert "1 line of metrics.jsonl cut short" in Page(build_report(folder)).text
+    assert "1 line of metrics.jsonl left out: cut short" in Page(build_report(folder)).text
 
 
 @pytest.mark.parametrize("name", ["pictures/none.png", "../secret.png", "run.json", None, "a\0b"])

@@ -20,7 +20,8 @@ from typing import Any, TypeVar
 
 from onefold.errors import DataError
 from onefold.jobs.progress import PHASES
-from onefold.system.plainfile import open_plain, parse_json, read_plain
+from onefold.jobs.report.shapes import check_examples, check_facts, is_line
+from onefold.system.plainfile import nested_too_deeply, open_plain, parse_json, read_plain
 
 __all__ = ["EpochLine", "Run", "StepsLine", "finite_or_zero", "number", "read_run"]
 
@@ -96,7 +97,7 @@ class Run:
     examples: dict[str, Any] | None
     """Predictions of the trained model; None until there are some."""
     unreadable_lines: int
-    """How many lines of numbers were cut short and are left out."""
+    """How many lines of numbers were cut short or damaged, and are left out."""
 
     @property
     def name(self) -> str:
@@ -132,7 +133,7 @@ class Run:
         # What the run itself decided takes precedence: it kept the weights of that epoch.
         recorded = self.facts.get("best")
         if recorded:
-            return int(recorded["epoch"]), number(recorded.get("value"))
+            return recorded["epoch"], number(recorded.get("value"))
         highest, name = self.target
         values = [(epoch.score(name), epoch.epoch) for epoch in self.epochs]
         finite = [(value, epoch) for value, epoch in values if math.isfinite(value)]
@@ -182,14 +183,19 @@ def read_run(folder: Path) -> Run:
             f"give the folder that a training made, such as runs/NAME"
         )
     steps, epochs, unreadable_lines = _read_lines(folder / "metrics.jsonl")
-    examples = folder / "examples.json"
+    facts = _read_object(folder / "run.json")
+    check_facts(facts, folder / "run.json")
+    path = folder / "examples.json"
+    examples = _read_object(path) if path.is_file() else None
+    if examples is not None:
+        check_examples(examples, path)
     return Run(
         folder=folder,
-        facts=_read_object(folder / "run.json"),
+        facts=facts,
         options=_read_options(folder / "config.toml"),
         steps=steps,
         epochs=epochs,
-        examples=_read_object(examples) if examples.is_file() else None,
+        examples=examples,
         unreadable_lines=unreadable_lines,
     )
 
@@ -199,7 +205,11 @@ def number(value: object) -> float:
     # True and False are ints to Python.
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return math.nan
-    return float(value) if math.isfinite(value) else math.nan
+    try:
+        found = float(value)
+    except OverflowError:
+        return math.nan
+    return found if math.isfinite(found) else math.nan
 
 
 def finite_or_zero(value: float) -> float:
@@ -219,7 +229,11 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 def _read_options(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(read_plain(path).decode())
+        options = tomllib.loads(read_plain(path, _MOST_OPTIONS_BYTES).decode())
+        # By dots in a name, tomllib makes tables within each other without any recursion.
+        if nested_too_deeply(options):
+            raise ValueError("it is nested too deeply")
+        return options
     except (OSError, RecursionError, ValueError) as error:
         raise DataError(f"{path}: expected TOML, got: {error}; mend the file") from None
 
@@ -245,22 +259,28 @@ def _lines(path: Path) -> Iterator[str]:
 
     A run that was killed leaves half a line without an end, and the resumed run writes its first
     line right behind. So a line is also divided wherever another one begins.
+
+    Raises:
+        DataError: there is something else than a file, or the file cannot be read.
     """
-    if path.is_file():
+    try:
         with open_plain(path) as file:
             # With a limit, or a file without line ends would be read into memory as one.
             while line := file.readline(_LONGEST_LINE_BYTES):
                 yield from filter(str.strip, _BEGINNING.split(line.decode(errors="replace")))
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}; run the training again") from error
 
 
 def _parsed(line: str) -> dict[str, Any] | None:
-    """Parse the record of a line; None if the run was killed while it wrote the line."""
+    """Parse the record of a line; None if it was cut short, or is not as a run writes it."""
     try:
         record = parse_json(line)
     except ValueError:
         return None
-    whole = isinstance(record, dict) and isinstance(record.get("step"), int)
-    return record if whole else None
+    return record if is_line(record) else None
 
 
 _Line = TypeVar("_Line", StepsLine, EpochLine)
@@ -287,7 +307,7 @@ def _epoch_line(record: dict[str, Any]) -> EpochLine:
     names = ("loss", "lr", "train_s", "evaluate_s", "samples_per_s")
     scores = record.get("scores") or {}
     return EpochLine(
-        epoch=int(record.get("epoch") or 0),
+        epoch=record.get("epoch") or 0,
         step=record["step"],
         scores={str(name): number(value) for name, value in scores.items()},
         devices=tuple(

@@ -95,12 +95,13 @@ def when(moment: object) -> str:
     """
     try:
         parsed = datetime.fromisoformat(str(moment))
-    except ValueError:
+        # Without a time zone it is not known which moment it was: shown as it stands, without UTC.
+        if parsed.tzinfo is None:
+            return f"{parsed:%Y-%m-%d %H:%M}"
+        return f"{parsed.astimezone(UTC):%Y-%m-%d %H:%M} UTC"
+    # OverflowError: by UTC it was before the year 1, or after 9999.
+    except (OverflowError, ValueError):
         return NOTHING
-    # Without a time zone it is not known which moment it was: shown as it stands, without "UTC".
-    if parsed.tzinfo is None:
-        return f"{parsed:%Y-%m-%d %H:%M}"
-    return f"{parsed.astimezone(UTC):%Y-%m-%d %H:%M} UTC"
 
 
 def amount(count: object) -> str:
