@@ -13,7 +13,7 @@ import pytest
 from tests.checkpoint.folders import steps_in
 from tests.conftest import ROOT
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(170)]
+pytestmark = [pytest.mark.processes, pytest.mark.fresh, pytest.mark.timeout(170)]
 
 NO_ONEFOLD_AND_NO_GPU = """
 import sys

@@ -13,7 +13,7 @@ import pytest
 from tests.conftest import ROOT
 
 EXAMPLES = ROOT / "examples"
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(170)]
+pytestmark = [pytest.mark.processes, pytest.mark.fresh, pytest.mark.timeout(170)]
 
 
 def run(*command: str, cwd: Path) -> str:

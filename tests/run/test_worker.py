@@ -19,6 +19,8 @@ from onefold.errors import LaunchError
 from onefold.run import world
 from onefold.run.world import current_world, take_world
 
+pytestmark = pytest.mark.fresh  # how a process starts is what is tested here
+
 SOURCE = str(Path(onefold.__file__).parent.parent)
 COMMAND = "from onefold.cli.main import main\nmain()\n"
 """As pip installs it: without the current folder on the path."""
