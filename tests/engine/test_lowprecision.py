@@ -12,14 +12,16 @@ from onefold.engine.replica import ModelParts
 
 
 def model() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 3))
+    return nn.Sequential(
+        nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 3), nn.LayerNorm(3)
+    )
 
 
 def parts_of(module: nn.Module) -> ModelParts:
     return ModelParts(module, [name for name, _ in module.named_parameters()])
 
 
-def test_batch_norm_keeps_its_precision() -> None:
+def test_normalising_layers_keep_their_precision() -> None:
     held = held_in(Precision("bf16-params"), parts_of(model()))
     low = {name for name, stand_in in held.items() if stand_in.dtype == torch.bfloat16}
     assert low == {"0.weight", "0.bias", "3.weight", "3.bias"}

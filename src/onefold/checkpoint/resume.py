@@ -129,6 +129,7 @@ class Checkpoints:
         # The writing still reads the rooms of all devices, which `pack` is about to overwrite.
         self._wait_until_written()
         self._refuse_not_finite()
+        self._engine.follow_parameters()
         pack(self._engine.update.states(), self._engine.exchange.transport.room)
         brought = self._engine.exchange.transport.bring()
         self.lost = False
@@ -338,8 +339,9 @@ class Checkpoints:
             # Open until `load` is done: these very files are checked, whoever prunes meanwhile.
             files = _Files(found, stack)
             try:
-                files.model.check(self._module)
+                # The run first: what was changed in it may be why its model is another one.
                 self._state.check_fits(found.run, changed)
+                files.model.check(self._module)
                 self._check_optimizer_files(found.run, files, changed)
             except CheckpointError as error:
                 raise CheckpointError(f"{found.folder} does not fit: {error}") from None

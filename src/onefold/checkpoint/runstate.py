@@ -20,10 +20,12 @@ from onefold.checkpoint.keeping import Keeping
 from onefold.core.fingerprint import named_tensors
 from onefold.core.jsonvalue import to_json
 from onefold.core.lossscale import LossScale
+from onefold.core.precision import Precision
 from onefold.core.settings import Settings
 from onefold.core.team import Team
 from onefold.engine.engine import Engine
 from onefold.engine.schedule import check_state, write_schedule
+from onefold.errors import CheckpointError
 from onefold.reading.position import Position, check_same
 
 __all__ = ["RunState"]
@@ -131,6 +133,13 @@ class RunState:
         # Not those that an earlier version did not save: it had none of them.
         for name, key in _SAME.items():
             check_same(key, run.get(name), here[name], changed, name)
+        low = Precision(run.get("precision")).parameters
+        if low != self._settings.precision.parameters:
+            raise CheckpointError(
+                f"saved with precision {run.get('precision')!r}, this run has "
+                f"{self._settings.precision.name!r}: its models hold parameters in another dtype, "
+                f"which cannot be changed on the way. Resume with the same precision"
+            )
         one, other = run["optimizer"], here["optimizer"]
         check_same("optimizer", one["class"], other["class"], changed, "optimizer")
         groups = len(one["settings"]), len(other["settings"])
@@ -148,7 +157,7 @@ class RunState:
 
     def take_scale(self, run: Mapping[str, Any]) -> None:
         """Go on with the scale of the losses that a saved run had, where this one scales them."""
-        if self._rules.scale is not None and run.get("precision") is not None:
+        if self._rules.scale is not None and Precision(run.get("precision")).is_scaled:
             self._rules.scale = LossScale(run["loss_scale"], run.get("good_steps", 0))
 
     def warn_of_differences(self, stored: StoredCheckpoint) -> None:

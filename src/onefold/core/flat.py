@@ -239,9 +239,13 @@ def storage_order(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """The same values with the given dense strides; the tensor itself if it already has them."""
+    """The same values with the given dense strides: in the same memory if they lie there so."""
     if tensor.stride() == stride:
         return tensor
+    # The stride of a dimension of length 1 says nothing about memory, and PyTorch sets it freely.
+    sides = zip(tensor.shape, tensor.stride(), stride, strict=True)
+    if all(ours == theirs for size, ours, theirs in sides if size > 1):
+        return tensor.as_strided(tensor.shape, stride)
     laid = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
     return laid.copy_(tensor)
 

@@ -173,6 +173,8 @@ class Engine:
         agreed = self.agree(_head_of(batch, number), stop=asked_to_stop)
         watch.note("exchange", "agree", start)
         self._warn_of_mode()
+        # Before anything is computed with what may not be finite.
+        self._finite.check_last()
         weight = self._run(batch, number)
         failure, norm = self._finite.of_loss(batch, number), None
         if weight.value > 0 and not failure:
@@ -187,6 +189,8 @@ class Engine:
         outcome = Outcome(board.totals.clone(), weight.value, verdict, norm)
         if norm is not None and verdict.updates:
             self._update(norm)
+        else:
+            self.update.drop()
         # What is not finite would stay in running means for ever: they are as before the step.
         for replica in self.replicas if not failure else ():
             replica.buffers.end_step(board, batch, due=self._turns.due)
@@ -322,7 +326,6 @@ class Engine:
             scale=self.rules.loss_scale,
             due=due,
         )
-        self._task = task
         if self._alone and several:
             # What the user has changed since the last step is the user's affair.
             self._guard.note(values=due)
@@ -331,6 +334,7 @@ class Engine:
             while True:
                 if self._several_terms and several:
                     task = replace(task, divisors=self._divisors(batch, task))
+                self._task = task
                 self._gradients = self._run_shards(batch, task)
                 board = self.exchange.board
                 weight = total_weight(board.weights.tolist(), batch.sizes, number)
@@ -385,10 +389,14 @@ class Engine:
         self.replicas[0].watch.note("exchange", "norm", start)
         return norm
 
+    def follow_parameters(self) -> None:
+        """Have masters follow what one device alone, which may, has changed between steps."""
+        if self._alone and self.update.storage.rounds:
+            self.update.follow_parameters()
+
     def _update(self, norm: torch.Tensor) -> None:
         start = self.replicas[0].watch.now()
-        if self._alone and self.update.storage.rounds:
-            self.update.follow_parameters()  # one device may change them between steps
+        self.follow_parameters()
         self.rules.clip(norm)
         self._updating = True
         self.update.step()

@@ -18,7 +18,7 @@ from onefold.core.batch import ShardedBatch
 from onefold.core.lossscale import LossScale
 from onefold.core.settings import Settings
 from onefold.core.weights_of_step import StepWeight
-from onefold.engine.gradients import Gradients
+from onefold.engine.gradients import Gradients, exact_norm
 from onefold.engine.update import SpanOptimizer
 from onefold.errors import LossError
 from onefold.exchange.exchange import Exchange
@@ -84,7 +84,12 @@ class GradientRules:
         """
         if shards == 1:  # as torch.nn.utils.clip_grad_norm_ does, to the last bit
             given = [gradient for gradient in last_block if gradient is not None]
-            return torch.nn.utils.get_total_norm(given) if given else torch.zeros(())
+            norm = torch.nn.utils.get_total_norm(given) if given else torch.zeros(())
+            # Of large gradients in low precision the norm itself overflows: then it is exact.
+            if norm.device.type == "cpu" and not bool(norm.isfinite()):
+                squares = [exact_norm(gradient).square() for gradient in given]
+                norm = torch.stack(squares).sum().sqrt()
+            return norm
         norms = self._exchange.transport.share(self._update.squared_norms())
         return norms.sum(dim=0).sum().sqrt()  # a piece has one owner: adding zeros is exact
 

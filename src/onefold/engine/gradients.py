@@ -29,6 +29,7 @@ __all__ = [
     "Gradients",
     "add_gradients",
     "drop_gradients",
+    "exact_norm",
     "gradients_of",
     "take_gradients",
     "widened",
@@ -111,6 +112,14 @@ def add_gradients(left: Gradients, right: Gradients) -> Gradients:
     # A gradient that stands alone is passed on as it is: adding zeros to it would cost a pass over
     # memory, and turn -0 into +0.
     return [b if a is None else a for a, b in pairs]
+
+
+def exact_norm(gradient: torch.Tensor) -> torch.Tensor:
+    """The norm of one gradient, () float64: finite wherever the gradient is."""
+    if gradient.is_complex():
+        gradient = torch.view_as_real(gradient)
+    norm: torch.Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float64)
+    return norm
 
 
 def widened(gradients: Gradients, narrow: Iterable[int]) -> Gradients:

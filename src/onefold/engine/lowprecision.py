@@ -12,6 +12,8 @@ from onefold.system.compat import BatchNorm
 
 __all__ = ["check_device", "check_precision", "held_in"]
 
+_NORMALISING = (BatchNorm, torch.nn.LayerNorm, torch.nn.GroupNorm, torch.nn.RMSNorm)
+
 
 def check_precision(precision: Precision, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Refuse a model whose trained parameters are not what a precision begins with.
@@ -48,14 +50,15 @@ def check_device(precision: Precision, device: torch.device) -> None:
 def held_in(precision: Precision, parts: ModelParts) -> dict[str, torch.Tensor]:
     """Stand-ins for the trained parameters, in the dtypes in which models are to hold them.
 
-    Those of batch norm stay as they are: they go with running means, which low precision would
-    freeze, and its kernels take no parameters of a dtype other than that of the means.
+    Those of normalising layers stay as they are. Batch norm's go with running means, which low
+    precision would freeze, and the kernels of all of them take low parameters only with inputs that
+    are low as well.
     """
     low = precision.parameters
     kept = {
         id(parameter)
         for module in parts.module.modules()
-        if isinstance(module, BatchNorm)
+        if isinstance(module, _NORMALISING)
         for parameter in module.parameters(recurse=False)
     }
     return {

@@ -70,7 +70,6 @@ class FiniteCheck:
         """
         totals = self._board.totals
         if self._is_late:
-            self.check_last()
             self._unread = _Unread(step, batch, totals.clone())
             return ""
         return self._checked(_bad_loss(totals.cpu(), batch, step))
@@ -108,7 +107,10 @@ class FiniteCheck:
             last, self._unread = self._unread, None
             self._checked(_bad_loss(last.totals.cpu(), last.batch, last.step))
             if last.norm is not None and not math.isfinite(float(last.norm)):
-                raise GradientError(f"the gradient of step {last.step} is not finite. {_ADVICE}")
+                raise GradientError(
+                    f"the gradient of step {last.step} is not finite, and has been used for its "
+                    f"update: go on from a checkpoint. {_ADVICE}"
+                )
 
     def _checked(self, failure: str) -> str:
         if failure and not self._skips:
@@ -156,7 +158,10 @@ def bad_gradient(
     rows = [json.loads(text) for text in exchange.transport.gather_bytes(found)]
     first = min((row for row in rows if row), default=None)
     if first is None:
-        return f"the gradient of step {task.step} overflows in the sum of its shards"
+        return (
+            f"the gradient of step {task.step} is not finite, though no shard's is when it is "
+            f"computed again: their sum overflows, or the loss does not repeat itself"
+        )
     _, name, where = first
     return f"{where}: the gradient of {name} is not finite"
 

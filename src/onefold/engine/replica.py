@@ -377,6 +377,9 @@ class Replica:
     def _begin_shard(self, shard: int, task: ShardTask) -> str:
         """Reset a shard's surroundings, whatever ran before it; return its name for errors."""
         self.buffers.restore()
+        if torch.is_autocast_enabled(self.device.type):
+            # One that the script has opened around its loop keeps the weights of earlier steps.
+            torch.clear_autocast_cache()
         # No optimizer updates these and nobody takes their gradients, but a hook or the loss may
         # look at them, and would see those of whichever shard ran before on this device.
         drop_gradients(self._watched)

@@ -22,6 +22,7 @@ import torch
 from onefold.core.flat import FlatTensors, Layout, Piece, laid_out, storage_order
 from onefold.core.roster import Roster
 from onefold.core.storage import Storage
+from onefold.engine.gradients import exact_norm
 from onefold.engine.optimizercheck import TAKEN
 from onefold.engine.optimizerstate import PieceState, is_by_element
 from onefold.system.compat import copy_each, multiply_each
@@ -109,6 +110,7 @@ class SpanOptimizer:
         for item in before.values():
             self.optimizer.state.pop(item.values, None)
         self.gradients = [None] * len(self.owned)
+        self._placed: dict[tuple[int, ...], torch.Tensor] = {}
         self._entries = [item.piece.entry for item in self.owned]
         self._divided: list[list[torch.Tensor]] = [[] for _ in self.optimizer.param_groups]
         for item in self.owned:
@@ -205,10 +207,22 @@ class SpanOptimizer:
                 if item.device == device and gradient is not None
             ]
             if own:
-                norms = [torch.linalg.vector_norm(gradient) for _, gradient in own]
-                places = torch.tensor([number for number, _ in own], device=row.device)
-                row[places] = torch.stack(norms).double().square()
+                norms = [exact_norm(gradient) for _, gradient in own]
+                row[self._places(tuple(number for number, _ in own), row.device)] = torch.stack(
+                    norms
+                ).square()
         return rows
+
+    def _places(self, numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
+        """The numbers of pieces on a device, where a GPU has them from the step before."""
+        # Copying them to a GPU in every step would make the host wait for it.
+        if numbers not in self._placed:
+            self._placed[numbers] = torch.tensor(numbers, device=device)
+        return self._placed[numbers]
+
+    def drop(self) -> None:
+        """Let go of the gradients taken, of a step that is skipped."""
+        self.gradients = [None] * len(self.owned)
 
     def step(self) -> None:
         """Run the user's optimizer on the owned pieces with the gradients taken."""
@@ -274,6 +288,7 @@ class SpanOptimizer:
             if item.rounded is not None:
                 item.values.data.copy_(item.rounded)
         self.adopt_states(states)
+        self.follow_parameters()
 
     def adopt_states(self, states: Iterable[PieceState]) -> None:
         """Add the states of pieces that have none yet.

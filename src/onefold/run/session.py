@@ -19,6 +19,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ from onefold.checkpoint.autosave import Autosave
 from onefold.checkpoint.resume import Checkpoints
 from onefold.core.batch import ShardedBatch, cut_batch
 from onefold.core.head import Call
-from onefold.core.precision import Precision
+from onefold.core.precision import AS_GIVEN, Precision
 from onefold.core.settings import Settings
 from onefold.core.shard import Plan
 from onefold.core.world import World
@@ -105,6 +106,9 @@ class Session:
         devices: Sequence[str | torch.device] | None,
         plan: Sequence[int] | None,
     ) -> None:
+        if world.options.probe_mathematics:
+            # The loss function is compared, not the precision, which would hide it.
+            settings = replace(settings, precision=AS_GIVEN)
         # Refused before any device is touched or anybody else is contacted.
         user.check(settings.precision)
         self.settings = settings
@@ -200,6 +204,7 @@ class Session:
         """Surround a call over a data set, which all devices must make."""
         with self.telling_others():
             self.checkpoints.check()
+            self.engine.check_last_step()
             size = batches.track.size
             yield DataCall(call, self.position.step + 1, size.samples, size.batch_size, function)
 
