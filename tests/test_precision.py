@@ -236,7 +236,7 @@ def test_transformers_and_norms_at_the_head_run(precision: str) -> None:
     )
     batch = (torch.randn(6, 4, 16),)
     # The first scales may be too large.
-    assert not all([trainer.step(batch).skipped for _ in range(6)])
+    assert not all(trainer.step(batch).skipped for _ in range(6))
 
 
 def test_a_loss_of_several_terms_is_named_as_well() -> None:
