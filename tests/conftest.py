@@ -105,8 +105,8 @@ def _is_anothers(name: str) -> bool:
         with suppress(OSError):  # it has just ended
             maps = [line.split() for line in (process / "maps").read_text().splitlines()]
             there = any(m[4] == inode and m[5].startswith("/dev/shm/") for m in maps if len(m) > 5)
-            family = _ancestors(int(process.name))
-            if there and os.getppid() in family and os.getpid() not in family:
+            family = _ancestors(int(process.name)) if there else set()
+            if os.getppid() in family and os.getpid() not in family:
                 return True
     return False
 

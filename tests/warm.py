@@ -61,8 +61,12 @@ class _State:
     """Of this process, as it was at its start."""
 
     def __init__(self) -> None:
-        self.fresh = os.environ.get("ONEFOLD_TESTS_FRESH", "") == "1"
+        self.fresh = _all_fresh()
         self.environment = dict(os.environ)
+
+
+def _all_fresh() -> bool:
+    return os.environ.get("ONEFOLD_TESTS_FRESH", "") == "1"
 
 
 _state = _State()
@@ -78,7 +82,7 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
         words = asked.args if isinstance(asked.args, list | tuple) else [asked.args]
         words = [os.fspath(word) for word in words]
         program = None if _state.fresh or asked.shell else _program(words)
-        if program is None or not _is_ready() or not _suits(asked):
+        if program is None or not _suits(asked) or not _is_ready():
             super()._execute_child(*given, **named)  # type: ignore[misc]
             return
         sys.stdout.flush()
@@ -102,7 +106,7 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
 
 def start_by_fork(item_is_fresh: bool) -> None:
     """Whether the programs of the next test may be forked."""
-    _state.fresh = item_is_fresh or os.environ.get("ONEFOLD_TESTS_FRESH", "") == "1"
+    _state.fresh = item_is_fresh or _all_fresh()
 
 
 def _suits(asked: types.SimpleNamespace) -> bool:
@@ -169,6 +173,8 @@ def _load() -> None:
     for name in os.environ.keys() - environment.keys():  # of the compiler's cache
         del os.environ[name]
     _Kept.filters[:0] = [each for each in warnings.filters if each not in filters]
+    # Asked here, as each child would ask again: it takes a Python of its own.
+    _fresh_path()
 
 
 @cache
