@@ -8,7 +8,7 @@ from torch import nn
 
 from onefold.core.precision import AS_GIVEN, Precision
 from onefold.engine.lowprecision import check_device, check_precision, held_in
-from onefold.engine.replica import ModelParts
+from onefold.engine.modelparts import ModelParts
 
 
 def model() -> nn.Module:

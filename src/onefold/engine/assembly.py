@@ -22,9 +22,10 @@ from onefold.engine.description import compare, describe
 from onefold.engine.engine import Engine
 from onefold.engine.leftovers import refuse_clipping
 from onefold.engine.lowprecision import held_in
+from onefold.engine.modelparts import ModelParts
 from onefold.engine.optimizercheck import updates_by_element
 from onefold.engine.optimizerstate import PieceState, packed, unpack
-from onefold.engine.replica import LossFunction, ModelParts, Replica
+from onefold.engine.replica import LossFunction, Replica
 from onefold.engine.update import MASTER, SpanOptimizer
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.joining import join

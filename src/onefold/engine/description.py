@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from onefold.core.settings import Settings
 from onefold.core.shard import Plan
 from onefold.core.team import Team
-from onefold.engine.replica import ModelParts
+from onefold.engine.modelparts import ModelParts
 from onefold.errors import DisagreementError
 
 __all__ = ["compare", "describe"]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -19,6 +17,7 @@ from onefold.core.roster import Roster
 from onefold.core.settings import Settings
 from onefold.core.weights_of_step import StepWeight, total_weight
 from onefold.engine.agreement import Agreement
+from onefold.engine.changes import Changes
 from onefold.engine.divisors import trade_divisors
 from onefold.engine.gradientrules import GradientRules
 from onefold.engine.gradients import Gradients
@@ -96,6 +95,7 @@ class Engine:
         self._agreement = Agreement(replicas, exchange, update, self._outside, self._turns)
         self._guard = self._agreement.guard
         self._siblings = Siblings(replicas, self._guard, self._turns)
+        self._changes = Changes(replicas, exchange, update, self._agreement, self._siblings)
         self._compilers = Compilers(module, loss)
         self.rules = GradientRules(settings, update, exchange)
         """What is done to each gradient."""
@@ -205,51 +205,13 @@ class Engine:
         """Wait for all devices to have begun the same call; see `Agreement.begin`."""
         return self._agreement.begin(head, function=function, stop=stop)
 
-    @contextmanager
-    def changing(self, step: int) -> Iterator[None]:
+    def changing(self, step: int) -> AbstractContextManager[None]:
         """Open a block in which the lead's changes of model and settings become everybody's.
 
         Args:
             step: the number of the next step.
         """
-        agreement, first = self._agreement, self.replicas[0]
-        private = self.exchange.memory.is_common and first.number != 0
-        try:
-            if private:
-                # What this process writes must not reach the common memory, so it gets copies; made
-                # before the devices meet, after which the lead may already be writing.
-                first.check_places()
-                copies = [parameter.data.clone() for parameter in self._parts.named.values()]
-            self.agree(StepHead(Call.CHANGING, step))
-            agreement.changing = True
-            if private:
-                for parameter, copy in zip(self._parts.named.values(), copies, strict=True):
-                    parameter.data = copy
-            yield
-        finally:
-            agreement.changing = False
-            if private:
-                first.attach()
-        first.check_places()
-        first.buffers.places.check()
-        first.buffers.absorb()
-        agreement.changing = True
-        try:
-            self.agree(StepHead(Call.CHANGED, step))
-        finally:
-            agreement.changing = False
-        self.exchange.memory.follow_lead(first.buffers.flat)
-        if self.with_others:
-            agreement.settings.adopt(self._settings_of_lead())
-        self._siblings.copy_first()
-        self.update.follow_parameters()
-        self._guard.note()
-
-    def _settings_of_lead(self) -> list[dict[str, Any]]:
-        settings = self._agreement.settings.as_json() if self.replicas[0].number == 0 else None
-        own = {replica.number: json.dumps(settings).encode() for replica in self.replicas}
-        found: list[dict[str, Any]] = json.loads(self.exchange.transport.gather_bytes(own)[0])
-        return found
+        return self._changes.block(step)
 
     def check_last_step(self) -> None:
         """Wait for the last step's loss and gradient where nobody has looked at them yet.

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from onefold.core.precision import Precision
-from onefold.engine.replica import ModelParts
+from onefold.engine.modelparts import ModelParts
 from onefold.system.compat import BatchNorm
 
 __all__ = ["check_device", "check_precision", "held_in"]
