@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from onefold.core.head import Call, StepHead
 from onefold.core.precision import Precision, PrecisionName
-from onefold.core.settings import BufferRule, OnNonfinite, Settings
+from onefold.core.settings import BufferRule, Microbatch, OnNonfinite, Settings
 from onefold.engine.evaluation import ScoreFunction, evaluate
 from onefold.engine.prediction import gather, predict
 from onefold.engine.replica import LossFunction
@@ -46,6 +46,8 @@ class Trainer(TrainedModel):
             ``"fp16-params"`` the model also holds such parameters, and the optimizer updates
             float32 ones; ``"fp32"`` expects float32; None leaves all to the model.
         on_nonfinite: ``"raise"`` on a loss or gradient that is not finite, or ``"skip"`` the step.
+        microbatch: run a shard in pieces of at most so many samples, where the device's memory is
+            too small for all of them at once; ``"auto"`` finds the largest that fit.
         deterministic: use kernels that repeat their bits, and refuse others.
         buffers: what becomes of buffers that shards change, by name or pattern, where it is not the
             mean over the shards (floating point) or the largest (other numbers): ``"mean"``,
@@ -85,6 +87,7 @@ class Trainer(TrainedModel):
         clip_value: float | None = None,
         precision: PrecisionName | None = None,
         on_nonfinite: OnNonfinite = "raise",
+        microbatch: Microbatch | None = None,
         deterministic: bool = True,
         buffers: Mapping[str, BufferRule] | None = None,
         timeout_s: float | None = None,
@@ -97,6 +100,7 @@ class Trainer(TrainedModel):
             clip_value=clip_value,
             precision=Precision(precision),
             on_nonfinite=on_nonfinite,
+            microbatch=microbatch,
             deterministic=deterministic,
             timeout_s=world.options.timeout_s if timeout_s is None else timeout_s,
             threads=threads,

@@ -140,6 +140,7 @@ class Case:
     uneven: bool = False
     clip: bool = False
     precision: PrecisionName | None = None
+    microbatch: int | None = None
 
     @property
     def reference(self) -> Case:
@@ -181,6 +182,7 @@ def run(case: Case, devices: Sequence[str] | None = None) -> tuple[str, str]:
         threads=1,
         clip_norm=0.5 if case.clip else None,
         precision=case.precision,
+        microbatch=case.microbatch,
     )
     plan = case.plan(len(trainer.devices))
     if plan is not None:
@@ -225,6 +227,9 @@ def covering() -> list[Case]:
                     name, optimizer, shards, 2 * odd, uneven=not odd, clip=odd, precision=precision
                 )
             )
+    # In pieces of one sample, the odd and the even count of devices with one each.
+    cases.append(Case("mixed", "adamw", 4, uneven=True, microbatch=1))
+    cases.append(Case("transformer", "sgd", 4, workers=2, clip=True, microbatch=1))
     return cases
 
 

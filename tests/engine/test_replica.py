@@ -331,7 +331,7 @@ def gradient_by_hand(
     gradients = [results[s].gradients if s in results else replica.nothing for s in range(shards)]
     weights = [results[s].weight if s in results else 0.0 for s in range(shards)]
     weight = total_weight(weights, whole.sizes, step)
-    divisor = whole.divisor(weight.value) if weight.divided else 1.0
+    divisor = task.divisor(whole, weight.value) if weight.divided else 1.0
     total: dict[str, bytes | None] = {}
     for number, folded in enumerate(fold_shards(gradients, add)):
         given = sum(each[number] is not None for each in gradients)

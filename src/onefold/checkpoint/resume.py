@@ -177,6 +177,7 @@ class Checkpoints:
             read_schedule(self._schedule, stored.run["schedule"])
         self._position.go_to(stored.run, changed)
         self._state.take_scale(stored.run)
+        self._state.take_microbatch(stored.run, changed)
         # Under the same name, so that pruning sees the checkpoints of both as one run's.
         self._state.run = stored.run["run"]
         self._check_fingerprint(stored)

@@ -67,6 +67,7 @@ class RunState:
         self._schedule = schedule
         self._optimizer = engine.update.optimizer
         self._rules = engine.rules
+        self._fitting = engine.fitting
         self._module = engine.replicas[0].module
         # Before a checkpoint is loaded: what the script itself asks for, to be compared with what
         # the run began with.
@@ -107,6 +108,7 @@ class RunState:
             "clip_norm": self._settings.clip_norm,
             "clip_value": self._settings.clip_value,
             "precision": self._settings.precision.name,
+            "microbatch": self._fitting.samples,
             "loss_scale": 1.0 if self._rules.scale is None else self._rules.scale.value,
             "good_steps": 0 if self._rules.scale is None else self._rules.scale.good_steps,
             "schedule": None if self._schedule is None else write_schedule(self._schedule),
@@ -133,6 +135,9 @@ class RunState:
         # Not those that an earlier version did not save: it had none of them.
         for name, key in _SAME.items():
             check_same(key, run.get(name), here[name], changed, name)
+        if self._settings.microbatch != "auto":
+            number = self._settings.microbatch
+            check_same("microbatch", run.get("microbatch"), number, changed, "microbatch")
         low = Precision(run.get("precision")).parameters
         if low != self._settings.precision.parameters:
             raise CheckpointError(
@@ -159,6 +164,11 @@ class RunState:
         """Go on with the scale of the losses that a saved run had, where this one scales them."""
         if self._rules.scale is not None and Precision(run.get("precision")).is_scaled:
             self._rules.scale = LossScale(run["loss_scale"], run.get("good_steps", 0))
+
+    def take_microbatch(self, run: Mapping[str, Any], changed: Collection[str]) -> None:
+        """Go on with the pieces that a saved run had found, or look for others if that is asked."""
+        if self._settings.microbatch == "auto":
+            self._fitting.adopt(run.get("microbatch"), anew="microbatch" in changed)
 
     def warn_of_differences(self, stored: StoredCheckpoint) -> None:
         """Log differences that do not keep a run from being resumed, but are worth knowing."""

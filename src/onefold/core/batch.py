@@ -125,15 +125,6 @@ class ShardedBatch:
         """Number of samples in each shard, (V,)."""
         return [stop - start for start, stop in cut_bounds(self.samples, self.plan.shards)]
 
-    def divisor(self, weight: float) -> float:
-        """What gradients are divided by in backward, before the whole batch's weight is known.
-
-        With several shards this is the number of samples, the only divisor that every device knows
-        before all forwards are done. With one shard it is the shard's own ``weight``, which is that
-        of the batch.
-        """
-        return weight if self.plan.shards == 1 else float(self.samples)
-
     def describe(self, shard: int) -> str:
         """Name a shard's samples, for errors."""
         start, stop = cut_bounds(self.samples, self.plan.shards)[shard]

@@ -9,13 +9,16 @@ from typing import Literal, get_args
 from onefold.core.numbers import check_positive, check_seconds, check_whole
 from onefold.core.precision import AS_GIVEN, Precision
 
-__all__ = ["BufferRule", "OnNonfinite", "Settings"]
+__all__ = ["BufferRule", "Microbatch", "OnNonfinite", "Settings"]
 
 BufferRule = Literal["mean", "max", "sum", "first"]
 """How the values that shards leave in a buffer become one."""
 
 OnNonfinite = Literal["raise", "skip"]
 """What becomes of a step with a loss or a gradient that is not finite."""
+
+Microbatch = int | Literal["auto"]
+"""The most samples of a shard that run at once; found in the first steps if it is ``"auto"``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +37,8 @@ class Settings:
     """What is computed in which dtype."""
     on_nonfinite: OnNonfinite = "raise"
     """What becomes of a step with a loss or a gradient that is not finite."""
+    microbatch: Microbatch | None = None
+    """The most samples of a shard that run at once; None for all of them."""
     deterministic: bool
     """Whether kernels that do not repeat their bits are refused."""
     timeout_s: float
@@ -54,6 +59,8 @@ class Settings:
             check_positive("clip_norm", self.clip_norm)
         if self.clip_value is not None:
             check_positive("clip_value", self.clip_value)
+        if self.microbatch is not None and self.microbatch != "auto":
+            check_whole("microbatch", self.microbatch, least=1, most=2**31)
         if self.on_nonfinite not in get_args(OnNonfinite):
             raise ValueError(
                 f'expected on_nonfinite to be "raise" or "skip", got {self.on_nonfinite!r}'

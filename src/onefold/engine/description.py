@@ -40,6 +40,7 @@ def describe(
         "clip_value": str(settings.clip_value),
         "precision": str(settings.precision.name),
         "on_nonfinite": settings.on_nonfinite,
+        "microbatch": str(settings.microbatch),
         "deterministic": str(settings.deterministic),
         "the rules of buffers": str(dict(settings.buffers)),
         "the plan": str(plan.counts),

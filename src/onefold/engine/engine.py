@@ -19,6 +19,7 @@ from onefold.core.weights_of_step import StepWeight, total_weight
 from onefold.engine.agreement import Agreement
 from onefold.engine.changes import Changes
 from onefold.engine.divisors import trade_divisors
+from onefold.engine.fitting import Fitting
 from onefold.engine.gradientrules import GradientRules
 from onefold.engine.gradients import Gradients
 from onefold.engine.guard import Turns
@@ -99,6 +100,8 @@ class Engine:
         self._compilers = Compilers(module, loss)
         self.rules = GradientRules(settings, update, exchange)
         """What is done to each gradient."""
+        self.fitting = Fitting(settings, replicas, self.attached, exchange)
+        """Into pieces of how many samples shards are run."""
         self._finite = FiniteCheck(settings, self.rules, exchange)
         self._several_terms = False
         self._warned_of_mode = False
@@ -178,7 +181,7 @@ class Engine:
         weight = self._run(batch, number)
         failure, norm = self._finite.of_loss(batch, number), None
         if weight.value > 0 and not failure:
-            norm = self._gradient(batch, weight, number)
+            norm = self._gradient(batch, weight)
             name = partial(self._name_bad_gradient, batch)
             # Whoever compares gradients reports what is not finite in them as well.
             if self.gradient_ready is None:
@@ -293,8 +296,9 @@ class Engine:
             self._guard.note(values=due)
         watched = due and several  # one shard may do what a plain loop may
         with self._computing(due=due), self.noting(f"step {number}, the loss", wanted=watched):
+            task = self.fitting.fitted(task, batch)
             while True:
-                if self._several_terms and several:
+                if self._several_terms and not task.is_plain(batch):
                     task = replace(task, divisors=self._divisors(batch, task))
                 self._task = task
                 self._gradients = self._run_shards(batch, task)
@@ -340,11 +344,11 @@ class Engine:
                 f"changes with every batch in a buffer"
             )
 
-    def _gradient(self, batch: ShardedBatch, weight: StepWeight, number: int) -> torch.Tensor:
+    def _gradient(self, batch: ShardedBatch, weight: StepWeight) -> torch.Tensor:
         """Take the totals of the step; return the norm of the gradient, (), alike everywhere."""
         start = self.replicas[0].watch.now()
         numbers = range(self.replicas[0].number, self.replicas[-1].number + 1)
-        self.rules.take(batch, weight, numbers, number)
+        self.rules.take(batch, weight, numbers, self._task)
         if self.gradient_ready is not None:
             self.gradient_ready(weight.value)
         norm = self.rules.norm(batch.plan.shards, self._gradients)

@@ -19,6 +19,7 @@ from onefold.core.lossscale import LossScale
 from onefold.core.settings import Settings
 from onefold.core.weights_of_step import StepWeight
 from onefold.engine.gradients import Gradients, exact_norm
+from onefold.engine.replica import ShardTask
 from onefold.engine.update import SpanOptimizer
 from onefold.errors import LossError
 from onefold.exchange.exchange import Exchange
@@ -48,14 +49,16 @@ class GradientRules:
         """What losses are multiplied by before backward."""
         return 1.0 if self.scale is None else self.scale.value
 
-    def take(self, batch: ShardedBatch, weight: StepWeight, numbers: range, step: int) -> None:
+    def take(
+        self, batch: ShardedBatch, weight: StepWeight, numbers: range, task: ShardTask
+    ) -> None:
         """Take the totals of a step, divided as the loss is.
 
         Args:
             batch: the step's.
             weight: the whole batch's.
             numbers: this process's devices.
-            step: number of the step, for errors.
+            task: the step's.
 
         Raises:
             LossError: no shard gave any parameter a gradient.
@@ -66,11 +69,11 @@ class GradientRules:
         counts = (gave[0] if len(gave) == 1 else gave.sum(axis=0)).tolist()
         if not any(counts):
             raise LossError(
-                f"the loss of step {step} does not depend on any parameter that requires a "
+                f"the loss of step {task.step} does not depend on any parameter that requires a "
                 f"gradient, in any shard: was it computed under no_grad, or detached?"
             )
         update.take(totals, counts, shards=batch.plan.shards)
-        divisor = batch.divisor(weight.value) if weight.divided else 1.0
+        divisor = task.divisor(batch, weight.value) if weight.divided else 1.0
         factor = divisor / weight.value / self.loss_scale
         if factor != 1.0:
             update.scale(factor)

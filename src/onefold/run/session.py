@@ -107,8 +107,8 @@ class Session:
         plan: Sequence[int] | None,
     ) -> None:
         if world.options.probe_mathematics:
-            # The loss function is compared, not the precision, which would hide it.
-            settings = replace(settings, precision=AS_GIVEN)
+            # The loss function is compared, not how it is computed, which would hide it.
+            settings = replace(settings, precision=AS_GIVEN, microbatch=None)
         # Refused before any device is touched or anybody else is contacted.
         user.check(settings.precision)
         self.settings = settings
