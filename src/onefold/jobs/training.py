@@ -132,6 +132,7 @@ def begin_training(options: TrainOptions, job: str, task: Task) -> Training:
         seed=options.seed,
         schedule=torch.optim.lr_scheduler.LambdaLR(optimizer, factor),
         clip_norm=options.clip_norm,
+        precision=None if options.precision == "fp32" else options.precision,
     )
     # Only now is it known which process is the lead, and so who may write.
     folder = RunFolder(options.folder, is_lead=trainer.is_lead)
