@@ -179,9 +179,9 @@ def chunks(run: Run) -> float:
 
 
 def collective_messages(run: Run) -> float:
-    """Messages sent: to each other device a head, a row, k spans there and one span back."""
+    """Messages sent: to each other device a head, a row, norms, k spans there and one back."""
     buffers = 1 if run.buffer_row_bytes else 0
-    return (run.devices - 1) * (2 + (run.k + 1) * chunks(run) + buffers)
+    return (run.devices - 1) * (3 + (run.k + 1) * chunks(run) + buffers)
 
 
 def host_bytes(run: Run) -> float:
@@ -235,8 +235,8 @@ def shared_read_bytes(run: Run) -> float:
 
 
 def shared_messages(run: Run) -> float:
-    """Three meetings a step, at each of which every process tells every other one."""
-    return 3 * (run.devices - 1)
+    """Four meetings a step, at each of which every process tells every other one."""
+    return 4 * (run.devices - 1)
 
 
 def shared_s(run: Run, *, memory_bytes_per_s: float, meeting_s: float) -> float:

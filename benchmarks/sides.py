@@ -40,7 +40,7 @@ class Measurement:
     others_cores: float
     """How many cores worked for somebody else in the meantime: near 0 on a quiet machine."""
     peak_bytes: float = 0.0
-    """The most memory that its processes have held so far, added up."""
+    """The most memory that its processes have held so far, added up; 0 if they do not tell."""
 
 
 class SideError(RuntimeError):
@@ -117,7 +117,7 @@ class Side:
         return Measurement(
             seconds=seconds,
             others_cores=max(0.0, elsewhere / seconds),
-            peak_bytes=sum(answer["peak_bytes"] for answer in answers),
+            peak_bytes=sum(answer.get("peak_bytes", 0.0) for answer in answers),
         )
 
     def _answer(self, link: TextIO) -> dict[str, float]:

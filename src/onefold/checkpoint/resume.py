@@ -340,9 +340,10 @@ class Checkpoints:
             # Open until `load` is done: these very files are checked, whoever prunes meanwhile.
             files = _Files(found, stack)
             try:
-                # The run first: what was changed in it may be why its model is another one.
-                self._state.check_fits(found.run, changed)
+                # Before the model, whose parameters have another dtype in another precision.
+                self._state.check_precision(found.run, changed)
                 files.model.check(self._module)
+                self._state.check_fits(found.run, changed)
                 self._check_optimizer_files(found.run, files, changed)
             except CheckpointError as error:
                 raise CheckpointError(f"{found.folder} does not fit: {error}") from None

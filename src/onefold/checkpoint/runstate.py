@@ -36,7 +36,6 @@ _SAME = {
     "shards": "shards",
     "clip_norm": "clip_norm",
     "clip_value": "clip_norm",
-    "precision": "precision",
 }
 """Settings that a run keeps, and for each the name under which it may be changed on resuming."""
 _LIBRARIES = ("onefold", "torch", "numpy", "safetensors")
@@ -125,6 +124,21 @@ class RunState:
         names = {id(p): name for name, p in named_tensors(self._module).items()}
         return [[names[id(p)] for p in g["params"]] for g in self._optimizer.param_groups]
 
+    def check_precision(self, run: Mapping[str, Any], changed: Collection[str]) -> None:
+        """Refuse a saved run of another precision.
+
+        Raises:
+            CheckpointError: it is another one, and not among ``changed``, or cannot be changed.
+        """
+        saved, name = run.get("precision"), self._settings.precision.name
+        check_same("precision", saved, name, changed, "precision")
+        if Precision(saved).parameters != self._settings.precision.parameters:
+            raise CheckpointError(
+                f"saved with precision {saved!r}, this run has {name!r}: its models hold "
+                f"parameters in another dtype, which cannot be changed on the way. Resume with the "
+                f"same precision"
+            )
+
     def check_fits(self, run: Mapping[str, Any], changed: Collection[str]) -> None:
         """Refuse a saved run that this one cannot resume.
 
@@ -138,13 +152,6 @@ class RunState:
         if self._settings.microbatch != "auto":
             number = self._settings.microbatch
             check_same("microbatch", run.get("microbatch"), number, changed, "microbatch")
-        low = Precision(run.get("precision")).parameters
-        if low != self._settings.precision.parameters:
-            raise CheckpointError(
-                f"saved with precision {run.get('precision')!r}, this run has "
-                f"{self._settings.precision.name!r}: its models hold parameters in another dtype, "
-                f"which cannot be changed on the way. Resume with the same precision"
-            )
         one, other = run["optimizer"], here["optimizer"]
         check_same("optimizer", one["class"], other["class"], changed, "optimizer")
         groups = len(one["settings"]), len(other["settings"])
