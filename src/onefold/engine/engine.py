@@ -194,6 +194,8 @@ class Engine:
             self._update(norm)
         else:
             self.update.drop()
+        # Or they would still be there while the next step makes its own.
+        self._gradients = []
         # What is not finite would stay in running means for ever: they are as before the step.
         for replica in self.replicas if not failure else ():
             replica.buffers.end_step(board, batch, due=self._turns.due)
