@@ -103,6 +103,7 @@ class Engine:
         self.fitting = Fitting(settings, replicas, self.attached, exchange)
         """Into pieces of how many samples shards are run."""
         self._finite = FiniteCheck(settings, self.rules, exchange)
+        self._gradients: Gradients = []
         self._several_terms = False
         self._warned_of_mode = False
         self._updating = False
