@@ -8,6 +8,8 @@ bytes written to shared memory, bytes read by the ordered addition, frames sent 
 The program is not changed; the functions at the boundary are replaced by ones that also count.
 """
 
+from __future__ import annotations
+
 import argparse
 import functools
 import json
@@ -27,6 +29,7 @@ from torch import nn
 
 import onefold
 from onefold.core.fold import published_by
+from onefold.core.precision import PRECISIONS, PrecisionName
 from onefold.exchange.collective import GroupTransport
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.mailbox import Mailbox
@@ -34,7 +37,7 @@ from onefold.exchange.private import PrivateMemory
 from onefold.exchange.shared import HostMemory
 from onefold.exchange.spans import SpanFold
 
-__all__ = ["Traffic", "Training", "main", "memory_bytes_per_s", "new_model"]
+__all__ = ["OPTIMIZERS", "Traffic", "Training", "main", "memory_bytes_per_s", "new_model"]
 
 CLASSES = 10
 LAYERS = 5
@@ -42,6 +45,19 @@ BATCH_SIZE = 64
 WARM_UP_STEPS = 2
 SMALL_PARAMETERS = 2000
 TRIAL_BYTES = 16 << 20
+
+
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    """One tensor of state for each parameter."""
+    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """Two tensors of state for each parameter."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+
+OPTIMIZERS = {"momentum": momentum, "adamw": adamw}
 
 
 def new_model(parameters: int) -> nn.Sequential:
@@ -98,7 +114,9 @@ class Traffic:
             self.amounts["written"] += sum(target.nbytes for target in targets)
 
     def _count_added(self, span: SpanFold, plan: Any, memory: Any, **__: Any) -> None:
-        for place in published_by(plan).values():
+        published = published_by(plan).values()
+        # A single partial sum is the total, and added to nothing.
+        for place in published if len(published) > 1 else ():
             self.amounts["added"] += sum(memory(place).chunk(c).nbytes for c in span.chunks)
 
     def _count_frame(self, _mailbox: object, _peer: object, frame: bytes) -> None:
@@ -121,9 +139,17 @@ def _before(owner: Any, name: str, note: Callable[..., None]) -> None:
 class Training:
     """The network in training, made at its first step."""
 
-    def __init__(self, parameters: int, shards: int) -> None:
+    def __init__(
+        self, parameters: int, shards: int, optimizer: str, precision: PrecisionName | None
+    ) -> None:
         self._parameters = parameters
+        self._optimizer = optimizer
+        self._precision = precision
         self.shards = shards
+
+    def of_size(self, parameters: int) -> Training:
+        """The same of another network."""
+        return Training(parameters, self.shards, self._optimizer, self._precision)
 
     def step(self) -> onefold.Step:
         """One update."""
@@ -133,8 +159,10 @@ class Training:
     def _trainer(self) -> onefold.Trainer:
         torch.manual_seed(0)
         model = new_model(self._parameters)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
-        return onefold.Trainer(model, optimizer, losses, shards=self.shards, threads=1)
+        optimizer = OPTIMIZERS[self._optimizer](model)
+        return onefold.Trainer(
+            model, optimizer, losses, shards=self.shards, threads=1, precision=self._precision
+        )
 
     @functools.cached_property
     def _batch(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -157,7 +185,7 @@ def serve(training: Training, path: Path) -> None:
     is there before the memory of the large one is looked at. After every answer, what was counted
     and this process's number lie in a file beside the socket.
     """
-    Training(SMALL_PARAMETERS, training.shards).step()
+    training.of_size(SMALL_PARAMETERS).step()
     traffic = Traffic()
     traffic.watch()
     with socket.socket(socket.AF_UNIX) as link:
@@ -212,10 +240,12 @@ def main() -> None:
     parser.add_argument("--parameters", type=int, required=True)
     parser.add_argument("--shards", type=int, required=True)
     parser.add_argument("--steps", type=int, default=1)
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="momentum")
+    parser.add_argument("--precision", choices=PRECISIONS)
     parser.add_argument("path", type=Path, help="the driver's socket, or a folder for the result")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    training = Training(args.parameters, args.shards)
+    training = Training(args.parameters, args.shards, args.optimizer, args.precision)
     if args.mode == "serve":
         serve(training, args.path)
     else:

@@ -8,15 +8,17 @@ processor time.
 import argparse
 import itertools
 import json
+import resource
 import socket
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
 import torch
 
-from catalog import SIDES, Kind
+from catalog import SIDES, Kind, Precision
 from loops import LOOPS, Loop
 from workloads import WORKLOADS
 
@@ -24,14 +26,27 @@ __all__ = ["main"]
 
 
 def train(loop: Loop, steps: int) -> dict[str, float]:
-    """Run `steps` steps; returns their seconds, processor seconds, and the loss of the last."""
+    """Run `steps` steps; returns their seconds, processor seconds, last loss, and peak memory."""
     synchronise(loop.devices)
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
     for batch in itertools.islice(itertools.cycle(loop.batches), steps):
         loss_of_last = loop.step(batch)
     synchronise(loop.devices)
     seconds, cpu_seconds = time.perf_counter() - start_s, time.process_time() - start_cpu_s
-    return {"seconds": seconds, "cpu_seconds": cpu_seconds, "loss": loss_of_last()}
+    return {
+        "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
+        "loss": loss_of_last(),
+        "peak_bytes": peak_bytes(loop.devices),
+    }
+
+
+def peak_bytes(devices: Iterable[torch.device]) -> int:
+    """The most memory that this process has held so far: its GPUs', or else all of its own."""
+    gpus = {device for device in devices if device.type == "cuda"}
+    if gpus:
+        return sum(torch.cuda.max_memory_allocated(device) for device in gpus)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def synchronise(devices: Iterable[torch.device]) -> None:
@@ -58,12 +73,14 @@ def main() -> None:
     parser.add_argument("side", choices=SIDES)
     parser.add_argument("workload", choices=WORKLOADS)
     parser.add_argument("kind", choices=get_args(Kind))
+    parser.add_argument("precision", choices=get_args(Precision))
     parser.add_argument("batch_size_factor", type=float)
     parser.add_argument("socket", type=Path, help="where the driver listens")
     args = parser.parse_args()
     spec = SIDES[args.side]
     torch.set_num_threads(spec.threads)
     workload = WORKLOADS[args.workload].scaled(args.batch_size_factor)
+    workload = replace(workload, precision=args.precision)
     loop = LOOPS[spec.loop](workload, spec, args.kind)
     torch.set_num_threads(spec.threads)  # a library may have chosen another number
     serve(args.socket, loop)

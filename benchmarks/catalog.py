@@ -11,10 +11,12 @@ from typing import Literal
 
 import torch
 
-__all__ = ["PEERS", "SIDES", "Kind", "SideSpec", "left_out"]
+__all__ = ["PEERS", "SIDES", "Kind", "Precision", "SideSpec", "left_out"]
 
 Kind = Literal["cpu", "cuda"]
 """What the sides compute on."""
+Precision = Literal["fp32", "bf16"]
+"""What they compute in; bf16 by autocast."""
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 ONEFOLD_RUN = ("-m", "onefold", "run", "--devices", "{two}")

@@ -61,7 +61,7 @@ def plain(workload: Workload, spec: SideSpec, kind: Kind) -> Loop:
     """One device, the loop that every PyTorch user knows."""
     devices = devices_of(spec, kind)
     model, optimizer = workload.build(devices[0])
-    step = plain_step(model.train(), optimizer)
+    step = plain_step(autocast(model.train(), workload, kind), optimizer)
     return Loop(step=step, batches=workload.batches(devices[0]), devices=devices)
 
 
@@ -69,7 +69,8 @@ def dataparallel(workload: Workload, spec: SideSpec, kind: Kind) -> Loop:
     """nn.DataParallel over several GPUs of one process."""
     devices = devices_of(spec, kind)
     model, optimizer = workload.build(devices[0])
-    step = plain_step(nn.DataParallel(model, list(devices)).train(), optimizer)
+    model = nn.DataParallel(model, list(devices)).train()
+    step = plain_step(autocast(model, workload, kind), optimizer)
     return Loop(step=step, batches=workload.batches(devices[0]), devices=devices)
 
 
@@ -78,8 +79,8 @@ def ddp(workload: Workload, spec: SideSpec, kind: Kind) -> Loop:
     devices = devices_of(spec, kind)
     dist.init_process_group(BACKENDS[kind])
     model, optimizer = workload.build(devices[0])
-    model = DistributedDataParallel(model, **DDP_SETTINGS)
-    return peer_loop(plain_step(model.train(), optimizer), workload, devices)
+    model = DistributedDataParallel(model, **DDP_SETTINGS).train()
+    return peer_loop(plain_step(autocast(model, workload, kind), optimizer), workload, devices)
 
 
 def accelerate(workload: Workload, spec: SideSpec, kind: Kind) -> Loop:
@@ -88,7 +89,8 @@ def accelerate(workload: Workload, spec: SideSpec, kind: Kind) -> Loop:
 
     devices = devices_of(spec, kind)
     settings = DistributedDataParallelKwargs(**DDP_SETTINGS)
-    accelerator = Accelerator(cpu=kind == "cpu", kwargs_handlers=[settings])
+    mixed = "no" if workload.precision == "fp32" else workload.precision
+    accelerator = Accelerator(cpu=kind == "cpu", kwargs_handlers=[settings], mixed_precision=mixed)
     model, optimizer = accelerator.prepare(*workload.build(devices[0]))
     step = plain_step(model.train(), optimizer, accelerator.backward)
     return peer_loop(step, workload, devices)
@@ -101,7 +103,10 @@ def fabric(workload: Workload, spec: SideSpec, kind: Kind) -> Loop:
 
     devices = devices_of(spec, kind)
     strategy = DDPStrategy(process_group_backend=BACKENDS[kind], **DDP_SETTINGS)
-    runner = Fabric(accelerator=kind, devices=spec.processes, strategy=strategy)
+    precision = "32-true" if workload.precision == "fp32" else f"{workload.precision}-mixed"
+    runner = Fabric(
+        accelerator=kind, devices=spec.processes, strategy=strategy, precision=precision
+    )
     runner.launch()
     model, optimizer = runner.setup(*workload.build(devices[0]))
     step = plain_step(model.train(), optimizer, runner.backward)
@@ -119,6 +124,7 @@ def onefolded(workload: Workload, spec: SideSpec, kind: Kind) -> Loop:
         shards=spec.shards,
         devices=devices if spec.processes == 1 else None,
         threads=spec.threads,
+        precision=None if workload.precision == "fp32" else workload.precision,
     )
     step = onefold_step(trainer)
     return Loop(step=step, batches=workload.batches(devices[0]), devices=devices)
@@ -154,8 +160,22 @@ def leave_group() -> None:
     dist.destroy_process_group()
 
 
+def autocast(
+    model: nn.Module, workload: Workload, kind: Kind
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The model, computing in the workload's precision; its output is in float32."""
+    if workload.precision == "fp32":
+        return model
+
+    def forward(inputs: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(kind, dtype=torch.bfloat16):
+            return model(inputs).float()
+
+    return forward
+
+
 def plain_step(
-    model: nn.Module,
+    model: Callable[[torch.Tensor], torch.Tensor],
     optimizer: torch.optim.Optimizer,
     backward: Callable[[torch.Tensor], object] = torch.Tensor.backward,
 ) -> Step:

@@ -50,7 +50,7 @@ class Run:
     """What is trained, and on how much."""
 
     parameter_bytes: int
-    """P: of the trained parameters, and so of a gradient."""
+    """P: of the trained parameters in float32, and so of a gradient."""
     devices: int
     """D."""
     shards: int
@@ -69,6 +69,10 @@ class Run:
     """Of all buffers, as one shard leaves them."""
     state_copies: int = 1
     """Tensors that the optimizer keeps for each parameter: 1 for momentum, 2 for Adam."""
+    low: bool = False
+    """Whether a shard computes in 16 bits: its low parameters or gradients are there as well."""
+    low_parameters: bool = False
+    """Whether models hold parameters of 16 bits, beside float32 masters of each span."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.devices <= self.shards:
@@ -112,6 +116,11 @@ class Run:
         return sum(self.blocks) / self.devices
 
     @property
+    def held_bytes(self) -> float:
+        """Of the parameters, as models hold them and as they are handed on."""
+        return self.parameter_bytes / 2 if self.low_parameters else self.parameter_bytes
+
+    @property
     def away(self) -> float:
         """The part of the parameters that others own."""
         return (self.devices - 1) / self.devices
@@ -142,8 +151,8 @@ def collect_bytes(run: Run) -> float:
 
 
 def spread_bytes(run: Run) -> float:
-    """Updated spans sent to everybody: P (D - 1) / D."""
-    return run.parameter_bytes * run.away
+    """Updated spans sent to everybody: P (D - 1) / D, or half of it if they are low."""
+    return run.held_bytes * run.away
 
 
 def board_bytes(run: Run) -> float:
@@ -179,9 +188,9 @@ def chunks(run: Run) -> float:
 
 
 def collective_messages(run: Run) -> float:
-    """Messages sent: to each other device a head, a row, k spans there and one span back."""
+    """Messages sent: to each other device a head, a row, norms, k spans there and one back."""
     buffers = 1 if run.buffer_row_bytes else 0
-    return (run.devices - 1) * (2 + (run.k + 1) * chunks(run) + buffers)
+    return (run.devices - 1) * (3 + (run.k + 1) * chunks(run) + buffers)
 
 
 def host_bytes(run: Run) -> float:
@@ -214,9 +223,8 @@ def collective_memory_bytes(run: Run) -> float:
     """
     if run.devices == 1:
         return _solo_memory_bytes(run)
-    received = run.away * sum(run.blocks)
-    kept = run.devices + received + _gradients(run) + run.state_copies
-    return run.parameter_bytes * kept
+    received = run.away * sum(run.blocks) * run.parameter_bytes
+    return run.devices * run.held_bytes + received + _kept_bytes(run)
 
 
 # Through shared memory
@@ -235,8 +243,8 @@ def shared_read_bytes(run: Run) -> float:
 
 
 def shared_messages(run: Run) -> float:
-    """Three meetings a step, at each of which every process tells every other one."""
-    return 3 * (run.devices - 1)
+    """Four meetings a step, at each of which every process tells every other one."""
+    return 4 * (run.devices - 1)
 
 
 def shared_s(run: Run, *, memory_bytes_per_s: float, meeting_s: float) -> float:
@@ -259,8 +267,7 @@ def shared_memory_bytes(run: Run) -> float:
     """
     if run.devices == 1:
         return _solo_memory_bytes(run)
-    kept = 1 + _gradients(run) + run.state_copies
-    return run.parameter_bytes * kept + run.devices * shared_written_bytes(run)
+    return run.held_bytes + _kept_bytes(run) + run.devices * shared_written_bytes(run)
 
 
 # For comparison
@@ -301,19 +308,32 @@ def folded_s(run: Run, links: Links) -> float:
 
 
 def _solo_memory_bytes(run: Run) -> float:
-    return run.parameter_bytes * (1 + _gradients(run) + run.state_copies)
+    return run.held_bytes + _kept_bytes(run)
+
+
+def _kept_bytes(run: Run) -> float:
+    """Of all devices: gradients, what is low beside them, and what owners keep for their spans."""
+    copies = _gradients(run) + run.state_copies + run.low_parameters
+    low = run.devices * run.parameter_bytes / 2 if run.low else 0.0
+    return run.parameter_bytes * copies + low
 
 
 def _gradients(run: Run) -> float:
     """Gradients, all devices together, that are there at once towards the end of backward.
 
-    A device keeps the sums of its earlier blocks while it runs the last one. A block of w shards is
-    added up pair by pair: log2(w) sums are unfinished at the most, or the one being made.
+    A device keeps the sums of its earlier blocks while it runs the last one. In a block a shard's
+    gradient is made while the left halves of all nodes that it lies in the right half of wait: one
+    for every 1 in the binary number of the shard within its block.
     """
     return sum(
-        len(blocks) - 1 + max(max(1, (b.stop - b.start - 1).bit_length()) for b in blocks)
+        len(blocks) - 1 + max(_waiting(block.stop - block.start) for block in blocks) + 1
         for blocks in _blocks(run)
     )
+
+
+def _waiting(shards: int) -> int:
+    """The most sums that wait while a shard of a block of so many is run."""
+    return max(number.bit_count() for number in range(shards))
 
 
 def _blocks(run: Run) -> list[tuple[Block, ...]]:

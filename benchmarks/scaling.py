@@ -1,6 +1,7 @@
 """How the exchange grows with devices: bytes, messages and memory, measured and by the model.
 
     python benchmarks/scaling.py [--devices 1 2 4 8] [--parameters N] [--output FILE]
+        [--optimizer momentum|adamw] [--precision fp32 bf16-params ...]
     python benchmarks/scaling.py --network [--mbit 200 500 1000] [--delay-ms 0]
     python benchmarks/scaling.py --predict
 
@@ -14,6 +15,7 @@ needs root. `--predict` shows what the model says of many devices, and measures 
 """
 
 import argparse
+import itertools
 import json
 import os
 import signal
@@ -25,18 +27,19 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import model
-from _scaled import WARM_UP_STEPS, new_model
+from _scaled import OPTIMIZERS, WARM_UP_STEPS, new_model
 from measure import add_output, deliver, print_disturbance, print_table, record, spread
 from model import Links, Run
 from network import Cable, Host, NetworkError, alone_on_loopback, two_hosts, why_not
 from onefold.core.flat import cut_chunks, cut_pieces, cut_spans, lay_out
+from onefold.core.precision import PRECISIONS, Precision
 from sides import Side
 
 __all__ = ["main"]
@@ -114,6 +117,8 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shards", type=int, default=8)
     parser.add_argument("--parameters", type=int, default=5_000_000, help="of the network, about")
     parser.add_argument("--steps", type=int, default=5, help="that are measured")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="momentum")
+    parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=["fp32"])
     parser.add_argument("--exchange", nargs="+", choices=EXCHANGES, default=list(EXCHANGES))
     parser.add_argument("--network", action="store_true", help="between two hosts; needs root")
     parser.add_argument("--mbit", type=int, nargs="+", default=[200, 500, 1000])
@@ -157,20 +162,29 @@ def run_of(parameters: int, *, devices: int, shards: int, devices_per_host: int)
 def over_devices(args: argparse.Namespace) -> list[dict[str, Any]]:
     """What each number of devices sends and takes, through each exchange."""
     results = []
-    for exchange in args.exchange:
-        for devices in args.devices:
-            print(f"measuring {devices} devices, {exchange} ...", file=sys.stderr)
-            run = run_of(
-                args.parameters, devices=devices, shards=args.shards, devices_per_host=devices
-            )
-            command = worker("serve", parameters=args.parameters, shards=args.shards)
-            launched = [str(ONEFOLD), "run", "--devices", f"cpu:{devices}"]
-            command = [sys.executable, *launched, "--exchange", exchange, *command]
-            results.append(measured(run, exchange, command, steps=args.steps))
+    for exchange, precision, devices in itertools.product(
+        args.exchange, args.precision, args.devices
+    ):
+        print(f"measuring {devices} devices, {exchange}, {precision} ...", file=sys.stderr)
+        run = run_of(args.parameters, devices=devices, shards=args.shards, devices_per_host=devices)
+        chosen = Precision(precision)
+        run = replace(
+            run,
+            state_copies=2 if args.optimizer == "adamw" else 1,
+            low=chosen.compute is not None,
+            low_parameters=chosen.parameters is not None,
+        )
+        options = {"optimizer": args.optimizer, "precision": precision}
+        command = worker("serve", parameters=args.parameters, shards=args.shards, **options)
+        launched = [str(ONEFOLD), "run", "--devices", f"cpu:{devices}"]
+        command = [sys.executable, *launched, "--exchange", exchange, *command]
+        results.append(
+            {"precision": precision} | measured(run, exchange, command, steps=args.steps)
+        )
     return results
 
 
-def worker(mode: str, **options: int) -> list[str]:
+def worker(mode: str, **options: int | str) -> list[str]:
     """The command line of `_scaled.py`, but for the path at its end."""
     flags = [text for name, value in options.items() for text in (f"--{name}", str(value))]
     return [str(PROGRAM), mode, *flags]
@@ -292,7 +306,7 @@ def show(results: Sequence[Mapping[str, Any]]) -> None:
         )
     print_table(
         "Memory of all processes, MB: what training added (Pss), and what there is in all",
-        ["exchange, devices", *_three("added"), "Pss", "/ one", "Rss", "/ one"],
+        ["exchange, precision, devices", *_three("added"), "Pss", "/ one", "Rss", "/ one"],
         memory_rows(results),
     )
     print(f"The loopback is {results[0]['loopback']}")
@@ -337,11 +351,15 @@ def shared_row(one: Mapping[str, Any]) -> list[str]:
 def memory_rows(results: Sequence[Mapping[str, Any]]) -> Iterator[list[str]]:
     """The lines of the third table; of each exchange, the fewest devices are what is one."""
     for one in results:
-        alike = [other for other in results if other["exchange"] == one["exchange"]]
+        alike = [
+            other
+            for other in results
+            if (other["exchange"], other["precision"]) == (one["exchange"], one["precision"])
+        ]
         least = min(alike, key=lambda other: other["devices"])["memory_after"]
         now = one["memory_after"]
         yield [
-            f"{one['exchange']}, {one['devices']}",
+            f"{one['exchange']}, {one['precision']}, {one['devices']}",
             *compared(one["measured"]["memory"], one["predicted"]["memory"], MEGA),
             f"{now.pss / MEGA:,.0f}",
             f"{now.pss / least.pss:.2f}",

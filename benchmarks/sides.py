@@ -39,6 +39,8 @@ class Measurement:
     """From the start to the end of its slowest process."""
     others_cores: float
     """How many cores worked for somebody else in the meantime: near 0 on a quiet machine."""
+    peak_bytes: float = 0.0
+    """The most memory that its processes have held so far, added up; 0 if they do not tell."""
 
 
 class SideError(RuntimeError):
@@ -112,7 +114,11 @@ class Side:
         busy = machine_busy_s() - busy_before_s
         seconds = max(answer["seconds"] for answer in answers)
         elsewhere = busy - sum(answer["cpu_seconds"] for answer in answers)
-        return Measurement(seconds=seconds, others_cores=max(0.0, elsewhere / seconds))
+        return Measurement(
+            seconds=seconds,
+            others_cores=max(0.0, elsewhere / seconds),
+            peak_bytes=sum(answer.get("peak_bytes", 0.0) for answer in answers),
+        )
 
     def _answer(self, link: TextIO) -> dict[str, float]:
         try:

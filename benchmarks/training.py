@@ -1,8 +1,8 @@
 """How fast training goes: plain PyTorch, onefold, and what others offer, measured in turn.
 
     python benchmarks/training.py [--workload lenet ...] [--sides plain-1 ddp-2 ...]
-        [--devices cpu|cuda] [--repeats 5] [--seconds 2.5] [--batch-size-factor 1]
-        [--keep-memory] [--output FILE]
+        [--devices cpu|cuda] [--precision fp32|bf16] [--repeats 5] [--seconds 2.5]
+        [--batch-size-factor 1] [--keep-memory] [--output FILE]
 
 All sides (see `--help`) train the same model on the same batches. They are started once per
 workload, warmed up, and then measured one after the other, round after round; while one trains, the
@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-from catalog import PEERS, SIDES, Kind, left_out
+from catalog import PEERS, SIDES, Kind, Precision, left_out
 from measure import (
     Spread,
     add_output,
@@ -99,6 +99,7 @@ def main() -> None:
         "seconds": args.seconds,
         "keep_memory": args.keep_memory,
         "devices": args.devices,
+        "precision": args.precision,
         "batch_size_factor": args.batch_size_factor,
         "sides": {name: SIDES[name].description for name in args.sides},
         "left_out": absent,
@@ -118,6 +119,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES), metavar="NAME")
     parser.add_argument("--devices", choices=get_args(Kind), default="cpu")
+    parser.add_argument("--precision", choices=get_args(Precision), default="fp32")
     parser.add_argument("--repeats", type=int, default=5, help="measurements of each side")
     parser.add_argument(
         "--seconds", type=float, default=2.5, help="about how long a measurement of a side takes"
@@ -138,7 +140,8 @@ def started(workload: str, args: argparse.Namespace) -> Iterator[dict[str, Side]
     with tempfile.TemporaryDirectory() as folder, ExitStack() as running:
         sides = {}
         for name in args.sides:
-            program = [str(PROGRAM), name, workload, args.devices, str(args.batch_size_factor)]
+            program = [str(PROGRAM), name, workload, args.devices, args.precision]
+            program.append(str(args.batch_size_factor))
             side = Side(
                 name,
                 [sys.executable, *SIDES[name].command(args.devices), *program],
@@ -168,6 +171,7 @@ def measured(workload: str, sides: Mapping[str, Side], args: argparse.Namespace)
         "batch_size": batch_size,
         "steps": steps,
         "samples_per_s": {name: spread(speed) for name, speed in speeds.items()},
+        "peak_bytes": {name: ones[-1].peak_bytes for name, ones in taken.items()},
         "relative": relative(speeds),
         "ratios": compared(speeds),
         "others_cores": spread(one.others_cores for ones in taken.values() for one in ones),
@@ -216,7 +220,7 @@ def show(results: Sequence[Mapping[str, Any]]) -> None:
     for found in results:
         rows = [speed_row(name, found) for name in found["samples_per_s"]]
         title = f"{WORKLOADS[found['workload']].title}: median (least-greatest)"
-        print_table(title, ["side", "samples per second", f"times {BASE}"], rows)
+        print_table(title, ["side", "samples per second", f"times {BASE}", "MB"], rows)
     titles = [one.title for one in COMPARISONS if any(one.title in r["ratios"] for r in results)]
     if titles:
         rows = [[title, *(ratio_cell(found, title) for found in results)] for title in titles]
@@ -231,7 +235,8 @@ def speed_row(name: str, found: Mapping[str, Any]) -> list[str]:
     """A side's line in the table of a workload."""
     times_base = found["relative"].get(name)
     shown = times_base.text(3) if times_base else ""
-    return [SIDES[name].description, found["samples_per_s"][name].text(1), shown]
+    held = f"{found['peak_bytes'][name] / 1e6:,.0f}"
+    return [SIDES[name].description, found["samples_per_s"][name].text(1), shown, held]
 
 
 def ratio_cell(found: Mapping[str, Any], title: str) -> str:

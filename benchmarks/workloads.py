@@ -12,6 +12,7 @@ from typing import Self
 import torch
 from torch import nn
 
+from catalog import Precision
 from onefold.models import DenseCNN, LeNet, resnet18
 from small_models import Ladder, new_mlp
 from token_models import TransformerClassifier
@@ -56,6 +57,8 @@ class Workload:
     """Samples in a global batch."""
     new_inputs: Callable[[int], torch.Tensor]
     """Draws the inputs of so many samples."""
+    precision: Precision = "fp32"
+    """What all sides compute in."""
 
     def build(self, device: torch.device = CPU) -> tuple[nn.Module, torch.optim.Optimizer]:
         """The model at its fixed start on `device`, and its optimizer."""

@@ -96,6 +96,8 @@ def _is_anothers(name: str) -> bool:
     kind, _, file = name.rpartition(" ")
     if kind != "shared memory":
         return False
+    if file.startswith("sem.loky-"):
+        return True  # joblib's, for a moment of its import: a process that is killed then leaves it
     try:
         # By inode: the C library maps a semaphore under one name and then gives it another.
         inode = str(Path("/dev/shm", file).stat().st_ino)

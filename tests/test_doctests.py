@@ -52,7 +52,7 @@ def test_the_examples_of(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     names = {
         "onefold": onefold,
         "torch": torch,
-        **(a_trainer() if name == "onefold.trainer" else {}),
+        **(a_trainer() if name in ("onefold.trainedmodel", "onefold.trainer") else {}),
     }
     tests = doctest.DocTestFinder().find(module, extraglobs=names)
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)

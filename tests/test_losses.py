@@ -262,7 +262,8 @@ def test_one_part_in_float32_is_pytorchs_value_to_a_rounding(name: str) -> None:
 @settings(deadline=None, max_examples=60)
 @given(
     data=st.data(),
-    weights=st.none() | st.lists(st.floats(0, 10), min_size=4, max_size=4),
+    # Divided by weights of 1e-300, PyTorch's own losses overflow.
+    weights=st.none() | st.lists(st.just(0.0) | st.floats(1e-6, 10), min_size=4, max_size=4),
     smoothing=st.sampled_from([0.0, 0.1, 1.0]),
     index=st.sampled_from([-100, -1, 0, 3]),
 )

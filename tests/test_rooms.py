@@ -23,6 +23,7 @@ ROOMS = (
     "run",
     "weights",
     "losses",
+    "trainedmodel",
     "trainer",
     "onefold",
     "models",

@@ -65,9 +65,9 @@ def test_steps_are_counted_from_one() -> None:
     trainer = make_trainer()
     steps = [trainer.step(points(samples)) for samples in (8, 3, 1)]
     assert [(s.number, s.samples, s.epoch, s.skipped) for s in steps] == [
-        (1, 8, 0, False),
-        (2, 3, 0, False),
-        (3, 1, 0, False),
+        (1, 8, 0, ""),
+        (2, 3, 0, ""),
+        (3, 1, 0, ""),
     ]
 
 

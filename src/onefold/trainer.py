@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from typing import overload
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from onefold.checkpoint.keeping import Checkpoint, Keeping
-from onefold.core.fingerprint import fingerprint_of, named_tensors, tensor_digests
 from onefold.core.head import Call, StepHead
-from onefold.core.jsonvalue import to_json
-from onefold.core.settings import BufferRule, Settings
+from onefold.core.precision import Precision, PrecisionName
+from onefold.core.settings import BufferRule, Microbatch, OnNonfinite, Settings
 from onefold.engine.evaluation import ScoreFunction, evaluate
 from onefold.engine.prediction import gather, predict
 from onefold.engine.replica import LossFunction
 from onefold.engine.step import Step
-from onefold.errors import CheckpointError
 from onefold.reading.loader import Loader
 from onefold.reading.reader import Collate, SizedDataset
 from onefold.run.session import Session, UserParts
 from onefold.run.world import current_world
+from onefold.trainedmodel import TrainedModel
 
 __all__ = ["Trainer"]
 
 
-class Trainer:
+class Trainer(TrainedModel):
     """Trains a model on any number of devices, to the same bits as on one.
 
     Args:
@@ -46,6 +41,13 @@ class Trainer:
         threads: of each CPU device; ``max(1, cores // shards)`` by default.
         schedule: a ``torch.optim.lr_scheduler`` of the optimizer, stepped once a step and saved.
         clip_norm: scale the whole gradient down to this norm where it is larger.
+        clip_value: limit each element of the gradient to this magnitude, after ``clip_norm``.
+        precision: ``"bf16"`` or ``"fp16"`` computes by autocast; with ``"bf16-params"`` and
+            ``"fp16-params"`` the model also holds such parameters, and the optimizer updates
+            float32 ones; ``"fp32"`` expects float32; None leaves all to the model.
+        on_nonfinite: ``"raise"`` on a loss or gradient that is not finite, or ``"skip"`` the step.
+        microbatch: run a shard in pieces of at most so many samples, where the device's memory is
+            too small for all of them at once; ``"auto"`` finds the largest that fit.
         deterministic: use kernels that repeat their bits, and refuse others.
         buffers: what becomes of buffers that shards change, by name or pattern, where it is not the
             mean over the shards (floating point) or the largest (other numbers): ``"mean"``,
@@ -82,6 +84,10 @@ class Trainer:
         threads: int | None = None,
         schedule: LRScheduler | None = None,
         clip_norm: float | None = None,
+        clip_value: float | None = None,
+        precision: PrecisionName | None = None,
+        on_nonfinite: OnNonfinite = "raise",
+        microbatch: Microbatch | None = None,
         deterministic: bool = True,
         buffers: Mapping[str, BufferRule] | None = None,
         timeout_s: float | None = None,
@@ -91,18 +97,17 @@ class Trainer:
             shards=shards,
             seed=seed,
             clip_norm=clip_norm,
+            clip_value=clip_value,
+            precision=Precision(precision),
+            on_nonfinite=on_nonfinite,
+            microbatch=microbatch,
             deterministic=deterministic,
             timeout_s=world.options.timeout_s if timeout_s is None else timeout_s,
             threads=threads,
             buffers=dict(buffers or {}),
         )
         user = UserParts(model, optimizer, loss, schedule)
-        self._session = Session(world, user, settings, devices=devices, plan=plan)
-
-    @property
-    def model(self) -> torch.nn.Module:
-        """The user's own module with the current parameters."""
-        return self._session.engine.replicas[0].module
+        super().__init__(Session(world, user, settings, devices=devices, plan=plan))
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
@@ -121,20 +126,12 @@ class Trainer:
 
     @property
     def asked_to_stop(self) -> bool:
-        """Whether the launcher has asked the run to save itself and stop; alike on all devices."""
+        """Whether the launcher has asked the run to stop; alike on all devices."""
         return self._session.asked_to_stop
 
     @property
-    def steps(self) -> int:
-        """Steps done, those before a checkpoint included."""
-        return self._session.position.step
-
-    @property
     def plan(self) -> tuple[int, ...]:
-        """How many shards each device runs; the result does not depend on it.
-
-        May be set between steps, alike on all devices: it holds from the next batch of a loader.
-        """
+        """How many shards each device runs; may be set between steps, alike on all devices."""
         return self._session.engine.roster.plan.counts
 
     @plan.setter
@@ -154,18 +151,18 @@ class Trainer:
     ) -> Loader:
         """Batches of a data set, for `step`; each device reads its own shards alone.
 
-        Make loaders in the same order on all devices and in every run: their order and random
-        numbers depend on how many were made before. Changes of the data set between passes are seen
-        by the next pass. After a checkpoint, the first pass begins with the first unused sample.
+        Make loaders in the same order on all devices and in every run: their random numbers depend
+        on how many were made before. After a checkpoint, the first pass begins with the first
+        unused sample.
 
         Args:
             dataset: has a length and an item for each index.
-            batch_size: samples of a whole batch, over all devices.
+            batch_size: over all devices.
             shuffle: visit the samples in another order in each pass.
             lengths: of every sample, with ``shuffle``: those of near length come together.
             workers: processes that read ahead, for each device.
             drop_last: leave out a last batch that is short.
-            collate: makes a shard's payload from a list of samples; PyTorch's default if None.
+            collate: makes a shard's payload from a list of samples; PyTorch's if None.
 
         Raises:
             TypeError, ValueError: no samples by index, or a number out of range.
@@ -210,8 +207,8 @@ class Trainer:
         """Scores over a data set, each sample exactly once, the same on any number of devices.
 
         Args:
-            score: ``score(model, batch)`` for one shard; returns a dict of names to what a loss may
-                return. The model is in evaluation mode and no gradient is recorded.
+            score: ``score(model, batch)`` for one shard, in evaluation mode and without gradients;
+                returns a dict of names to what a loss may return.
             dataset, batch_size, workers, collate: as for `loader`.
 
         Returns:
@@ -234,16 +231,15 @@ class Trainer:
         workers: int = 0,
         collate: Collate | None = None,
     ) -> dict[str, torch.Tensor]:
-        """The model's values for every sample, in the data set's order; called on every device.
+        """The model's values for every sample, in the data set's order.
 
         Args:
-            function: ``function(model, batch)`` for one shard; returns a dict of names to tensors
-                (n, ...), one row a sample, alike in dtype and shape for all samples. The model is
-                in evaluation mode and no gradient is recorded.
+            function: ``function(model, batch)`` for one shard, as in `evaluate`; returns a dict of
+                names to tensors (n, ...), one row a sample, alike in dtype and shape for all.
             dataset, batch_size, workers, collate: as for `loader`.
 
         Returns:
-            For each name a tensor (samples, ...) on the host, in memory as a whole.
+            For each name a tensor (samples, ...) on the host.
 
         Raises:
             LossError: a value is no tensor with one row a sample.
@@ -261,8 +257,7 @@ class Trainer:
         """Numbers of every device's process, such as seconds or bytes; called on every device.
 
         Args:
-            numbers: of this process, by name; the same names in all processes. Where one process
-                drives several devices, each of them has these.
+            numbers: of this process and so of all its devices, by name; the same names everywhere.
 
         Returns:
             One dict for each of `devices`, in their order, on every device.
@@ -274,127 +269,3 @@ class Trainer:
         with session.telling_others():
             session.engine.agree(StepHead(Call.GATHER, self.steps + 1))
             return gather(session.engine.exchange, dict.fromkeys(session.team.own, numbers))
-
-    @contextmanager
-    def changing(self) -> Iterator[None]:
-        """A block in which the model may be changed between steps; called on every device.
-
-        When it ends, the parameters and buffers of the lead, and its optimizer's settings, are
-        everybody's; what other devices wrote is dropped, so the same lines may run on all of them
-        or on the lead alone. With several devices, other changes are refused at the next call.
-
-        Raises:
-            DisagreementError: another device is somewhere else.
-            RuntimeError: the trainer is called inside the block.
-
-        >>> with trainer.changing(), torch.no_grad():
-        ...     _ = model.weight.clamp_(-0.1, 0.1)
-        """
-        session = self._session
-        with session.telling_others(), session.engine.changing(self.steps + 1):
-            yield
-
-    def barrier(self) -> None:
-        """Wait until every device has come to this point of the script.
-
-        Raises:
-            DisagreementError, PeerError: another device is somewhere else, or does not come.
-        """
-        with self._session.telling_others():
-            self._session.engine.agree(StepHead(Call.BARRIER, self.steps + 1))
-
-    def fingerprint(self) -> str:
-        """16 hexadecimal digits over parameters and buffers: the same for the same bits."""
-        return fingerprint_of(tensor_digests(named_tensors(self.model)))
-
-    def save(
-        self,
-        directory: str | Path,
-        *,
-        scores: Mapping[str, float] | None = None,
-        keep: int | None = 3,
-        best: str | None = None,
-        wait: bool = True,
-        extra: object = None,
-    ) -> Path:
-        """Write the run as it is now to ``directory/step-00001234/``, and return that folder.
-
-        ``model.safetensors`` there holds the parameters and buffers under the user's own names,
-        ``optimizer.safetensors`` the optimizer's tensors, ``run.json`` the rest. The folder is
-        there whole or not at all. Called on every device; the lead writes.
-
-        Args:
-            directory: holds the checkpoints of a run; made if it is not there.
-            scores: numbers to remember with this checkpoint, such as what `evaluate` returned.
-            keep: how many of the newest checkpoints of this run stay in the directory; with None
-                this one stays for good. What anybody else put there is left alone.
-            best: ``"highest NAME"`` or ``"lowest NAME"`` of ``scores``: from here on, of those of
-                this run, the checkpoint with that score stays too.
-            wait: return when all is on the disk; else when it has been copied in memory, and a
-                failure in writing is raised by the next call.
-            extra: None, numbers, text, or lists, tuples and dicts of these; `load` gives it back.
-
-        Raises:
-            OSError: it could not be written; what was there before is still there.
-            StateError: a parameter is not finite, or a step broke off in the middle of its update.
-            TypeError, ValueError: an argument is not usable, or the state is what no file holds.
-
-        >>> import tempfile
-        >>> directory = tempfile.mkdtemp()
-        >>> trainer.save(directory, extra={"note": "first try"}).name
-        'step-00000000'
-        >>> trainer.load(directory).extra
-        {'note': 'first try'}
-        """
-        keeping = Keeping.checked(keep, best, scores or {})
-        copied = to_json(extra, "extra")
-        session = self._session
-        with session.telling_others():
-            place = session.verifying.writes_to(directory)
-            return session.checkpoints.save(place, keeping=keeping, wait=wait, extra=copied)
-
-    @overload
-    def load(self, directory: str | Path, *, changed: Collection[str] = ...) -> Checkpoint: ...
-
-    @overload
-    def load(
-        self, directory: str | Path, *, changed: Collection[str] = ..., if_any: bool
-    ) -> Checkpoint | None: ...
-
-    def load(
-        self, directory: str | Path, *, changed: Collection[str] = (), if_any: bool = False
-    ) -> Checkpoint | None:
-        """Go on from the newest checkpoint of a directory, on any number of devices.
-
-        Afterwards model, optimizer and schedule are as they were, and `epochs` and loaders, made
-        before or after, go on at the sample where the run was saved. A checkpoint that is damaged
-        is left out with a warning. Called on every device; the lead reads.
-
-        Args:
-            directory: what was given to `save`, or the folder of one checkpoint.
-            changed: what may differ from the run that was saved, each giving up a part of the
-                promise: ``"seed"``, ``"shards"``, ``"batch_size"``, ``"dataset"``,
-                ``"clip_norm"``, ``"optimizer"``, ``"schedule"``.
-            if_any: where there is no checkpoint yet, do nothing, and return None.
-
-        Raises:
-            CheckpointError: there is no checkpoint, none is whole, or it does not fit this run.
-                Raised alike on all devices; nothing has changed, so the script may start afresh.
-        """
-        names = (changed,) if isinstance(changed, str) else tuple(changed)
-        session = self._session
-        try:
-            with session.telling_others(but=CheckpointError):
-                place = session.verifying.reads_from(directory, if_any=if_any)
-                return session.checkpoints.load(place, changed=names, if_any=if_any)
-        finally:
-            session.note_progress()
-
-    def close(self) -> None:
-        """Leave the run; the model keeps its values. Also done at the end of the program.
-
-        With ``onefold run --checkpoint``, while an exception is handled on one of several devices,
-        the run is left (and saved) only at the end of the script. Raises OSError if a checkpoint
-        could not be written in the background.
-        """
-        self._session.close()

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import itertools
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 import _side
-from catalog import PEERS, SIDES, left_out
+from catalog import PEERS, SIDES, Precision, left_out
 from loops import LOOPS, Loop, part
 from sides import Side
 from workloads import WORKLOADS
 
 
-def trained(side: str, *, steps: int) -> tuple[Loop, list[float]]:
+def trained(side: str, *, steps: int, precision: Precision = "fp32") -> tuple[Loop, list[float]]:
     """A loop of one process, and the losses of its first steps."""
-    loop = LOOPS[SIDES[side].loop](WORKLOADS["mlp"], SIDES[side], "cpu")
+    workload = replace(WORKLOADS["mlp"], precision=precision)
+    loop = LOOPS[SIDES[side].loop](workload, SIDES[side], "cpu")
     batches = itertools.islice(itertools.cycle(loop.batches), steps)
     return loop, [loop.step(batch)() for batch in batches]
 
@@ -31,9 +33,14 @@ def test_parts_make_up_the_batch() -> None:
 
 
 @pytest.mark.parametrize("side", ["onefold-1", "onefold-1-two-shards", "onefold-2-one-process"])
-def test_onefold_trains_what_the_plain_loop_trains(side: str) -> None:
-    loop, losses = trained(side, steps=6)
-    assert losses == pytest.approx(trained("plain-1", steps=6)[1], rel=1e-5)
+@pytest.mark.parametrize(("precision", "off"), [("fp32", 1e-5), ("bf16", 1e-2)])
+def test_onefold_trains_what_the_plain_loop_trains(
+    side: str, precision: Precision, off: float
+) -> None:
+    loop, losses = trained(side, steps=6, precision=precision)
+    plain = trained("plain-1", steps=6, precision=precision)[1]
+    assert losses == pytest.approx(plain, rel=off)
+    assert (plain == trained("plain-1", steps=6)[1]) == (precision == "fp32")
     assert len(loop.devices) == SIDES[side].devices
 
 
@@ -41,6 +48,7 @@ def test_a_measurement_tells_seconds_and_loss() -> None:
     loop, losses = trained("plain-1", steps=4)
     found = _side.train(loop, 8)
     assert found["seconds"] > 0
+    assert found["peak_bytes"] > 1e6
     assert found["loss"] < losses[-1]
 
 
@@ -55,7 +63,7 @@ def test_sides_of_two_processes_train(name: str, tmp_path: Path) -> None:
 
 def side(name: str, folder: Path) -> Side:
     """The processes of a side, on the smallest workload."""
-    program = [str(Path(_side.__file__)), name, "mlp", "cpu", "1.0"]
+    program = [str(Path(_side.__file__)), name, "mlp", "cpu", "bf16", "1.0"]
     return Side(
         name,
         [sys.executable, *SIDES[name].command("cpu"), *program],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -92,14 +93,14 @@ def test_messages_are_cut_as_the_exchange_cuts_them(numel: int, tensors: int) ->
 
 
 def test_messages_count_the_buffers_only_where_there_are_some() -> None:
-    assert model.collective_messages(run(4)) == 3 * 4
-    assert model.collective_messages(run(4, buffer_row_bytes=64)) == 3 * 5
-    assert model.shared_messages(run(4)) == 9
+    assert model.collective_messages(run(4)) == 3 * 5
+    assert model.collective_messages(run(4, buffer_row_bytes=64)) == 3 * 6
+    assert model.shared_messages(run(4)) == 12
 
 
 def test_time_is_that_of_the_network_where_it_is_slow() -> None:
     two_hosts = run(16, shards=16)
-    parts = [64 * MEGABYTE / 1e9, 15 * 4 * 1e-5, 2e-3, 8 * MEGABYTE / 1e12]
+    parts = [64 * MEGABYTE / 1e9, 15 * 5 * 1e-5, 2e-3, 8 * MEGABYTE / 1e12]
     assert model.collective_s(two_hosts, LINKS) == pytest.approx(sum(parts))
 
 
@@ -110,12 +111,16 @@ def test_time_in_shared_memory_is_that_of_memory_and_two_meetings() -> None:
 
 def test_memory_by_hand() -> None:
     parameter_bytes = 8 * MEGABYTE
-    # Parameters, three unfinished sums of a block of eight shards, momentum.
-    assert model.shared_memory_bytes(run(1)) == 5 * parameter_bytes
-    # Parameters once, two unfinished sums on each device, half of one for the other, momentum once.
-    assert model.shared_memory_bytes(run(2)) == (1 + 4 + 1 + 1) * parameter_bytes
+    # Parameters, three sums that wait in a block of eight shards and the last gradient, momentum.
+    assert model.shared_memory_bytes(run(1)) == 6 * parameter_bytes
+    # Parameters once, two sums and a gradient on each, half of one for the other, momentum once.
+    assert model.shared_memory_bytes(run(2)) == (1 + 6 + 1 + 1) * parameter_bytes
     # Parameters on each, half of the other's partial sum, the same besides.
-    assert model.collective_memory_bytes(run(2)) == (2 + 1 + 4 + 1) * parameter_bytes
+    assert model.collective_memory_bytes(run(2)) == (2 + 1 + 6 + 1) * parameter_bytes
+    # Half of the parameters, low gradients on each device, and masters once.
+    low = replace(run(2), low=True, low_parameters=True)
+    assert model.collective_memory_bytes(low) == (1 + 1 + 1 + 6 + 1 + 1) * parameter_bytes
+    assert model.spread_bytes(low) == model.spread_bytes(run(2)) / 2
 
 
 @given(st.integers(1, 16), st.integers(1, 8))

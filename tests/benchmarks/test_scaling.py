@@ -70,6 +70,7 @@ def test_what_was_found_is_shown(exchange: str, capsys: pytest.CaptureFixture[st
     wanted = scaling.predictions(run, exchange)
     one = {
         "exchange": exchange,
+        "precision": "fp32",
         "devices": 4,
         "k": run.k,
         "loopback": "the machine's",
@@ -82,7 +83,8 @@ def test_what_was_found_is_shown(exchange: str, capsys: pytest.CaptureFixture[st
     }
     scaling.show([one])
     shown = capsys.readouterr().out
-    for text in (f"{exchange}, 4", "7.77", "2.000", "44", "55", "the machine's", "0.70 cores"):
+    line = f"{exchange}, fp32, 4"
+    for text in (line, "7.77", "2.000", "44", "55", "the machine's", "0.70 cores"):
         assert text in shown
 
 

@@ -20,7 +20,7 @@ WORKER = """
     lines = link.makefile("rw")
     for line in lines:
         {action}
-        answer = dict(seconds=int(line) * {step_s}, cpu_seconds=0.0, loss={loss})
+        answer = dict(seconds=int(line) * {step_s}, cpu_seconds=0.0, loss={loss}, peak_bytes=1)
         lines.write(json.dumps(answer) + "\\n")
         lines.flush()
 """

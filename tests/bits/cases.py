@@ -14,6 +14,7 @@ from benchmarks.token_models import LSTMClassifier, TransformerClassifier
 from torch import nn
 
 import onefold
+from onefold.core.precision import PrecisionName
 from onefold.models import DenseCNN, LeNet, resnet18
 
 STEPS = 5
@@ -89,6 +90,14 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], type[Images]]] = {
 }
 LIGHT = ("lenet", "transformer", "lstm", "mixed")
 HEAVY = ("cnn", "resnet18")
+LOW: dict[str, tuple[str, PrecisionName]] = {
+    "lenet": ("sgd", "fp16"),
+    "transformer": ("adamw", "bf16-params"),
+    "lstm": ("adamw-fused", "bf16"),
+    "mixed": ("muon", "fp16-params"),
+    "resnet18": ("sgd", "bf16-params"),
+}
+"""The optimizer and the precision of each model that is also run in a lower one."""
 
 
 def _sgd(model: nn.Module, *, fused: bool) -> torch.optim.Optimizer:
@@ -130,6 +139,8 @@ class Case:
     workers: int = 0
     uneven: bool = False
     clip: bool = False
+    precision: PrecisionName | None = None
+    microbatch: int | None = None
 
     @property
     def reference(self) -> Case:
@@ -170,6 +181,8 @@ def run(case: Case, devices: Sequence[str] | None = None) -> tuple[str, str]:
         devices=devices,
         threads=1,
         clip_norm=0.5 if case.clip else None,
+        precision=case.precision,
+        microbatch=case.microbatch,
     )
     plan = case.plan(len(trainer.devices))
     if plan is not None:
@@ -206,6 +219,17 @@ def covering() -> list[Case]:
                 odd = (turn + shards) % 2 == 1
                 case = Case(name, optimizer, shards, workers=2 if odd else 0, uneven=not odd)
                 cases.append(replace(case, clip=turn == 2))
+    for name, (optimizer, precision) in LOW.items():
+        for shards in (4, 7):
+            odd = shards == 7
+            cases.append(
+                Case(
+                    name, optimizer, shards, 2 * odd, uneven=not odd, clip=odd, precision=precision
+                )
+            )
+    # In pieces of one sample, the odd and the even count of devices with one each.
+    cases.append(Case("mixed", "adamw", 4, uneven=True, microbatch=1))
+    cases.append(Case("transformer", "sgd", 4, workers=2, clip=True, microbatch=1))
     return cases
 
 

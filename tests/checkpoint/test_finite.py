@@ -18,7 +18,7 @@ from onefold.checkpoint.folder import try_directory
 from onefold.core.finite import all_finite, first_not_finite, names_with_nan
 from onefold.errors import LossError, StateError
 from tests.checkpoint.folders import full_disk, names_in, steps_in
-from tests.small import Batch, line, make_trainer, points, square
+from tests.small import line, make_trainer, points, square
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "poisoned.py"
 BAD = [float("nan"), float("inf"), float("-inf")]
@@ -62,15 +62,15 @@ def test_a_mask_of_infinities_has_no_nan() -> None:
     assert names_with_nan({"mask": mask, "spoilt": torch.tensor([float("nan")])}) == {"spoilt"}
 
 
-class Switch:
-    """A loss whose value is finite and whose gradient is not, while it is on."""
+class Poisoning(torch.optim.SGD):
+    """Makes something that is not finite of a gradient that is, while it is on."""
 
-    def __init__(self) -> None:
-        self.on = False
+    on = False
 
-    def __call__(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        added = (model.weight * 0).sum().sqrt() if self.on else 0.0
-        return square(model, batch) + added
+    def step(self, closure: object = None) -> None:
+        super().step()
+        for weight in self.param_groups[0]["params"] if self.on else ():
+            weight.data.fill_(float("nan"))
 
 
 @pytest.mark.parametrize("devices", [1, 2])
@@ -78,12 +78,13 @@ class Switch:
 def test_a_poisoned_step_does_not_replace_a_good_one(
     tmp_path: Path, devices: int, wait: bool
 ) -> None:
-    loss = Switch()
-    trainer = make_trainer(loss=loss, devices=devices)
+    model = line()
+    optimizer = Poisoning(model.parameters(), lr=0.1)
+    trainer = make_trainer(model, optimizer=optimizer, devices=devices)
     trainer.step(points(8))
     trainer.save(tmp_path, keep=1, wait=wait)
     good = trainer.fingerprint()
-    loss.on = True
+    optimizer.on = True
     trainer.step(points(8))
     message = "parameter weight is not finite after step 2: no checkpoint is written"
     with pytest.raises(StateError, match=message):
@@ -91,7 +92,7 @@ def test_a_poisoned_step_does_not_replace_a_good_one(
     assert steps_in(tmp_path) == [1]
     trainer.load(tmp_path)
     assert trainer.fingerprint() == good
-    loss.on = False
+    optimizer.on = False
     trainer.step(points(8))
     assert trainer.save(tmp_path, keep=1).name == "step-00000002"
 
@@ -197,7 +198,7 @@ def test_a_run_goes_on_from_before_a_poisoned_step(
     tmp_path: Path, devices: str, exchange: str
 ) -> None:
     options = "--every", "1", "--keep", "1", "--devices", devices, "--exchange", exchange
-    code, output, errors = run(tmp_path, "gradient", 1, *options, "--restarts", "2")
+    code, output, errors = run(tmp_path, "update", 1, *options, "--restarts", "2")
     assert code == 0, errors
     assert output.splitlines()[-1].startswith("end 8 ")
     assert "StateError: parameter weight is not finite after step 6" in errors
@@ -212,7 +213,7 @@ def test_what_fails_in_one_step_again_goes_back_further(
     tmp_path: Path, devices: str, exchange: str
 ) -> None:
     options = "--every", "1", "--keep", "3", "--devices", devices, "--exchange", exchange
-    code, _, errors = run(tmp_path, "gradient", 9, *options, "--restarts", "3")
+    code, _, errors = run(tmp_path, "update", 9, *options, "--restarts", "3")
     assert code == 1
     assert re.findall(r"going on after step (\d+)", errors) == ["5", "4", "3"]
     assert "starting again (1 of 3)\n" in errors

@@ -187,6 +187,18 @@ def test_a_loss_of_zero_is_no_agreement_and_a_script_in_float32_is_compared(tmp_
 
 
 @pytest.mark.processes
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("precision", ["bf16", "fp16-params"])
+def test_the_mathematics_are_compared_whatever_the_precision(
+    tmp_path: Path, precision: str
+) -> None:
+    code, said = verify_fault(tmp_path, precision)
+    assert code == 0, said
+    assert "The bits agree" in said
+    assert "same loss and gradient, to 1e-09 (float64" in said
+
+
+@pytest.mark.processes
 def test_a_script_that_fails_is_no_verdict(tmp_path: Path) -> None:
     code, said = verify_fault(tmp_path, "raise")
     assert code == 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 
 from onefold.core.flat import cut_pieces, lay_out
 from onefold.core.fold import blocks_of
+from onefold.core.precision import added_up_in
 from onefold.core.storage import BoardShape, Storage
 from onefold.exchange.board import Board
 
@@ -30,8 +33,31 @@ def storage(*, shards: int, devices: int) -> Storage:
 
 def test_parameters_gradients_and_masters_may_have_one_layout() -> None:
     made = storage(shards=4, devices=2)
-    assert made.parameters is made.gradients is made.masters
+    assert made.parameters is made.masters
+    assert not made.rounds
     assert [entry.name for entry in made.other.entries] == ["frozen"]
+    full = dataclasses.replace(made.parameters, dtypes=(torch.float32, torch.float64))
+    assert full.converted(added_up_in) is full
+
+
+def test_gradients_of_low_precision_are_added_up_in_float32() -> None:
+    made = storage(shards=4, devices=2)
+    assert made.parameters.dtypes == (torch.float32, torch.bfloat16)
+    assert made.gradients.dtypes == (torch.float32, torch.float32)
+    assert made.gradients.entries == made.parameters.entries
+
+
+def test_masters_may_have_another_dtype_than_parameters() -> None:
+    made = storage(shards=4, devices=2).with_masters(torch.float32)
+    assert made.rounds
+    assert made.masters.dtypes == (torch.float32, torch.float32)
+    assert made.masters.entries == made.parameters.entries
+    assert storage(shards=4, devices=2).with_masters(None) == storage(shards=4, devices=2)
+
+
+def test_a_layout_is_not_made_narrower() -> None:
+    with pytest.raises(ValueError, match="as wide as"):
+        storage(shards=1, devices=1).parameters.converted(lambda _: torch.float16)
 
 
 def test_a_device_alone_publishes_one_sum() -> None:

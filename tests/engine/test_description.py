@@ -12,7 +12,7 @@ from torch import nn
 
 from onefold.core.shard import Plan
 from onefold.engine.description import compare, describe
-from onefold.engine.replica import ModelParts
+from onefold.engine.modelparts import ModelParts
 from onefold.errors import DisagreementError
 from tests.engine.assembled import settings_of, team_of
 from tests.small import sgd

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -52,7 +53,7 @@ def test_a_step_without_weight_is_skipped_by_all(devices: int) -> None:
         before, rate = bits(model), optimizer.param_groups[0]["lr"]
         states = [state.value.clone() for state in trainer._session.engine.update.states()]
         step = trainer.step(points(10))
-        assert (step.number, step.skipped) == (number, not on)
+        assert (step.number, bool(step.skipped)) == (number, not on)
         assert optimizer.param_groups[0]["lr"] == (rate / 2 if on else rate)
         assert (bits(model) == before) is not on
         now = [state.value for state in trainer._session.engine.update.states()]
@@ -344,3 +345,30 @@ def test_a_model_in_evaluation_mode_is_mentioned_once(
         engine.step(cut_for(engine, pictures(8)), step)
     mentioned = [r for r in caplog.messages if "the model is in evaluation mode" in r]
     assert len(mentioned) == 1
+
+
+@pytest.mark.parametrize("shards", [1, 2, 5])
+@pytest.mark.parametrize("skipped", [False, True])
+def test_no_gradient_is_kept_from_one_step_to_the_next(shards: int, skipped: bool) -> None:
+    """They would lie beside those of the next step."""
+    before = bytes_of_tensors()
+    model = nn.Linear(257, 257, bias=False)
+    weight = 0.0 if skipped else 1.0
+
+    def loss(model: nn.Module, batch: tuple[torch.Tensor]) -> onefold.Mean:
+        return onefold.Mean(model(batch[0]).square().sum() * weight, weight)
+
+    trainer = make_trainer(model, loss, shards=shards)
+    for _ in range(2):
+        assert bool(trainer.step((torch.ones(5, 257),)).skipped) == skipped
+    # The parameters, and the momentum that the first update makes.
+    expected = (1 if skipped else 2) * 257 * 257 * 4
+    assert bytes_of_tensors() - before == pytest.approx(expected, rel=0.1)
+
+
+def bytes_of_tensors() -> int:
+    """Of all memory that tensors of this process hold."""
+    gc.collect()
+    tensors = [o for o in gc.get_objects() if type(o) in (torch.Tensor, nn.Parameter)]
+    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(held.values())

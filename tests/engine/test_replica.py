@@ -17,8 +17,8 @@ from onefold.core.fold import fold_shards
 from onefold.core.randomness import kept_generators
 from onefold.core.result import ShardResult
 from onefold.core.weights_of_step import SUM, several, total_weight
-from onefold.engine.replica import ModelParts
-from onefold.errors import GradientError, StateError
+from onefold.engine.modelparts import ModelParts
+from onefold.errors import GradientError
 from tests.engine.assembled import (
     CPU,
     Restless,
@@ -331,7 +331,7 @@ def gradient_by_hand(
     gradients = [results[s].gradients if s in results else replica.nothing for s in range(shards)]
     weights = [results[s].weight if s in results else 0.0 for s in range(shards)]
     weight = total_weight(weights, whole.sizes, step)
-    divisor = whole.divisor(weight.value) if weight.divided else 1.0
+    divisor = task.divisor(whole, weight.value) if weight.divided else 1.0
     total: dict[str, bytes | None] = {}
     for number, folded in enumerate(fold_shards(gradients, add)):
         given = sum(each[number] is not None for each in gradients)
@@ -374,60 +374,7 @@ def test_the_fold_over_results_is_what_the_optimizer_gets(
         assert all(expected[name] is not None for name in expected if "rare" not in name)
 
 
-# The user's module, sorted.
-
-
-def tied() -> nn.Sequential:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    model[1].weight = model[0].weight
-    model[1].bias.requires_grad_(False)
-    return model
-
-
-def test_parameters_are_sorted_and_tied_ones_count_once() -> None:
-    parts = ModelParts(tied(), ["0.weight", "0.bias"])
-    assert list(parts.trained) == ["0.weight", "0.bias"]
-    assert list(parts.other) == ["1.bias"]
-    assert [home[0] for home in parts.homes] == ["0.weight", "0.bias", "1.weight", "1.bias"]
-    assert parts.trainable() == [True, True, False]
-
-
-def test_what_may_require_a_gradient_is_put_back() -> None:
-    model = tied()
-    parts = ModelParts(model, ["0.weight", "0.bias"])
-    found = parts.trainable()
-    model.requires_grad_(True)
-    model[0].bias.requires_grad_(False)
-    parts.restore_frozen(found)
-    assert parts.trainable() == found
-
-
-def test_a_parameter_that_was_replaced_is_named() -> None:
-    model = tied()
-    parts = ModelParts(model, ["0.weight", "0.bias"])
-    parts.check_held()
-    model[1].weight = nn.Parameter(torch.ones(3, 3))
-    with pytest.raises(ValueError, match=r"^parameter 1\.weight has been replaced"):
-        parts.check_held()
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda m: m.append(nn.Linear(3, 1)), r"^parameter 2\.weight of the model was put in"),
-        (lambda m: m.register_buffer("new", torch.ones(1)), "^buffer new of the model was put in"),
-        (lambda m: m.pop(1), r"^parameter 1\.weight of the model was put in, taken out"),
-    ],
-)
-def test_a_model_that_was_given_other_parts_is_refused(
-    change: Callable[[nn.Sequential], object], words: str
-) -> None:
-    model = tied()
-    parts = ModelParts(model, ["0.weight", "0.bias"])
-    parts.check_parts()
-    change(model)
-    with pytest.raises(StateError, match=words):
-        parts.check_parts()
+# Whose memory the module computes in.
 
 
 def test_a_parameter_in_other_memory_is_named() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from onefold.engine.engine import Outcome
@@ -11,8 +13,9 @@ from onefold.watch.timing import Span
 
 
 def step_of(totals: list[float], weight: float, *, updates: bool = True) -> Step:
-    verdict = Verdict(updates=updates, stops=False)
-    outcome = Outcome(torch.tensor(totals, dtype=torch.float64), weight, verdict)
+    verdict = Verdict(skipped="" if updates else "no weight", stops=False)
+    norm = torch.tensor(2.0) if updates else None
+    outcome = Outcome(torch.tensor(totals, dtype=torch.float64), weight, verdict, norm)
     spans = [
         Span("forward", "forward shard 0", 1.0, 1.5),
         Span("exchange", "agree", 2.0, 2.25),
@@ -40,8 +43,13 @@ def test_the_loss_of_nothing_is_no_number() -> None:
 
 
 def test_a_step_was_skipped_where_the_verdict_says_so() -> None:
-    assert not step_of([1.0], 1.0).skipped
-    assert step_of([1.0], 0.0, updates=False).skipped
+    assert step_of([1.0], 1.0).skipped == ""
+    assert step_of([1.0], 0.0, updates=False).skipped == "no weight"
+
+
+def test_the_norm_is_a_number_and_none_of_a_skipped_step() -> None:
+    assert step_of([1.0], 1.0).grad_norm == 2.0
+    assert math.isnan(step_of([1.0], 0.0, updates=False).grad_norm)
 
 
 def test_the_time_of_a_step_is_that_of_its_spans_by_phase() -> None:

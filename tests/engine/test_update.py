@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import onefold
-from onefold.engine.update import check_optimizer, updates_by_element
+from onefold.engine.optimizercheck import check_optimizer, updates_by_element
 from tests.small import Batch, bits, line, make_trainer, points, sgd, square
 
 both = pytest.mark.parametrize("devices", [1, 3])

@@ -26,7 +26,9 @@ def test_a_step_updates_where_there_is_something_to_count(
 ) -> None:
     """Whether the run ends after it is another matter."""
     verdict = verdict_of(weight, Said((0, 0), stops))
-    assert verdict == Verdict(updates=updates, stops=stops)
+    assert verdict == Verdict(
+        skipped="" if updates else "the batch's weights add up to 0", stops=stops
+    )
 
 
 @pytest.mark.parametrize(
@@ -49,6 +51,6 @@ def test_what_was_changed_between_two_calls_has_no_part_in_it() -> None:
 
 
 def test_a_verdict_is_final() -> None:
-    verdict = Verdict(updates=True, stops=False)
-    with pytest.raises(dataclasses.FrozenInstanceError, match="updates"):
-        verdict.updates = False  # type: ignore[misc]
+    verdict = Verdict(skipped="", stops=False)
+    with pytest.raises(dataclasses.FrozenInstanceError, match="skipped"):
+        verdict.skipped = "no"  # type: ignore[misc]

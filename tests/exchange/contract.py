@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from onefold.core.flat import FlatTensors, cut_pieces, lay_out
 from onefold.core.fold import Block, blocks_of, fold, fold_shards
+from onefold.core.precision import added_up_in
 from onefold.core.roster import Roster
 from onefold.core.shard import Plan
 from onefold.core.storage import Storage
@@ -71,7 +72,8 @@ def gradients(step: int, shard: int) -> list[torch.Tensor | None]:
     generator = torch.Generator().manual_seed(100 * step + shard)
     result: list[torch.Tensor | None] = []
     for tensor in tensors().values():
-        result.append(torch.randn(tensor.shape, generator=generator).to(tensor.dtype))
+        dtype = added_up_in(tensor.dtype)
+        result.append(torch.randn(tensor.shape, generator=generator).to(dtype))
     if shard % 2:
         result[3] = torch.randn(400, 300, generator=generator).t()  # strides of its own
     if shard % 3 == 0:
@@ -133,7 +135,7 @@ def check_step(
     exchange.spread()
     for device in own:
         for mine, wanted in zip(exchange.memory.trained[device].views, expected.views, strict=True):
-            assert torch.equal(mine + 0.0, wanted + 0.0)
+            assert torch.equal(mine + 0.0, wanted.to(mine.dtype) + 0.0)
 
 
 def uneven_spans(first: Roster, turn: int) -> list[range]:

@@ -60,10 +60,12 @@ def test_a_run_leaves_everything_in_its_folder(job: str, tmp_path: Path) -> None
 @all_jobs
 def test_the_saved_options_give_the_same_run(job: str, tmp_path: Path) -> None:
     data = WRITERS[job](tmp_path / "data")
-    folder, said = run_here(job, data, tmp_path / "runs", seed=3)
+    folder, said = run_here(job, data, tmp_path / "runs", seed=3, precision="bf16")
     kind = job_of(job)
     asked = read_options(kind, {"name": "again"}, folder / "config.toml")
     assert run_job(kind, asked)["fingerprint"] == said["fingerprint"]
+    other = read_options(kind, {"name": "full", "precision": "fp32"}, folder / "config.toml")
+    assert run_job(kind, other)["fingerprint"] != said["fingerprint"]
 
 
 @all_jobs

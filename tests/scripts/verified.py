@@ -1,4 +1,4 @@
-"""A script for ``onefold verify``: right, or with one of the faults that it is there to find.
+"""A script for ``onefold verify``: right, perhaps in the precision that is named, or with a fault.
 
 It goes on from what it saved and saves itself, as a script for long runs does.
 """
@@ -49,7 +49,9 @@ def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Te
 def main() -> None:
     torch.manual_seed(0)
     model = Model()
-    trainer = onefold.Trainer(model, torch.optim.Adam(model.parameters()), loss, shards=4)
+    precision = FAULT if FAULT.startswith(("bf16", "fp16")) else None
+    optimizer = torch.optim.Adam(model.parameters())
+    trainer = onefold.Trainer(model, optimizer, loss, shards=4, precision=precision)
     trainer.load("run", if_any=True)
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(64, 8, generator=generator)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from onefold.core.jsonvalue import from_json
+from onefold.core.precision import PRECISIONS
 
 __all__ = ["RUN", "TENSOR_FILES", "check_run", "check_stored"]
 
@@ -191,7 +192,11 @@ _RUN: tuple[tuple[str, _Check, str], ...] = (
     ("seed", _is_whole, "a whole number"),
     ("shards", _is_one_or_more, "a number of 1 or more"),
     ("clip_norm", _or_none(_is_number), "a number or null"),
+    ("clip_value?", _or_none(_is_number), "a number or null"),
+    ("precision?", _or_none(lambda value: value in PRECISIONS), "a precision or null"),
+    ("microbatch?", _or_none(_is_one_or_more), "a number of 1 or more, or null"),
     ("loss_scale", _is_number, "a number"),
+    ("good_steps?", _is_count, "a whole number"),
     ("fingerprint", _is_text, "a text"),
     ("threads", _is_one_or_more, "a number of 1 or more"),
     ("device", _is_text, "a text"),

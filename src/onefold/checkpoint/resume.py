@@ -129,6 +129,7 @@ class Checkpoints:
         # The writing still reads the rooms of all devices, which `pack` is about to overwrite.
         self._wait_until_written()
         self._refuse_not_finite()
+        self._engine.follow_parameters()
         pack(self._engine.update.states(), self._engine.exchange.transport.room)
         brought = self._engine.exchange.transport.bring()
         self.lost = False
@@ -175,6 +176,8 @@ class Checkpoints:
         if self._schedule is not None and "schedule" not in changed:
             read_schedule(self._schedule, stored.run["schedule"])
         self._position.go_to(stored.run, changed)
+        self._state.take_scale(stored.run)
+        self._state.take_microbatch(stored.run, changed)
         # Under the same name, so that pruning sees the checkpoints of both as one run's.
         self._state.run = stored.run["run"]
         self._check_fingerprint(stored)
@@ -337,6 +340,8 @@ class Checkpoints:
             # Open until `load` is done: these very files are checked, whoever prunes meanwhile.
             files = _Files(found, stack)
             try:
+                # Before the model, whose parameters have another dtype in another precision.
+                self._state.check_precision(found.run, changed)
                 files.model.check(self._module)
                 self._state.check_fits(found.run, changed)
                 self._check_optimizer_files(found.run, files, changed)

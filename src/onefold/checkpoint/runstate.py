@@ -19,6 +19,8 @@ from onefold.checkpoint.folder import (
 from onefold.checkpoint.keeping import Keeping
 from onefold.core.fingerprint import named_tensors
 from onefold.core.jsonvalue import to_json
+from onefold.core.lossscale import LossScale
+from onefold.core.precision import Precision
 from onefold.core.settings import Settings
 from onefold.core.team import Team
 from onefold.engine.engine import Engine
@@ -29,6 +31,13 @@ from onefold.reading.position import Position, check_same
 __all__ = ["RunState"]
 
 _log = logging.getLogger("onefold")
+_SAME = {
+    "seed": "seed",
+    "shards": "shards",
+    "clip_norm": "clip_norm",
+    "clip_value": "clip_norm",
+}
+"""Settings that a run keeps, and for each the name under which it may be changed on resuming."""
 _LIBRARIES = ("onefold", "torch", "numpy", "safetensors")
 
 
@@ -56,6 +65,8 @@ class RunState:
         self._position = position
         self._schedule = schedule
         self._optimizer = engine.update.optimizer
+        self._rules = engine.rules
+        self._fitting = engine.fitting
         self._module = engine.replicas[0].module
         # Before a checkpoint is loaded: what the script itself asks for, to be compared with what
         # the run began with.
@@ -94,7 +105,11 @@ class RunState:
             "seed": self._settings.seed,
             "shards": self._settings.shards,
             "clip_norm": self._settings.clip_norm,
-            "loss_scale": 1.0,
+            "clip_value": self._settings.clip_value,
+            "precision": self._settings.precision.name,
+            "microbatch": self._fitting.samples,
+            "loss_scale": 1.0 if self._rules.scale is None else self._rules.scale.value,
+            "good_steps": 0 if self._rules.scale is None else self._rules.scale.good_steps,
             "schedule": None if self._schedule is None else write_schedule(self._schedule),
             "optimizer": {
                 "class": type(self._optimizer).__name__,
@@ -109,6 +124,21 @@ class RunState:
         names = {id(p): name for name, p in named_tensors(self._module).items()}
         return [[names[id(p)] for p in g["params"]] for g in self._optimizer.param_groups]
 
+    def check_precision(self, run: Mapping[str, Any], changed: Collection[str]) -> None:
+        """Refuse a saved run of another precision.
+
+        Raises:
+            CheckpointError: it is another one, and not among ``changed``, or cannot be changed.
+        """
+        saved, name = run.get("precision"), self._settings.precision.name
+        check_same("precision", saved, name, changed, "precision")
+        if Precision(saved).parameters != self._settings.precision.parameters:
+            raise CheckpointError(
+                f"saved with precision {saved!r}, this run has {name!r}: its models hold "
+                f"parameters in another dtype, which cannot be changed on the way. Resume with the "
+                f"same precision"
+            )
+
     def check_fits(self, run: Mapping[str, Any], changed: Collection[str]) -> None:
         """Refuse a saved run that this one cannot resume.
 
@@ -116,8 +146,12 @@ class RunState:
             CheckpointError: the runs differ in something that is not among ``changed``.
         """
         here = self._state()
-        for name in ("seed", "shards", "clip_norm"):
-            check_same(name, run[name], here[name], changed, name)
+        # Not those that an earlier version did not save: it had none of them.
+        for name, key in _SAME.items():
+            check_same(key, run.get(name), here[name], changed, name)
+        if self._settings.microbatch != "auto":
+            number = self._settings.microbatch
+            check_same("microbatch", run.get("microbatch"), number, changed, "microbatch")
         one, other = run["optimizer"], here["optimizer"]
         check_same("optimizer", one["class"], other["class"], changed, "optimizer")
         groups = len(one["settings"]), len(other["settings"])
@@ -131,12 +165,17 @@ class RunState:
         check_same("schedule", then, now, changed, "schedule")
         if self._schedule is not None and "schedule" not in changed:
             check_state(self._schedule, run["schedule"])
-        if run["loss_scale"] != here["loss_scale"]:
-            raise CheckpointError(
-                f"the checkpoint was saved with losses scaled by {run['loss_scale']}, which this "
-                f"version does not do"
-            )
         self._position.check_fits(run, changed)
+
+    def take_scale(self, run: Mapping[str, Any]) -> None:
+        """Go on with the scale of the losses that a saved run had, where this one scales them."""
+        if self._rules.scale is not None and Precision(run.get("precision")).is_scaled:
+            self._rules.scale = LossScale(run["loss_scale"], run.get("good_steps", 0))
+
+    def take_microbatch(self, run: Mapping[str, Any], changed: Collection[str]) -> None:
+        """Go on with the pieces that a saved run had found, or look for others if that is asked."""
+        if self._settings.microbatch == "auto":
+            self._fitting.adopt(run.get("microbatch"), anew="microbatch" in changed)
 
     def warn_of_differences(self, stored: StoredCheckpoint) -> None:
         """Log differences that do not keep a run from being resumed, but are worth knowing."""

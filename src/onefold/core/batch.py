@@ -15,7 +15,7 @@ so devices that hold equal tensors read equal elements.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import gcd
 from typing import Any
@@ -32,6 +32,8 @@ _Leaf = torch.Tensor | np.ndarray[Any, Any]
 
 _SPREAD = 62
 """The most steps between the first and the last element that a digest reads."""
+_NAMED = 8
+"""The most samples that an error lists by number."""
 _SAME_WIDTH = {
     torch.bfloat16: torch.int16,
     torch.complex32: torch.int32,
@@ -108,6 +110,8 @@ class ShardedBatch:
     """Number of the loader that made it; -1 for a batch of the script's own."""
     data_digest: int = 0
     """Digest of the data set, equal where the data are equal; 0 where no loader computed one."""
+    numbers: Mapping[int, Sequence[int]] = field(default_factory=dict, repr=False, compare=False)
+    """The numbers of the samples in the data set, for each shard that this process has read."""
     digest: int = 0
     """`batch_digest` of a batch of the script's own, where that was asked for."""
 
@@ -121,14 +125,15 @@ class ShardedBatch:
         """Number of samples in each shard, (V,)."""
         return [stop - start for start, stop in cut_bounds(self.samples, self.plan.shards)]
 
-    def divisor(self, weight: float) -> float:
-        """What gradients are divided by in backward, before the whole batch's weight is known.
-
-        With several shards this is the number of samples, the only divisor that every device knows
-        before all forwards are done. With one shard it is the shard's own ``weight``, which is that
-        of the batch.
-        """
-        return weight if self.plan.shards == 1 else float(self.samples)
+    def describe(self, shard: int) -> str:
+        """Name a shard's samples, for errors."""
+        start, stop = cut_bounds(self.samples, self.plan.shards)[shard]
+        words = f"samples {start} to {stop - 1} of the batch"
+        numbers = list(map(str, self.numbers.get(shard, ())))
+        if numbers:
+            more = ", ..." if len(numbers) > _NAMED else ""
+            words += f", which are {', '.join(numbers[:_NAMED])}{more} of the data set"
+        return words
 
     def size_of(self, shard: int) -> int:
         """Number of samples in one shard."""

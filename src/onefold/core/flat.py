@@ -20,8 +20,8 @@ alone, so that every process finds a tensor at the same offset without asking th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -96,6 +96,16 @@ class Layout:
     def nbytes(self) -> int:
         """Bytes of all sections."""
         return sum(self.section_bytes)
+
+    def converted(self, convert: Callable[[torch.dtype], torch.dtype]) -> Layout:
+        """The same entries at the same elements, in other dtypes that are not narrower."""
+        # Offsets count elements: aligned for a narrow dtype, they are so for any wider one.
+        dtypes = tuple(map(convert, self.dtypes))
+        if dtypes == self.dtypes:
+            return self
+        if any(new.itemsize < old.itemsize for new, old in zip(dtypes, self.dtypes, strict=True)):
+            raise ValueError(f"expected dtypes as wide as {self.dtypes} or wider, got {dtypes}")
+        return replace(self, dtypes=dtypes)
 
     def is_large(self, number: int) -> bool:
         """Whether an entry is large enough to be treated alone rather than with its neighbours."""
@@ -229,9 +239,13 @@ def storage_order(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """The same values with the given dense strides; the tensor itself if it already has them."""
+    """The same values with the given dense strides: in the same memory if they lie there so."""
     if tensor.stride() == stride:
         return tensor
+    # The stride of a dimension of length 1 says nothing about memory, and PyTorch sets it freely.
+    sides = zip(tensor.shape, tensor.stride(), stride, strict=True)
+    if all(ours == theirs for size, ours, theirs in sides if size > 1):
+        return tensor.as_strided(tensor.shape, stride)
     laid = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
     return laid.copy_(tensor)
 

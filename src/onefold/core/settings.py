@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from onefold.core.numbers import check_positive, check_seconds, check_whole
+from onefold.core.precision import AS_GIVEN, Precision
 
-__all__ = ["BufferRule", "Settings"]
+__all__ = ["BufferRule", "Microbatch", "OnNonfinite", "Settings"]
 
 BufferRule = Literal["mean", "max", "sum", "first"]
 """How the values that shards leave in a buffer become one."""
+
+OnNonfinite = Literal["raise", "skip"]
+"""What becomes of a step with a loss or a gradient that is not finite."""
+
+Microbatch = int | Literal["auto"]
+"""The most samples of a shard that run at once; found in the first steps if it is ``"auto"``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +31,14 @@ class Settings:
     """The seed of all randomness."""
     clip_norm: float | None
     """The largest norm that the whole gradient may have; None for no limit."""
+    clip_value: float | None = None
+    """The largest magnitude that an element of the gradient may have; None for no limit."""
+    precision: Precision = AS_GIVEN
+    """What is computed in which dtype."""
+    on_nonfinite: OnNonfinite = "raise"
+    """What becomes of a step with a loss or a gradient that is not finite."""
+    microbatch: Microbatch | None = None
+    """The most samples of a shard that run at once; None for all of them."""
     deterministic: bool
     """Whether kernels that do not repeat their bits are refused."""
     timeout_s: float
@@ -42,3 +57,11 @@ class Settings:
             check_whole("threads", self.threads, least=1, most=2**31)
         if self.clip_norm is not None:
             check_positive("clip_norm", self.clip_norm)
+        if self.clip_value is not None:
+            check_positive("clip_value", self.clip_value)
+        if self.microbatch is not None and self.microbatch != "auto":
+            check_whole("microbatch", self.microbatch, least=1, most=2**31)
+        if self.on_nonfinite not in get_args(OnNonfinite):
+            raise ValueError(
+                f'expected on_nonfinite to be "raise" or "skip", got {self.on_nonfinite!r}'
+            )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
 
 from onefold.core.flat import Layout, Piece, aligned
 from onefold.core.fold import max_blocks
+from onefold.core.precision import added_up_in
 
 __all__ = ["BoardShape", "Storage"]
 
@@ -46,10 +49,10 @@ class Storage:
         shards: int,
         devices: int,
     ) -> Storage:
-        """Use one layout for parameters, gradients and masters."""
+        """Update the very values that models compute with."""
         return cls(
             parameters=trained,
-            gradients=trained,
+            gradients=trained.converted(added_up_in),
             masters=trained,
             other=other,
             buffers=buffers,
@@ -57,6 +60,17 @@ class Storage:
             shards=shards,
             devices=devices,
         )
+
+    def with_masters(self, dtype: torch.dtype | None) -> Storage:
+        """Have the optimizer update values of this dtype where models compute with another one."""
+        if dtype is None:
+            return self
+        return replace(self, masters=self.parameters.converted(lambda _: dtype))
+
+    @property
+    def rounds(self) -> bool:
+        """Whether models compute with other values, rounded ones, than the optimizer updates."""
+        return self.masters.dtypes != self.parameters.dtypes
 
     def pieces_of(self, span: range) -> tuple[Piece, ...]:
         """The pieces of a span, which is given by their numbers."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from onefold.core.flat import cut_pieces, lay_out
+from onefold.core.flat import cut_pieces, laid_out, lay_out, storage_order
 from onefold.core.names import own_name
+from onefold.core.precision import Precision
 from onefold.core.roster import Roster
 from onefold.core.settings import Settings
 from onefold.core.shard import Plan
@@ -19,8 +21,12 @@ from onefold.engine.buffers import BufferPlaces, BufferSet
 from onefold.engine.description import compare, describe
 from onefold.engine.engine import Engine
 from onefold.engine.leftovers import refuse_clipping
-from onefold.engine.replica import LossFunction, ModelParts, Replica
-from onefold.engine.update import SpanOptimizer, updates_by_element
+from onefold.engine.lowprecision import held_in
+from onefold.engine.modelparts import ModelParts
+from onefold.engine.optimizercheck import updates_by_element
+from onefold.engine.optimizerstate import PieceState, packed, unpack
+from onefold.engine.replica import LossFunction, Replica
+from onefold.engine.update import MASTER, SpanOptimizer
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.joining import join
 from onefold.exchange.memory import Memory, Start
@@ -61,11 +67,12 @@ def assemble(
     first = buffers[team.own[0]]
     first.attach()
     storage = _storage(parts, first, optimizer, settings, team)
+    start = _start(parts, first)
     roster = Roster.first(team.devices, plan=plan, pieces=storage.pieces, hosts=team.hosts)
     description = describe(parts, optimizer, settings, team, plan, schedule)
     exchange = join(
         storage,
-        _start(parts, first),
+        start,
         roster,
         team,
         description=json.dumps(description).encode(),
@@ -74,18 +81,19 @@ def assemble(
     )
     joined(exchange)
     memory = exchange.memory
-    replicas = _replicas(team, parts, memory, buffers)
+    replicas = _replicas(team, parts, memory, buffers, settings.precision)
     # From here on the model's values lie in the run's memory: the lead's, everywhere.
     replicas[0].attach()
     refuse_clipping(parts.trained.values())
     # After attach: state that the optimizer already has moves to where its parameters now lie.
+    update = SpanOptimizer(optimizer, list(parts.trained.values()), storage, memory.trained, roster)
+    if storage.rounds:
+        _hand_out_masters(update, start.trained, roster, exchange, team)
     return Engine(
         replicas=replicas,
         exchange=exchange,
         roster=roster,
-        update=SpanOptimizer(
-            optimizer, list(parts.trained.values()), storage, memory.trained, roster
-        ),
+        update=update,
         loss=loss,
         settings=settings,
         frozen={n: p for n, p in parts.other.items() if id(p) in held},
@@ -93,12 +101,39 @@ def assemble(
 
 
 def _replicas(
-    team: Team, parts: ModelParts, memory: Memory, buffers: Mapping[int, BufferSet]
+    team: Team,
+    parts: ModelParts,
+    memory: Memory,
+    buffers: Mapping[int, BufferSet],
+    precision: Precision,
 ) -> list[Replica]:
     return [
-        Replica(n, device, parts, memory.trained[n], memory.other[n], buffers[n])
+        Replica(n, device, parts, memory.trained[n], memory.other[n], buffers[n], precision)
         for n, device in team.own_devices.items()
     ]
+
+
+def _hand_out_masters(
+    update: SpanOptimizer,
+    trained: Sequence[torch.Tensor],
+    roster: Roster,
+    exchange: Exchange,
+    team: Team,
+) -> None:
+    """Give the owner of each piece the lead's values of it, which models see rounded."""
+    storage = update.storage
+
+    def make(device: int) -> torch.Tensor:
+        devices = team.own if device in team.own else (device,)
+        states = []
+        for number in chain.from_iterable(roster.spans[each] for each in devices):
+            piece = storage.pieces[number]
+            laid = laid_out(trained[piece.entry], storage.masters.entries[piece.entry].stride)
+            values = storage_order(laid)[piece.start : piece.stop]
+            states.append(PieceState(number, MASTER, values, True))
+        return packed(states)
+
+    update.adopt_states(unpack(exchange.transport.hand_out(make if team.has_lead else None)))
 
 
 def _start(parts: ModelParts, buffers: BufferSet) -> Start:
@@ -114,7 +149,7 @@ def _storage(
     team: Team,
 ) -> Storage:
     # By the names that the model has when it is not compiled, so that a checkpoint fits both.
-    layout = lay_out({own_name(name): p for name, p in parts.trained.items()})
+    layout = lay_out({own_name(name): p for name, p in held_in(settings.precision, parts).items()})
     return Storage.alike(
         layout,
         other=lay_out(parts.other),
@@ -122,4 +157,4 @@ def _storage(
         pieces=cut_pieces(layout, by_element=updates_by_element(optimizer)),
         shards=settings.shards,
         devices=len(team.devices),
-    )
+    ).with_masters(torch.float32 if settings.precision.parameters else None)

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from onefold.core.settings import Settings
 from onefold.core.shard import Plan
 from onefold.core.team import Team
-from onefold.engine.replica import ModelParts
+from onefold.engine.modelparts import ModelParts
 from onefold.errors import DisagreementError
 
 __all__ = ["compare", "describe"]
@@ -37,6 +37,10 @@ def describe(
         "shards": str(settings.shards),
         "seed": str(settings.seed),
         "clip_norm": str(settings.clip_norm),
+        "clip_value": str(settings.clip_value),
+        "precision": str(settings.precision.name),
+        "on_nonfinite": settings.on_nonfinite,
+        "microbatch": str(settings.microbatch),
         "deterministic": str(settings.deterministic),
         "the rules of buffers": str(dict(settings.buffers)),
         "the plan": str(plan.counts),

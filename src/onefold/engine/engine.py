@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
 
 import torch
 
@@ -19,11 +17,15 @@ from onefold.core.roster import Roster
 from onefold.core.settings import Settings
 from onefold.core.weights_of_step import StepWeight, total_weight
 from onefold.engine.agreement import Agreement
+from onefold.engine.changes import Changes
 from onefold.engine.divisors import trade_divisors
+from onefold.engine.fitting import Fitting
+from onefold.engine.gradientrules import GradientRules
 from onefold.engine.gradients import Gradients
 from onefold.engine.guard import Turns
 from onefold.engine.kernels import Compilers, repeatable_kernels
 from onefold.engine.modes import evaluating
+from onefold.engine.nonfinite import FiniteCheck, bad_gradient
 from onefold.engine.optimizerstate import pack, packed, unpack
 from onefold.engine.outside import OutsideModules
 from onefold.engine.replica import LossFunction, Replica, ShardTask
@@ -31,8 +33,7 @@ from onefold.engine.share import run_share
 from onefold.engine.siblings import Siblings
 from onefold.engine.update import SpanOptimizer
 from onefold.engine.verdict import Verdict, verdict_of
-from onefold.errors import LossError, StateError
-from onefold.exchange.board import Board
+from onefold.errors import StateError
 from onefold.exchange.exchange import Exchange
 from onefold.watch.timing import Span
 
@@ -51,6 +52,8 @@ class Outcome:
     """What the sum of totals is divided by."""
     verdict: Verdict
     """Whether the parameters were updated and the run goes on; the same on all devices."""
+    norm: torch.Tensor | None
+    """The norm of the whole gradient before clipping, (); None if the step has none."""
 
 
 class Engine:
@@ -84,7 +87,6 @@ class Engine:
         self.seed = settings.seed
         self.update = update
         self._loss = loss
-        self._clip_norm = settings.clip_norm
         self._deterministic = settings.deterministic
         self._frozen = frozen
         self._parts = replicas[0].parts
@@ -94,8 +96,13 @@ class Engine:
         self._agreement = Agreement(replicas, exchange, update, self._outside, self._turns)
         self._guard = self._agreement.guard
         self._siblings = Siblings(replicas, self._guard, self._turns)
+        self._changes = Changes(replicas, exchange, update, self._agreement, self._siblings)
         self._compilers = Compilers(module, loss)
-        self._unread: tuple[int, torch.Tensor] | None = None
+        self.rules = GradientRules(settings, update, exchange)
+        """What is done to each gradient."""
+        self.fitting = Fitting(settings, replicas, self.attached, exchange)
+        """Into pieces of how many samples shards are run."""
+        self._finite = FiniteCheck(settings, self.rules, exchange)
         self._several_terms = False
         self._warned_of_mode = False
         self._updating = False
@@ -169,14 +176,28 @@ class Engine:
         agreed = self.agree(_head_of(batch, number), stop=asked_to_stop)
         watch.note("exchange", "agree", start)
         self._warn_of_mode()
+        # Before anything is computed with what may not be finite.
+        self._finite.check_last()
         weight = self._run(batch, number)
-        self._check_finite(board, number)
-        verdict = verdict_of(weight, agreed)
+        failure, norm = self._finite.of_loss(batch, number), None
+        if weight.value > 0 and not failure:
+            norm = self._gradient(batch, weight)
+            name = partial(self._name_bad_gradient, batch)
+            # Whoever compares gradients reports what is not finite in them as well.
+            if self.gradient_ready is None:
+                failure = self._finite.of_gradient(norm, number, name)
+            self.rules.end_step(overflow=bool(failure))
+        verdict = verdict_of(weight, agreed, failure)
         # A copy, as `Step.loss` may be asked for long after the board is written again.
-        outcome = Outcome(board.totals.clone(), weight.value, verdict)
-        if verdict.updates:
-            self._apply(batch, weight, number)
-        for replica in self.replicas:
+        outcome = Outcome(board.totals.clone(), weight.value, verdict, norm)
+        if norm is not None and verdict.updates:
+            self._update(norm)
+        else:
+            self.update.drop()
+        # Or they would still be there while the next step makes its own.
+        self._gradients = []
+        # What is not finite would stay in running means for ever: they are as before the step.
+        for replica in self.replicas if not failure else ():
             replica.buffers.end_step(board, batch, due=self._turns.due)
         start = watch.now()
         self.exchange.spread()  # from here on the board is no longer ours to read
@@ -189,60 +210,21 @@ class Engine:
         """Wait for all devices to have begun the same call; see `Agreement.begin`."""
         return self._agreement.begin(head, function=function, stop=stop)
 
-    @contextmanager
-    def changing(self, step: int) -> Iterator[None]:
+    def changing(self, step: int) -> AbstractContextManager[None]:
         """Open a block in which the lead's changes of model and settings become everybody's.
 
         Args:
             step: the number of the next step.
         """
-        agreement, first = self._agreement, self.replicas[0]
-        private = self.exchange.memory.is_common and first.number != 0
-        try:
-            if private:
-                # What this process writes must not reach the common memory, so it gets copies; made
-                # before the devices meet, after which the lead may already be writing.
-                first.check_places()
-                copies = [parameter.data.clone() for parameter in self._parts.named.values()]
-            self.agree(StepHead(Call.CHANGING, step))
-            agreement.changing = True
-            if private:
-                for parameter, copy in zip(self._parts.named.values(), copies, strict=True):
-                    parameter.data = copy
-            yield
-        finally:
-            agreement.changing = False
-            if private:
-                first.attach()
-        first.check_places()
-        first.buffers.places.check()
-        first.buffers.absorb()
-        agreement.changing = True
-        try:
-            self.agree(StepHead(Call.CHANGED, step))
-        finally:
-            agreement.changing = False
-        self.exchange.memory.follow_lead(first.buffers.flat)
-        if self.with_others:
-            agreement.settings.adopt(self._settings_of_lead())
-        self._siblings.copy_first()
-        self._guard.note()
-
-    def _settings_of_lead(self) -> list[dict[str, Any]]:
-        settings = self._agreement.settings.as_json() if self.replicas[0].number == 0 else None
-        own = {replica.number: json.dumps(settings).encode() for replica in self.replicas}
-        found: list[dict[str, Any]] = json.loads(self.exchange.transport.gather_bytes(own)[0])
-        return found
+        return self._changes.block(step)
 
     def check_last_step(self) -> None:
-        """Wait for the last step's loss where nobody has looked at it yet.
+        """Wait for the last step's loss and gradient where nobody has looked at them yet.
 
         Raises:
-            LossError: the loss is not finite.
+            LossError, GradientError: the loss or the gradient is not finite.
         """
-        if self._unread is not None:
-            (step, totals), self._unread = self._unread, None
-            _raise_if_not_finite(totals.cpu(), step)
+        self._finite.check_last()
 
     def take_spans(self) -> dict[int, list[Span]]:
         """Return what each device of this process has done since the last call, by its number."""
@@ -308,6 +290,7 @@ class Engine:
             shards=shards,
             modes=parts.modes.read() if several else b"",
             trainable=parts.trainable() if several else (),
+            scale=self.rules.loss_scale,
             due=due,
         )
         if self._alone and several:
@@ -315,9 +298,11 @@ class Engine:
             self._guard.note(values=due)
         watched = due and several  # one shard may do what a plain loop may
         with self._computing(due=due), self.noting(f"step {number}, the loss", wanted=watched):
+            task = self.fitting.fitted(task, batch)
             while True:
-                if self._several_terms and several:
+                if self._several_terms and not task.is_plain(batch):
                     task = replace(task, divisors=self._divisors(batch, task))
+                self._task = task
                 self._gradients = self._run_shards(batch, task)
                 board = self.exchange.board
                 weight = total_weight(board.weights.tolist(), batch.sizes, number)
@@ -361,37 +346,29 @@ class Engine:
                 f"changes with every batch in a buffer"
             )
 
-    def _apply(self, batch: ShardedBatch, weight: StepWeight, step: int) -> None:
-        watch = self.replicas[0].watch
-        start = watch.now()
-        totals = [t for replica in self.replicas for t in self.exchange.totals(replica.number)]
-        gave = self.exchange.board.gave
-        counts = (gave[0] if len(gave) == 1 else gave.sum(axis=0)).tolist()
-        if not any(counts):
-            raise LossError(
-                f"the loss of step {step} does not depend on any parameter that requires a "
-                f"gradient, in any shard: was it computed under no_grad, or detached?"
-            )
-        self.update.take(totals, counts, shards=batch.plan.shards)
-        divisor = batch.divisor(weight.value) if weight.divided else 1.0
-        if divisor != weight.value:
-            self.update.scale(divisor / weight.value)
+    def _gradient(self, batch: ShardedBatch, weight: StepWeight) -> torch.Tensor:
+        """Take the totals of the step; return the norm of the gradient, (), alike everywhere."""
+        start = self.replicas[0].watch.now()
+        numbers = range(self.replicas[0].number, self.replicas[-1].number + 1)
+        self.rules.take(batch, weight, numbers, self._task)
         if self.gradient_ready is not None:
             self.gradient_ready(weight.value)
-        if self._clip_norm is not None:
-            self._clip(self._clip_norm, batch)
+        norm = self.rules.norm(batch.plan.shards, self._gradients)
+        self.replicas[0].watch.note("exchange", "norm", start)
+        return norm
+
+    def follow_parameters(self) -> None:
+        """Have masters follow what one device alone, which may, has changed between steps."""
+        if self._alone and self.update.storage.rounds:
+            self.update.follow_parameters()
+
+    def _update(self, norm: torch.Tensor) -> None:
+        start = self.replicas[0].watch.now()
+        self.follow_parameters()
+        self.rules.clip(norm)
         self._updating = True
         self.update.step()
-        watch.note("update", "update", start)
-
-    def _clip(self, clip_norm: float, batch: ShardedBatch) -> None:
-        if batch.plan.shards == 1:  # as torch.nn.utils.clip_grad_norm_ does, to the last bit
-            given = [g for g in self._gradients if g is not None]
-            norm = torch.nn.utils.get_total_norm(given) if given else torch.zeros(())
-        else:
-            norms = self.exchange.transport.share(self.update.squared_norms())
-            norm = norms.sum(dim=0).sum().sqrt()  # a piece has one owner: adding zeros is exact
-        self.update.scale((clip_norm / (norm + 1e-6)).clamp(max=1.0))
+        self.replicas[0].watch.note("update", "update", start)
 
     def _check_frozen(self) -> None:
         for name, parameter in self._frozen.items():
@@ -401,13 +378,11 @@ class Engine:
                     f"gradient buffers. Make Trainer first and freeze afterwards, or make a new one"
                 )
 
-    def _check_finite(self, board: Board, step: int) -> None:
-        """Check the loss before the update; on a GPU a step later, so that nobody waits."""
-        if board.totals.device.type == "cpu":
-            _raise_if_not_finite(board.totals, step)
-            return
-        self.check_last_step()
-        self._unread = (step, board.totals.clone())
+    def _name_bad_gradient(self, batch: ShardedBatch) -> str:
+        """Compute the step's shards once more, to name the first gradient that is not finite."""
+        task = replace(self._task, scale=1.0)
+        with self._computing():
+            return bad_gradient(self.replicas, self.attached, batch, task, self.exchange)
 
     def _warn_of_mode(self) -> None:
         if not self._module.training and not self._warned_of_mode:
@@ -437,14 +412,3 @@ def _head_of(batch: ShardedBatch, step: int) -> StepHead:
 def _current(device: torch.device) -> AbstractContextManager[object]:
     """Make a GPU the one that ``device="cuda"`` refers to, where one process drives several."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-def _raise_if_not_finite(totals: torch.Tensor, step: int) -> None:
-    for shard, total in enumerate(totals.tolist()):
-        if not math.isfinite(total):
-            raise LossError(
-                f"the loss of step {step}, shard {shard} is {total}: expected a finite number. "
-                f"Look at the samples of that shard: a mean over nothing (targets that are all "
-                f"ignored, an empty mask) is not a number, which onefold.losses and onefold.Mean "
-                f"get right. Else lower the learning rate, or set clip_norm"
-            )

@@ -172,7 +172,8 @@ def values_of_shard(
     # As before a shard of a step: nothing that ran before on this device may show.
     replica.buffers.restore()
     seed_generators(derive_seed("evaluate", seed, number, shard), replica.device)
-    values = function(replica.module, payload)
+    with replica.autocast():
+        values = function(replica.module, payload)
     if not isinstance(values, dict) or not values:
         raise LossError(
             f"{where}: expected the function to return a dict of values by name, such as "

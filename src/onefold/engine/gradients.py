@@ -21,16 +21,26 @@ from typing import NoReturn
 import torch
 
 from onefold.core.flat import extent, laid_out
+from onefold.core.precision import added_up_in
 from onefold.errors import GradientError
 from onefold.system.compat import add_each
 
-__all__ = ["Gradients", "add_gradients", "drop_gradients", "gradients_of", "take_gradients"]
+__all__ = [
+    "Gradients",
+    "add_gradients",
+    "drop_gradients",
+    "exact_norm",
+    "gradients_of",
+    "take_gradients",
+    "widened",
+]
 
 _grad = operator.attrgetter("grad")
 _layout = operator.attrgetter("layout")
 
 Gradients = list[torch.Tensor | None]
-"""One tensor for each trained parameter, of its shape and dtype; None where a shard gave none."""
+"""One tensor for each trained parameter, of its shape, in the dtype in which they are added up;
+None where a shard gave none."""
 
 
 def gradients_of(parameters: Iterable[torch.nn.Parameter]) -> Gradients:
@@ -102,6 +112,26 @@ def add_gradients(left: Gradients, right: Gradients) -> Gradients:
     # A gradient that stands alone is passed on as it is: adding zeros to it would cost a pass over
     # memory, and turn -0 into +0.
     return [b if a is None else a for a, b in pairs]
+
+
+def exact_norm(gradient: torch.Tensor) -> torch.Tensor:
+    """The norm of one gradient, () float64: finite wherever the gradient is."""
+    if gradient.is_complex():
+        gradient = torch.view_as_real(gradient)
+    norm: torch.Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float64)
+    return norm
+
+
+def widened(gradients: Gradients, narrow: Iterable[int]) -> Gradients:
+    """Convert some gradients, by number, to the dtype in which they are added up."""
+    result = list(gradients)
+    for number in narrow:
+        gradient = gradients[number]
+        if gradient is not None:
+            # Before any addition: in the sum of two numbers of 8 bits the smaller one is mostly
+            # lost, and where a device adds and where the exchange does depends on the plan.
+            result[number] = gradient.to(added_up_in(gradient.dtype))
+    return result
 
 
 def _apart(gradients: Gradients) -> Gradients:

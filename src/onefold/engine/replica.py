@@ -20,36 +20,38 @@ lasts, as it would in a plain loop.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from onefold.core.batch import ShardedBatch, move
 from onefold.core.flat import FlatTensors
 from onefold.core.mean import Contribution, weigh
+from onefold.core.pieces import pieces_of, rows_of
+from onefold.core.precision import AS_GIVEN, Precision, added_up_in
 from onefold.core.randomness import derive_seed, seed_generators
 from onefold.core.result import ShardResult
-from onefold.core.weights_of_step import SUM, several
+from onefold.core.weights_of_step import SUM, several, total_weight
 from onefold.engine.buffers import BufferSet
 from onefold.engine.gradients import (
     Gradients,
+    add_gradients,
     drop_gradients,
     gradients_of,
     take_gradients,
+    widened,
 )
 from onefold.engine.losswatch import LossWatch
-from onefold.engine.modes import Modes
-from onefold.errors import GradientError, StateError
-from onefold.system.compat import has_accumulate_hooks, parameters_of
+from onefold.engine.modelparts import ModelParts
+from onefold.engine.shortage import ADVICE, is_shortage
+from onefold.errors import GradientError, LossError
+from onefold.system.compat import has_accumulate_hooks
 from onefold.watch.timing import Stopwatch
 
-__all__ = ["LossFunction", "ModelParts", "Replica", "ShardTask", "Weighed"]
-
-_requires_grad = operator.attrgetter("requires_grad")
+__all__ = ["LossFunction", "Replica", "ShardTask", "Weighed"]
 
 LossFunction = Callable[[torch.nn.Module, Any], object]
 """Takes the model and one shard; see `onefold.core.mean.weigh` for what it may return."""
@@ -57,94 +59,6 @@ LossFunction = Callable[[torch.nn.Module, Any], object]
 
 Weighed = Mapping[int, Sequence[tuple[str, float]]]
 """For each shard, the kind and weight of each term of its loss."""
-
-
-class ModelParts:
-    """The user's module, with its parameters sorted into trained and other; tied ones count once.
-
-    Args:
-        module: the user's own.
-        trained_names: names of the parameters that the optimizer updates.
-    """
-
-    def __init__(self, module: torch.nn.Module, trained_names: Sequence[str]) -> None:
-        self.named = dict(module.named_parameters())
-        self._parameters = list(self.named.values())
-        self.homes = [
-            (f"{prefix}.{name}" if prefix else name, parameters_of(owner), name, parameter)
-            for prefix, owner in module.named_modules()
-            if isinstance(parameters_of(owner), dict)  # a scripted module makes it anew when asked
-            for name, parameter in parameters_of(owner).items()
-            if parameter is not None
-        ]
-        """Where modules hold them: full name, the module's own table, name in it, parameter."""
-        # The tables themselves are kept: `check_held` runs in every step, and walking the module
-        # tree or asking for attributes would cost more than a small layer.
-        tables = [parameters_of(m) for m in module.modules() if isinstance(parameters_of(m), dict)]
-        self._tables = [table for table in tables if table]
-        self._held = self._in_tables()
-        self.module = module
-        self.modes = Modes(module)
-        self.trained = {name: self.named[name] for name in trained_names}
-        self.other = {name: p for name, p in self.named.items() if name not in self.trained}
-        self._tensors = self._ids()
-
-    def check_held(self) -> None:
-        """Refuse parameters that have been replaced since Trainer was made.
-
-        Raises:
-            ValueError: a module holds another tensor in the place of one of its parameters.
-        """
-        held = self._in_tables()
-        if len(held) == len(self._held) and all(map(operator.is_, held, self._held)):
-            return
-        # Additions come this far and are let through here: `check_parts` names them when it is due.
-        for full_name, table, name, parameter in self.homes:
-            if table.get(name) is not parameter:
-                raise ValueError(
-                    f"parameter {full_name} has been replaced by another tensor since Trainer was "
-                    f"made, which no optimizer updates. Change values in place "
-                    f"(parameter.copy_(...) in trainer.changing()), or make Trainer afterwards"
-                )
-
-    def _in_tables(self) -> list[torch.nn.Parameter | None]:
-        return list(chain.from_iterable(map(dict.values, self._tables)))
-
-    def trainable(self) -> list[bool]:
-        """Whether each parameter requires a gradient, in the order of `named`."""
-        return list(map(_requires_grad, self._parameters))
-
-    def restore_frozen(self, trainable: Sequence[bool]) -> None:
-        """Have each parameter require a gradient exactly where `trainable` found that it does."""
-        if self.trainable() != trainable:
-            for parameter, required in zip(self.named.values(), trainable, strict=True):
-                parameter.requires_grad_(required)
-
-    def check_parts(self) -> None:
-        """Refuse a model whose parts have changed since Trainer was made.
-
-        Raises:
-            StateError: a parameter or buffer was added, removed or replaced.
-        """
-        now = self._ids()
-        for name in {**now, **self._tensors}:
-            if now.get(name) != self._tensors.get(name):
-                raise StateError(
-                    f"{name} of the model was put in, taken out or replaced since Trainer was "
-                    f"made: nobody would train or fold it. Change the model first, make its "
-                    f"optimizer, and then Trainer"
-                )
-
-    def _ids(self) -> dict[str, int]:
-        """The identity of every parameter, by name, and the name of every buffer."""
-        parameters = self.module.named_parameters(remove_duplicate=False)
-        buffers = self.module.named_buffers(remove_duplicate=False)
-        return {
-            **{f"parameter {name}": id(tensor) for name, tensor in parameters},
-            # A forward pass may well put a new tensor in a buffer's place: `BufferSet.absorb`
-            # copies its values, so that only the name counts here.
-            **{f"buffer {name}": 0 for name, _ in buffers},
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,10 +76,58 @@ class ShardTask:
     """The modes of the module's parts, put back after every shard where there are several."""
     trainable: Sequence[bool]
     """Which parameters require a gradient; put back after every shard where there are several."""
+    scale: float = 1.0
+    """What the loss is multiplied by before backward: a power of two."""
     due: bool = False
     """Whether to make the checks that cost more."""
     divisors: Sequence[float] | None = None
     """The divisor of each term of the loss, if it has several; None while they are not known."""
+    microbatch: int | None = None
+    """The most samples of a shard that run at once; None for all of them."""
+
+    def is_plain(self, batch: ShardedBatch) -> bool:
+        """Whether one forward pass sees the whole batch, as in a plain loop."""
+        return self.shards == 1 and (self.microbatch is None or batch.samples <= self.microbatch)
+
+    def divisor(self, batch: ShardedBatch, weight: float) -> float:
+        """What gradients are divided by in backward, before the whole batch's weight is known.
+
+        That is the number of samples, the only divisor that every device knows before all forwards
+        are done. Where one forward pass sees the whole batch, its ``weight`` is that of the batch.
+        """
+        return weight if self.is_plain(batch) else float(batch.samples)
+
+
+class _Piece(NamedTuple):
+    """Samples of a shard that run at once: mostly all of them."""
+
+    shard: int
+    start: int
+    stop: int
+    of: int
+    """Number of samples in the whole shard."""
+
+    @property
+    def samples(self) -> int:
+        return self.stop - self.start
+
+
+class _PieceResult(NamedTuple):
+    """The result of one piece, or of several: see `ShardResult`."""
+
+    gradients: Gradients
+    total: torch.Tensor | None
+    weight: float
+
+    def plus(self, other: _PieceResult, step: int) -> _PieceResult:
+        """Add the next piece of the shard; this one's memory takes the sum."""
+        weight = total_weight([self.weight, other.weight], [1, 1], step).value
+        return _PieceResult(
+            add_gradients(self.gradients, other.gradients),
+            None if self.total is None or other.total is None else self.total + other.total,
+            # Kinds are alike, or they would have been refused: a code stands for itself.
+            self.weight if self.weight < 0 else weight,
+        )
 
 
 class Replica:
@@ -178,6 +140,7 @@ class Replica:
         trained: this device's memory of the trained parameters.
         other: this device's memory of all other parameters.
         buffers: the module's buffers on this device.
+        precision: what is computed in which dtype.
     """
 
     def __init__(
@@ -188,6 +151,7 @@ class Replica:
         trained: FlatTensors,
         other: FlatTensors,
         buffers: BufferSet,
+        precision: Precision = AS_GIVEN,
     ) -> None:
         self.number = number
         self.device = device
@@ -200,6 +164,9 @@ class Replica:
         self._names = list(parts.trained)
         self._parameters = list(parts.trained.values())
         self._strides = [view.stride() for view in trained.views]
+        self._narrow = [n for n, v in enumerate(trained.views) if added_up_in(v.dtype) != v.dtype]
+        self._compute_in = precision.compute
+        self._rounds = precision.parameters is not None
         self._watched = [parameter for parameter in parts.other.values() if parameter.requires_grad]
         views = [*zip(parts.trained, trained.views, strict=True)]
         views += zip(parts.other, other.views, strict=True)
@@ -248,7 +215,8 @@ class Replica:
         """Prepare for the first shard of a step."""
         drop_gradients(self._parameters)
         # Hooks may be registered between any two steps, so they are looked for anew.
-        self._may_be_kept = self._hooked() if task.shards > 1 else []
+        several = task.shards > 1 or task.microbatch is not None
+        self._may_be_kept = self._hooked() if several else []
 
     def end(self) -> None:
         """Clean up after the last shard of a step."""
@@ -266,23 +234,39 @@ class Replica:
             GradientError: a gradient is sparse, or the loss left one behind by a backward of its
                 own.
         """
-        payload = self._on_device(shard, batch)
-        start = self.watch.now()
         where = self._begin_shard(shard, task)
+        samples = batch.size_of(shard)
+        result: _PieceResult | None = None
         try:
-            part = self._loss_of(shard, payload, batch, task, where)
-            middle = self.watch.now()
-            self.watch.note("forward", f"forward shard {shard}", start, middle)
-            _backward(part, batch)
+            for start, stop in pieces_of(samples, task.microbatch):
+                piece = _Piece(shard, start, stop, samples)
+                given = self._compute_piece(piece, batch, task, where)
+                result = given if result is None else result.plus(given, task.step)
         except Exception as error:
             self._put_back(task)
             self._explain(error, where)
             raise
-        self.watch.note("backward", f"backward shard {shard}", middle)
-        # Both are read before anything is put back, and buffers only now: backward may change them
-        # as well, as checkpointed layers run forward a second time.
+        # Only now: backward may change buffers as well, as checkpointed layers run forward again.
         buffers = self.buffers.changed()
+        self._put_back(task)
+        assert result is not None  # a shard that runs has samples
+        return ShardResult(result.gradients, result.total, result.weight, buffers)
+
+    def _compute_piece(
+        self, piece: _Piece, batch: ShardedBatch, task: ShardTask, where: str
+    ) -> _PieceResult:
+        """Run a piece of a shard, mostly all of it, forward and backward."""
+        payload = self._on_device(piece, batch)
+        start = self.watch.now()
+        part = self._loss_of(piece, payload, batch, task, where)
+        middle = self.watch.now()
+        self.watch.note("forward", f"forward shard {piece.shard}", start, middle)
+        _backward(part, batch, task)
+        self.watch.note("backward", f"backward shard {piece.shard}", middle)
         gradients = take_gradients(self._parameters, self._strides, self._names, where)
+        # The whole batch: nothing is added to it, and its bits are a plain loop's.
+        if self._narrow and (self._rounds or not task.is_plain(batch)):
+            gradients = widened(gradients, self._narrow)
         # A hook that put a tensor of its own into .grad may write to it in the next shard, while
         # the fold still adds to this one.
         for number in self._may_be_kept:
@@ -290,36 +274,45 @@ class Replica:
             gradients[number] = None if kept is None else kept.clone()
         # Without divisors backward has not run: the step is begun again once they are known.
         total = None if part.kind == "means" else part.total()
-        self._put_back(task)
-        return ShardResult(gradients, total, _code(part), buffers)
+        return _PieceResult(gradients, total, _code(part))
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Compute in the run's precision inside this context."""
+        # For each shard anew: it keeps the weights that it has converted until it ends, and a
+        # shard must not depend on what another one has left.
+        if self._compute_in is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self._compute_in)
 
     @property
     def nothing(self) -> Gradients:
         """The gradients of a shard without samples: none for any parameter."""
         return [None] * len(self._parameters)
 
-    def _on_device(self, shard: int, batch: ShardedBatch) -> Any:
-        payload = batch.shards[shard]
+    def _on_device(self, piece: _Piece, batch: ShardedBatch) -> Any:
+        payload = batch.shards[piece.shard]
+        if piece.samples < piece.of:
+            payload = rows_of(payload, (piece.start, piece.stop), piece.of)
         if self.device.type == "cpu":
             return payload
         start = self.watch.now()
         payload = move(payload, self.device)
-        self.watch.note("data", f"move shard {shard}", start)
+        self.watch.note("data", f"move shard {piece.shard}", start)
         return payload
 
     def _loss_of(
-        self, shard: int, payload: Any, batch: ShardedBatch, task: ShardTask, where: str
+        self, piece: _Piece, payload: Any, batch: ShardedBatch, task: ShardTask, where: str
     ) -> Contribution:
         """Run the forward pass, and read what its result contributes to the batch's loss."""
-        result = task.loss(self.module, payload)
+        with self.autocast():
+            result = task.loss(self.module, payload)
         # Now or never: once our backward has run, the two gradients are one sum.
         self._refuse_leftovers(where)
-        samples = batch.size_of(shard)
-        part = weigh(result, samples, f"the loss of {where}")
-        if task.shards > 1:
-            self.loss_watch.look(result, samples=samples, due=task.due, where=where)
+        part = weigh(result, piece.samples, f"the loss of {where}")
+        if not task.is_plain(batch):
+            self.loss_watch.look(result, samples=piece.samples, due=task.due, where=where)
         if part.kind == "means":
-            part = _of_one_divisor(part, task)
+            part = _of_one_divisor(part, batch, task)
         return part
 
     def _hooked(self) -> list[int]:
@@ -336,24 +329,43 @@ class Replica:
         drop_gradients(self._parameters)
         for shard in batch.plan.shards_of(self.number):
             if shard in batch.shards:
-                where = self._begin_shard(shard, task)
-                try:
-                    # Not under no_grad: a loss that differentiates something itself (a gradient
-                    # penalty) needs a graph, and would fail here and not in the step proper.
-                    result = task.loss(self.module, move(batch.shards[shard], self.device))
-                    weighed = weigh(result, batch.size_of(shard), f"the loss of {where}")
-                    found[shard] = [(part.kind, part.weight) for part in weighed.parts]
-                except Exception as error:
-                    self._put_back(task)
-                    self._explain(error, where)
-                    raise
-                drop_gradients(self._parameters)
-                self._put_back(task)
+                found[shard] = self._weigh_shard(shard, batch, task)
         return found
+
+    def _weigh_shard(
+        self, shard: int, batch: ShardedBatch, task: ShardTask
+    ) -> list[tuple[str, float]]:
+        """Compute the kind and weight of each term of one shard's loss, over all of its pieces."""
+        where, samples = self._begin_shard(shard, task), batch.size_of(shard)
+        rows = []
+        try:
+            for bounds in pieces_of(samples, task.microbatch):
+                piece = _Piece(shard, *bounds, samples)
+                # Not under no_grad: a loss that differentiates something itself (a gradient
+                # penalty) needs a graph, and would fail here and not in the step proper.
+                with self.autocast():
+                    result = task.loss(self.module, self._on_device(piece, batch))
+                weighed = weigh(result, piece.samples, f"the loss of {where}")
+                rows.append([(part.kind, part.weight) for part in weighed.parts])
+                drop_gradients(self._parameters)
+        except Exception as error:
+            self._put_back(task)
+            self._explain(error, where)
+            raise
+        self._put_back(task)
+        if any([kind for kind, _ in row] != [kind for kind, _ in rows[0]] for row in rows):
+            raise LossError(
+                f"the loss of {where} has other terms in some pieces of the shard than in others: "
+                f"expected the same for every piece; one with nothing to count has the weight 0"
+            )
+        return [(of[0][0], sum(weight for _, weight in of)) for of in zip(*rows, strict=True)]
 
     def _begin_shard(self, shard: int, task: ShardTask) -> str:
         """Reset a shard's surroundings, whatever ran before it; return its name for errors."""
         self.buffers.restore()
+        if torch.is_autocast_enabled(self.device.type):
+            # One that the script has opened around its loop keeps the weights of earlier steps.
+            torch.clear_autocast_cache()
         # No optimizer updates these and nobody takes their gradients, but a hook or the loss may
         # look at them, and would see those of whichever shard ran before on this device.
         drop_gradients(self._watched)
@@ -369,6 +381,8 @@ class Replica:
     def _explain(self, error: Exception, where: str) -> None:
         """Note where an error was raised; raise its cause instead, if a buffer was resized."""
         error.add_note(f"raised in {where}, on device {self.number} ({self.device})")
+        if is_shortage(error):
+            error.add_note(ADVICE)
         self.buffers.check_shapes()
 
     def _refuse_leftovers(self, where: str) -> None:
@@ -388,11 +402,11 @@ class Replica:
                 )
 
 
-def _of_one_divisor(part: Contribution, task: ShardTask) -> Contribution:
+def _of_one_divisor(part: Contribution, batch: ShardedBatch, task: ShardTask) -> Contribution:
     """Combine the terms of a loss into one, where the whole batch's weights are known."""
-    # One shard is the whole batch, so that its own weights are already the divisors.
-    alone = task.shards == 1
-    divisors = [each.weight for each in part.parts] if alone else task.divisors
+    # Of the whole batch the own weights are already the divisors.
+    own = [each.weight for each in part.parts]
+    divisors = own if task.is_plain(batch) else task.divisors
     if divisors is None:
         return part
     whole = part.combine(divisors)
@@ -401,7 +415,7 @@ def _of_one_divisor(part: Contribution, task: ShardTask) -> Contribution:
     return whole if any(divisors) else replace(whole, kind="mean", weight=0.0)
 
 
-def _backward(part: Contribution, batch: ShardedBatch) -> None:
+def _backward(part: Contribution, batch: ShardedBatch, task: ShardTask) -> None:
     """Run backward where it can begin and there is something to differentiate."""
     # A loss that depends on no parameter is legal in one shard (one without positives, say); that
     # none of the batch's shards gave a gradient is refused later, in `Engine._apply`.
@@ -409,9 +423,9 @@ def _backward(part: Contribution, batch: ShardedBatch) -> None:
         return
     # Divided before backward and not after the fold: with one shard these are the bits of a plain
     # loop, and gradients of low precision do not overflow on the way.
-    divisor = 1.0 if part.kind == "sum" else batch.divisor(part.weight)
+    divisor = 1.0 if part.kind == "sum" else task.divisor(batch, part.weight)
     if divisor:
-        part.backward(divisor)
+        part.backward(divisor / task.scale)
 
 
 def _code(part: Contribution) -> float:

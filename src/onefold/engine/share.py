@@ -11,13 +11,16 @@ halves of one node, or they would be one block. The owners of the spans add each
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 from onefold.core.batch import ShardedBatch
 from onefold.core.fold import Block, blocks_of, fold
+from onefold.core.result import ShardResult
 from onefold.engine.gradients import Gradients, add_gradients
 from onefold.engine.replica import Replica, ShardTask
 from onefold.exchange.exchange import Exchange
 
-__all__ = ["run_share"]
+__all__ = ["partial_sums", "run_share"]
 
 
 def run_share(
@@ -34,7 +37,39 @@ def run_share(
             hook has handed over twice.
     """
     device, board, watch = replica.number, exchange.board, replica.watch
-    shards_run = batch.plan.shards_of(device)
+
+    def record(shard: int, result: ShardResult) -> None:
+        board.record(device, shard, result)
+
+    # Only our own rows: the others' may be full of this step's results already. An empty shard
+    # records nothing, so that without this its row would still hold the step before.
+    board.clear_rows(device, batch.plan.shards_of(device))
+    replica.begin(task)
+    gradients: Gradients = []
+    for slot, gradients in enumerate(partial_sums(replica, batch, task, record)):
+        start = watch.now()
+        # From here until `spread` these tensors belong to the exchange, which adds to them in
+        # place. A single shard's are added to nothing, so that `Engine._clip` may still read them.
+        exchange.publish(device, slot, gradients)
+        watch.note("exchange", "publish", start)
+    replica.end()
+    return gradients
+
+
+def partial_sums(
+    replica: Replica,
+    batch: ShardedBatch,
+    task: ShardTask,
+    record: Callable[[int, ShardResult], None],
+) -> Iterator[Gradients]:
+    """Compute a device's shards, and add up the gradients of each block.
+
+    Args:
+        replica: has begun the step.
+        batch: the step's.
+        task: the step's.
+        record: called with the number and the result of each shard that has samples.
+    """
 
     def leaf(node: Block) -> Gradients | None:
         if node.stop - node.start > 1:
@@ -44,20 +79,8 @@ def run_share(
             # An empty shard stays in the tree and adds nothing: the tree depends on V alone.
             return replica.nothing
         result = replica.compute(node.start, batch, task)
-        board.record(device, node.start, result)
+        record(node.start, result)
         return result.gradients
 
-    # Only our own rows: the others' may be full of this step's results already. An empty shard
-    # records nothing, so that without this its row would still hold the step before.
-    board.clear_rows(device, shards_run)
-    replica.begin(task)
-    gradients: Gradients = []
-    for slot, block in enumerate(blocks_of(shards_run, batch.plan.shards)):
-        gradients = fold(leaf, block, add_gradients)
-        start = watch.now()
-        # From here until `spread` these tensors belong to the exchange, which adds to them in
-        # place. A single shard's are added to nothing, so that `Engine._clip` may still read them.
-        exchange.publish(device, slot, gradients)
-        watch.note("exchange", "publish", start)
-    replica.end()
-    return gradients
+    for block in blocks_of(batch.plan.shards_of(replica.number), batch.plan.shards):
+        yield fold(leaf, block, add_gradients)

@@ -41,9 +41,17 @@ class Step:
         return total / self._outcome.weight if self._outcome.weight else total * math.nan
 
     @property
-    def skipped(self) -> bool:
-        """Whether the parameters were left alone because the sum of weights is 0."""
-        return not self._outcome.verdict.updates
+    def skipped(self) -> str:
+        """Why nothing was updated, in words; empty, and so false, where the step was made."""
+        return self._outcome.verdict.skipped
+
+    @property
+    def grad_norm(self) -> float:
+        """The norm of the whole gradient before clipping; NaN if the batch had no weight.
+
+        Read when it is asked for; on a GPU nothing waits for it until then.
+        """
+        return math.nan if self._outcome.norm is None else float(self._outcome.norm)
 
     @property
     def seconds(self) -> PhaseSeconds:

@@ -12,7 +12,6 @@ piece, the very same object must stand for it.
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,88 +22,15 @@ import torch
 from onefold.core.flat import FlatTensors, Layout, Piece, laid_out, storage_order
 from onefold.core.roster import Roster
 from onefold.core.storage import Storage
+from onefold.engine.gradients import exact_norm
+from onefold.engine.optimizercheck import TAKEN
 from onefold.engine.optimizerstate import PieceState, is_by_element
-from onefold.system.compat import multiply_each
+from onefold.system.compat import copy_each, multiply_each
 
-__all__ = ["OwnedPiece", "SpanOptimizer", "check_optimizer", "updates_by_element"]
+__all__ = ["MASTER", "OwnedPiece", "SpanOptimizer"]
 
-_BY_ELEMENT = frozenset(
-    {
-        torch.optim.SGD,
-        torch.optim.Adam,
-        torch.optim.AdamW,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-        torch.optim.Adamax,
-        torch.optim.Adagrad,
-        torch.optim.Adadelta,
-        torch.optim.RMSprop,
-        torch.optim.ASGD,
-        torch.optim.Rprop,
-    }
-)
-
-
-# Optimizers that belong to a Trainer. Weakly held: this alone must not keep them and their state.
-_taken: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-
-
-def updates_by_element(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether each element's update depends on nothing but that element's own history."""
-    # The exact type: a subclass may override step() and look at a whole parameter, or at its norm.
-    return type(optimizer) in _BY_ELEMENT
-
-
-def check_optimizer(optimizer: object, module: torch.nn.Module) -> None:
-    """Refuse an optimizer that cannot be divided among devices, before any work.
-
-    Raises:
-        TypeError: the argument is not an optimizer, or it needs a closure or sparse gradients.
-        ValueError: a parameter is not the module's, the optimizer already belongs to a Trainer, or
-            what it computes would depend on the order of parameters.
-    """
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    name = type(optimizer).__name__
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise TypeError(
-            f"{name} needs a closure that runs the model several times a step, which cannot be "
-            f"divided among devices. Use an optimizer whose step() takes no closure"
-        )
-    if isinstance(optimizer, torch.optim.SparseAdam):
-        raise TypeError("SparseAdam works on sparse gradients; use Adam and dense embeddings")
-    if isinstance(optimizer, torch.optim.Adafactor):
-        _check_adafactor(optimizer)
-    if optimizer in _taken:
-        raise ValueError(
-            f"this {name} already belongs to a Trainer, which has divided its state. Make another "
-            f"optimizer for another Trainer"
-        )
-    known = {id(parameter) for parameter in module.parameters()}
-    for number, group in enumerate(optimizer.param_groups):
-        for place, parameter in enumerate(group["params"]):
-            if id(parameter) not in known:
-                raise ValueError(
-                    f"{name}: parameter {place} of group {number}, of shape "
-                    f"{tuple(parameter.shape)}, is not a parameter of the model. Make the "
-                    f"optimizer from this model's parameters() (after moving or changing it)"
-                )
-
-
-def _check_adafactor(optimizer: torch.optim.Adafactor) -> None:
-    """Refuse groups of mixed precision, whose default eps depends on the order of parameters."""
-    # PyTorch derives eps from the first parameter of a call of step, and uses it for all that
-    # follow. Which parameter is the first would depend on which span a device has.
-    for number, group in enumerate(optimizer.param_groups):
-        dtypes = {parameter.dtype for parameter in group["params"]}
-        if group["eps"][0] is None and len(dtypes) > 1:
-            listed = ", ".join(sorted(map(str, dtypes)))
-            raise ValueError(
-                f"Adafactor: group {number} has parameters of {listed} and the default eps, which "
-                f"then depends on the parameter that is updated first, and so on the device. Give "
-                f"eps=(1e-7, 1e-3) or the like, or a group for each dtype"
-            )
+MASTER = "onefold.master"
+"""The key under which a piece's values travel beside its state, where models hold rounded ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +47,10 @@ class OwnedPiece:
     """The user's own parameter that it is cut from; its group and earlier state are found by it."""
     values: torch.Tensor
     """The piece's values on its device, which the optimizer updates in place: (numel,), or shaped
-    as the parameter where the piece is whole."""
+    as the parameter where the piece is whole. Models compute with these very values, unless they
+    hold parameters in a lower precision."""
+    rounded: torch.Tensor | None = None
+    """Where models then see the values, rounded: a view of the device's memory of parameters."""
 
 
 class SpanOptimizer:
@@ -147,6 +76,9 @@ class SpanOptimizer:
         self.storage = storage
         self.owned: list[OwnedPiece] = []
         """This process's pieces."""
+        self.gradients: list[torch.Tensor | None] = []
+        """The gradient of each of these pieces, from `take` to the end of `step`: shaped as the
+        piece, in the dtype in which gradients are added up; None where no shard gave one."""
         self._users = users
         self._memory = memory
         self._group_of = {
@@ -156,7 +88,7 @@ class SpanOptimizer:
         }
         # Copies of the lists: add_param_group and scripts change the lists themselves.
         self._held = [list(group["params"]) for group in optimizer.param_groups]
-        _taken.add(optimizer)
+        TAKEN.add(optimizer)
         self._stepping = False
         # First the pieces, then the state that is cut as they are.
         self.bind(roster)
@@ -177,7 +109,8 @@ class SpanOptimizer:
         ]
         for item in before.values():
             self.optimizer.state.pop(item.values, None)
-        self._values = [item.values for item in self.owned]
+        self.gradients = [None] * len(self.owned)
+        self._placed: dict[tuple[int, ...], torch.Tensor] = {}
         self._entries = [item.piece.entry for item in self.owned]
         self._divided: list[list[torch.Tensor]] = [[] for _ in self.optimizer.param_groups]
         for item in self.owned:
@@ -187,6 +120,13 @@ class SpanOptimizer:
         piece = self.storage.pieces[number]
         user = self._users[piece.entry]
         values: torch.Tensor = self._memory[device].piece(piece)
+        entry = self.storage.masters.entries[piece.entry]
+        master = self.storage.masters.dtypes[entry.section]
+        if values.dtype != master:
+            # A parameter, as optimizers may look for one; its exact values come with the state.
+            return OwnedPiece(
+                number, device, piece, user, torch.nn.Parameter(values.to(master)), values
+            )
         if piece.whole:
             # Between calls the module, and so the user's parameter, points at the first device's
             # memory. On the others a stand-in must do, or the update would go to the wrong memory.
@@ -205,18 +145,18 @@ class SpanOptimizer:
             shards: how many shards the batch is cut into; where fewer gave a gradient, the missing
                 ones count as zeros.
         """
-        for values, entry, total in zip(self._values, self._entries, totals, strict=True):
+        for number, (entry, total) in enumerate(zip(self._entries, totals, strict=True)):
             given = gave[entry]
             # Flat memory holds zeros where no shard gave a gradient, and zeros are not "none":
             # momentum and weight decay would move the parameter. Hence the count.
             if total is None or not given:
-                values.grad = None
+                self.gradients[number] = None
                 continue
             # Inside a block a missing gradient is left out, but a partial sum holds +0 for it, and
             # adding +0 turns -0 into +0. Which of the two happens depends on the plan: add it here.
             if given < shards:
                 total.add_(0.0)
-            values.grad = total
+            self.gradients[number] = total
 
     def scale(self, factor: float | torch.Tensor) -> None:
         """Multiply all gradients of this process's pieces by a factor.
@@ -224,7 +164,7 @@ class SpanOptimizer:
         Args:
             factor: a number, or a () tensor, which the host does not read.
         """
-        gradients = [g for values in self._values if (g := values.grad) is not None]
+        gradients = [gradient for gradient in self.gradients if gradient is not None]
         if not gradients:
             return  # no parameter of this span got one
         if isinstance(factor, float):
@@ -239,6 +179,12 @@ class SpanOptimizer:
         for (device, _), group in alike.items():
             multiply_each(group, factor.to(device))
 
+    def limit(self, magnitude: float) -> None:
+        """Limit each element of all gradients of this process's pieces to a magnitude."""
+        for gradient in self.gradients:
+            if gradient is not None:
+                gradient.clamp_(-magnitude, magnitude)
+
     def squared_norms(self) -> dict[int, torch.Tensor]:
         """Compute each own device's row of squared norms, one number per piece of the model.
 
@@ -248,23 +194,35 @@ class SpanOptimizer:
         """
         # A norm for each piece and never for a span: pieces do not depend on the number of devices,
         # so neither does the order in which a piece's squares, and then the pieces, are added up.
-        rows: dict[int, torch.Tensor] = {}
-        for item in self.owned:
-            device = item.values.device
-            row = rows.setdefault(
-                item.device,
-                torch.zeros(len(self.storage.pieces), dtype=torch.float64, device=device),
-            )
-            gradient = item.values.grad
-            if gradient is not None:
-                row[item.number] = torch.linalg.vector_norm(gradient).double().square()
-        # A device whose span is empty has a row as well: all devices must share alike.
-        for number, flat in self._memory.items():
-            rows.setdefault(
-                number,
-                torch.zeros(len(self.storage.pieces), dtype=torch.float64, device=flat.device),
-            )
+        rows = {
+            # A device whose span is empty has a row as well: all devices must share alike.
+            number: torch.zeros(len(self.storage.pieces), dtype=torch.float64, device=flat.device)
+            for number, flat in self._memory.items()
+        }
+        for device, row in rows.items():
+            pairs = zip(self.owned, self.gradients, strict=True)
+            own = [
+                (item.number, gradient)
+                for item, gradient in pairs
+                if item.device == device and gradient is not None
+            ]
+            if own:
+                norms = [exact_norm(gradient) for _, gradient in own]
+                row[self._places(tuple(number for number, _ in own), row.device)] = torch.stack(
+                    norms
+                ).square()
         return rows
+
+    def _places(self, numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
+        """The numbers of pieces on a device, where a GPU has them from the step before."""
+        # Copying them to a GPU in every step would make the host wait for it.
+        if numbers not in self._placed:
+            self._placed[numbers] = torch.tensor(numbers, device=device)
+        return self._placed[numbers]
+
+    def drop(self) -> None:
+        """Let go of the gradients taken, of a step that is skipped."""
+        self.gradients = [None] * len(self.owned)
 
     def step(self) -> None:
         """Run the user's optimizer on the owned pieces with the gradients taken."""
@@ -275,7 +233,13 @@ class SpanOptimizer:
         try:
             for group, pieces in zip(groups, self._divided, strict=True):
                 group["params"] = pieces
+            for item, gradient in zip(self.owned, self.gradients, strict=True):
+                # Rounded only now, for a model that is all in low precision: scaling and clipping
+                # are done in the precision of the sum.
+                given = None if gradient is None else gradient.to(item.values.dtype)
+                item.values.grad = given
             self.optimizer.step()
+            self._round()
         finally:
             # Also when the step fails: a script may catch the error and go on with its groups.
             self._stepping = False
@@ -283,8 +247,9 @@ class SpanOptimizer:
                 group["params"] = parameters
             # The totals belong to the exchange again, and the next step overwrites them: no
             # parameter may go on pointing at them.
-            for values in self._values:
-                values.grad = None
+            for item in self.owned:
+                item.values.grad = None
+            self.gradients = [None] * len(self.owned)
 
     def states(self) -> list[PieceState]:
         """List the state of the owned pieces as it is now; the tensors are the optimizer's own.
@@ -299,6 +264,9 @@ class SpanOptimizer:
                 f"parameter, which no checkpoint of onefold holds: expected state by parameter"
             )
         for item in self.owned:
+            if item.rounded is not None:
+                laid = laid_out(item.values.detach(), item.rounded.stride())
+                found.append(PieceState(item.number, MASTER, storage_order(laid), True))
             for key, value in self.optimizer.state.get(item.values, {}).items():
                 by_element = is_by_element(key, value, item.values.shape)
                 # In storage order a piece's state joins its neighbours' as their values do. An
@@ -315,7 +283,12 @@ class SpanOptimizer:
             states: of the owned pieces; tensors are copied.
         """
         self._forget()
+        # Where the states bring no masters, the models' own values are all that there is.
+        for item in self.owned:
+            if item.rounded is not None:
+                item.values.data.copy_(item.rounded)
         self.adopt_states(states)
+        self.follow_parameters()
 
     def adopt_states(self, states: Iterable[PieceState]) -> None:
         """Add the states of pieces that have none yet.
@@ -329,7 +302,11 @@ class SpanOptimizer:
         for state in states:
             values = owned[state.piece].values
             value = state.value
-            if state.by_element:
+            if state.key == MASTER:
+                # A run whose models have full precision has no use for them.
+                if owned[state.piece].rounded is not None:
+                    storage_order(values.data).copy_(value)
+            elif state.by_element:
                 # In the piece's own strides: fused kernels read state and values in step.
                 value = torch.empty_strided(
                     values.shape, values.stride(), dtype=value.dtype, device=values.device
@@ -337,8 +314,25 @@ class SpanOptimizer:
                 storage_order(value).copy_(state.value)
             elif isinstance(value, torch.Tensor):
                 value = value.to(self._home(state.key, values), copy=True)
-            found.setdefault(values, {})[state.key] = value
+            if state.key != MASTER:
+                found.setdefault(values, {})[state.key] = value
         self.optimizer.state.update(found)
+
+    def _round(self) -> None:
+        """Have the models see the values of this process's pieces, rounded to their precision."""
+        pairs = [(i.rounded, i.values.data) for i in self.owned if i.rounded is not None]
+        if pairs:
+            copy_each([shown for shown, _ in pairs], [exact for _, exact in pairs])
+
+    def follow_parameters(self) -> None:
+        """Adopt what was written to parameters that models hold in a lower precision.
+
+        An element that is still its master, rounded, keeps the master's precision.
+        """
+        for item in self.owned:
+            if item.rounded is not None:
+                exact, shown = item.values.data, item.rounded
+                exact.copy_(torch.where(exact.to(shown.dtype) == shown, exact, shown))
 
     def _forget(self) -> None:
         """Drop the state of all parameters; what is kept under other keys stays."""

@@ -34,6 +34,7 @@ __all__ = [
     "RUN_OPTIONS",
     "Augment",
     "Optimizer",
+    "Precision",
     "ScaleRate",
     "Schedule",
     "TrainOptions",
@@ -46,6 +47,7 @@ __all__ = [
 ]
 
 Optimizer = Literal["sgd", "adam", "adamw"]
+Precision = Literal["fp32", "bf16", "fp16"]
 Schedule = Literal["constant", "step", "cosine"]
 ScaleRate = Literal["none", "linear", "sqrt"]
 Augment = Literal["auto", "none", "shift", "crop"]
@@ -115,6 +117,7 @@ class TrainOptions:
     clip_norm: float | None = option(
         None, "Scale larger gradients down to this norm.", shown="no limit", most=1e20
     )
+    precision: Precision = option("fp32", "What is computed in: low precision is quicker on GPUs.")
     schedule: Schedule = option("cosine", "How the learning rate goes on after the warm-up.")
     warmup_epochs: float = option(
         0.5, "Epochs in which the learning rate rises to its full value.", most=MOST_STEPS

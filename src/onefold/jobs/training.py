@@ -40,7 +40,7 @@ __all__ = ["Task", "Training", "begin_training", "facts_of", "train"]
 
 _log = logging.getLogger("onefold")
 _LINES = 20
-"""How many lines of metrics an epoch has, besides the line of the epoch itself."""
+"""Lines of metrics in an epoch, besides that of the epoch itself."""
 _FEW_STEPS = 100
 """With fewer steps in all, hardly anything is learnt."""
 
@@ -120,8 +120,7 @@ def begin_training(options: TrainOptions, job: str, task: Task) -> Training:
         ValueError: the options do not suit the task, or the devices.
     """
     _check_task(options, task)
-    epochs = options.epochs or 1
-    steps = _steps_of_epoch(options, task)
+    epochs, steps = options.epochs or 1, _steps_of_epoch(options, task)
     optimizer = make_optimizer(options, task.groups)
     factor = rate_factor(options, epochs=epochs, steps=steps)
     trainer = onefold.Trainer(
@@ -132,6 +131,7 @@ def begin_training(options: TrainOptions, job: str, task: Task) -> Training:
         seed=options.seed,
         schedule=torch.optim.lr_scheduler.LambdaLR(optimizer, factor),
         clip_norm=options.clip_norm,
+        precision=None if options.precision == "fp32" else options.precision,
     )
     # Only now is it known which process is the lead, and so who may write.
     folder = RunFolder(options.folder, is_lead=trainer.is_lead)

@@ -179,6 +179,7 @@ class Loader:
                     request.stop,
                     request.loader,
                     self._data_digest,
+                    request.shards,
                 )
                 # The wait for the next batch begins when the script asks for it.
                 start = host_now_s()

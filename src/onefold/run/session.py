@@ -19,6 +19,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -28,17 +29,19 @@ from onefold.checkpoint.autosave import Autosave
 from onefold.checkpoint.resume import Checkpoints
 from onefold.core.batch import ShardedBatch, cut_batch
 from onefold.core.head import Call
+from onefold.core.precision import AS_GIVEN, Precision
 from onefold.core.settings import Settings
 from onefold.core.shard import Plan
 from onefold.core.world import World
 from onefold.engine.assembly import assemble
 from onefold.engine.engine import Outcome
 from onefold.engine.evaluation import DataCall, ScoreFunction
+from onefold.engine.lowprecision import check_device, check_precision
 from onefold.engine.modelcheck import check_model
+from onefold.engine.optimizercheck import check_optimizer
 from onefold.engine.replica import LossFunction
 from onefold.engine.schedule import check_schedule
 from onefold.engine.step import Step
-from onefold.engine.update import check_optimizer
 from onefold.exchange.progress import progress_of
 from onefold.reading.loader import Loader
 from onefold.reading.position import Position
@@ -63,7 +66,7 @@ class UserParts(NamedTuple):
     loss: LossFunction
     schedule: LRScheduler | None
 
-    def check(self) -> None:
+    def check(self, precision: Precision) -> None:
         """Refuse what is not usable, before any work is done.
 
         Raises:
@@ -71,6 +74,7 @@ class UserParts(NamedTuple):
         """
         check_model(self.model)
         check_optimizer(self.optimizer, self.model)
+        check_precision(precision, self.model.named_parameters())
         if self.schedule is not None:
             check_schedule(self.schedule, self.optimizer)
         if not callable(self.loss):
@@ -102,10 +106,15 @@ class Session:
         devices: Sequence[str | torch.device] | None,
         plan: Sequence[int] | None,
     ) -> None:
+        if world.options.probe_mathematics:
+            # The loss function is compared, not how it is computed, which would hide it.
+            settings = replace(settings, precision=AS_GIVEN, microbatch=None)
         # Refused before any device is touched or anybody else is contacted.
-        user.check()
+        user.check(settings.precision)
         self.settings = settings
         self.team = form_team(world, devices, shards=settings.shards, module=user.model)
+        for device in self.team.own_devices.values():
+            check_device(settings.precision, device)
         chosen = self._checked_plan(plan)
         # Before the engine, whose first additions must have the run's number of threads.
         settle_process(self.team, shards=settings.shards, threads=settings.threads)
@@ -195,6 +204,7 @@ class Session:
         """Surround a call over a data set, which all devices must make."""
         with self.telling_others():
             self.checkpoints.check()
+            self.engine.check_last_step()
             size = batches.track.size
             yield DataCall(call, self.position.step + 1, size.samples, size.batch_size, function)
 

@@ -292,10 +292,10 @@ class Mathematics:
         update, found = self._engine.update, self._comparison
         squares: dict[str, list[float]] = {}
         names = list(self._engine.replicas[0].parts.trained)
-        for item in update.owned:
+        for item, mine in zip(update.owned, update.gradients, strict=True):
             name = names[item.piece.entry]
             entry = update.storage.gradients.entries[item.piece.entry]
-            mine, whole = item.values.grad, self._gradients[name]
+            whole = self._gradients[name]
             folded = torch.zeros(item.piece.numel) if mine is None else _flat(mine)
             alone = torch.zeros(item.piece.numel)
             if whole is not None:
@@ -314,8 +314,7 @@ class Mathematics:
 
     @contextmanager
     def _gradients_aside(self) -> Iterator[None]:
-        """Set the step's gradients aside, which a loss that runs backward itself must not find."""
-        held = [(item.values, item.values.grad) for item in self._engine.update.owned]
+        """Have no gradients at hand, which a loss that runs backward itself must not find."""
         start = KeptBuffers(self._model)
         _drop_gradients(self._model)
         try:
@@ -323,8 +322,6 @@ class Mathematics:
         finally:
             start.put_back()
             _drop_gradients(self._model)
-            for values, gradient in held:
-                values.grad = gradient
 
     def _look_closer(self) -> None:
         found = self._comparison

@@ -1,0 +1,156 @@
+"""Into pieces of how many samples shards are run, and how that number is found.
+
+Note: the search
+----------------
+With ``"auto"`` the first step is computed for trial, with smaller and smaller pieces, until it fits
+on every device; nothing is handed over and nothing is updated. The optimizer makes its state in the
+first update, which leaves less room, so the second step begins with a trial as well. From then on
+the number stays, also for a run that goes on from a checkpoint: another one would be another sum.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+
+import torch
+
+from onefold.core.batch import ShardedBatch
+from onefold.core.pieces import Search
+from onefold.core.settings import Settings
+from onefold.engine.replica import Replica, ShardTask
+from onefold.engine.share import partial_sums
+from onefold.engine.shortage import is_shortage
+from onefold.exchange.exchange import Exchange
+from onefold.system.compat import BatchNorm
+
+__all__ = ["Fitting"]
+
+_log = logging.getLogger("onefold")
+_TRIALS = 2
+"""Steps that begin with a search: without the optimizer's state, and with it."""
+
+
+class Fitting:
+    """Knows the most samples of a shard that run at once.
+
+    Args:
+        settings: the run's; say whether the number is given or to be found.
+        replicas: the model on each device of this process.
+        attached: has the module compute on one of them.
+        exchange: with all devices.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        replicas: Sequence[Replica],
+        attached: Callable[[Replica], AbstractContextManager[object]],
+        exchange: Exchange,
+    ) -> None:
+        self._replicas = replicas
+        self._attached = attached
+        self._exchange = exchange
+        chosen = settings.microbatch
+        self.samples = chosen if isinstance(chosen, int) else None
+        """The most samples of a shard that run at once; None for all of them."""
+        self._trials = _TRIALS if chosen == "auto" else 0
+        self._warned = False
+
+    def adopt(self, samples: int | None, *, anew: bool) -> None:
+        """Go on with the number that a saved run had found, or begin to look for another one."""
+        self.samples, self._trials = (None, _TRIALS) if anew else (samples, 0)
+
+    def fitted(self, task: ShardTask, batch: ShardedBatch) -> ShardTask:
+        """Have a step run its shards in pieces that fit.
+
+        Raises:
+            MemoryError: not even a single sample fits; raised alike on all devices.
+        """
+        largest = batch.size_of(0)
+        if self._trials:
+            self._trials -= 1
+            self._find(task, batch, largest)
+        self._warn_of_batch_norm(largest)
+        return replace(task, microbatch=self.samples)
+
+    def _find(self, task: ShardTask, batch: ShardedBatch, largest: int) -> None:
+        search, before = Search(largest), self.samples
+        if before is not None:
+            if self._fits(replace(task, microbatch=before), batch):
+                return
+            search = Search(largest, too_large=before)
+        while not search.is_over:
+            trial = replace(task, microbatch=search.size)
+            search = search.tried(fits=self._fits(trial, batch))
+        if not search.found:
+            raise MemoryError(
+                f"not even a single sample of step {task.step} fits into the memory of every "
+                f"device: expected room for a forward and a backward pass. Use a smaller model, or "
+                f"checkpoint its layers (torch.utils.checkpoint)"
+            )
+        self.samples = None if search.found == largest else search.found
+        if self.samples is not None and self._replicas[0].number == 0:
+            _log.warning(
+                'microbatch="auto": shards of up to %d samples run in pieces of %d, the largest '
+                "that fit into the memory of every device. The number is part of the result: "
+                "to have the same elsewhere, write microbatch=%d",
+                largest,
+                self.samples,
+                self.samples,
+            )
+
+    def _fits(self, task: ShardTask, batch: ShardedBatch) -> bool:
+        """Whether a step can be computed everywhere; called on all devices."""
+        rows = {}
+        for replica in self._replicas:
+            with self._attached(replica):
+                fits = _fits_here(replica, task, batch)
+            rows[replica.number] = torch.full((1,), float(fits), dtype=torch.float64).to(
+                replica.device
+            )
+        return bool(self._exchange.transport.share(rows).cpu().all())
+
+    def _warn_of_batch_norm(self, largest: int) -> None:
+        size = self.samples
+        if self._warned or size is None or size >= largest:
+            return
+        self._warned = True
+        modules = self._replicas[0].module.modules()
+        if self._replicas[0].number == 0 and any(
+            isinstance(module, BatchNorm) and module.training for module in modules
+        ):
+            _log.warning(
+                "batch norm normalises by the samples that run at once: with microbatch=%d by %d "
+                "of a shard's %d. If that is too few: model.eval() for these layers, group norm, "
+                "or onefold.SyncBatchNorm",
+                size,
+                size,
+                largest,
+            )
+
+
+def _fits_here(replica: Replica, task: ShardTask, batch: ShardedBatch) -> bool:
+    """Compute a device's share and drop what comes out."""
+    fits, sums = True, []
+    replica.begin(task)
+    try:
+        # All of them are kept, as a step would keep them.
+        sums = list(partial_sums(replica, batch, task, lambda shard, result: None))
+    except Exception as error:
+        if not is_shortage(error):
+            raise
+        fits = False
+    del sums
+    # Drops the gradients of a pass that broke off.
+    replica.begin(task)
+    replica.end()
+    if not fits:
+        # What broke off may be held by cycles, and blocks of the wrong size by the allocator.
+        gc.collect()
+        if replica.device.type == "cuda":
+            torch.cuda.empty_cache()
+    return fits

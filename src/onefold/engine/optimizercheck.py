@@ -1,0 +1,88 @@
+"""Which optimizers can be divided among devices, and how finely."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+
+import torch
+
+__all__ = ["TAKEN", "check_optimizer", "updates_by_element"]
+
+_BY_ELEMENT = frozenset(
+    {
+        torch.optim.SGD,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.Adamax,
+        torch.optim.Adagrad,
+        torch.optim.Adadelta,
+        torch.optim.RMSprop,
+        torch.optim.ASGD,
+        torch.optim.Rprop,
+    }
+)
+
+
+TAKEN: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+"""Optimizers that belong to a Trainer. Weakly held: nothing here may keep them and their state."""
+
+
+def updates_by_element(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether each element's update depends on nothing but that element's own history."""
+    # The exact type: a subclass may override step() and look at a whole parameter, or at its norm.
+    return type(optimizer) in _BY_ELEMENT
+
+
+def check_optimizer(optimizer: object, module: torch.nn.Module) -> None:
+    """Refuse an optimizer that cannot be divided among devices, before any work.
+
+    Raises:
+        TypeError: the argument is not an optimizer, or it needs a closure or sparse gradients.
+        ValueError: a parameter is not the module's, the optimizer already belongs to a Trainer, or
+            what it computes would depend on the order of parameters.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    name = type(optimizer).__name__
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise TypeError(
+            f"{name} needs a closure that runs the model several times a step, which cannot be "
+            f"divided among devices. Use an optimizer whose step() takes no closure"
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise TypeError("SparseAdam works on sparse gradients; use Adam and dense embeddings")
+    if isinstance(optimizer, torch.optim.Adafactor):
+        _check_adafactor(optimizer)
+    if optimizer in TAKEN:
+        raise ValueError(
+            f"this {name} already belongs to a Trainer, which has divided its state. Make another "
+            f"optimizer for another Trainer"
+        )
+    known = {id(parameter) for parameter in module.parameters()}
+    for number, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            if id(parameter) not in known:
+                raise ValueError(
+                    f"{name}: parameter {place} of group {number}, of shape "
+                    f"{tuple(parameter.shape)}, is not a parameter of the model. Make the "
+                    f"optimizer from this model's parameters() (after moving or changing it)"
+                )
+
+
+def _check_adafactor(optimizer: torch.optim.Adafactor) -> None:
+    """Refuse groups of mixed precision, whose default eps depends on the order of parameters."""
+    # PyTorch derives eps from the first parameter of a call of step, and uses it for all that
+    # follow. Which parameter is the first would depend on which span a device has.
+    for number, group in enumerate(optimizer.param_groups):
+        dtypes = {parameter.dtype for parameter in group["params"]}
+        if group["eps"][0] is None and len(dtypes) > 1:
+            listed = ", ".join(sorted(map(str, dtypes)))
+            raise ValueError(
+                f"Adafactor: group {number} has parameters of {listed} and the default eps, which "
+                f"then depends on the parameter that is updated first, and so on the device. Give "
+                f"eps=(1e-7, 1e-3) or the like, or a group for each dtype"
+            )

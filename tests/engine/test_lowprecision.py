@@ -1,0 +1,61 @@
+"""What low precision needs of models, and which of their parameters it leaves alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from onefold.core.precision import AS_GIVEN, Precision
+from onefold.engine.lowprecision import check_device, check_precision, held_in
+from onefold.engine.modelparts import ModelParts
+
+
+def model() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 3), nn.LayerNorm(3)
+    )
+
+
+def parts_of(module: nn.Module) -> ModelParts:
+    return ModelParts(module, [name for name, _ in module.named_parameters()])
+
+
+def test_normalising_layers_keep_their_precision() -> None:
+    held = held_in(Precision("bf16-params"), parts_of(model()))
+    low = {name for name, stand_in in held.items() if stand_in.dtype == torch.bfloat16}
+    assert low == {"0.weight", "0.bias", "3.weight", "3.bias"}
+    assert {each.dtype for name, each in held.items() if name not in low} == {torch.float32}
+
+
+@pytest.mark.parametrize("precision", [AS_GIVEN, Precision("bf16"), Precision("fp16")])
+def test_autocast_leaves_parameters_as_they_are(precision: Precision) -> None:
+    module = model().to(memory_format=torch.channels_last)
+    for name, stand_in in held_in(precision, parts_of(module)).items():
+        parameter = module.get_parameter(name)
+        assert stand_in.dtype == parameter.dtype
+        assert (stand_in.shape, stand_in.stride()) == (parameter.shape, parameter.stride())
+
+
+def test_frozen_parameters_may_have_any_precision() -> None:
+    module = model()
+    module[3].requires_grad_(False).half()
+    check_precision(Precision("bf16"), module.named_parameters())
+    module[0].double()
+    with pytest.raises(ValueError, match=r"got 0.weight in torch.float64"):
+        check_precision(Precision("bf16"), module.named_parameters())
+    check_precision(AS_GIVEN, module.named_parameters())
+
+
+def test_processors_can_do_all_of_them() -> None:
+    for name in ("bf16", "fp16", "bf16-params", "fp16-params"):
+        check_device(Precision(name), torch.device("cpu"))
+
+
+def test_a_gpu_without_bfloat16_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    gpu = torch.device("cuda", 1)
+    with pytest.raises(ValueError, match=r'"bf16": Tesla T4 \(cuda:1\) has no bfloat16'):
+        check_device(Precision("bf16"), gpu)
+    check_device(Precision("fp16"), gpu)
