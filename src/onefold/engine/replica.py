@@ -34,6 +34,7 @@ from onefold.core.precision import AS_GIVEN, Precision, added_up_in
 from onefold.core.randomness import derive_seed, seed_generators
 from onefold.core.result import ShardResult
 from onefold.core.weights_of_step import SUM, several
+from onefold.engine.advice import advice_on
 from onefold.engine.buffers import BufferSet
 from onefold.engine.gradients import (
     Gradients,
@@ -194,7 +195,7 @@ class Replica:
             _backward(part, batch, task.scale)
         except Exception as error:
             self._put_back(task)
-            self._explain(error, where)
+            self._explain(error, shard, batch, where)
             raise
         self.watch.note("backward", f"backward shard {shard}", middle)
         # Both are read before anything is put back, and buffers only now: backward may change them
@@ -276,7 +277,7 @@ class Replica:
                     found[shard] = [(part.kind, part.weight) for part in weighed.parts]
                 except Exception as error:
                     self._put_back(task)
-                    self._explain(error, where)
+                    self._explain(error, shard, batch, where)
                     raise
                 drop_gradients(self._parameters)
                 self._put_back(task)
@@ -300,9 +301,12 @@ class Replica:
             self.parts.modes.restore(task.modes)
             self.parts.restore_frozen(task.trainable)
 
-    def _explain(self, error: Exception, where: str) -> None:
+    def _explain(self, error: Exception, shard: int, batch: ShardedBatch, where: str) -> None:
         """Note where an error was raised; raise its cause instead, if a buffer was resized."""
         error.add_note(f"raised in {where}, on device {self.number} ({self.device})")
+        advice = advice_on(error, samples=batch.size_of(shard), shards=batch.plan.shards)
+        if advice:
+            error.add_note(advice)
         self.buffers.check_shapes()
 
     def _refuse_leftovers(self, where: str) -> None:
