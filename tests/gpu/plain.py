@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import os
 import sys
 import tempfile
 import time
@@ -27,6 +28,8 @@ __all__ = ["main"]
 
 def main(module: str, lines: Path) -> int:
     """Run all tests of a module; 1 if one of them failed."""
+    # PyTorch looks for it once, when cuBLAS is first used, and in some tests a script is the first.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     failed = False
     for name, test in vars(importlib.import_module(f"tests.gpu.{module}")).items():
         if name.startswith("test_") and callable(test):
@@ -42,10 +45,14 @@ def main(module: str, lines: Path) -> int:
 def calls_of(test: Callable[..., None]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Every call of a test that its cases ask for: a label, and the arguments."""
     cases = cases_of(test)
-    for values in product(*(values for _, values in cases)):
-        arguments = dict(zip((name for name, _ in cases), values, strict=True))
-        label = "-".join(str(value) for value in values)
-        yield (f"[{label}]" if cases else ""), arguments
+    for numbered in product(*(enumerate(values) for _, values in cases)):
+        arguments = {name: value for (name, _), (_, value) in zip(cases, numbered, strict=True)}
+        plain = (str, int, float, type(None))
+        words = [
+            str(v if isinstance(v, plain) else f"{name}{n}")
+            for name, (n, v) in zip(arguments, numbered, strict=True)
+        ]
+        yield (f"[{'-'.join(words)}]" if cases else ""), arguments
 
 
 def outcome_of(test: Callable[..., None], arguments: dict[str, Any]) -> dict[str, Any]:

@@ -28,6 +28,7 @@ def test_an_optimizer_that_has_worked_brings_its_state(fused: bool) -> None:
     steps = batches(3)
     found = set()
     for devices in (1, 2):
+        torch.set_num_threads(1)
         torch.manual_seed(0)
         model = Net().eval().to(DEVICE)
         optimizer = adamw(model, fused=fused)

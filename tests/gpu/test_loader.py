@@ -61,6 +61,7 @@ def test_pinned_memory_is_not_used_again_before_it_was_copied() -> None:
     """One loop waits after every step, so that nothing can be under way; the other never does."""
     found = set()
     for waits in (True, False):
+        torch.manual_seed(0)
         trainer = trainer_of(model=Slow())
         loader = trainer.loader(data(), batch_size=9, shuffle=True, workers=2)
         for _ in trainer.epochs(3):
