@@ -70,7 +70,7 @@ def _end_of(text: str) -> list[str]:
 
 def _skipped(parts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     reasons = Counter(
-        line["text"].strip().splitlines()[-1]
+        line["text"].strip().splitlines()[-1].removeprefix("Skipped: ")
         for part in parts
         for line in part["lines"]
         if line.get("outcome") == "skipped"
