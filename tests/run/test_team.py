@@ -13,6 +13,7 @@ from onefold.core.world import World
 from onefold.errors import LaunchError
 from onefold.run import team
 from onefold.run.team import form_team, settle_process
+from tests.engine.assembled import settings_of
 
 Machine = Callable[..., list[object]]
 
@@ -129,5 +130,5 @@ def test_cublas_repeats_its_bits_on_gpus(
     if before is None:
         monkeypatch.delenv(name)
     formed = Team(devices=(torch.device(kind, 0),), own=(0,), world=World(), trainer=1)
-    settle_process(formed, shards=1, threads=1, deterministic=deterministic)
+    settle_process(formed, settings_of(shards=1, deterministic=deterministic))
     assert os.environ.get(name) == after

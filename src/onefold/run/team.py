@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+from onefold.core.settings import Settings
 from onefold.core.team import Team
 from onefold.core.world import World
 from onefold.errors import LaunchError
@@ -67,16 +68,15 @@ def form_team(
     return Team(devices=devices, own=own, world=world, trainer=next(_trainers))
 
 
-def settle_process(
-    team: Team, *, shards: int, threads: int | None, deterministic: bool = True
-) -> None:
+def settle_process(team: Team, settings: Settings) -> None:
     """Fix the number of threads of a CPU device: bits depend on it, so it is part of the run.
 
     A CPU device also keeps its memory from here on; see `onefold.run.malloc`. For GPUs that are to
     repeat their bits, cuBLAS is told so.
     """
+    shards, threads = settings.shards, settings.threads
     if team.devices[team.own[0]].type != "cpu":
-        if deterministic:
+        if settings.deterministic:
             have_cublas_repeat()
         if threads is not None:
             torch.set_num_threads(threads)
