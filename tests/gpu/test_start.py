@@ -105,7 +105,7 @@ def test_more_processes_than_cards_are_refused_by_name(tmp_path: Path) -> None:
 def test_cards_are_listed(tmp_path: Path) -> None:
     code, text = program(tmp_path, "-m", "onefold", "devices")
     assert code == 0, text[-3000:]
-    assert not ON_GPU or "cuda:0" in text
+    assert not ON_GPU or "cuda" in text
 
 
 def test_two_cards_in_two_processes_have_the_bits_of_one(tmp_path: Path) -> None:
