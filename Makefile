@@ -2,6 +2,8 @@
 # make test    lint, types and every test that needs no GPU
 # make venv    the environment that tests and examples need
 # make bench   all benchmarks, in an environment of their own: results as data, and the picture
+# make gpu     tests, demo and a short benchmark on one GPU, with what PYTHON has: nothing is installed;
+#              RESULTS=DIR says where the results go, DEVICE=cpu tries it without a GPU
 
 PYTHON ?= python3
 VENV := .venv
@@ -12,7 +14,7 @@ RESULTS := benchmarks/results
 # Of the environment in which the stamp lies that is being made.
 PIP = $(@D)/bin/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: demo test lint venv bench bench-venv clean
+.PHONY: demo test lint venv bench bench-venv gpu clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/onefold demo
@@ -38,6 +40,11 @@ bench: $(BENCH_VENV)/bench.stamp
 	$(BENCH_BIN)/python benchmarks/training.py --output $(RESULTS)/training.json
 	$(BENCH_BIN)/python benchmarks/scaling.py --output $(RESULTS)/scaling.json
 	$(BENCH_BIN)/python benchmarks/picture.py
+
+DEVICE := cuda:0
+gpu: RESULTS := runs/gpu
+gpu:
+	$(PYTHON) -m tests.gpu --results $(RESULTS) --device $(DEVICE)
 
 # torch first and by itself: with the pinned build in place nothing pulls in a larger one.
 $(VENV)/torch.stamp $(BENCH_VENV)/torch.stamp: constraints.txt

@@ -132,6 +132,7 @@ ENVIRONMENT = """
     exchange/loopback.py os.environ: gloo's interface, put back afterwards
     run/world.py environment: for a worker, in a copy
     run/world.py environment.setdefault: for a worker, in a copy
+    run/world.py os.environ.setdefault: how cuBLAS is to work, where nobody has said so
 """
 
 _RECEIVERS = {"torch", "pickle", "cloudpickle", "marshal", "joblib", "numpy", "np", "os"}

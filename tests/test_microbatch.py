@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import onefold
-from onefold.engine.shortage import is_shortage
+from onefold.engine.advice import is_shortage
 from onefold.errors import CheckpointError, LossError
 
 Batch = tuple[torch.Tensor, torch.Tensor]

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onefold.core.batch import batch_digest, cut_batch, move
+from onefold.core.batch import as_if_copied, batch_digest, cut_batch, move
 from onefold.core.shard import Plan
 from tests.small import bits, make_trainer, points
 
@@ -337,3 +337,19 @@ def test_a_batch_of_something_else_has_no_digest() -> None:
 def test_a_digest_does_not_depend_on_the_process() -> None:
     batch = {"x": torch.arange(300.0).view(100, 3), "y": torch.arange(100)}
     assert batch_digest(batch) == -2772223197249777164
+
+
+def test_on_a_gpu_shards_begin_where_copies_do() -> None:
+    room = torch.zeros(4096, dtype=torch.uint8)
+    start = -room.data_ptr() % 512
+    whole = room[start : start + 1536].view(torch.float32).view(32, 12)
+    assert as_if_copied(whole) is whole
+    for other in (whole[1:], whole[:, :8], whole[:3, 1:]):
+        copied = as_if_copied(other)
+        assert copied.data_ptr() != other.data_ptr()
+        assert torch.equal(copied, other)
+        assert copied.stride() == torch.empty_like(other).stride()
+    assert as_if_copied(whole[:8]).data_ptr() == whole.data_ptr()
+    empty, sparse = whole[:0], whole.to_sparse()
+    assert as_if_copied(empty) is empty
+    assert as_if_copied(sparse) is sparse

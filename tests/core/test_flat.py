@@ -124,3 +124,14 @@ def test_chunks_cover_every_span_once_and_none_is_of_two_large_tensors(
     assert covered == sorted(covered)
     elements = sum(b - a for a, b in zip(covered[::2], covered[1::2], strict=True))
     assert sum(sizes) <= elements <= sum(layout.numels)
+
+
+def test_views_do_not_depend_on_the_current_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor that is asked for its capsule refuses where it is not on the current GPU."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise BufferError("a different CUDA device index")
+
+    monkeypatch.setattr(torch.Tensor, "__dlpack__", refuse)
+    flat = FlatTensors(lay_out({"a": torch.zeros(3, 2), "b": torch.zeros(5, dtype=torch.int64)}))
+    assert [view.untyped_storage().nbytes() for view in flat.views] == [24, 40]

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from onefold.core.shard import Plan
+from onefold.engine.description import _matmul_precision as matmul_precision
 from onefold.engine.description import compare, describe
 from onefold.engine.modelparts import ModelParts
 from onefold.errors import DisagreementError
@@ -161,3 +162,16 @@ def test_what_bits_depend_on_beside_the_script_is_compared(what: str) -> None:
     assert found[what] == SURROUNDINGS[what]
     with pytest.raises(DisagreementError, match=rf"^{what} is .* and other on device 1"):
         compare(as_bytes(found, {**found, what: "other"}))
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_scripts_may_set_the_precision_of_products_in_either_way(kind: str) -> None:
+    """Asked in the old way after it was set in the new one, PyTorch raises."""
+    device, backend = torch.device(kind), torch.backends.cuda
+    before = backend.matmul.fp32_precision
+    assert matmul_precision(device) == "highest"
+    try:
+        backend.matmul.fp32_precision = "tf32"
+        assert matmul_precision(device) == ("tf32" if kind == "cuda" else "none")
+    finally:
+        backend.matmul.fp32_precision = before

@@ -143,6 +143,17 @@ def test_totals_stay_where_they_are_where_all_devices_share_memory(memory: Devic
     assert [memory.home(device) for device in range(3)] == [None] * 3
 
 
+@pytest.mark.parametrize("indices", [(0, 0, 0), (0, 1, 0)])
+def test_totals_go_home_only_among_several_gpus(
+    memory: DevicesMemory, indices: tuple[int, ...]
+) -> None:
+    slots = [memory.partial(Published(device, 0)) for device in range(3)]
+    memory._devices = [torch.device("cuda", index) for index in indices]
+    homes = [memory.home(device) for device in range(3)]
+    alone = len(set(indices)) == 1
+    assert homes == [None if alone else slot.flat for slot in slots]
+
+
 def test_there_is_nobody_to_wait_for(memory: DevicesMemory) -> None:
     assert memory.collect(Plan((3, 2, 2))) is None
     assert not memory.is_common

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +12,8 @@ from onefold.core.team import Team
 from onefold.core.world import World
 from onefold.errors import LaunchError
 from onefold.run import team
-from onefold.run.team import form_team
+from onefold.run.team import form_team, settle_process
+from tests.engine.assembled import settings_of
 
 Machine = Callable[..., list[object]]
 
@@ -105,3 +107,28 @@ def test_without_gpus_processes_compute(machine: Machine) -> None:
     formed = torchrun(1, 3, 1, 3)
     assert formed.devices == (torch.device("cpu"),) * 3
     assert formed.own == (1,)
+
+
+@pytest.mark.parametrize(
+    ("kind", "deterministic", "before", "after"),
+    [
+        ("cuda", True, None, ":4096:8"),
+        ("cuda", True, ":16:8", ":16:8"),
+        ("cuda", False, None, None),
+        ("cpu", True, None, None),
+    ],
+)
+def test_cublas_repeats_its_bits_on_gpus(
+    kind: str,
+    deterministic: bool,
+    before: str | None,
+    after: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "CUBLAS_WORKSPACE_CONFIG"
+    monkeypatch.setenv(name, before or "")
+    if before is None:
+        monkeypatch.delenv(name)
+    formed = Team(devices=(torch.device(kind, 0),), own=(0,), world=World(), trainer=1)
+    settle_process(formed, settings_of(shards=1, deterministic=deterministic))
+    assert os.environ.get(name) == after

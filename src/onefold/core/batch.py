@@ -26,7 +26,7 @@ import torch
 
 from onefold.core.shard import Plan, cut_bounds
 
-__all__ = ["DataPass", "ShardedBatch", "batch_digest", "cut_batch", "move"]
+__all__ = ["DataPass", "ShardedBatch", "as_if_copied", "batch_digest", "cut_batch", "move"]
 
 _Leaf = torch.Tensor | np.ndarray[Any, Any]
 
@@ -34,6 +34,8 @@ _SPREAD = 62
 """The most steps between the first and the last element that a digest reads."""
 _NAMED = 8
 """The most samples that an error lists by number."""
+_FRESH_BYTES = 512
+"""On a GPU PyTorch begins every tensor of its own at a multiple of it."""
 _SAME_WIDTH = {
     torch.bfloat16: torch.int16,
     torch.complex32: torch.int32,
@@ -196,7 +198,25 @@ def move(payload: object, device: torch.device) -> object:
     """Move every tensor of a structure to ``device``, and leave anything else as it is."""
     # Non-blocking: it only takes effect for pinned memory, and kernels on the same stream wait for
     # the copy, so nobody can read the tensor too early.
-    return _map(payload, lambda leaf: leaf.to(device, non_blocking=True), strict=False)
+    return _map(payload, lambda leaf: _moved(leaf, device), strict=False)
+
+
+def as_if_copied(leaf: torch.Tensor) -> torch.Tensor:
+    """Lay a tensor out as its copy on another GPU is: the tensor itself where it lies so already.
+
+    cuBLAS and cuDNN choose their kernels by where memory begins, and others by strides. A slice of
+    a batch on a GPU begins anywhere; the copy that another GPU gets of it does not.
+    """
+    if leaf.layout is not torch.strided or not leaf.numel():
+        return leaf
+    strides = torch.empty_like(leaf, device="meta").stride()
+    alike = leaf.data_ptr() % _FRESH_BYTES == 0 and strides == leaf.stride()
+    return leaf if alike else leaf.clone()
+
+
+def _moved(leaf: torch.Tensor, device: torch.device) -> torch.Tensor:
+    moved = leaf.to(device, non_blocking=True)
+    return as_if_copied(leaf) if moved is leaf and device.type == "cuda" else moved
 
 
 def _digest_of(leaves: Iterable[tuple[str, _Leaf]]) -> int:

@@ -26,7 +26,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
-from torch.utils.dlpack import from_dlpack
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from onefold.system.compat import copy_each
 
@@ -228,8 +228,9 @@ class FlatTensors:
         stretch = section[entry.offset : entry.offset + entry.numel]
         # Going through DLPack gives the view a storage of its own size. An ordinary view would
         # share the section's storage, and saving or deep-copying one parameter would take the whole
-        # section along.
-        return from_dlpack(stretch).as_strided(entry.shape, entry.stride)
+        # section along. By a capsule: handed over itself, a tensor on a GPU that is not the current
+        # one would be refused.
+        return from_dlpack(to_dlpack(stretch)).as_strided(entry.shape, entry.stride)
 
 
 def storage_order(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ import logging
 import platform
 from collections.abc import Sequence
 from importlib.metadata import version
+from typing import Any
 
 import numpy as np
 import torch
@@ -73,7 +74,7 @@ def _surroundings(device: torch.device) -> dict[str, str]:
         "the version of torch": torch.__version__,
         "the version of numpy": np.__version__,
         "the version of Python": platform.python_version(),
-        "the precision of matrix products": torch.get_float32_matmul_precision(),
+        "the precision of matrix products": _matmul_precision(device),
         "the default dtype": str(torch.get_default_dtype()),
     }
     if device.type == "cpu":
@@ -85,8 +86,21 @@ def _surroundings(device: torch.device) -> dict[str, str]:
     else:
         described["the type of GPU"] = torch.cuda.get_device_name(device)
         described["the version of CUDA"] = str(torch.version.cuda)
-        described["TF32 in convolutions"] = str(torch.backends.cudnn.allow_tf32)
+        # One by one: asked for both at once, PyTorch raises where a script has set one of them.
+        cudnn: Any = torch.backends.cudnn
+        described["the precision of convolutions"] = str(cudnn.conv.fp32_precision)
+        described["the precision of recurrent layers"] = str(cudnn.rnn.fp32_precision)
     return described
+
+
+def _matmul_precision(device: torch.device) -> str:
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        # A script has set it for one backend alone, so that there is no answer for all of them.
+        backends = torch.backends
+        backend = backends.cuda if device.type == "cuda" else backends.mkldnn
+        return str(backend.matmul.fp32_precision)
 
 
 def _state_of(schedule: LRScheduler) -> str:

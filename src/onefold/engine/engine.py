@@ -177,9 +177,8 @@ class Engine:
         agreed = self.agree(_head_of(batch, number), stop=asked_to_stop)
         watch.note("exchange", "agree", start)
         self._warn_of_mode()
-        # Before anything is computed with what may not be finite.
-        self._finite.check_last()
-        weight = self._run(batch, number)
+        with self._finite.computing():
+            weight = self._run(batch, number)
         failure, norm = self._finite.of_loss(batch, number), None
         if weight.value > 0 and not failure:
             norm = self._gradient(batch, weight)

@@ -97,8 +97,8 @@ class _Tally:
     def __init__(self) -> None:
         self.names: list[str] = []
         """One line for each part of each value: its name, and whether it is not divided."""
-        self.batches: list[dict[int, torch.Tensor]] = []
-        """For each batch, shard to (lines, 2) float64: totals, and weights."""
+        self.batches: list[dict[int, tuple[torch.Tensor, list[float]]]] = []
+        """For each batch, shard to totals, (lines,) float64 on the device, and weights."""
 
     def add(self, shard: int, values: dict[str, object], samples: int, where: str) -> None:
         """Add one shard's values to the last batch."""
@@ -116,17 +116,24 @@ class _Tally:
             )
         self.names = names
         parts = [part for _, part in found]
-        # Totals stay where they were computed: reading them here would wait for a GPU every shard.
+        # Each stays where it is: to read totals here, or to bring weights to a GPU, would wait for
+        # the GPU in every shard.
         totals = torch.stack([part.total() for part in parts])
-        weights = torch.tensor([part.weight for part in parts], dtype=torch.float64)
-        self.batches[-1][shard] = torch.stack([totals, weights.to(totals.device)], dim=1)
+        self.batches[-1][shard] = totals, [part.weight for part in parts]
 
     def table(self, shards: int, names: int) -> torch.Tensor:
         """Return (batches, V, lines, 2) float64 on the host, zeros for other devices' shards."""
         table = torch.zeros(len(self.batches), shards, names, 2, dtype=torch.float64)
-        for number, batch in enumerate(self.batches):
-            for shard, values in batch.items():
-                table[number, shard] = values
+        found = [
+            (number, shard, *values)
+            for number, batch in enumerate(self.batches)
+            for shard, values in batch.items()
+        ]
+        if found:
+            totals = torch.stack([total for _, _, total, _ in found]).cpu()
+            for (number, shard, _, weights), total in zip(found, totals, strict=True):
+                table[number, shard, :, 0] = total
+                table[number, shard, :, 1] = torch.tensor(weights, dtype=torch.float64)
         return table
 
 

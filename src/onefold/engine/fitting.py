@@ -21,9 +21,9 @@ import torch
 from onefold.core.batch import ShardedBatch
 from onefold.core.pieces import Search
 from onefold.core.settings import Settings
+from onefold.engine.advice import is_shortage
 from onefold.engine.replica import Replica, ShardTask
 from onefold.engine.share import partial_sums
-from onefold.engine.shortage import is_shortage
 from onefold.exchange.exchange import Exchange
 from onefold.system.compat import BatchNorm
 

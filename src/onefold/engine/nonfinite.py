@@ -3,14 +3,21 @@
 A gradient that is not finite is seen in the sum of all shards, where nobody can tell any more which
 of them it came from. The shards are then computed once more: they are pure functions of what the
 step began with, and nothing has been updated.
+
+Note: when a GPU is asked
+-------------------------
+To read a number of a GPU is to wait for everything that it has been given to do, and while the host
+waits, the GPU runs out of work. So loss and norm are copied to the host behind the step's own
+kernels, and looked at when the shards of the next step have been handed to the GPU. The error then
+comes one step late, but still before another update, and no GPU has waited for it.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -32,21 +39,47 @@ _ADVICE = (
 )
 
 
+class _OnItsWay:
+    """A device's values on their way to the host, where nobody waits until they are read.
+
+    Args:
+        values: on any device; they may be overwritten afterwards.
+    """
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._there: torch.cuda.Event | None = None
+        if values.device.type == "cpu":
+            self._values = values.clone()
+            return
+        # Pinned, or the host would wait; PyTorch uses this memory again only after the copy.
+        self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        self._values.copy_(values, non_blocking=True)
+        self._there = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._there.record(torch.cuda.current_stream(values.device))
+
+    def read(self) -> torch.Tensor:
+        """Return the values on the host, once they are there."""
+        if self._there is not None:
+            # For the copy alone, and not for what was queued behind it.
+            self._there.synchronize()
+        return self._values
+
+
 @dataclass(frozen=True, slots=True)
 class _Unread:
     """What nobody has looked at yet, so as not to wait for a GPU."""
 
     step: int
     batch: ShardedBatch
-    totals: torch.Tensor
-    norm: torch.Tensor | None = None
+    totals: _OnItsWay
+    norm: _OnItsWay | None = None
 
 
 class FiniteCheck:
     """Looks at the loss and the gradient of each step before anything is updated.
 
-    On a GPU it looks when the next step begins, so that nobody waits, unless what it finds decides
-    whether the step is skipped.
+    On a GPU it looks once the shards of the next step are under way, unless what it finds decides
+    whether the step is skipped; see the note at the head of this file.
 
     Args:
         settings: say whether a step is refused or skipped.
@@ -70,7 +103,7 @@ class FiniteCheck:
         """
         totals = self._board.totals
         if self._is_late:
-            self._unread = _Unread(step, batch, totals.clone())
+            self._unread = _Unread(step, batch, _OnItsWay(totals))
             return ""
         return self._checked(_bad_loss(totals.cpu(), batch, step))
 
@@ -86,7 +119,7 @@ class FiniteCheck:
             GradientError: it is not finite, and not to be skipped.
         """
         if self._unread is not None:
-            self._unread = replace(self._unread, norm=norm)
+            self._unread = replace(self._unread, norm=_OnItsWay(norm))
             return ""
         value = float(norm)
         if math.isfinite(value):
@@ -105,12 +138,27 @@ class FiniteCheck:
         """
         if self._unread is not None:
             last, self._unread = self._unread, None
-            self._checked(_bad_loss(last.totals.cpu(), last.batch, last.step))
-            if last.norm is not None and not math.isfinite(float(last.norm)):
+            self._checked(_bad_loss(last.totals.read(), last.batch, last.step))
+            if last.norm is not None and not math.isfinite(float(last.norm.read())):
                 raise GradientError(
                     f"the gradient of step {last.step} is not finite, and has been used for its "
                     f"update: go on from a checkpoint. {_ADVICE}"
                 )
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Surround a step's shards; look at the last step once they are under way.
+
+        Raises:
+            LossError, GradientError: something in the last step is not finite; also in place of an
+                error of a shard, which then computed with what that step had left.
+        """
+        try:
+            yield
+        except Exception:
+            self.check_last()
+            raise
+        self.check_last()
 
     def _checked(self, failure: str) -> str:
         if failure and not self._skips:

@@ -35,6 +35,7 @@ from onefold.core.precision import AS_GIVEN, Precision, added_up_in
 from onefold.core.randomness import derive_seed, seed_generators
 from onefold.core.result import ShardResult
 from onefold.core.weights_of_step import SUM, several, total_weight
+from onefold.engine.advice import advice_on
 from onefold.engine.buffers import BufferSet
 from onefold.engine.gradients import (
     Gradients,
@@ -46,7 +47,6 @@ from onefold.engine.gradients import (
 )
 from onefold.engine.losswatch import LossWatch
 from onefold.engine.modelparts import ModelParts
-from onefold.engine.shortage import ADVICE, is_shortage
 from onefold.errors import GradientError, LossError
 from onefold.system.compat import has_accumulate_hooks
 from onefold.watch.timing import Stopwatch
@@ -244,7 +244,7 @@ class Replica:
                 result = given if result is None else result.plus(given, task.step)
         except Exception as error:
             self._put_back(task)
-            self._explain(error, where)
+            self._explain(error, shard, batch, where)
             raise
         # Only now: backward may change buffers as well, as checkpointed layers run forward again.
         buffers = self.buffers.changed()
@@ -350,7 +350,7 @@ class Replica:
                 drop_gradients(self._parameters)
         except Exception as error:
             self._put_back(task)
-            self._explain(error, where)
+            self._explain(error, shard, batch, where)
             raise
         self._put_back(task)
         if any([kind for kind, _ in row] != [kind for kind, _ in rows[0]] for row in rows):
@@ -378,11 +378,12 @@ class Replica:
             self.parts.modes.restore(task.modes)
             self.parts.restore_frozen(task.trainable)
 
-    def _explain(self, error: Exception, where: str) -> None:
+    def _explain(self, error: Exception, shard: int, batch: ShardedBatch, where: str) -> None:
         """Note where an error was raised; raise its cause instead, if a buffer was resized."""
         error.add_note(f"raised in {where}, on device {self.number} ({self.device})")
-        if is_shortage(error):
-            error.add_note(ADVICE)
+        advice = advice_on(error, samples=batch.size_of(shard), shards=batch.plan.shards)
+        if advice:
+            error.add_note(advice)
         self.buffers.check_shapes()
 
     def _refuse_leftovers(self, where: str) -> None:

@@ -110,7 +110,6 @@ class SpanOptimizer:
         for item in before.values():
             self.optimizer.state.pop(item.values, None)
         self.gradients = [None] * len(self.owned)
-        self._placed: dict[tuple[int, ...], torch.Tensor] = {}
         self._entries = [item.piece.entry for item in self.owned]
         self._divided: list[list[torch.Tensor]] = [[] for _ in self.optimizer.param_groups]
         for item in self.owned:
@@ -201,24 +200,14 @@ class SpanOptimizer:
         }
         for device, row in rows.items():
             pairs = zip(self.owned, self.gradients, strict=True)
-            own = [
-                (item.number, gradient)
-                for item, gradient in pairs
-                if item.device == device and gradient is not None
-            ]
+            own = [(item.number, gradient) for item, gradient in pairs if item.device == device]
             if own:
-                norms = [exact_norm(gradient) for _, gradient in own]
-                row[self._places(tuple(number for number, _ in own), row.device)] = torch.stack(
-                    norms
-                ).square()
+                norms = [row.new_zeros(()) if g is None else exact_norm(g) for _, g in own]
+                # The pieces of a span are neighbours. A list of their numbers would have to be
+                # copied to a GPU, and where scripts ask for deterministic kernels, waited for.
+                first = own[0][0]
+                row[first : first + len(own)] = torch.stack(norms).square()
         return rows
-
-    def _places(self, numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
-        """The numbers of pieces on a device, where a GPU has them from the step before."""
-        # Copying them to a GPU in every step would make the host wait for it.
-        if numbers not in self._placed:
-            self._placed[numbers] = torch.tensor(numbers, device=device)
-        return self._placed[numbers]
 
     def drop(self) -> None:
         """Let go of the gradients taken, of a step that is skipped."""

@@ -108,9 +108,9 @@ class DevicesMemory(Memory):
         return self._partials[place]
 
     def home(self, device: int) -> FlatTensors | None:
-        # On processors the total may stay in anyone's partial sum; on GPUs the owner needs it in
-        # memory of its own.
-        one_memory = self._devices[device].type == "cpu"
+        # The total may stay in anyone's partial sum where all devices are the processor, or parts
+        # of one GPU; among several GPUs the owner needs it in memory of its own.
+        one_memory = len(set(self._devices)) == 1
         return None if one_memory else self.partial(Published(device, 0)).flat
 
     def hand_on(self) -> None:

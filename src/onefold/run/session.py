@@ -117,7 +117,7 @@ class Session:
             check_device(settings.precision, device)
         chosen = self._checked_plan(plan)
         # Before the engine, whose first additions must have the run's number of threads.
-        settle_process(self.team, shards=settings.shards, threads=settings.threads)
+        settle_process(self.team, settings)
         self.verifying = Verifying(world, user.model, user.loss)
         self.engine = assemble(
             user.model,

@@ -9,13 +9,14 @@ from collections.abc import Sequence
 
 import torch
 
+from onefold.core.settings import Settings
 from onefold.core.team import Team
 from onefold.core.world import World
 from onefold.errors import LaunchError
 from onefold.run.devices import cores
 from onefold.run.malloc import keep_memory
 from onefold.run.membership import hush_and_report
-from onefold.run.world import visible_gpus
+from onefold.run.world import have_cublas_repeat, visible_gpus
 
 __all__ = ["form_team", "settle_process"]
 
@@ -67,12 +68,16 @@ def form_team(
     return Team(devices=devices, own=own, world=world, trainer=next(_trainers))
 
 
-def settle_process(team: Team, *, shards: int, threads: int | None) -> None:
+def settle_process(team: Team, settings: Settings) -> None:
     """Fix the number of threads of a CPU device: bits depend on it, so it is part of the run.
 
-    A CPU device also keeps its memory from here on; see `onefold.run.malloc`.
+    A CPU device also keeps its memory from here on; see `onefold.run.malloc`. For GPUs that are to
+    repeat their bits, cuBLAS is told so.
     """
+    shards, threads = settings.shards, settings.threads
     if team.devices[team.own[0]].type != "cpu":
+        if settings.deterministic:
+            have_cublas_repeat()
         if threads is not None:
             torch.set_num_threads(threads)
         return

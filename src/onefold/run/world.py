@@ -23,6 +23,7 @@ from onefold.errors import LaunchError
 __all__ = [
     "allocator_chosen",
     "current_world",
+    "have_cublas_repeat",
     "is_launched",
     "read_world",
     "take_world",
@@ -33,6 +34,7 @@ __all__ = [
 WORLD_VARIABLE = "ONEFOLD_WORLD"
 SECRET_VARIABLE = "ONEFOLD_SECRET"
 _SECRET_LENGTH = 16
+_CUBLAS, _CUBLAS_REPEATS = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 
 
 def read_world(environment: Mapping[str, str]) -> World:
@@ -126,6 +128,14 @@ def allocator_chosen() -> bool:
     )
 
 
+def have_cublas_repeat() -> None:
+    """Have cuBLAS repeat its bits in this process, where the user has not said how it is to work.
+
+    PyTorch looks once, when cuBLAS is first used, and refuses matrix products otherwise.
+    """
+    os.environ.setdefault(_CUBLAS, _CUBLAS_REPEATS)
+
+
 def worker_environment(world: World) -> dict[str, str]:
     """Make the environment of a worker that onefold launches."""
     environment = dict(os.environ)
@@ -133,7 +143,7 @@ def worker_environment(world: World) -> dict[str, str]:
     # CUDA's default order is by speed, and so not that of NVML, by which devices were chosen.
     environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     # Read when cuBLAS is loaded: with other workspaces its results may differ from run to run.
-    environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    environment.setdefault(_CUBLAS, _CUBLAS_REPEATS)
     environment.setdefault("PYTHONHASHSEED", "0")  # sets of strings have the same order everywhere
     environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # we report the first failure ourselves
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host: its name need not resolve

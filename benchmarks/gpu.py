@@ -1,0 +1,248 @@
+"""What onefold costs on one GPU, beside plain PyTorch: by shards, precision, kernels and devices.
+
+    python benchmarks/gpu.py --workload resnet18 [--device cuda:0] [--seconds 60] [--lines FILE]
+
+Every side trains the same model on the same batches, which lie on the device. The sides of a group
+are measured in turn, a block of steps at a time, each with plain PyTorch among them; what counts is
+the time until the device has done the block. A group's medians are written as soon as it is done,
+one line of JSON for each side: another group may take too long, or fail.
+"""
+
+import argparse
+import gc
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import onefold
+from loops import losses
+from workloads import WORKLOADS, Batch, Workload
+
+__all__ = ["GROUPS", "Side", "main"]
+
+PLAIN = "plain PyTorch"
+LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+WARM_UP_STEPS = 6
+"""Checks that wait for the device are made in the first three."""
+BLOCK_S = 0.15
+"""About how long a block of steps takes, where there is the time for it."""
+LEAST_ROUNDS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """One way to train a workload."""
+
+    shards: int = 0
+    """0 for a plain loop of PyTorch."""
+    precision: str | None = None
+    deterministic: bool = True
+    devices: int = 1
+
+    @property
+    def name(self) -> str:
+        """What the table calls it."""
+        if not self.shards:
+            return PLAIN + (f", {self.precision}" if self.precision else "")
+        words = [f"V = {self.shards}"]
+        words += [f"{self.devices} devices of the card"] if self.devices > 1 else []
+        words += [self.precision] if self.precision else []
+        words += [] if self.deterministic else ["deterministic=False"]
+        return ", ".join(words)
+
+
+_LOW_NAMES = ("bf16", "fp16", "bf16-params", "fp16-params")
+GROUPS: dict[str, list[Side]] = {
+    "shards": [Side(), *(Side(shards=shards) for shards in (1, 2, 4, 8, 16))],
+    "kernels": [Side(), *(Side(shards=s, deterministic=d) for s in (1, 8) for d in (True, False))],
+    "devices": [Side(), *(Side(shards=8, devices=devices) for devices in (1, 2, 4, 8))],
+    "precision": [
+        *(Side(precision=name) for name in (None, *LOW)),
+        *(Side(shards=s, precision=name) for s in (1, 8) for name in ("fp32", *_LOW_NAMES)),
+    ],
+}
+"""What is compared with what; the first of each is what the others are held against."""
+
+
+def main() -> None:
+    """Measure one workload, group by group."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--workload", choices=WORKLOADS, required=True)
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--seconds", type=float, default=60.0, help="for all groups together")
+    parser.add_argument("--batch-size", type=int, help="instead of the workload's own")
+    parser.add_argument("--lines", type=Path, help="write the lines here as well")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    # PyTorch looks for it once, when cuBLAS is first used, and here a plain loop is the first.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    workload = WORKLOADS[args.workload]
+    if args.batch_size:
+        workload = workload.scaled(args.batch_size / workload.batch_size)
+    device = torch.device(args.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    end = time.monotonic() + args.seconds
+    for number, (group, sides) in enumerate(GROUPS.items()):
+        seconds = (end - time.monotonic()) / (len(GROUPS) - number)
+        for found in measured(workload, sides, device, seconds):
+            line = {"workload": args.workload, "group": group, **found}
+            print(json.dumps(line), flush=True)
+            if args.lines:
+                with args.lines.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(line) + "\n")
+
+
+def measured(
+    workload: Workload, sides: Sequence[Side], device: torch.device, seconds: float
+) -> Iterator[dict[str, Any]]:
+    """Measure sides in turn; yields a record of each, and one of each that failed."""
+    batches = workload.batches(device)
+    end = time.monotonic() + seconds
+    steps: dict[Side, Callable[[Batch], object]] = {}
+    bytes_of: dict[Side, int] = {}
+    for side in sides:
+        before = allocated(device)
+        try:
+            steps[side] = new_step(workload, side, device)
+            train(steps[side], batches, WARM_UP_STEPS, device)
+        except Exception as error:
+            steps.pop(side, None)
+            yield {"side": side.name, "failed": f"{type(error).__name__}: {error}"}
+            continue
+        bytes_of[side] = peak(device) - before
+    block_s = min(BLOCK_S, seconds / len(sides) / LEAST_ROUNDS)
+    blocks = {side: block_of(step, batches, device, block_s) for side, step in steps.items()}
+    taken: dict[Side, list[tuple[float, float]]] = {side: [] for side in steps}
+    rounds = 0
+    while rounds < LEAST_ROUNDS or time.monotonic() < end:
+        rounds += 1
+        for side, step in steps.items():
+            times = train(step, batches, blocks[side], device)
+            taken[side].append((times[0] / blocks[side], times[1] / blocks[side]))
+    yield from (record(side, taken, workload, bytes_of) for side in steps)
+    del steps
+    gc.collect()
+
+
+def record(
+    side: Side,
+    taken: Mapping[Side, Sequence[tuple[float, float]]],
+    workload: Workload,
+    bytes_of: Mapping[Side, int],
+) -> dict[str, Any]:
+    """The medians of a side, and how it compares with the first, round by round."""
+    whole = [seconds for seconds, _ in taken[side]]
+    first = [seconds for seconds, _ in next(iter(taken.values()))]
+    return {
+        "side": side.name,
+        "shards": side.shards,
+        "precision": side.precision,
+        "deterministic": side.deterministic if side.shards else None,
+        "devices": side.devices,
+        "samples_s": workload.batch_size / median(whole),
+        "step_ms": median(whole) * 1e3,
+        "least_ms": min(whole) * 1e3,
+        "greatest_ms": max(whole) * 1e3,
+        "queued_ms": median(queued for _, queued in taken[side]) * 1e3,
+        "of_first": median(a / b for a, b in zip(first, whole, strict=True)),
+        "peak_bytes": bytes_of[side],
+        "rounds": len(whole),
+    }
+
+
+def new_step(workload: Workload, side: Side, device: torch.device) -> Callable[[Batch], object]:
+    """A step of a side, on a model of its own."""
+    if not side.shards:
+        return plain_step(workload, side.precision, device)
+    model, optimizer = workload.build(device)
+    trainer = onefold.Trainer(
+        model,
+        optimizer,
+        losses,
+        shards=side.shards,
+        devices=[device] * side.devices,
+        threads=1,
+        precision=side.precision,  # type: ignore[arg-type]
+        deterministic=side.deterministic,
+    )
+    return trainer.step
+
+
+def plain_step(
+    workload: Workload, precision: str | None, device: torch.device
+) -> Callable[[Batch], object]:
+    """The loop that every PyTorch user knows, with autocast and a scaler where it has them."""
+    model, optimizer = workload.build(device)
+    model.train()
+    low = LOW.get(precision or "")
+    scaler = torch.amp.GradScaler(device.type, enabled=low is torch.float16)
+
+    def step(batch: Batch) -> object:
+        inputs, labels = batch
+        optimizer.zero_grad()
+        with torch.autocast(device.type, dtype=low, enabled=low is not None):
+            loss = F.cross_entropy(model(inputs), labels)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return loss
+
+    return step
+
+
+def train(
+    step: Callable[[Batch], object], batches: Sequence[Batch], steps: int, device: torch.device
+) -> tuple[float, float]:
+    """Seconds until the device has done so many steps, and until the host had handed them over."""
+    synchronise(device)
+    start = time.perf_counter()
+    for number in range(steps):
+        step(batches[number % len(batches)])
+    queued = time.perf_counter() - start
+    synchronise(device)
+    return time.perf_counter() - start, queued
+
+
+def block_of(
+    step: Callable[[Batch], object],
+    batches: Sequence[Batch],
+    device: torch.device,
+    block_s: float,
+) -> int:
+    """How many steps take about as long as a block is to take."""
+    seconds, _ = train(step, batches, 2, device)
+    return max(1, round(block_s / (seconds / 2)))
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until the device has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def allocated(device: torch.device) -> int:
+    """Bytes of the device that are in use; the peak is counted from here."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
+
+
+def peak(device: torch.device) -> int:
+    """The most bytes of the device that have been in use since `allocated`."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+
+
+if __name__ == "__main__":
+    main()

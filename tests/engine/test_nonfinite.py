@@ -1,0 +1,110 @@
+"""When a loss that is not finite is noticed, where looking at it would wait for a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import onefold
+from onefold.errors import GradientError, LossError
+from tests.small import Batch, make_trainer, points, square
+
+
+class Spoils:
+    """The loss of a shard, to which something is done in one step."""
+
+    def __init__(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.change = change
+        self.on = False
+        self.raises = ""
+
+    def __call__(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        if self.raises:
+            raise RuntimeError(self.raises)
+        losses = square(model, batch)
+        return self.change(losses) if self.on else losses
+
+
+def late(loss: Spoils, devices: int = 1) -> onefold.Trainer:
+    """A trainer that looks as one on a GPU does."""
+    trainer = make_trainer(loss=loss, devices=devices)
+    trainer._session.engine._finite._is_late = True
+    return trainer
+
+
+def infinite_slope(losses: torch.Tensor) -> torch.Tensor:
+    """Zero, with a gradient that is not finite."""
+    return (losses - losses.detach()).sqrt()
+
+
+CASES = [
+    (lambda losses: losses * float("nan"), LossError, "loss of step 2, shard 0 is nan"),
+    (infinite_slope, GradientError, "gradient of step 2 is not finite, and has been used"),
+]
+each = pytest.mark.parametrize(("change", "kind", "words"), CASES)
+
+
+@each
+@pytest.mark.parametrize("devices", [1, 2])
+def test_the_error_comes_one_step_late_and_before_another_update(
+    change: Callable[[torch.Tensor], torch.Tensor], kind: type[Exception], words: str, devices: int
+) -> None:
+    loss = Spoils(change)
+    trainer = late(loss, devices)
+    trainer.step(points(8))
+    loss.on = True
+    assert not trainer.step(points(8)).skipped
+    after, loss.on = trainer.fingerprint(), False
+    with pytest.raises(kind, match=words):
+        trainer.step(points(8))
+    assert trainer.fingerprint() == after
+
+
+def test_what_a_shard_raises_because_of_it_does_not_hide_it() -> None:
+    loss = Spoils(CASES[0][0])
+    trainer = late(loss)
+    loss.on = True
+    trainer.step(points(8))
+    loss.raises = "these are no probabilities"
+    with pytest.raises(LossError, match="loss of step 1, shard 0 is nan"):
+        trainer.step(points(8))
+    # What it has told once is over: this is the script's own error.
+    with pytest.raises(RuntimeError, match="these are no probabilities"):
+        trainer.step(points(8))
+
+
+def score(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+    return {"loss": square(model, batch)}
+
+
+USES: list[Callable[[onefold.Trainer, Path], object]] = [
+    lambda trainer, folder: trainer.save(folder),
+    lambda trainer, _: trainer.evaluate(score, TensorDataset(*points(8)), batch_size=4),
+]
+
+
+@pytest.mark.parametrize("use", USES)
+def test_whoever_uses_the_model_hears_of_it_first(
+    use: Callable[[onefold.Trainer, Path], object], tmp_path: Path
+) -> None:
+    loss = Spoils(CASES[0][0])
+    trainer = late(loss)
+    loss.on = True
+    trainer.step(points(8))
+    with pytest.raises(LossError, match="loss of step 1"):
+        use(trainer, tmp_path)
+
+
+def test_a_good_run_has_the_same_bits_whenever_it_is_looked_at() -> None:
+    found = set()
+    for make in (late, lambda loss: make_trainer(loss=loss)):
+        trainer = make(Spoils(CASES[0][0]))
+        for _ in range(3):
+            trainer.step(points(8))
+        found.add(trainer.fingerprint())
+    assert len(found) == 1

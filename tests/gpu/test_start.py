@@ -1,0 +1,117 @@
+"""Programs that train on a card, started in every way there is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.gpu.device import DEVICE, ON_GPU, cards, needs
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 100
+
+SCRIPT = """
+import sys
+import torch
+import torch.nn.functional as F
+import onefold
+
+def loss(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+def main():
+    first = sys.argv[1:2]
+    if first == ["early"]:
+        torch.ones(8, 8, device="cuda").mm(torch.ones(8, 8, device="cuda"))
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(20, 300), torch.nn.ReLU(), torch.nn.Linear(300, 5))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    trainer = onefold.Trainer(model, optimizer, loss, shards=4, threads=1)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        batch = torch.randn(18, 20, generator=generator), torch.arange(18) % 5
+        trainer.step(batch)
+    kinds = {device.type for device in trainer.devices}
+    print("trained", len(trainer.devices), *kinds, trainer.fingerprint())
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def program(folder: Path, *command: str) -> tuple[int, str]:
+    """Start a program on the script; its exit code, and all that it says."""
+    script = folder / "train.py"
+    script.write_text(SCRIPT)
+    environment = {n: v for n, v in os.environ.items() if n != "CUBLAS_WORKSPACE_CONFIG"}
+    if not ON_GPU:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    arguments = [str(script) if part == "SCRIPT" else part for part in command]
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        env=environment,
+        cwd=folder,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def trained(folder: Path, *command: str) -> tuple[str, str]:
+    """The kind of device and the fingerprint of a program that trains."""
+    code, text = program(folder, *command)
+    assert code == 0, text[-3000:]
+    words = next(line for line in text.splitlines() if line.startswith("trained")).split()
+    return words[2], words[3]
+
+
+def test_a_script_needs_no_launcher_and_no_settings(tmp_path: Path) -> None:
+    """Not even the one that cuBLAS needs to repeat its bits."""
+    kind, bits = trained(tmp_path, "SCRIPT")
+    assert kind == ("cuda" if ON_GPU else "cpu")
+    one = DEVICE if ON_GPU else "cpu:1"
+    run = ("-m", "onefold", "run", "--devices")
+    assert trained(tmp_path, *run, one, "SCRIPT") == (kind, bits)
+    if not ON_GPU:
+        assert trained(tmp_path, *run, "cpu:2", "SCRIPT") == (kind, bits)
+
+
+def test_a_script_that_was_on_the_card_before_works_or_is_told_why(tmp_path: Path) -> None:
+    needs(ON_GPU, "a GPU")
+    code, text = program(tmp_path, "SCRIPT", "early")
+    assert code == 0 or "make Trainer before anything is computed on a GPU" in text, text[-3000:]
+
+
+def test_a_card_takes_one_process(tmp_path: Path) -> None:
+    needs(ON_GPU, "a GPU")
+    code, text = program(tmp_path, "-m", "onefold", "run", "--devices", "cuda:0,cuda:0", "SCRIPT")
+    assert code != 0
+    assert "cuda:0 is named twice" in text
+
+
+def test_more_processes_than_cards_are_refused_by_name(tmp_path: Path) -> None:
+    needs(ON_GPU, "a GPU")
+    number = str(cards() + 1)
+    command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", number)
+    code, text = program(tmp_path, *command, "SCRIPT")
+    assert code != 0
+    assert "expected a GPU for each of the" in text, text[-3000:]
+
+
+def test_cards_are_listed(tmp_path: Path) -> None:
+    code, text = program(tmp_path, "-m", "onefold", "devices")
+    assert code == 0, text[-3000:]
+    assert not ON_GPU or "cuda" in text
+
+
+def test_two_cards_in_two_processes_have_the_bits_of_one(tmp_path: Path) -> None:
+    """Over NCCL, which refuses two processes on one card."""
+    needs(cards() > 1, "two GPUs")
+    run = ("-m", "onefold", "run", "--devices")
+    found = {trained(tmp_path, *run, choice, "SCRIPT") for choice in ("cuda:0", "cuda:0,cuda:1")}
+    found.add(trained(tmp_path, "-m", "torch.distributed.run", "--nproc-per-node", "2", "SCRIPT"))
+    assert len(found) == 1
