@@ -74,12 +74,11 @@ class TrainedModel:
             TypeError, ValueError: both kinds are chosen or none, a number is out of range, or
                 another average is kept.
 
-        >>> trainer.average(decay=0.9)
-        >>> _ = trainer.step(torch.ones(6, 2))
+        >>> trainer.average(decay=0.999)
         >>> with trainer.averaged():
-        ...     averaged = trainer.fingerprint()
-        >>> averaged == trainer.fingerprint()
-        False
+        ...     said = trainer.predict(lambda m, x: {"y": m(x)}, torch.ones(5, 2), batch_size=4)
+        >>> said["y"].shape
+        torch.Size([5, 1])
         """
         rule = AverageRule.chosen(decay=decay, mean=mean, every=every)
         session = self._session

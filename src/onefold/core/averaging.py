@@ -45,7 +45,7 @@ class AverageRule:
                 f"expected either decay, such as decay=0.999 for an exponential average, or "
                 f"mean=True for the plain mean, got decay={decay} and mean={mean}"
             )
-        return cls(None if decay is None else decay + 0.0, every)
+        return cls(decay, every)
 
     @property
     def words(self) -> str:
@@ -54,7 +54,7 @@ class AverageRule:
         >>> AverageRule(0.99).words
         'decay=0.99, every=1'
         """
-        kind = "mean=True" if self.decay is None else f"decay={self.decay}"
+        kind = "mean=True" if self.decay is None else f"decay={float(self.decay)}"
         return f"{kind}, every={self.every}"
 
     def kept(self, update: int) -> float:
@@ -76,7 +76,9 @@ class AverageRule:
 
     def to_json(self, steps: int) -> dict[str, Any]:
         """Describe it in a checkpoint, with the number of steps that it has followed."""
-        return {"decay": self.decay, "every": self.every, "steps": steps}
+        # As a float also where the user wrote decay=0.
+        decay = None if self.decay is None else float(self.decay)
+        return {"decay": decay, "every": self.every, "steps": steps}
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> AverageRule:
