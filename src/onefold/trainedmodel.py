@@ -98,9 +98,9 @@ class TrainedModel:
         """A block in which the model holds its averages; called on every device.
 
         Evaluate, predict, save and read the model there. Afterwards, also after an exception, the
-        values that are trained are back, to the bit; what was written to the model is gone. A
-        checkpoint that is saved there has the averages in ``model.safetensors``, and `load` goes on
-        with the values that are trained all the same.
+        values that are trained are back, to the bit. A checkpoint that is saved there has the
+        averages in ``model.safetensors``, and `load` goes on with the values that are trained all
+        the same.
 
         Args:
             update_bn: a data set over which the statistics of batch norms are recomputed with the

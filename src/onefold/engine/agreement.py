@@ -103,7 +103,7 @@ class Agreement:
         if not self._with_others:
             return Said((0,), stop)
         # These make devices alike, so that they may differ before.
-        settles = call in (Call.LOAD, Call.CHANGED, Call.AVERAGED_END)
+        settles = call in (Call.LOAD, Call.CHANGED)
         # Buffers that were replaced lie elsewhere than where the samples are read.
         self._first.buffers.absorb()
         changed, values = (0, 0) if settles else self._look_at_values(due=due)
