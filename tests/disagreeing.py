@@ -247,6 +247,14 @@ def averaged_on_the_lead(lead: bool) -> None:
         pass
 
 
+def written_in_averaged(lead: bool) -> None:
+    trainer = _stepped()
+    trainer.average(mean=True)
+    with trainer.averaged(), torch.no_grad():
+        if lead:
+            trainer.model.weight.mul_(0.5)
+
+
 def library(lead: bool) -> None:
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest" if lead else "high")
@@ -289,6 +297,10 @@ CASES: dict[str, tuple[Case, str]] = {
     "averaged": (
         averaged_on_the_lead,
         "device 1 calls trainer.step while device 0 calls the beginning of trainer.averaged",
+    ),
+    "written in averaged": (
+        written_in_averaged,
+        "the end of trainer.averaged: parameter weight changed .* on device 0",
     ),
     "library": (library, "the precision of matrix products is highest on device 0 and high on"),
 }

@@ -150,7 +150,7 @@ def test_what_is_trained_is_back_where_one_process_fails(exchange: str, tmp_path
         one_fails, devices="cpu:3", args=(str(tmp_path),), exchange=exchange, timeout_s=20
     )
     said = [(tmp_path / f"said-{rank}").read_text() for rank in range(3)]
-    assert said == ["RemoteError True", "RemoteError True", "KeyError True"]
+    assert said == ["PeerFailed True", "PeerFailed True", "KeyError True"]
 
 
 # The block
