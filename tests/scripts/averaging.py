@@ -27,8 +27,9 @@ def main() -> None:
             trainer.average(mean=True, every=2)
         for batch in batches:
             trainer.step(batch)
-    with trainer.averaged(update_bn=data, batch_size=10):
-        print(trainer.steps, trainer.fingerprint(), flush=True)
+        if epoch:
+            with trainer.averaged(update_bn=data, batch_size=10):
+                print(trainer.steps, trainer.fingerprint(), flush=True)
 
 
 main()
