@@ -117,10 +117,11 @@ class Averaging:
 
     def follow(self) -> None:
         """Update the averages after a step that updated the model, before it is handed on."""
+        if self._averages.rule is None:
+            return
         start = self._first.watch.now()
-        if self._averages.rule is not None:
-            self._averages.follow(self._values(), self._first.buffers.flat)
-            self._first.watch.note("update", "average", start)
+        self._averages.follow(self._values(), self._first.buffers.flat)
+        self._first.watch.note("update", "average", start)
 
     @contextmanager
     def block(self, step: int, *, recomputes: bool = False) -> Iterator[None]:
