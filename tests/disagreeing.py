@@ -233,6 +233,28 @@ def barrier(lead: bool) -> None:
     trainer.step(points(8))
 
 
+def averages(lead: bool) -> None:
+    _stepped().average(decay=0.9 if lead else 0.99)
+
+
+def averaged_on_the_lead(lead: bool) -> None:
+    trainer = _stepped()
+    trainer.average(mean=True)
+    if not lead:
+        trainer.step(points(8))
+        return
+    with trainer.averaged():
+        pass
+
+
+def written_in_averaged(lead: bool) -> None:
+    trainer = _stepped()
+    trainer.average(mean=True)
+    with trainer.averaged(), torch.no_grad():
+        if lead:
+            trainer.model.weight.mul_(0.5)
+
+
 def library(lead: bool) -> None:
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest" if lead else "high")
@@ -271,6 +293,15 @@ CASES: dict[str, tuple[Case, str]] = {
     "data of the lead": (data_of_the_lead, "the data set of device 1 has other samples"),
     "save": (save_elsewhere, "trainer.save: the arguments of device 1 differ"),
     "barrier": (barrier, "device 1 calls trainer.step while device 0 calls trainer.barrier"),
+    "averages": (averages, "step 2, trainer.average: the arguments of device 1 differ"),
+    "averaged": (
+        averaged_on_the_lead,
+        "device 1 calls trainer.step while device 0 calls the beginning of trainer.averaged",
+    ),
+    "written in averaged": (
+        written_in_averaged,
+        "the end of trainer.averaged: parameter weight changed .* on device 0",
+    ),
     "library": (library, "the precision of matrix products is highest on device 0 and high on"),
 }
 

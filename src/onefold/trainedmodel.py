@@ -10,10 +10,12 @@ from typing import overload
 import torch
 
 from onefold.checkpoint.keeping import Checkpoint, Keeping
+from onefold.core.averaging import AverageRule
 from onefold.core.fingerprint import fingerprint_of, named_tensors, tensor_digests
 from onefold.core.head import Call, StepHead
 from onefold.core.jsonvalue import to_json
 from onefold.errors import CheckpointError
+from onefold.reading.reader import Collate, SizedDataset
 from onefold.run.session import Session
 
 __all__ = ["TrainedModel"]
@@ -54,6 +56,71 @@ class TrainedModel:
         with session.telling_others(), session.engine.changing(self.steps + 1):
             yield
 
+    def average(self, *, decay: float | None = None, mean: bool = False, every: int = 1) -> None:
+        """Keep an average of the model from here on, beside the values that are trained.
+
+        It begins with the values as they are now. Steps that are skipped do not move it. It is in
+        every checkpoint, and goes on with it; the line may then stand before `load` or after it, or
+        be left out. Called on every device, before the first step or later.
+
+        Args:
+            decay: of an exponential average, how much of it stays in each update: at least 0, and
+                less than 1. In update k it is ``(1 + k) / (10 + k)`` where that is less.
+            mean: average all values alike, as stochastic weight averaging does. The values at the
+                beginning do not count.
+            every: update after each so many steps.
+
+        Raises:
+            TypeError, ValueError: both kinds are chosen or none, a number is out of range, or
+                another average is kept.
+
+        >>> trainer.average(decay=0.999)
+        >>> with trainer.averaged():
+        ...     said = trainer.predict(lambda m, x: {"y": m(x)}, torch.ones(5, 2), batch_size=4)
+        >>> said["y"].shape
+        torch.Size([5, 1])
+        """
+        rule = AverageRule.chosen(decay=decay, mean=mean, every=every)
+        session = self._session
+        session.engine.averaging.check_begin(rule)
+        with session.telling_others():
+            session.engine.averaging.begin(rule, self.steps + 1)
+
+    @contextmanager
+    def averaged(
+        self,
+        *,
+        update_bn: SizedDataset | None = None,
+        batch_size: int | None = None,
+        workers: int = 0,
+        collate: Collate | None = None,
+    ) -> Iterator[None]:
+        """A block in which the model holds its averages; called on every device.
+
+        Evaluate, predict, save and read the model there. Afterwards, also after an exception, the
+        values that are trained are back, to the bit. A checkpoint that is saved there has the
+        averages in ``model.safetensors``, and `load` goes on with the values that are trained all
+        the same.
+
+        Args:
+            update_bn: a data set over which the statistics of batch norms are recomputed with the
+                averaged weights, as `torch.optim.swa_utils.update_bn` does: by the loss function,
+                in training mode. Without it they are averaged like everything else.
+            batch_size, workers, collate: of ``update_bn``, as for `loader`.
+
+        Raises:
+            ValueError: no average is kept, or only one of update_bn and batch_size is given.
+            RuntimeError: `step`, `load`, `changing` or `average` is called inside the block.
+            DisagreementError: another device is somewhere else.
+        """
+        if (update_bn is None) != (batch_size is None):
+            raise ValueError("expected update_bn and batch_size together, or neither of them")
+        session = self._session
+        with session.telling_others():
+            session.engine.check_last_step()
+            with session.averaged(update_bn, batch_size, workers=workers, collate=collate):
+                yield
+
     def barrier(self) -> None:
         """Wait until every device is here; raises PeerError or DisagreementError if one is not."""
         with self._session.telling_others():
@@ -76,7 +143,8 @@ class TrainedModel:
         """Write the run as it is now to ``directory/step-00001234/``, and return that folder.
 
         ``model.safetensors`` there holds parameters and buffers under the user's own names. The
-        folder is there whole or not at all. Called on every device; the lead writes.
+        folder is there whole or not at all. Called on every device; the lead writes. In
+        `averaged` it holds the averages, and what is trained is in another file there.
 
         Args:
             directory: holds the checkpoints of a run; made if it is not there.
@@ -128,7 +196,8 @@ class TrainedModel:
             directory: what was given to `save`, or the folder of one checkpoint.
             changed: what may differ from the run that was saved, each giving up a part of the
                 promise: ``"seed"``, ``"shards"``, ``"batch_size"``, ``"dataset"``,
-                ``"clip_norm"``, ``"precision"``, ``"microbatch"``, ``"optimizer"``, ``"schedule"``.
+                ``"clip_norm"``, ``"precision"``, ``"microbatch"``, ``"optimizer"``, ``"schedule"``,
+                ``"average"``.
             if_any: where there is no checkpoint yet, do nothing, and return None.
 
         Raises:

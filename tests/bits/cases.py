@@ -141,6 +141,7 @@ class Case:
     clip: bool = False
     precision: PrecisionName | None = None
     microbatch: int | None = None
+    average: bool = False
 
     @property
     def reference(self) -> Case:
@@ -187,6 +188,8 @@ def run(case: Case, devices: Sequence[str] | None = None) -> tuple[str, str]:
     plan = case.plan(len(trainer.devices))
     if plan is not None:
         trainer.plan = plan
+    if case.average:
+        trainer.average(decay=0.99, every=2)
     batches = trainer.loader(data(), batch_size=BATCH, shuffle=True, workers=case.workers)
     for _ in trainer.epochs(2):
         for batch in batches:
@@ -194,6 +197,10 @@ def run(case: Case, devices: Sequence[str] | None = None) -> tuple[str, str]:
             if step.number == STEPS + 1:  # one step into the second epoch
                 break
     result = trainer.fingerprint(), float(step.loss).hex()
+    if case.average:
+        with trainer.averaged(update_bn=data(), batch_size=BATCH):
+            result = f"{trainer.fingerprint()} {result[0]}", result[1]
+        assert trainer.fingerprint() in result[0]
     trainer.close()
     return result
 
@@ -230,6 +237,8 @@ def covering() -> list[Case]:
     # In pieces of one sample, the odd and the even count of devices with one each.
     cases.append(Case("mixed", "adamw", 4, uneven=True, microbatch=1))
     cases.append(Case("transformer", "sgd", 4, workers=2, clip=True, microbatch=1))
+    cases.append(Case("mixed", "adamw", 4, uneven=True, average=True))
+    cases.append(Case("mixed", "sgd", 7, precision="bf16-params", average=True))
     return cases
 
 

@@ -58,6 +58,8 @@ def run_part(
         workers=case.workers,
         drop_last=case.drop_last,
     )
+    if case.seed == 1:
+        trainer.average(decay=0.9)
     if folder.is_dir():
         trainer.load(folder)
     for _ in trainer.epochs(EPOCHS):
@@ -69,5 +71,8 @@ def run_part(
                 trainer.close()
                 return result
     result = trainer.steps, trainer.fingerprint()
+    if case.seed == 1:
+        with trainer.averaged():
+            result = trainer.steps, trainer.fingerprint() + result[1]
     trainer.close()
     return result

@@ -306,3 +306,26 @@ def test_bad_options_are_told(
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert f"onefold: {text}" in done.stderr
+
+
+def test_an_average_goes_on_without_the_script_knowing(tmp_path: Path) -> None:
+    """Also where its line is one of an epoch that is over."""
+    script = SCRIPT.parent / "averaging.py"
+    folder = str(tmp_path / "checkpoints")
+
+    def run(devices: str, last: int, *options: str) -> str:
+        command = ["run", "--devices", devices, *options, str(script), str(last)]
+        done = subprocess.run(
+            [sys.executable, "-m", "onefold", *command],
+            capture_output=True,
+            text=True,
+            timeout=100,
+            env={**os.environ, "TMPDIR": str(tmp_path)},
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()[-1]
+
+    whole = run("cpu:1", 4)
+    for devices, last in (("cpu:2", 2), ("cpu:3", 3)):
+        run(devices, last, "--checkpoint", folder)
+    assert run("cpu:2", 4, "--checkpoint", folder) == whole

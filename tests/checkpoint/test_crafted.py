@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +35,7 @@ def trainer_of() -> onefold.Trainer:
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
     trainer = trainer_of()
+    trainer.average(decay=0.9)
     data = torch.utils.data.TensorDataset(*points(8))
     trainer.step(next(iter(trainer.loader(data, batch_size=4))))
     return trainer.save(tmp_path_factory.mktemp("original"))
@@ -118,6 +120,18 @@ CHANGES: dict[str, Callable[[dict[str, Any]], None]] = {
     "files in a list": put(["model.safetensors"], "files"),
     "settings of parameters": put([], "optimizer", "settings", 0, "params"),
     "tensors that are not there": put(["exp_avg", "none"], "optimizer", "tensors", "weight"),
+    "an average without a decay": without("average", "decay"),
+    "an average that is a list": put([0.9, 1, 1], "average"),
+    "a decay of 1": put(1.0, "average", "decay"),
+    "a decay that is a truth": put(True, "average", "decay"),
+    "a decay that is no number": put("nan", "average", "decay"),
+    "updates each 0 steps": put(0, "average", "every"),
+    "an average of less than no steps": put(-1, "average", "steps"),
+    "an average beyond": put(10**30, "average", "steps"),
+    "a parameter without an average": put(["exp_avg"], "optimizer", "tensors", "weight"),
+    "an average that is no tensor": put(
+        {"onefold.average": 3}, "optimizer", "other_state", "weight"
+    ),
     "an unknown kind of value": put({KIND: "code", "items": []}, "extra"),
     "a float that is none": put({KIND: "float", "items": "x"}, "extra"),
     "a tensor of no type": put({KIND: "tensor", "dtype": "load", "items": [1]}, "extra"),
@@ -254,6 +268,57 @@ def test_an_optimizer_of_other_shapes_is_refused_before_anything_is_changed(
     save_file(tensors, path)
     reseal(folder)
     assert "weight.exp_avg is not among its tensors" in refusal(folder)
+
+
+TENSORS: dict[str, Callable[[dict[str, torch.Tensor]], None]] = {
+    "0.running_mean.onefold.average is not among": lambda t: t.pop(
+        "0.running_mean.onefold.average"
+    ),
+    "0.running_mean.onefold.average is F32 (4,), expected F32 (3,)": lambda t: t.update(
+        {"0.running_mean.onefold.average": torch.zeros(4)}
+    ),
+    "1.weight.onefold.average is F32 (), expected F32 (1, 3)": lambda t: t.update(
+        {"1.weight.onefold.average": torch.zeros(())}
+    ),
+    "1.weight.onefold.average is F64 (1, 3), expected F32 (1, 3)": lambda t: t.update(
+        {"1.weight.onefold.average": torch.zeros(1, 3, dtype=torch.float64)}
+    ),
+    "1.bias.onefold.average is not among": lambda t: t.pop("1.bias.onefold.average"),
+}
+
+
+@pytest.mark.parametrize("words", TENSORS)
+def test_averages_of_the_wrong_form(words: str, tmp_path: Path) -> None:
+    def normed() -> onefold.Trainer:
+        return make_trainer(torch.nn.Sequential(torch.nn.BatchNorm1d(3), line()))
+
+    trainer = normed()
+    trainer.average(mean=True)
+    trainer.step(points(8))
+    folder = trainer.save(tmp_path)
+    path = folder / "optimizer.safetensors"
+    tensors = load_file(path)
+    TENSORS[words](tensors)
+    save_file(tensors, path)
+    reseal(folder)
+    trainer = normed()
+    before = trainer.fingerprint()
+    with pytest.raises(CheckpointError, match=re.escape(words)):
+        trainer.load(folder)
+    assert trainer.fingerprint() == before
+    # They are not looked at where they are not wanted.
+    trainer.load(folder, changed=["average"])
+
+
+def test_a_model_beside_the_averages_of_another_form_is_refused(tmp_path: Path) -> None:
+    trainer = trainer_of()
+    trainer.average(mean=True)
+    with trainer.averaged():
+        folder = trainer.save(tmp_path)
+    path = folder / "training.safetensors"
+    save_file({**load_file(path), "weight": torch.zeros(1, 9)}, path)
+    reseal(folder)
+    assert "weight is F32 (1, 9) in the checkpoint and F32 (1, 3)" in refusal(folder)
 
 
 def test_what_is_loaded_is_what_can_be_saved(tmp_path: Path) -> None:

@@ -277,5 +277,6 @@ def test_what_lies_beside_no_run_is_still_a_checkpoint() -> None:
         check_run({**stored, "files": {}})
 
 
-def test_files_of_tensors_have_three_names() -> None:
-    assert TENSOR_FILES == ("model.safetensors", "optimizer.safetensors", "buffers.safetensors")
+def test_files_of_tensors_have_four_names() -> None:
+    names = ("model", "optimizer", "buffers", "training")
+    assert tuple(f"{name}.safetensors" for name in names) == TENSOR_FILES

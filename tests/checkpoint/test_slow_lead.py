@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 
 import onefold
-from onefold.checkpoint import resume
+from onefold.checkpoint import model, resume, states
 from onefold.errors import RunFailed
 from tests.small import make_trainer, points
 
@@ -43,10 +43,8 @@ def save_twice(directory: Path) -> str:
 
 def go_on(directory: Path, slow: str) -> str:
     trainer = make_trainer(devices=None)
-    place, name = resume, slow
-    if slow == "fill":
-        place, name = resume.ModelFiles, "fill"
-    with mock.patch.object(place, name, slowly(getattr(place, name))):
+    places = {"find_checkpoint": resume, "fill": model.ModelFiles, "take_apart": states}
+    with mock.patch.object(places[slow], slow, slowly(getattr(places[slow], slow))):
         found = trainer.load(directory)
     trainer.step(points(8))
     return f"{found.step} {trainer.fingerprint()}"

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from onefold.engine.modes import evaluating
+from onefold.engine.modes import in_mode
 from tests.small import Batch, bits, line, make_trainer, points, square
 
 both = pytest.mark.parametrize("devices", [1, 2])
@@ -117,7 +117,7 @@ def test_what_a_part_does_for_an_evaluation_it_undoes_afterwards() -> None:
     module[1].eval()
     before = [each.training for each in module.modules()]
     part.calls, kept.calls = [], []
-    with evaluating(module):
+    with in_mode(module, training=False):
         assert part.merged
         assert not any(each.training for each in module.modules())
     assert not part.merged

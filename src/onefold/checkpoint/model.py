@@ -18,7 +18,7 @@ from onefold.errors import CheckpointError
 from onefold.system.compat import EXTRA_STATE_KEY_SUFFIX
 from onefold.system.tensorfile import DTYPES, TensorParts
 
-__all__ = ["ModelCopy", "ModelFiles", "check_model_can_be_saved", "copy_model"]
+__all__ = ["ModelCopy", "ModelFiles", "check_model_can_be_saved", "copy_model", "tensor_parts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class ModelCopy:
 
     def parts(self) -> tuple[list[TensorParts], list[TensorParts]]:
         """``model`` and ``rest``, ready to be written; views of the copy."""
-        return _parts(self.model), _parts(self.rest)
+        return tensor_parts(self.model), tensor_parts(self.rest)
 
     def fingerprint(self) -> str:
         """What ``trainer.fingerprint()`` was at that moment."""
@@ -173,7 +173,8 @@ def _state_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {own_name(name): value for name, value in module.state_dict().items()}
 
 
-def _parts(tensors: Mapping[str, torch.Tensor]) -> list[TensorParts]:
+def tensor_parts(tensors: Mapping[str, torch.Tensor]) -> list[TensorParts]:
+    """Tensors on the host, by name, ready to be written; views of them."""
     return [
         TensorParts(
             name,

@@ -19,7 +19,12 @@ RUN = "run.json"
 
 Whether they still are, its digests tell."""
 
-TENSOR_FILES = ("model.safetensors", "optimizer.safetensors", "buffers.safetensors")
+TENSOR_FILES = (
+    "model.safetensors",
+    "optimizer.safetensors",
+    "buffers.safetensors",
+    "training.safetensors",
+)
 
 _MOST = 1 << 62
 """Limit of any whole number: steps, sizes and seeds fit, and the sum of two is below 2**63."""
@@ -78,6 +83,8 @@ def check_run(run: Mapping[str, Any]) -> None:
     for number, loader in enumerate(run["position"]):
         for name, check, expected in _LOADER:
             _expect(_mapping(loader, "position"), name, check, expected, f"position[{number}].")
+    for name, check, expected in _AVERAGE if run.get("average") is not None else ():
+        _expect(run["average"], name, check, expected, "average.")
     from_json(run["extra"])
 
 
@@ -125,6 +132,10 @@ def _is_whole(value: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     return type(value) is float or (type(value) is int and -_MOST < value < _MOST)
+
+
+def _is_decay(value: Any) -> bool:
+    return type(value) is float and 0 <= value < 1
 
 
 def _is_text(value: Any) -> bool:
@@ -197,6 +208,7 @@ _RUN: tuple[tuple[str, _Check, str], ...] = (
     ("microbatch?", _or_none(_is_one_or_more), "a number of 1 or more, or null"),
     ("loss_scale", _is_number, "a number"),
     ("good_steps?", _is_count, "a whole number"),
+    ("average?", _or_none(_is_object), "values by name, or null"),
     ("fingerprint", _is_text, "a text"),
     ("threads", _is_one_or_more, "a number of 1 or more"),
     ("device", _is_text, "a text"),
@@ -214,6 +226,12 @@ _OPTIMIZER: tuple[tuple[str, _Check, str], ...] = (
     ("settings_at_start", _list_of(_is_object), "settings for each group"),
     ("tensors", _by_name(_list_of(_is_text)), "lists of keys by name"),
     ("other_state", _by_name(_is_state), "values by name"),
+)
+
+_AVERAGE: tuple[tuple[str, _Check, str], ...] = (
+    ("decay", _or_none(_is_decay), "a number from 0 to less than 1, or null"),
+    ("every", _is_one_or_more, "a number of 1 or more"),
+    ("steps", _is_count, "a number of steps"),
 )
 
 _LOADER: tuple[tuple[str, _Check, str], ...] = (

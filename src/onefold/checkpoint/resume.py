@@ -21,7 +21,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -40,21 +40,22 @@ from onefold.checkpoint.keeping import Checkpoint, Keeping
 from onefold.checkpoint.lead import Lead
 from onefold.checkpoint.model import (
     ModelCopy,
-    ModelFiles,
     check_model_can_be_saved,
     copy_model,
 )
 from onefold.checkpoint.record import check_run
 from onefold.checkpoint.runstate import RunState
+from onefold.checkpoint.states import StoredStates, buffer_parts, saved_rule
 from onefold.core.fingerprint import fingerprint_of, named_tensors, tensor_digests
 from onefold.core.finite import first_not_finite, names_with_nan
+from onefold.core.flat import FlatTensors
 from onefold.core.head import Call, StepHead, digest
 from onefold.core.jsonvalue import from_bytes, from_json, to_bytes
 from onefold.core.names import own_name
 from onefold.core.settings import Settings
 from onefold.core.team import Team
 from onefold.engine.engine import Engine
-from onefold.engine.optimizerstate import check_saved, join, pack, packed, take_apart, unpack
+from onefold.engine.optimizerstate import join, pack, unpack
 from onefold.engine.schedule import read_schedule
 from onefold.errors import CheckpointError, StateError
 from onefold.exchange.transport import roomy
@@ -96,7 +97,8 @@ class Checkpoints:
         self._lead = Lead(engine, team, settings.timeout_s)
         self._state = RunState(engine, settings, team, position, schedule)
         self._writing = Background("writing a checkpoint")
-        self._model_room: torch.Tensor | None = None
+        self._rooms: dict[str, torch.Tensor] = {}
+        """Where copies of the model's values are made, again for every checkpoint."""
         self._nan_from_the_start = names_with_nan(self._buffers())
         self.lost = False
         """Whether the last checkpoint could not be written."""
@@ -128,15 +130,16 @@ class Checkpoints:
         self._engine.check_last_step()
         # The writing still reads the rooms of all devices, which `pack` is about to overwrite.
         self._wait_until_written()
-        self._refuse_not_finite()
+        with self._engine.averaging.training_values() as trained:
+            self._refuse_not_finite(trained)
         self._engine.follow_parameters()
         pack(self._engine.update.states(), self._engine.exchange.transport.room)
         brought = self._engine.exchange.transport.bring()
         self.lost = False
         # Copied by the training thread: the thread that writes reads nothing but copies.
         if self._lead.is_here:
-            model = copy_model(self._module, self._room)
-            self._writing.start(partial(self._write, folder, record, model, brought, keeping))
+            copies = self._copies()
+            self._writing.start(partial(self._write, folder, record, copies, brought, keeping))
         if wait:
             self._wait_until_written()
         self._position.note_save()
@@ -173,11 +176,11 @@ class Checkpoints:
             # From here on the trainer changes: all that could be refused was refused before.
             self._take_model(files)
             self._take_optimizer(stored.run["optimizer"], files, changed)
+            self._take_average(stored.run, files, changed)
         if self._schedule is not None and "schedule" not in changed:
             read_schedule(self._schedule, stored.run["schedule"])
         self._position.go_to(stored.run, changed)
-        self._state.take_scale(stored.run)
-        self._state.take_microbatch(stored.run, changed)
+        self._state.adopt(stored.run, changed)
         # Under the same name, so that pruning sees the checkpoints of both as one run's.
         self._state.run = stored.run["run"]
         self._check_fingerprint(stored)
@@ -249,9 +252,10 @@ class Checkpoints:
     def _buffers(self) -> dict[str, torch.Tensor]:
         return {own_name(name): buffer for name, buffer in self._module.named_buffers()}
 
-    def _room(self, nbytes: int) -> torch.Tensor:
-        self._model_room = roomy(self._model_room, nbytes, self._engine.replicas[0].device)
-        return self._model_room
+    def _room(self, what: str, nbytes: int) -> torch.Tensor:
+        device = self._engine.replicas[0].device
+        self._rooms[what] = roomy(self._rooms.get(what), nbytes, device)
+        return self._rooms[what]
 
     # Saving
 
@@ -263,15 +267,28 @@ class Checkpoints:
                 f"checkpoint is written: go on from the last one with trainer.load"
             )
 
-    def _refuse_not_finite(self) -> None:
+    def _copies(self) -> _Copies:
+        """Copy what the lead saves beside the states of pieces."""
+        averaging = self._engine.averaging
+        shown = None
+        if averaging.is_shown:
+            shown = copy_model(self._module, partial(self._room, "shown"))
+        with averaging.training_values():
+            trained = copy_model(self._module, partial(self._room, "trained"))
+        return _Copies(trained, shown, averaging.buffers())
+
+    def _refuse_not_finite(self, trained: FlatTensors) -> None:
         """Have the lead check that all values are finite, and all devices raise if they are not.
+
+        Args:
+            trained: the parameters that the module shows.
 
         Raises:
             StateError: a parameter is not finite, or a buffer has become NaN.
         """
         parameters = {own_name(n): p for n, p in self._module.named_parameters()}
         names = [*parameters, *self._buffers()]
-        found = self._first_not_finite(parameters) if self._lead.is_here else None
+        found = self._first_not_finite(trained, parameters) if self._lead.is_here else None
         # As a number, which all can be sent: the place of the name in a list that all have.
         number = int(self._lead.share(0.0 if found is None else 1.0 + names.index(found)))
         if number:
@@ -284,9 +301,10 @@ class Checkpoints:
                 f"set clip_norm. The run can go on from the checkpoint before"
             )
 
-    def _first_not_finite(self, parameters: Mapping[str, torch.Tensor]) -> str | None:
-        first = self._engine.replicas[0]
-        sections = (*first.trained.sections, *first.other.sections)
+    def _first_not_finite(
+        self, trained: FlatTensors, parameters: Mapping[str, torch.Tensor]
+    ) -> str | None:
+        sections = (*trained.sections, *self._engine.replicas[0].other.sections)
         found = first_not_finite(sections, parameters)
         if found is not None:
             return found
@@ -298,7 +316,7 @@ class Checkpoints:
         self,
         folder: Path,
         record: dict[str, Any],
-        model: ModelCopy,
+        copies: _Copies,
         rooms: list[torch.Tensor],
         keeping: Keeping,
     ) -> None:
@@ -307,11 +325,15 @@ class Checkpoints:
         states = chain.from_iterable(map(unpack, rooms))
         joined = join(states, storage.pieces, storage.masters)
         record["optimizer"] |= {"tensors": joined.keys, "other_state": joined.values}
-        saved, rest = model.parts()
-        files = {"model.safetensors": saved, "optimizer.safetensors": joined.tensors}
+        saved, rest = (copies.shown or copies.trained).parts()
+        parts = [*joined.tensors, *buffer_parts(copies.averages)]
+        files = {"model.safetensors": saved, "optimizer.safetensors": parts}
         if rest:
             files["buffers.safetensors"] = rest
-        write_checkpoint(folder, files, lambda: {**record, "fingerprint": model.fingerprint()})
+        if copies.shown is not None:
+            files["training.safetensors"] = [p for found in copies.trained.parts() for p in found]
+        seal = copies.trained.fingerprint
+        write_checkpoint(folder, files, lambda: {**record, "fingerprint": seal()})
         # Only now that the new one is on the disk: a failure before leaves all the old ones.
         if keeping.newest is not None:
             prune(folder.parent, run=record["run"], keep=keeping.newest)
@@ -325,7 +347,7 @@ class Checkpoints:
         if_any: bool,
         leave_out: int,
         stack: ExitStack,
-    ) -> tuple[Callable[[int], torch.Tensor], _Files | None]:
+    ) -> tuple[Callable[[int], torch.Tensor], StoredStates | None]:
         """On the lead, find and check the checkpoint; return what to hand out, and its files."""
         if if_any and not has_checkpoints(path):
             return _told(None), None
@@ -338,14 +360,14 @@ class Checkpoints:
                     f"{found.folder} is damaged: its run.json cannot be used: {error}"
                 ) from error
             # Open until `load` is done: these very files are checked, whoever prunes meanwhile.
-            files = _Files(found, stack)
+            files = StoredStates(found, self._engine.update.storage, changed, stack)
             try:
                 # Before the model, whose parameters have another dtype in another precision.
                 self._state.check_precision(found.run, changed)
                 files.model.check(self._module)
                 self._state.check_fits(found.run, changed)
-                self._check_optimizer_files(found.run, files, changed)
-            except CheckpointError as error:
+                files.check()
+            except (CheckpointError, ValueError) as error:
                 raise CheckpointError(f"{found.folder} does not fit: {error}") from None
         except CheckpointError as error:
             return _told({"error": str(error)}), None
@@ -360,23 +382,7 @@ class Checkpoints:
             raise CheckpointError(found["error"])
         return StoredCheckpoint(Path(found["folder"]), found["run"])
 
-    def _check_optimizer_files(
-        self, run: Mapping[str, Any], files: _Files, changed: Collection[str]
-    ) -> None:
-        if "optimizer" in changed:
-            return
-        storage, saved = self._engine.update.storage, files.optimizer
-        try:
-            check_saved(
-                run["optimizer"]["tensors"],
-                lambda name: saved.kind_of(name) if name in saved.names else None,
-                storage.pieces,
-                storage.masters,
-            )
-        except ValueError as error:
-            raise CheckpointError(str(error)) from error
-
-    def _take_model(self, files: _Files | None) -> None:
+    def _take_model(self, files: StoredStates | None) -> None:
         # The script may have replaced buffers of the module: take them back into flat memory, which
         # is what the lead fills and the others follow.
         self._engine.replicas[0].buffers.absorb()
@@ -386,16 +392,15 @@ class Checkpoints:
         self._engine.model_loaded()
 
     def _take_optimizer(
-        self, saved: Mapping[str, Any], files: _Files | None, changed: Collection[str]
+        self, saved: Mapping[str, Any], files: StoredStates | None, changed: Collection[str]
     ) -> None:
-        """Adopt state and settings; those that a schedule sets come and go with the schedule."""
+        """Adopt states and settings; those that a schedule sets come and go with the schedule."""
         kept = set(_OF_THE_SCRIPT)
+        make = None if files is None else partial(self._pieces_for, files)
+        self._engine.update.take_states(unpack(self._lead.hand_out(make)))
         if "optimizer" in changed:
-            self._engine.update.take_states(())
             only = set(_WITH_SCHEDULE) if self._schedule is not None else set()
         else:
-            make = None if files is None else partial(self._pieces_for, saved, files)
-            self._engine.update.take_states(unpack(self._lead.hand_out(make)))
             only = {key for values in saved["settings"] for key in values}
         if "schedule" in changed:
             kept |= set(_WITH_SCHEDULE)
@@ -403,20 +408,20 @@ class Checkpoints:
             taken = {key: from_json(v) for key, v in values.items() if key in only - kept}
             group.update(taken)
 
-    def _pieces_for(self, saved: Mapping[str, Any], files: _Files, first: int) -> torch.Tensor:
-        """Pack the optimizer's state for the process that has this as its first device."""
-        storage = self._engine.update.storage
+    def _take_average(
+        self, run: Mapping[str, Any], files: StoredStates | None, changed: Collection[str]
+    ) -> None:
+        """Go on with the average, of whose pieces the owners have theirs already."""
+        rule = saved_rule(run, changed)
+        make = None if files is None else lambda device: files.buffers()
+        buffers = unpack(self._lead.hand_out(make)) if rule is not None else iter(())
+        self._engine.averaging.loaded(rule, run["average"]["steps"] if rule else 0, buffers)
+
+    def _pieces_for(self, files: StoredStates, first: int) -> torch.Tensor:
+        """Pack the states for the process that has this as its first device."""
         devices = self._team.own if first in self._team.own else (first,)
         owned = chain.from_iterable(self._engine.roster.spans[device] for device in devices)
-        states = take_apart(
-            saved["tensors"],
-            saved["other_state"],
-            files.optimizer.read,
-            owned,
-            storage.pieces,
-            storage.masters,
-        )
-        return packed(list(states))
+        return files.pieces(owned)
 
     def _check_fingerprint(self, stored: StoredCheckpoint) -> None:
         now = fingerprint_of(tensor_digests(named_tensors(self._module)))
@@ -428,15 +433,15 @@ class Checkpoints:
             )
 
 
-class _Files:
-    """The open files of a checkpoint."""
+class _Copies(NamedTuple):
+    """What the lead has copied for a checkpoint."""
 
-    def __init__(self, stored: StoredCheckpoint, stack: ExitStack) -> None:
-        names = ("model.safetensors", "buffers.safetensors")
-        paths = [path for name in names if (path := stored.path(name)) is not None]
-        self.model = stack.enter_context(ModelFiles(*paths))
-        optimizer = stored.folder / "optimizer.safetensors"
-        self.optimizer = stack.enter_context(ModelFiles(optimizer))
+    trained: ModelCopy
+    """The model that the run goes on with."""
+    shown: ModelCopy | None
+    """The model with its averages, if it is they that are saved as the model."""
+    averages: Mapping[str, torch.Tensor]
+    """The averages of the buffers, by name."""
 
 
 def _told(said: object) -> Callable[[int], torch.Tensor]:

@@ -17,6 +17,7 @@ from onefold.checkpoint.folder import (
     StoredCheckpoint,
 )
 from onefold.checkpoint.keeping import Keeping
+from onefold.checkpoint.states import saved_rule
 from onefold.core.fingerprint import named_tensors
 from onefold.core.jsonvalue import to_json
 from onefold.core.lossscale import LossScale
@@ -67,6 +68,7 @@ class RunState:
         self._optimizer = engine.update.optimizer
         self._rules = engine.rules
         self._fitting = engine.fitting
+        self._averaging = engine.averaging
         self._module = engine.replicas[0].module
         # Before a checkpoint is loaded: what the script itself asks for, to be compared with what
         # the run began with.
@@ -110,6 +112,7 @@ class RunState:
             "microbatch": self._fitting.samples,
             "loss_scale": 1.0 if self._rules.scale is None else self._rules.scale.value,
             "good_steps": 0 if self._rules.scale is None else self._rules.scale.good_steps,
+            "average": self._averaging.to_json(),
             "schedule": None if self._schedule is None else write_schedule(self._schedule),
             "optimizer": {
                 "class": type(self._optimizer).__name__,
@@ -152,6 +155,7 @@ class RunState:
         if self._settings.microbatch != "auto":
             number = self._settings.microbatch
             check_same("microbatch", run.get("microbatch"), number, changed, "microbatch")
+        self._check_average(run, changed)
         one, other = run["optimizer"], here["optimizer"]
         check_same("optimizer", one["class"], other["class"], changed, "optimizer")
         groups = len(one["settings"]), len(other["settings"])
@@ -167,13 +171,16 @@ class RunState:
             check_state(self._schedule, run["schedule"])
         self._position.check_fits(run, changed)
 
-    def take_scale(self, run: Mapping[str, Any]) -> None:
-        """Go on with the scale of the losses that a saved run had, where this one scales them."""
+    def _check_average(self, run: Mapping[str, Any], changed: Collection[str]) -> None:
+        """Refuse another average than the script asks for; it need not ask for one to go on."""
+        saved, asked = saved_rule(run, changed), self._averaging.asked
+        if saved is not None and asked is not None:
+            check_same("average", saved.words, asked.words, changed, "an average of")
+
+    def adopt(self, run: Mapping[str, Any], changed: Collection[str]) -> None:
+        """Go on with what a saved run had found: the scale of its losses, and pieces that fit."""
         if self._rules.scale is not None and Precision(run.get("precision")).is_scaled:
             self._rules.scale = LossScale(run["loss_scale"], run.get("good_steps", 0))
-
-    def take_microbatch(self, run: Mapping[str, Any], changed: Collection[str]) -> None:
-        """Go on with the pieces that a saved run had found, or look for others if that is asked."""
         if self._settings.microbatch == "auto":
             self._fitting.adopt(run.get("microbatch"), anew="microbatch" in changed)
 

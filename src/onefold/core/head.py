@@ -50,6 +50,10 @@ class Call(IntEnum):
     CHANGING = 7
     CHANGED = 8
     BARRIER = 9
+    AVERAGE = 10
+    AVERAGED = 11
+    AVERAGED_END = 12
+    UPDATE_BN = 13
 
     @property
     def words(self) -> str:
@@ -67,6 +71,10 @@ _CALLS = {
     Call.CHANGING: "the beginning of trainer.changing",
     Call.CHANGED: "the end of trainer.changing",
     Call.BARRIER: "trainer.barrier",
+    Call.AVERAGE: "trainer.average",
+    Call.AVERAGED: "the beginning of trainer.averaged",
+    Call.AVERAGED_END: "the end of trainer.averaged",
+    Call.UPDATE_BN: "the update_bn of trainer.averaged",
 }
 
 

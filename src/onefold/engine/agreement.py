@@ -26,6 +26,17 @@ from onefold.exchange.exchange import Exchange
 
 __all__ = ["Agreement"]
 
+_WITH_AVERAGES = (
+    Call.EVALUATE,
+    Call.PREDICT,
+    Call.GATHER,
+    Call.SAVE,
+    Call.BARRIER,
+    Call.UPDATE_BN,
+    Call.AVERAGED_END,
+)
+"""The calls that are allowed while the model holds its averages."""
+
 
 class Agreement:
     """Compares this process's state with that of all others at the beginning of each call.
@@ -60,6 +71,8 @@ class Agreement:
         """Reads the settings of the optimizer's groups."""
         self.changing = False
         """Whether the script is inside `with trainer.changing():`."""
+        self.averaged = False
+        """Whether it is inside `with trainer.averaged():`."""
 
     def begin(self, head: StepHead, *, function: object = None, stop: bool = False) -> Said:
         """Wait for all devices to have begun the same call, in the same state.
@@ -75,14 +88,10 @@ class Agreement:
         Raises:
             DisagreementError: a device has begun another call or is in another state, or its
                 parameters were changed since the last call.
-            RuntimeError: the script is inside `with trainer.changing():`.
+            RuntimeError: the script is inside a block that the call is not allowed in.
         """
         call = Call(head.call)
-        if self.changing and call is not Call.CHANGED:
-            raise RuntimeError(
-                f"{call.words} was called inside `with trainer.changing():`, where devices may "
-                f"differ: expected the block to end first"
-            )
+        self.refuse_inside(call)
         # Local checks come before devices meet: a process that fails here reports that, and nobody
         # waits for its word.
         self._update.check_groups()
@@ -93,7 +102,7 @@ class Agreement:
             self._parts.modes.refresh()
         if not self._with_others:
             return Said((0,), stop)
-        # A load and the end of `changing` make devices alike, so that they may differ before.
+        # These make devices alike, so that they may differ before.
         settles = call in (Call.LOAD, Call.CHANGED)
         # Buffers that were replaced lie elsewhere than where the samples are read.
         self._first.buffers.absorb()
@@ -110,6 +119,24 @@ class Agreement:
         if any(agreed.changed):
             raise DisagreementError(self._words_of_change(agreed, head))
         return agreed
+
+    def refuse_inside(self, call: Call) -> None:
+        """Refuse a call that is not allowed inside the block that the script has opened.
+
+        Raises:
+            RuntimeError: the script is inside `with trainer.changing():`, or inside `with
+                trainer.averaged():` and the call is for the training values.
+        """
+        if self.changing and call is not Call.CHANGED:
+            raise RuntimeError(
+                f"{call.words} was called inside `with trainer.changing():`, where devices may "
+                f"differ: expected the block to end first"
+            )
+        if self.averaged and call not in _WITH_AVERAGES:
+            raise RuntimeError(
+                f"{call.words} was called inside `with trainer.averaged():`, where the model holds "
+                f"its averages and not the values that are trained: expected the block to end first"
+            )
 
     def _modes_checksum(self) -> int:
         """Compute a checksum of modes, frozen parameters and numbers such as dropout's."""

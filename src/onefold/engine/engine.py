@@ -17,6 +17,7 @@ from onefold.core.roster import Roster
 from onefold.core.settings import Settings
 from onefold.core.weights_of_step import StepWeight, total_weight
 from onefold.engine.agreement import Agreement
+from onefold.engine.averaging import Averaging
 from onefold.engine.changes import Changes
 from onefold.engine.divisors import trade_divisors
 from onefold.engine.fitting import Fitting
@@ -24,7 +25,7 @@ from onefold.engine.gradientrules import GradientRules
 from onefold.engine.gradients import Gradients
 from onefold.engine.guard import Turns
 from onefold.engine.kernels import Compilers, repeatable_kernels
-from onefold.engine.modes import evaluating
+from onefold.engine.modes import in_mode
 from onefold.engine.nonfinite import FiniteCheck, bad_gradient
 from onefold.engine.optimizerstate import pack, packed, unpack
 from onefold.engine.outside import OutsideModules
@@ -86,7 +87,8 @@ class Engine:
         """Who takes part; `bind` sets it."""
         self.seed = settings.seed
         self.update = update
-        self._loss = loss
+        self.loss = loss
+        """The user's."""
         self._deterministic = settings.deterministic
         self._frozen = frozen
         self._parts = replicas[0].parts
@@ -96,7 +98,10 @@ class Engine:
         self._agreement = Agreement(replicas, exchange, update, self._outside, self._turns)
         self._guard = self._agreement.guard
         self._siblings = Siblings(replicas, self._guard, self._turns)
-        self._changes = Changes(replicas, exchange, update, self._agreement, self._siblings)
+        with_all = (replicas, exchange, update, self._agreement, self._siblings)
+        self._changes = Changes(*with_all)
+        self.averaging = Averaging(*with_all, self.follow_parameters)
+        """The averages of the model, if the run keeps any."""
         self._compilers = Compilers(module, loss)
         self.rules = GradientRules(settings, update, exchange)
         """What is done to each gradient."""
@@ -199,6 +204,8 @@ class Engine:
         # What is not finite would stay in running means for ever: they are as before the step.
         for replica in self.replicas if not failure else ():
             replica.buffers.end_step(board, batch, due=self._turns.due)
+        if verdict.updates:
+            self.averaging.follow()
         start = watch.now()
         self.exchange.spread()  # from here on the board is no longer ours to read
         watch.note("exchange", "spread", start)
@@ -231,9 +238,13 @@ class Engine:
         return {replica.number: replica.watch.take() for replica in self.replicas}
 
     @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Set the state in which models are evaluated; everything is put back afterwards."""
-        with self._computing(), evaluating(self._module), torch.no_grad():
+    def evaluating(self, *, training: bool = False) -> Iterator[None]:
+        """Set the state in which models are evaluated; everything is put back afterwards.
+
+        Args:
+            training: whether the modules are in training mode all the same.
+        """
+        with self._computing(), in_mode(self._module, training=training), torch.no_grad():
             yield
 
     @contextmanager
@@ -284,7 +295,7 @@ class Engine:
         due, shards, parts = self._turns.due, batch.plan.shards, self._parts
         several = shards > 1
         task = ShardTask(
-            loss=self._loss,
+            loss=self.loss,
             seed=self.seed,
             step=number,
             shards=shards,
@@ -359,7 +370,8 @@ class Engine:
 
     def follow_parameters(self) -> None:
         """Have masters follow what one device alone, which may, has changed between steps."""
-        if self._alone and self.update.storage.rounds:
+        # They are not to follow averages that the model shows.
+        if self._alone and self.update.storage.rounds and not self.averaging.is_shown:
             self.update.follow_parameters()
 
     def _update(self, norm: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from onefold.core.head import checksum
 
-__all__ = ["Modes", "evaluating"]
+__all__ = ["Modes", "in_mode"]
 
 
 _NUMBERS = ("p", "momentum", "eps", "dropout")
@@ -67,15 +67,15 @@ class Modes:
 
 
 @contextmanager
-def evaluating(module: torch.nn.Module) -> Iterator[None]:
-    """Put a module into evaluation mode; afterwards each part has its own mode again."""
+def in_mode(module: torch.nn.Module, *, training: bool) -> Iterator[None]:
+    """Put a module into one mode; afterwards each part has its own mode again."""
     # Listed here and not taken from `Modes`: parts may have been added since, and all must return.
     parts = list(module.modules())
     before = [part.training for part in parts]
     # A part with a train() of its own may do more than set the flag (merge weights, for instance),
-    # so it is called even where all flags are down already.
-    if not all(not part.training and _is_plain(part) for part in parts):
-        module.eval()
+    # so it is called even where all flags are right already.
+    if not all(part.training is training and _is_plain(part) for part in parts):
+        module.train() if training else module.eval()
     try:
         yield
     finally:

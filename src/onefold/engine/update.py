@@ -22,6 +22,7 @@ import torch
 from onefold.core.flat import FlatTensors, Layout, Piece, laid_out, storage_order
 from onefold.core.roster import Roster
 from onefold.core.storage import Storage
+from onefold.engine.averages import AVERAGE, Averages
 from onefold.engine.gradients import exact_norm
 from onefold.engine.optimizercheck import TAKEN
 from onefold.engine.optimizerstate import PieceState, is_by_element
@@ -79,6 +80,8 @@ class SpanOptimizer:
         self.gradients: list[torch.Tensor | None] = []
         """The gradient of each of these pieces, from `take` to the end of `step`: shaped as the
         piece, in the dtype in which gradients are added up; None where no shard gave one."""
+        self.averages = Averages()
+        """The averages of these pieces, if the run keeps any."""
         self._users = users
         self._memory = memory
         self._group_of = {
@@ -109,6 +112,7 @@ class SpanOptimizer:
         ]
         for item in before.values():
             self.optimizer.state.pop(item.values, None)
+        self.averages.keep({item.number for item in self.owned})
         self.gradients = [None] * len(self.owned)
         self._entries = [item.piece.entry for item in self.owned]
         self._divided: list[list[torch.Tensor]] = [[] for _ in self.optimizer.param_groups]
@@ -241,12 +245,14 @@ class SpanOptimizer:
             self.gradients = [None] * len(self.owned)
 
     def states(self) -> list[PieceState]:
-        """List the state of the owned pieces as it is now; the tensors are the optimizer's own.
+        """List the state of the owned pieces as it is now, masters and averages with it.
+
+        The tensors are the optimizer's own.
 
         Raises:
             TypeError: the optimizer keeps state under something other than a parameter.
         """
-        found = []
+        found = self.averages.states()
         if self._loose():
             raise TypeError(
                 f"the optimizer keeps {', '.join(map(repr, self._loose()))} in its state, under no "
@@ -272,6 +278,7 @@ class SpanOptimizer:
             states: of the owned pieces; tensors are copied.
         """
         self._forget()
+        self.averages.pieces.clear()
         # Where the states bring no masters, the models' own values are all that there is.
         for item in self.owned:
             if item.rounded is not None:
@@ -295,6 +302,8 @@ class SpanOptimizer:
                 # A run whose models have full precision has no use for them.
                 if owned[state.piece].rounded is not None:
                     storage_order(values.data).copy_(value)
+            elif state.key == AVERAGE:
+                self.averages.adopt(state.piece, values.detach(), value)
             elif state.by_element:
                 # In the piece's own strides: fused kernels read state and values in step.
                 value = torch.empty_strided(
@@ -303,7 +312,7 @@ class SpanOptimizer:
                 storage_order(value).copy_(state.value)
             elif isinstance(value, torch.Tensor):
                 value = value.to(self._home(state.key, values), copy=True)
-            if state.key != MASTER:
+            if state.key not in (MASTER, AVERAGE):
                 found.setdefault(values, {})[state.key] = value
         self.optimizer.state.update(found)
 

@@ -34,6 +34,7 @@ from onefold.core.settings import Settings
 from onefold.core.shard import Plan
 from onefold.core.world import World
 from onefold.engine.assembly import assemble
+from onefold.engine.batchnorm import recompute_statistics
 from onefold.engine.engine import Outcome
 from onefold.engine.evaluation import DataCall, ScoreFunction
 from onefold.engine.lowprecision import check_device, check_precision
@@ -207,6 +208,29 @@ class Session:
             self.engine.check_last_step()
             size = batches.track.size
             yield DataCall(call, self.position.step + 1, size.samples, size.batch_size, function)
+
+    @contextmanager
+    def averaged(
+        self,
+        data: SizedDataset | None,
+        batch_size: int | None,
+        *,
+        workers: int,
+        collate: Collate | None,
+    ) -> Iterator[None]:
+        """Open the block in which the model holds its averages; see `Trainer.averaged`."""
+        step = self.position.step + 1
+        if data is None:
+            with self.engine.averaging.block(step):
+                yield
+            return
+        # Before anything is shown: what is unusable is refused here.
+        batches = self.loader(data, collate, batch_size=batch_size, workers=workers)
+        with self.engine.averaging.block(step, recomputes=True):
+            size = batches.track.size
+            call = DataCall(Call.UPDATE_BN, step, size.samples, size.batch_size, self.engine.loss)
+            recompute_statistics(self.engine, batches, call)
+            yield
 
     def step(self, batch: object) -> Step:
         """Make one update; see `Trainer.step`."""

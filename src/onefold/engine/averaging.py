@@ -1,0 +1,281 @@
+"""Keeps averages of an engine's model, and shows them in it: `Trainer.average` and `averaged`.
+
+Note: how averages are shown
+----------------------------
+Each process first copies what it must put back: all trained parameters and buffers. Where all
+processes of a host compute with the same memory, all but the lead copy no more than their own
+pieces. Then the devices meet. The owner of each piece writes its average, rounded to the model's
+dtype, where models see the piece, and it is handed on as after an update. Masters stay as they are.
+
+At the end the devices meet again, and everybody puts back its copies. That needs no word from
+anybody else, so it is also done when the block is left by an exception, which the others may not
+have seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from onefold.core.averaging import AverageRule
+from onefold.core.flat import FlatTensors
+from onefold.core.head import Call, StepHead, digest
+from onefold.engine.agreement import Agreement
+from onefold.engine.optimizerstate import PieceState
+from onefold.engine.replica import Replica
+from onefold.engine.siblings import Siblings
+from onefold.engine.update import SpanOptimizer
+from onefold.exchange.exchange import Exchange
+from onefold.system.compat import copy_each
+
+__all__ = ["Averaging"]
+
+
+class Averaging:
+    """Keeps the averages of the model, and shows them in its place.
+
+    Args:
+        replicas: the model on each device of this process.
+        exchange: with all devices.
+        update: the optimizer on this process's spans, which keeps the averages of its pieces.
+        agreement: meets the other devices.
+        siblings: brings what the first device of this process has to the others.
+        settle: has masters follow what was changed between steps.
+    """
+
+    def __init__(
+        self,
+        replicas: Sequence[Replica],
+        exchange: Exchange,
+        update: SpanOptimizer,
+        agreement: Agreement,
+        siblings: Siblings,
+        settle: Callable[[], None],
+    ) -> None:
+        self._first = replicas[0]
+        self._exchange = exchange
+        self._update = update
+        self._averages = update.averages
+        self._agreement = agreement
+        self._siblings = siblings
+        self._settle = settle
+        self._asked: AverageRule | None = None
+        self._loaded = False
+        self._kept: FlatTensors | None = None
+        """The training values of all parameters, while averages are shown."""
+        self._put_aside: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """What was overwritten to show the averages: the place, and a copy of what was there."""
+
+    @property
+    def asked(self) -> AverageRule | None:
+        """The average that the script has asked for; None if it has not."""
+        return self._asked
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether the model holds the averages now."""
+        return self._agreement.averaged
+
+    def check_begin(self, rule: AverageRule) -> None:
+        """Refuse an average that cannot be begun.
+
+        Raises:
+            ValueError: an average is kept already, which the script has asked for before, or which
+                a checkpoint has brought and which is another one.
+            RuntimeError: the script is inside a block that shows the average.
+        """
+        self._agreement.refuse_inside(Call.AVERAGE)
+        ours = self._averages.rule
+        if ours is None:
+            return
+        if not self._loaded:
+            raise ValueError(
+                f"trainer.average({rule.words}) was called while the average of {ours.words} is "
+                f"kept: a trainer keeps one average, so call it once"
+            )
+        if ours != rule:
+            raise ValueError(
+                f"the checkpoint that was loaded holds an average of {ours.words}, which goes on; "
+                f"trainer.average({rule.words}) was called: expected the same. To begin another "
+                f'one, load with changed=["average"]'
+            )
+
+    def begin(self, rule: AverageRule, step: int) -> None:
+        """Begin an average, or go on with that of a checkpoint; called on all devices.
+
+        Args:
+            rule: how it follows the model; `check_begin` has let it pass.
+            step: the number of the next step.
+        """
+        self._agreement.begin(StepHead(Call.AVERAGE, step, arguments=digest(rule.words)))
+        self._asked, self._loaded = rule, False
+        if self._averages.rule is None:
+            self._begin(rule)
+
+    def follow(self) -> None:
+        """Update the averages after a step that updated the model, before it is handed on."""
+        if self._averages.rule is None:
+            return
+        start = self._first.watch.now()
+        self._averages.follow(self._values(), self._first.buffers.flat)
+        self._first.watch.note("update", "average", start)
+
+    @contextmanager
+    def block(self, step: int, *, recomputes: bool = False) -> Iterator[None]:
+        """Have every device's model hold the averages inside this context.
+
+        Args:
+            step: the number of the next step.
+            recomputes: whether statistics of batch norms are recomputed first.
+
+        Raises:
+            ValueError: no average is kept.
+            DisagreementError: another device is somewhere else.
+            RuntimeError: the script is inside such a block already.
+        """
+        if self._averages.rule is None:
+            raise ValueError(
+                "trainer.averaged() was called and no average is kept: call "
+                "trainer.average(decay=0.999) or trainer.average(mean=True) before the steps"
+            )
+        self._agreement.refuse_inside(Call.AVERAGED)
+        self._first.check_places()
+        self._prepare()
+        try:
+            self._agreement.begin(StepHead(Call.AVERAGED, step, arguments=int(recomputes)))
+            self._agreement.averaged = True
+            self._show()
+            yield
+            self._agreement.begin(StepHead(Call.AVERAGED_END, step))
+        finally:
+            self._agreement.averaged = False
+            self._put_back()
+        if self._exchange.memory.is_common:
+            # Nobody goes on before every owner has put back its pieces.
+            self._exchange.memory.hand_on()
+            self._agreement.guard.note()
+
+    @contextmanager
+    def training_values(self) -> Iterator[FlatTensors]:
+        """On the lead, have the module show its training values, also while averages are shown.
+
+        Yields:
+            The trained parameters that the module shows then.
+        """
+        first = self._first
+        if self._kept is None:
+            yield first.trained
+            return
+        first.buffers.absorb()
+        try:
+            for parameter, view in zip(first.parts.trained.values(), self._kept.views, strict=True):
+                parameter.data = view
+            for tensor, view in zip(
+                first.buffers.places.tensors, self._kept_buffers.views, strict=True
+            ):
+                tensor.data = view
+            yield self._kept
+        finally:
+            first.attach()
+
+    def to_json(self) -> dict[str, Any] | None:
+        """Describe the average in a checkpoint; None if none is kept."""
+        rule = self._averages.rule
+        return None if rule is None else rule.to_json(self._averages.steps)
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Copies of the averages of all buffers on the host, by name; none if none are kept."""
+        kept = self._averages.buffers
+        if kept is None:
+            return {}
+        named = zip(self._first.buffers.places.names, kept.views, strict=True)
+        return {name: view.to("cpu", copy=True) for name, view in named}
+
+    def loaded(self, rule: AverageRule | None, steps: int, buffers: Iterable[PieceState]) -> None:
+        """Go on as a checkpoint says, once the model and the states of pieces are loaded.
+
+        Args:
+            rule: of the average that it holds; None if that is none, or none that is wanted. Then
+                the one that the script has asked for begins with the values as they are now.
+            steps: how many steps it had followed.
+            buffers: the averages of buffers, by number.
+        """
+        self._loaded = True
+        brought = dict(self._averages.pieces)
+        self._averages.end()
+        if rule is not None:
+            self._averages.pieces = brought
+            self._averages.adopt_buffers(self._first.buffers.flat, buffers)
+            self._begin(rule, steps)
+        elif self._asked is not None:
+            self._begin(self._asked)
+
+    def _begin(self, rule: AverageRule, steps: int = 0) -> None:
+        self._bring_changes()
+        self._averages.begin(rule, self._values(), self._first.buffers.flat, steps=steps)
+
+    def _values(self) -> dict[int, torch.Tensor]:
+        return {item.number: item.values.detach() for item in self._update.owned}
+
+    def _bring_changes(self) -> None:
+        """Bring what a script may have changed since the last step to where it counts."""
+        self._first.buffers.absorb()
+        self._siblings.follow_first()
+        self._settle()
+
+    def _prepare(self) -> None:
+        """Copy what is about to be overwritten; before the devices meet, after which others may."""
+        self._bring_changes()
+        first, common = self._first, self._exchange.memory.is_common
+        self._kept_buffers = _copied(first.buffers.flat)
+        aside = list(zip(first.buffers.flat.sections, self._kept_buffers.sections, strict=True))
+        if common and first.number != 0:
+            aside += [(place, place.clone()) for place in self._shown_pieces()]
+        else:
+            # The lead's are all of them, as it also saves them.
+            self._kept = _copied(first.trained)
+            aside += zip(first.trained.sections, self._kept.sections, strict=True)
+        self._put_aside = aside
+
+    def _shown_pieces(self) -> list[torch.Tensor]:
+        """Where models see the pieces of this process."""
+        return [
+            (item.values if item.rounded is None else item.rounded).detach()
+            for item in self._update.owned
+        ]
+
+    def _show(self) -> None:
+        """Write the averages where models see the values, on all devices."""
+        averages = [self._averages.pieces[item.number] for item in self._update.owned]
+        if averages:
+            copy_each(self._shown_pieces(), averages)
+        kept = self._averages.buffers
+        if kept is not None:
+            for section, average in zip(
+                self._first.buffers.flat.sections, kept.sections, strict=True
+            ):
+                section.copy_(average)
+        self._exchange.memory.hand_on()
+        self._agreement.guard.note()
+
+    def _put_back(self) -> None:
+        try:
+            # What the block has put in the place of buffers goes first, or it would stay there.
+            self._first.buffers.absorb()
+        finally:
+            for place, copy in self._put_aside:
+                place.copy_(copy)
+            self._put_aside, self._kept = [], None
+            del self._kept_buffers
+            self._siblings.copy_first()
+            self._agreement.guard.note()
+
+
+def _copied(flat: FlatTensors) -> FlatTensors:
+    copy = FlatTensors(flat.layout, device=flat.device)
+    for target, source in zip(copy.sections, flat.sections, strict=True):
+        target.copy_(source)
+    return copy

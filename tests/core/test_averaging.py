@@ -1,0 +1,52 @@
+"""Which average is kept, and how much weight each value has in it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onefold.core.averaging import AverageRule
+
+
+@given(st.floats(0, 1, exclude_max=True), st.integers(1, 10**6))
+def test_an_exponential_average_warms_up(decay: float, update: int) -> None:
+    kept = AverageRule(decay).kept(update)
+    assert 0 <= kept <= decay
+    assert kept <= AverageRule(decay).kept(update + 1)
+    assert kept == decay or kept == (1 + update) / (10 + update)
+
+
+@given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=50))
+def test_a_mean_has_all_values_alike_and_not_the_first_one(values: list[float]) -> None:
+    average, rule = 1e9, AverageRule(None)
+    for update, value in enumerate(values, 1):
+        kept = rule.kept(update)
+        average = kept * average + (1 - kept) * value
+    assert average == pytest.approx(sum(values) / len(values), abs=1e-9)
+
+
+@pytest.mark.parametrize("rule", [AverageRule(0.0), AverageRule(None, 7), AverageRule(0.999, 2)])
+def test_it_is_the_same_from_a_checkpoint(rule: AverageRule) -> None:
+    saved = json.loads(json.dumps(rule.to_json(12)))
+    assert (AverageRule.from_json(saved), saved["steps"]) == (rule, 12)
+
+
+@pytest.mark.parametrize(
+    ("choice", "words"),
+    [
+        ({}, r"expected either decay, .* or mean=True .*, got decay=None and mean=False"),
+        ({"decay": 0.9, "mean": True}, "got decay=0.9 and mean=True"),
+        ({"decay": 1.0}, "expected decay to be at least 0 and less than 1, got 1.0"),
+        ({"decay": float("nan")}, "less than 1, got nan"),
+        ({"decay": "0.9"}, "expected decay to be a number, got '0.9'"),
+        ({"decay": 0.9, "every": 0}, "expected every of at least 1, got 0"),
+        ({"mean": 1}, "expected mean to be True or False, got 1"),
+    ],
+)
+def test_what_is_no_average_is_refused(choice: dict[str, Any], words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        AverageRule.chosen(**{"decay": None, "mean": False, "every": 1, **choice})
