@@ -128,7 +128,7 @@ class TrainedModel:
             directory: what was given to `save`, or the folder of one checkpoint.
             changed: what may differ from the run that was saved, each giving up a part of the
                 promise: ``"seed"``, ``"shards"``, ``"batch_size"``, ``"dataset"``,
-                ``"clip_norm"``, ``"precision"``, ``"optimizer"``, ``"schedule"``.
+                ``"clip_norm"``, ``"precision"``, ``"compile"``, ``"optimizer"``, ``"schedule"``.
             if_any: where there is no checkpoint yet, do nothing, and return None.
 
         Raises:

@@ -46,6 +46,8 @@ class Trainer(TrainedModel):
             ``"fp16-params"`` the model also holds such parameters, and the optimizer updates
             float32 ones; ``"fp32"`` expects float32; None leaves all to the model.
         on_nonfinite: ``"raise"`` on a loss or gradient that is not finite, or ``"skip"`` the step.
+        compile: compile the model and the loss of a shard together, by ``torch.compile``; other
+            kernels, and so other rounding. Evaluation and prediction stay as they are.
         deterministic: use kernels that repeat their bits, and refuse others.
         buffers: what becomes of buffers that shards change, by name or pattern, where it is not the
             mean over the shards (floating point) or the largest (other numbers): ``"mean"``,
@@ -85,6 +87,7 @@ class Trainer(TrainedModel):
         clip_value: float | None = None,
         precision: PrecisionName | None = None,
         on_nonfinite: OnNonfinite = "raise",
+        compile: bool = False,
         deterministic: bool = True,
         buffers: Mapping[str, BufferRule] | None = None,
         timeout_s: float | None = None,
@@ -97,6 +100,7 @@ class Trainer(TrainedModel):
             clip_value=clip_value,
             precision=Precision(precision),
             on_nonfinite=on_nonfinite,
+            compile=compile,
             deterministic=deterministic,
             timeout_s=world.options.timeout_s if timeout_s is None else timeout_s,
             threads=threads,

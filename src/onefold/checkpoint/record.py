@@ -194,6 +194,7 @@ _RUN: tuple[tuple[str, _Check, str], ...] = (
     ("clip_norm", _or_none(_is_number), "a number or null"),
     ("clip_value?", _or_none(_is_number), "a number or null"),
     ("precision?", _or_none(lambda value: value in PRECISIONS), "a precision or null"),
+    ("compile?", _is_truth, "true or false"),
     ("loss_scale", _is_number, "a number"),
     ("good_steps?", _is_count, "a whole number"),
     ("fingerprint", _is_text, "a text"),

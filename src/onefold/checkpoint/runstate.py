@@ -37,8 +37,11 @@ _SAME = {
     "clip_norm": "clip_norm",
     "clip_value": "clip_norm",
     "precision": "precision",
+    "compile": "compile",
 }
 """Settings that a run keeps, and for each the name under which it may be changed on resuming."""
+_BEFORE = {"compile": False}
+"""What a setting was in versions that did not save it, where that is not None."""
 _LIBRARIES = ("onefold", "torch", "numpy", "safetensors")
 
 
@@ -107,6 +110,7 @@ class RunState:
             "clip_norm": self._settings.clip_norm,
             "clip_value": self._settings.clip_value,
             "precision": self._settings.precision.name,
+            "compile": self._settings.compile,
             "loss_scale": 1.0 if self._rules.scale is None else self._rules.scale.value,
             "good_steps": 0 if self._rules.scale is None else self._rules.scale.good_steps,
             "schedule": None if self._schedule is None else write_schedule(self._schedule),
@@ -132,7 +136,7 @@ class RunState:
         here = self._state()
         # Not those that an earlier version did not save: it had none of them.
         for name, key in _SAME.items():
-            check_same(key, run.get(name), here[name], changed, name)
+            check_same(key, run.get(name, _BEFORE.get(name)), here[name], changed, name)
         low = Precision(run.get("precision")).parameters
         if low != self._settings.precision.parameters:
             raise CheckpointError(

@@ -34,6 +34,8 @@ class Settings:
     """What is computed in which dtype."""
     on_nonfinite: OnNonfinite = "raise"
     """What becomes of a step with a loss or a gradient that is not finite."""
+    compile: bool = False
+    """Whether the model and the loss of a shard are compiled together."""
     deterministic: bool
     """Whether kernels that do not repeat their bits are refused."""
     timeout_s: float
@@ -54,6 +56,11 @@ class Settings:
             check_positive("clip_norm", self.clip_norm)
         if self.clip_value is not None:
             check_positive("clip_value", self.clip_value)
+        if not isinstance(self.compile, bool):
+            raise TypeError(
+                f"expected compile to be True or False, got {self.compile!r}: modes and backends "
+                f"of torch.compile are not chosen here, as some of them do not repeat their bits"
+            )
         if self.on_nonfinite not in get_args(OnNonfinite):
             raise ValueError(
                 f'expected on_nonfinite to be "raise" or "skip", got {self.on_nonfinite!r}'

@@ -17,6 +17,7 @@ from onefold.core.shard import Plan
 from onefold.core.team import Team
 from onefold.engine.modelparts import ModelParts
 from onefold.errors import DisagreementError
+from onefold.system.compat import code_compiler
 
 __all__ = ["compare", "describe"]
 
@@ -40,6 +41,7 @@ def describe(
         "clip_value": str(settings.clip_value),
         "precision": str(settings.precision.name),
         "on_nonfinite": settings.on_nonfinite,
+        "compile": str(settings.compile),
         "deterministic": str(settings.deterministic),
         "the rules of buffers": str(dict(settings.buffers)),
         "the plan": str(plan.counts),
@@ -49,6 +51,8 @@ def describe(
         "the state of the schedule": "" if schedule is None else _state_of(schedule),
         **_surroundings(team.devices[team.own[0]]),
     }
+    if settings.compile:
+        described["what compiles"] = code_compiler(team.devices[team.own[0]])
     for kind, parameters in (("trained", parts.trained), ("other", parts.other)):
         for name, p in parameters.items():
             # With strides: they decide the order of elements in flat memory.

@@ -18,6 +18,7 @@ from onefold.core.settings import Settings
 from onefold.core.weights_of_step import StepWeight, total_weight
 from onefold.engine.agreement import Agreement
 from onefold.engine.changes import Changes
+from onefold.engine.compiling import CompiledLoss, Rehearsal
 from onefold.engine.divisors import trade_divisors
 from onefold.engine.gradientrules import GradientRules
 from onefold.engine.gradients import Gradients
@@ -85,7 +86,7 @@ class Engine:
         """Who takes part; `bind` sets it."""
         self.seed = settings.seed
         self.update = update
-        self._loss = loss
+        self._loss = _compiled(loss, settings)
         self._deterministic = settings.deterministic
         self._frozen = frozen
         self._parts = replicas[0].parts
@@ -96,7 +97,8 @@ class Engine:
         self._guard = self._agreement.guard
         self._siblings = Siblings(replicas, self._guard, self._turns)
         self._changes = Changes(replicas, exchange, update, self._agreement, self._siblings)
-        self._compilers = Compilers(module, loss)
+        self._compilers = Compilers(module, loss, compiles=settings.compile)
+        self._rehearsal = Rehearsal(settings, self._outside)
         self.rules = GradientRules(settings, update, exchange)
         """What is done to each gradient."""
         self._finite = FiniteCheck(settings, self.rules, exchange)
@@ -308,8 +310,9 @@ class Engine:
 
     def _run_shards(self, batch: ShardedBatch, task: ShardTask) -> Gradients:
         gradients: Gradients = []
+        board = self.exchange.board
         for replica in self.replicas:
-            with self.attached(replica):
+            with self.attached(replica), self._rehearsal.before(replica, batch, task, board):
                 gradients = run_share(replica, batch, task, self.exchange)
         if task.shards > 1:
             # Before `collect`: no process must update with what was computed of such parameters.
@@ -401,6 +404,10 @@ def _head_of(batch: ShardedBatch, step: int) -> StepHead:
         data=batch.data_digest,
         batch=batch.digest,
     )
+
+
+def _compiled(loss: LossFunction, settings: Settings) -> LossFunction:
+    return CompiledLoss(loss, deterministic=settings.deterministic) if settings.compile else loss
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:

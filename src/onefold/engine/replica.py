@@ -263,24 +263,40 @@ class Replica:
         shards run again afterwards, from the same buffers and seeds.
         """
         found: dict[int, list[tuple[str, float]]] = {}
-        drop_gradients(self._parameters)
         for shard in batch.plan.shards_of(self.number):
             if shard in batch.shards:
-                where = self._begin_shard(shard, task)
-                try:
-                    # Not under no_grad: a loss that differentiates something itself (a gradient
-                    # penalty) needs a graph, and would fail here and not in the step proper.
-                    with self.autocast():
-                        result = task.loss(self.module, move(batch.shards[shard], self.device))
-                    weighed = weigh(result, batch.size_of(shard), f"the loss of {where}")
-                    found[shard] = [(part.kind, part.weight) for part in weighed.parts]
-                except Exception as error:
-                    self._put_back(task)
-                    self._explain(error, where)
-                    raise
-                drop_gradients(self._parameters)
-                self._put_back(task)
+                weighed = self._forward_alone(shard, batch, task)
+                found[shard] = [(part.kind, part.weight) for part in weighed.parts]
         return found
+
+    def rehearse(self, shard: int, batch: ShardedBatch, task: ShardTask) -> Contribution:
+        """Run one shard forward without compiled code, and inspect what the loss returns.
+
+        The shard runs again afterwards, from the same buffers and seeds.
+        """
+        with torch.compiler.set_stance("force_eager"):
+            return self._forward_alone(shard, batch, task, inspected=True)
+
+    def _forward_alone(
+        self, shard: int, batch: ShardedBatch, task: ShardTask, *, inspected: bool = False
+    ) -> Contribution:
+        drop_gradients(self._parameters)
+        where = self._begin_shard(shard, task)
+        samples = batch.size_of(shard)
+        try:
+            # Not under no_grad: a loss that differentiates something itself (a gradient penalty)
+            # needs a graph, and would fail here and not in the step proper.
+            with self.autocast():
+                result = task.loss(self.module, move(batch.shards[shard], self.device))
+            if inspected:
+                self.loss_watch.look(result, samples=samples, due=True, where=where)
+            return weigh(result, samples, f"the loss of {where}")
+        except Exception as error:
+            self._explain(error, where)
+            raise
+        finally:
+            drop_gradients(self._parameters)
+            self._put_back(task)
 
     def _begin_shard(self, shard: int, task: ShardTask) -> str:
         """Reset a shard's surroundings, whatever ran before it; return its name for errors."""

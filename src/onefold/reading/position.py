@@ -40,6 +40,7 @@ PROMISES = {
     "dataset": "the rest of this epoch comes from another order: some samples come twice in it and "
     "some not at all",
     "precision": "the parameters are no longer, bit for bit, those of the run that never stopped",
+    "compile": "the parameters are no longer, bit for bit, those of the run that never stopped",
     "clip_norm": "the rest of the run takes other steps than the run that never stopped",
     "optimizer": "the optimizer begins anew, without what it has gathered",
     "schedule": "the schedule begins anew",
