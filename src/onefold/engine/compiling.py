@@ -146,12 +146,14 @@ class Rehearsal:
     Args:
         settings: the run's.
         outside: modules that the loss uses beside the model.
+        notes: whether to look for them; a module that the script has compiled warns of that.
     """
 
-    def __init__(self, settings: Settings, outside: OutsideModules) -> None:
+    def __init__(self, settings: Settings, outside: OutsideModules, *, notes: bool) -> None:
         self._on = settings.compile
         self._limit = _ROUNDING if settings.precision.compute is None else _ROUNDING_LOW
         self._outside = outside
+        self._notes = notes
         self._warned = False
 
     @contextmanager
@@ -170,9 +172,10 @@ class Rehearsal:
             yield
             return
         shard, where = shards[0], f"step {task.step}, shard {shards[0]}"
-        with self._outside.noting(wanted=True):
+        with self._outside.noting(wanted=self._notes):
             part = replica.rehearse(shard, batch, task)
-        self._outside.check(f"{where}, the loss")
+        if self._notes:
+            self._outside.check(f"{where}, the loss")
         yield
         if part.kind != "means" and not self._warned:
             self._compare(part, float(board.totals[shard]), batch.size_of(shard), where)

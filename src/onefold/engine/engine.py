@@ -98,7 +98,7 @@ class Engine:
         self._siblings = Siblings(replicas, self._guard, self._turns)
         self._changes = Changes(replicas, exchange, update, self._agreement, self._siblings)
         self._compilers = Compilers(module, loss, compiles=settings.compile)
-        self._rehearsal = Rehearsal(settings, self._outside)
+        self._rehearsal = Rehearsal(settings, self._outside, notes=not self._compilers.by_user)
         self.rules = GradientRules(settings, update, exchange)
         """What is done to each gradient."""
         self._finite = FiniteCheck(settings, self.rules, exchange)

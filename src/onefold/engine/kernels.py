@@ -61,7 +61,9 @@ class Compilers:
                     f"that a device has met, and so on the number of devices. Compile it without, "
                     f"or with dynamic=False"
                 )
-        self.compiled = compiles or bool(compiled)
+        self.by_user = bool(compiled)
+        """Whether the script itself has compiled a part of the model or its loss."""
+        self.compiled = compiles or self.by_user
         """Whether ``torch.compile`` has a part in the model or its loss."""
         self._scripted = any(isinstance(m, torch.jit.ScriptModule) for m in module.modules())
 
