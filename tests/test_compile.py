@@ -25,7 +25,9 @@ from tqdm import tqdm
 import onefold
 from onefold.engine import compiling, kernels
 from onefold.errors import CheckpointError, DisagreementError, LossError, StateError
-from tests.cli.test_verify import verify_fault
+from tests.verifying.compared import Compared, compared
+
+__all__ = ["compared"]
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 Loss = Callable[[Any, Batch], object]
@@ -44,6 +46,8 @@ pytestmark = [
 def _fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # The compiler shows its progress by tqdm, which starts a thread that outlasts a test.
     monkeypatch.setattr(tqdm, "monitor_interval", 0)
+    # Where its kernels find a function of PyTorch in this process; put back with the patch.
+    monkeypatch.setenv("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "")
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -62,7 +66,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """One folder for the code of all tests; and no threads that would outlast a test."""
     from torch._inductor import config
 
@@ -124,11 +128,13 @@ def batch_of(samples: int, seed: int = 1) -> Batch:
 
 
 def trainer_of(
-    loss: Loss = of_each, devices: int = 1, *, model: nn.Module | None = None, **options: Any
+    loss: Loss = of_each, devices: int | None = 1, *, model: nn.Module | None = None, **options: Any
 ) -> onefold.Trainer:
     torch.manual_seed(0)
     model = Net() if model is None else model
-    settings = {"shards": 4, "threads": 1, "compile": True, "devices": ["cpu"] * devices}
+    settings = {"shards": 4, "threads": 1, "compile": True, "devices": None}
+    if devices:
+        settings["devices"] = ["cpu"] * devices
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     return onefold.Trainer(model, optimizer, loss, **{**settings, **options})
 
@@ -312,21 +318,23 @@ def test_devices_compare_whether_they_compile() -> None:
 
 
 class Tiny(nn.Module):
-    """That of ``tests/scripts/verified.py``, so that code is made once for both."""
+    """Few kernels, which the tests share."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(8, 16)
-        self.norm = nn.BatchNorm1d(16)
         self.second = nn.Linear(16, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.norm(self.first(x)).tanh()
-        return self.second(nn.functional.dropout(hidden, 0.1, self.training))
+        return self.second(F.dropout(self.first(x).tanh(), 0.1, self.training))
+
+
+def squares(model: nn.Module, batch: Batch) -> torch.Tensor:
+    return (model(batch[0]) - batch[0][:, :3]).square().sum(dim=1)
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.usefixtures("_cache")
+@pytest.mark.usefixtures("cache")
 def test_kernels_give_the_same_bits_on_any_number_of_devices() -> None:
     from torch._dynamo.utils import counters
 
@@ -334,7 +342,8 @@ def test_kernels_give_the_same_bits_on_any_number_of_devices() -> None:
     start = Tiny()
 
     def go(devices: int, **options: Any) -> tuple[str, float]:
-        return run(trainer_of(devices=devices, model=copy.deepcopy(start), **options), (8, 8, 8))
+        model = copy.deepcopy(start)
+        return run(trainer_of(squares, devices, model=model, **options), (8, 8, 8))
 
     first = go(1)
     assert go(1, compile=False)[1] == pytest.approx(first[1], rel=1e-4)
@@ -347,11 +356,23 @@ def test_kernels_give_the_same_bits_on_any_number_of_devices() -> None:
     assert counters["aot_autograd"]["autograd_cache_hit"] == 1
 
 
+def in_processes() -> tuple[str, float]:
+    """Called in each launched process."""
+    torch.manual_seed(0)
+    return run(trainer_of(squares, None, model=Tiny()), (8, 8, 8))
+
+
 @pytest.mark.processes
 @pytest.mark.timeout(300)
-@pytest.mark.usefixtures("_cache")
-def test_verify_compares_compiled_runs(tmp_path: Path) -> None:
-    code, said = verify_fault(tmp_path, "compile")
-    assert code == 0, said
-    assert "The bits agree" in said
-    assert "same loss and gradient, to 1e-09 (float64" in said
+@pytest.mark.usefixtures("cache")
+def test_kernels_give_the_same_bits_in_several_processes() -> None:
+    """Both make their kernels at the same time, in one folder, unless a test before has."""
+    torch.manual_seed(0)
+    alone = run(trainer_of(squares, model=Tiny()), (8, 8, 8))
+    assert onefold.launch(in_processes, devices=2) == alone
+
+
+def test_verify_compares_the_mathematics_of_what_is_written(compared: Compared) -> None:
+    line = compared.step(Net(), of_each, batch_of(9), compile=True)
+    assert line["loss_difference"] < 1e-9
+    assert line["gradient_difference"] < 1e-9

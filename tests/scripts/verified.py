@@ -51,10 +51,7 @@ def main() -> None:
     model = Model()
     precision = FAULT if FAULT.startswith(("bf16", "fp16")) else None
     optimizer = torch.optim.Adam(model.parameters())
-    compiled = FAULT == "compile"
-    trainer = onefold.Trainer(
-        model, optimizer, loss, shards=4, precision=precision, compile=compiled
-    )
+    trainer = onefold.Trainer(model, optimizer, loss, shards=4, precision=precision)
     trainer.load("run", if_any=True)
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(64, 8, generator=generator)
@@ -64,8 +61,7 @@ def main() -> None:
     if FAULT == "raise":
         raise RuntimeError("no run at all")
     for _ in trainer.epochs(1000):
-        # Shards of one size: code is made for each.
-        for batch in trainer.loader(data, batch_size=8 if compiled else 10, shuffle=True):
+        for batch in trainer.loader(data, batch_size=10, shuffle=True):
             trainer.step(batch)
             trainer.save("run")
             if FAULT == "real" and trainer.steps == 2:
