@@ -5,6 +5,9 @@
 
 On one device with one thread, loops that are compiled and loops that are not train equal models in
 turn, a block of few steps at a time, with one shard and with eight. Ratios are those of neighbours.
+Steps are timed by the processor time that they take, which on a machine of one's own is the time by
+the clock, and on one that others use as well is nearer to it than the clock is.
+
 With `--start` a workload's first step is timed in fresh processes, on one device and on two: with
 an empty folder for the compiler's code, and then with what was left there.
 """
@@ -30,8 +33,8 @@ from measure import (
     print_table,
     record,
 )
-from overhead import step_us, watched
-from workloads import WORKLOADS, Workload
+from overhead import watched
+from workloads import WORKLOADS, Batch, Workload
 
 __all__ = ["main"]
 
@@ -86,13 +89,21 @@ def measured(name: str, workload: Workload, seconds: float) -> dict[str, Any]:
         for compiled in (False, True)
     }
     for step in steps.values():
-        step_us(step, batches, WARM_UP_STEPS)
-    trial_s = [step_us(step, batches, 1) / 1e6 for step in steps.values()]
+        step_ms(step, batches, WARM_UP_STEPS)
+    trial_s = [step_ms(step, batches, 1) / 1e3 for step in steps.values()]
     block = max(1, round(BLOCK_S / min(trial_s)))
     rounds = max(LEAST_ROUNDS, math.ceil(seconds / (block * sum(trial_s))))
-    blocks = {name: partial(step_us, step, batches, block) for name, step in steps.items()}
+    blocks = {name: partial(step_ms, step, batches, block) for name, step in steps.items()}
     taken, others_cores = watched(lambda: in_turn(blocks, rounds=rounds))
     return summary(name, taken, block=block, others_cores=others_cores)
+
+
+def step_ms(step: Step, batches: Sequence[Batch], steps: int) -> float:
+    """Milliseconds of this process that a step takes, on the average of `steps`."""
+    start_s = time.process_time()
+    for number in range(steps):
+        step(batches[number % len(batches)])
+    return (time.process_time() - start_s) / steps * 1e3
 
 
 def summary(
@@ -103,7 +114,7 @@ def summary(
         "workload": name,
         "steps_a_block": block,
         "rounds": len(next(iter(taken.values()))),
-        "step_ms": {loop: middle_half([us / 1e3 for us in times]) for loop, times in taken.items()},
+        "step_ms": {loop: middle_half(times) for loop, times in taken.items()},
         "faster": {str(n): gain(taken, n) for n in SHARDS},
         "others_cores": others_cores,
     }
