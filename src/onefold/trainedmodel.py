@@ -196,8 +196,8 @@ class TrainedModel:
             directory: what was given to `save`, or the folder of one checkpoint.
             changed: what may differ from the run that was saved, each giving up a part of the
                 promise: ``"seed"``, ``"shards"``, ``"batch_size"``, ``"dataset"``,
-                ``"clip_norm"``, ``"precision"``, ``"microbatch"``, ``"optimizer"``, ``"schedule"``,
-                ``"average"``.
+                ``"clip_norm"``, ``"precision"``, ``"microbatch"``, ``"compile"``, ``"optimizer"``,
+                ``"schedule"``, ``"average"``.
             if_any: where there is no checkpoint yet, do nothing, and return None.
 
         Raises:

@@ -48,6 +48,8 @@ class Trainer(TrainedModel):
         on_nonfinite: ``"raise"`` on a loss or gradient that is not finite, or ``"skip"`` the step.
         microbatch: run a shard in pieces of at most so many samples, where the device's memory is
             too small for all of them at once; ``"auto"`` finds the largest that fit.
+        compile: compile the model and the loss of a shard together, by ``torch.compile``; other
+            kernels, and so other rounding. Evaluation and prediction stay as they are.
         deterministic: use kernels that repeat their bits, and refuse others.
         buffers: what becomes of buffers that shards change, by name or pattern, where it is not the
             mean over the shards (floating point) or the largest (other numbers): ``"mean"``,
@@ -88,6 +90,7 @@ class Trainer(TrainedModel):
         precision: PrecisionName | None = None,
         on_nonfinite: OnNonfinite = "raise",
         microbatch: Microbatch | None = None,
+        compile: bool = False,
         deterministic: bool = True,
         buffers: Mapping[str, BufferRule] | None = None,
         timeout_s: float | None = None,
@@ -101,6 +104,7 @@ class Trainer(TrainedModel):
             precision=Precision(precision),
             on_nonfinite=on_nonfinite,
             microbatch=microbatch,
+            compile=compile,
             deterministic=deterministic,
             timeout_s=world.options.timeout_s if timeout_s is None else timeout_s,
             threads=threads,

@@ -167,11 +167,11 @@ def test_what_is_compiled_is_seen() -> None:
     assert not compat.is_compiled(layer)
     wholly = torch.compile(layer, dynamic=True)
     assert compat.is_compiled(wholly)
-    assert compat.is_dynamic(wholly)
+    assert compat.is_compiled(wholly, dynamic=True)
     function = torch.compile(lambda x: x + 1, dynamic=True)
     assert compat.is_compiled(function)
-    assert compat.is_dynamic(function)
-    assert not compat.is_dynamic(torch.compile(lambda x: x + 1))
+    assert compat.is_compiled(function, dynamic=True)
+    assert not compat.is_compiled(torch.compile(lambda x: x + 1), dynamic=True)
     layer.compile()
     assert compat.compiled_call_of(layer) is not None
 

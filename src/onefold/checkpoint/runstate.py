@@ -37,8 +37,11 @@ _SAME = {
     "shards": "shards",
     "clip_norm": "clip_norm",
     "clip_value": "clip_norm",
+    "compile": "compile",
 }
 """Settings that a run keeps, and for each the name under which it may be changed on resuming."""
+_BEFORE = {"compile": False}
+"""What a setting was in versions that did not save it, where that is not None."""
 _LIBRARIES = ("onefold", "torch", "numpy", "safetensors")
 
 
@@ -110,6 +113,7 @@ class RunState:
             "clip_value": self._settings.clip_value,
             "precision": self._settings.precision.name,
             "microbatch": self._fitting.samples,
+            "compile": self._settings.compile,
             "loss_scale": 1.0 if self._rules.scale is None else self._rules.scale.value,
             "good_steps": 0 if self._rules.scale is None else self._rules.scale.good_steps,
             "average": self._averaging.to_json(),
@@ -151,7 +155,7 @@ class RunState:
         here = self._state()
         # Not those that an earlier version did not save: it had none of them.
         for name, key in _SAME.items():
-            check_same(key, run.get(name), here[name], changed, name)
+            check_same(key, run.get(name, _BEFORE.get(name)), here[name], changed, name)
         if self._settings.microbatch != "auto":
             number = self._settings.microbatch
             check_same("microbatch", run.get("microbatch"), number, changed, "microbatch")

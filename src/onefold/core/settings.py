@@ -39,6 +39,8 @@ class Settings:
     """What becomes of a step with a loss or a gradient that is not finite."""
     microbatch: Microbatch | None = None
     """The most samples of a shard that run at once; None for all of them."""
+    compile: bool = False
+    """Whether the model and the loss of a shard are compiled together."""
     deterministic: bool
     """Whether kernels that do not repeat their bits are refused."""
     timeout_s: float
@@ -61,6 +63,11 @@ class Settings:
             check_positive("clip_value", self.clip_value)
         if self.microbatch is not None and self.microbatch != "auto":
             check_whole("microbatch", self.microbatch, least=1, most=2**31)
+        if not isinstance(self.compile, bool):
+            raise TypeError(
+                f"expected compile to be True or False, got {self.compile!r}: modes and backends "
+                f"of torch.compile are not chosen here, as some of them do not repeat their bits"
+            )
         if self.on_nonfinite not in get_args(OnNonfinite):
             raise ValueError(
                 f'expected on_nonfinite to be "raise" or "skip", got {self.on_nonfinite!r}'

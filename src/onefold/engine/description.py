@@ -18,6 +18,7 @@ from onefold.core.shard import Plan
 from onefold.core.team import Team
 from onefold.engine.modelparts import ModelParts
 from onefold.errors import DisagreementError
+from onefold.system.compat import code_compiler
 
 __all__ = ["compare", "describe"]
 
@@ -42,6 +43,7 @@ def describe(
         "precision": str(settings.precision.name),
         "on_nonfinite": settings.on_nonfinite,
         "microbatch": str(settings.microbatch),
+        "compile": str(settings.compile),
         "deterministic": str(settings.deterministic),
         "the rules of buffers": str(dict(settings.buffers)),
         "the plan": str(plan.counts),
@@ -51,6 +53,8 @@ def describe(
         "the state of the schedule": "" if schedule is None else _state_of(schedule),
         **_surroundings(team.devices[team.own[0]]),
     }
+    if settings.compile:
+        described["what compiles"] = code_compiler(team.devices[team.own[0]])
     for kind, parameters in (("trained", parts.trained), ("other", parts.other)):
         for name, p in parameters.items():
             # With strides: they decide the order of elements in flat memory.

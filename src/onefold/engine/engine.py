@@ -19,6 +19,7 @@ from onefold.core.weights_of_step import StepWeight, total_weight
 from onefold.engine.agreement import Agreement
 from onefold.engine.averaging import Averaging
 from onefold.engine.changes import Changes
+from onefold.engine.compiling import CompiledLoss, Rehearsal
 from onefold.engine.divisors import trade_divisors
 from onefold.engine.fitting import Fitting
 from onefold.engine.gradientrules import GradientRules
@@ -87,8 +88,8 @@ class Engine:
         """Who takes part; `bind` sets it."""
         self.seed = settings.seed
         self.update = update
-        self.loss = loss
-        """The user's."""
+        self.loss = _compiled(loss, settings)
+        """The user's, compiled if that was asked for."""
         self._deterministic = settings.deterministic
         self._frozen = frozen
         self._parts = replicas[0].parts
@@ -102,7 +103,8 @@ class Engine:
         self._changes = Changes(*with_all)
         self.averaging = Averaging(*with_all, self.follow_parameters)
         """The averages of the model, if the run keeps any."""
-        self._compilers = Compilers(module, loss)
+        self._compilers = Compilers(module, loss, compiles=settings.compile)
+        self._rehearsal = Rehearsal(settings, self._outside, notes=not self._compilers.by_user)
         self.rules = GradientRules(settings, update, exchange)
         """What is done to each gradient."""
         self.fitting = Fitting(settings, replicas, self.attached, exchange)
@@ -325,8 +327,9 @@ class Engine:
 
     def _run_shards(self, batch: ShardedBatch, task: ShardTask) -> Gradients:
         gradients: Gradients = []
+        board = self.exchange.board
         for replica in self.replicas:
-            with self.attached(replica):
+            with self.attached(replica), self._rehearsal.before(replica, batch, task, board):
                 gradients = run_share(replica, batch, task, self.exchange)
         if task.shards > 1:
             # Before `collect`: no process must update with what was computed of such parameters.
@@ -419,6 +422,10 @@ def _head_of(batch: ShardedBatch, step: int) -> StepHead:
         data=batch.data_digest,
         batch=batch.digest,
     )
+
+
+def _compiled(loss: LossFunction, settings: Settings) -> LossFunction:
+    return CompiledLoss(loss, deterministic=settings.deterministic) if settings.compile else loss
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:

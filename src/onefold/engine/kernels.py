@@ -27,7 +27,6 @@ from onefold.system.compat import (
     compiled_call_of,
     compiler_config,
     is_compiled,
-    is_dynamic,
     load_compiler,
 )
 
@@ -45,21 +44,26 @@ class Compilers:
     Args:
         module: the user's own.
         function: its loss.
+        compiles: whether the Trainer compiles both.
 
     Raises:
         ValueError: a part of either is compiled for shapes that vary.
     """
 
-    def __init__(self, module: torch.nn.Module, function: Callable[..., object]) -> None:
+    def __init__(
+        self, module: torch.nn.Module, function: Callable[..., object], *, compiles: bool = False
+    ) -> None:
         compiled = list(_compiled_parts(module, function))
         for name, part in compiled:
-            if is_dynamic(part):
+            if is_compiled(part, dynamic=True):
                 raise ValueError(
                     f"{name} is compiled with dynamic=True: its bits would depend on the shapes "
                     f"that a device has met, and so on the number of devices. Compile it without, "
                     f"or with dynamic=False"
                 )
-        self.compiled = bool(compiled)
+        self.by_user = bool(compiled)
+        """Whether the script itself has compiled a part of the model or its loss."""
+        self.compiled = compiles or self.by_user
         """Whether ``torch.compile`` has a part in the model or its loss."""
         self._scripted = any(isinstance(m, torch.jit.ScriptModule) for m in module.modules())
 
@@ -81,6 +85,10 @@ class Compilers:
                     "recompile_limit": _SHAPES,
                     "accumulated_recompile_limit": _SHAPES,
                     "fail_on_recompile_limit_hit": True,
+                    # The same for what cannot be compiled by an error of the compiler.
+                    "suppress_errors": False,
+                    # Hooks may come and go between steps, and would not be noticed.
+                    "skip_nnmodule_hook_guards": False,
                 }
                 stack.enter_context(load_compiler().patch(**settings))
             yield

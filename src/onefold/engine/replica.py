@@ -20,7 +20,7 @@ lasts, as it would in a plain loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -326,39 +326,46 @@ class Replica:
         shards run again afterwards, from the same buffers and seeds.
         """
         found: dict[int, list[tuple[str, float]]] = {}
-        drop_gradients(self._parameters)
         for shard in batch.plan.shards_of(self.number):
             if shard in batch.shards:
-                found[shard] = self._weigh_shard(shard, batch, task)
+                rows = [
+                    [(part.kind, part.weight) for part in whole.parts]
+                    for whole in self._forward_alone(shard, batch, task)
+                ]
+                found[shard] = _added_weights(rows, f"step {task.step}, shard {shard}")
         return found
 
-    def _weigh_shard(
-        self, shard: int, batch: ShardedBatch, task: ShardTask
-    ) -> list[tuple[str, float]]:
-        """Compute the kind and weight of each term of one shard's loss, over all of its pieces."""
+    def rehearse(self, shard: int, batch: ShardedBatch, task: ShardTask) -> Contribution:
+        """Run a shard, or its first piece, without compiled code; inspect what the loss returns.
+
+        The shard runs again afterwards, from the same buffers and seeds.
+        """
+        with torch.compiler.set_stance("force_eager"):
+            return next(self._forward_alone(shard, batch, task, inspected=True))
+
+    def _forward_alone(
+        self, shard: int, batch: ShardedBatch, task: ShardTask, *, inspected: bool = False
+    ) -> Iterator[Contribution]:
+        """Run a shard forward, piece by piece; who asks for the next lets go of the last."""
+        drop_gradients(self._parameters)
         where, samples = self._begin_shard(shard, task), batch.size_of(shard)
-        rows = []
         try:
-            for bounds in pieces_of(samples, task.microbatch):
-                piece = _Piece(shard, *bounds, samples)
+            for start, stop in pieces_of(samples, task.microbatch):
+                piece = _Piece(shard, start, stop, samples)
                 # Not under no_grad: a loss that differentiates something itself (a gradient
                 # penalty) needs a graph, and would fail here and not in the step proper.
                 with self.autocast():
                     result = task.loss(self.module, self._on_device(piece, batch))
-                weighed = weigh(result, piece.samples, f"the loss of {where}")
-                rows.append([(part.kind, part.weight) for part in weighed.parts])
+                if inspected:
+                    self.loss_watch.look(result, samples=piece.samples, due=True, where=where)
+                yield weigh(result, piece.samples, f"the loss of {where}")
                 drop_gradients(self._parameters)
         except Exception as error:
-            self._put_back(task)
             self._explain(error, shard, batch, where)
             raise
-        self._put_back(task)
-        if any([kind for kind, _ in row] != [kind for kind, _ in rows[0]] for row in rows):
-            raise LossError(
-                f"the loss of {where} has other terms in some pieces of the shard than in others: "
-                f"expected the same for every piece; one with nothing to count has the weight 0"
-            )
-        return [(of[0][0], sum(weight for _, weight in of)) for of in zip(*rows, strict=True)]
+        finally:
+            drop_gradients(self._parameters)
+            self._put_back(task)
 
     def _begin_shard(self, shard: int, task: ShardTask) -> str:
         """Reset a shard's surroundings, whatever ran before it; return its name for errors."""
@@ -401,6 +408,18 @@ class Replica:
                     f"times for every number of shards. Call model.zero_grad() before returning, "
                     f"or use torch.autograd.grad"
                 )
+
+
+def _added_weights(
+    rows: Sequence[Sequence[tuple[str, float]]], where: str
+) -> list[tuple[str, float]]:
+    """Add up the weight of each term of a shard's loss over the shard's pieces."""
+    if any([kind for kind, _ in row] != [kind for kind, _ in rows[0]] for row in rows):
+        raise LossError(
+            f"the loss of {where} has other terms in some pieces of the shard than in others: "
+            f"expected the same for every piece; one with nothing to count has the weight 0"
+        )
+    return [(of[0][0], sum(weight for _, weight in of)) for of in zip(*rows, strict=True)]
 
 
 def _of_one_divisor(part: Contribution, batch: ShardedBatch, task: ShardTask) -> Contribution:

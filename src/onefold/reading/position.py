@@ -41,6 +41,7 @@ PROMISES = {
     "some not at all",
     "microbatch": "the parameters are no longer, bit for bit, those of the run that never stopped",
     "precision": "the parameters are no longer, bit for bit, those of the run that never stopped",
+    "compile": "the parameters are no longer, bit for bit, those of the run that never stopped",
     "clip_norm": "the rest of the run takes other steps than the run that never stopped",
     "optimizer": "the optimizer begins anew, without what it has gathered",
     "schedule": "the schedule begins anew",

@@ -35,6 +35,7 @@ from onefold.core.shard import Plan
 from onefold.core.world import World
 from onefold.engine.assembly import assemble
 from onefold.engine.batchnorm import recompute_statistics
+from onefold.engine.compiling import check_compiler
 from onefold.engine.engine import Outcome
 from onefold.engine.evaluation import DataCall, ScoreFunction
 from onefold.engine.lowprecision import check_device, check_precision
@@ -108,14 +109,17 @@ class Session:
         plan: Sequence[int] | None,
     ) -> None:
         if world.options.probe_mathematics:
-            # The loss function is compared, not how it is computed, which would hide it.
-            settings = replace(settings, precision=AS_GIVEN, microbatch=None)
+            # The loss function is compared, not how it is computed, which would hide it. Compiled
+            # code would not see the random draws either that the comparison replaces.
+            settings = replace(settings, precision=AS_GIVEN, microbatch=None, compile=False)
         # Refused before any device is touched or anybody else is contacted.
         user.check(settings.precision)
         self.settings = settings
         self.team = form_team(world, devices, shards=settings.shards, module=user.model)
         for device in self.team.own_devices.values():
             check_device(settings.precision, device)
+            if settings.compile:
+                check_compiler(device)
         chosen = self._checked_plan(plan)
         # Before the engine, whose first additions must have the run's number of threads.
         settle_process(self.team, settings)

@@ -7,8 +7,12 @@ each of them what would break, and is the first to fail.
 from __future__ import annotations
 
 import operator
+import os
+import re
 import sys
+import sysconfig
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -26,13 +30,13 @@ __all__ = [
     "TorchDispatchMode",
     "add_each",
     "buffers_of",
+    "code_compiler",
     "compiled_call_of",
     "compiler_config",
     "copy_each",
     "default_store",
     "has_accumulate_hooks",
     "is_compiled",
-    "is_dynamic",
     "load_compiler",
     "multiply_each",
     "parameters_of",
@@ -141,18 +145,51 @@ def compiler_config(*, may_load: bool) -> Any:
     return None
 
 
+def code_compiler(device: torch.device) -> str:
+    """Name what turns generated code into kernels for a device, with its version.
+
+    Raises:
+        RuntimeError: it is not there; says what is missing.
+    """
+    if load_compiler().disable:
+        raise RuntimeError("TORCH_COMPILE_DISABLE is set, which leaves everything as it is written")
+    if device.type == "cuda":
+        return f"Triton {_triton_version()}"
+    # Loads the code generator, for a second or two: it would be loaded in the first step.
+    from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler
+
+    # Raises a RuntimeError itself where there is none.
+    compiler = get_cpp_compiler()
+    headers = sysconfig.get_paths()["include"]
+    if not os.path.exists(os.path.join(headers, "Python.h")):
+        raise RuntimeError(f"Python.h, which kernels are built with, is not in {headers}")
+    found = re.search(r"version [\w.]+", get_compiler_version_info(compiler))
+    return f"{compiler} {found[0] if found else 'of an unknown version'}"
+
+
+def _triton_version() -> str:
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        raise RuntimeError("the package triton is not installed") from None
+
+
 def compiled_call_of(module: torch.nn.Module) -> object | None:
     """The call that ``module.compile()`` has put in place of the module's own, if it has."""
     return module.__dict__.get("_compiled_call_impl")
 
 
-def is_compiled(value: object) -> bool:
-    """Whether a module or function went through ``torch.compile``."""
-    return hasattr(value, _COMPILED)
+def is_compiled(value: Any, *, dynamic: bool = False) -> bool:
+    """Whether a module or function went through ``torch.compile``.
+
+    Args:
+        value: the module or function, or the call that ``module.compile()`` has made.
+        dynamic: whether only one counts that was requested to handle varying shapes.
+    """
+    return _is_dynamic(value) if dynamic else hasattr(value, _COMPILED)
 
 
-def is_dynamic(part: Any) -> bool:
-    """Whether a compiled part was requested to handle varying shapes."""
+def _is_dynamic(part: Any) -> bool:
     context = getattr(part, "dynamo_ctx", None)
     # A module holds its context as an attribute; a function merely closes over it.
     if context is None:

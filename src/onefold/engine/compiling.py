@@ -1,0 +1,212 @@
+"""Compiles the model and the loss of a shard together, so that every device runs the same code.
+
+Note: the same code on any number of devices
+--------------------------------------------
+Code for a shard may depend on the shapes of that shard and on nothing that was computed before it.
+So shapes are fixed, each with code of its own, kernels are chosen without timing them, and no
+address is built in: parameters lie in other memory on each device of a process, which CUDA graphs
+would not see. `onefold.engine.kernels` holds the compiler to that while shards run.
+
+Note: random numbers
+--------------------
+The compiler would draw dropout in another way than PyTorch's own kernels do. It is asked not to:
+then a compiled run draws the same numbers as one that is not compiled, the two differ by rounding
+alone, and one loss can be compared with the other, see `Rehearsal`.
+
+Note: a rehearsal
+-----------------
+Code does not say what a loss was divided by, nor which modules it called. So in the steps in which
+costly checks are due the first shard of each device runs forward once more, as it is written.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from onefold.core.batch import ShardedBatch
+from onefold.core.mean import Contribution
+from onefold.core.settings import Settings
+from onefold.engine.outside import OutsideModules
+from onefold.engine.replica import LossFunction, Replica, ShardTask
+from onefold.errors import LossError
+from onefold.exchange.board import Board
+from onefold.system.compat import code_compiler
+
+__all__ = ["CompiledLoss", "Rehearsal", "check_compiler"]
+
+_log = logging.getLogger("onefold")
+_MANY_SHAPES = 16
+"""More shapes than a data set has that was made for it: two sizes of shards, two of a last batch,
+and some for evaluation."""
+_ADVICE = (
+    "Give batches few shapes: have collate pad texts to multiples of 64, say, and sort samples by "
+    "length with trainer.loader(lengths=...). Or leave out compile=True"
+)
+_OPTIONS = {
+    "deterministic": True,
+    "fallback_random": True,
+    # These choose by timing, also where the environment asks for them.
+    "max_autotune": False,
+    "max_autotune_gemm": False,
+    "max_autotune_pointwise": False,
+    "coordinate_descent_tuning": False,
+    "benchmark_fusion": False,
+    # These build in addresses or values of parameters.
+    "freezing": False,
+    "triton.cudagraphs": False,
+}
+"""What is asked of the code generator."""
+_ROUNDING = 1e-3
+"""How far, relatively, a loss may differ in compiled code."""
+_ROUNDING_LOW = 0.05
+"""The same where it is computed in 16 bits."""
+
+
+def check_compiler(device: torch.device) -> None:
+    """Refuse to compile for a device where what is needed for it is missing.
+
+    Raises:
+        ValueError: there is no working compiler; the message says which is missing.
+    """
+    try:
+        code_compiler(device)
+    except RuntimeError as error:
+        needed = "Triton, which comes with PyTorch for GPUs"
+        if device.type == "cpu":
+            needed = (
+                "a C++ compiler and Python's headers (on Debian and Ubuntu: apt install g++ "
+                "python3-dev; CXX may name another compiler)"
+            )
+        raise ValueError(
+            f"compile=True: nothing can be compiled for {device}: {error}. Expected {needed}. "
+            f"Install what is missing, or leave out compile=True"
+        ) from error
+
+
+class CompiledLoss:
+    """The user's model and loss, compiled together for each shape that a shard has.
+
+    Args:
+        loss: the user's own.
+        deterministic: whether kernels that do not repeat their bits are refused.
+    """
+
+    def __init__(self, loss: LossFunction, *, deterministic: bool) -> None:
+        # A loss may be any callable; the compiler begins with a function.
+        def loss_of_shard(model: torch.nn.Module, payload: object) -> object:
+            return loss(model, payload)
+
+        options: dict[str, Any] = {**_OPTIONS, "deterministic": deterministic}
+        self._run = torch.compile(loss_of_shard, dynamic=False, options=options)
+        self._shapes: set[tuple[torch.Size, ...]] = set()
+        self._warned = False
+
+    def __call__(self, model: torch.nn.Module, payload: object) -> object:
+        """Compute the loss of one shard; compile it first where its shape is new.
+
+        Raises:
+            LossError: code was made for more shapes than anybody can have meant.
+        """
+        if not self._warned:
+            self._count(payload)
+        try:
+            return self._run(model, payload)
+        except Exception as error:
+            # By name, as the compiler's exceptions are private.
+            if type(error).__name__ == "FailOnRecompileLimitHit":
+                raise LossError(
+                    f"compile=True: code was made for as many shapes as it may be, and this shard "
+                    f"has another one. {_ADVICE}"
+                ) from error
+            if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+                error.add_note("leave out compile=True to run the loss as it is written")
+            raise
+
+    def _count(self, payload: object) -> None:
+        self._shapes.add(tuple(_shapes_of(payload)))
+        if len(self._shapes) > _MANY_SHAPES:
+            self._warned = True
+            _log.warning(
+                "compile=True: shards have had %d shapes so far, and code is made for each, which "
+                "takes seconds to minutes. %s",
+                len(self._shapes),
+                _ADVICE,
+            )
+
+
+class Rehearsal:
+    """Runs a shard as it is written, now and then, before compiled code does.
+
+    Args:
+        settings: the run's.
+        outside: modules that the loss uses beside the model.
+        notes: whether to look for them; a module that the script has compiled warns of that.
+    """
+
+    def __init__(self, settings: Settings, outside: OutsideModules, *, notes: bool) -> None:
+        self._on = settings.compile
+        self._limit = _ROUNDING if settings.precision.compute is None else _ROUNDING_LOW
+        self._outside = outside
+        self._notes = notes
+        self._warned = False
+
+    @contextmanager
+    def before(
+        self, replica: Replica, batch: ShardedBatch, task: ShardTask, board: Board
+    ) -> Iterator[None]:
+        """Surround a device's shards: its first one is rehearsed, if a check is due.
+
+        Raises:
+            LossError: the loss is certainly not the one that the script means.
+            StateError: the loss changes a module that is no part of the model.
+        """
+        shards = [n for n in batch.plan.shards_of(replica.number) if n in batch.shards]
+        # One shard may do what a plain loop may.
+        if not self._on or not task.due or task.shards == 1 or not shards:
+            yield
+            return
+        shard, where = shards[0], f"step {task.step}, shard {shards[0]}"
+        with self._outside.noting(wanted=self._notes):
+            part = replica.rehearse(shard, batch, task)
+        if self._notes:
+            self._outside.check(f"{where}, the loss")
+        yield
+        whole = task.microbatch is None or batch.size_of(shard) <= task.microbatch
+        if whole and part.kind != "means" and not self._warned:
+            self._compare(part, float(board.totals[shard]), batch.size_of(shard), where)
+
+    def _compare(self, part: Contribution, compiled: float, samples: int, where: str) -> None:
+        """Warn once if two losses of the same shard differ by more than rounding."""
+        written = float(part.total())
+        # Of losses of either sign a sum may be far smaller than what it was rounded by.
+        size = max(float(part.root.detach().abs().double().sum()), abs(written), samples * 1e-3)
+        difference = abs(written - compiled)
+        if not math.isfinite(difference) or difference <= self._limit * size:
+            return
+        self._warned = True
+        _log.warning(
+            "compile=True: the loss of %s adds up to %g, and to %g without compiling, on the same "
+            "samples with the same seeds. Random numbers of NumPy or of a generator of the "
+            "script's own may be drawn in another order; else it is an error of the compiler, and "
+            "compile=True is to be left out",
+            where,
+            compiled,
+            written,
+        )
+
+
+def _shapes_of(payload: object) -> Iterator[torch.Size]:
+    if isinstance(payload, torch.Tensor):
+        yield payload.shape
+    elif isinstance(payload, dict):
+        for value in payload.values():
+            yield from _shapes_of(value)
+    elif isinstance(payload, tuple | list):
+        for value in payload:
+            yield from _shapes_of(value)

@@ -1,0 +1,378 @@
+"""Runs that are compiled: one result for any number of devices, which is that of the loss.
+
+To make kernels takes seconds each, so most tests stop before that: their code is traced, with its
+gradient, and run by PyTorch's own kernels. What depends on kernels is tested with one tiny model,
+whose code all these tests share.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
+
+import onefold
+from onefold.engine import compiling, kernels
+from onefold.errors import CheckpointError, DisagreementError, LossError, StateError
+from tests.verifying.compared import Compared, compared
+
+__all__ = ["compared"]
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+Loss = Callable[[Any, Batch], object]
+SIZES = (9, 8, 9, 3)
+"""Of batches: shards of three sizes, and one that is empty."""
+
+pytestmark = [
+    pytest.mark.xdist_group("compile"),
+    # The compiler's own: where it copies what a tensor knows of its gradient, and where it loads.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # The compiler shows its progress by tqdm, which starts a thread that outlasts a test.
+    monkeypatch.setattr(tqdm, "monitor_interval", 0)
+    # Where its kernels find a function of PyTorch in this process; put back with the patch.
+    monkeypatch.setenv("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "")
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trace what is compiled, and make no kernels of it."""
+    compiled = torch.compile
+
+    def trace(function: Any, *, dynamic: bool, options: dict[str, object]) -> Any:
+        assert "deterministic" in options
+        return compiled(function, dynamic=dynamic, backend="aot_eager")
+
+    monkeypatch.setattr(torch, "compile", trace)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """One folder for the code of all tests; and no threads that would outlast a test."""
+    from torch._inductor import config
+
+    with pytest.MonkeyPatch.context() as patch, config.patch(compile_threads=1):
+        folder = tmp_path_factory.mktemp("compiled")
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
+        yield
+
+
+class Net(nn.Module):
+    """Batch norm and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.second = nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        # It needs two samples, and small shards have one.
+        hidden = self.norm(hidden) if len(x) > 1 else hidden
+        return self.second(F.dropout(hidden.tanh(), 0.1, self.training))
+
+
+class Again(nn.Module):
+    """A layer that is computed twice, with its dropout, and a weight that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.5))
+        self.second = nn.Linear(8, 8, bias=False)
+        self.second.weight = self.first[0].weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(checkpoint(self.first, x, use_reentrant=False))
+
+
+def of_each(model: nn.Module, batch: Batch) -> torch.Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def two_terms(model: nn.Module, batch: Batch) -> object:
+    losses, valid = of_each(model, batch), batch[1] > 0
+    return onefold.Mean((losses * valid).sum(), valid.sum()) + 0.1 * onefold.Sum(losses.sum())
+
+
+def broken_up(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """What cannot be compiled stays as it is written."""
+    logits = model(batch[0])
+    factor = 2.0 if float(logits.detach().sum()) > 0 else 1.0
+    return factor * F.cross_entropy(logits, batch[1], reduction="none")
+
+
+def batch_of(samples: int, seed: int = 1) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(samples, 8, generator=generator)
+    return x, torch.randint(0, 3, (samples,), generator=generator)
+
+
+def trainer_of(
+    loss: Loss = of_each, devices: int | None = 1, *, model: nn.Module | None = None, **options: Any
+) -> onefold.Trainer:
+    torch.manual_seed(0)
+    model = Net() if model is None else model
+    settings = {"shards": 4, "threads": 1, "compile": True, "devices": None}
+    if devices:
+        settings["devices"] = ["cpu"] * devices
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return onefold.Trainer(model, optimizer, loss, **{**settings, **options})
+
+
+def run(trainer: onefold.Trainer, sizes: tuple[int, ...] = SIZES) -> tuple[str, float]:
+    for number, samples in enumerate(sizes):
+        step = trainer.step(batch_of(samples, number))
+    return trainer.fingerprint(), float(step.loss)
+
+
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize(
+    ("loss", "build"), [(of_each, Net), (two_terms, Net), (broken_up, Net), (of_each, Again)]
+)
+def test_the_bits_do_not_depend_on_the_devices(loss: Loss, build: Callable[[], nn.Module]) -> None:
+    def go(devices: int, **options: Any) -> tuple[str, float]:
+        torch.manual_seed(0)
+        return run(trainer_of(loss, devices, model=build(), **options))
+
+    found = go(1)
+    assert go(2) == found
+    assert go(3, plan=(0, 3, 1)) == found
+    # With the same dropout: only rounding is left to differ.
+    assert go(1, compile=False)[1] == pytest.approx(found[1], rel=1e-3)
+
+
+@pytest.mark.usefixtures("traced")
+def test_what_was_compiled_before_does_not_show() -> None:
+    first = run(trainer_of(), (9,))
+    torch._dynamo.reset()
+    run(trainer_of(), (18, 5))
+    assert run(trainer_of(), (9,)) == first
+
+
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize("precision", ["bf16", "fp16-params"])
+def test_low_precision(precision: str) -> None:
+    found = {run(trainer_of(devices=devices, precision=precision), (8, 8)) for devices in (1, 3)}
+    assert len(found) == 1
+    written = run(trainer_of(precision=precision, compile=False), (8, 8))[1]
+    assert found.pop()[1] == pytest.approx(written, rel=0.02)
+
+
+@pytest.mark.usefixtures("traced")
+def test_hooks_and_frozen_layers_may_come_and_go_between_steps() -> None:
+    """The compiler does not look for hooks by itself."""
+
+    def doubled(parameter: torch.Tensor) -> None:
+        parameter.grad *= 2
+
+    def go(*, compiled: bool, devices: int) -> tuple[str, float]:
+        model = Net()
+        trainer = trainer_of(devices=devices, model=model, compile=compiled)
+        trainer.step(batch_of(8))
+        handle = model.first.register_forward_hook(lambda m, given, made: made * 0.5)
+        model.second.weight.register_hook(lambda gradient: gradient * 3)
+        model.second.bias.register_post_accumulate_grad_hook(doubled)
+        trainer.step(batch_of(8))
+        model.first.bias.requires_grad_(False)
+        trainer.step(batch_of(8))
+        handle.remove()
+        model.first.bias.requires_grad_(True)
+        return run(trainer, (8,))
+
+    torch.manual_seed(0)
+    one = go(compiled=True, devices=1)
+    torch.manual_seed(0)
+    assert go(compiled=True, devices=3) == one
+    torch.manual_seed(0)
+    assert go(compiled=False, devices=1)[1] == pytest.approx(one[1], rel=1e-3)
+
+
+@pytest.mark.usefixtures("traced")
+def test_a_loss_of_any_kind() -> None:
+    class Criterion(nn.Module):
+        def forward(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+            return of_each(model, batch)
+
+    losses = (of_each, Criterion(), Criterion().forward, functools.partial(of_each))
+    found = {run(trainer_of(loss), (8,)) for loss in losses}
+    assert len(found) == 1
+
+
+def test_a_model_that_is_compiled_already() -> None:
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return Net()
+
+    wrapped, in_place = torch.compile(model(), backend="eager"), model()
+    in_place.compile(backend="eager")
+    with pytest.MonkeyPatch.context() as patch:
+        compiled = torch.compile
+        patch.setattr(
+            torch, "compile", lambda f, options, dynamic: compiled(f, backend="aot_eager")
+        )
+        found = {run(trainer_of(model=each), (8,)) for each in (model(), wrapped, in_place)}
+    assert len(found) == 1
+
+
+def test_a_model_that_is_compiled_for_shapes_that_vary_is_refused() -> None:
+    with pytest.raises(ValueError, match="is compiled with dynamic=True"):
+        trainer_of(model=torch.compile(Net(), dynamic=True))
+
+
+@pytest.mark.usefixtures("traced")
+def test_a_rehearsal_sees_what_code_does_not_show() -> None:
+    """What a loss was divided by, and modules that are no part of the model."""
+    by_hand = trainer_of(lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction="sum"))
+    with pytest.raises(LossError, match="a sum over the shard"):
+        by_hand.step(batch_of(18))
+    outside = nn.BatchNorm1d(8)
+    trainer = trainer_of(lambda m, b: of_each(m, (outside(b[0]), b[1])))
+    with pytest.raises(StateError, match="a module of BatchNorm1d is called that is no part"):
+        trainer.step(batch_of(8))
+
+
+@pytest.mark.usefixtures("traced")
+def test_a_loss_that_compiled_code_computes_differently_is_mentioned_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    drawn = np.random.default_rng(0)
+    with caplog.at_level(logging.WARNING, "onefold"):
+        run(trainer_of(lambda m, b: of_each(m, b) * drawn.uniform(1, 2)), (8, 8))
+    said = [r.getMessage() for r in caplog.records if "without compiling" in r.getMessage()]
+    assert len(said) == 1
+    assert said[0].startswith("compile=True: the loss of step 1, shard 0 adds up to ")
+
+
+@pytest.mark.usefixtures("traced")
+def test_many_shapes_are_mentioned_and_too_many_refused(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiling, "_MANY_SHAPES", 2)
+    monkeypatch.setattr(kernels, "_SHAPES", 4)
+    trainer = trainer_of(shards=1)
+    with caplog.at_level(logging.WARNING, "onefold"):
+        for samples in (2, 3, 4, 5):
+            trainer.step(batch_of(samples))
+        with pytest.raises(LossError, match=r"made for as many shapes as it may be.* multiples"):
+            trainer.step(batch_of(6))
+    said = [r.getMessage() for r in caplog.records if "have had" in r.getMessage()]
+    assert len(said) == 1
+    assert "shards have had 3 shapes so far" in said[0]
+
+
+def test_what_is_missing_is_named_before_work_begins() -> None:
+    from torch._dynamo import config as tracer
+    from torch._inductor import config as generator
+
+    missing = pytest.raises(ValueError, match=r"no-such-.* apt install g\+\+ .*leave out compile")
+    with generator.patch({"cpp.cxx": (None, "no-such-compiler")}), missing:
+        trainer_of()
+    with tracer.patch(disable=True), pytest.raises(ValueError, match="TORCH_COMPILE_DISABLE"):
+        trainer_of()
+    with pytest.raises(TypeError, match="expected compile to be True or False, got 'max-auto"):
+        trainer_of(compile="max-autotune")
+
+
+@pytest.mark.usefixtures("traced")
+def test_a_stopped_run_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    whole = run(trainer_of(), (8, 8, 8))
+    first = trainer_of(devices=3)
+    first.step(batch_of(8, 0))
+    first.save(tmp_path)
+    second = trainer_of(devices=2)
+    second.load(tmp_path)
+    for number in (1, 2):
+        last = second.step(batch_of(8, number))
+    assert (second.fingerprint(), float(last.loss)) == whole
+    third = trainer_of(compile=False)
+    with pytest.raises(CheckpointError, match=r"saved with compile True, this run has False"):
+        third.load(tmp_path)
+    assert third.load(tmp_path, changed={"compile"}).step == 1
+
+
+def test_devices_compare_whether_they_compile() -> None:
+    from onefold.engine.description import compare
+
+    with pytest.raises(DisagreementError, match="compile is True on device 0 and False on device"):
+        compare([b'{"compile": "True"}', b'{"compile": "False"}'])
+
+
+class Tiny(nn.Module):
+    """Few kernels, which the tests share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 16)
+        self.second = nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(F.dropout(self.first(x).tanh(), 0.1, self.training))
+
+
+def squares(model: nn.Module, batch: Batch) -> torch.Tensor:
+    return (model(batch[0]) - batch[0][:, :3]).square().sum(dim=1)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("cache")
+def test_kernels_give_the_same_bits_on_any_number_of_devices() -> None:
+    from torch._dynamo.utils import counters
+
+    torch.manual_seed(0)
+    start = Tiny()
+
+    def go(devices: int, **options: Any) -> tuple[str, float]:
+        model = copy.deepcopy(start)
+        return run(trainer_of(squares, devices, model=model, **options), (8, 8, 8))
+
+    first = go(1)
+    assert go(1, compile=False)[1] == pytest.approx(first[1], rel=1e-4)
+    assert go(1, compile=False)[0] != first[0]
+    assert go(3, plan=(1, 3, 0)) == first
+    # As in another process, what was made is found again.
+    torch._dynamo.reset()
+    counters.clear()
+    assert go(2) == first
+    assert counters["aot_autograd"]["autograd_cache_hit"] == 1
+
+
+def in_processes() -> tuple[str, float]:
+    """Called in each launched process."""
+    torch.manual_seed(0)
+    return run(trainer_of(squares, None, model=Tiny()), (8, 8, 8))
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("cache")
+def test_kernels_give_the_same_bits_in_several_processes() -> None:
+    """Both make their kernels at the same time, in one folder, unless a test before has."""
+    torch.manual_seed(0)
+    alone = run(trainer_of(squares, model=Tiny()), (8, 8, 8))
+    assert onefold.launch(in_processes, devices=2) == alone
+
+
+def test_verify_compares_the_mathematics_of_what_is_written(compared: Compared) -> None:
+    line = compared.step(Net(), of_each, batch_of(9), compile=True)
+    assert line["loss_difference"] < 1e-9
+    assert line["gradient_difference"] < 1e-9
