@@ -317,6 +317,20 @@ def test_state_under_a_key_that_is_no_parameter_is_kept(devices: int, tmp_path: 
         trainer.save(tmp_path)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_lists_of_low_precision_on_a_processor_are_refused(dtype: torch.dtype) -> None:
+    """PyTorch's SGD rounds a parameter in two ways, by whether its neighbours have momentum."""
+    model = nn.Linear(40, 1).to(dtype)
+    for foreach, momentum in ((None, 0.9), (False, 0.9), (True, 0.0)):
+        made = torch.optim.SGD(model.parameters(), foreach=foreach, momentum=momentum)
+        check_optimizer(made, model)
+    lists = torch.optim.SGD(model.parameters(), foreach=True, momentum=0.9)
+    with pytest.raises(ValueError, match=r"group 0 has foreach=True, .* Leave foreach out"):
+        check_optimizer(lists, model)
+    model.float()
+    check_optimizer(torch.optim.SGD(model.parameters(), foreach=True, momentum=0.9), model)
+
+
 def test_adafactor_of_two_precisions_needs_its_eps() -> None:
     def parameters() -> list[nn.Parameter]:
         return [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, dtype=torch.bfloat16))]

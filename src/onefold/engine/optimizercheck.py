@@ -24,6 +24,7 @@ _BY_ELEMENT = frozenset(
         torch.optim.Rprop,
     }
 )
+_LOW = {torch.bfloat16, torch.float16}
 
 
 TAKEN: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -57,6 +58,8 @@ def check_optimizer(optimizer: object, module: torch.nn.Module) -> None:
         raise TypeError("SparseAdam works on sparse gradients; use Adam and dense embeddings")
     if isinstance(optimizer, torch.optim.Adafactor):
         _check_adafactor(optimizer)
+    if isinstance(optimizer, torch.optim.SGD):
+        _check_lists(optimizer)
     if optimizer in TAKEN:
         raise ValueError(
             f"this {name} already belongs to a Trainer, which has divided its state. Make another "
@@ -71,6 +74,21 @@ def check_optimizer(optimizer: object, module: torch.nn.Module) -> None:
                     f"{tuple(parameter.shape)}, is not a parameter of the model. Make the "
                     f"optimizer from this model's parameters() (after moving or changing it)"
                 )
+
+
+def _check_lists(optimizer: torch.optim.SGD) -> None:
+    """Refuse kernels for lists of low-precision parameters on a processor."""
+    # They round otherwise than those for single tensors, and SGD takes the latter as long as one
+    # parameter of a call of step has no momentum yet: its neighbours are those of its device's span.
+    for number, group in enumerate(optimizer.param_groups):
+        low = {p.dtype for p in group["params"] if p.device.type == "cpu"} & _LOW
+        if group["foreach"] and group["momentum"] and low:
+            raise ValueError(
+                f"SGD: group {number} has foreach=True, momentum and parameters of "
+                f"{', '.join(sorted(map(str, low)))} on a processor, where PyTorch rounds lists of "
+                f"them in another way than single ones, and chooses by what else a device updates. "
+                f"Leave foreach out, which costs nothing there"
+            )
 
 
 def _check_adafactor(optimizer: torch.optim.Adafactor) -> None:
