@@ -20,21 +20,22 @@ lasts, as it would in a plain loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from onefold.core.batch import ShardedBatch, move
 from onefold.core.flat import FlatTensors
+from onefold.core.gathering import Discovering, Gatherer, Gathers, Refusing, gathering
 from onefold.core.mean import Contribution, weigh
 from onefold.core.pieces import pieces_of, rows_of
 from onefold.core.precision import AS_GIVEN, Precision, added_up_in
 from onefold.core.randomness import derive_seed, seed_generators
 from onefold.core.result import ShardResult
-from onefold.core.weights_of_step import SUM, several, total_weight
+from onefold.core.weights_of_step import GATHERS, SUM, several, total_weight
 from onefold.engine.buffers import BufferSet
 from onefold.engine.gradients import (
     Gradients,
@@ -46,6 +47,7 @@ from onefold.engine.gradients import (
 )
 from onefold.engine.losswatch import LossWatch
 from onefold.engine.modelparts import ModelParts
+from onefold.engine.shardtask import LossFunction, ShardTask
 from onefold.engine.shortage import ADVICE, is_shortage
 from onefold.errors import GradientError, LossError
 from onefold.system.compat import has_accumulate_hooks
@@ -53,49 +55,14 @@ from onefold.watch.timing import Stopwatch
 
 __all__ = ["LossFunction", "Replica", "ShardTask", "Weighed"]
 
-LossFunction = Callable[[torch.nn.Module, Any], object]
-"""Takes the model and one shard; see `onefold.core.mean.weigh` for what it may return."""
-
+_OF_PIECES = (
+    "onefold.gather (or onefold.SyncBatchNorm) was called in a piece of a shard, as microbatch has "
+    "cut it: expected a whole shard, whose pieces do not know each other. Use more shards instead "
+    "of microbatch: each is smaller, and gather joins them all"
+)
 
 Weighed = Mapping[int, Sequence[tuple[str, float]]]
 """For each shard, the kind and weight of each term of its loss."""
-
-
-@dataclass(frozen=True, slots=True)
-class ShardTask:
-    """What all shards of a step have in common."""
-
-    loss: LossFunction
-    seed: int
-    """The run's seed."""
-    step: int
-    """The number of the step."""
-    shards: int
-    """How many shards every batch is cut into."""
-    modes: bytes
-    """The modes of the module's parts, put back after every shard where there are several."""
-    trainable: Sequence[bool]
-    """Which parameters require a gradient; put back after every shard where there are several."""
-    scale: float = 1.0
-    """What the loss is multiplied by before backward: a power of two."""
-    due: bool = False
-    """Whether to make the checks that cost more."""
-    divisors: Sequence[float] | None = None
-    """The divisor of each term of the loss, if it has several; None while they are not known."""
-    microbatch: int | None = None
-    """The most samples of a shard that run at once; None for all of them."""
-
-    def is_plain(self, batch: ShardedBatch) -> bool:
-        """Whether one forward pass sees the whole batch, as in a plain loop."""
-        return self.shards == 1 and (self.microbatch is None or batch.samples <= self.microbatch)
-
-    def divisor(self, batch: ShardedBatch, weight: float) -> float:
-        """What gradients are divided by in backward, before the whole batch's weight is known.
-
-        That is the number of samples, the only divisor that every device knows before all forwards
-        are done. Where one forward pass sees the whole batch, its ``weight`` is that of the batch.
-        """
-        return weight if self.is_plain(batch) else float(batch.samples)
 
 
 class _Piece(NamedTuple):
@@ -242,6 +209,10 @@ class Replica:
                 piece = _Piece(shard, start, stop, samples)
                 given = self._compute_piece(piece, batch, task, where)
                 result = given if result is None else result.plus(given, task.step)
+        except Gathers:
+            drop_gradients(self._parameters)
+            self._put_back(task)
+            return ShardResult(self.nothing, None, GATHERS, None)
         except Exception as error:
             self._put_back(task)
             self._explain(error, where)
@@ -257,12 +228,15 @@ class Replica:
     ) -> _PieceResult:
         """Run a piece of a shard, mostly all of it, forward and backward."""
         payload = self._on_device(piece, batch)
+        gatherer = _gatherer_of(piece, batch, task)
         start = self.watch.now()
-        part = self._loss_of(piece, payload, batch, task, where)
-        middle = self.watch.now()
-        self.watch.note("forward", f"forward shard {piece.shard}", start, middle)
-        _backward(part, batch, task)
-        self.watch.note("backward", f"backward shard {piece.shard}", middle)
+        with gathering(gatherer):
+            part = self._loss_of(piece, payload, batch, task, where, gatherer)
+            middle = self.watch.now()
+            _backward(part, batch, task, gatherer.roots if gatherer else ())
+        if gatherer is None or not gatherer.takes_turns:
+            self.watch.note("forward", f"forward shard {piece.shard}", start, middle)
+            self.watch.note("backward", f"backward shard {piece.shard}", middle)
         gradients = take_gradients(self._parameters, self._strides, self._names, where)
         # The whole batch: nothing is added to it, and its bits are a plain loop's.
         if self._narrow and (self._rounds or not task.is_plain(batch)):
@@ -301,7 +275,13 @@ class Replica:
         return payload
 
     def _loss_of(
-        self, piece: _Piece, payload: Any, batch: ShardedBatch, task: ShardTask, where: str
+        self,
+        piece: _Piece,
+        payload: Any,
+        batch: ShardedBatch,
+        task: ShardTask,
+        where: str,
+        gatherer: Gatherer | None,
     ) -> Contribution:
         """Run the forward pass, and read what its result contributes to the batch's loss."""
         with self.autocast():
@@ -309,8 +289,11 @@ class Replica:
         # Now or never: once our backward has run, the two gradients are one sum.
         self._refuse_leftovers(where)
         part = weigh(result, piece.samples, f"the loss of {where}")
-        if not task.is_plain(batch):
+        if not task.is_plain(batch) and not (gatherer and gatherer.sees_batch):
             self.loss_watch.look(result, samples=piece.samples, due=task.due, where=where)
+        if gatherer is not None:
+            divisors = gatherer.end_forward([(each.kind, each.weight) for each in part.parts])
+            task = task if divisors is None else replace(task, divisors=divisors)
         if part.kind == "means":
             part = _of_one_divisor(part, batch, task)
         return part
@@ -343,11 +326,15 @@ class Replica:
                 piece = _Piece(shard, *bounds, samples)
                 # Not under no_grad: a loss that differentiates something itself (a gradient
                 # penalty) needs a graph, and would fail here and not in the step proper.
-                with self.autocast():
-                    result = task.loss(self.module, self._on_device(piece, batch))
+                payload = self._on_device(piece, batch)
+                with gathering(_gatherer_of(piece, batch, task)), self.autocast():
+                    result = task.loss(self.module, payload)
                 weighed = weigh(result, piece.samples, f"the loss of {where}")
                 rows.append([(part.kind, part.weight) for part in weighed.parts])
                 drop_gradients(self._parameters)
+        except Gathers:
+            # The shards run next and find the same; of one term, no divisors are looked for.
+            rows = [[("sum", 1.0)]]
         except Exception as error:
             self._put_back(task)
             self._explain(error, where)
@@ -415,17 +402,33 @@ def _of_one_divisor(part: Contribution, batch: ShardedBatch, task: ShardTask) ->
     return whole if any(divisors) else replace(whole, kind="mean", weight=0.0)
 
 
-def _backward(part: Contribution, batch: ShardedBatch, task: ShardTask) -> None:
+def _gatherer_of(piece: _Piece, batch: ShardedBatch, task: ShardTask) -> Gatherer | None:
+    """Find what `onefold.gather` does in a piece; None where it sees the whole batch anyway."""
+    if task.is_plain(batch):
+        return None
+    if piece.samples < piece.of:
+        return Refusing(_OF_PIECES, is_of_step=True)
+    return task.gatherers(piece.shard) if task.gatherers else Discovering()
+
+
+def _backward(
+    part: Contribution,
+    batch: ShardedBatch,
+    task: ShardTask,
+    beside: Sequence[tuple[torch.Tensor, torch.Tensor]],
+) -> None:
     """Run backward where it can begin and there is something to differentiate."""
     # A loss that depends on no parameter is legal in one shard (one without positives, say); that
     # none of the batch's shards gave a gradient is refused later, in `Engine._apply`.
     if part.kind == "means" or not part.root.requires_grad:
+        if beside:
+            torch.autograd.backward([t for t, _ in beside], [g for _, g in beside])
         return
     # Divided before backward and not after the fold: with one shard these are the bits of a plain
     # loop, and gradients of low precision do not overflow on the way.
     divisor = 1.0 if part.kind == "sum" else task.divisor(batch, part.weight)
     if divisor:
-        part.backward(divisor / task.scale)
+        part.backward(divisor / task.scale, beside)
 
 
 def _code(part: Contribution) -> float:
