@@ -21,8 +21,8 @@ class SyncBatchNorm(BatchNorm):
     backward needs of all shards of a device at a time: see `docs/whole-batch.md`.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
-    >>> SyncBatchNorm.convert(model)[1]
-    SyncBatchNorm(4, eps=1e-05, momentum=0.1, affine=True, track_running_stats=True)
+    >>> [type(layer).__name__ for layer in SyncBatchNorm.convert(model)]
+    ['Linear', 'SyncBatchNorm']
 
     Raises:
         ValueError: its input has fewer than two dimensions, or one value per channel.
@@ -84,8 +84,10 @@ class SyncBatchNorm(BatchNorm):
         # In float64 up to here, where it is a number per channel; from here on in the input's own.
         shape = (1, -1, *[1] * (input.dim() - 2))
         normal = (wide - mean.to(wide.dtype).view(shape)) * scale.to(wide.dtype).view(shape)
-        if self.affine:
-            normal = normal * self.weight.view(shape) + self.bias.view(shape)
+        if self.weight is not None:
+            normal = normal * self.weight.view(shape)
+        if self.bias is not None:
+            normal = normal + self.bias.view(shape)
         return normal.to(input.dtype)
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
