@@ -86,7 +86,8 @@ class Pairs(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.images = nn.Sequential(
-            nn.Flatten(), nn.Linear(784, 40), nn.BatchNorm1d(40), nn.Dropout(0.2), nn.Linear(40, 12)
+            *(nn.Conv2d(1, 6, 5, stride=4), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten()),
+            *(nn.Dropout(0.2), nn.Linear(216, 12)),
         )
         self.labels = nn.Embedding(10, 12)
         self.sharpness = nn.Parameter(torch.tensor(2.0))
