@@ -44,11 +44,12 @@ class SyncBatchNorm(BatchNorm):
             ValueError: a batch norm is lazy and has not seen its first input.
         """
         made: dict[torch.nn.Module, torch.nn.Module] = {}
-        for module in list(model.modules()):
-            for name, part in module.named_children():
-                if isinstance(part, BatchNorm) and not isinstance(part, cls):
-                    made[part] = made.get(part) or cls._of(part)
-                    setattr(module, name, made[part])
+        # One layer in two places stays one layer.
+        for place, part in list(model.named_modules(remove_duplicate=False)):
+            if place and isinstance(part, BatchNorm) and not isinstance(part, cls):
+                made[part] = made.get(part) or cls._of(part)
+                prefix, _, name = place.rpartition(".")
+                setattr(model.get_submodule(prefix), name, made[part])
         ready = not isinstance(model, BatchNorm) or isinstance(model, cls)
         return model if ready else cls._of(model)
 

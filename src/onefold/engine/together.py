@@ -89,16 +89,18 @@ class Together:
         Returns:
             Which shard gave it; empty if there is none.
         """
-        own = sorted(self._first_run(batch, task, looks=True).spoilt)[:1]
+        found = self._first_run(batch, task, looks=True).spoilt
+        # Backward begins with the last call, and goes from it to those before.
+        own = sorted((-call, shard) for shard, call in found)[:1]
         texts = {replica.number: json.dumps(own).encode() for replica in self._replicas}
-        found = [json.loads(t) for t in self._exchange.transport.gather_bytes(texts)]
-        first = min((row[0] for row in found if row), default=None)
+        rows = [json.loads(t) for t in self._exchange.transport.gather_bytes(texts)]
+        first = min((row[0] for row in rows if row), default=None)
         if first is None:
             return ""
-        shard, call = first
+        call, shard = -first[0] + 1, first[1]
         return (
             f"step {task.step}, shard {shard} ({batch.describe(shard)}): the gradient of what call "
-            f"{call + 1} of onefold.gather returned is not finite"
+            f"{call} of onefold.gather (or onefold.SyncBatchNorm) returned is not finite"
         )
 
     def _first_run(self, batch: ShardedBatch, task: ShardTask, *, looks: bool = False) -> _Run:
