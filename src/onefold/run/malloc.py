@@ -4,9 +4,10 @@ Note: why memory is kept
 ------------------------
 By default the C library asks the system anew for every large block and hands it back at once. A
 training step frees and allocates the same activations and gradients over and over, and the system
-clears every page of them first: on a processor this costs up to a quarter of a step. With the first two
-settings here, freed blocks stay in the process and are used again, as PyTorch itself does on a GPU.
-The peak is what it was, or little more; what is left at the end of a step is no longer given back.
+clears every page of them first: on a processor this costs up to a quarter of a step. With the first
+two settings here, freed blocks stay in the process and are used again, as PyTorch itself does on a
+GPU. The peak is what it was, or little more; what is left at the end of a step is no longer given
+back.
 
 Threads share one heap. Shards that take turns (`onefold.gather`) compute in threads of their own,
 of which each would otherwise have a heap that keeps what the shard has freed, out of reach of the
