@@ -103,6 +103,7 @@ WAITS = """
     data/fetch.py super().connect: cut by the clock of the whole download
     engine/engine.py self.exchange.bind: no socket: follows a roster
     engine/engine.py self.update.bind: no socket: follows a roster
+    engine/shardthread.py self._thread.join: it ends at its next stop, for this process computes it
     engine/update.py self.bind: no socket: follows a roster
     exchange/collective.py dist.recv: the group's limit; cut when a peer has failed
     exchange/collective.py self._store.wait: for seconds

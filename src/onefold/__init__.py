@@ -24,7 +24,9 @@ from onefold.run.world import current_world, is_launched
 if TYPE_CHECKING:
     from onefold import losses
     from onefold.checkpoint.keeping import Checkpoint
+    from onefold.core.gathering import gather
     from onefold.core.mean import Mean, Means, Sum
+    from onefold.core.syncbatchnorm import SyncBatchNorm
     from onefold.engine.step import Step
     from onefold.reading.loader import Loader
     from onefold.trainer import Trainer
@@ -41,9 +43,11 @@ __all__ = [
     "Selection",
     "Step",
     "Sum",
+    "SyncBatchNorm",
     "Trainer",
     "__version__",
     "errors",
+    "gather",
     "is_launched",
     "launch",
     "list_devices",
@@ -62,7 +66,9 @@ _HOMES = {
     "Means": "onefold.core.mean",
     "Step": "onefold.engine.step",
     "Sum": "onefold.core.mean",
+    "SyncBatchNorm": "onefold.core.syncbatchnorm",
     "Trainer": "onefold.trainer",
+    "gather": "onefold.core.gathering",
     "load_weights": "onefold.weights.load",
     "losses": "onefold.losses",
 }

@@ -80,6 +80,38 @@ class Texts(Images):
         return tokens, self._labels[index]
 
 
+class Pairs(nn.Module):
+    """Two towers, whose images and labels find each other in the whole batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.images = nn.Sequential(
+            *(nn.Conv2d(1, 6, 5, stride=4), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten()),
+            *(nn.Dropout(0.2), nn.Linear(216, 12)),
+        )
+        self.labels = nn.Embedding(10, 12)
+        self.sharpness = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        image, rows = onefold.gather(F.normalize(self.images(images)), rows=True)
+        label = onefold.gather(F.normalize(self.labels(labels)))
+        logits = image @ label.T * self.sharpness.exp()
+        targets = torch.arange(len(logits))
+        losses = F.cross_entropy(logits, targets, reduction="none")
+        losses = losses + F.cross_entropy(logits.T, targets, reduction="none")
+        return F.dropout(losses, 0.1, self.training)[rows]
+
+
+def synced() -> nn.Module:
+    """Batch norm over the whole batch."""
+    return onefold.SyncBatchNorm.convert(
+        nn.Sequential(
+            *(nn.Conv2d(1, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.MaxPool2d(4), nn.Dropout(0.1)),
+            *(nn.Flatten(), nn.Linear(216, 30), nn.BatchNorm1d(30), nn.Linear(30, 10)),
+        )
+    )
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], type[Images]]] = {
     "lenet": (LeNet, Images),
     "cnn": (DenseCNN, Images),
@@ -87,6 +119,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], type[Images]]] = {
     "transformer": (lambda: TransformerClassifier(50, width=32, layers=2, length=12), Texts),
     "lstm": (lambda: LSTMClassifier(50, width=24), Texts),
     "mixed": (Mixed, Texts),
+    "pairs": (Pairs, Images),
+    "synced": (synced, Images),
 }
 LIGHT = ("lenet", "transformer", "lstm", "mixed")
 HEAVY = ("cnn", "resnet18")
@@ -160,6 +194,8 @@ class Case:
 
 def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     inputs, labels = batch
+    if isinstance(model, Pairs):
+        return model(inputs, labels)  # type: ignore[no-any-return]
     return F.cross_entropy(model(inputs), labels, reduction="none")
 
 
@@ -234,6 +270,11 @@ def covering() -> list[Case]:
                     name, optimizer, shards, 2 * odd, uneven=not odd, clip=odd, precision=precision
                 )
             )
+    # Losses and layers that see the whole batch.
+    cases.append(Case("pairs", "adamw", 4, uneven=True, clip=True))
+    cases.append(Case("pairs", "sgd", 7, workers=2, precision="fp16"))
+    cases.append(Case("synced", "adamw", 7, uneven=True))
+    cases.append(Case("synced", "sgd-fused", 4, workers=2, precision="bf16"))
     # In pieces of one sample, the odd and the even count of devices with one each.
     cases.append(Case("mixed", "adamw", 4, uneven=True, microbatch=1))
     cases.append(Case("transformer", "sgd", 4, workers=2, clip=True, microbatch=1))

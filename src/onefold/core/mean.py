@@ -203,11 +203,17 @@ class Contribution:
         total = self.root.detach().sum(dtype=torch.float64)
         return total if self.share == 1.0 else total * self.share
 
-    def backward(self, divisor: float) -> None:
+    def backward(
+        self, divisor: float, beside: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+    ) -> None:
         """Add the gradient of (total / divisor) to the parameters' ``.grad``.
 
         Backward starts from the same gradient that autograd would compute for a mean, so that one
         shard that is the whole batch gives the bits of the plain loop.
+
+        Args:
+            divisor: of the total.
+            beside: other tensors to start from in the same pass, and their gradients.
 
         Raises:
             TypeError: there are several terms; ``combine`` first.
@@ -217,9 +223,9 @@ class Contribution:
         seed = _seed(self.share, divisor, root.dtype, root.device)
         # The seed is cached, and a hook may write into the gradient that it is given. An expanded
         # tensor refuses that; with a single element nothing is expanded, so it is cloned.
-        torch.autograd.backward(
-            root, seed.expand_as(root) if root.numel() > 1 else seed.clone().expand_as(root)
-        )
+        start = seed.expand_as(root) if root.numel() > 1 else seed.clone().expand_as(root)
+        tensors, gradients = [t for t, _ in beside], [g for _, g in beside]
+        torch.autograd.backward([root, *tensors], [start, *gradients])
 
     def combine(self, divisors: Sequence[float]) -> Contribution:
         """Divide every part by its own divisor, and add them up into one contribution.

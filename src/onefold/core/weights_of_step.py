@@ -3,9 +3,10 @@
 Note: codes below 0
 -------------------
 A weight is never negative, so a negative number in its place can say that there is none: ``SUM`` if
-the loss is not divided, ``several(n)`` if it has n terms with a divisor each. Several divisors must
-be known before backward can begin, so such a step is started over: the loss is first computed
-without gradients, only for its weights; these are traded; and then the shards run with them.
+the loss is not divided, ``several(n)`` if it has n terms with a divisor each, ``GATHERS`` if it
+asked for the tensors of other shards. Several divisors must be known before backward can begin, so
+such a step is started over: the loss is first computed without gradients, only for its weights;
+these are traded; and then the shards run with them. A step that gathers is started over as well.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from dataclasses import dataclass
 from onefold.core.fold import fold_shards
 from onefold.errors import LossError
 
-__all__ = ["SUM", "StepWeight", "several", "total_weight"]
+__all__ = ["GATHERS", "SUM", "StepWeight", "several", "total_weight"]
 
 SUM = -1.0
+GATHERS = -0.5
+"""No whole number, as the codes of terms are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,8 @@ class StepWeight:
     """Whether the loss is divided at all."""
     terms: int = 1
     """Number of terms with a divisor each; if there are several, nothing has been computed yet."""
+    gathers: bool = False
+    """Whether a shard has asked for the tensors of the others; then nothing has been computed."""
 
 
 def several(terms: int) -> float:
@@ -54,6 +59,9 @@ def total_weight(weights: Sequence[float], sizes: Sequence[int], step: int) -> S
     # Empty shards never ran, so they have no opinion on the kind of the loss. In a sum they count
     # as 0, in their place in the tree.
     filled = [weight for weight, size in zip(weights, sizes, strict=True) if size]
+    # Before kinds are compared: what a shard that gathers will return is not known yet.
+    if GATHERS in filled:
+        return StepWeight(math.nan, gathers=True)
     least = min(filled)
     if least >= 0:
         return StepWeight(fold_shards(list(weights), _add))

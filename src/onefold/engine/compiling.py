@@ -168,7 +168,8 @@ class Rehearsal:
         """
         shards = [n for n in batch.plan.shards_of(replica.number) if n in batch.shards]
         # One shard may do what a plain loop may.
-        if not self._on or not task.due or task.shards == 1 or not shards:
+        gathers = task.gatherers is not None
+        if not self._on or not task.due or task.shards == 1 or gathers or not shards:
             yield
             return
         shard, where = shards[0], f"step {task.step}, shard {shards[0]}"
@@ -178,7 +179,7 @@ class Rehearsal:
             self._outside.check(f"{where}, the loss")
         yield
         whole = task.microbatch is None or batch.size_of(shard) <= task.microbatch
-        if whole and part.kind != "means" and not self._warned:
+        if part is not None and whole and part.kind != "means" and not self._warned:
             self._compare(part, float(board.totals[shard]), batch.size_of(shard), where)
 
     def _compare(self, part: Contribution, compiled: float, samples: int, where: str) -> None:

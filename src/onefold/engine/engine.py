@@ -13,6 +13,7 @@ import torch
 from onefold.core.batch import ShardedBatch
 from onefold.core.head import Call, Said, StepHead, plan_number
 from onefold.core.randomness import kept_generators
+from onefold.core.result import ShardResult
 from onefold.core.roster import Roster
 from onefold.core.settings import Settings
 from onefold.core.weights_of_step import StepWeight, total_weight
@@ -33,6 +34,7 @@ from onefold.engine.outside import OutsideModules
 from onefold.engine.replica import LossFunction, Replica, ShardTask
 from onefold.engine.share import run_share
 from onefold.engine.siblings import Siblings
+from onefold.engine.together import Together
 from onefold.engine.update import SpanOptimizer
 from onefold.engine.verdict import Verdict, verdict_of
 from onefold.errors import StateError
@@ -112,6 +114,7 @@ class Engine:
         self._finite = FiniteCheck(settings, self.rules, exchange)
         self._gradients: Gradients = []
         self._several_terms = False
+        self._together = Together(replicas, exchange)
         self._warned_of_mode = False
         self._updating = False
         self._torn = False
@@ -293,7 +296,7 @@ class Engine:
             yield
 
     def _run(self, batch: ShardedBatch, number: int) -> StepWeight:
-        """Compute all shards' gradients and losses; once more where a loss has several terms."""
+        """Compute all shards' gradients and losses; once more where a loss turns out to need it."""
         due, shards, parts = self._turns.due, batch.plan.shards, self._parts
         several = shards > 1
         task = ShardTask(
@@ -313,24 +316,30 @@ class Engine:
         with self._computing(due=due), self.noting(f"step {number}, the loss", wanted=watched):
             task = self.fitting.fitted(task, batch)
             while True:
-                if self._several_terms and not task.is_plain(batch):
+                done: dict[int, ShardResult] = {}
+                if self._together.is_needed and not task.is_plain(batch):
+                    task, done = self._together.prepare(batch, task)
+                elif self._several_terms and not task.is_plain(batch):
                     task = replace(task, divisors=self._divisors(batch, task))
                 self._task = task
-                self._gradients = self._run_shards(batch, task)
+                self._gradients = self._run_shards(batch, task, done)
                 board = self.exchange.board
                 weight = total_weight(board.weights.tolist(), batch.sizes, number)
-                if weight.terms == 1:
+                if weight.terms == 1 and not weight.gathers:
                     break
-                self._several_terms = True
+                self._several_terms |= weight.terms > 1
+                self._together.is_needed |= weight.gathers
                 self.exchange.spread()  # nothing was updated; the board is free again
         return weight
 
-    def _run_shards(self, batch: ShardedBatch, task: ShardTask) -> Gradients:
+    def _run_shards(
+        self, batch: ShardedBatch, task: ShardTask, done: Mapping[int, ShardResult]
+    ) -> Gradients:
         gradients: Gradients = []
         board = self.exchange.board
         for replica in self.replicas:
             with self.attached(replica), self._rehearsal.before(replica, batch, task, board):
-                gradients = run_share(replica, batch, task, self.exchange)
+                gradients = run_share(replica, batch, task, self.exchange, done)
         if task.shards > 1:
             # Before `collect`: no process must update with what was computed of such parameters.
             self._refuse_writing(task.step)
@@ -395,9 +404,14 @@ class Engine:
 
     def _name_bad_gradient(self, batch: ShardedBatch) -> str:
         """Compute the step's shards once more, to name the first gradient that is not finite."""
-        task = replace(self._task, scale=1.0)
+        task, done = replace(self._task, scale=1.0), dict[int, ShardResult]()
         with self._computing():
-            return bad_gradient(self.replicas, self.attached, batch, task, self.exchange)
+            if self._together.is_needed and not task.is_plain(batch):
+                bad = self._together.spoilt(batch, task)
+                if bad:
+                    return bad
+                task, done = self._together.prepare(batch, task)
+            return bad_gradient(self.replicas, self.attached, batch, task, self.exchange, done)
 
     def _warn_of_mode(self) -> None:
         if not self._module.training and not self._warned_of_mode:

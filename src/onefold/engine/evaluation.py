@@ -11,6 +11,7 @@ import torch
 
 from onefold.core.batch import ShardedBatch, move
 from onefold.core.fold import fold_shards
+from onefold.core.gathering import Refusing, gathering
 from onefold.core.head import Call, StepHead, plan_number
 from onefold.core.mean import weigh
 from onefold.core.randomness import derive_seed, seed_generators
@@ -22,6 +23,11 @@ from onefold.exchange.exchange import Exchange
 __all__ = ["DataCall", "ScoreFunction", "agree_on_lines", "evaluate", "values_of_shard"]
 
 _UNDIVIDED = " (not divided)"
+_GATHERED = (
+    "onefold.gather is for losses; here expected a function of a shard's own samples. For a score "
+    "over the whole data set: trainer.predict gives the values of every sample, and then score "
+    "those; for the loss of a batch: call it outside of the trainer's calls"
+)
 
 ScoreFunction = Callable[[torch.nn.Module, Any], object]
 """Takes the model and one shard; returns a dict of values as `onefold.core.mean` reads them."""
@@ -179,7 +185,7 @@ def values_of_shard(
     # As before a shard of a step: nothing that ran before on this device may show.
     replica.buffers.restore()
     seed_generators(derive_seed("evaluate", seed, number, shard), replica.device)
-    with replica.autocast():
+    with gathering(Refusing(f"{where}: {_GATHERED}", is_of_step=False)), replica.autocast():
         values = function(replica.module, payload)
     if not isinstance(values, dict) or not values:
         raise LossError(

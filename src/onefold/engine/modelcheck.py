@@ -46,8 +46,9 @@ def check_model(model: object) -> None:
         if isinstance(module, torch.nn.SyncBatchNorm):
             raise ValueError(
                 f"layer {name} is a SyncBatchNorm, whose statistics are those of all processes "
-                f"that take part: expected BatchNorm, whose statistics are those of a shard and "
-                f"do not depend on the devices. Leave out convert_sync_batchnorm"
+                f"that take part: expected BatchNorm, whose statistics are those of a shard, or "
+                f"onefold.SyncBatchNorm, whose are those of the batch; neither depends on the "
+                f"devices. Use onefold.SyncBatchNorm.convert in place of convert_sync_batchnorm"
             )
         if isinstance(module, _MAY_BE_SPARSE) and module.sparse:
             raise ValueError(

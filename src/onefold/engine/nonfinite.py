@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 
@@ -24,6 +24,7 @@ import torch
 
 from onefold.core.batch import ShardedBatch
 from onefold.core.finite import all_finite
+from onefold.core.result import ShardResult
 from onefold.core.settings import Settings
 from onefold.engine.gradientrules import GradientRules
 from onefold.engine.replica import Replica, ShardTask
@@ -189,6 +190,7 @@ def bad_gradient(
     batch: ShardedBatch,
     task: ShardTask,
     exchange: Exchange,
+    done: Mapping[int, ShardResult],
 ) -> str:
     """Describe the first gradient that is not finite; called on every device.
 
@@ -198,11 +200,12 @@ def bad_gradient(
         batch: the step's.
         task: the step's.
         exchange: with all devices.
+        done: the results of shards that have been computed again already.
     """
     found = {}
     for replica in replicas:
         with attached(replica):
-            found[replica.number] = json.dumps(_of_shards(replica, batch, task)).encode()
+            found[replica.number] = json.dumps(_of_shards(replica, batch, task, done)).encode()
     rows = [json.loads(text) for text in exchange.transport.gather_bytes(found)]
     first = min((row for row in rows if row), default=None)
     if first is None:
@@ -215,7 +218,7 @@ def bad_gradient(
 
 
 def _of_shards(
-    replica: Replica, batch: ShardedBatch, task: ShardTask
+    replica: Replica, batch: ShardedBatch, task: ShardTask, done: Mapping[int, ShardResult]
 ) -> tuple[int, str, str] | None:
     """Find the first of a device's shards with such a gradient, and name the parameter."""
     replica.begin(task)
@@ -223,7 +226,7 @@ def _of_shards(
         for shard in batch.plan.shards_of(replica.number):
             if shard not in batch.shards:
                 continue
-            gradients = replica.compute(shard, batch, task).gradients
+            gradients = (done.get(shard) or replica.compute(shard, batch, task)).gradients
             for name, gradient in zip(replica.parts.trained, gradients, strict=True):
                 if gradient is not None and not all_finite(gradient):
                     where = f"step {task.step}, shard {shard} ({batch.describe(shard)})"

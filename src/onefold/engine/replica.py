@@ -20,26 +20,26 @@ lasts, as it would in a plain loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 from onefold.core.batch import ShardedBatch, move
 from onefold.core.flat import FlatTensors
+from onefold.core.gathering import Discovering, Gatherer, Gathers, Refusing, gathering
 from onefold.core.mean import Contribution, weigh
 from onefold.core.pieces import pieces_of, rows_of
 from onefold.core.precision import AS_GIVEN, Precision, added_up_in
 from onefold.core.randomness import derive_seed, seed_generators
 from onefold.core.result import ShardResult
-from onefold.core.weights_of_step import SUM, several, total_weight
+from onefold.core.weights_of_step import GATHERS, SUM, several
 from onefold.engine.advice import advice_on
 from onefold.engine.buffers import BufferSet
 from onefold.engine.gradients import (
     Gradients,
-    add_gradients,
     drop_gradients,
     gradients_of,
     take_gradients,
@@ -47,87 +47,22 @@ from onefold.engine.gradients import (
 )
 from onefold.engine.losswatch import LossWatch
 from onefold.engine.modelparts import ModelParts
+from onefold.engine.shardpiece import PieceResult, ShardPiece
+from onefold.engine.shardtask import LossFunction, ShardTask
 from onefold.errors import GradientError, LossError
 from onefold.system.compat import has_accumulate_hooks
 from onefold.watch.timing import Stopwatch
 
 __all__ = ["LossFunction", "Replica", "ShardTask", "Weighed"]
 
-LossFunction = Callable[[torch.nn.Module, Any], object]
-"""Takes the model and one shard; see `onefold.core.mean.weigh` for what it may return."""
-
+_OF_PIECES = (
+    "onefold.gather (or onefold.SyncBatchNorm) was called in a piece of a shard, as microbatch has "
+    "cut it: expected a whole shard, whose pieces do not know each other. Use more shards instead "
+    "of microbatch: each is smaller, and gather joins them all"
+)
 
 Weighed = Mapping[int, Sequence[tuple[str, float]]]
 """For each shard, the kind and weight of each term of its loss."""
-
-
-@dataclass(frozen=True, slots=True)
-class ShardTask:
-    """What all shards of a step have in common."""
-
-    loss: LossFunction
-    seed: int
-    """The run's seed."""
-    step: int
-    """The number of the step."""
-    shards: int
-    """How many shards every batch is cut into."""
-    modes: bytes
-    """The modes of the module's parts, put back after every shard where there are several."""
-    trainable: Sequence[bool]
-    """Which parameters require a gradient; put back after every shard where there are several."""
-    scale: float = 1.0
-    """What the loss is multiplied by before backward: a power of two."""
-    due: bool = False
-    """Whether to make the checks that cost more."""
-    divisors: Sequence[float] | None = None
-    """The divisor of each term of the loss, if it has several; None while they are not known."""
-    microbatch: int | None = None
-    """The most samples of a shard that run at once; None for all of them."""
-
-    def is_plain(self, batch: ShardedBatch) -> bool:
-        """Whether one forward pass sees the whole batch, as in a plain loop."""
-        return self.shards == 1 and (self.microbatch is None or batch.samples <= self.microbatch)
-
-    def divisor(self, batch: ShardedBatch, weight: float) -> float:
-        """What gradients are divided by in backward, before the whole batch's weight is known.
-
-        That is the number of samples, the only divisor that every device knows before all forwards
-        are done. Where one forward pass sees the whole batch, its ``weight`` is that of the batch.
-        """
-        return weight if self.is_plain(batch) else float(batch.samples)
-
-
-class _Piece(NamedTuple):
-    """Samples of a shard that run at once: mostly all of them."""
-
-    shard: int
-    start: int
-    stop: int
-    of: int
-    """Number of samples in the whole shard."""
-
-    @property
-    def samples(self) -> int:
-        return self.stop - self.start
-
-
-class _PieceResult(NamedTuple):
-    """The result of one piece, or of several: see `ShardResult`."""
-
-    gradients: Gradients
-    total: torch.Tensor | None
-    weight: float
-
-    def plus(self, other: _PieceResult, step: int) -> _PieceResult:
-        """Add the next piece of the shard; this one's memory takes the sum."""
-        weight = total_weight([self.weight, other.weight], [1, 1], step).value
-        return _PieceResult(
-            add_gradients(self.gradients, other.gradients),
-            None if self.total is None or other.total is None else self.total + other.total,
-            # Kinds are alike, or they would have been refused: a code stands for itself.
-            self.weight if self.weight < 0 else weight,
-        )
 
 
 class Replica:
@@ -236,12 +171,16 @@ class Replica:
         """
         where = self._begin_shard(shard, task)
         samples = batch.size_of(shard)
-        result: _PieceResult | None = None
+        result: PieceResult | None = None
         try:
             for start, stop in pieces_of(samples, task.microbatch):
-                piece = _Piece(shard, start, stop, samples)
+                piece = ShardPiece(shard, start, stop, samples)
                 given = self._compute_piece(piece, batch, task, where)
                 result = given if result is None else result.plus(given, task.step)
+        except Gathers:
+            drop_gradients(self._parameters)
+            self._put_back(task)
+            return ShardResult(self.nothing, None, GATHERS, None)
         except Exception as error:
             self._put_back(task)
             self._explain(error, shard, batch, where)
@@ -253,16 +192,19 @@ class Replica:
         return ShardResult(result.gradients, result.total, result.weight, buffers)
 
     def _compute_piece(
-        self, piece: _Piece, batch: ShardedBatch, task: ShardTask, where: str
-    ) -> _PieceResult:
+        self, piece: ShardPiece, batch: ShardedBatch, task: ShardTask, where: str
+    ) -> PieceResult:
         """Run a piece of a shard, mostly all of it, forward and backward."""
         payload = self._on_device(piece, batch)
+        gatherer = _gatherer_of(piece, batch, task)
         start = self.watch.now()
-        part = self._loss_of(piece, payload, batch, task, where)
-        middle = self.watch.now()
-        self.watch.note("forward", f"forward shard {piece.shard}", start, middle)
-        _backward(part, batch, task)
-        self.watch.note("backward", f"backward shard {piece.shard}", middle)
+        with gathering(gatherer):
+            part = self._loss_of(piece, payload, batch, task, where, gatherer)
+            middle = self.watch.now()
+            _backward(part, batch, task, gatherer.roots if gatherer else ())
+        if gatherer is None or not gatherer.takes_turns:
+            self.watch.note("forward", f"forward shard {piece.shard}", start, middle)
+            self.watch.note("backward", f"backward shard {piece.shard}", middle)
         gradients = take_gradients(self._parameters, self._strides, self._names, where)
         # The whole batch: nothing is added to it, and its bits are a plain loop's.
         if self._narrow and (self._rounds or not task.is_plain(batch)):
@@ -274,7 +216,7 @@ class Replica:
             gradients[number] = None if kept is None else kept.clone()
         # Without divisors backward has not run: the step is begun again once they are known.
         total = None if part.kind == "means" else part.total()
-        return _PieceResult(gradients, total, _code(part))
+        return PieceResult(gradients, total, _code(part))
 
     def autocast(self) -> AbstractContextManager[object]:
         """Compute in the run's precision inside this context."""
@@ -289,7 +231,7 @@ class Replica:
         """The gradients of a shard without samples: none for any parameter."""
         return [None] * len(self._parameters)
 
-    def _on_device(self, piece: _Piece, batch: ShardedBatch) -> Any:
+    def _on_device(self, piece: ShardPiece, batch: ShardedBatch) -> Any:
         payload = batch.shards[piece.shard]
         if piece.samples < piece.of:
             payload = rows_of(payload, (piece.start, piece.stop), piece.of)
@@ -301,7 +243,13 @@ class Replica:
         return payload
 
     def _loss_of(
-        self, piece: _Piece, payload: Any, batch: ShardedBatch, task: ShardTask, where: str
+        self,
+        piece: ShardPiece,
+        payload: Any,
+        batch: ShardedBatch,
+        task: ShardTask,
+        where: str,
+        gatherer: Gatherer | None,
     ) -> Contribution:
         """Run the forward pass, and read what its result contributes to the batch's loss."""
         with self.autocast():
@@ -309,8 +257,11 @@ class Replica:
         # Now or never: once our backward has run, the two gradients are one sum.
         self._refuse_leftovers(where)
         part = weigh(result, piece.samples, f"the loss of {where}")
-        if not task.is_plain(batch):
+        if not task.is_plain(batch) and not (gatherer and gatherer.sees_batch):
             self.loss_watch.look(result, samples=piece.samples, due=task.due, where=where)
+        if gatherer is not None:
+            divisors = gatherer.end_forward([(each.kind, each.weight) for each in part.parts])
+            task = task if divisors is None else replace(task, divisors=divisors)
         if part.kind == "means":
             part = _of_one_divisor(part, batch, task)
         return part
@@ -328,20 +279,26 @@ class Replica:
         found: dict[int, list[tuple[str, float]]] = {}
         for shard in batch.plan.shards_of(self.number):
             if shard in batch.shards:
-                rows = [
-                    [(part.kind, part.weight) for part in whole.parts]
-                    for whole in self._forward_alone(shard, batch, task)
-                ]
+                try:
+                    rows = [
+                        [(part.kind, part.weight) for part in whole.parts]
+                        for whole in self._forward_alone(shard, batch, task)
+                    ]
+                except Gathers:
+                    # The shards run next and find the same; of one term, no divisors are sought.
+                    rows = [[("sum", 1.0)]]
                 found[shard] = _added_weights(rows, f"step {task.step}, shard {shard}")
         return found
 
-    def rehearse(self, shard: int, batch: ShardedBatch, task: ShardTask) -> Contribution:
+    def rehearse(self, shard: int, batch: ShardedBatch, task: ShardTask) -> Contribution | None:
         """Run a shard, or its first piece, without compiled code; inspect what the loss returns.
 
-        The shard runs again afterwards, from the same buffers and seeds.
+        The shard runs again afterwards, from the same buffers and seeds. Returns None where the
+        loss asks for other shards.
         """
-        with torch.compiler.set_stance("force_eager"):
+        with torch.compiler.set_stance("force_eager"), suppress(Gathers):
             return next(self._forward_alone(shard, batch, task, inspected=True))
+        return None
 
     def _forward_alone(
         self, shard: int, batch: ShardedBatch, task: ShardTask, *, inspected: bool = False
@@ -351,11 +308,12 @@ class Replica:
         where, samples = self._begin_shard(shard, task), batch.size_of(shard)
         try:
             for start, stop in pieces_of(samples, task.microbatch):
-                piece = _Piece(shard, start, stop, samples)
+                piece = ShardPiece(shard, start, stop, samples)
                 # Not under no_grad: a loss that differentiates something itself (a gradient
                 # penalty) needs a graph, and would fail here and not in the step proper.
-                with self.autocast():
-                    result = task.loss(self.module, self._on_device(piece, batch))
+                payload = self._on_device(piece, batch)
+                with gathering(_gatherer_of(piece, batch, task)), self.autocast():
+                    result = task.loss(self.module, payload)
                 if inspected:
                     self.loss_watch.look(result, samples=piece.samples, due=True, where=where)
                 yield weigh(result, piece.samples, f"the loss of {where}")
@@ -435,17 +393,33 @@ def _of_one_divisor(part: Contribution, batch: ShardedBatch, task: ShardTask) ->
     return whole if any(divisors) else replace(whole, kind="mean", weight=0.0)
 
 
-def _backward(part: Contribution, batch: ShardedBatch, task: ShardTask) -> None:
+def _gatherer_of(piece: ShardPiece, batch: ShardedBatch, task: ShardTask) -> Gatherer | None:
+    """Find what `onefold.gather` does in a piece; None where it sees the whole batch anyway."""
+    if task.is_plain(batch):
+        return None
+    if piece.samples < piece.of:
+        return Refusing(_OF_PIECES, is_of_step=True)
+    return task.gatherers(piece.shard) if task.gatherers else Discovering()
+
+
+def _backward(
+    part: Contribution,
+    batch: ShardedBatch,
+    task: ShardTask,
+    beside: Sequence[tuple[torch.Tensor, torch.Tensor]],
+) -> None:
     """Run backward where it can begin and there is something to differentiate."""
     # A loss that depends on no parameter is legal in one shard (one without positives, say); that
     # none of the batch's shards gave a gradient is refused later, in `Engine._apply`.
     if part.kind == "means" or not part.root.requires_grad:
+        if beside:
+            torch.autograd.backward([t for t, _ in beside], [g for _, g in beside])
         return
     # Divided before backward and not after the fold: with one shard these are the bits of a plain
     # loop, and gradients of low precision do not overflow on the way.
     divisor = 1.0 if part.kind == "sum" else task.divisor(batch, part.weight)
     if divisor:
-        part.backward(divisor / task.scale)
+        part.backward(divisor / task.scale, beside)
 
 
 def _code(part: Contribution) -> float:

@@ -11,7 +11,7 @@ halves of one node, or they would be one block. The owners of the spans add each
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from onefold.core.batch import ShardedBatch
 from onefold.core.fold import Block, blocks_of, fold
@@ -24,9 +24,20 @@ __all__ = ["partial_sums", "run_share"]
 
 
 def run_share(
-    replica: Replica, batch: ShardedBatch, task: ShardTask, exchange: Exchange
+    replica: Replica,
+    batch: ShardedBatch,
+    task: ShardTask,
+    exchange: Exchange,
+    done: Mapping[int, ShardResult] | None = None,
 ) -> Gradients:
     """Compute a device's shards, fill its rows of the board and publish one partial sum per block.
+
+    Args:
+        replica: the model on the device.
+        batch: the step's.
+        task: the step's.
+        exchange: with all devices.
+        done: the results of shards that have run already; their gradients are added to in place.
 
     Returns:
         The gradients of the last block. With one shard in all, these are the whole batch's.
@@ -46,7 +57,7 @@ def run_share(
     board.clear_rows(device, batch.plan.shards_of(device))
     replica.begin(task)
     gradients: Gradients = []
-    for slot, gradients in enumerate(partial_sums(replica, batch, task, record)):
+    for slot, gradients in enumerate(partial_sums(replica, batch, task, record, done)):
         start = watch.now()
         # From here until `spread` these tensors belong to the exchange, which adds to them in
         # place. A single shard's are added to nothing, so that `Engine._clip` may still read them.
@@ -61,6 +72,7 @@ def partial_sums(
     batch: ShardedBatch,
     task: ShardTask,
     record: Callable[[int, ShardResult], None],
+    done: Mapping[int, ShardResult] | None = None,
 ) -> Iterator[Gradients]:
     """Compute a device's shards, and add up the gradients of each block.
 
@@ -69,6 +81,7 @@ def partial_sums(
         batch: the step's.
         task: the step's.
         record: called with the number and the result of each shard that has samples.
+        done: the results of shards that have run already.
     """
 
     def leaf(node: Block) -> Gradients | None:
@@ -78,7 +91,8 @@ def partial_sums(
         if node.start not in batch.shards:
             # An empty shard stays in the tree and adds nothing: the tree depends on V alone.
             return replica.nothing
-        result = replica.compute(node.start, batch, task)
+        computed = (done or {}).get(node.start)
+        result = computed or replica.compute(node.start, batch, task)
         record(node.start, result)
         return result.gradients
 

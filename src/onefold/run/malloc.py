@@ -4,9 +4,14 @@ Note: why memory is kept
 ------------------------
 By default the C library asks the system anew for every large block and hands it back at once. A
 training step frees and allocates the same activations and gradients over and over, and the system
-clears every page of them first: on a processor this costs up to a quarter of a step. With the two
-settings here, freed blocks stay in the process and are used again, as PyTorch itself does on a GPU.
-The peak is what it was, or little more; what is left at the end of a step is no longer given back.
+clears every page of them first: on a processor this costs up to a quarter of a step. With the first
+two settings here, freed blocks stay in the process and are used again, as PyTorch itself does on a
+GPU. The peak is what it was, or little more; what is left at the end of a step is no longer given
+back.
+
+Threads share one heap. Shards that take turns (`onefold.gather`) compute in threads of their own,
+of which each would otherwise have a heap that keeps what the shard has freed, out of reach of the
+next one. It holds for heaps that are not there yet, so for all threads but the first few.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ __all__ = ["keep_memory"]
 _log = logging.getLogger("onefold")
 _M_TRIM_THRESHOLD = -1  # of mallopt(3)
 _M_MMAP_MAX = -4
+_M_ARENA_MAX = -8
 
 
 @functools.cache
@@ -38,6 +44,7 @@ def keep_memory() -> bool:
         return False
     # No block by mmap, as these are handed back one by one; and the heap's top is never trimmed.
     kept = bool(mallopt(_M_MMAP_MAX, 0)) and bool(mallopt(_M_TRIM_THRESHOLD, -1))
+    mallopt(_M_ARENA_MAX, 1)
     if not kept:
         _log.info("the C library does not let this process keep its memory; steps take longer")
     return kept

@@ -1,0 +1,44 @@
+"""Pieces in which a shard runs, mostly a single one, and how their results become the shard's."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from onefold.core.weights_of_step import total_weight
+from onefold.engine.gradients import Gradients, add_gradients
+
+__all__ = ["PieceResult", "ShardPiece"]
+
+
+class ShardPiece(NamedTuple):
+    """Samples of a shard that run at once: mostly all of them."""
+
+    shard: int
+    start: int
+    stop: int
+    of: int
+    """Number of samples in the whole shard."""
+
+    @property
+    def samples(self) -> int:
+        return self.stop - self.start
+
+
+class PieceResult(NamedTuple):
+    """The result of one piece, or of several: see `ShardResult`."""
+
+    gradients: Gradients
+    total: torch.Tensor | None
+    weight: float
+
+    def plus(self, other: PieceResult, step: int) -> PieceResult:
+        """Add the next piece of the shard; this one's memory takes the sum."""
+        weight = total_weight([self.weight, other.weight], [1, 1], step).value
+        return PieceResult(
+            add_gradients(self.gradients, other.gradients),
+            None if self.total is None or other.total is None else self.total + other.total,
+            # Kinds are alike, or they would have been refused: a code stands for itself.
+            self.weight if self.weight < 0 else weight,
+        )

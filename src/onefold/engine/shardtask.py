@@ -1,0 +1,56 @@
+"""What all shards of a step have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from onefold.core.batch import ShardedBatch
+from onefold.core.gathering import Gatherer
+
+__all__ = ["LossFunction", "ShardTask"]
+
+LossFunction = Callable[[torch.nn.Module, Any], object]
+"""Takes the model and one shard; see `onefold.core.mean.weigh` for what it may return."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardTask:
+    """What all shards of a step have in common."""
+
+    loss: LossFunction
+    seed: int
+    """The run's seed."""
+    step: int
+    """The number of the step."""
+    shards: int
+    """How many shards every batch is cut into."""
+    modes: bytes
+    """The modes of the module's parts, put back after every shard where there are several."""
+    trainable: Sequence[bool]
+    """Which parameters require a gradient; put back after every shard where there are several."""
+    scale: float = 1.0
+    """What the loss is multiplied by before backward: a power of two."""
+    due: bool = False
+    """Whether to make the checks that cost more."""
+    divisors: Sequence[float] | None = None
+    """The divisor of each term of the loss, if it has several; None while they are not known."""
+    microbatch: int | None = None
+    """The most samples of a shard that run at once; None for all of them."""
+    gatherers: Callable[[int], Gatherer] | None = None
+    """What `onefold.gather` does in each shard; None while no loss has been seen to call it."""
+
+    def is_plain(self, batch: ShardedBatch) -> bool:
+        """Whether one forward pass sees the whole batch, as in a plain loop."""
+        return self.shards == 1 and (self.microbatch is None or batch.samples <= self.microbatch)
+
+    def divisor(self, batch: ShardedBatch, weight: float) -> float:
+        """What gradients are divided by in backward, before the whole batch's weight is known.
+
+        That is the number of samples, the only divisor that every device knows before all forwards
+        are done. Where one forward pass sees the whole batch, its ``weight`` is that of the batch.
+        """
+        return weight if self.is_plain(batch) else float(batch.samples)

@@ -1,0 +1,301 @@
+"""Runs the shards of a step together, where the loss needs the tensors of all of them.
+
+Note: two runs
+--------------
+A loss that gathers cannot come to its end in one shard before it has begun in all others. To keep
+what backward needs of every shard until then would take the memory of the whole batch. So shards
+run twice (Gao et al., 2021). The first run computes what is gathered, and the gradient of the whole
+batch's loss in it. Parameters are frozen for it, so that nothing is kept of a model but what comes
+after a gather and depends on it. The second is the ordinary one, shard by shard: `gather` returns
+what is known, and backward starts from the loss and from the tensors that were gathered, with their
+gradients. That is the chain rule and nothing else.
+
+Note: one run
+-------------
+With batch norm over the whole batch nearly all of a model comes after the first gather, and the
+first run would keep all of it. So such models run once, and what is kept is that of all shards of
+a device: the memory of a plain loop with the whole batch.
+
+Which of the two it is depends on the model alone. Neither depends on how many shards a device has,
+or its bits would depend on the plan.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from onefold.core.batch import ShardedBatch
+from onefold.core.finite import all_finite
+from onefold.core.gathering import Joined
+from onefold.core.result import ShardResult
+from onefold.core.syncbatchnorm import SyncBatchNorm
+from onefold.engine.divisors import trade_divisors
+from onefold.engine.gatherers import Call, Known, Stop, Turn
+from onefold.engine.replica import Replica, ShardTask
+from onefold.engine.rowtrade import Gathered, RowTrade, Standing
+from onefold.exchange.exchange import Exchange
+from onefold.watch.timing import Phase
+
+__all__ = ["Together"]
+
+
+class Together:
+    """Knows whether the loss gathers, and prepares the steps in which it does.
+
+    Args:
+        replicas: the model on each device of this process.
+        exchange: with all devices.
+    """
+
+    def __init__(self, replicas: Sequence[Replica], exchange: Exchange) -> None:
+        self.is_needed = False
+        """Whether a loss was seen to gather; alike on all devices."""
+        self._replicas = replicas
+        self._exchange = exchange
+        modules = replicas[0].module.modules()
+        self._once = any(isinstance(module, SyncBatchNorm) for module in modules)
+
+    def prepare(
+        self, batch: ShardedBatch, task: ShardTask
+    ) -> tuple[ShardTask, dict[int, ShardResult]]:
+        """Compute what the shards need of each other.
+
+        Returns:
+            The task with which shards can run one by one; and the results of those that have
+            run already.
+
+        Raises:
+            LossError: shards do not gather alike.
+        """
+        if self._once:
+            run = _Run(self._replicas, self._exchange, batch, task)
+            run.drive()
+            return replace(task, divisors=run.divisors), run.results
+        return self._first_run(batch, task).known(task), {}
+
+    def spoilt(self, batch: ShardedBatch, task: ShardTask) -> str:
+        """Describe the first gradient of what was gathered that is not finite, by a new run.
+
+        What is gathered carries such a gradient to all shards, so that it cannot be seen in theirs
+        where it comes from.
+
+        Returns:
+            Which shard gave it; empty if there is none.
+        """
+        found = self._first_run(batch, task, looks=True).spoilt
+        # Backward begins with the last call, and goes from it to those before.
+        own = sorted((-call, shard) for shard, call in found)[:1]
+        texts = {replica.number: json.dumps(own).encode() for replica in self._replicas}
+        rows = [json.loads(t) for t in self._exchange.transport.gather_bytes(texts)]
+        first = min((row[0] for row in rows if row), default=None)
+        if first is None:
+            return ""
+        call, shard = -first[0] + 1, first[1]
+        return (
+            f"step {task.step}, shard {shard} ({batch.describe(shard)}): the gradient of what call "
+            f"{call} of onefold.gather (or onefold.SyncBatchNorm) returned is not finite"
+        )
+
+    def _first_run(self, batch: ShardedBatch, task: ShardTask, *, looks: bool = False) -> _Run:
+        parts = self._replicas[0].parts
+        parts.restore_frozen([False] * len(parts.named))
+        try:
+            frozen = replace(task, trainable=parts.trainable())
+            run = _Run(self._replicas, self._exchange, batch, frozen, looks=looks)
+            run.drive()
+        finally:
+            parts.restore_frozen(task.trainable)
+        return run
+
+
+class _Run:
+    """One run of all shards of this process, in turns, from one stop to the next.
+
+    Args:
+        replicas: the model on each device of this process.
+        exchange: with all devices.
+        batch: the step's.
+        task: the step's.
+        looks: whether to look for gradients that are not finite.
+    """
+
+    def __init__(
+        self,
+        replicas: Sequence[Replica],
+        exchange: Exchange,
+        batch: ShardedBatch,
+        task: ShardTask,
+        *,
+        looks: bool = False,
+    ) -> None:
+        self._replicas, self._exchange = replicas, exchange
+        self._batch, self._task, self._looks = batch, task, looks
+        self._trade = RowTrade(exchange.transport, replicas, batch, task.step)
+        self._current = replicas[0]
+        self._turns = self._make_turns()
+        self._phase: Phase = "forward"
+        self._calls: list[tuple[Gathered, dict[int, Joined]]] = []
+        self._gradients: dict[tuple[int, int], torch.Tensor] = {}
+        self.divisors: Sequence[float] | None = None
+        """Of a loss of several terms."""
+        self.results: dict[int, ShardResult] = {}
+        """For each shard."""
+        self.spoilt: list[tuple[int, int]] = []
+        """Shard and call of each gradient that is not finite, if they were looked for."""
+
+    def drive(self) -> None:
+        """Run all shards to their end."""
+        for replica in self._replicas:
+            replica.begin(self._task)
+        try:
+            self._forward()
+            self._backward()
+        finally:
+            # However it went: no thread outlives this, and none of them is left a borrowed module.
+            for turn in self._turns.values():
+                turn.thread.end()
+            self._put_back()
+
+    def known(self, task: ShardTask) -> ShardTask:
+        """Have the shards run a second time, with all that this run has found."""
+
+        def gatherer(shard: int) -> Known:
+            return Known(
+                [
+                    Call(joined[shard], self._gradients.get((shard, call.number)))
+                    for call, joined in self._calls
+                ]
+            )
+
+        return replace(task, gatherers=gatherer, divisors=self.divisors)
+
+    def _make_turns(self) -> dict[int, Turn]:
+        batch = self._batch
+        homes = {
+            shard: replica
+            for replica in self._replicas
+            for shard in batch.plan.shards_of(replica.number)
+            if shard in batch.shards
+        }
+        turns: dict[int, Turn] = {}
+        for shard, replica in homes.items():
+            task = replace(self._task, gatherers=turns.__getitem__)
+            compute = partial(replica.compute, shard, batch, task)
+            turns[shard] = Turn(replica, shard, compute, alone=len(homes) == 1)
+        return turns
+
+    def _forward(self) -> None:
+        stops = self._resume(dict.fromkeys(self._turns))
+        while True:
+            standings = self._trade.agree({shard: _standing(stop) for shard, stop in stops.items()})
+            if standings[0].at == "end":
+                break
+            stops = self._resume(self._join(standings, stops))
+        if max(standing.terms for standing in standings.values()) > 1:
+            self.divisors = self._trade_divisors(stops)
+        self._phase = "backward"
+        self._stops = self._resume(dict.fromkeys(stops, self.divisors))
+
+    def _backward(self) -> None:
+        stops = self._stops
+        for call, _ in reversed(self._calls):
+            if call.differentiable:
+                stops = self._resume(self._add_up(call, stops))
+        for shard, stop in stops.items():
+            assert stop.result is not None  # autograd comes to every call once, the last one first
+            self.results[shard] = stop.result
+
+    def _join(
+        self, standings: Mapping[int, Standing], stops: Mapping[int, Stop]
+    ) -> dict[int, Joined]:
+        """Bring what is gathered to all shards."""
+        first = standings[0]
+        call = Gathered(
+            number=len(self._calls),
+            dtype=getattr(torch, first.dtype.removeprefix("torch.")),
+            shapes={shard: standing.shape for shard, standing in standings.items()},
+            differentiable=first.differentiable,
+        )
+        tensors = {s: stop.tensor for s, stop in stops.items() if stop.tensor is not None}
+        with self._timed("gather"):
+            whole = self._trade.join(call, tensors)
+        on = {tensor.device: whole.to(tensor.device) for tensor in tensors.values()}
+        joined = {s: Joined(on[t.device], call.own(s)) for s, t in tensors.items()}
+        self._calls.append((call, joined))
+        return joined
+
+    def _add_up(self, call: Gathered, stops: Mapping[int, Stop]) -> dict[int, torch.Tensor]:
+        """Bring each shard the gradient of all losses in what it has gathered."""
+        given = {s: stop.tensor for s, stop in stops.items() if stop.tensor is not None}
+        if self._looks:
+            self.spoilt += [(s, call.number) for s, g in given.items() if not all_finite(g)]
+        with self._timed("gather gradients"):
+            whole = self._trade.add_up(call, given)
+        rows = {shard: whole[call.own(shard)].to(g.device) for shard, g in given.items()}
+        self._gradients |= {(shard, call.number): gradient for shard, gradient in rows.items()}
+        return rows
+
+    def _trade_divisors(self, stops: Mapping[int, Stop]) -> Sequence[float] | None:
+        found = {
+            replica.number: {
+                shard: stops[shard].terms
+                for shard in self._batch.plan.shards_of(replica.number)
+                if shard in stops
+            }
+            for replica in self._replicas
+        }
+        return trade_divisors(self._exchange, self._batch, found, self._replicas, self._task.step)
+
+    def _resume(self, answers: Mapping[int, Any]) -> dict[int, Stop]:
+        """Let each shard go on to its next stop, one after the other."""
+        stops = {}
+        for shard, answer in answers.items():
+            turn = self._turns[shard]
+            self._attach(turn.replica)
+            watch = turn.replica.watch
+            start = watch.now()
+            stops[shard] = turn.thread.resume(answer)
+            watch.note(self._phase, f"{self._phase} shard {shard}, together", start)
+        return stops
+
+    def _attach(self, replica: Replica) -> None:
+        if replica is not self._current:
+            self._current = replica
+            replica.attach()
+
+    def _put_back(self) -> None:
+        """Leave everything as a step finds it, however far the shards have come."""
+        for replica in self._replicas:
+            self._attach(replica)
+            replica.begin(self._task)  # drops gradients
+            replica.buffers.restore()
+            replica.end()
+        self._attach(self._replicas[0])
+        parts = self._replicas[0].parts
+        parts.modes.restore(self._task.modes)
+        parts.restore_frozen(self._task.trainable)
+
+    @contextmanager
+    def _timed(self, label: str) -> Iterator[None]:
+        watch = self._replicas[0].watch
+        start = watch.now()
+        yield
+        watch.note("exchange", label, start)
+
+
+def _standing(stop: Stop) -> Standing:
+    if stop.tensor is None:
+        return Standing(stop.at, terms=len(stop.terms))
+    return Standing(
+        stop.at,
+        dtype=str(stop.tensor.dtype),
+        shape=tuple(stop.tensor.shape),
+        differentiable=stop.differentiable,
+    )

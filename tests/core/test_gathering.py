@@ -1,0 +1,75 @@
+"""Tensors as bits, and which gatherer is asked."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from onefold.core.gathering import (
+    Discovering,
+    Gathers,
+    Refusing,
+    gather,
+    gathering,
+    join,
+    joins,
+    packed_bytes,
+    unpacked_bytes,
+)
+from onefold.errors import LossError
+
+DTYPES = (
+    *(torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn),
+    *(torch.int64, torch.uint8, torch.bool, torch.complex64, torch.complex128),
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_come_out_as_they_went_in(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(3, 5), (0, 5), (1, 5)]
+    tensors = []
+    for shape in shapes:
+        raw = torch.randint(0, 256, (*shape, dtype.itemsize), generator=generator)
+        raw = raw % 2 if dtype == torch.bool else raw
+        tensors.append(raw.to(torch.uint8).view(dtype).squeeze(-1))
+    row = packed_bytes(tensors, 500)
+    assert (row.dtype, row.numel()) == (torch.float64, 64)
+    # As it travels: stacked, and through the memory of the host.
+    there = torch.frombuffer(bytearray(torch.stack([row])[0].numpy().tobytes()), dtype=row.dtype)
+    for tensor, found in zip(tensors, unpacked_bytes(there, dtype, shapes), strict=True):
+        assert found.dtype == dtype
+        assert torch.equal(found.view(torch.uint8), tensor.contiguous().view(torch.uint8))
+
+
+def test_views_travel_as_what_they_show() -> None:
+    values = torch.arange(6.0).view(2, 3)
+    odd = torch.complex(values, -values).mT.conj()
+    (found,) = unpacked_bytes(packed_bytes([odd], odd.numel() * 8), odd.dtype, [(3, 2)])
+    assert torch.equal(found, odd)
+
+
+def test_who_is_asked() -> None:
+    tensor = torch.ones(2, 3)
+    assert not joins()
+    assert gather(tensor) is join(tensor).whole is tensor
+    with gathering(Discovering()):
+        assert joins()
+        with pytest.raises(Gathers):
+            gather(tensor)
+    refusing = Refusing("not here", is_of_step=False)
+    with gathering(refusing):
+        assert not joins()
+        with pytest.raises(LossError, match="not here"):
+            gather(tensor)
+    assert gather(tensor, rows=True) == (tensor, slice(0, 2))
+    with gathering(None):
+        assert gather(tensor) is tensor
+
+
+def test_only_a_loss_sees_the_batch_and_not_its_layers() -> None:
+    first, second = Refusing("", is_of_step=True), Refusing("", is_of_step=True)
+    for gatherer, call in ((first, join), (second, gather)):
+        with gathering(gatherer), pytest.raises(LossError):
+            call(torch.ones(1))
+    assert not first.sees_batch
