@@ -82,13 +82,16 @@ class SyncBatchNorm(BatchNorm):
             )
         self._track(mean.detach(), square.detach() / (count - 1))
         scale = (square / count + self.eps).rsqrt()
-        # In float64 up to here, where it is a number per channel; from here on in the input's own.
-        shape = (1, -1, *[1] * (input.dim() - 2))
-        normal = (wide - mean.to(wide.dtype).view(shape)) * scale.to(wide.dtype).view(shape)
         if self.weight is not None:
-            normal = normal * self.weight.view(shape)
+            scale = scale * self.weight.double()
+        shift = -mean * scale
         if self.bias is not None:
-            normal = normal + self.bias.view(shape)
+            shift = shift + self.bias.double()
+        # In float64 up to here, where it is two numbers per channel. One operation for the rest:
+        # backward then keeps the input once, as it does for batch norm.
+        shape = (1, -1, *[1] * (input.dim() - 2))
+        narrow = [each.to(wide.dtype).view(shape) for each in (shift, scale)]
+        normal = torch.addcmul(narrow[0], wide, narrow[1])
         return normal.to(input.dtype)
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
