@@ -32,13 +32,14 @@ import torch
 from onefold.core.batch import ShardedBatch
 from onefold.core.mean import Contribution
 from onefold.core.settings import Settings
+from onefold.core.syncbatchnorm import SyncBatchNorm
 from onefold.engine.outside import OutsideModules
 from onefold.engine.replica import LossFunction, Replica, ShardTask
 from onefold.errors import LossError
 from onefold.exchange.board import Board
-from onefold.system.compat import code_compiler
+from onefold.system.compat import BatchNorm, code_compiler
 
-__all__ = ["CompiledLoss", "Rehearsal", "check_compiler"]
+__all__ = ["CompiledLoss", "Rehearsal", "check_compiler", "check_layers"]
 
 _log = logging.getLogger("onefold")
 _MANY_SHAPES = 16
@@ -87,6 +88,21 @@ def check_compiler(device: torch.device) -> None:
             f"compile=True: nothing can be compiled for {device}: {error}. Expected {needed}. "
             f"Install what is missing, or leave out compile=True"
         ) from error
+
+
+def check_layers(module: torch.nn.Module) -> None:
+    """Refuse layers that cannot be compiled.
+
+    Raises:
+        ValueError: there is one; the message names it.
+    """
+    for name, part in module.named_modules():
+        if isinstance(part, SyncBatchNorm):
+            raise ValueError(
+                f"compile=True: {name or 'the model'} is an onefold.SyncBatchNorm, which waits for "
+                f"other shards in the middle of the code. Use torch.nn.BatchNorm or a group norm "
+                f"there, or leave out compile=True"
+            )
 
 
 class CompiledLoss:
@@ -181,6 +197,22 @@ class Rehearsal:
         whole = task.microbatch is None or batch.size_of(shard) <= task.microbatch
         if part is not None and whole and part.kind != "means" and not self._warned:
             self._compare(part, float(board.totals[shard]), batch.size_of(shard), where)
+
+    def check_gathering(self, module: torch.nn.Module, *, gathers: bool) -> None:
+        """Refuse a loss that gathers beside layers with which it cannot be compiled.
+
+        Raises:
+            LossError: it gathers, and the model has a batch norm.
+        """
+        # What is gathered is first computed without gradients, where the compiler does not take
+        # buffers that are changed and lie in one memory.
+        names = [name for name, part in module.named_modules() if isinstance(part, BatchNorm)]
+        if self._on and gathers and names:
+            raise LossError(
+                f"compile=True: the loss calls onefold.gather, which PyTorch's compiler does not "
+                f"take beside a batch norm ({names[0]}). Use a group or layer norm there, or leave "
+                f"out compile=True"
+            )
 
     def _compare(self, part: Contribution, compiled: float, samples: int, where: str) -> None:
         """Warn once if two losses of the same shard differ by more than rounding."""

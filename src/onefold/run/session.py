@@ -35,7 +35,7 @@ from onefold.core.shard import Plan
 from onefold.core.world import World
 from onefold.engine.assembly import assemble
 from onefold.engine.batchnorm import recompute_statistics
-from onefold.engine.compiling import check_compiler
+from onefold.engine.compiling import check_compiler, check_layers
 from onefold.engine.engine import Outcome
 from onefold.engine.evaluation import DataCall, ScoreFunction
 from onefold.engine.lowprecision import check_device, check_precision
@@ -114,6 +114,8 @@ class Session:
             settings = replace(settings, precision=AS_GIVEN, microbatch=None, compile=False)
         # Refused before any device is touched or anybody else is contacted.
         user.check(settings.precision)
+        if settings.compile:
+            check_layers(user.model)
         self.settings = settings
         self.team = form_team(world, devices, shards=settings.shards, module=user.model)
         for device in self.team.own_devices.values():
