@@ -37,7 +37,7 @@ from onefold.engine.outside import OutsideModules
 from onefold.engine.replica import LossFunction, Replica, ShardTask
 from onefold.errors import LossError
 from onefold.exchange.board import Board
-from onefold.system.compat import BatchNorm, code_compiler
+from onefold.system.compat import code_compiler
 
 __all__ = ["CompiledLoss", "Rehearsal", "check_compiler", "check_layers"]
 
@@ -184,8 +184,7 @@ class Rehearsal:
         """
         shards = [n for n in batch.plan.shards_of(replica.number) if n in batch.shards]
         # One shard may do what a plain loop may.
-        gathers = task.gatherers is not None
-        if not self._on or not task.due or task.shards == 1 or gathers or not shards:
+        if not self._on or not task.due or task.shards == 1 or not shards:
             yield
             return
         shard, where = shards[0], f"step {task.step}, shard {shards[0]}"
@@ -198,20 +197,19 @@ class Rehearsal:
         if part is not None and whole and part.kind != "means" and not self._warned:
             self._compare(part, float(board.totals[shard]), batch.size_of(shard), where)
 
-    def check_gathering(self, module: torch.nn.Module, *, gathers: bool) -> None:
-        """Refuse a loss that gathers beside layers with which it cannot be compiled.
+    def check_gathering(self, *, gathers: bool) -> None:
+        """Refuse a loss that turns out to gather, if it is compiled.
 
         Raises:
-            LossError: it gathers, and the model has a batch norm.
+            LossError: it gathers.
         """
-        # What is gathered is first computed without gradients, where the compiler does not take
-        # buffers that are changed and lie in one memory.
-        names = [name for name, part in module.named_modules() if isinstance(part, BatchNorm)]
-        if self._on and gathers and names:
+        # What is gathered is first computed without gradients, and suspended in the middle: there
+        # the compiler fails in ways of its own, by what else is in the model.
+        if self._on and gathers:
             raise LossError(
-                f"compile=True: the loss calls onefold.gather, which PyTorch's compiler does not "
-                f"take beside a batch norm ({names[0]}). Use a group or layer norm there, or leave "
-                f"out compile=True"
+                "compile=True: the loss calls onefold.gather, and a loss that waits for other "
+                "shards cannot be compiled. Leave out compile=True; parts of the model that a "
+                "script compiles itself may stay so"
             )
 
     def _compare(self, part: Contribution, compiled: float, samples: int, where: str) -> None:

@@ -329,7 +329,7 @@ class Engine:
                     break
                 self._several_terms |= weight.terms > 1
                 self._together.is_needed |= weight.gathers
-                self._rehearsal.check_gathering(self._module, gathers=weight.gathers)
+                self._rehearsal.check_gathering(gathers=weight.gathers)
                 self.exchange.spread()  # nothing was updated; the board is free again
         return weight
 
