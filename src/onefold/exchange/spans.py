@@ -17,6 +17,7 @@ may be written again before ``spread`` has returned on every device.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -99,11 +100,14 @@ class Partial:
     def private(cls, layout: Layout, device: torch.device) -> Partial:
         """Make one that is read through this object alone.
 
-        Its flat memory is not cleared: untouched pages of a processor's memory take no room, so
-        the stretches of large gradients cost nothing.
+        Its flat memory is not cleared: pages of a processor's memory that were never touched take
+        no room, so the stretches of large gradients cost nothing.
         """
-        memory = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
-        return cls(FlatTensors(layout, memory=memory))
+        if device.type == "cpu":
+            return cls(FlatTensors(layout, memory=_untouched(layout.nbytes)))
+        return cls(
+            FlatTensors(layout, memory=torch.empty(layout.nbytes, dtype=torch.uint8, device=device))
+        )
 
     def show(self, visible: Sequence[Chunk]) -> None:
         """Copy these chunks into ``flat`` at every `write`, as other processes read them there."""
@@ -233,6 +237,12 @@ class SpanFold:
     def release(self) -> None:
         """Drop the totals, which are views of somebody's partial sum."""
         self.totals = []
+
+
+def _untouched(nbytes: int) -> torch.Tensor:
+    """Memory of a processor that takes no room until it is written to: (nbytes,) uint8."""
+    # Not PyTorch's own, which may lie where gradients lay before: a process keeps that memory.
+    return torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=torch.uint8)[:nbytes]
 
 
 def _add_in_place(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
