@@ -39,6 +39,8 @@ bench: $(BENCH_VENV)/bench.stamp
 	$(BENCH_BIN)/python benchmarks/checkpoint.py --output $(RESULTS)/checkpoint.json
 	$(BENCH_BIN)/python benchmarks/training.py --output $(RESULTS)/training.json
 	$(BENCH_BIN)/python benchmarks/scaling.py --output $(RESULTS)/scaling.json
+	$(BENCH_BIN)/python benchmarks/shards.py --output $(RESULTS)/shards.json
+	$(BENCH_BIN)/python benchmarks/shards.py --accumulation --output $(RESULTS)/accumulation.json
 	$(BENCH_BIN)/python benchmarks/picture.py
 
 DEVICE := cuda:0
