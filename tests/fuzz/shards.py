@@ -215,9 +215,11 @@ def _wide(value: torch.Tensor) -> torch.Tensor:
 
 
 def _holds(value: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether whole numbers are in the range of a type; a sum of differences may leave it."""
-    if dtype.is_floating_point or dtype.is_complex or not value.numel():
+    """Whether numbers are in the range of a type; a sum of differences may leave it."""
+    if dtype.is_complex or not value.numel():
         return True
+    if dtype.is_floating_point:  # beyond it numbers of 8 bits are the largest
+        return float(value.abs().max()) <= torch.finfo(dtype).max
     if dtype == torch.bool:
         return bool(((value == 0) | (value == 1)).all())
     limits = torch.iinfo(dtype)
