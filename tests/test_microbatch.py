@@ -258,6 +258,35 @@ def test_the_largest_pieces_that_fit_are_found(
     assert any("batch norm normalises" in text for text in said) == (restless and bool(found))
 
 
+class Hungry(torch.autograd.Function):
+    """Takes its memory in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, fits: int) -> torch.Tensor:
+        ctx.fits = fits
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if len(gradient) > ctx.fits:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return gradient, None
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_backward_is_tried_as_well(*, several: bool) -> None:
+    """Of a loss of several terms it runs only once the divisors are known."""
+
+    def loss(model: nn.Module, batch: Batch) -> object:
+        losses = Hungry.apply(of_samples(model, batch), 2)
+        mean = onefold.Mean(losses.sum(), len(losses))
+        return mean + onefold.Sum(losses.sum()) if several else mean
+
+    trainer = trainer_of(loss, model=Words(), devices=2, microbatch="auto")
+    assert trainer.step(batches(1)[0]).number == 1
+    assert trainer._session.engine.fitting.samples == 2
+
+
 def test_the_second_step_looks_again() -> None:
     """The optimizer's state is made by the first update."""
     loss, steps = Small(4), batches(3)

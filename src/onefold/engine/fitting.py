@@ -21,7 +21,9 @@ import torch
 from onefold.core.batch import ShardedBatch
 from onefold.core.pieces import Search
 from onefold.core.settings import Settings
+from onefold.core.weights_of_step import total_weight
 from onefold.engine.advice import is_shortage
+from onefold.engine.gradients import Gradients
 from onefold.engine.replica import Replica, ShardTask
 from onefold.engine.share import partial_sums
 from onefold.exchange.exchange import Exchange
@@ -126,7 +128,7 @@ class Fitting:
             _log.warning(
                 "batch norm normalises by the samples that run at once: with microbatch=%d by %d "
                 "of a shard's %d. If that is too few: model.eval() for these layers, group norm, "
-                "or onefold.SyncBatchNorm",
+                "or, with more shards in place of microbatch, onefold.SyncBatchNorm",
                 size,
                 size,
                 largest,
@@ -135,11 +137,14 @@ class Fitting:
 
 def _fits_here(replica: Replica, task: ShardTask, batch: ShardedBatch) -> bool:
     """Compute a device's share and drop what comes out."""
-    fits, sums = True, []
+    fits, sums = True, list[Gradients]()
     replica.begin(task)
     try:
         # All of them are kept, as a step would keep them.
-        sums = list(partial_sums(replica, batch, task, lambda shard, result: None))
+        sums, terms = _share(replica, task, batch)
+        if terms > 1 and task.divisors is None:
+            # Without divisors backward has not run; any others do, as nothing is used.
+            sums, _ = _share(replica, replace(task, divisors=(1.0,) * terms), batch)
     except Exception as error:
         if not is_shortage(error):
             raise
@@ -154,3 +159,11 @@ def _fits_here(replica: Replica, task: ShardTask, batch: ShardedBatch) -> bool:
         if replica.device.type == "cuda":
             torch.cuda.empty_cache()
     return fits
+
+
+def _share(replica: Replica, task: ShardTask, batch: ShardedBatch) -> tuple[list[Gradients], int]:
+    """Compute a device's partial sums, and find how many terms the loss has."""
+    weights: list[float] = []
+    sums = list(partial_sums(replica, batch, task, lambda _, result: weights.append(result.weight)))
+    terms = total_weight(weights, [1] * len(weights), task.step).terms if weights else 1
+    return sums, terms
