@@ -301,7 +301,7 @@ def test_averages_change_hands_with_their_pieces() -> None:
 def test_statistics_are_recomputed_as_pytorch_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(F, "dropout", lambda values, p, training: values)
     trainer = averaging(shards=1)
-    trainer.model.norm.eval()  # type: ignore[union-attr]
+    trainer.model.eval()  # all of it: not a batch norm that is kept so while the model trains
     with trainer.averaged():
         expected = copy.deepcopy(trainer.model)
     inputs, _ = data().tensors
@@ -342,6 +342,32 @@ def test_layers_that_the_model_does_not_use_keep_their_statistics() -> None:
         assert isinstance(idle, nn.BatchNorm1d)
         assert idle.running_var is not None
         assert idle.running_var.tolist() == [1.0] * 3
+
+
+def test_a_batch_norm_that_is_kept_in_evaluation_mode_keeps_its_statistics() -> None:
+    model = nn.Sequential(nn.Linear(20, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4))
+    frozen = model[1]
+    frozen.eval()
+    frozen.running_mean.fill_(7.0)
+    trainer = trainer_of(model=model)
+    trainer.average(mean=True)
+    train(trainer, 1, 2)
+    with trainer.averaged(update_bn=data(), batch_size=30):
+        assert frozen.running_mean.tolist() == [7.0] * 4
+        # The one behind it has seen what it lets through, and not what a batch would make of it.
+        assert float(model[2].running_mean.abs().max()) > 1.0
+    assert not frozen.training
+    assert model[2].training
+
+
+def test_statistics_over_the_whole_batch_are_not_recomputed_by_shard() -> None:
+    model = nn.Sequential(nn.Linear(20, 4), nn.BatchNorm1d(4))
+    trainer = trainer_of(model=onefold.SyncBatchNorm.convert(model))
+    trainer.average(mean=True)
+    train(trainer, 1, 2)
+    block = trainer.averaged(update_bn=data(), batch_size=30)
+    with pytest.raises(ValueError, match=r"update_bn: the model has an onefold\.SyncBatchNorm"):
+        block.__enter__()
 
 
 def test_a_model_without_batch_norm_has_nothing_to_recompute() -> None:

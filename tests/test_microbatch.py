@@ -324,6 +324,63 @@ def test_a_number_that_was_found_stays_in_a_run_that_goes_on(tmp_path: Path) -> 
     assert max(loss.seen) == 4
 
 
+class Filling:
+    """Fits whole shards until the optimizer has its state, and then pieces of two."""
+
+    optimizer: torch.optim.Optimizer
+
+    def __call__(self, model: nn.Module, batch: Batch) -> object:
+        if len(batch[0]) > 2 and self.optimizer.state:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return of_samples(model, batch) * 300.0
+
+
+def filling(**options: Any) -> onefold.Trainer:
+    loss, model = Filling(), Words()
+    loss.optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return onefold.Trainer(
+        model, loss.optimizer, loss, shards=3, devices=["cpu"], threads=1, **options
+    )
+
+
+@pytest.mark.parametrize("saved_at", [0, 1, 2])
+def test_a_run_that_goes_on_looks_when_the_saved_one_would_have(
+    saved_at: int, tmp_path: Path
+) -> None:
+    steps = batches(3)
+    whole = result(filling(microbatch="auto"), steps)
+    first = filling(microbatch="auto")
+    for batch in steps[:saved_at]:
+        first.step(batch)
+    first.save(tmp_path)
+    second = filling(microbatch="auto")
+    second.load(tmp_path)
+    assert result(second, steps[saved_at:]) == whole
+    assert second._session.engine.fitting.samples == 2
+
+
+def test_who_begins_to_look_on_the_way_must_ask_for_it(tmp_path: Path) -> None:
+    first = trainer_of(Small(100), model=Words())
+    first.step(batches(1)[0])
+    first.save(tmp_path)
+    second = trainer_of(Small(2), model=Words(), microbatch="auto")
+    with pytest.raises(CheckpointError, match="microbatch None, this run has auto"):
+        second.load(tmp_path)
+    second.load(tmp_path, changed={"microbatch"})
+    second.step(batches(1)[0])
+    assert second._session.engine.fitting.samples == 2
+
+
+def test_the_second_look_waits_for_the_first_update() -> None:
+    """The first scales of float16 overflow, and such steps make no state."""
+    trainer = filling(microbatch="auto", precision="fp16")
+    steps = batches(9)
+    skipped = [bool(trainer.step(batch).skipped) for batch in steps]
+    assert skipped[:2] == [True, True]
+    assert not skipped[-1]
+    assert trainer._session.engine.fitting.samples == 2
+
+
 def test_what_pytorch_says_when_memory_is_short_is_known() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 46, dtype=torch.uint8)

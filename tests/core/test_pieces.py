@@ -59,6 +59,8 @@ def test_every_kind_of_payload_is_cut_alike() -> None:
         ({"x": torch.ones(4, 2)}, ValueError, r"batch\['x'\]: expected a first dimension of 5"),
         ((torch.ones(5), np.ones(3)), ValueError, r"batch\[1\]: expected a first dimension of 5"),
         ([torch.ones(5), {1, 2}], TypeError, r"batch\[1\]: expected tensors, .* got set"),
+        ([torch.ones(5), [3, 1, 2, 2, 5]], TypeError, r"batch\[1\]: .* got 5 numbers in a list"),
+        ([torch.ones(5), (0.5, 2.0)], TypeError, r"batch\[1\]: .* got 2 numbers in a tuple"),
     ],
 )
 def test_what_cannot_be_cut_is_named(payload: object, error: type[Exception], words: str) -> None:

@@ -207,6 +207,7 @@ _RUN: tuple[tuple[str, _Check, str], ...] = (
     ("precision?", _or_none(lambda value: value in PRECISIONS), "a precision or null"),
     ("microbatch?", _or_none(_is_one_or_more), "a number of 1 or more, or null"),
     ("compile?", _is_truth, "true or false"),
+    ("microbatch_trials?", _or_none(lambda value: value in (0, 1, 2)), "0, 1, 2 or null"),
     ("loss_scale", _is_number, "a number"),
     ("good_steps?", _is_count, "a whole number"),
     ("average?", _or_none(_is_object), "values by name, or null"),

@@ -113,6 +113,7 @@ class RunState:
             "clip_value": self._settings.clip_value,
             "precision": self._settings.precision.name,
             "microbatch": self._fitting.samples,
+            "microbatch_trials": self._fitting.trials,
             "compile": self._settings.compile,
             "loss_scale": 1.0 if self._rules.scale is None else self._rules.scale.value,
             "good_steps": 0 if self._rules.scale is None else self._rules.scale.good_steps,
@@ -156,9 +157,11 @@ class RunState:
         # Not those that an earlier version did not save: it had none of them.
         for name, key in _SAME.items():
             check_same(key, run.get(name, _BEFORE.get(name)), here[name], changed, name)
-        if self._settings.microbatch != "auto":
-            number = self._settings.microbatch
-            check_same("microbatch", run.get("microbatch"), number, changed, "microbatch")
+        # One that looks for the number may go on with another's, but not with none at all.
+        saved, number = run.get("microbatch"), self._settings.microbatch
+        looked = saved is not None or run.get("microbatch_trials") is not None
+        if number != "auto" or not looked:
+            check_same("microbatch", saved, number, changed, "microbatch")
         self._check_average(run, changed)
         one, other = run["optimizer"], here["optimizer"]
         check_same("optimizer", one["class"], other["class"], changed, "optimizer")
@@ -186,7 +189,10 @@ class RunState:
         if self._rules.scale is not None and Precision(run.get("precision")).is_scaled:
             self._rules.scale = LossScale(run["loss_scale"], run.get("good_steps", 0))
         if self._settings.microbatch == "auto":
-            self._fitting.adopt(run.get("microbatch"), anew="microbatch" in changed)
+            if "microbatch" in changed:
+                self._fitting.search_anew()
+            else:
+                self._fitting.adopt(run.get("microbatch"), run.get("microbatch_trials"))
 
     def warn_of_differences(self, stored: StoredCheckpoint) -> None:
         """Log differences that do not keep a run from being resumed, but are worth knowing."""

@@ -13,7 +13,8 @@ from onefold.core.shard import cut_bounds
 
 __all__ = ["Search", "pieces_of", "rows_of"]
 
-_PLAIN = (str, bytes, int, float, complex, type(None))
+_NUMBERS = (int, float, complex)
+_PLAIN = (str, bytes, *_NUMBERS, type(None))
 """What a payload may hold beside the samples, alike for all of them."""
 
 
@@ -55,6 +56,13 @@ def rows_of(payload: Any, piece: tuple[int, int], samples: int, path: str = "bat
     if isinstance(payload, tuple | list):
         if len(payload) == samples and all(isinstance(row, str | bytes) for row in payload):
             return payload[start:stop]
+        if payload and all(isinstance(row, _NUMBERS) for row in payload):
+            raise TypeError(
+                f"{path}: expected a tensor of one row a sample, got {len(payload)} numbers in a "
+                f"{type(payload).__name__}, of which microbatch cannot tell whether they belong to "
+                f"the {samples} samples or to all of them. Have the data set's collate make a "
+                f"tensor of them"
+            )
         rows = [rows_of(v, piece, samples, f"{path}[{n}]") for n, v in enumerate(payload)]
         if isinstance(payload, list):
             return rows

@@ -22,6 +22,7 @@ import torch
 from onefold.core.batch import ShardedBatch, move
 from onefold.core.fold import fold_shards
 from onefold.core.randomness import derive_seed, seed_generators
+from onefold.core.syncbatchnorm import SyncBatchNorm
 from onefold.engine.engine import Engine
 from onefold.engine.evaluation import DataCall
 from onefold.engine.replica import Replica
@@ -44,9 +45,18 @@ def recompute_statistics(engine: Engine, batches: Iterable[ShardedBatch], call: 
 
     Raises:
         DisagreementError: another device was given other data.
+        ValueError: a batch norm is one over the whole batch, which shards alone cannot compute.
     """
     first = engine.replicas[0]
-    layers = _layers(first.module)
+    kept = _kept(first.module)
+    layers = [layer for layer in _layers(first.module) if layer not in kept]
+    for layer in layers:
+        if isinstance(layer, SyncBatchNorm):
+            raise ValueError(
+                "update_bn: the model has an onefold.SyncBatchNorm, whose variance over a whole "
+                "batch is not that of its shards: expected batch norms that normalise by the "
+                "shard. Open the block without update_bn: averaged statistics are there"
+            )
     if not layers:
         return
     first.buffers.absorb()
@@ -55,12 +65,19 @@ def recompute_statistics(engine: Engine, batches: Iterable[ShardedBatch], call: 
     before = [section.clone() for section in first.buffers.flat.sections]
     try:
         with _beginning_anew(layers):
-            sums, count = _sums(engine, batches, call, places)
+            sums, count = _sums(engine, batches, call, places, kept)
     finally:
         for section, copy in zip(first.buffers.flat.sections, before, strict=True):
             section.copy_(copy)
     if count:
         _write(first, places, sums, count)
+
+
+def _kept(module: torch.nn.Module) -> set[torch.nn.Module]:
+    """The batch norms that the script keeps in evaluation mode in a model that trains."""
+    if not module.training:
+        return set()
+    return {m for m in module.modules() if isinstance(m, BatchNorm) and not m.training}
 
 
 def _layers(module: torch.nn.Module) -> list[Any]:
@@ -88,7 +105,11 @@ def _beginning_anew(layers: Sequence[Any]) -> Iterator[None]:
 
 
 def _sums(
-    engine: Engine, batches: Iterable[ShardedBatch], call: DataCall, places: list[list[int]]
+    engine: Engine,
+    batches: Iterable[ShardedBatch],
+    call: DataCall,
+    places: list[list[int]],
+    kept: Iterable[torch.nn.Module],
 ) -> tuple[list[torch.Tensor], int]:
     """Add up the statistics of all shards of all batches, which count alike.
 
@@ -98,6 +119,8 @@ def _sums(
     sums: dict[int, dict[int, torch.Tensor]] = {replica.number: {} for replica in engine.replicas}
     count = shards = 0
     with engine.evaluating(training=True):
+        for layer in kept:
+            layer.training = False  # put back with the modes of all others
         for number, batch in enumerate(batches):
             # Only now: the data's digest is known once the first batch has been read.
             if number == 0:

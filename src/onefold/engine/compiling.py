@@ -39,7 +39,7 @@ from onefold.errors import LossError
 from onefold.exchange.board import Board
 from onefold.system.compat import code_compiler
 
-__all__ = ["CompiledLoss", "Rehearsal", "check_compiler", "check_layers"]
+__all__ = ["CompiledLoss", "Rehearsal", "check_compiler", "check_layers", "compiled"]
 
 _log = logging.getLogger("onefold")
 _MANY_SHAPES = 16
@@ -154,6 +154,11 @@ class CompiledLoss:
                 len(self._shapes),
                 _ADVICE,
             )
+
+
+def compiled(loss: LossFunction, settings: Settings) -> LossFunction:
+    """The loss as steps compute it: compiled, if that was asked for."""
+    return CompiledLoss(loss, deterministic=settings.deterministic) if settings.compile else loss
 
 
 class Rehearsal:

@@ -20,7 +20,7 @@ from onefold.core.weights_of_step import StepWeight, total_weight
 from onefold.engine.agreement import Agreement
 from onefold.engine.averaging import Averaging
 from onefold.engine.changes import Changes
-from onefold.engine.compiling import CompiledLoss, Rehearsal
+from onefold.engine.compiling import Rehearsal, compiled
 from onefold.engine.divisors import trade_divisors
 from onefold.engine.fitting import Fitting
 from onefold.engine.gradientrules import GradientRules
@@ -90,8 +90,9 @@ class Engine:
         """Who takes part; `bind` sets it."""
         self.seed = settings.seed
         self.update = update
-        self.loss = _compiled(loss, settings)
-        """The user's, compiled if that was asked for."""
+        self.loss = loss
+        """The user's."""
+        self._loss = compiled(loss, settings)
         self._deterministic = settings.deterministic
         self._frozen = frozen
         self._parts = replicas[0].parts
@@ -188,7 +189,8 @@ class Engine:
         watch.note("exchange", "agree", start)
         self._warn_of_mode()
         with self._finite.computing():
-            weight = self._run(batch, number)
+            self._gradients = []  # of a step that failed, and was survived
+        weight = self._run(batch, number)
         failure, norm = self._finite.of_loss(batch, number), None
         if weight.value > 0 and not failure:
             norm = self._gradient(batch, weight)
@@ -202,6 +204,7 @@ class Engine:
         outcome = Outcome(board.totals.clone(), weight.value, verdict, norm)
         if norm is not None and verdict.updates:
             self._update(norm)
+            self.fitting.note_update()
         else:
             self.update.drop()
         # Or they would still be there while the next step makes its own.
@@ -300,7 +303,7 @@ class Engine:
         due, shards, parts = self._turns.due, batch.plan.shards, self._parts
         several = shards > 1
         task = ShardTask(
-            loss=self.loss,
+            loss=self._loss,
             seed=self.seed,
             step=number,
             shards=shards,
@@ -437,10 +440,6 @@ def _head_of(batch: ShardedBatch, step: int) -> StepHead:
         data=batch.data_digest,
         batch=batch.digest,
     )
-
-
-def _compiled(loss: LossFunction, settings: Settings) -> LossFunction:
-    return CompiledLoss(loss, deterministic=settings.deterministic) if settings.compile else loss
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:

@@ -4,8 +4,9 @@ Note: the search
 ----------------
 With ``"auto"`` the first step is computed for trial, with smaller and smaller pieces, until it fits
 on every device; nothing is handed over and nothing is updated. The optimizer makes its state in the
-first update, which leaves less room, so the second step begins with a trial as well. From then on
-the number stays, also for a run that goes on from a checkpoint: another one would be another sum.
+first update, which leaves less room, so the step after it begins with a trial as well. From then on
+the number stays, also for a run that goes on from a checkpoint: another one would be another sum. A
+checkpoint holds how many trials are left, so that a run that goes on looks when this one would.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from onefold.core.batch import ShardedBatch
 from onefold.core.pieces import Search
 from onefold.core.settings import Settings
+from onefold.core.syncbatchnorm import SyncBatchNorm
 from onefold.core.weights_of_step import total_weight
 from onefold.engine.advice import is_shortage
 from onefold.engine.gradients import Gradients
@@ -33,7 +35,7 @@ __all__ = ["Fitting"]
 
 _log = logging.getLogger("onefold")
 _TRIALS = 2
-"""Steps that begin with a search: without the optimizer's state, and with it."""
+"""Steps that begin with a search: the first, and that after the first update."""
 
 
 class Fitting:
@@ -59,12 +61,22 @@ class Fitting:
         chosen = settings.microbatch
         self.samples = chosen if isinstance(chosen, int) else None
         """The most samples of a shard that run at once; None for all of them."""
-        self._trials = _TRIALS if chosen == "auto" else 0
+        self.trials = _TRIALS if chosen == "auto" else None
+        """How many steps will begin with a search; None where the number is given."""
+        self._updated = False
         self._warned = False
 
-    def adopt(self, samples: int | None, *, anew: bool) -> None:
-        """Go on with the number that a saved run had found, or begin to look for another one."""
-        self.samples, self._trials = (None, _TRIALS) if anew else (samples, 0)
+    def adopt(self, samples: int | None, trials: int | None) -> None:
+        """Go on where a saved run was in its search, or with the number that it was given."""
+        self.samples, self.trials, self._updated = samples, trials or 0, trials == 1
+
+    def search_anew(self) -> None:
+        """Forget what was found."""
+        self.samples, self.trials, self._updated = None, _TRIALS, False
+
+    def note_update(self) -> None:
+        """Note that the optimizer has made an update, and with the first one its state."""
+        self._updated = True
 
     def fitted(self, task: ShardTask, batch: ShardedBatch) -> ShardTask:
         """Have a step run its shards in pieces that fit.
@@ -73,8 +85,8 @@ class Fitting:
             MemoryError: not even a single sample fits; raised alike on all devices.
         """
         largest = batch.size_of(0)
-        if self._trials:
-            self._trials -= 1
+        if self.trials == _TRIALS or (self.trials and self._updated):
+            self.trials -= 1
             self._find(task, batch, largest)
         self._warn_of_batch_norm(largest)
         return replace(task, microbatch=self.samples)
@@ -123,7 +135,10 @@ class Fitting:
         self._warned = True
         modules = self._replicas[0].module.modules()
         if self._replicas[0].number == 0 and any(
-            isinstance(module, BatchNorm) and module.training for module in modules
+            isinstance(module, BatchNorm)
+            and module.training
+            and not isinstance(module, SyncBatchNorm)
+            for module in modules
         ):
             _log.warning(
                 "batch norm normalises by the samples that run at once: with microbatch=%d by %d "

@@ -242,7 +242,12 @@ class SpanFold:
 def _untouched(nbytes: int) -> torch.Tensor:
     """Memory of a processor that takes no room until it is written to: (nbytes,) uint8."""
     # Not PyTorch's own, which may lie where gradients lay before: a process keeps that memory.
-    return torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=torch.uint8)[:nbytes]
+    return torch.frombuffer(_pages(max(nbytes, 1)), dtype=torch.uint8)[:nbytes]
+
+
+def _pages(nbytes: int) -> mmap.mmap:
+    # Private: shared ones would be no huge pages, and forked readers of data would share them.
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def _add_in_place(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
