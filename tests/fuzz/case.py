@@ -297,7 +297,8 @@ def _made_possible(case: Case, rng: random.Random) -> Case:
     if case.optimizer == "sgd-fused" and absent:
         # PyTorch's kernel fails where some parameters have had a gradient before and others not.
         case = replace(case, optimizer="sgd-foreach")
-    if case.optimizer == "sgd-foreach" and case.dtype == "bfloat16":
+    low = case.dtype == "bfloat16" or "half" in case.blocks
+    if case.optimizer == "sgd-foreach" and low:
         case = replace(case, optimizer="sgd-momentum")  # refused: rounded as the neighbours are
     if case.optimizer == "muon" and case.hook == "dropped":
         case = replace(case, hook=None)
