@@ -57,6 +57,7 @@ BOXES = {
     "models": Box(9.6, 8.6, "what jobs train", width=1.6),
     "onefold": Box(4.3, 9.9, "the public names"),
     "trainer": Box(4.3, 8.3, "the face"),
+    "trainedmodel": Box(5.95, 7.05, "change, save, average", width=1.9),
     "losses": Box(7.0, 8.3, "PyTorch's losses", width=1.8),
     "weights": Box(8.15, 7.25, "weights of others"),
     "run": Box(1.2, 6.6, "launcher, devices"),

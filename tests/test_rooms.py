@@ -1,9 +1,12 @@
 """The rooms of the house: who may import whom."""
 
 import ast
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+import pytest
 
 import onefold
 
@@ -145,3 +148,9 @@ def test_jobs_and_commands_use_what_every_program_may_use() -> None:
         )
     ]
     assert wrong == []
+
+
+def test_the_picture_has_every_room() -> None:
+    pytest.importorskip("matplotlib", reason="pictures need the extra [report]")
+    drawing = importlib.import_module("docs.draw_architecture")
+    assert set(drawing.BOXES) == set(ROOMS)
