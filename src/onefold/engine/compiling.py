@@ -43,8 +43,8 @@ __all__ = ["CompiledLoss", "Rehearsal", "check_compiler", "check_layers", "compi
 
 _log = logging.getLogger("onefold")
 _MANY_SHAPES = 16
-"""More shapes than a data set has that was made for it: two sizes of shards, two of a last batch,
-and some for evaluation."""
+"""More shapes than a data set has that was made for it: two sizes of shards, and two of a last
+batch."""
 _ADVICE = (
     "Give batches few shapes: have collate pad texts to multiples of 64, say, and sort samples by "
     "length with trainer.loader(lengths=...). Or leave out compile=True"

@@ -89,7 +89,7 @@ class Fitting:
             self.trials -= 1
             self._find(task, batch, largest)
         self._warn_of_batch_norm(largest)
-        return replace(task, microbatch=self.samples)
+        return task if self.samples is None else replace(task, microbatch=self.samples)
 
     def _find(self, task: ShardTask, batch: ShardedBatch, largest: int) -> None:
         search, before = Search(largest), self.samples

@@ -20,10 +20,10 @@ lasts, as it would in a plain loop.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -60,6 +60,8 @@ _OF_PIECES = (
     "cut it: expected a whole shard, whose pieces do not know each other. Use more shards instead "
     "of microbatch: each is smaller, and gather joins them all"
 )
+
+Read = TypeVar("Read")
 
 Weighed = Mapping[int, Sequence[tuple[str, float]]]
 """For each shard, the kind and weight of each term of its loss."""
@@ -260,7 +262,7 @@ class Replica:
         if not task.is_plain(batch) and not (gatherer and gatherer.sees_batch):
             self.loss_watch.look(result, samples=piece.samples, due=task.due, where=where)
         if gatherer is not None:
-            divisors = gatherer.end_forward([(each.kind, each.weight) for each in part.parts])
+            divisors = gatherer.end_forward(_kinds_and_weights(part))
             task = task if divisors is None else replace(task, divisors=divisors)
         if part.kind == "means":
             part = _of_one_divisor(part, batch, task)
@@ -280,10 +282,7 @@ class Replica:
         for shard in batch.plan.shards_of(self.number):
             if shard in batch.shards:
                 try:
-                    rows = [
-                        [(part.kind, part.weight) for part in whole.parts]
-                        for whole in self._forward_alone(shard, batch, task)
-                    ]
+                    rows = self._forward_alone(shard, batch, task, _kinds_and_weights)
                 except Gathers:
                     # The shards run next and find the same; of one term, no divisors are sought.
                     rows = [[("sum", 1.0)]]
@@ -297,26 +296,27 @@ class Replica:
         loss asks for other shards.
         """
         with torch.compiler.set_stance("force_eager"), suppress(Gathers):
-            return next(self._forward_alone(shard, batch, task, inspected=True))
+            return self._forward_alone(shard, batch, task, _without_graph, inspected=True)[0]
         return None
 
     def _forward_alone(
-        self, shard: int, batch: ShardedBatch, task: ShardTask, *, inspected: bool = False
-    ) -> Iterator[Contribution]:
-        """Run a shard forward, piece by piece; who asks for the next lets go of the last."""
+        self,
+        shard: int,
+        batch: ShardedBatch,
+        task: ShardTask,
+        read: Callable[[Contribution], Read],
+        *,
+        inspected: bool = False,
+    ) -> list[Read]:
+        """Run a shard's pieces forward, or the first if it is inspected; read what each returns."""
         drop_gradients(self._parameters)
         where, samples = self._begin_shard(shard, task), batch.size_of(shard)
+        pieces, found = pieces_of(samples, task.microbatch), []
         try:
-            for start, stop in pieces_of(samples, task.microbatch):
+            for start, stop in pieces[:1] if inspected else pieces:
                 piece = ShardPiece(shard, start, stop, samples)
-                # Not under no_grad: a loss that differentiates something itself (a gradient
-                # penalty) needs a graph, and would fail here and not in the step proper.
-                payload = self._on_device(piece, batch)
-                with gathering(_gatherer_of(piece, batch, task)), self.autocast():
-                    result = task.loss(self.module, payload)
-                if inspected:
-                    self.loss_watch.look(result, samples=piece.samples, due=True, where=where)
-                yield weigh(result, piece.samples, f"the loss of {where}")
+                # Read at once: the next piece must not begin while this one's graph is there.
+                found.append(read(self._piece_alone(piece, batch, task, where, inspected)))
                 drop_gradients(self._parameters)
         except Exception as error:
             self._explain(error, shard, batch, where)
@@ -324,6 +324,19 @@ class Replica:
         finally:
             drop_gradients(self._parameters)
             self._put_back(task)
+        return found
+
+    def _piece_alone(
+        self, piece: ShardPiece, batch: ShardedBatch, task: ShardTask, where: str, inspected: bool
+    ) -> Contribution:
+        payload = self._on_device(piece, batch)
+        # Not under no_grad: a loss that differentiates something itself (a gradient penalty) needs
+        # a graph, and would fail here and not in the step proper.
+        with gathering(_gatherer_of(piece, batch, task)), self.autocast():
+            result = task.loss(self.module, payload)
+        if inspected:
+            self.loss_watch.look(result, samples=piece.samples, due=True, where=where)
+        return weigh(result, piece.samples, f"the loss of {where}")
 
     def _begin_shard(self, shard: int, task: ShardTask) -> str:
         """Reset a shard's surroundings, whatever ran before it; return its name for errors."""
@@ -366,6 +379,14 @@ class Replica:
                     f"times for every number of shards. Call model.zero_grad() before returning, "
                     f"or use torch.autograd.grad"
                 )
+
+
+def _without_graph(part: Contribution) -> Contribution:
+    return replace(part, root=part.root.detach(), terms=())
+
+
+def _kinds_and_weights(part: Contribution) -> list[tuple[str, float]]:
+    return [(each.kind, each.weight) for each in part.parts]
 
 
 def _added_weights(
