@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -271,6 +272,24 @@ class Hungry(torch.autograd.Function):
         if len(gradient) > ctx.fits:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return gradient, None
+
+
+@pytest.mark.parametrize("microbatch", [1, 2])
+def test_no_piece_begins_while_the_graph_of_another_is_there(microbatch: int) -> None:
+    """Also where a loss of several terms is first computed for its weights alone."""
+    graphs: list[weakref.ref[torch.Tensor]] = []
+
+    def loss(model: nn.Module, batch: Batch) -> object:
+        assert all(graph() is None for graph in graphs)
+        logits = model(batch[0])
+        graphs.append(weakref.ref(logits))
+        losses = logits.square().mean(dim=(1, 2))
+        return onefold.Mean(losses.sum(), len(losses)) + onefold.Sum(losses.sum())
+
+    trainer = trainer_of(loss, model=Words(), microbatch=microbatch)
+    for batch in batches(2):
+        trainer.step(batch)
+    assert len(graphs) > 12 // microbatch * 3
 
 
 @pytest.mark.parametrize("several", [False, True])
