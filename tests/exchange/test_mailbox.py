@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
@@ -235,9 +235,10 @@ def test_who_does_not_come_is_named_at_the_limit(wait: Wait) -> None:
     assert (caught.value.device, caught.value.step) == (1, 4)
 
 
-def test_all_who_do_not_come_are_named() -> None:
+@pytest.mark.parametrize("starts_s", [(), (0, 0.2, 0, 0)], ids=["together", "1 last"])
+def test_all_who_do_not_come_are_named_by_number(starts_s: Sequence[float]) -> None:
     """Device 2 has come, and has given up since."""
-    with mailboxes(4, timeouts_s=(SHORT_S, LIMIT_S, SHORT_S)) as boxes:
+    with mailboxes(4, timeouts_s=(SHORT_S, LIMIT_S, SHORT_S), starts_s=starts_s) as boxes:
         with pytest.raises(PeerTimeout, match=r"^device 0 .*, 1 .*, 3 \(process \d+\) did not"):
             boxes[2].meet()
         with pytest.raises(PeerTimeout, match=r"^device 1 \(process \d+\), 3 \(process \d+\) did"):

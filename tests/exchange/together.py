@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -43,7 +44,11 @@ def endings(size: int, call: Callable[[int], object]) -> list[BaseException | No
 
 @contextmanager
 def mailboxes(
-    size: int, *, timeout_s: float = LIMIT_S, timeouts_s: Sequence[float] = ()
+    size: int,
+    *,
+    timeout_s: float = LIMIT_S,
+    timeouts_s: Sequence[float] = (),
+    starts_s: Sequence[float] = (),
 ) -> Iterator[list[Mailbox]]:
     """Those of all devices, connected.
 
@@ -51,9 +56,15 @@ def mailboxes(
         size: how many.
         timeout_s: the limit of all.
         timeouts_s: the limit of each, once they are connected.
+        starts_s: when each begins to connect; at once, if not given.
     """
     address = f"test-{uuid.uuid4()}"
-    boxes = together(size, lambda rank: Mailbox(address, rank=rank, size=size, timeout_s=timeout_s))
+
+    def connected(rank: int) -> Mailbox:
+        time.sleep(starts_s[rank] if starts_s else 0)
+        return Mailbox(address, rank=rank, size=size, timeout_s=timeout_s)
+
+    boxes = together(size, connected)
     for box, limit_s in zip(boxes, timeouts_s, strict=False):
         box.timeout_s = limit_s
     try:

@@ -88,6 +88,7 @@ class Mailbox:
         self._closed = False
         try:
             self._connect(address, time.monotonic() + timeout_s, ended)
+            self._peers = dict(sorted(self._peers.items()))  # they connect in any order
         except BaseException:
             self.close()
             raise
