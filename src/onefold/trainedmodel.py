@@ -56,7 +56,14 @@ class TrainedModel:
         with session.telling_others(), session.engine.changing(self.steps + 1):
             yield
 
-    def average(self, *, decay: float | None = None, mean: bool = False, every: int = 1) -> None:
+    def average(
+        self,
+        *,
+        decay: float | None = None,
+        mean: bool = False,
+        every: int = 1,
+        after: str | None = None,
+    ) -> None:
         """Keep an average of the model from here on, beside the values that are trained.
 
         It begins with the values as they are now. Steps that are skipped do not move it. It is in
@@ -69,10 +76,11 @@ class TrainedModel:
             mean: average all values alike, as stochastic weight averaging does. The values at the
                 beginning do not count.
             every: update after each so many steps.
+            after: the name of a loss, where there are several: count and follow its steps alone.
 
         Raises:
-            TypeError, ValueError: both kinds are chosen or none, a number is out of range, or
-                another average is kept.
+            TypeError, ValueError: both kinds are chosen or none, a number is out of range, there is
+                no such loss, or another average is kept.
 
         >>> trainer.average(decay=0.999)
         >>> with trainer.averaged():
@@ -80,8 +88,9 @@ class TrainedModel:
         >>> said["y"].shape
         torch.Size([5, 1])
         """
-        rule = AverageRule.chosen(decay=decay, mean=mean, every=every)
         session = self._session
+        loss = "" if after is None else session.parts.loss_name(after)
+        rule = AverageRule.chosen(decay=decay, mean=mean, every=every, after=loss)
         session.engine.averaging.check_begin(rule)
         with session.telling_others():
             session.engine.averaging.begin(rule, self.steps + 1)

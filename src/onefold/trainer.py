@@ -16,7 +16,8 @@ from onefold.engine.replica import LossFunction
 from onefold.engine.step import Step
 from onefold.reading.loader import Loader
 from onefold.reading.reader import Collate, SizedDataset
-from onefold.run.session import Session, UserParts
+from onefold.run.session import Session
+from onefold.run.userparts import UserParts
 from onefold.run.world import current_world
 from onefold.trainedmodel import TrainedModel
 
@@ -27,11 +28,16 @@ class Trainer(TrainedModel):
     """Trains a model on any number of devices, to the same bits as on one.
 
     Args:
-        model: any module; it stays yours and always holds the current values.
+        model: any module; it stays yours and always holds the current values. Or several by name,
+            such as ``{"generator": ..., "discriminator": ...}``: functions then get all of them, as
+            a ``torch.nn.ModuleDict``.
         optimizer: made from the model's parameters; it is kept, so schedulers attached to it work.
+            Or several by name, of which no two have a parameter in common.
         loss: ``loss(model, batch)`` for one shard on one device. Returns (n,) losses, one a sample;
             a scalar, the mean over the shard; or ``onefold.Mean``, ``onefold.Sum``, or their sum. A
-            step's loss is the sum of totals over the sum of weights across the whole batch.
+            step's loss is the sum of totals over the sum of weights across the whole batch. Or
+            several by name: each step is of one of them, and updates the parameters of the
+            optimizer with that name, or of the only one.
         shards: V, into how many parts every batch is cut: the most devices that may ever share a
             batch. Like the batch size it is part of the result.
         seed: of dropout, augmentation, the order of samples and all other randomness.
@@ -75,9 +81,9 @@ class Trainer(TrainedModel):
 
     def __init__(
         self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        loss: LossFunction,
+        model: torch.nn.Module | Mapping[str, torch.nn.Module],
+        optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer],
+        loss: LossFunction | Mapping[str, LossFunction],
         *,
         shards: int,
         seed: int = 0,
@@ -110,7 +116,7 @@ class Trainer(TrainedModel):
             threads=threads,
             buffers=dict(buffers or {}),
         )
-        user = UserParts(model, optimizer, loss, schedule)
+        user = UserParts.of(model, optimizer, loss, schedule)
         super().__init__(Session(world, user, settings, devices=devices, plan=plan))
 
     @property
@@ -181,14 +187,16 @@ class Trainer(TrainedModel):
         """Count epochs from where the run is, which may be inside of one, up to ``number``."""
         return self._session.position.epochs(number)
 
-    def step(self, batch: object) -> Step:
+    def step(self, batch: object, loss: str | None = None) -> Step:
         """One update from one whole batch.
 
         Args:
             batch: what `loader` yields; or tensors or NumPy arrays (n, ...), or tuples, lists and
                 dicts of them, the same on every device, which are cut along the first dimension.
+            loss: the name of the loss, where the Trainer has several.
 
         Raises:
+            TypeError: a loss is not named, or named where there is only one.
             ValueError: the tensors of the batch disagree in length, or it is empty.
             DisagreementError: another device is in another step, or was given something else.
             StateError, GradientError: a shard changed what it must not, or cannot be added up.
@@ -197,7 +205,7 @@ class Trainer(TrainedModel):
             OSError: an earlier checkpoint could not be written in the background.
             SystemExit: the launcher asked the run to stop, and it has been saved.
         """
-        return self._session.step(batch)
+        return self._session.step(batch, loss)
 
     def evaluate(
         self,
@@ -207,6 +215,7 @@ class Trainer(TrainedModel):
         batch_size: int,
         workers: int = 0,
         collate: Collate | None = None,
+        model: str | None = None,
     ) -> dict[str, float]:
         """Scores over a data set, each sample exactly once, the same on any number of devices.
 
@@ -214,6 +223,7 @@ class Trainer(TrainedModel):
             score: ``score(model, batch)`` for one shard, in evaluation mode and without gradients;
                 returns a dict of names to what a loss may return.
             dataset, batch_size, workers, collate: as for `loader`.
+            model: the name of one of several models, which ``score`` is given alone.
 
         Returns:
             For each name the sum of totals over the sum of weights, on every device.
@@ -224,7 +234,8 @@ class Trainer(TrainedModel):
         """
         batches = self._session.loader(dataset, collate, batch_size=batch_size, workers=workers)
         with self._session.data_call(Call.EVALUATE, score, batches) as call:
-            return evaluate(self._session.engine, score, batches, call)
+            part = self._session.parts.on_part(score, model)
+            return evaluate(self._session.engine, part, batches, call)
 
     def predict(
         self,
@@ -234,6 +245,7 @@ class Trainer(TrainedModel):
         batch_size: int,
         workers: int = 0,
         collate: Collate | None = None,
+        model: str | None = None,
     ) -> dict[str, torch.Tensor]:
         """The model's values for every sample, in the data set's order.
 
@@ -241,6 +253,7 @@ class Trainer(TrainedModel):
             function: ``function(model, batch)`` for one shard, as in `evaluate`; returns a dict of
                 names to tensors (n, ...), one row a sample, alike in dtype and shape for all.
             dataset, batch_size, workers, collate: as for `loader`.
+            model: the name of one of several models, which ``function`` is given alone.
 
         Returns:
             For each name a tensor (samples, ...) on the host.
@@ -255,7 +268,8 @@ class Trainer(TrainedModel):
         """
         batches = self._session.loader(dataset, collate, batch_size=batch_size, workers=workers)
         with self._session.data_call(Call.PREDICT, function, batches) as call:
-            return predict(self._session.engine, function, batches, call)
+            part = self._session.parts.on_part(function, model)
+            return predict(self._session.engine, part, batches, call)
 
     def gather(self, numbers: Mapping[str, float]) -> list[dict[str, float]]:
         """Numbers of every device's process, such as seconds or bytes; called on every device.

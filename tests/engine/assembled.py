@@ -176,7 +176,7 @@ def engine_of(
     return assemble(
         module,
         optimizer or sgd(module),
-        loss,
+        {"": loss},
         settings=settings_of(shards=shards, **settings),
         team=team_of(devices),
         plan=Plan.even(shards=shards, devices=devices),

@@ -135,6 +135,10 @@ def test_all_hear_that_one_was_asked_to_stop(stops: tuple[bool, bool]) -> None:
 OF_THE_HEAD: dict[str, tuple[int, str]] = {
     "call": (Call.SAVE, "device 1 calls trainer.save while device 0 calls trainer.step: all dev"),
     "step": (8, "device 1 is in step 8 and device 0 in step 7: every device must run the same"),
+    "loss": (
+        1,
+        "step 7, trainer.step: device 1 computes loss 1 of the Trainer's and device 0 loss 0",
+    ),
     "samples": (63, "step 7, trainer.step: device 1 has 63 samples and device 0 has 64: every"),
     "batch_size": (8, "step 7, trainer.step: device 1 has a batch_size of 8 and device 0 one of "),
     "plan": (6, "step 7, trainer.step: device 1 has another plan than device 0: set"),

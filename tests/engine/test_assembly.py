@@ -77,7 +77,7 @@ def put_together(module: nn.Module, came: list[Exchange]) -> None:
     assemble(
         module,
         sgd(module),
-        square,
+        {"": square},
         settings=settings_of(shards=2),
         team=team_of(2),
         plan=Plan((1, 1)),

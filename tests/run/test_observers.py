@@ -59,7 +59,11 @@ def found(model: torch.nn.Module) -> Found:
 def step(number: int, loss: float = 0.5) -> Step:
     """As much of a step as is looked at."""
     made = SimpleNamespace(
-        number=number, epoch=number // 10, loss=torch.tensor(loss, dtype=torch.float64), samples=32
+        name="",
+        number=number,
+        epoch=number // 10,
+        loss=torch.tensor(loss, dtype=torch.float64),
+        samples=32,
     )
     return cast(Step, made)
 

@@ -76,7 +76,7 @@ class Drawing(torch.utils.data.Dataset[Any]):
 
 
 def changed_by(model: nn.Module, loss: Callable[..., Any], dataset: Any = None) -> StateWatch:
-    watch = StateWatch(model, loss)
+    watch = StateWatch(model, [loss])
     batch: Any = torch.ones(2, 1)
     if dataset is not None:
         watch.add(dataset)

@@ -233,6 +233,7 @@ _OPTIMIZER: tuple[tuple[str, _Check, str], ...] = (
 _AVERAGE: tuple[tuple[str, _Check, str], ...] = (
     ("decay", _or_none(_is_decay), "a number from 0 to less than 1, or null"),
     ("every", _is_one_or_more, "a number of 1 or more"),
+    ("after?", _is_text, "a text"),
     ("steps", _is_count, "a number of steps"),
 )
 

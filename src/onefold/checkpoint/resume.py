@@ -55,12 +55,12 @@ from onefold.core.names import own_name
 from onefold.core.settings import Settings
 from onefold.core.team import Team
 from onefold.engine.engine import Engine
+from onefold.engine.optimizers import follows_a_schedule
 from onefold.engine.optimizerstate import join, pack, unpack
 from onefold.engine.schedule import read_schedule
 from onefold.errors import CheckpointError, StateError
 from onefold.exchange.transport import roomy
 from onefold.reading.position import PROMISES, Position
-from onefold.system.compat import steps_a_schedule
 
 __all__ = ["Checkpoints"]
 
@@ -197,7 +197,7 @@ class Checkpoints:
 
     def misses_a_schedule(self) -> bool:
         """Whether the script steps a schedule of its own, which no checkpoint would hold."""
-        return self._schedule is None and steps_a_schedule(self._optimizer.step)
+        return self._schedule is None and follows_a_schedule(self._optimizer)
 
     def check_can_be_saved(self) -> None:
         """Refuse at the start what the first save would refuse.

@@ -25,6 +25,7 @@ from onefold.core.precision import Precision
 from onefold.core.settings import Settings
 from onefold.core.team import Team
 from onefold.engine.engine import Engine
+from onefold.engine.optimizers import name_of
 from onefold.engine.schedule import check_state, write_schedule
 from onefold.errors import CheckpointError
 from onefold.reading.position import Position, check_same
@@ -120,7 +121,7 @@ class RunState:
             "average": self._averaging.to_json(),
             "schedule": None if self._schedule is None else write_schedule(self._schedule),
             "optimizer": {
-                "class": type(self._optimizer).__name__,
+                "class": name_of(self._optimizer),
                 "parameters": self._group_names(),
                 "settings": _settings(self._optimizer),
                 "settings_at_start": self._at_start,

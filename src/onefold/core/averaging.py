@@ -21,6 +21,8 @@ class AverageRule:
     """How much of an exponential average stays in each update; None for the plain mean."""
     every: int = 1
     """After how many steps the average is updated each time."""
+    after: str = ""
+    """The loss whose steps it follows; empty for all steps."""
 
     def __post_init__(self) -> None:
         check_whole("every", self.every, least=1)
@@ -32,7 +34,7 @@ class AverageRule:
             raise ValueError(f"expected decay to be at least 0 and less than 1, got {self.decay}")
 
     @classmethod
-    def chosen(cls, *, decay: float | None, mean: bool, every: int) -> AverageRule:
+    def chosen(cls, *, decay: float | None, mean: bool, every: int, after: str = "") -> AverageRule:
         """The rule of which a user named the kind.
 
         Raises:
@@ -45,7 +47,7 @@ class AverageRule:
                 f"expected either decay, such as decay=0.999 for an exponential average, or "
                 f"mean=True for the plain mean, got decay={decay} and mean={mean}"
             )
-        return cls(decay, every)
+        return cls(decay, every, after)
 
     @property
     def words(self) -> str:
@@ -55,7 +57,8 @@ class AverageRule:
         'decay=0.99, every=1'
         """
         kind = "mean=True" if self.decay is None else f"decay={float(self.decay)}"
-        return f"{kind}, every={self.every}"
+        after = f", after={self.after!r}" if self.after else ""
+        return f"{kind}, every={self.every}{after}"
 
     def kept(self, update: int) -> float:
         """How much of the average stays in an update, between 0 and 1.
@@ -78,12 +81,12 @@ class AverageRule:
         """Describe it in a checkpoint, with the number of steps that it has followed."""
         # As a float also where the user wrote decay=0.
         decay = None if self.decay is None else float(self.decay)
-        return {"decay": decay, "every": self.every, "steps": steps}
+        return {"decay": decay, "every": self.every, "after": self.after, "steps": steps}
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> AverageRule:
         """Read what `to_json` has written, once that has been checked."""
-        return cls(saved["decay"], saved["every"])
+        return cls(saved["decay"], saved["every"], saved.get("after", ""))
 
 
 def averaged_in(dtype: torch.dtype) -> torch.dtype:

@@ -85,6 +85,8 @@ class StepHead(NamedTuple):
     """Which of `Call` it is."""
     step: int
     """Number of the step, counted from 1: one more than are done."""
+    loss: int = 0
+    """Which of the run's losses the step is of, counted from 0."""
     samples: int = 0
     """Number of samples in the batch, or in the data set that is evaluated."""
     batch_size: int = 0
@@ -233,6 +235,8 @@ _WORDS = {
     "call": "{who} calls {theirs} while device 0 calls {ours}: all devices must make the same "
     "calls of the trainer in the same order. What only the lead does must not call the trainer",
     "step": "{who} is in step {theirs} and device 0 in step {ours}: " + _SAME,
+    "loss": "{where}: {who} computes loss {theirs} of the Trainer's and device 0 loss {ours} "
+    "(counted from 0): all devices must make the same steps in the same order",
     "samples": "{where}: {who} has {theirs} samples and device 0 has {ours}: every device must be "
     "given the same whole batch, or the same data set",
     "batch_size": "{where}: {who} has a batch_size of {theirs} and device 0 one of {ours}: "

@@ -37,7 +37,7 @@ __all__ = ["assemble"]
 def assemble(
     module: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
-    loss: LossFunction,
+    losses: Mapping[str, LossFunction],
     *,
     settings: Settings,
     team: Team,
@@ -94,7 +94,7 @@ def assemble(
         exchange=exchange,
         roster=roster,
         update=update,
-        loss=loss,
+        losses=losses,
         settings=settings,
         frozen={n: p for n, p in parts.other.items() if id(p) in held},
     )

@@ -115,9 +115,14 @@ class Averaging:
         if self._averages.rule is None:
             self._begin(rule)
 
-    def follow(self) -> None:
-        """Update the averages after a step that updated the model, before it is handed on."""
-        if self._averages.rule is None:
+    def follow(self, name: str) -> None:
+        """Update the averages after a step that updated the model, before it is handed on.
+
+        Args:
+            name: of the step's loss.
+        """
+        rule = self._averages.rule
+        if rule is None or rule.after not in ("", name):
             return
         start = self._first.watch.now()
         self._averages.follow(self._values(), self._first.buffers.flat)

@@ -17,6 +17,7 @@ from onefold.core.settings import Settings
 from onefold.core.shard import Plan
 from onefold.core.team import Team
 from onefold.engine.modelparts import ModelParts
+from onefold.engine.optimizers import name_of
 from onefold.errors import DisagreementError
 from onefold.system.compat import code_compiler
 
@@ -48,7 +49,7 @@ def describe(
         "the rules of buffers": str(dict(settings.buffers)),
         "the plan": str(plan.counts),
         "the number of Trainers before this one": str(team.trainer),
-        "the optimizer": type(optimizer).__name__,
+        "the optimizer": name_of(optimizer),
         "the schedule": "None" if schedule is None else type(schedule).__name__,
         "the state of the schedule": "" if schedule is None else _state_of(schedule),
         **_surroundings(team.devices[team.own[0]]),

@@ -11,16 +11,16 @@ from functools import partial
 import torch
 
 from onefold.core.batch import ShardedBatch
-from onefold.core.head import Call, Said, StepHead, plan_number
+from onefold.core.head import Said, StepHead
 from onefold.core.randomness import kept_generators
 from onefold.core.result import ShardResult
 from onefold.core.roster import Roster
 from onefold.core.settings import Settings
 from onefold.core.weights_of_step import StepWeight, total_weight
-from onefold.engine.agreement import Agreement
+from onefold.engine.agreement import Agreement, head_of_step
 from onefold.engine.averaging import Averaging
 from onefold.engine.changes import Changes
-from onefold.engine.compiling import Rehearsal, compiled
+from onefold.engine.compiling import Rehearsal
 from onefold.engine.divisors import trade_divisors
 from onefold.engine.fitting import Fitting
 from onefold.engine.gradientrules import GradientRules
@@ -29,6 +29,8 @@ from onefold.engine.guard import Turns
 from onefold.engine.kernels import Compilers, repeatable_kernels
 from onefold.engine.modes import in_mode
 from onefold.engine.nonfinite import FiniteCheck, bad_gradient
+from onefold.engine.objective import objectives_of
+from onefold.engine.optimizers import Optimizers
 from onefold.engine.optimizerstate import pack, packed, unpack
 from onefold.engine.outside import OutsideModules
 from onefold.engine.replica import LossFunction, Replica, ShardTask
@@ -68,7 +70,7 @@ class Engine:
         exchange: with all devices.
         roster: who takes part.
         update: the optimizer on this process's spans.
-        loss: the user's; computes one shard.
+        losses: the user's, by name; each computes one shard.
         settings: the run's.
         frozen: parameters that must stay frozen, by name.
     """
@@ -80,7 +82,7 @@ class Engine:
         exchange: Exchange,
         roster: Roster,
         update: SpanOptimizer,
-        loss: LossFunction,
+        losses: Mapping[str, LossFunction],
         settings: Settings,
         frozen: Mapping[str, torch.nn.Parameter],
     ) -> None:
@@ -90,14 +92,17 @@ class Engine:
         """Who takes part; `bind` sets it."""
         self.seed = settings.seed
         self.update = update
-        self.loss = loss
-        """The user's."""
-        self._loss = compiled(loss, settings)
+        self.losses = losses
+        """The user's, by name."""
         self._deterministic = settings.deterministic
         self._frozen = frozen
         self._parts = replicas[0].parts
         self._module = module = replicas[0].module
-        self._outside = OutsideModules(module, loss)
+        trained = list(self._parts.trained.values())
+        self._objectives = objectives_of(losses, update.optimizer, trained, settings)
+        self.objective = next(iter(self._objectives.values()))
+        """What the step is made of, or the last one was."""
+        self._outside = OutsideModules(module, *losses.values())
         self._turns = Turns()
         self._agreement = Agreement(replicas, exchange, update, self._outside, self._turns)
         self._guard = self._agreement.guard
@@ -106,7 +111,7 @@ class Engine:
         self._changes = Changes(*with_all)
         self.averaging = Averaging(*with_all, self.follow_parameters)
         """The averages of the model, if the run keeps any."""
-        self._compilers = Compilers(module, loss, compiles=settings.compile)
+        self._compilers = Compilers(module, *losses.values(), compiles=settings.compile)
         self._rehearsal = Rehearsal(settings, self._outside, notes=not self._compilers.by_user)
         self.rules = GradientRules(settings, update, exchange)
         """What is done to each gradient."""
@@ -114,13 +119,17 @@ class Engine:
         """Into pieces of how many samples shards are run."""
         self._finite = FiniteCheck(settings, self.rules, exchange)
         self._gradients: Gradients = []
-        self._several_terms = False
         self._together = Together(replicas, exchange)
         self._warned_of_mode = False
         self._updating = False
         self._torn = False
         self.gradient_ready: Callable[[float], None] | None = None
         """Called before clipping and update with the weight that the gradient is divided by."""
+
+    @property
+    def loss(self) -> LossFunction:
+        """The user's loss, where there is only one."""
+        return next(iter(self.losses.values()))
 
     @property
     def with_others(self) -> bool:
@@ -166,12 +175,15 @@ class Engine:
         self.update.adopt_states(unpack(given))
         self.exchange.bind(roster)
 
-    def step(self, batch: ShardedBatch, number: int, *, asked_to_stop: bool = False) -> Outcome:
+    def step(
+        self, batch: ShardedBatch, number: int, *, name: str = "", asked_to_stop: bool = False
+    ) -> Outcome:
         """Update the parameters once; the order is that of `onefold.exchange.exchange`.
 
         Args:
             batch: the batch, with this process's shards of it.
             number: the step's.
+            name: of the loss.
             asked_to_stop: whether this process has been asked to stop; all devices are informed.
 
         Raises:
@@ -184,8 +196,11 @@ class Engine:
         self._torn, self._updating = self.is_torn, False
         self._turns.advance()
         self._check_frozen()
+        self.objective = self._objectives[name]
+        if isinstance(self.update.optimizer, Optimizers):
+            self.update.optimizer.active = name
         start = watch.now()
-        agreed = self.agree(_head_of(batch, number), stop=asked_to_stop)
+        agreed = self.agree(head_of_step(batch, number, self.objective.number), stop=asked_to_stop)
         watch.note("exchange", "agree", start)
         self._warn_of_mode()
         with self._finite.computing():
@@ -194,10 +209,10 @@ class Engine:
         failure, norm = self._finite.of_loss(batch, number), None
         if weight.value > 0 and not failure:
             norm = self._gradient(batch, weight)
-            name = partial(self._name_bad_gradient, batch)
+            bad = partial(self._name_bad_gradient, batch)
             # Whoever compares gradients reports what is not finite in them as well.
             if self.gradient_ready is None:
-                failure = self._finite.of_gradient(norm, number, name)
+                failure = self._finite.of_gradient(norm, number, bad)
             self.rules.end_step(overflow=bool(failure))
         verdict = verdict_of(weight, agreed, failure)
         # A copy, as `Step.loss` may be asked for long after the board is written again.
@@ -213,7 +228,7 @@ class Engine:
         for replica in self.replicas if not failure else ():
             replica.buffers.end_step(board, batch, due=self._turns.due)
         if verdict.updates:
-            self.averaging.follow()
+            self.averaging.follow(self.objective.name)
         start = watch.now()
         self.exchange.spread()  # from here on the board is no longer ours to read
         watch.note("exchange", "spread", start)
@@ -301,9 +316,10 @@ class Engine:
     def _run(self, batch: ShardedBatch, number: int) -> StepWeight:
         """Compute all shards' gradients and losses; once more where a loss turns out to need it."""
         due, shards, parts = self._turns.due, batch.plan.shards, self._parts
+        objective = self.objective
         several = shards > 1
         task = ShardTask(
-            loss=self._loss,
+            loss=objective.run,
             seed=self.seed,
             step=number,
             shards=shards,
@@ -311,6 +327,7 @@ class Engine:
             trainable=parts.trainable() if several else (),
             scale=self.rules.loss_scale,
             due=due,
+            left_out=objective.left_out,
         )
         if self._alone and several:
             # What the user has changed since the last step is the user's affair.
@@ -320,9 +337,9 @@ class Engine:
             task = self.fitting.fitted(task, batch)
             while True:
                 done: dict[int, ShardResult] = {}
-                if self._together.is_needed and not task.is_plain(batch):
+                if objective.gathers and not task.is_plain(batch):
                     task, done = self._together.prepare(batch, task)
-                elif self._several_terms and not task.is_plain(batch):
+                elif objective.several_terms and not task.is_plain(batch):
                     task = replace(task, divisors=self._divisors(batch, task))
                 self._task = task
                 self._gradients = self._run_shards(batch, task, done)
@@ -330,8 +347,8 @@ class Engine:
                 weight = total_weight(board.weights.tolist(), batch.sizes, number)
                 if weight.terms == 1 and not weight.gathers:
                     break
-                self._several_terms |= weight.terms > 1
-                self._together.is_needed |= weight.gathers
+                objective.several_terms |= weight.terms > 1
+                objective.gathers |= weight.gathers
                 self._rehearsal.check_gathering(gathers=weight.gathers)
                 self.exchange.spread()  # nothing was updated; the board is free again
         return weight
@@ -410,7 +427,7 @@ class Engine:
         """Compute the step's shards once more, to name the first gradient that is not finite."""
         task, done = replace(self._task, scale=1.0), dict[int, ShardResult]()
         with self._computing():
-            if self._together.is_needed and not task.is_plain(batch):
+            if self.objective.gathers and not task.is_plain(batch):
                 bad = self._together.spoilt(batch, task)
                 if bad:
                     return bad
@@ -425,21 +442,6 @@ class Engine:
                     "the model is in evaluation mode: dropout and batch norm do not train. Modes "
                     "are yours; call model.train() before the steps if that was not meant"
                 )
-
-
-def _head_of(batch: ShardedBatch, step: int) -> StepHead:
-    """Describe a step by its batch, as far as this process knows it."""
-    return StepHead(
-        call=Call.STEP,
-        step=step,
-        samples=batch.samples,
-        plan=plan_number(batch.plan),
-        loader=batch.loader,
-        data_pass=batch.pass_number,
-        place=batch.stop,
-        data=batch.data_digest,
-        batch=batch.digest,
-    )
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:

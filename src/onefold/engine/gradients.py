@@ -61,6 +61,7 @@ def take_gradients(
     strides: Sequence[tuple[int, ...]],
     names: Sequence[str],
     where: str,
+    left_out: Sequence[int] = (),
 ) -> Gradients:
     """Take what backward left in ``.grad`` into our ownership, and leave None there.
 
@@ -69,11 +70,14 @@ def take_gradients(
         strides: the parameters' own, which the gradients get as well.
         names: of the parameters.
         where: step and shard, for errors.
+        left_out: numbers of parameters whose gradients are dropped.
 
     Raises:
         GradientError: a gradient is sparse.
     """
     gradients = gradients_of(parameters)
+    for number in left_out:
+        gradients[number] = None
     # Autograd adds in place to whatever .grad holds: the next shard's gradient would land in this
     # one's memory.
     for parameter in parameters:

@@ -16,7 +16,7 @@ that what the script computes between two steps is computed as the script chose.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -43,7 +43,7 @@ class Compilers:
 
     Args:
         module: the user's own.
-        function: its loss.
+        functions: its losses.
         compiles: whether the Trainer compiles both.
 
     Raises:
@@ -51,9 +51,9 @@ class Compilers:
     """
 
     def __init__(
-        self, module: torch.nn.Module, function: Callable[..., object], *, compiles: bool = False
+        self, module: torch.nn.Module, *functions: Callable[..., object], compiles: bool = False
     ) -> None:
-        compiled = list(_compiled_parts(module, function))
+        compiled = list(_compiled_parts(module, functions))
         for name, part in compiled:
             if is_compiled(part, dynamic=True):
                 raise ValueError(
@@ -122,7 +122,7 @@ def repeatable_kernels(*, deterministic: bool, may_compile: bool = True) -> Iter
 
 
 def _compiled_parts(
-    module: torch.nn.Module, function: Callable[..., object]
+    module: torch.nn.Module, functions: Sequence[Callable[..., object]]
 ) -> Iterator[tuple[str, Any]]:
     """List what of the model or its loss went through ``torch.compile``, with a name for each."""
     # There are three ways: module.compile() keeps the compiled call in the module, torch.compile
@@ -136,16 +136,17 @@ def _compiled_parts(
         for attribute, value in vars(part).items():
             if callable(value) and value is not called and _has_mark(value):
                 yield f"{name or 'model'}.{attribute}", value
-    if _has_mark(function):
-        yield "the loss", function
-    for cell in getattr(function, "__closure__", None) or ():
-        try:
-            value = cell.cell_contents
-        except ValueError:
-            # The variable is assigned only after Trainer is made.
-            continue
-        if _has_mark(value):
-            yield "what the loss calls", value
+    for function in functions:
+        if _has_mark(function):
+            yield "the loss", function
+        for cell in getattr(function, "__closure__", None) or ():
+            try:
+                value = cell.cell_contents
+            except ValueError:
+                # The variable is assigned only after Trainer is made.
+                continue
+            if _has_mark(value):
+                yield "what the loss calls", value
 
 
 def _has_mark(value: object) -> bool:

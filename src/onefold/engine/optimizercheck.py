@@ -7,6 +7,8 @@ import weakref
 
 import torch
 
+from onefold.engine.optimizers import optimizers_in
+
 __all__ = ["TAKEN", "check_optimizer", "updates_by_element"]
 
 _BY_ELEMENT = frozenset(
@@ -34,7 +36,7 @@ TAKEN: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 def updates_by_element(optimizer: torch.optim.Optimizer) -> bool:
     """Whether each element's update depends on nothing but that element's own history."""
     # The exact type: a subclass may override step() and look at a whole parameter, or at its norm.
-    return type(optimizer) in _BY_ELEMENT
+    return all(type(each) in _BY_ELEMENT for each in optimizers_in(optimizer).values())
 
 
 def check_optimizer(optimizer: object, module: torch.nn.Module) -> None:

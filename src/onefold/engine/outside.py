@@ -34,12 +34,12 @@ class OutsideModules:
 
     Args:
         module: the model.
-        function: its loss, which may close over other modules.
+        functions: its losses, which may close over other modules.
     """
 
-    def __init__(self, module: torch.nn.Module, function: object) -> None:
+    def __init__(self, module: torch.nn.Module, *functions: object) -> None:
         self._module = module
-        self._function = function
+        self._functions = functions
         self._found: list[_Outside] = []
 
     def noting(self, *, wanted: bool) -> AbstractContextManager[None]:
@@ -90,10 +90,11 @@ class OutsideModules:
         """Compute a checksum of a few values of each module that a function can reach; 0 for none.
 
         Args:
-            function: the function, if it is not the loss.
+            function: the function, if it is not a loss.
         """
         own = {id(part) for part in self._module.modules()}
-        reached = _modules_of(self._function if function is None else function)
+        functions = self._functions if function is None else (function,)
+        reached = [module for each in functions for module in _modules_of(each)]
         parts = {id(p): p for module in reached for p in module.modules() if id(p) not in own}
         text = b"".join(map(_sampled, parts.values()))
         return checksum(text) if text else 0

@@ -207,7 +207,8 @@ class Replica:
         if gatherer is None or not gatherer.takes_turns:
             self.watch.note("forward", f"forward shard {piece.shard}", start, middle)
             self.watch.note("backward", f"backward shard {piece.shard}", middle)
-        gradients = take_gradients(self._parameters, self._strides, self._names, where)
+        held = self._parameters, self._strides, self._names
+        gradients = take_gradients(*held, where, task.left_out)
         # The whole batch: nothing is added to it, and its bits are a plain loop's.
         if self._narrow and (self._rounds or not task.is_plain(batch)):
             gradients = widened(gradients, self._narrow)

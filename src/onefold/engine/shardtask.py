@@ -40,6 +40,8 @@ class ShardTask:
     """The divisor of each term of the loss, if it has several; None while they are not known."""
     microbatch: int | None = None
     """The most samples of a shard that run at once; None for all of them."""
+    left_out: Sequence[int] = ()
+    """Numbers of trained parameters whose gradients are dropped: the step is not theirs."""
     gatherers: Callable[[int], Gatherer] | None = None
     """What `onefold.gather` does in each shard; None while no loss has been seen to call it."""
 

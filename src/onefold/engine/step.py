@@ -27,6 +27,8 @@ class Step:
     """Which pass over the data the batch belongs to."""
     _outcome: Outcome = field(repr=False)
     _spans: Sequence[Span] = field(repr=False)
+    name: str = field(default="", repr=False)
+    """Which loss was computed, where the Trainer has several by name; else empty."""
 
     @property
     def loss(self) -> torch.Tensor:

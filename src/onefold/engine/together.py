@@ -55,8 +55,6 @@ class Together:
     """
 
     def __init__(self, replicas: Sequence[Replica], exchange: Exchange) -> None:
-        self.is_needed = False
-        """Whether a loss was seen to gather; alike on all devices."""
         self._replicas = replicas
         self._exchange = exchange
         modules = replicas[0].module.modules()

@@ -25,6 +25,7 @@ from onefold.core.storage import Storage
 from onefold.engine.averages import AVERAGE, Averages
 from onefold.engine.gradients import exact_norm
 from onefold.engine.optimizercheck import TAKEN
+from onefold.engine.optimizers import optimizers_in
 from onefold.engine.optimizerstate import PieceState, is_by_element
 from onefold.system.compat import copy_each, multiply_each
 
@@ -91,7 +92,8 @@ class SpanOptimizer:
         }
         # Copies of the lists: add_param_group and scripts change the lists themselves.
         self._held = [list(group["params"]) for group in optimizer.param_groups]
-        TAKEN.add(optimizer)
+        self._each = optimizers_in(optimizer).values()
+        TAKEN.update(self._each)
         self._stepping = False
         # First the pieces, then the state that is cut as they are.
         self.bind(roster)
@@ -392,8 +394,9 @@ class SpanOptimizer:
                 "Trainer is made"
             )
 
-        self.optimizer.register_state_dict_pre_hook(refuse)
-        self.optimizer.register_load_state_dict_pre_hook(refuse)
+        for optimizer in self._each:
+            optimizer.register_state_dict_pre_hook(refuse)
+            optimizer.register_load_state_dict_pre_hook(refuse)
 
     def _refuse_own_steps(self) -> None:
         """Refuse the script's own ``optimizer.step()``, which would silently update nothing."""
@@ -409,7 +412,8 @@ class SpanOptimizer:
                     f"line (and loss.backward(), clip_grad_norm_ and zero_grad with it)"
                 )
 
-        self.optimizer.register_step_pre_hook(refuse)
+        for each in self._each:
+            each.register_step_pre_hook(refuse)
 
 
 def _cut_state(value: Any, item: OwnedPiece, stride: tuple[int, ...]) -> Any:

@@ -78,7 +78,8 @@ def _tracer(path: Path, model: torch.nn.Module, steps: int) -> Observer:
         done = step.number
         line = {"step": step.number, "epoch": step.epoch, "loss": float(step.loss)}
         fingerprint = fingerprint_of(tensor_digests(named_tensors(model)))
-        append_line(path, {**line, "samples": step.samples, "fingerprint": fingerprint})
+        name = {"name": step.name} if step.name else {}
+        append_line(path, {**line, "samples": step.samples, **name, "fingerprint": fingerprint})
 
     return trace
 

@@ -20,16 +20,15 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
 
 from onefold.checkpoint.autosave import Autosave
 from onefold.checkpoint.resume import Checkpoints
 from onefold.core.batch import ShardedBatch, cut_batch
 from onefold.core.head import Call
-from onefold.core.precision import AS_GIVEN, Precision
+from onefold.core.precision import AS_GIVEN
 from onefold.core.settings import Settings
 from onefold.core.shard import Plan
 from onefold.core.world import World
@@ -38,11 +37,7 @@ from onefold.engine.batchnorm import recompute_statistics
 from onefold.engine.compiling import check_compiler, check_layers
 from onefold.engine.engine import Outcome
 from onefold.engine.evaluation import DataCall, ScoreFunction
-from onefold.engine.lowprecision import check_device, check_precision
-from onefold.engine.modelcheck import check_model
-from onefold.engine.optimizercheck import check_optimizer
-from onefold.engine.replica import LossFunction
-from onefold.engine.schedule import check_schedule
+from onefold.engine.lowprecision import check_device
 from onefold.engine.step import Step
 from onefold.exchange.progress import progress_of
 from onefold.reading.loader import Loader
@@ -51,36 +46,14 @@ from onefold.reading.reader import Collate, SizedDataset
 from onefold.run.membership import at_good_end, register
 from onefold.run.observers import observers_of
 from onefold.run.team import form_team, settle_process
+from onefold.run.userparts import UserParts
 from onefold.system.interrupt import STOPPED_CODE
 from onefold.verifying import Verifying
 from onefold.watch.timing import Span, host_now_s
 
-__all__ = ["Session", "UserParts"]
+__all__ = ["Session"]
 
 _log = logging.getLogger("onefold")
-
-
-class UserParts(NamedTuple):
-    """What the user's script gives to its Trainer."""
-
-    model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
-    loss: LossFunction
-    schedule: LRScheduler | None
-
-    def check(self, precision: Precision) -> None:
-        """Refuse what is not usable, before any work is done.
-
-        Raises:
-            TypeError, ValueError: a part is of a wrong type or cannot be trained.
-        """
-        check_model(self.model)
-        check_optimizer(self.optimizer, self.model)
-        check_precision(precision, self.model.named_parameters())
-        if self.schedule is not None:
-            check_schedule(self.schedule, self.optimizer)
-        if not callable(self.loss):
-            raise TypeError(f"expected loss to be a function of model and batch, got {self.loss!r}")
 
 
 class Session:
@@ -88,7 +61,7 @@ class Session:
 
     Args:
         world: how this process was started.
-        user: model, optimizer, loss and schedule.
+        user: model, optimizers, losses and schedule.
         settings: the settings of the run.
         devices: devices that the script has this process drive; None if it names none.
         plan: how many shards each device runs; None for even shares.
@@ -113,11 +86,11 @@ class Session:
             # code would not see the random draws either that the comparison replaces.
             settings = replace(settings, precision=AS_GIVEN, microbatch=None, compile=False)
         # Refused before any device is touched or anybody else is contacted.
-        user.check(settings.precision)
+        user.check(settings)
         if settings.compile:
-            check_layers(user.model)
-        self.settings = settings
-        self.team = form_team(world, devices, shards=settings.shards, module=user.model)
+            check_layers(user.module)
+        self.settings, self.parts = settings, user
+        self.team = form_team(world, devices, shards=settings.shards, module=user.module)
         for device in self.team.own_devices.values():
             check_device(settings.precision, device)
             if settings.compile:
@@ -125,11 +98,11 @@ class Session:
         chosen = self._checked_plan(plan)
         # Before the engine, whose first additions must have the run's number of threads.
         settle_process(self.team, settings)
-        self.verifying = Verifying(world, user.model, user.loss)
+        self.verifying = Verifying(world, user.module, user.losses)
         self.engine = assemble(
-            user.model,
+            user.module,
             user.optimizer,
-            self.verifying.loss,
+            self.verifying.losses,
             settings=settings,
             team=self.team,
             plan=chosen,
@@ -152,7 +125,7 @@ class Session:
         self._begin_saving()
         self.note_progress()
         watches = {replica.number: replica.watch for replica in self.engine.replicas}
-        self._observers = observers_of(self.team, user.model, watches, self.position.step)
+        self._observers = observers_of(self.team, user.module, watches, self.position.step)
 
     def _begin_saving(self) -> None:
         """Refuse what could not be saved while nothing is lost yet, and resume what was saved."""
@@ -230,6 +203,11 @@ class Session:
             with self.engine.averaging.block(step):
                 yield
             return
+        if len(self.parts.losses) > 1:
+            raise ValueError(
+                "update_bn runs the model by the loss, and this Trainer has several: expected the "
+                "block without update_bn, where statistics are averaged like everything else"
+            )
         # Before anything is shown: what is unusable is refused here.
         batches = self.loader(data, collate, batch_size=batch_size, workers=workers)
         with self.engine.averaging.block(step, recomputes=True):
@@ -238,8 +216,9 @@ class Session:
             recompute_statistics(self.engine, batches, call)
             yield
 
-    def step(self, batch: object) -> Step:
+    def step(self, batch: object, loss: str | None = None) -> Step:
         """Make one update; see `Trainer.step`."""
+        name = self.parts.loss_name(loss)
         # Drop the times of a step that failed, if the script survived it.
         self.engine.take_spans()
         start = host_now_s()
@@ -249,7 +228,7 @@ class Session:
         if self._before_step(cut):
             raise SystemExit(STOPPED_CODE)
         with self.telling_others():
-            outcome = self._compute(cut, number)
+            outcome = self._compute(cut, number, name)
         # The step is done for everybody. The position follows before anything else can fail, or a
         # checkpoint might count the batch as unused.
         self.asked_to_stop |= outcome.verdict.stops
@@ -259,7 +238,7 @@ class Session:
         spans = self.engine.take_spans()
         first = [Span("data", "batch", *waited), *spans[self.team.own[0]]]
         spans[self.team.own[0]] = first
-        step = Step(number, cut.samples, cut.epoch, outcome, first)
+        step = Step(number, cut.samples, cut.epoch, outcome, first, name)
         for observe in self._observers:
             observe(step, spans)
         # After the observers, so that the trace has every step that a checkpoint holds.
@@ -267,11 +246,11 @@ class Session:
             raise SystemExit(STOPPED_CODE)
         return step
 
-    def _compute(self, batch: ShardedBatch, number: int) -> Outcome:
+    def _compute(self, batch: ShardedBatch, number: int, name: str) -> Outcome:
         # Devices see the signal at different times; the step makes one answer of it.
         asked = self._world.options.may_stop and self._is_asked_to_stop()
-        with self.verifying.step(batch, number) as given:
-            outcome = self.engine.step(given, number, asked_to_stop=asked)
+        with self.verifying.step(batch, number, name) as given:
+            outcome = self.engine.step(given, number, name=name, asked_to_stop=asked)
         if self._schedule is not None and outcome.verdict.updates:
             self._schedule.step()
         return outcome

@@ -10,7 +10,7 @@ Such a run records its steps, in the folder of the comparison:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -61,27 +61,29 @@ class Verifying:
     Args:
         world: knows whether this run belongs to a comparison.
         model: the trainer's.
-        loss: the user's own.
+        losses: the user's own, by name.
     """
 
-    def __init__(self, world: World, model: torch.nn.Module, loss: LossFunction) -> None:
+    def __init__(
+        self, world: World, model: torch.nn.Module, losses: Mapping[str, LossFunction]
+    ) -> None:
         self._world = world
         self._on = bool(world.options.probe)
-        self._place = place_of(loss) if self._on else ""
-        self._state = StateWatch(model, loss) if self._on else None
+        self._place = ", ".join(map(place_of, losses.values())) if self._on else ""
+        self._state = StateWatch(model, losses.values()) if self._on else None
         self._collates: dict[int, KeepingCollate] = {}
         self._own: object = None
         self._steps = 0
-        self.loss = loss
-        """The loss that the engine is to use."""
+        self.losses = losses
+        """The losses that the engine is to use, by name."""
         self._mathematics: Mathematics | None = None
         self._dtype: torch.dtype | None = None
         if self._on and world.options.probe_mathematics:
             if world.options.probe_mathematics == "float64":
                 self._dtype = torch.float64
                 model.double()
-            self._mathematics = Mathematics(model, loss)
-            self.loss = self._mathematics.loss
+            self._mathematics = Mathematics(model, losses)
+            self.losses = dict.fromkeys(losses, self._mathematics.loss)
 
     def begin(self, engine: Engine, team: Team) -> None:
         """Begin the comparison, now that the trainer has its engine."""
@@ -120,11 +122,13 @@ class Verifying:
         return batch
 
     @contextmanager
-    def step(self, batch: ShardedBatch, number: int) -> Iterator[ShardedBatch]:
-        """Surround the engine's step; yields the batch for it."""
+    def step(self, batch: ShardedBatch, number: int, name: str) -> Iterator[ShardedBatch]:
+        """Surround the engine's step of a loss, given by name; yields the batch for it."""
         if self._state is None:
             yield batch
             return
+        if self._mathematics is not None:
+            self._mathematics.use(name)
         self._steps += 1
         # Past the steps that are compared the script goes on; its payloads are still wrapped.
         if self._steps > self._world.options.probe_steps:

@@ -19,7 +19,7 @@ the fold and the update, where ``.grad`` already belongs to the optimizer.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -125,12 +125,13 @@ class Mathematics:
 
     Args:
         model: the trainer's.
-        loss: the user's own.
+        losses: the user's own, by name.
     """
 
-    def __init__(self, model: torch.nn.Module, loss: LossFunction) -> None:
+    def __init__(self, model: torch.nn.Module, losses: Mapping[str, LossFunction]) -> None:
         self._model = model
-        self._user = loss
+        self._losses = losses
+        self._user = next(iter(losses.values()))
         self._draws = Draws()
         self._inside = False
         self._narrow = False
@@ -155,6 +156,10 @@ class Mathematics:
             self._shards[shard] = _Evaluation(part, result)
             self._buffers_after[shard] = KeptBuffers(model)
         return result
+
+    def use(self, name: str) -> None:
+        """Have the next steps be those of a loss."""
+        self._user = self._losses[name]
 
     @contextmanager
     def step(
@@ -284,15 +289,15 @@ class Mathematics:
         return abs(found.loss - found.alone) / scale if scale else 0.0
 
     def _compare_gradients(self) -> None:
-        """Compute the norms of the differences over the norms, of all and of each parameter.
-
-        A parameter whose gradient is next to nothing is measured by the whole gradient: its own
-        consists of rounding.
-        """
+        """Compute the norms of the differences over the norms, of all and of each parameter."""
+        # One whose gradient is next to nothing, and so rounding, is measured by the whole gradient.
         update, found = self._engine.update, self._comparison
         squares: dict[str, list[float]] = {}
         names = list(self._engine.replicas[0].parts.trained)
+        left_out = self._engine.objective.left_out
         for item, mine in zip(update.owned, update.gradients, strict=True):
+            if item.piece.entry in left_out:
+                continue
             name = names[item.piece.entry]
             entry = update.storage.gradients.entries[item.piece.entry]
             whole = self._gradients[name]

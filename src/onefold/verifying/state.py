@@ -9,7 +9,7 @@ import functools
 import hashlib
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
@@ -36,12 +36,12 @@ class StateWatch:
 
     Args:
         model: the trainer's.
-        loss: the user's own.
+        losses: the user's own.
     """
 
-    def __init__(self, model: torch.nn.Module, loss: Callable[..., object]) -> None:
+    def __init__(self, model: torch.nn.Module, losses: Collection[Callable[..., object]]) -> None:
         self._model = model
-        self._loss = loss
+        self._losses = losses
         self._datasets: list[object] = []
         self._data_before: _Seen = {}
         self.attributes: list[str] = []
@@ -74,9 +74,10 @@ class StateWatch:
                 if key not in _OF_TORCH:
                     _search(value, f"attribute {key} of {place}", found, 0)
         own = set(self._model.modules())
-        for where, value in _variables(self._loss, set(), 0):
-            if not (isinstance(value, torch.nn.Module) and value in own):
-                _search(value, where, found, 0)
+        for loss in self._losses:
+            for where, value in _variables(loss, set(), 0):
+                if not (isinstance(value, torch.nn.Module) and value in own):
+                    _search(value, where, found, 0)
         return found
 
     def _look_at_data(self) -> _Seen:

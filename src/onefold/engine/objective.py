@@ -1,0 +1,59 @@
+"""One of the user's losses, what it trains, and what the run has learnt of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from onefold.core.settings import Settings
+from onefold.engine.compiling import compiled
+from onefold.engine.optimizers import Optimizers
+from onefold.engine.shardtask import LossFunction
+
+__all__ = ["Objective", "objectives_of"]
+
+
+@dataclass(slots=True, kw_only=True)
+class Objective:
+    """A loss that steps can be made of."""
+
+    name: str
+    """What the script calls it; empty where it is the only one."""
+    number: int
+    """Its place among all losses of the run."""
+    run: LossFunction
+    """The user's loss as steps compute it."""
+    left_out: tuple[int, ...]
+    """Numbers of the trained parameters that its optimizer does not update."""
+    several_terms: bool = False
+    """Whether it has returned a sum of several terms."""
+    gathers: bool = False
+    """Whether it has called `onefold.gather`."""
+
+
+def objectives_of(
+    losses: Mapping[str, LossFunction],
+    optimizer: torch.optim.Optimizer,
+    trained: Sequence[torch.nn.Parameter],
+    settings: Settings,
+) -> dict[str, Objective]:
+    """Put losses and optimizers together.
+
+    Args:
+        losses: the user's, by name.
+        optimizer: the run's; several have the names of the losses.
+        trained: the parameters that any optimizer updates.
+        settings: the run's.
+    """
+    made = {}
+    for number, (name, loss) in enumerate(losses.items()):
+        left_out: tuple[int, ...] = ()
+        if isinstance(optimizer, Optimizers):
+            held = {id(p) for group in optimizer.given[name].param_groups for p in group["params"]}
+            left_out = tuple(n for n, p in enumerate(trained) if id(p) not in held)
+        made[name] = Objective(
+            name=name, number=number, run=compiled(loss, settings), left_out=left_out
+        )
+    return made

@@ -1,0 +1,63 @@
+"""Several optimizers, each for parameters of its own, as one."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+
+from onefold.system.compat import steps_a_schedule
+
+__all__ = ["Optimizers", "follows_a_schedule", "name_of", "optimizers_in"]
+
+
+class Optimizers(torch.optim.Optimizer):
+    """Several optimizers, of which one makes each update.
+
+    Their groups stand side by side: they are the very groups of the optimizers, so whoever changes
+    a setting there changes it here. Their state lies in one place, as no two have a parameter in
+    common.
+
+    Args:
+        given: the user's own, by name, already checked.
+    """
+
+    # The base class would make groups and state of its own.
+    def __init__(self, given: Mapping[str, torch.optim.Optimizer]) -> None:
+        self.given = dict(given)
+        """The user's own, by name."""
+        self.active = next(iter(self.given))
+        """The name of the one that makes the next update."""
+        self.defaults: dict[str, Any] = {}
+        self.state: defaultdict[Any, Any] = defaultdict(dict)
+        for each in self.given.values():
+            self.state.update(each.state)
+            each.state = self.state
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The groups of all optimizers, in the order in which these were given."""
+        return list(chain.from_iterable(each.param_groups for each in self.given.values()))
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Have the active optimizer make its update."""
+        return self.given[self.active].step(closure)
+
+
+def optimizers_in(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer]:
+    """The user's own optimizers, by name; one alone has an empty name."""
+    return optimizer.given if isinstance(optimizer, Optimizers) else {"": optimizer}
+
+
+def name_of(optimizer: torch.optim.Optimizer) -> str:
+    """The class of an optimizer; of several, the class and name of each."""
+    found = optimizers_in(optimizer).items()
+    return ", ".join(type(each).__name__ + (f" ({name})" if name else "") for name, each in found)
+
+
+def follows_a_schedule(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a learning-rate schedule is attached to an optimizer, or to one of several."""
+    return any(steps_a_schedule(each.step) for each in optimizers_in(optimizer).values())

@@ -1,0 +1,183 @@
+"""The model, optimizers and losses that a script gives to its Trainer, one or several of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from onefold.core.settings import Settings
+from onefold.engine.lowprecision import check_precision
+from onefold.engine.modelcheck import check_model
+from onefold.engine.optimizercheck import check_optimizer
+from onefold.engine.optimizers import Optimizers, optimizers_in
+from onefold.engine.schedule import check_schedule
+from onefold.engine.shardtask import LossFunction
+
+__all__ = ["UserParts"]
+
+
+@dataclass(frozen=True, slots=True)
+class UserParts:
+    """What a script gives to its Trainer, brought into one form."""
+
+    module: torch.nn.Module
+    """The model; of several, a `torch.nn.ModuleDict`."""
+    optimizer: torch.optim.Optimizer
+    """Of all trained parameters; of several, `onefold.engine.optimizers.Optimizers`."""
+    losses: Mapping[str, LossFunction]
+    """The losses by name; one alone has an empty name."""
+    schedule: LRScheduler | None
+
+    @classmethod
+    def of(
+        cls,
+        model: torch.nn.Module | Mapping[str, torch.nn.Module],
+        optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer],
+        loss: LossFunction | Mapping[str, LossFunction],
+        schedule: LRScheduler | None,
+    ) -> UserParts:
+        """Bring a script's arguments into one form.
+
+        Raises:
+            TypeError, ValueError: a dict is empty, or has names or values that cannot be used; or
+                names of optimizers and losses differ.
+        """
+        module = _joined_modules(model) if isinstance(model, Mapping) else model
+        losses = _named("loss", loss) if isinstance(loss, Mapping) else {"": loss}
+        if isinstance(optimizer, Mapping):
+            optimizer = _joined_optimizers(_named("optimizer", optimizer), losses)
+        return cls(module, optimizer, losses, schedule)
+
+    def check(self, settings: Settings) -> None:
+        """Refuse what is not usable, before any work is done.
+
+        Raises:
+            TypeError, ValueError: a part is of a wrong type or cannot be trained.
+        """
+        check_model(self.module)
+        for each in optimizers_in(self.optimizer).values():
+            check_optimizer(each, self.module)
+        if isinstance(self.optimizer, Optimizers):
+            _check_apart(self.optimizer, self.module)
+        check_precision(settings.precision, self.module.named_parameters())
+        if self.schedule is not None:
+            check_schedule(self.schedule, self.optimizer)
+        for name, loss in self.losses.items():
+            if not callable(loss):
+                where = f"loss[{name!r}]" if name else "loss"
+                raise TypeError(
+                    f"expected {where} to be a function of model and batch, got {loss!r}"
+                )
+        if len(self.losses) > 1 and settings.microbatch == "auto":
+            raise ValueError(
+                'microbatch="auto" looks for the largest pieces of one loss, and this Trainer has '
+                "several: expected a number of samples that fits for all of them"
+            )
+
+    def loss_name(self, name: str | None) -> str:
+        """Return the name of the loss that a script means; None for the only one.
+
+        Raises:
+            TypeError: it names none where there are several, or one where there is one without a
+                name.
+            ValueError: there is no loss of that name.
+        """
+        if name in self.losses and name != "":
+            assert name is not None
+            return name
+        if name is None and len(self.losses) == 1:
+            return next(iter(self.losses))
+        known = ", ".join(map(repr, self.losses))
+        if name is None:
+            raise TypeError(
+                f"this Trainer has several losses: expected the name of one, such as "
+                f"trainer.step(batch, {next(iter(self.losses))!r}); it has {known}"
+            )
+        if "" in self.losses:
+            raise TypeError(
+                f"expected no name of a loss, as this Trainer was given a single one, got {name!r}"
+            )
+        raise ValueError(f"expected one of the losses {known}, got {name!r}")
+
+    def on_part(
+        self, function: Callable[[torch.nn.Module, Any], object], name: str | None
+    ) -> Callable[[torch.nn.Module, Any], object]:
+        """Have a function of model and batch be given one of several models; all if None.
+
+        Raises:
+            TypeError: there is but one model.
+            ValueError: there is no model of that name.
+        """
+        if name is None or not callable(function):
+            return function
+        if not isinstance(self.module, torch.nn.ModuleDict):
+            raise TypeError(
+                f"model={name!r} chooses one of several models: this Trainer was given "
+                f"{type(self.module).__name__}, and no dict of models"
+            )
+        if name not in self.module:
+            known = ", ".join(map(repr, self.module))
+            raise ValueError(f"expected one of the models {known}, got {name!r}")
+        part = self.module[name]
+        return lambda _, batch: function(part, batch)
+
+
+def _named(what: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    if not given:
+        raise ValueError(f"expected at least one {what}, got an empty dict")
+    for name in given:
+        if not isinstance(name, str) or not name or not name.isprintable():
+            raise TypeError(f"expected names of one line in the dict of {what}, got {name!r}")
+    return dict(given)
+
+
+def _joined_modules(models: Mapping[str, torch.nn.Module]) -> torch.nn.ModuleDict:
+    joined = torch.nn.ModuleDict()
+    for name, module in _named("model", models).items():
+        if not isinstance(module, torch.nn.Module):
+            raise TypeError(
+                f"expected model[{name!r}] to be a torch.nn.Module, got {type(module).__name__}"
+            )
+        check_model(module)
+        try:
+            joined[name] = module
+        except KeyError as error:
+            raise ValueError(f"model[{name!r}]: expected another name, {error.args[0]}") from None
+    return joined
+
+
+def _joined_optimizers(
+    optimizers: dict[str, Any], losses: Mapping[str, LossFunction]
+) -> torch.optim.Optimizer:
+    for name, each in optimizers.items():
+        if not isinstance(each, torch.optim.Optimizer):
+            raise TypeError(
+                f"expected optimizer[{name!r}] to be a torch.optim.Optimizer, got "
+                f"{type(each).__name__}"
+            )
+    if optimizers.keys() != losses.keys():
+        theirs = ", ".join(map(repr, losses)) if "" not in losses else "without a name"
+        raise ValueError(
+            f"expected a loss for each optimizer, under the same names: the optimizers are "
+            f"{', '.join(map(repr, optimizers))}, the losses {theirs}"
+        )
+    return Optimizers({name: optimizers[name] for name in losses})
+
+
+def _check_apart(optimizer: Optimizers, module: torch.nn.Module) -> None:
+    """Refuse a parameter that two optimizers hold: each would have its own state of it."""
+    names = {id(p): name for name, p in module.named_parameters()}
+    owner: dict[int, str] = {}
+    for name, each in optimizer.given.items():
+        for parameter in (p for group in each.param_groups for p in group["params"]):
+            other = owner.setdefault(id(parameter), name)
+            if other != name:
+                raise ValueError(
+                    f"parameter {names[id(parameter)]} is in the optimizers {other!r} and "
+                    f"{name!r}: expected it in one. Give both losses that one optimizer (loss "
+                    f"may be a dict where optimizer is not), or divide the parameters"
+                )
