@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from onefold.checkpoint.keeping import Checkpoint
     from onefold.core.gathering import gather
     from onefold.core.mean import Mean, Means, Sum
+    from onefold.core.randomness import same_in_all_shards
     from onefold.core.syncbatchnorm import SyncBatchNorm
     from onefold.engine.step import Step
     from onefold.reading.loader import Loader
@@ -53,6 +54,7 @@ __all__ = [
     "list_devices",
     "load_weights",
     "losses",
+    "same_in_all_shards",
     "select_devices",
     "supervise",
 ]
@@ -71,6 +73,7 @@ _HOMES = {
     "gather": "onefold.core.gathering",
     "load_weights": "onefold.weights.load",
     "losses": "onefold.losses",
+    "same_in_all_shards": "onefold.core.randomness",
 }
 """Where the names are that need PyTorch."""
 

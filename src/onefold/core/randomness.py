@@ -32,6 +32,7 @@ __all__ = [
     "kept_generators",
     "loader_seed",
     "order_by_length",
+    "same_in_all_shards",
     "sample_order",
     "seed_generators",
 ]
@@ -66,8 +67,34 @@ def loader_seed(purpose: str, *numbers: int, loader: int) -> int:
     return derive_seed(purpose, *numbers, loader) if loader else derive_seed(purpose, *numbers)
 
 
-def seed_generators(seed: int, device: torch.device | None = None) -> None:
-    """Seed PyTorch's CPU generator, the generator of ``device``, ``random`` and NumPy."""
+class _Common:
+    """Knows what the shards that are computed, or read, now have in common."""
+
+    numbers: tuple[int, ...] | None = None
+    """The same in all of them; None outside of any."""
+    purpose = ""
+    device: torch.device | None = None
+
+
+_common = _Common()
+
+
+def seed_generators(
+    seed: int,
+    device: torch.device | None = None,
+    *,
+    common: tuple[str, tuple[int, ...]] | None = None,
+) -> None:
+    """Seed PyTorch's CPU generator, the generator of ``device``, ``random`` and NumPy.
+
+    Args:
+        seed: 64 bits.
+        device: the device of which the generator is seeded as well, if that is a GPU.
+        common: a purpose and numbers which all shards of the batch have alike, for
+            `same_in_all_shards`.
+    """
+    _common.purpose, _common.numbers = common or ("", None)
+    _common.device = device
     # Not torch.manual_seed, which would seed every GPU of the machine, and other backends besides.
     torch.default_generator.manual_seed(seed)
     if device is not None and device.type == "cuda":
@@ -84,14 +111,49 @@ def kept_generators(*devices: torch.device) -> Iterator[None]:
     gpu_states = [generator.get_state() for generator in gpus]
     cpu_state = torch.default_generator.get_state()
     python_state = random.getstate()
+    common = _common.purpose, _common.numbers, _common.device
     try:
         with _kept_numpy():
             yield
     finally:
+        _common.purpose, _common.numbers, _common.device = common
         random.setstate(python_state)
         torch.default_generator.set_state(cpu_state)
         for generator, state in zip(gpus, gpu_states, strict=True):
             generator.set_state(state)
+
+
+@contextmanager
+def same_in_all_shards(name: str = "") -> Iterator[None]:
+    """A block whose random numbers are the same in every shard of a batch, and not in the next.
+
+    For what a batch has one of: the factor of a mixup, a size for all images, a time step. Used in
+    a loss, in a function for `evaluate` or `predict`, or in the ``collate`` of a loader. PyTorch's
+    generators, ``random`` and NumPy draw by the block, and go on afterwards as if it had not been.
+
+    Args:
+        name: blocks of one name draw the same numbers, however often a batch comes to them; give
+            another name to a block that is to draw others.
+
+    Raises:
+        RuntimeError: no shard is being computed or read, so there is nothing to be the same in.
+
+    >>> def loss(model, batch):
+    ...     with onefold.same_in_all_shards():
+    ...         size = int(torch.randint(8, 17, ()))
+    ...     return model(batch[:, :size]).mean(dim=1)
+    """
+    numbers, purpose, device = _common.numbers, _common.purpose, _common.device
+    if numbers is None:
+        raise RuntimeError(
+            "onefold.same_in_all_shards() was called where no shard is computed or read: expected "
+            "a call inside a loss, a function for evaluate or predict, or a loader's collate. The "
+            "script itself draws alike on all devices without it"
+        )
+    with kept_generators(*(() if device is None else (device,))):
+        seed = derive_seed(f"same {purpose} {name}", *numbers)
+        seed_generators(seed, device, common=(purpose, numbers))
+        yield
 
 
 @contextmanager

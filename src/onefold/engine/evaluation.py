@@ -184,7 +184,8 @@ def values_of_shard(
     payload = move(batch.shards[shard], replica.device)
     # As before a shard of a step: nothing that ran before on this device may show.
     replica.buffers.restore()
-    seed_generators(derive_seed("evaluate", seed, number, shard), replica.device)
+    common = "evaluate", (seed, number)
+    seed_generators(derive_seed("evaluate", seed, number, shard), replica.device, common=common)
     with gathering(Refusing(f"{where}: {_GATHERED}", is_of_step=False)), replica.autocast():
         values = function(replica.module, payload)
     if not isinstance(values, dict) or not values:

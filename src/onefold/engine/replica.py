@@ -348,7 +348,9 @@ class Replica:
         # No optimizer updates these and nobody takes their gradients, but a hook or the loss may
         # look at them, and would see those of whichever shard ran before on this device.
         drop_gradients(self._watched)
-        seed_generators(derive_seed("shard", task.seed, task.step, shard), self.device)
+        common = "step", (task.seed, task.step)
+        seed = derive_seed("shard", task.seed, task.step, shard)
+        seed_generators(seed, self.device, common=common)
         return f"step {task.step}, shard {shard}"
 
     def _put_back(self, task: ShardTask) -> None:
