@@ -59,7 +59,8 @@ class Trainer(TrainedModel):
         deterministic: use kernels that repeat their bits, and refuse others.
         buffers: what becomes of buffers that shards change, by name or pattern, where it is not the
             mean over the shards (floating point) or the largest (other numbers): ``"mean"``,
-            ``"max"``, ``"sum"`` (of what each shard added) or ``"first"`` (the first shard's).
+            ``"max"``, ``"sum"`` (of what each shard added), ``"first"`` (the first shard's), or
+            ``"shard"``: every shard goes on with its own, such as a recurrent model's hidden state.
         timeout_s: the longest that a device waits for another one; 600 s by default.
 
     Raises:

@@ -18,7 +18,8 @@ from onefold.core.shard import Plan
 from onefold.core.team import Team
 from onefold.core.world import World
 from onefold.engine.assembly import assemble
-from onefold.engine.buffers import BufferPlaces, BufferSet
+from onefold.engine.bufferplaces import BufferPlaces
+from onefold.engine.buffers import BufferSet
 from onefold.engine.engine import Engine
 from onefold.engine.replica import LossFunction, ModelParts, Replica, ShardTask
 from onefold.engine.update import SpanOptimizer

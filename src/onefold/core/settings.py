@@ -11,7 +11,7 @@ from onefold.core.precision import AS_GIVEN, Precision
 
 __all__ = ["BufferRule", "Microbatch", "OnNonfinite", "Settings"]
 
-BufferRule = Literal["mean", "max", "sum", "first"]
+BufferRule = Literal["mean", "max", "sum", "first", "shard"]
 """How the values that shards leave in a buffer become one."""
 
 OnNonfinite = Literal["raise", "skip"]
@@ -63,6 +63,12 @@ class Settings:
             check_positive("clip_value", self.clip_value)
         if self.microbatch is not None and self.microbatch != "auto":
             check_whole("microbatch", self.microbatch, least=1, most=2**31)
+        if self.microbatch is not None and "shard" in self.buffers.values():
+            raise ValueError(
+                'a buffer with the rule "shard" is as large as a shard, and microbatch runs a '
+                "shard in pieces, each of which would begin with what the one before left: "
+                "expected one of the two. Use more shards in place of microbatch"
+            )
         if not isinstance(self.compile, bool):
             raise TypeError(
                 f"expected compile to be True or False, got {self.compile!r}: modes and backends "

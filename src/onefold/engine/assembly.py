@@ -17,7 +17,8 @@ from onefold.core.settings import Settings
 from onefold.core.shard import Plan
 from onefold.core.storage import Storage
 from onefold.core.team import Team
-from onefold.engine.buffers import BufferPlaces, BufferSet
+from onefold.engine.bufferplaces import BufferPlaces
+from onefold.engine.buffers import BufferSet
 from onefold.engine.description import compare, describe
 from onefold.engine.engine import Engine
 from onefold.engine.leftovers import refuse_clipping

@@ -7,6 +7,7 @@ Every shard starts from the step's buffers. What they become afterwards is decid
 - ``max``, for all others: the largest.
 - ``sum``: what each shard added to the value at the start, added up.
 - ``first``: the value of the first shard that changed it.
+- ``shard``: none; each shard goes on with what it left, see `onefold.engine.carried`.
 
 Note: three copies of a buffer
 ------------------------------
@@ -22,23 +23,23 @@ old tensor back, so that other names of the same buffer stay right.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
-from typing import Literal, NamedTuple, get_args
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from onefold.core.batch import ShardedBatch
-from onefold.core.flat import FlatTensors, Layout, lay_out, same_bits
+from onefold.core.flat import FlatTensors, Layout, same_bits
 from onefold.core.fold import fold_shards
 from onefold.core.result import ChangedBuffers
+from onefold.core.settings import BufferRule
+from onefold.engine.bufferplaces import BufferPlaces
+from onefold.engine.carried import Carried
 from onefold.errors import StateError
 from onefold.exchange.board import Board
 from onefold.system.compat import buffers_of
 
-__all__ = ["BufferPlaces", "BufferRule", "BufferSet"]
-
-BufferRule = Literal["mean", "max", "sum", "first"]
+__all__ = ["BufferSet"]
 
 _HAVE_MAXIMUM = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 """Whole numbers for which PyTorch has a kernel of `torch.maximum`."""
@@ -63,6 +64,8 @@ class BufferSet:
         self.flat.write(places.tensors)
         self._pointers = [view.data_ptr() for view in self.flat.views]
         self._start = FlatTensors(self.layout, device=device)
+        self.carried = Carried(places.rules)
+        """The buffers that each shard has for itself."""
 
     def attach(self) -> None:
         """Have the module compute with the values of this device."""
@@ -73,6 +76,7 @@ class BufferSet:
         """Remember what every shard of this step starts from."""
         self.places.check()
         self.absorb()
+        self.carried.begin_anew_where_changed(self.flat, self._start)
         _copy(self._start, self.flat)
 
     def begin_as(self, first: BufferSet) -> None:
@@ -80,6 +84,7 @@ class BufferSet:
         # No absorb: only the first device's set is attached between steps.
         _copy(self.flat, first.flat)
         _copy(self._start, first.flat)
+        self.carried = first.carried
 
     def changed(self) -> ChangedBuffers | None:
         """Find the buffers that a shard has changed since `restore`, and copy their values."""
@@ -110,7 +115,10 @@ class BufferSet:
         if not self.places.tensors:
             return
         sizes = batch.sizes
+        self.carried.keep(board.buffer_rows, board.changed, self.flat.device)
         for run in _runs(self.layout, board.changed.astype(bool).T.tolist(), self.places.rules):
+            if run.rule == "shard":
+                continue
             # The row of a shard that changed nothing still holds what an earlier step put there.
             values = [
                 _run_of(board.buffer_rows[shard] if by_shard else self._start, run)
@@ -122,13 +130,15 @@ class BufferSet:
                 self._refuse_parts(run, values, start, sizes)
             target.copy_(_combine(values, start, sizes, run))
 
-    def restore(self) -> None:
-        """Put back what `begin_step` remembered."""
+    def restore(self, shard: int | None = None) -> None:
+        """Put back what `begin_step` remembered, and what a shard of the step goes on with."""
         if self.places.tensors:
             # First the tensors, then their values: a tensor that took a buffer's place would
             # otherwise stay there and keep the shard's values.
             self.absorb()
             _copy(self.flat, self._start)
+            if shard is not None:
+                self.carried.put(self.flat, shard)
 
     def absorb(self) -> None:
         """Copy into our memory what the module has put in the place of its buffers.
@@ -183,7 +193,9 @@ class BufferSet:
         return [
             index
             for index, (entry, now, start) in enumerate(pairs)
-            if not same[entry.section] and not same_bits(now, start)
+            # What a shard has for itself is kept in any case: nothing else says that it is new.
+            if self.places.rules[index] == "shard"
+            or (not same[entry.section] and not same_bits(now, start))
         ]
 
     def _refuse_parts(
@@ -225,83 +237,6 @@ def _touched_in_rows(touched: torch.Tensor) -> bool:
     return False
 
 
-class BufferPlaces:
-    """Where a module keeps its buffers, and what becomes of each.
-
-    Args:
-        module: the user's own.
-        rules: the rules of buffers, by name or pattern.
-
-    Raises:
-        ValueError: a rule is unknown, or its pattern matches no buffer.
-    """
-
-    def __init__(
-        self, module: torch.nn.Module, rules: Mapping[str, BufferRule] | None = None
-    ) -> None:
-        places = _places(module)
-        self.names = [place.name for place in places]
-        self.tensors = [place.tensor for place in places]
-        self.homes = [place.homes for place in places]
-        self.layout = lay_out({place.name: place.tensor for place in places})
-        self.rules = _rules_of(self.names, rules or {})
-        self._known = [
-            (prefix, buffers_of(owner), {n for n, b in buffers_of(owner).items() if b is not None})
-            for prefix, owner in module.named_modules()
-        ]
-        # The modules' own tables: in most steps their lengths are all that is looked at.
-        self._held = [buffers for _, buffers, _ in self._known]
-        self._number = sum(map(len, self._held))
-        self._some_are_none = self._number != sum(len(known) for _, _, known in self._known)
-
-    def check(self) -> None:
-        """Refuse buffers that were not there when Trainer was made.
-
-        Raises:
-            StateError: a buffer was added, or one that was None got a value.
-        """
-        # Where none was None at the start, a new one shows in their number.
-        if self._some_are_none or sum(map(len, self._held)) != self._number:
-            self._look_closer()
-
-    def checked(self, index: int, value: torch.Tensor | None) -> torch.Tensor:
-        """Return what has come in the place of a buffer, if it can take that place.
-
-        Raises:
-            StateError: the replacement has another shape or dtype.
-        """
-        expected = self.layout.entries[index]
-        dtype = self.layout.dtypes[expected.section]
-        if value is None or tuple(value.shape) != expected.shape or value.dtype != dtype:
-            came = "None" if value is None else f"{value.dtype} {tuple(value.shape)}"
-            raise StateError(
-                f"buffer {self.names[index]}: expected {dtype} {expected.shape} as when Trainer "
-                f"was made, got {came}. A buffer keeps its shape and type through a run: where the "
-                f"first forward pass gives it its shape (observers of quantisation do), run one "
-                f"before Trainer is made"
-            )
-        return value
-
-    def _look_closer(self) -> None:
-        """Name the buffer that is new; one that is None takes no part as long as it is."""
-        for prefix, buffers, known in self._known:
-            for name, value in buffers.items():
-                if value is not None and name not in known:
-                    full = f"{prefix}.{name}" if prefix else name
-                    raise StateError(
-                        f"buffer {full} was not there, or None, when Trainer was made: a shard "
-                        f"that makes it keeps it to itself, and devices would differ. Register it "
-                        f"with a value, or run one forward pass, before Trainer is made"
-                    )
-
-
-class _Place(NamedTuple):
-    name: str
-    tensor: torch.Tensor
-    homes: list[tuple[torch.nn.Module, str]]
-    """Every module that holds it, with the name it has there."""
-
-
 class _Run(NamedTuple):
     """Neighbouring buffers that the same shards changed and that have the same rule."""
 
@@ -313,39 +248,6 @@ class _Run(NamedTuple):
     rule: BufferRule | None
     """None for the rule of the buffer's type."""
     entries: tuple[int, ...]
-
-
-def _places(module: torch.nn.Module) -> list[_Place]:
-    found: dict[int, _Place] = {}
-    for prefix, owner in module.named_modules():
-        for name, buffer in buffers_of(owner).items():
-            if buffer is not None:
-                full_name = f"{prefix}.{name}" if prefix else name
-                place = found.setdefault(id(buffer), _Place(full_name, buffer, []))
-                place.homes.append((owner, name))
-    return list(found.values())
-
-
-def _rules_of(
-    names: Sequence[str], rules: Mapping[str, BufferRule]
-) -> tuple[BufferRule | None, ...]:
-    """Find the rule of each buffer; a later pattern takes precedence."""
-    found: list[BufferRule | None] = [None] * len(names)
-    for pattern, rule in rules.items():
-        if rule not in get_args(BufferRule):
-            raise ValueError(
-                f"expected the rule of buffers {pattern!r} to be one of {get_args(BufferRule)}, "
-                f"got {rule!r}"
-            )
-        matching = [index for index, name in enumerate(names) if fnmatchcase(name, pattern)]
-        if not matching:
-            raise ValueError(
-                f"buffers has a rule for {pattern!r}, which names no buffer of the model: it has "
-                f"{', '.join(names) or 'none'}"
-            )
-        for index in matching:
-            found[index] = rule
-    return tuple(found)
 
 
 def _runs(

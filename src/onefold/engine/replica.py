@@ -341,7 +341,7 @@ class Replica:
 
     def _begin_shard(self, shard: int, task: ShardTask) -> str:
         """Reset a shard's surroundings, whatever ran before it; return its name for errors."""
-        self.buffers.restore()
+        self.buffers.restore(shard)
         if torch.is_autocast_enabled(self.device.type):
             # One that the script has opened around its loop keeps the weights of earlier steps.
             torch.clear_autocast_cache()
