@@ -92,11 +92,14 @@ def main() -> None:
 def training_record(folder: Path) -> dict[str, Any]:
     """The record of `training.py` among those in `folder`; ends the program if there is none.
 
-    One in which all sides keep their memory is another measurement, and is passed over.
+    One in which all sides keep their memory, or compute in low precision, is another measurement,
+    and is passed over.
     """
     for path in sorted(folder.glob("*.json")):
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if found["benchmark"] == "training" and not found["settings"]["keep_memory"]:
+        if found["benchmark"] != "training" or found["settings"]["keep_memory"]:
+            continue
+        if found["settings"].get("precision", "fp32") == "fp32":
             return found
     raise SystemExit(f"{folder} holds no record of training.py: run that first, with --output")
 

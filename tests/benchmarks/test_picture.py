@@ -78,9 +78,12 @@ def test_no_record_is_told_of(tmp_path: Path) -> None:
         training_record(tmp_path)
 
 
-def test_a_record_in_which_all_sides_keep_their_memory_is_passed_over(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "value"), [("keep_memory", True), ("precision", "bf16")])
+def test_a_record_of_another_measurement_is_passed_over(
+    tmp_path: Path, name: str, value: object
+) -> None:
     wanted, other = small_record("plain-1"), small_record("plain-1")
-    other["settings"]["keep_memory"] = True
+    other["settings"][name] = value
     (tmp_path / "a.json").write_text(json.dumps(other), encoding="utf-8")
     (tmp_path / "b.json").write_text(json.dumps(wanted), encoding="utf-8")
     assert training_record(tmp_path) == wanted
