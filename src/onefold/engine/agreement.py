@@ -32,6 +32,7 @@ _WITH_AVERAGES = (
     Call.GATHER,
     Call.SAVE,
     Call.BARRIER,
+    Call.BROADCAST,
     Call.UPDATE_BN,
     Call.AVERAGED_END,
 )
@@ -95,7 +96,7 @@ class Agreement:
         # Local checks come before devices meet: a process that fails here reports that, and nobody
         # waits for its word.
         self._update.check_groups()
-        due = call is not Call.STEP or self._turns.due
+        due = call not in (Call.STEP, Call.GRADIENT) or self._turns.due
         if due:
             self._first.check_places()
             self._parts.check_parts()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -11,7 +10,7 @@ from functools import partial
 import torch
 
 from onefold.core.batch import ShardedBatch
-from onefold.core.head import Call, Said, StepHead, plan_number
+from onefold.core.head import Call, Said, StepHead
 from onefold.core.randomness import kept_generators
 from onefold.core.result import ShardResult
 from onefold.core.roster import Roster
@@ -24,26 +23,26 @@ from onefold.engine.compiling import Rehearsal, compiled
 from onefold.engine.divisors import trade_divisors
 from onefold.engine.fitting import Fitting
 from onefold.engine.gradientrules import GradientRules
-from onefold.engine.gradients import Gradients
+from onefold.engine.gradients import Gradients, keeping_gradients
 from onefold.engine.guard import Turns
+from onefold.engine.handover import arriving_states
 from onefold.engine.kernels import Compilers, repeatable_kernels
 from onefold.engine.modes import in_mode
 from onefold.engine.nonfinite import FiniteCheck, bad_gradient
-from onefold.engine.optimizerstate import pack, packed, unpack
 from onefold.engine.outside import OutsideModules
 from onefold.engine.replica import LossFunction, Replica, ShardTask
 from onefold.engine.share import run_share
 from onefold.engine.siblings import Siblings
+from onefold.engine.stepstart import ModeWarning, head_of, refuse_unfrozen
 from onefold.engine.together import Together
 from onefold.engine.update import SpanOptimizer
 from onefold.engine.verdict import Verdict, verdict_of
+from onefold.engine.wholegradient import WholeGradient, check_gradient
 from onefold.errors import StateError
 from onefold.exchange.exchange import Exchange
 from onefold.watch.timing import Span
 
 __all__ = ["Engine", "Outcome"]
-
-_log = logging.getLogger("onefold")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +102,8 @@ class Engine:
         self._guard = self._agreement.guard
         self._siblings = Siblings(replicas, self._guard, self._turns)
         with_all = (replicas, exchange, update, self._agreement, self._siblings)
-        self._changes = Changes(*with_all)
+        self.changes = Changes(*with_all)
+        """The block in which a script may change the model."""
         self.averaging = Averaging(*with_all, self.follow_parameters)
         """The averages of the model, if the run keeps any."""
         self._compilers = Compilers(module, loss, compiles=settings.compile)
@@ -116,7 +116,8 @@ class Engine:
         self._gradients: Gradients = []
         self._several_terms = False
         self._together = Together(replicas, exchange)
-        self._warned_of_mode = False
+        self._whole = WholeGradient(replicas[0], update, exchange)
+        self._mode_warning = ModeWarning(module, on_lead=replicas[0].number == 0)
         self._updating = False
         self._torn = False
         self.gradient_ready: Callable[[float], None] | None = None
@@ -151,19 +152,11 @@ class Engine:
         before, self.roster = self.roster, roster
         if roster.spans == before.spans:
             return
-        moving = {n for n in range(before.pieces) if before.owner_of(n) != roster.owner_of(n)}
-        transport, leads = self.exchange.transport, self.replicas[0].number == 0
-        pack([s for s in self.update.states() if s.piece in moving], transport.room)
-        brought = [state for memory in transport.bring() for state in unpack(memory)]
-
-        def make(device: int) -> torch.Tensor:
-            devices = {device} if self.with_others else set(range(len(roster.devices)))
-            return packed([s for s in brought if roster.owner_of(s.piece) in devices])
-
-        given = transport.hand_out(make if leads else None)
+        leads = self.replicas[0].number == 0
+        arriving = arriving_states(before, roster, self.update, self.exchange, leads=leads)
         # Now that all states have been packed and handed out, those that leave may be dropped.
         self.update.bind(roster)
-        self.update.adopt_states(unpack(given))
+        self.update.adopt_states(arriving)
         self.exchange.bind(roster)
 
     def step(self, batch: ShardedBatch, number: int, *, asked_to_stop: bool = False) -> Outcome:
@@ -180,18 +173,58 @@ class Engine:
             StateError: a shard has changed what it must not.
             PeerError: another device is lost or has failed.
         """
+        outcome, failure = self._computed(batch, number, Call.STEP, asked_to_stop)
+        if outcome.norm is not None and outcome.verdict.updates:
+            self._update(outcome.norm)
+            self.fitting.note_update()
+        else:
+            self.update.drop()
+        self._end_shards(batch, failure)
+        if outcome.verdict.updates:
+            self.averaging.follow()
+        start = self.replicas[0].watch.now()
+        self.exchange.spread()  # from here on the board is no longer ours to read
+        self.replicas[0].watch.note("exchange", "spread", start)
+        if not self._alone:
+            self._guard.note()
+        return outcome
+
+    def gradient(self, batch: ShardedBatch, number: int, *, asked_to_stop: bool = False) -> Outcome:
+        """Leave the gradient of a batch in ``.grad`` of the user's parameters, on all devices.
+
+        Arguments and errors are those of `step`. Of a batch that would be skipped, all parameters
+        have None there.
+        """
+        check_gradient(self.update)
+        outcome, failure = self._computed(batch, number, Call.GRADIENT, asked_to_stop)
+        self._end_shards(batch, failure)
+        start = self.replicas[0].watch.now()
+        if outcome.norm is not None and outcome.verdict.updates:
+            self.rules.clip(outcome.norm)
+            self._whole.hand_out()
+        else:
+            self.update.drop()
+            self.exchange.spread()
+        self.replicas[0].watch.note("exchange", "share the gradient", start)
+        return outcome
+
+    def _computed(
+        self, batch: ShardedBatch, number: int, call: Call, asked_to_stop: bool
+    ) -> tuple[Outcome, str]:
+        """Run and fold a batch's shards; return what comes of it, and what is not finite in it."""
         watch, board = self.replicas[0].watch, self.exchange.board
         self._torn, self._updating = self.is_torn, False
         self._turns.advance()
-        self._check_frozen()
+        refuse_unfrozen(self._frozen)
         start = watch.now()
-        agreed = self.agree(_head_of(batch, number), stop=asked_to_stop)
+        agreed = self.agree(head_of(batch, number, call), stop=asked_to_stop)
         watch.note("exchange", "agree", start)
-        self._warn_of_mode()
+        self._mode_warning.give()
         with self._finite.computing():
             self._gradients = []  # of a step that failed, and was survived
         weight = self._run(batch, number)
-        failure, norm = self._finite.of_loss(batch, number), None
+        now = call is Call.GRADIENT  # what the script will use must be looked at before it does
+        failure, norm = self._finite.of_loss(batch, number, now=now), None
         if weight.value > 0 and not failure:
             norm = self._gradient(batch, weight)
             name = partial(self._name_bad_gradient, batch)
@@ -201,25 +234,15 @@ class Engine:
             self.rules.end_step(overflow=bool(failure))
         verdict = verdict_of(weight, agreed, failure)
         # A copy, as `Step.loss` may be asked for long after the board is written again.
-        outcome = Outcome(board.totals.clone(), weight.value, verdict, norm)
-        if norm is not None and verdict.updates:
-            self._update(norm)
-            self.fitting.note_update()
-        else:
-            self.update.drop()
+        return Outcome(board.totals.clone(), weight.value, verdict, norm), failure
+
+    def _end_shards(self, batch: ShardedBatch, failure: str) -> None:
+        """Drop the shards' gradients, and have buffers follow unless something is not finite."""
         # Or they would still be there while the next step makes its own.
         self._gradients = []
         # What is not finite would stay in running means for ever: they are as before the step.
         for replica in self.replicas if not failure else ():
-            replica.buffers.end_step(board, batch, due=self._turns.due)
-        if verdict.updates:
-            self.averaging.follow()
-        start = watch.now()
-        self.exchange.spread()  # from here on the board is no longer ours to read
-        watch.note("exchange", "spread", start)
-        if not self._alone:
-            self._guard.note()
-        return outcome
+            replica.buffers.end_step(self.exchange.board, batch, due=self._turns.due)
 
     def agree(self, head: StepHead, *, function: object = None, stop: bool = False) -> Said:
         """Wait for all devices to have begun the same call; see `Agreement.begin`."""
@@ -231,7 +254,7 @@ class Engine:
         Args:
             step: the number of the next step.
         """
-        return self._changes.block(step)
+        return self.changes.block(step)
 
     def check_last_step(self) -> None:
         """Wait for the last step's loss and gradient where nobody has looked at them yet.
@@ -252,8 +275,10 @@ class Engine:
         Args:
             training: whether the modules are in training mode all the same.
         """
-        with self._computing(), in_mode(self._module, training=training), torch.no_grad():
-            yield
+        # Other devices of this process compute in turn, without what the first has in `.grad`.
+        with keeping_gradients(self._parts.trained.values()), self._computing():
+            with in_mode(self._module, training=training), torch.no_grad():
+                yield
 
     @contextmanager
     def noting(self, where: str, *, wanted: bool) -> Iterator[None]:
@@ -398,14 +423,6 @@ class Engine:
         self.update.step()
         self.replicas[0].watch.note("update", "update", start)
 
-    def _check_frozen(self) -> None:
-        for name, parameter in self._frozen.items():
-            if parameter.requires_grad:
-                raise ValueError(
-                    f"parameter {name} was frozen when Trainer was made, so it has no place in the "
-                    f"gradient buffers. Make Trainer first and freeze afterwards, or make a new one"
-                )
-
     def _name_bad_gradient(self, batch: ShardedBatch) -> str:
         """Compute the step's shards once more, to name the first gradient that is not finite."""
         task, done = replace(self._task, scale=1.0), dict[int, ShardResult]()
@@ -417,29 +434,6 @@ class Engine:
                 task, done = self._together.prepare(batch, task)
             return bad_gradient(self.replicas, self.attached, batch, task, self.exchange, done)
 
-    def _warn_of_mode(self) -> None:
-        if not self._module.training and not self._warned_of_mode:
-            self._warned_of_mode = True
-            if self.replicas[0].number == 0:
-                _log.warning(
-                    "the model is in evaluation mode: dropout and batch norm do not train. Modes "
-                    "are yours; call model.train() before the steps if that was not meant"
-                )
-
-
-def _head_of(batch: ShardedBatch, step: int) -> StepHead:
-    """Describe a step by its batch, as far as this process knows it."""
-    return StepHead(
-        call=Call.STEP,
-        step=step,
-        samples=batch.samples,
-        plan=plan_number(batch.plan),
-        loader=batch.loader,
-        data_pass=batch.pass_number,
-        place=batch.stop,
-        data=batch.data_digest,
-        batch=batch.digest,
-    )
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:

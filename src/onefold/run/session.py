@@ -35,6 +35,7 @@ from onefold.core.shard import Plan
 from onefold.core.world import World
 from onefold.engine.assembly import assemble
 from onefold.engine.batchnorm import recompute_statistics
+from onefold.engine.byscript import NO_STEP, ByScript, check_by_script, chosen_optimizer
 from onefold.engine.compiling import check_compiler, check_layers
 from onefold.engine.engine import Outcome
 from onefold.engine.evaluation import DataCall, ScoreFunction
@@ -48,6 +49,7 @@ from onefold.exchange.progress import progress_of
 from onefold.reading.loader import Loader
 from onefold.reading.position import Position
 from onefold.reading.reader import Collate, SizedDataset
+from onefold.run.gradientsteps import GradientSteps, Place
 from onefold.run.membership import at_good_end, register
 from onefold.run.observers import observers_of
 from onefold.run.team import form_team, settle_process
@@ -64,7 +66,7 @@ class UserParts(NamedTuple):
     """What the user's script gives to its Trainer."""
 
     model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer | None
     loss: LossFunction
     schedule: LRScheduler | None
 
@@ -75,9 +77,12 @@ class UserParts(NamedTuple):
             TypeError, ValueError: a part is of a wrong type or cannot be trained.
         """
         check_model(self.model)
-        check_optimizer(self.optimizer, self.model)
+        if self.optimizer is None:
+            check_by_script(self.schedule, precision)
+        else:
+            check_optimizer(self.optimizer, self.model)
         check_precision(precision, self.model.named_parameters())
-        if self.schedule is not None:
+        if self.schedule is not None and self.optimizer is not None:
             check_schedule(self.schedule, self.optimizer)
         if not callable(self.loss):
             raise TypeError(f"expected loss to be a function of model and batch, got {self.loss!r}")
@@ -114,6 +119,8 @@ class Session:
             settings = replace(settings, precision=AS_GIVEN, microbatch=None, compile=False)
         # Refused before any device is touched or anybody else is contacted.
         user.check(settings.precision)
+        saves = bool(world.options.checkpoint)
+        optimizer = chosen_optimizer(user.optimizer, user.model, saves=saves)
         if settings.compile:
             check_layers(user.model)
         self.settings = settings
@@ -128,7 +135,7 @@ class Session:
         self.verifying = Verifying(world, user.model, user.loss)
         self.engine = assemble(
             user.model,
-            user.optimizer,
+            optimizer,
             self.verifying.loss,
             settings=settings,
             team=self.team,
@@ -140,6 +147,8 @@ class Session:
         self.asked_to_stop = False
         """Whether the run was asked to stop; the same on all devices, as a step agrees on it."""
         self.position = Position()
+        self.gradients = GradientSteps(on_lead=self.team.has_lead)
+        """Which calls of `gradient` belong to one step."""
         self.checkpoints = Checkpoints(
             self.engine, settings, self.team, self.position, user.schedule
         )
@@ -240,6 +249,8 @@ class Session:
 
     def step(self, batch: object) -> Step:
         """Make one update; see `Trainer.step`."""
+        if isinstance(self.engine.update.optimizer, ByScript):
+            raise RuntimeError(NO_STEP)
         # Drop the times of a step that failed, if the script survived it.
         self.engine.take_spans()
         start = host_now_s()
@@ -266,6 +277,41 @@ class Session:
         if self._after_step(cut, stop=outcome.verdict.stops):
             raise SystemExit(STOPPED_CODE)
         return step
+
+    def gradient(self, batch: object) -> Step:
+        """Leave a batch's gradient in ``.grad``; see `Trainer.gradient`."""
+        engine = self.engine
+        engine.take_spans()
+        start = host_now_s()
+        with self.telling_others():
+            place = Place(self.position.step, engine.changes.number, engine.changes.blocks)
+            again = self.gradients.goes_on(batch, place)
+            cut = self._cut(self.verifying.batch(batch))
+            waited = cut.waited or (start, host_now_s())
+            with engine.changes.closed(place.step + 1):
+                if not again and self._before_step(cut):
+                    raise _Stopped(STOPPED_CODE)
+                number = place.step + (not again)
+                asked = self._world.options.may_stop and self._is_asked_to_stop()
+                with self.verifying.step(cut, number) as given:
+                    outcome = engine.gradient(given, number, asked_to_stop=asked)
+                self.asked_to_stop |= outcome.verdict.stops
+                self.gradients.note(batch, place, begins=not again)
+                if not again:
+                    self._note_gradient(cut, stop=outcome.verdict.stops)
+        spans = engine.take_spans()
+        first = [Span("data", "batch", *waited), *spans[self.team.own[0]]]
+        step = Step(number, cut.samples, cut.epoch, outcome, first)
+        for observe in () if again else self._observers:
+            observe(step, spans | {self.team.own[0]: first})
+        return step
+
+    def _note_gradient(self, batch: ShardedBatch, *, stop: bool) -> None:
+        """Count the step of a gradient, whose update is the script's and comes later."""
+        self.position.note_step(batch)
+        self.note_progress()
+        if self._autosave is not None:
+            self._autosave.after_gradient(batch, stop=stop)
 
     def _compute(self, batch: ShardedBatch, number: int) -> Outcome:
         # Devices see the signal at different times; the step makes one answer of it.
@@ -351,6 +397,8 @@ class Session:
             )
         try:
             yield
+        except _Stopped:
+            raise  # on all devices alike, and everything is saved
         except BaseException as error:
             if but is None or not isinstance(error, but):
                 # Alone, nobody else is left waiting: a script that survives the error may go on.
@@ -366,6 +414,10 @@ class Session:
         """Tell the launcher which step is next: later failures are reported as in that step."""
         if self._progress is not None:
             self._progress.set_step(self._world.rank, self.position.step + 1)
+
+
+class _Stopped(SystemExit):
+    """The run was asked to stop, and has been saved; raised in a block of the script's."""
 
 
 @contextmanager
