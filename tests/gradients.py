@@ -176,13 +176,13 @@ def run_all() -> dict[str, Result]:
 
 
 def run_with_loader(devices: int | None, folder: str, stops: Sequence[int] = ()) -> str:
-    """By Adam, its state in the checkpoint; saved and loaded again before the steps in ``stops``."""
+    """By Adam, its state in the checkpoint; saved, and left, before the steps in ``stops``."""
     trainer = trainer_of(devices)
     optimizer = torch.optim.Adam(trained(trainer.model), lr=1e-2)
     found = trainer.load(folder, if_any=True)
     if found is not None:
         set_state(optimizer, found.extra)
-    batches = trainer.loader(data(), batch_size=7, shuffle=True)
+    batches = trainer.loader(data(), batch_size=10, shuffle=True)
     for _ in trainer.epochs(2):
         for batch in batches:
             if trainer.steps in stops and (found is None or found.step != trainer.steps):

@@ -68,7 +68,7 @@ def test_it_is_plain_pytorchs(devices: int, plan: tuple[int, ...] | None) -> Non
                 assert mine.grad is None
             else:
                 torch.testing.assert_close(mine.grad, other.grad, rtol=1e-11, atol=1e-14)
-    assert float(model.unused.sum()) == 3.0  # type: ignore[operator]
+    assert torch.equal(model.unused, torch.ones(3).double())
 
 
 @pytest.mark.parametrize("devices", [1, 2])
@@ -211,7 +211,7 @@ def test_sam_is_that_of_a_plain_loop(name: str) -> None:
 @pytest.mark.parametrize("counts", [(1, 3), (3, 2)])
 def test_a_stopped_run_goes_on_with_the_same_bits(counts: Sequence[int], tmp_path: Path) -> None:
     whole = run_with_loader(1, str(tmp_path / "none"))
-    for devices, stops in zip(counts, [(6,), ()], strict=True):
+    for devices, stops in zip(counts, [(4,), ()], strict=True):
         result = run_with_loader(devices, str(tmp_path / "run"), stops)
     assert result == whole
 
@@ -242,9 +242,9 @@ def test_two_batches_in_a_block_are_refused() -> None:
     trainer = trainer_of(2)
     inputs, labels = batch_of(1)
     words = r"two batches in one block .* the very same object .*Make it before the block"
+    optimizer = torch.optim.LBFGS(trained(trainer.model))
     with pytest.raises(RuntimeError, match=words), trainer.changing():
-        for _ in range(2):
-            trainer.gradient((inputs, labels))
+        optimizer.step(lambda: trainer.gradient((inputs, labels)).loss)
 
 
 def test_the_same_batch_for_ever_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:

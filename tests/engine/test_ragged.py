@@ -78,9 +78,7 @@ def test_every_sample_has_its_own_in_the_order_of_the_data() -> None:
     for each, row in zip(said["found"], inputs, strict=True):
         assert each["boxes"].shape[1] == 4
         if len(each["boxes"]):
-            torch.testing.assert_close(
-                each["boxes"][0, 1] - each["boxes"][0, 0], row[1] - row[0]
-            )
+            torch.testing.assert_close(each["boxes"][0, 1] - each["boxes"][0, 0], row[1] - row[0])
 
 
 @pytest.mark.parametrize("samples", [1, 3, 23])

@@ -22,7 +22,7 @@ def written(value: object) -> bytes:
         TypeError: it is, or holds, something that cannot be sent.
         ValueError: it is a dict of numbers with a name that is empty or has several lines.
     """
-    if _is_numbers(value):
+    if isinstance(value, Mapping) and _is_numbers(value):
         for name in value:
             if "\n" in name or not name:
                 raise ValueError(f"expected names of one line for numbers, got {name!r}")

@@ -206,6 +206,8 @@ class Engine:
             self.update.drop()
             self.exchange.spread()
         self.replicas[0].watch.note("exchange", "share the gradient", start)
+        if not self._alone:
+            self._guard.note()
         return outcome
 
     def _computed(
@@ -276,9 +278,13 @@ class Engine:
             training: whether the modules are in training mode all the same.
         """
         # Other devices of this process compute in turn, without what the first has in `.grad`.
-        with keeping_gradients(self._parts.trained.values()), self._computing():
-            with in_mode(self._module, training=training), torch.no_grad():
-                yield
+        with (
+            keeping_gradients(self._parts.trained.values()),
+            self._computing(),
+            in_mode(self._module, training=training),
+            torch.no_grad(),
+        ):
+            yield
 
     @contextmanager
     def noting(self, where: str, *, wanted: bool) -> Iterator[None]:
@@ -433,7 +439,6 @@ class Engine:
                     return bad
                 task, done = self._together.prepare(batch, task)
             return bad_gradient(self.replicas, self.attached, batch, task, self.exchange, done)
-
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:

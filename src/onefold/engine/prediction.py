@@ -7,8 +7,14 @@ from typing import Any
 
 from onefold.core.batch import ShardedBatch
 from onefold.core.shard import Plan, cut_bounds
-from onefold.engine.columns import Column, Rows, columns_of, read_columns, values_by_name
-from onefold.engine.columns import write_columns
+from onefold.engine.columns import (
+    Column,
+    Rows,
+    columns_of,
+    read_columns,
+    values_by_name,
+    write_columns,
+)
 from onefold.engine.engine import Engine
 from onefold.engine.evaluation import DataCall, ScoreFunction, agree_on_lines, values_of_shard
 from onefold.engine.replica import Replica

@@ -86,6 +86,7 @@ class Memory(ABC):
     def hand_on(self) -> None:
         """Bring the updated spans to every device, and wait until they are there."""
 
+    @abstractmethod
     def share_gradient(self, whole: FlatTensors) -> None:
         """Bring the gradient of every span to every process; may block as `hand_on` does.
 
@@ -93,7 +94,6 @@ class Memory(ABC):
             whole: has the layout of gradients, and holds those of this process's spans; complete
                 afterwards.
         """
-        # Where one process has all spans, it is complete already.
 
     @abstractmethod
     def release(self) -> None:
