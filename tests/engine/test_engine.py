@@ -10,11 +10,10 @@ import torch
 from torch import nn
 
 import onefold
-from onefold.core.head import Call, StepHead
+from onefold.core.head import Call, StepHead, plan_number
 from onefold.core.options import RunOptions
 from onefold.core.shard import Plan
 from onefold.core.world import World
-from onefold.engine.engine import plan_number
 from onefold.errors import LossError
 from tests.engine.assembled import Restless, cut_for, engine_of, given_to, pictures
 from tests.small import Batch, bits, line, make_trainer, points, sgd, square

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from onefold.core.options import RunOptions
 from onefold.core.precision import Precision
 
 __all__ = ["NO_STEP", "ByScript", "check_by_script", "chosen_optimizer"]
@@ -61,21 +62,21 @@ def check_by_script(schedule: LRScheduler | None, precision: Precision) -> None:
 
 
 def chosen_optimizer(
-    optimizer: torch.optim.Optimizer | None, module: torch.nn.Module, *, saves: bool
+    optimizer: torch.optim.Optimizer | None, module: torch.nn.Module, options: RunOptions
 ) -> torch.optim.Optimizer:
     """Return the user's optimizer, or what stands in for it where there is none.
 
     Args:
         optimizer: the user's; None if the script makes the updates.
         module: the user's.
-        saves: whether the launcher is to save the run by itself.
+        options: say whether the launcher is to save the run by itself.
 
     Raises:
         ValueError: there is none, and the launcher would save the run without its state.
     """
     if optimizer is not None:
         return optimizer
-    if saves:
+    if options.checkpoint:
         raise ValueError(
             "onefold run --checkpoint saves the state of Trainer's optimizer, and this Trainer was "
             "given None for it: what the script's own keeps would be lost. Call trainer.save(..., "

@@ -38,7 +38,6 @@ from onefold.engine.together import Together
 from onefold.engine.update import SpanOptimizer
 from onefold.engine.verdict import Verdict, verdict_of
 from onefold.engine.wholegradient import WholeGradient, check_gradient
-from onefold.errors import StateError
 from onefold.exchange.exchange import Exchange
 from onefold.watch.timing import Span
 
@@ -377,7 +376,7 @@ class Engine:
                 gradients = run_share(replica, batch, task, self.exchange, done)
         if task.shards > 1:
             # Before `collect`: no process must update with what was computed of such parameters.
-            self._refuse_writing(task.step)
+            self._guard.refuse_writing(task.step, values=self._turns.due)
         watch = self.replicas[0].watch
         start = watch.now()
         self.exchange.collect(batch.plan)
@@ -391,18 +390,6 @@ class Engine:
             with self.attached(replica):
                 found[replica.number] = replica.weigh_shards(batch, task)
         return trade_divisors(self.exchange, batch, found, self.replicas, task.step)
-
-    def _refuse_writing(self, step: int) -> None:
-        """Refuse changes to parameters while shards run: they belong to the optimizer."""
-        changed = self._guard.changed(values=self._turns.due)
-        if changed:
-            raise StateError(
-                f"step {step}: {self._guard.name_of(changed)} was written to while the loss was "
-                f"computed (max_norm of an embedding, a masked weight, a momentum encoder do so): "
-                f"the shards that follow on the same device would see it, and others would not. "
-                f"Write to parameters between steps, in `with trainer.changing():`, or keep what "
-                f"changes with every batch in a buffer"
-            )
 
     def _gradient(self, batch: ShardedBatch, weight: StepWeight) -> torch.Tensor:
         """Take the totals of the step; return the norm of the gradient, (), alike everywhere."""

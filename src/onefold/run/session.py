@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -49,6 +48,7 @@ from onefold.exchange.progress import progress_of
 from onefold.reading.loader import Loader
 from onefold.reading.position import Position
 from onefold.reading.reader import Collate, SizedDataset
+from onefold.run.ending import Stopped, is_failing, only_noting
 from onefold.run.gradientsteps import GradientSteps, Place
 from onefold.run.membership import at_good_end, register
 from onefold.run.observers import observers_of
@@ -119,16 +119,12 @@ class Session:
             settings = replace(settings, precision=AS_GIVEN, microbatch=None, compile=False)
         # Refused before any device is touched or anybody else is contacted.
         user.check(settings.precision)
-        saves = bool(world.options.checkpoint)
-        optimizer = chosen_optimizer(user.optimizer, user.model, saves=saves)
+        optimizer = chosen_optimizer(user.optimizer, user.model, world.options)
         if settings.compile:
             check_layers(user.model)
         self.settings = settings
         self.team = form_team(world, devices, shards=settings.shards, module=user.model)
-        for device in self.team.own_devices.values():
-            check_device(settings.precision, device)
-            if settings.compile:
-                check_compiler(device)
+        _check_devices(self.team.own_devices.values(), settings)
         chosen = self._checked_plan(plan)
         # Before the engine, whose first additions must have the run's number of threads.
         settle_process(self.team, settings)
@@ -290,7 +286,7 @@ class Session:
             waited = cut.waited or (start, host_now_s())
             with engine.changes.closed(place.step + 1):
                 if not again and self._before_step(cut):
-                    raise _Stopped(STOPPED_CODE)
+                    raise Stopped(STOPPED_CODE)
                 number = place.step + (not again)
                 asked = self._world.options.may_stop and self._is_asked_to_stop()
                 with self.verifying.step(cut, number) as given:
@@ -343,7 +339,7 @@ class Session:
         # The last save needs all devices. If this script is failing, the others do not come: leave
         # it to the failure, which ends the run.
         saves_with_others = self._autosave is not None and self.engine.with_others
-        if saves_with_others and not self._left and _is_failing():
+        if saves_with_others and not self._left and is_failing():
             return
         self._finish()
         self._left = True
@@ -352,7 +348,7 @@ class Session:
     def _finish(self) -> None:
         """Write everything that is still to be saved."""
         if self._autosave is not None and not self._left:
-            with self.telling_others(), _only_noting():
+            with self.telling_others(), only_noting():
                 self._autosave.finish()
         with self.telling_others():
             self.checkpoints.finish()
@@ -397,7 +393,7 @@ class Session:
             )
         try:
             yield
-        except _Stopped:
+        except Stopped:
             raise  # on all devices alike, and everything is saved
         except BaseException as error:
             if but is None or not isinstance(error, but):
@@ -416,24 +412,9 @@ class Session:
             self._progress.set_step(self._world.rank, self.position.step + 1)
 
 
-class _Stopped(SystemExit):
-    """The run was asked to stop, and has been saved; raised in a block of the script's."""
-
-
-@contextmanager
-def _only_noting() -> Iterator[None]:
-    """If the script is failing already, only log what is raised: the user must see the first."""
-    failing = _is_failing()
-    try:
-        yield
-    except Exception as error:
-        if not failing:
-            raise
-        _log.error("the end of the run was not saved: %s: %s", type(error).__name__, error)
-
-
-def _is_failing() -> bool:
-    """Whether an exception is being handled that ends the script in error."""
-    error = sys.exc_info()[1]
-    ends_well = isinstance(error, SystemExit) and error.code in (None, 0)
-    return error is not None and not ends_well
+def _check_devices(devices: Iterable[torch.device], settings: Settings) -> None:
+    """Refuse devices that cannot compute as the settings ask for."""
+    for device in devices:
+        check_device(settings.precision, device)
+        if settings.compile:
+            check_compiler(device)
