@@ -173,7 +173,7 @@ def plainly(optimizer: torch.optim.Optimizer, model: nn.Module, batch: Batch) ->
         value.backward()
         return value
 
-    return float(optimizer.step(closure))  # type: ignore[arg-type]
+    return float(optimizer.step(closure).detach())  # type: ignore[arg-type,attr-defined]
 
 
 @pytest.mark.parametrize("search", [None, "strong_wolfe"])
