@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,7 @@ from tests.gradients import (
     trainer_of,
 )
 from tests.small import Batch, line, make_trainer, points, square
+from tests.test_gather import Towers, batches, of_own_rows, of_terms
 
 
 def smooth() -> nn.Module:
@@ -148,6 +152,32 @@ def test_what_is_not_finite_is_refused_or_skipped() -> None:
     assert all(p.grad is None for p in trainer.model.parameters())
 
 
+@pytest.mark.parametrize("function", [of_own_rows, of_terms])
+def test_losses_of_the_whole_batch_have_one_too(function: Any) -> None:
+    batch = batches(1, 11)[0]
+    found = set()
+    for devices in (1, 2, 3):
+        model = Towers(restless=True)
+        step = trainer_of(devices, model=model, function=function, shards=5).gradient(batch)
+        found.add((digest(model), float(step.loss), step.grad_norm))
+    assert len(found) == 1
+    (_, value, norm) = found.pop()
+    step = make_trainer(Towers(restless=True), function, shards=5).step(batch)
+    assert (float(step.loss), step.grad_norm) == (value, norm)
+
+
+@pytest.mark.parametrize("samples", [1, 2, 5])
+def test_shards_may_be_empty_and_run_in_pieces(samples: int) -> None:
+    found = set()
+    for devices, plan in ((1, None), (2, (1, 3)), (4, None)):
+        trainer = trainer_of(
+            devices, model=line(), function=square, plan=plan, microbatch=1 if samples > 2 else None
+        )
+        trainer.gradient(points(samples))
+        found.add(digest(trainer.model))
+    assert len(found) == 1
+
+
 # Updates
 
 
@@ -196,10 +226,10 @@ def test_lbfgs_is_that_of_a_plain_loop(search: str | None, devices: int) -> None
 def test_sam_is_that_of_a_plain_loop(name: str) -> None:
     model, expected = smooth(), smooth()
     trainer = trainer_of(2, model=model)
-    batches = [exact(number) for number in range(1, 5)]
-    list(PROGRAMS[name](trainer, batches))
+    steps = [exact(number) for number in range(1, 5)]
+    list(PROGRAMS[name](trainer, steps))
     sam = Sam(torch.optim.SGD(trained(expected), lr=0.1, momentum=0.9))
-    for batch in batches:
+    for batch in steps:
         for turn in (sam.climb, sam.step):
             expected.zero_grad()
             loss(expected, batch).mean().backward()
@@ -214,6 +244,22 @@ def test_a_stopped_run_goes_on_with_the_same_bits(counts: Sequence[int], tmp_pat
     for devices, stops in zip(counts, [(4,), ()], strict=True):
         result = run_with_loader(devices, str(tmp_path / "run"), stops)
     assert result == whole
+
+
+@pytest.mark.processes
+def test_verify_finds_it_right() -> None:
+    script = Path(__file__).parent / "scripts" / "by_script.py"
+    command = [sys.executable, "-m", "onefold", "verify", "--devices", "1,2", "--steps", "2"]
+    done = subprocess.run(
+        [*command, str(script), "none", "0", "9"],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "The bits agree after each of 2 steps" in done.stdout
+    assert "The mathematics agree" in done.stdout
 
 
 # Which calls are one step
@@ -268,11 +314,11 @@ def test_a_step_of_the_trainer_begins_another_one() -> None:
     assert numbers == [1, 1, 2, 3]
 
 
-def test_a_batch_of_a_loader_is_used_once(tmp_path: Path) -> None:
+def test_a_batch_of_a_loader_is_used_once() -> None:
     trainer = trainer_of(2)
-    batches = trainer.loader(averaged.data(), batch_size=10)
+    train = trainer.loader(averaged.data(), batch_size=10)
     for epoch in trainer.epochs(2):
-        for batch in batches:
+        for batch in train:
             for _ in range(3):
                 step = trainer.gradient(batch)
             assert step.epoch == epoch
@@ -336,10 +382,37 @@ def outside_of_the_block() -> None:
     trainer.gradient(batch)
 
 
+def by_the_lead_alone() -> None:
+    trainer = trainer_of(None)
+    batch = batch_of(1)
+    optimizer = torch.optim.LBFGS(trained(trainer.model))
+    with trainer.changing():
+        if trainer.is_lead:
+            optimizer.step(lambda: trainer.gradient(batch).loss)
+    trainer.barrier()
+
+
+def failing_in_a_search() -> None:
+    def spoilt(model: nn.Module, batch: Batch) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) > 5 and os.environ["RANK"] == "1":
+            raise ArithmeticError("the fault")
+        return loss(model, batch)
+
+    calls: list[int] = []
+    trainer = trainer_of(None, function=spoilt)
+    batch = batch_of(1)
+    optimizer = torch.optim.LBFGS(trained(trainer.model))
+    with trainer.changing():
+        optimizer.step(lambda: trainer.gradient(batch).loss)
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("script", "words"),
     [
+        (by_the_lead_alone, r"device 1 calls trainer.barrier while device 0 calls .*gradient"),
+        (failing_in_a_search, r"device 1 .*ArithmeticError: the fault"),
         (another_batch, r"trainer.gradient: device 1 was given another batch.*fork_rng"),
         (unlike_calls, r"device 1 is in step 2 and device 0 in step 1"),
         (outside_of_the_block, r"outside of `with trainer.changing\(\):`"),
