@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import overload
+from typing import Any, overload
 
 import torch
 
@@ -14,6 +14,8 @@ from onefold.core.averaging import AverageRule
 from onefold.core.fingerprint import fingerprint_of, named_tensors, tensor_digests
 from onefold.core.head import Call, StepHead
 from onefold.core.jsonvalue import to_json
+from onefold.core.randomness import forked_generators
+from onefold.engine.between import broadcast, gather, written
 from onefold.errors import CheckpointError
 from onefold.reading.reader import Collate, SizedDataset
 from onefold.run.session import Session
@@ -47,7 +49,7 @@ class TrainedModel:
 
         Raises:
             DisagreementError: another device is somewhere else.
-            RuntimeError: the trainer is called inside the block.
+            RuntimeError: the trainer is called inside the block, other than by `gradient`.
 
         >>> with trainer.changing():
         ...     _ = model.weight.data.clamp_(-0.1, 0.1)
@@ -135,6 +137,75 @@ class TrainedModel:
         with self._session.telling_others():
             self._session.engine.agree(StepHead(Call.BARRIER, self.steps + 1))
 
+    def broadcast(self, value: object = None) -> Any:
+        """The lead's value on every device; called on every device.
+
+        Args:
+            value: on the lead what `gather` may have; elsewhere it is ignored, and may be left out.
+
+        Returns:
+            A copy of the lead's value, as `gather` returns it.
+
+        Raises:
+            TypeError: the lead's value is, or holds, something that cannot be sent.
+
+        >>> trainer.broadcast({"name": "run 7", "order": torch.arange(3)})
+        {'name': 'run 7', 'order': tensor([0, 1, 2])}
+        """
+        session = self._session
+        with session.telling_others():
+            text = written(value) if session.team.has_lead else None
+            session.engine.agree(StepHead(Call.BROADCAST, self.steps + 1))
+            return broadcast(session.engine.exchange, text)
+
+    def gather(self, value: object) -> list[Any]:
+        """A value of every device's process, such as seconds or a score; called on every device.
+
+        Args:
+            value: of this process and so of all its devices: None, a bool, int, float, str or
+                bytes; a tensor or a NumPy array or scalar of any numbers and shape; or lists,
+                tuples and dicts of these, with text for keys.
+
+        Returns:
+            A copy of it for each of `devices`, in their order, on every device, to the bit; tensors
+            on the host, other mappings as dicts. Where every device has a dict of numbers alone
+            (0-d tensors count), the numbers are floats, of the same names everywhere.
+
+        Raises:
+            TypeError: the value is, or holds, something that cannot be sent; raised before
+                anything is.
+            DisagreementError, ValueError: the names of numbers differ between devices, or are not
+                of one line.
+
+        >>> trainer.gather({"seconds": 2}), trainer.gather(("a", None))
+        ([{'seconds': 2.0}], [('a', None)])
+        """
+        session = self._session
+        with session.telling_others():
+            text = written(value)
+            session.engine.agree(StepHead(Call.GATHER, self.steps + 1))
+            return gather(session.engine.exchange, dict.fromkeys(session.team.own, text))
+
+    @contextmanager
+    def fork_rng(self) -> Iterator[None]:
+        """A block whose random numbers do not shift those that come after it.
+
+        When it ends, the generators of PyTorch (this process's devices included), ``random`` and
+        NumPy are where they were when it began. What only the lead draws (samples to look at,
+        names) belongs in such a block, or what a script draws later differs between devices. It
+        waits for nobody, so the lead alone may open it; steps, evaluations and loaders have seeds
+        of their own and need none.
+
+        >>> state = torch.get_rng_state()
+        >>> if trainer.is_lead:
+        ...     with trainer.fork_rng():
+        ...         noise = torch.randn(3)
+        >>> torch.equal(torch.get_rng_state(), state)
+        True
+        """
+        with forked_generators(*self._session.team.own_devices.values()):
+            yield
+
     def fingerprint(self) -> str:
         """16 hexadecimal digits over parameters and buffers: the same for the same bits."""
         return fingerprint_of(tensor_digests(named_tensors(self.model)))
@@ -220,6 +291,7 @@ class TrainedModel:
                 place = session.verifying.reads_from(directory, if_any=if_any)
                 return session.checkpoints.load(place, changed=names, if_any=if_any)
         finally:
+            session.gradients.forget()
             session.note_progress()
 
     def close(self) -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from onefold.core.head import Call, StepHead
+from onefold.core.head import Call
 from onefold.core.precision import Precision, PrecisionName
 from onefold.core.settings import BufferRule, Microbatch, OnNonfinite, Settings
 from onefold.engine.evaluation import ScoreFunction, evaluate
-from onefold.engine.prediction import gather, predict
+from onefold.engine.prediction import predict
 from onefold.engine.replica import LossFunction
 from onefold.engine.step import Step
 from onefold.reading.loader import Loader
@@ -32,7 +33,8 @@ class Trainer(TrainedModel):
             such as ``{"generator": ..., "discriminator": ...}``: functions then get all of them, as
             a ``torch.nn.ModuleDict``.
         optimizer: made from the model's parameters; it is kept, so schedulers attached to it work.
-            Or several by name, of which no two have a parameter in common.
+            Or several by name, of which no two have a parameter in common. With None the script
+            updates by itself, with the gradients of `gradient`.
         loss: ``loss(model, batch)`` for one shard on one device. Returns (n,) losses, one a sample;
             a scalar, the mean over the shard; or ``onefold.Mean``, ``onefold.Sum``, or their sum. A
             step's loss is the sum of totals over the sum of weights across the whole batch. Or
@@ -83,7 +85,7 @@ class Trainer(TrainedModel):
     def __init__(
         self,
         model: torch.nn.Module | Mapping[str, torch.nn.Module],
-        optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer],
+        optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None,
         loss: LossFunction | Mapping[str, LossFunction],
         *,
         shards: int,
@@ -208,6 +210,31 @@ class Trainer(TrainedModel):
         """
         return self._session.step(batch, loss)
 
+    def gradient(self, batch: object, loss: str | None = None) -> Step:
+        """The gradient of one whole batch, in ``.grad``; the script makes the update.
+
+        Every parameter that is trained has the batch's whole gradient in ``.grad``, on every
+        device, or None if no shard gave it one. It is that of `step`: divided, unscaled, looked at,
+        and clipped if Trainer was given ``clip_norm`` or ``clip_value``. It replaces what was
+        there, and is not added to it. Update in `changing`, inside of which this may be called.
+
+        Calls with the very same batch object are one step, with the same number and random numbers,
+        until a block of `changing` ends in which it was given. See docs/guides.
+
+        Args:
+            batch, loss: as for `step`.
+
+        Raises:
+            RuntimeError: another batch is given in the same block of `changing`.
+            ValueError: the precision or an average needs Trainer's own update.
+            As for `step`.
+
+        >>> step = trainer.gradient(torch.ones(4, 2))
+        >>> with trainer.changing(), torch.no_grad():
+        ...     _ = model.weight.sub_(model.weight.grad)
+        """
+        return self._session.gradient(batch, loss)
+
     def evaluate(
         self,
         score: ScoreFunction,
@@ -247,20 +274,22 @@ class Trainer(TrainedModel):
         workers: int = 0,
         collate: Collate | None = None,
         model: str | None = None,
-    ) -> dict[str, torch.Tensor]:
+    ) -> dict[str, Any]:
         """The model's values for every sample, in the data set's order.
 
         Args:
             function: ``function(model, batch)`` for one shard, as in `evaluate`; returns a dict of
-                names to tensors (n, ...), one row a sample, alike in dtype and shape for all.
+                names to tensors (n, ...), one row a sample, alike in dtype and shape for all; or to
+                lists with one tensor a sample, of any sizes, alike in dtype and number of
+                dimensions, or one dict of such tensors a sample.
             dataset, batch_size, workers, collate: as for `loader`.
             model: the name of one of several models, which ``function`` is given alone.
 
         Returns:
-            For each name a tensor (samples, ...) on the host.
+            For each name a tensor (samples, ...) on the host, or such a list for all samples.
 
         Raises:
-            LossError: a value is no tensor with one row a sample.
+            LossError: a value has not one row, tensor or dict a sample.
             DisagreementError: names, dtypes or shapes differ between shards.
 
         >>> said = trainer.predict(lambda m, x: {"sum": x.sum(1)}, torch.ones(5, 2), batch_size=4)
@@ -271,20 +300,3 @@ class Trainer(TrainedModel):
         with self._session.data_call(Call.PREDICT, function, batches) as call:
             part = self._session.parts.on_part(function, model)
             return predict(self._session.engine, part, batches, call)
-
-    def gather(self, numbers: Mapping[str, float]) -> list[dict[str, float]]:
-        """Numbers of every device's process, such as seconds or bytes; called on every device.
-
-        Args:
-            numbers: of this process and so of all its devices, by name; the same names everywhere.
-
-        Returns:
-            One dict for each of `devices`, in their order, on every device.
-
-        Raises:
-            DisagreementError, ValueError: the names differ between devices, or are not of one line.
-        """
-        session = self._session
-        with session.telling_others():
-            session.engine.agree(StepHead(Call.GATHER, self.steps + 1))
-            return gather(session.engine.exchange, dict.fromkeys(session.team.own, numbers))

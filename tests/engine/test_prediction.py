@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import onefold
-from onefold.engine.prediction import gather
+from onefold.engine.between import gather, written
 from onefold.errors import DisagreementError, LossError, RunFailed, SampleError
 from tests.small import Batch, bits, line, make_trainer, points
 
@@ -322,7 +322,8 @@ def test_a_device_tells_its_numbers_to_all(devices: int) -> None:
 def test_numbers_come_in_the_order_of_the_devices() -> None:
     exchange = make_trainer(devices=3)._session.engine.exchange
     own = {number: {"number": float(number), "half": number / 2} for number in (2, 0, 1)}
-    assert gather(exchange, own) == [own[0], own[1], own[2]]
+    texts = {number: written(value) for number, value in own.items()}
+    assert gather(exchange, texts) == [own[0], own[1], own[2]]
 
 
 @pytest.mark.parametrize(
@@ -331,7 +332,7 @@ def test_numbers_come_in_the_order_of_the_devices() -> None:
 def test_other_names_on_another_device_are_refused(other: dict[str, float]) -> None:
     exchange = make_trainer(devices=2)._session.engine.exchange
     with pytest.raises(DisagreementError, match=r"^device 1 has \[.*\] and another one \['a'\]"):
-        gather(exchange, {0: {"a": 1.0}, 1: other})
+        gather(exchange, {0: written({"a": 1.0}), 1: written(other)})
 
 
 # Processes of their own

@@ -97,6 +97,9 @@ class NotedMemory(Memory):
     def hand_on(self) -> None:
         self._notes.append("hand on")
 
+    def share_gradient(self, whole: FlatTensors) -> None:
+        self._notes.append("share gradient")
+
     def release(self) -> None:
         self._notes.append("release")
 

@@ -26,7 +26,8 @@ class Autosave:
 
     A checkpoint that falls on the last batch of a pass is put off until the next step begins, so
     that what the script does at the end of an epoch is done by then. So is one that falls between
-    the steps of batches that several loaders have read side by side.
+    the steps of batches that several loaders have read side by side, and one after a gradient
+    without an update, which the script has made by the time of the next step.
 
     Args:
         directory: where the checkpoints lie.
@@ -53,7 +54,7 @@ class Autosave:
         self._saved = position.step
         self._due = False
         self._at_end = False
-        """Whether the checkpoint that is due was put off to the end of a pass."""
+        """Whether the checkpoint that is due was put off until the next step begins."""
         self._put_off = 0
         """For how many steps what is due has been put off."""
         self._stop = False
@@ -135,8 +136,9 @@ class Autosave:
             )
 
     def before_step(self) -> bool:
-        """Save what was put off to the end of a pass; return whether to stop now."""
-        if not self._at_end or self._position.is_at_an_end():
+        """Save what was put off until now; return whether to stop."""
+        waits = self._position.is_at_an_end() and self._put_off <= _MOST_PUT_OFF
+        if not self._at_end or waits:
             return False
         self._save()
         return self._stop
@@ -162,6 +164,19 @@ class Autosave:
         if self._stop:
             self._write()
         return False
+
+    def after_gradient(self, batch: ShardedBatch, *, stop: bool) -> None:
+        """Note that a step has its gradient; its update is the script's, and still to come.
+
+        What is due is saved before the next step, when the script has made its update.
+        """
+        self._stop |= stop
+        self._due |= stop or self._position.step % self._every == 0
+        self._at_end = False
+        if self._due:
+            self._put_off += 1
+            late = self._put_off > _MOST_PUT_OFF
+            self._at_end = late or self._position.is_between_batches(batch)
 
     def finish(self) -> None:
         """Save the end of the run, unless it is saved already."""

@@ -54,6 +54,8 @@ class Call(IntEnum):
     AVERAGED = 11
     AVERAGED_END = 12
     UPDATE_BN = 13
+    BROADCAST = 14
+    GRADIENT = 15
 
     @property
     def words(self) -> str:
@@ -75,6 +77,8 @@ _CALLS = {
     Call.AVERAGED: "the beginning of trainer.averaged",
     Call.AVERAGED_END: "the end of trainer.averaged",
     Call.UPDATE_BN: "the update_bn of trainer.averaged",
+    Call.BROADCAST: "trainer.broadcast",
+    Call.GRADIENT: "trainer.gradient",
 }
 
 
@@ -252,7 +256,8 @@ _WORDS = {
     "on every device; seed what is random in it before it is made. Paths, times and numbers of "
     "processes in a sample count as well",
     "batch": "{where}: {who} was given another batch than device 0: a batch that the script cuts "
-    "itself must be the same whole batch on every device. Did the lead draw a random number more?",
+    "itself must be the same whole batch on every device. Did the lead draw random numbers that "
+    "the others did not? What one device draws alone belongs in `with trainer.fork_rng():`",
     "settings": "{where}: the optimizer's settings of {who} (such as the learning rate) differ "
     "from those of device 0: change them alike on every device, or in trainer.changing()",
     "modes": "{where}: {who} has modules in another mode (train, eval), with other numbers (the p "

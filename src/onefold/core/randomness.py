@@ -29,6 +29,7 @@ from numpy.random import mtrand
 
 __all__ = [
     "derive_seed",
+    "forked_generators",
     "kept_generators",
     "loader_seed",
     "order_by_length",
@@ -157,6 +158,25 @@ def same_in_all_shards(name: str = "") -> Iterator[None]:
 
 
 @contextmanager
+def forked_generators(*devices: torch.device) -> Iterator[None]:
+    """Restore the caller's generators afterwards; inside they go on from where they are."""
+    gpus = [torch.cuda.default_generators[d.index] for d in devices if d.type == "cuda"]
+    gpu_states = [generator.get_state() for generator in gpus]
+    cpu_state = torch.default_generator.get_state()
+    python_state, numpy_state = random.getstate(), np.random.get_state(legacy=False)
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        # What was found out about the generator meanwhile, a step inside say, is true no more.
+        _numpy.forget()
+        torch.default_generator.set_state(cpu_state)
+        for generator, state in zip(gpus, gpu_states, strict=True):
+            generator.set_state(state)
+
+
+@contextmanager
 def _kept_numpy() -> Iterator[None]:
     """Replace NumPy's global generator for a while: quicker than copying its state twice."""
     generator = mtrand.get_bit_generator()
@@ -205,6 +225,10 @@ class _NumpyGenerator:
         self._generator, self._address = generator, generator.ctypes.state_address
         self._stood = self._where()
         return None
+
+    def forget(self) -> None:
+        """Look at the whole state the next time, whatever was known of it."""
+        self._generator = None
 
     def _where(self) -> bytes:
         # The address belongs to `self._generator`, which is kept alive by being held there.

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from onefold.core.batch import ShardedBatch
-from onefold.core.head import Call, Said, StepHead, checksum, plan_number, read_said
+from onefold.core.head import Call, Said, StepHead, checksum, read_said
 from onefold.engine.guard import Samples, Turns, ValueGuard
 from onefold.engine.outside import OutsideModules
 from onefold.engine.replica import Replica
@@ -25,7 +24,7 @@ from onefold.engine.update import SpanOptimizer
 from onefold.errors import DisagreementError
 from onefold.exchange.exchange import Exchange
 
-__all__ = ["Agreement", "head_of_step"]
+__all__ = ["Agreement"]
 
 _WITH_AVERAGES = (
     Call.EVALUATE,
@@ -33,6 +32,7 @@ _WITH_AVERAGES = (
     Call.GATHER,
     Call.SAVE,
     Call.BARRIER,
+    Call.BROADCAST,
     Call.UPDATE_BN,
     Call.AVERAGED_END,
 )
@@ -96,7 +96,7 @@ class Agreement:
         # Local checks come before devices meet: a process that fails here reports that, and nobody
         # waits for its word.
         self._update.check_groups()
-        due = call is not Call.STEP or self._turns.due
+        due = call not in (Call.STEP, Call.GRADIENT) or self._turns.due
         if due:
             self._first.check_places()
             self._parts.check_parts()
@@ -165,19 +165,3 @@ class Agreement:
             f"devices the order of such changes is left to chance; inside that block, what the "
             f"lead changes becomes everybody's"
         )
-
-
-def head_of_step(batch: ShardedBatch, step: int, loss: int) -> StepHead:
-    """Describe a step by its batch, as far as this process knows it, and by its loss's number."""
-    return StepHead(
-        call=Call.STEP,
-        step=step,
-        loss=loss,
-        samples=batch.samples,
-        plan=plan_number(batch.plan),
-        loader=batch.loader,
-        data_pass=batch.pass_number,
-        place=batch.stop,
-        data=batch.data_digest,
-        batch=batch.digest,
-    )

@@ -1,4 +1,13 @@
-"""The block in which a script may change the model between two steps: `Trainer.changing`."""
+"""The block in which a script may change the model between two steps: `Trainer.changing`.
+
+Note: a gradient inside the block
+---------------------------------
+In the block, devices may differ: where processes have their parameters in common memory, all but
+the lead write to copies. A gradient has to be computed with the same values everywhere. So the
+block is closed for as long as that takes: the lead's values become everybody's, and afterwards
+everybody goes on from there, in new copies. What the script holds are the parameters themselves,
+which stay the same objects; the gradients in their ``.grad`` are each process's own, and stay too.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +18,7 @@ from typing import Any
 
 from onefold.core.head import Call, StepHead
 from onefold.engine.agreement import Agreement
+from onefold.engine.gradients import keeping_gradients
 from onefold.engine.replica import Replica
 from onefold.engine.siblings import Siblings
 from onefold.engine.update import SpanOptimizer
@@ -41,6 +51,15 @@ class Changes:
         self._update = update
         self._agreement = agreement
         self._siblings = siblings
+        self._private = exchange.memory.is_common and replicas[0].number != 0
+        """Whether this process must not write to the memory that its parameters lie in."""
+        self.blocks = 0
+        """How many blocks the script has opened so far."""
+
+    @property
+    def number(self) -> int:
+        """Which block the script is in, counted from 1; 0 outside of any."""
+        return self.blocks if self._agreement.changing else 0
 
     @contextmanager
     def block(self, step: int) -> Iterator[None]:
@@ -49,25 +68,60 @@ class Changes:
         Args:
             step: the number of the next step.
         """
-        agreement, exchange, first = self._agreement, self._exchange, self._replicas[0]
-        named = first.parts.named.values()
-        private = exchange.memory.is_common and first.number != 0
+        self._agreement.refuse_inside(Call.CHANGING)
+        self.blocks += 1
         try:
-            if private:
-                # What this process writes must not reach the common memory, so it gets copies; made
-                # before the devices meet, after which the lead may already be writing.
-                first.check_places()
-                copies = [parameter.data.clone() for parameter in named]
-            agreement.begin(StepHead(Call.CHANGING, step))
-            agreement.changing = True
-            if private:
-                for parameter, copy in zip(named, copies, strict=True):
-                    parameter.data = copy
+            self._open(step)
             yield
         finally:
-            agreement.changing = False
-            if private:
+            self._leave()
+        self._settle(step)
+
+    @contextmanager
+    def closed(self, step: int) -> Iterator[None]:
+        """Close the block that the script is in for the length of this context; see the head.
+
+        Args:
+            step: the number of the next step.
+        """
+        if not self._agreement.changing:
+            yield
+            return
+        self._leave()
+        self._settle(step)
+        try:
+            yield
+        except BaseException:
+            # The script may catch it, alone: then it still is in its block.
+            self._agreement.changing = True
+            raise
+        self._open(step)
+
+    def _open(self, step: int) -> None:
+        agreement, first = self._agreement, self._replicas[0]
+        named = first.parts.named.values()
+        if self._private:
+            # What this process writes must not reach the common memory, so it gets copies; made
+            # before the devices meet, after which the lead may already be writing.
+            first.check_places()
+            copies = [parameter.data.clone() for parameter in named]
+        agreement.begin(StepHead(Call.CHANGING, step))
+        agreement.changing = True
+        if self._private:
+            for parameter, copy in zip(named, copies, strict=True):
+                parameter.data = copy
+
+    def _leave(self) -> None:
+        """Drop what this process has written to copies."""
+        self._agreement.changing = False
+        if self._private:
+            first = self._replicas[0]
+            with keeping_gradients(first.parts.named.values()):
                 first.attach()
+
+    def _settle(self, step: int) -> None:
+        """Make the lead's values everybody's."""
+        agreement, exchange, first = self._agreement, self._exchange, self._replicas[0]
         first.check_places()
         first.buffers.places.check()
         first.buffers.absorb()

@@ -2,50 +2,48 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
 from onefold.core.batch import ShardedBatch
-from onefold.core.head import Said, StepHead
+from onefold.core.head import Call, Said, StepHead
 from onefold.core.randomness import kept_generators
 from onefold.core.result import ShardResult
 from onefold.core.roster import Roster
 from onefold.core.settings import Settings
 from onefold.core.weights_of_step import StepWeight, total_weight
-from onefold.engine.agreement import Agreement, head_of_step
+from onefold.engine.agreement import Agreement
 from onefold.engine.averaging import Averaging
 from onefold.engine.changes import Changes
 from onefold.engine.compiling import Rehearsal
 from onefold.engine.divisors import trade_divisors
 from onefold.engine.fitting import Fitting
 from onefold.engine.gradientrules import GradientRules
-from onefold.engine.gradients import Gradients
+from onefold.engine.gradients import Gradients, keeping_gradients
 from onefold.engine.guard import Turns
-from onefold.engine.kernels import Compilers, repeatable_kernels
+from onefold.engine.handover import arriving_states
+from onefold.engine.kernels import Compilers, current_gpu, repeatable_kernels
 from onefold.engine.modes import in_mode
 from onefold.engine.nonfinite import FiniteCheck, bad_gradient
 from onefold.engine.objective import objectives_of
 from onefold.engine.optimizers import Optimizers
-from onefold.engine.optimizerstate import pack, packed, unpack
 from onefold.engine.outside import OutsideModules
 from onefold.engine.replica import LossFunction, Replica, ShardTask
 from onefold.engine.share import run_share
 from onefold.engine.siblings import Siblings
+from onefold.engine.stepstart import ModeWarning, head_of, refuse_unfrozen
 from onefold.engine.together import Together
 from onefold.engine.update import SpanOptimizer
 from onefold.engine.verdict import Verdict, verdict_of
-from onefold.errors import StateError
+from onefold.engine.wholegradient import WholeGradient, check_gradient
 from onefold.exchange.exchange import Exchange
 from onefold.watch.timing import Span
 
 __all__ = ["Engine", "Outcome"]
-
-_log = logging.getLogger("onefold")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +106,8 @@ class Engine:
         self._guard = self._agreement.guard
         self._siblings = Siblings(replicas, self._guard, self._turns)
         with_all = (replicas, exchange, update, self._agreement, self._siblings)
-        self._changes = Changes(*with_all)
+        self.changes = Changes(*with_all)
+        """The block in which a script may change the model."""
         self.averaging = Averaging(*with_all, self.follow_parameters)
         """The averages of the model, if the run keeps any."""
         self._compilers = Compilers(module, *losses.values(), compiles=settings.compile)
@@ -120,7 +119,8 @@ class Engine:
         self._finite = FiniteCheck(settings, self.rules, exchange)
         self._gradients: Gradients = []
         self._together = Together(replicas, exchange)
-        self._warned_of_mode = False
+        self._whole = WholeGradient(replicas[0], update, exchange)
+        self._mode_warning = ModeWarning(module, on_lead=replicas[0].number == 0)
         self._updating = False
         self._torn = False
         self.gradient_ready: Callable[[float], None] | None = None
@@ -160,19 +160,11 @@ class Engine:
         before, self.roster = self.roster, roster
         if roster.spans == before.spans:
             return
-        moving = {n for n in range(before.pieces) if before.owner_of(n) != roster.owner_of(n)}
-        transport, leads = self.exchange.transport, self.replicas[0].number == 0
-        pack([s for s in self.update.states() if s.piece in moving], transport.room)
-        brought = [state for memory in transport.bring() for state in unpack(memory)]
-
-        def make(device: int) -> torch.Tensor:
-            devices = {device} if self.with_others else set(range(len(roster.devices)))
-            return packed([s for s in brought if roster.owner_of(s.piece) in devices])
-
-        given = transport.hand_out(make if leads else None)
+        leads = self.replicas[0].number == 0
+        arriving = arriving_states(before, roster, self.update, self.exchange, leads=leads)
         # Now that all states have been packed and handed out, those that leave may be dropped.
         self.update.bind(roster)
-        self.update.adopt_states(unpack(given))
+        self.update.adopt_states(arriving)
         self.exchange.bind(roster)
 
     def step(
@@ -192,21 +184,66 @@ class Engine:
             StateError: a shard has changed what it must not.
             PeerError: another device is lost or has failed.
         """
+        outcome, failure = self._computed(batch, number, Call.STEP, name, asked_to_stop)
+        if outcome.norm is not None and outcome.verdict.updates:
+            self._update(outcome.norm)
+            self.fitting.note_update()
+        else:
+            self.update.drop()
+        self._end_shards(batch, failure)
+        if outcome.verdict.updates:
+            self.averaging.follow(name)
+        start = self.replicas[0].watch.now()
+        self.exchange.spread()  # from here on the board is no longer ours to read
+        self.replicas[0].watch.note("exchange", "spread", start)
+        if not self._alone:
+            self._guard.note()
+        return outcome
+
+    def gradient(
+        self, batch: ShardedBatch, number: int, *, name: str = "", asked_to_stop: bool = False
+    ) -> Outcome:
+        """Leave the gradient of a batch in ``.grad`` of the user's parameters, on all devices.
+
+        Arguments and errors are those of `step`. Of a batch that would be skipped, all parameters
+        have None there.
+        """
+        check_gradient(self.update)
+        outcome, failure = self._computed(batch, number, Call.GRADIENT, name, asked_to_stop)
+        self._end_shards(batch, failure)
+        start = self.replicas[0].watch.now()
+        if outcome.norm is not None and outcome.verdict.updates:
+            self.rules.clip(outcome.norm)
+            self._whole.hand_out()
+        else:
+            self.update.drop()
+            self.exchange.spread()
+        self.replicas[0].watch.note("exchange", "share the gradient", start)
+        if not self._alone:
+            self._guard.note()
+        return outcome
+
+    def _computed(
+        self, batch: ShardedBatch, number: int, call: Call, name: str, asked_to_stop: bool
+    ) -> tuple[Outcome, str]:
+        """Run and fold a batch's shards; return what comes of it, and what is not finite in it."""
         watch, board = self.replicas[0].watch, self.exchange.board
         self._torn, self._updating = self.is_torn, False
         self._turns.advance()
-        self._check_frozen()
+        refuse_unfrozen(self._frozen)
         self.objective = self._objectives[name]
         if isinstance(self.update.optimizer, Optimizers):
             self.update.optimizer.active = name
         start = watch.now()
-        agreed = self.agree(head_of_step(batch, number, self.objective.number), stop=asked_to_stop)
+        head = head_of(batch, number, call, loss=self.objective.number)
+        agreed = self.agree(head, stop=asked_to_stop)
         watch.note("exchange", "agree", start)
-        self._warn_of_mode()
+        self._mode_warning.give()
         with self._finite.computing():
             self._gradients = []  # of a step that failed, and was survived
         weight = self._run(batch, number)
-        failure, norm = self._finite.of_loss(batch, number), None
+        now = call is Call.GRADIENT  # what the script will use must be looked at before it does
+        failure, norm = self._finite.of_loss(batch, number, now=now), None
         if weight.value > 0 and not failure:
             norm = self._gradient(batch, weight)
             bad = partial(self._name_bad_gradient, batch)
@@ -216,25 +253,15 @@ class Engine:
             self.rules.end_step(overflow=bool(failure))
         verdict = verdict_of(weight, agreed, failure)
         # A copy, as `Step.loss` may be asked for long after the board is written again.
-        outcome = Outcome(board.totals.clone(), weight.value, verdict, norm)
-        if norm is not None and verdict.updates:
-            self._update(norm)
-            self.fitting.note_update()
-        else:
-            self.update.drop()
+        return Outcome(board.totals.clone(), weight.value, verdict, norm), failure
+
+    def _end_shards(self, batch: ShardedBatch, failure: str) -> None:
+        """Drop the shards' gradients, and have buffers follow unless something is not finite."""
         # Or they would still be there while the next step makes its own.
         self._gradients = []
         # What is not finite would stay in running means for ever: they are as before the step.
         for replica in self.replicas if not failure else ():
-            replica.buffers.end_step(board, batch, due=self._turns.due)
-        if verdict.updates:
-            self.averaging.follow(self.objective.name)
-        start = watch.now()
-        self.exchange.spread()  # from here on the board is no longer ours to read
-        watch.note("exchange", "spread", start)
-        if not self._alone:
-            self._guard.note()
-        return outcome
+            replica.buffers.end_step(self.exchange.board, batch, due=self._turns.due)
 
     def agree(self, head: StepHead, *, function: object = None, stop: bool = False) -> Said:
         """Wait for all devices to have begun the same call; see `Agreement.begin`."""
@@ -246,7 +273,7 @@ class Engine:
         Args:
             step: the number of the next step.
         """
-        return self._changes.block(step)
+        return self.changes.block(step)
 
     def check_last_step(self) -> None:
         """Wait for the last step's loss and gradient where nobody has looked at them yet.
@@ -267,7 +294,13 @@ class Engine:
         Args:
             training: whether the modules are in training mode all the same.
         """
-        with self._computing(), in_mode(self._module, training=training), torch.no_grad():
+        # Other devices of this process compute in turn, without what the first has in `.grad`.
+        with (
+            keeping_gradients(self._parts.trained.values()),
+            self._computing(),
+            in_mode(self._module, training=training),
+            torch.no_grad(),
+        ):
             yield
 
     @contextmanager
@@ -285,7 +318,7 @@ class Engine:
         if replica is not self.replicas[0]:
             replica.attach()
         try:
-            with _current(replica.device):
+            with current_gpu(replica.device):
                 yield
         finally:
             replica.buffers.restore()
@@ -363,7 +396,7 @@ class Engine:
                 gradients = run_share(replica, batch, task, self.exchange, done)
         if task.shards > 1:
             # Before `collect`: no process must update with what was computed of such parameters.
-            self._refuse_writing(task.step)
+            self._guard.refuse_writing(task.step, values=self._turns.due)
         watch = self.replicas[0].watch
         start = watch.now()
         self.exchange.collect(batch.plan)
@@ -377,18 +410,6 @@ class Engine:
             with self.attached(replica):
                 found[replica.number] = replica.weigh_shards(batch, task)
         return trade_divisors(self.exchange, batch, found, self.replicas, task.step)
-
-    def _refuse_writing(self, step: int) -> None:
-        """Refuse changes to parameters while shards run: they belong to the optimizer."""
-        changed = self._guard.changed(values=self._turns.due)
-        if changed:
-            raise StateError(
-                f"step {step}: {self._guard.name_of(changed)} was written to while the loss was "
-                f"computed (max_norm of an embedding, a masked weight, a momentum encoder do so): "
-                f"the shards that follow on the same device would see it, and others would not. "
-                f"Write to parameters between steps, in `with trainer.changing():`, or keep what "
-                f"changes with every batch in a buffer"
-            )
 
     def _gradient(self, batch: ShardedBatch, weight: StepWeight) -> torch.Tensor:
         """Take the totals of the step; return the norm of the gradient, (), alike everywhere."""
@@ -415,14 +436,6 @@ class Engine:
         self.update.step()
         self.replicas[0].watch.note("update", "update", start)
 
-    def _check_frozen(self) -> None:
-        for name, parameter in self._frozen.items():
-            if parameter.requires_grad:
-                raise ValueError(
-                    f"parameter {name} was frozen when Trainer was made, so it has no place in the "
-                    f"gradient buffers. Make Trainer first and freeze afterwards, or make a new one"
-                )
-
     def _name_bad_gradient(self, batch: ShardedBatch) -> str:
         """Compute the step's shards once more, to name the first gradient that is not finite."""
         task, done = replace(self._task, scale=1.0), dict[int, ShardResult]()
@@ -433,17 +446,3 @@ class Engine:
                     return bad
                 task, done = self._together.prepare(batch, task)
             return bad_gradient(self.replicas, self.attached, batch, task, self.exchange, done)
-
-    def _warn_of_mode(self) -> None:
-        if not self._module.training and not self._warned_of_mode:
-            self._warned_of_mode = True
-            if self.replicas[0].number == 0:
-                _log.warning(
-                    "the model is in evaluation mode: dropout and batch norm do not train. Modes "
-                    "are yours; call model.train() before the steps if that was not meant"
-                )
-
-
-def _current(device: torch.device) -> AbstractContextManager[object]:
-    """Make a GPU the one that ``device="cuda"`` refers to, where one process drives several."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

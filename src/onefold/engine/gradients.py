@@ -15,7 +15,8 @@ optimizers read gradients in the parameter's order, whatever their strides.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NoReturn
 
 import torch
@@ -31,6 +32,7 @@ __all__ = [
     "drop_gradients",
     "exact_norm",
     "gradients_of",
+    "keeping_gradients",
     "take_gradients",
     "widened",
 ]
@@ -54,6 +56,19 @@ def drop_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
         # Setting .grad takes several times as long as reading it, and mostly there is nothing.
         if parameter.grad is not None:
             parameter.grad = None
+
+
+@contextmanager
+def keeping_gradients(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
+    """Put back what each parameter has in ``.grad``, the script's, after memory was changed."""
+    listed = list(parameters)
+    kept = gradients_of(listed)
+    try:
+        yield
+    finally:
+        for parameter, gradient in zip(listed, kept, strict=True):
+            if parameter.grad is not gradient:
+                parameter.grad = gradient
 
 
 def take_gradients(

@@ -18,6 +18,7 @@ import torch
 
 from onefold.core.flat import FlatTensors
 from onefold.core.head import checksum
+from onefold.errors import StateError
 from onefold.system.compat import version_of
 
 __all__ = ["Samples", "Turns", "ValueGuard"]
@@ -160,6 +161,26 @@ class ValueGuard:
             return self._changed(self._samples.read())
         # Compared with themselves, values differ in nothing: only the counts decide.
         return self._changed(self._values)
+
+    def refuse_writing(self, step: int, *, values: bool) -> None:
+        """Refuse changes to parameters while shards run: they belong to the optimizer.
+
+        Args:
+            step: number of the step that is computed.
+            values: as for `changed`.
+
+        Raises:
+            StateError: a parameter was changed since the last `note`.
+        """
+        changed = self.changed(values=values)
+        if changed:
+            raise StateError(
+                f"step {step}: {self.name_of(changed)} was written to while the loss was "
+                f"computed (max_norm of an embedding, a masked weight, a momentum encoder do so): "
+                f"the shards that follow on the same device would see it, and others would not. "
+                f"Write to parameters between steps, in `with trainer.changing():`, or keep what "
+                f"changes with every batch in a buffer"
+            )
 
     def look(
         self, *, also: Samples | None = None, due: bool, of_all: bool = False

@@ -30,7 +30,7 @@ from onefold.system.compat import (
     load_compiler,
 )
 
-__all__ = ["Compilers", "repeatable_kernels"]
+__all__ = ["Compilers", "current_gpu", "repeatable_kernels"]
 
 _NOTHING = nullcontext()
 
@@ -152,3 +152,8 @@ def _compiled_parts(
 def _has_mark(value: object) -> bool:
     # Compiled modules are found as modules; here a wrapped one would be listed twice.
     return not isinstance(value, torch.nn.Module) and is_compiled(value)
+
+
+def current_gpu(device: torch.device) -> AbstractContextManager[object]:
+    """Make a GPU the one that ``device="cuda"`` refers to, where one process drives several."""
+    return torch.cuda.device(device) if device.type == "cuda" else _NOTHING

@@ -96,14 +96,19 @@ class FiniteCheck:
         self._is_late = not on_host and not self._skips and rules.scale is None
         self._unread: _Unread | None = None
 
-    def of_loss(self, batch: ShardedBatch, step: int) -> str:
+    def of_loss(self, batch: ShardedBatch, step: int, *, now: bool = False) -> str:
         """Describe the first loss that is not finite, if the step is to be skipped for it.
+
+        Args:
+            batch: of the step.
+            step: its number.
+            now: look at once, at gradient as well, though that waits for a GPU.
 
         Raises:
             LossError: there is one, and it is not to be skipped.
         """
         totals = self._board.totals
-        if self._is_late:
+        if self._is_late and not now:
             self._unread = _Unread(step, batch, _OnItsWay(totals))
             return ""
         return self._checked(_bad_loss(totals.cpu(), batch, step))

@@ -7,6 +7,7 @@ import weakref
 
 import torch
 
+from onefold.engine.byscript import ByScript
 from onefold.engine.optimizers import optimizers_in
 
 __all__ = ["TAKEN", "check_optimizer", "updates_by_element"]
@@ -24,6 +25,7 @@ _BY_ELEMENT = frozenset(
         torch.optim.RMSprop,
         torch.optim.ASGD,
         torch.optim.Rprop,
+        ByScript,
     }
 )
 _LOW = {torch.bfloat16, torch.float16}
@@ -54,7 +56,9 @@ def check_optimizer(optimizer: object, module: torch.nn.Module) -> None:
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise TypeError(
             f"{name} needs a closure that runs the model several times a step, which cannot be "
-            f"divided among devices. Use an optimizer whose step() takes no closure"
+            f"divided among devices. Give Trainer None in its place, and in every step, on every "
+            f"device: `with trainer.changing(): optimizer.step(lambda: "
+            f"trainer.gradient(batch).loss)`. Or use an optimizer whose step() takes no closure"
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise TypeError("SparseAdam works on sparse gradients; use Adam and dense embeddings")

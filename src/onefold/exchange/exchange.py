@@ -10,7 +10,7 @@ Note: the order of a step, and who may touch what
    totals of this process's own spans are ready.
 4. The owner updates its spans of the parameters, and nobody else touches them.
 5. ``spread`` returns when every device has every span. From then on partial sums and board may be
-   written again.
+   written again. Where the script updates, ``share_gradient`` takes the place of 4 and 5.
 
 Every device of the run makes the same calls in the same order. ``agree``, ``collect`` and
 ``spread`` may block, for the transport's limit at the most; they raise `PeerError` when another
@@ -23,6 +23,7 @@ from collections.abc import Sequence
 
 import torch
 
+from onefold.core.flat import FlatTensors
 from onefold.core.roster import Roster
 from onefold.core.shard import Plan
 from onefold.core.storage import Storage
@@ -112,6 +113,19 @@ class Exchange:
     def spread(self) -> None:
         """Wait until the updated spans are in every device's parameters."""
         self.memory.hand_on()
+        self._release()
+
+    def share_gradient(self, whole: FlatTensors) -> None:
+        """Bring the gradient of every span to every process, in place of update and `spread`.
+
+        Args:
+            whole: has the layout of gradients, and holds those of this process's spans; complete
+                afterwards, and nobody's but the caller's.
+        """
+        self.memory.share_gradient(whole)
+        self._release()
+
+    def _release(self) -> None:
         # The totals are views of the partial sums: both go, now that every update is done.
         for span_fold in self._folds.values():
             span_fold.release()

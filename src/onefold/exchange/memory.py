@@ -87,6 +87,15 @@ class Memory(ABC):
         """Bring the updated spans to every device, and wait until they are there."""
 
     @abstractmethod
+    def share_gradient(self, whole: FlatTensors) -> None:
+        """Bring the gradient of every span to every process; may block as `hand_on` does.
+
+        Args:
+            whole: has the layout of gradients, and holds those of this process's spans; complete
+                afterwards.
+        """
+
+    @abstractmethod
     def release(self) -> None:
         """Drop the gradients that were published."""
 

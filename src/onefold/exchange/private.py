@@ -122,6 +122,13 @@ class PrivateMemory(Memory):
             operations += _moves(False, peer, flat, self._updated[peer])
         self._transport.move(operations).finish()
 
+    def share_gradient(self, whole: FlatTensors) -> None:
+        operations = []
+        for peer in self._transport.peers():
+            operations += _moves(True, peer, whole, self._summed[self._rank])
+            operations += _moves(False, peer, whole, self._summed[peer])
+        self._transport.move(operations).finish()
+
     def release(self) -> None:
         for partial in self._own.values():
             partial.release()

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import torch
 
@@ -97,13 +97,13 @@ class HostMemory(Memory):
         self.follow_lead(start.buffers)
 
     def bind(self, roster: Roster) -> None:
-        # What the other owners will read of our gradients must be in the file, not with backward.
-        visible = [
-            chunk
-            for owner, span in enumerate(roster.spans)
-            if owner != self._rank
-            for chunk in cut_chunks(self._storage.gradients, self._storage.pieces_of(span))
+        storage = self._storage
+        self._summed = [
+            cut_chunks(storage.gradients, storage.pieces_of(span)) for span in roster.spans
         ]
+        # What the other owners will read of our gradients must be in the file, not with backward.
+        others = (chunks for n, chunks in enumerate(self._summed) if n != self._rank)
+        visible = list(chain.from_iterable(others))
         for partial in self._own:
             partial.show(visible)
 
@@ -131,6 +131,20 @@ class HostMemory(Memory):
 
     def hand_on(self) -> None:
         # Owners updated the one copy of the parameters; it remains to wait for all of them.
+        self.transport.meet()
+
+    def share_gradient(self, whole: FlatTensors) -> None:
+        # The stretch of its own span in its own first partial sum is read by nobody but the owner,
+        # whose fold is over: see the notes of `onefold.exchange.spans`.
+        own = self._own[0].flat
+        for chunk in self._summed[self._rank]:
+            own.chunk(chunk).copy_(whole.chunk(chunk))
+        # The first meeting: all have written. The second: all have read, and may write again.
+        self.transport.meet()
+        for owner, chunks in enumerate(self._summed):
+            source = self._partials[Published(owner, 0)]
+            for chunk in chunks if owner != self._rank else ():
+                whole.chunk(chunk).copy_(source.chunk(chunk))
         self.transport.meet()
 
     def release(self) -> None:

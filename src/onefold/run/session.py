@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -34,6 +33,7 @@ from onefold.core.shard import Plan
 from onefold.core.world import World
 from onefold.engine.assembly import assemble
 from onefold.engine.batchnorm import recompute_statistics
+from onefold.engine.byscript import NO_STEP, ByScript, chosen_optimizer
 from onefold.engine.compiling import check_compiler, check_layers
 from onefold.engine.engine import Outcome
 from onefold.engine.evaluation import DataCall, ScoreFunction
@@ -43,6 +43,8 @@ from onefold.exchange.progress import progress_of
 from onefold.reading.loader import Loader
 from onefold.reading.position import Position
 from onefold.reading.reader import Collate, SizedDataset
+from onefold.run.ending import Stopped, is_failing, only_noting
+from onefold.run.gradientsteps import GradientSteps, Place
 from onefold.run.membership import at_good_end, register
 from onefold.run.observers import observers_of
 from onefold.run.team import form_team, settle_process
@@ -87,21 +89,19 @@ class Session:
             settings = replace(settings, precision=AS_GIVEN, microbatch=None, compile=False)
         # Refused before any device is touched or anybody else is contacted.
         user.check(settings)
+        optimizer = chosen_optimizer(user.optimizer, user.module, world.options)
         if settings.compile:
             check_layers(user.module)
         self.settings, self.parts = settings, user
         self.team = form_team(world, devices, shards=settings.shards, module=user.module)
-        for device in self.team.own_devices.values():
-            check_device(settings.precision, device)
-            if settings.compile:
-                check_compiler(device)
+        _check_devices(self.team.own_devices.values(), settings)
         chosen = self._checked_plan(plan)
         # Before the engine, whose first additions must have the run's number of threads.
         settle_process(self.team, settings)
         self.verifying = Verifying(world, user.module, user.losses)
         self.engine = assemble(
             user.module,
-            user.optimizer,
+            optimizer,
             self.verifying.losses,
             settings=settings,
             team=self.team,
@@ -113,6 +113,8 @@ class Session:
         self.asked_to_stop = False
         """Whether the run was asked to stop; the same on all devices, as a step agrees on it."""
         self.position = Position()
+        self.gradients = GradientSteps(on_lead=self.team.has_lead)
+        """Which calls of `gradient` belong to one step."""
         self.checkpoints = Checkpoints(
             self.engine, settings, self.team, self.position, user.schedule
         )
@@ -219,6 +221,8 @@ class Session:
     def step(self, batch: object, loss: str | None = None) -> Step:
         """Make one update; see `Trainer.step`."""
         name = self.parts.loss_name(loss)
+        if isinstance(self.engine.update.optimizer, ByScript):
+            raise RuntimeError(NO_STEP)
         # Drop the times of a step that failed, if the script survived it.
         self.engine.take_spans()
         start = host_now_s()
@@ -245,6 +249,41 @@ class Session:
         if self._after_step(cut, stop=outcome.verdict.stops):
             raise SystemExit(STOPPED_CODE)
         return step
+
+    def gradient(self, batch: object, loss: str | None = None) -> Step:
+        """Leave a batch's gradient in ``.grad``; see `Trainer.gradient`."""
+        engine, name = self.engine, self.parts.loss_name(loss)
+        engine.take_spans()
+        start = host_now_s()
+        with self.telling_others():
+            place = Place(self.position.step, engine.changes.number, engine.changes.blocks)
+            again = self.gradients.goes_on(batch, place)
+            cut = self._cut(self.verifying.batch(batch))
+            waited = cut.waited or (start, host_now_s())
+            with engine.changes.closed(place.step + 1):
+                if not again and self._before_step(cut):
+                    raise Stopped(STOPPED_CODE)
+                number = place.step + (not again)
+                asked = self._world.options.may_stop and self._is_asked_to_stop()
+                with self.verifying.step(cut, number, name) as given:
+                    outcome = engine.gradient(given, number, name=name, asked_to_stop=asked)
+                self.asked_to_stop |= outcome.verdict.stops
+                self.gradients.note(batch, place, begins=not again)
+                if not again:
+                    self._note_gradient(cut, stop=outcome.verdict.stops)
+        spans = engine.take_spans()
+        first = [Span("data", "batch", *waited), *spans[self.team.own[0]]]
+        step = Step(number, cut.samples, cut.epoch, outcome, first, name)
+        for observe in () if again else self._observers:
+            observe(step, spans | {self.team.own[0]: first})
+        return step
+
+    def _note_gradient(self, batch: ShardedBatch, *, stop: bool) -> None:
+        """Count the step of a gradient, whose update is the script's and comes later."""
+        self.position.note_step(batch)
+        self.note_progress()
+        if self._autosave is not None:
+            self._autosave.after_gradient(batch, stop=stop)
 
     def _compute(self, batch: ShardedBatch, number: int, name: str) -> Outcome:
         # Devices see the signal at different times; the step makes one answer of it.
@@ -276,7 +315,7 @@ class Session:
         # The last save needs all devices. If this script is failing, the others do not come: leave
         # it to the failure, which ends the run.
         saves_with_others = self._autosave is not None and self.engine.with_others
-        if saves_with_others and not self._left and _is_failing():
+        if saves_with_others and not self._left and is_failing():
             return
         self._finish()
         self._left = True
@@ -285,7 +324,7 @@ class Session:
     def _finish(self) -> None:
         """Write everything that is still to be saved."""
         if self._autosave is not None and not self._left:
-            with self.telling_others(), _only_noting():
+            with self.telling_others(), only_noting():
                 self._autosave.finish()
         with self.telling_others():
             self.checkpoints.finish()
@@ -330,6 +369,8 @@ class Session:
             )
         try:
             yield
+        except Stopped:
+            raise  # on all devices alike, and everything is saved
         except BaseException as error:
             if but is None or not isinstance(error, but):
                 # Alone, nobody else is left waiting: a script that survives the error may go on.
@@ -347,20 +388,9 @@ class Session:
             self._progress.set_step(self._world.rank, self.position.step + 1)
 
 
-@contextmanager
-def _only_noting() -> Iterator[None]:
-    """If the script is failing already, only log what is raised: the user must see the first."""
-    failing = _is_failing()
-    try:
-        yield
-    except Exception as error:
-        if not failing:
-            raise
-        _log.error("the end of the run was not saved: %s: %s", type(error).__name__, error)
-
-
-def _is_failing() -> bool:
-    """Whether an exception is being handled that ends the script in error."""
-    error = sys.exc_info()[1]
-    ends_well = isinstance(error, SystemExit) and error.code in (None, 0)
-    return error is not None and not ends_well
+def _check_devices(devices: Iterable[torch.device], settings: Settings) -> None:
+    """Refuse devices that cannot compute as the settings ask for."""
+    for device in devices:
+        check_device(settings.precision, device)
+        if settings.compile:
+            check_compiler(device)

@@ -10,6 +10,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from onefold.core.settings import Settings
+from onefold.engine.byscript import check_by_script
 from onefold.engine.lowprecision import check_precision
 from onefold.engine.modelcheck import check_model
 from onefold.engine.optimizercheck import check_optimizer
@@ -26,8 +27,9 @@ class UserParts:
 
     module: torch.nn.Module
     """The model; of several, a `torch.nn.ModuleDict`."""
-    optimizer: torch.optim.Optimizer
-    """Of all trained parameters; of several, `onefold.engine.optimizers.Optimizers`."""
+    optimizer: torch.optim.Optimizer | None
+    """Of all trained parameters; of several, `onefold.engine.optimizers.Optimizers`; None if the
+    script updates by itself."""
     losses: Mapping[str, LossFunction]
     """The losses by name; one alone has an empty name."""
     schedule: LRScheduler | None
@@ -36,7 +38,7 @@ class UserParts:
     def of(
         cls,
         model: torch.nn.Module | Mapping[str, torch.nn.Module],
-        optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer],
+        optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None,
         loss: LossFunction | Mapping[str, LossFunction],
         schedule: LRScheduler | None,
     ) -> UserParts:
@@ -59,13 +61,11 @@ class UserParts:
             TypeError, ValueError: a part is of a wrong type or cannot be trained.
         """
         check_model(self.module)
-        for each in optimizers_in(self.optimizer).values():
-            check_optimizer(each, self.module)
-        if isinstance(self.optimizer, Optimizers):
-            _check_apart(self.optimizer, self.module)
+        if self.optimizer is None:
+            check_by_script(self.schedule, settings.precision)
+        else:
+            self._check_optimizer(self.optimizer)
         check_precision(settings.precision, self.module.named_parameters())
-        if self.schedule is not None:
-            check_schedule(self.schedule, self.optimizer)
         for name, loss in self.losses.items():
             if not callable(loss):
                 where = f"loss[{name!r}]" if name else "loss"
@@ -77,6 +77,14 @@ class UserParts:
                 'microbatch="auto" looks for the largest pieces of one loss, and this Trainer has '
                 "several: expected a number of samples that fits for all of them"
             )
+
+    def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        for each in optimizers_in(optimizer).values():
+            check_optimizer(each, self.module)
+        if isinstance(optimizer, Optimizers):
+            _check_apart(optimizer, self.module)
+        if self.schedule is not None:
+            check_schedule(self.schedule, optimizer)
 
     def loss_name(self, name: str | None) -> str:
         """Return the name of the loss that a script means; None for the only one.

@@ -74,6 +74,8 @@ class Verifying:
         self._collates: dict[int, KeepingCollate] = {}
         self._own: object = None
         self._steps = 0
+        self._number = 0
+        """Number of the last step."""
         self.losses = losses
         """The losses that the engine is to use, by name."""
         self._mathematics: Mathematics | None = None
@@ -129,10 +131,12 @@ class Verifying:
             return
         if self._mathematics is not None:
             self._mathematics.use(name)
-        self._steps += 1
-        # Past the steps that are compared the script goes on; its payloads are still wrapped.
-        if self._steps > self._world.options.probe_steps:
-            yield self._unpacked(batch)[0]
+        again, self._number = number == self._number, number
+        self._steps += not again
+        # Past the steps that are compared, and past the first of several gradients of a step, the
+        # script goes on; its payloads are still wrapped.
+        if again or self._steps > self._world.options.probe_steps:
+            yield batch if self._mathematics is None else self._unpacked(batch)[0]
             return
         with self._state.step() as states:
             if self._mathematics is None:

@@ -1,0 +1,86 @@
+"""Brings values from device to device between steps: `Trainer.gather` and `Trainer.broadcast`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from onefold.core.wire import decode, encode
+from onefold.errors import DisagreementError
+from onefold.exchange.exchange import Exchange
+
+__all__ = ["broadcast", "gather", "written"]
+
+
+def written(value: object) -> bytes:
+    """Write a value as bytes for other devices; done before the devices meet.
+
+    Raises:
+        TypeError: it is, or holds, something that cannot be sent.
+        ValueError: it is a dict of numbers with a name that is empty or has several lines.
+    """
+    if isinstance(value, Mapping) and _is_numbers(value):
+        for name in value:
+            if "\n" in name or not name:
+                raise ValueError(f"expected names of one line for numbers, got {name!r}")
+    return encode(value, "the value")
+
+
+def gather(exchange: Exchange, own: Mapping[int, bytes]) -> list[Any]:
+    """Gather a value from every device, in the devices' order.
+
+    Args:
+        exchange: with all devices.
+        own: for each own device what `written` made of its value.
+
+    Returns:
+        The values. Where all of them are dicts of numbers, the numbers are floats.
+
+    Raises:
+        DisagreementError: all are dicts of numbers, and their names differ.
+    """
+    values = [decode(text) for text in exchange.transport.gather_bytes(own)]
+    if not all(map(_is_numbers, values)):
+        return values
+    _check_names([list(each) for each in values])
+    return [{name: float(number) for name, number in each.items()} for each in values]
+
+
+def broadcast(exchange: Exchange, text: bytes | None) -> Any:
+    """Bring the lead's value to every device.
+
+    Args:
+        exchange: with all devices.
+        text: on the lead's process, what `written` made of its value; elsewhere None.
+    """
+    made = None if text is None else torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    given = exchange.transport.hand_out(None if made is None else lambda device: made)
+    return decode(given.numpy().tobytes())
+
+
+def _is_numbers(value: object) -> bool:
+    """Whether a value is a dict of real numbers by name, and nothing else."""
+    return isinstance(value, Mapping) and all(
+        type(name) is str and _is_number(number) for name, number in value.items()
+    )
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, np.generic):
+        return value.dtype.kind in "biuf"
+    if isinstance(value, torch.Tensor):
+        return value.dim() == 0 and not value.is_complex()
+    return type(value) in (bool, int, float)
+
+
+def _check_names(names: Sequence[Sequence[str]]) -> None:
+    first = next((each for each in names if each), [])
+    for number, each in enumerate(names):
+        if list(each) != list(first):
+            raise DisagreementError(
+                f"device {number} has {each} and another one {first}: expected numbers of the same "
+                f"names, in the same order, on every device"
+            )

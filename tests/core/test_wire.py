@@ -1,0 +1,107 @@
+"""Values as bytes: every kind comes back as it was, and nothing else gets through."""
+
+from __future__ import annotations
+
+import collections
+import enum
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onefold.core.wire import decode, encode
+from tests.between import mine, shown
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),
+    lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text(), inner),
+    max_leaves=20,
+)
+
+
+@settings(deadline=None, max_examples=100)
+@given(plain)
+def test_every_value_comes_back(value: Any) -> None:
+    assert shown(decode(encode(value, "value") + b"more")) == shown(value)
+
+
+def test_so_do_tensors_and_arrays() -> None:
+    value = mine(1)
+    found = decode(encode(value, "value"))
+    assert shown(found) == shown(value)
+    assert not found["scalar"].requires_grad
+    found["array"][0, 0] = 7  # its own memory
+    assert decode(encode(torch.zeros(3, 1).expand(3, 4), "value")).tolist() == [[0.0] * 4] * 3
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bool, torch.uint16, torch.int64, torch.float16, torch.float8_e4m3fn, torch.complex64],
+    ids=str,
+)
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (2, 3)], ids=str)
+def test_tensors_of_any_dtype_and_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    value = torch.ones(shape).to(dtype)
+    assert shown(decode(encode(value, "value"))) == shown(value)
+
+
+def test_conjugates_are_resolved() -> None:
+    value = torch.tensor([1 + 2j]).conj()
+    assert decode(encode(value, "value")).tolist() == [1 - 2j]
+
+
+def test_mappings_become_dicts_and_nan_keeps_its_bits() -> None:
+    found = decode(encode(collections.OrderedDict(a=math.nan), "value"))
+    assert type(found) is dict
+    assert math.isnan(found["a"])
+
+
+class Colour(enum.IntEnum):
+    RED = 1
+
+
+Pair = collections.namedtuple("Pair", "one other")
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (object(), "the value is of type object, which no device can send"),
+        ([1, {2}], r"the value\[1\] is of type set"),
+        ({"a": (Colour.RED,)}, r"the value\['a'\]\[0\] is of type Colour"),
+        (Pair(1, 2), "of type Pair"),
+        ({3: 1}, "the value has the key 3, of type int: expected text"),
+        (np.array([object()]), "a NumPy ndarray of object.*tolist"),
+        (np.array(["text"]), "a NumPy ndarray of <U4"),
+        (np.ma.masked_array([1.0]), "a NumPy MaskedArray"),
+        (torch.zeros(2, 2).to_sparse(), r"a cpu torch.sparse_coo tensor.*to_dense"),
+        (torch.zeros(2, device="meta"), "a meta torch.strided tensor"),
+        (1 + 2j, "of type complex"),
+        (lambda: None, "of type function"),
+    ],
+    ids=str,
+)
+def test_everything_else_is_refused_by_name(value: object, words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        encode(value, "the value")
+
+
+def test_what_holds_itself_is_refused() -> None:
+    value: list[object] = []
+    value.append(value)
+    with pytest.raises(TypeError, match="nested more than 50 levels deep"):
+        encode(value, "the value")
+
+
+@pytest.mark.parametrize(
+    "tree", [["object"], ["tensor", "load", [1]], ["array", "|O", [1]], ["scalar", "<U3"]]
+)
+def test_nothing_else_is_ever_constructed(tree: list[object]) -> None:
+    text = json.dumps(tree).encode()
+    with pytest.raises(ValueError, match="there is no"):
+        decode(len(text).to_bytes(8, "little") + text + bytes(64))

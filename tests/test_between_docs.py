@@ -1,0 +1,76 @@
+"""What the pages on the time between steps show does what they say."""
+
+from __future__ import annotations
+
+import copy
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import onefold
+from tests.conftest import ROOT
+from tests.test_docs import blocks
+
+GUIDES = ROOT / "docs" / "guides"
+
+
+def script_of(page: str, folder: Path) -> dict[str, Any]:
+    """The names of a page's script, and of the functions that follow it."""
+    (folder / "script.py").write_text("\n\n".join(blocks(GUIDES / page)))
+    return runpy.run_path(str(folder / "script.py"))
+
+
+def test_what_may_be_done_between_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = script_of("between-steps.md", tmp_path)
+    assert len(script["main"]()) == 16
+    assert capsys.readouterr().out.startswith("run 1 0 [[")
+
+
+def test_the_gradient_without_the_update(tmp_path: Path) -> None:
+    script = script_of("gradient-without-update.md", tmp_path)
+    plain = copy.deepcopy(script["model"])
+    value, steps = script["main"]()
+    optimizer = torch.optim.LBFGS(plain.parameters(), line_search_fn="strong_wolfe")
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        mean = script["loss"](plain, script["batch"]).mean()
+        mean.backward()
+        return mean
+
+    for _ in range(3):
+        expected = optimizer.step(closure)
+    assert steps == 3
+    assert value == pytest.approx(float(expected.detach()), rel=1e-6)
+
+
+def test_the_functions_beside_it(tmp_path: Path) -> None:
+    script = script_of("gradient-without-update.md", tmp_path)
+    found = []
+    for devices in (1, 2):
+        torch.manual_seed(1)
+        model = copy.deepcopy(script["model"])
+        trainer = onefold.Trainer(
+            model, None, script["loss"], shards=4, devices=["cpu"] * devices, threads=1
+        )
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        script["sam"](trainer, optimizer, [script["batch"], (*script["batch"],)])
+        script["noisy"](trainer, optimizer, (*script["batch"],))
+        script["save"](trainer, optimizer, tmp_path / "run")
+        other = torch.optim.Adam(model.parameters(), lr=0.01)
+        script["load"](trainer, other, tmp_path / "run")
+        assert str(other.state_dict()) == str(optimizer.state_dict())
+        found.append(trainer.fingerprint())
+    assert found[0] == found[1]
+
+
+def test_a_penalty_in_the_loss(tmp_path: Path) -> None:
+    script = script_of("gradient-without-update.md", tmp_path)
+    critic = script["model"]
+    optimizer = torch.optim.Adam(critic.parameters())
+    trainer = onefold.Trainer(critic, optimizer, script["critic_loss"], shards=4, devices=["cpu"])
+    inputs = script["batch"][0]
+    assert trainer.step((inputs, inputs.flip(0))).number == 1
