@@ -96,7 +96,7 @@ class Engine:
         self._frozen = frozen
         self._parts = replicas[0].parts
         self._module = module = replicas[0].module
-        trained = list(self._parts.trained.values())
+        trained = self._parts.trained.values()
         self._objectives = objectives_of(losses, update.optimizer, trained, settings)
         self.objective = next(iter(self._objectives.values()))
         """What the step is made of, or the last one was."""

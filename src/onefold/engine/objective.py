@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -36,7 +36,7 @@ class Objective:
 def objectives_of(
     losses: Mapping[str, LossFunction],
     optimizer: torch.optim.Optimizer,
-    trained: Sequence[torch.nn.Parameter],
+    trained: Iterable[torch.nn.Parameter],
     settings: Settings,
 ) -> dict[str, Objective]:
     """Put losses and optimizers together.
