@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from onefold.core.head import Call, StepHead
 from onefold.core.precision import Precision, PrecisionName
-from onefold.core.settings import BufferRule, Microbatch, OnNonfinite, Settings
+from onefold.core.settings import BufferRule, Microbatch, OnNonfinite, ScheduleEvery, Settings
 from onefold.engine.evaluation import ScoreFunction, evaluate
 from onefold.engine.prediction import gather, predict
 from onefold.engine.replica import LossFunction
@@ -39,7 +39,10 @@ class Trainer(TrainedModel):
             it a launcher decides, or one device is used.
         plan: how many shards each device runs, such as ``(3, 1)``; even shares by default.
         threads: of each CPU device; ``max(1, cores // shards)`` by default.
-        schedule: a ``torch.optim.lr_scheduler`` of the optimizer, stepped once a step and saved.
+        schedule: a ``torch.optim.lr_scheduler`` of the optimizer; part of every checkpoint.
+        schedule_every: when the schedule is stepped: after each ``"step"`` (only those that update),
+            when an ``"epoch"`` of `epochs` ends, or only where the ``"script"`` calls its ``step``
+            itself, with a score if it takes one, alike on every device.
         clip_norm: scale the whole gradient down to this norm where it is larger.
         clip_value: limit each element of the gradient to this magnitude, after ``clip_norm``.
         precision: ``"bf16"`` or ``"fp16"`` computes by autocast; with ``"bf16-params"`` and
@@ -85,6 +88,7 @@ class Trainer(TrainedModel):
         plan: Sequence[int] | None = None,
         threads: int | None = None,
         schedule: LRScheduler | None = None,
+        schedule_every: ScheduleEvery = "step",
         clip_norm: float | None = None,
         clip_value: float | None = None,
         precision: PrecisionName | None = None,
@@ -109,6 +113,7 @@ class Trainer(TrainedModel):
             timeout_s=world.options.timeout_s if timeout_s is None else timeout_s,
             threads=threads,
             buffers=dict(buffers or {}),
+            schedule_every=schedule_every,
         )
         user = UserParts(model, optimizer, loss, schedule)
         super().__init__(Session(world, user, settings, devices=devices, plan=plan))

@@ -29,7 +29,7 @@ from onefold.checkpoint.autosave import Autosave
 from onefold.checkpoint.resume import Checkpoints
 from onefold.core.batch import ShardedBatch, cut_batch
 from onefold.core.head import Call
-from onefold.core.precision import AS_GIVEN, Precision
+from onefold.core.precision import AS_GIVEN
 from onefold.core.settings import Settings
 from onefold.core.shard import Plan
 from onefold.core.world import World
@@ -42,7 +42,7 @@ from onefold.engine.lowprecision import check_device, check_precision
 from onefold.engine.modelcheck import check_model
 from onefold.engine.optimizercheck import check_optimizer
 from onefold.engine.replica import LossFunction
-from onefold.engine.schedule import check_schedule
+from onefold.engine.schedule import RunSchedule, check_schedule
 from onefold.engine.step import Step
 from onefold.exchange.progress import progress_of
 from onefold.reading.loader import Loader
@@ -68,7 +68,7 @@ class UserParts(NamedTuple):
     loss: LossFunction
     schedule: LRScheduler | None
 
-    def check(self, precision: Precision) -> None:
+    def check(self, settings: Settings) -> None:
         """Refuse what is not usable, before any work is done.
 
         Raises:
@@ -76,9 +76,8 @@ class UserParts(NamedTuple):
         """
         check_model(self.model)
         check_optimizer(self.optimizer, self.model)
-        check_precision(precision, self.model.named_parameters())
-        if self.schedule is not None:
-            check_schedule(self.schedule, self.optimizer)
+        check_precision(settings.precision, self.model.named_parameters())
+        check_schedule(self.schedule, self.optimizer, settings.schedule_every)
         if not callable(self.loss):
             raise TypeError(f"expected loss to be a function of model and batch, got {self.loss!r}")
 
@@ -113,7 +112,7 @@ class Session:
             # code would not see the random draws either that the comparison replaces.
             settings = replace(settings, precision=AS_GIVEN, microbatch=None, compile=False)
         # Refused before any device is touched or anybody else is contacted.
-        user.check(settings.precision)
+        user.check(settings)
         if settings.compile:
             check_layers(user.model)
         self.settings = settings
@@ -139,12 +138,12 @@ class Session:
         self.verifying.begin(self.engine, self.team)
         self.asked_to_stop = False
         """Whether the run was asked to stop; the same on all devices, as a step agrees on it."""
-        self.position = Position()
+        self._schedule = RunSchedule(user.schedule, settings.schedule_every, user.optimizer)
+        self.position = Position(self._schedule.end_epoch)
         self.checkpoints = Checkpoints(
-            self.engine, settings, self.team, self.position, user.schedule
+            self.engine, settings, self.team, self.position, self._schedule
         )
         self._world = world
-        self._schedule = user.schedule
         self._left = False
         self._process = os.getpid()
         self._progress = progress_of(world)
@@ -272,18 +271,18 @@ class Session:
         asked = self._world.options.may_stop and self._is_asked_to_stop()
         with self.verifying.step(batch, number) as given:
             outcome = self.engine.step(given, number, asked_to_stop=asked)
-        if self._schedule is not None and outcome.verdict.updates:
-            self._schedule.step()
+        self._schedule.note_step(self.position.here, updates=outcome.verdict.updates)
         return outcome
 
     def _before_step(self, batch: ShardedBatch) -> bool:
         """Save what was put off; return whether the process is to stop, as it was asked to."""
         with self.telling_others():
             self.checkpoints.check()
+            self._schedule.check_step(self.position.here)
             if self._autosave is None:
                 return False
             self._autosave.check(batch)
-            return self._autosave.before_step()
+            return self._autosave.before_step(batch)
 
     def _after_step(self, batch: ShardedBatch, *, stop: bool) -> bool:
         """Save if a checkpoint is due; return whether the process is to stop."""
