@@ -40,9 +40,9 @@ class Trainer(TrainedModel):
         plan: how many shards each device runs, such as ``(3, 1)``; even shares by default.
         threads: of each CPU device; ``max(1, cores // shards)`` by default.
         schedule: a ``torch.optim.lr_scheduler`` of the optimizer; part of every checkpoint.
-        schedule_every: when the schedule is stepped: after each ``"step"`` (only those that update),
-            when an ``"epoch"`` of `epochs` ends, or only where the ``"script"`` calls its ``step``
-            itself, with a score if it takes one, alike on every device.
+        schedule_every: when the schedule is stepped: after each ``"step"`` that updates, when an
+            ``"epoch"`` of `epochs` ends, or only where the ``"script"`` calls its ``step`` itself,
+            with a score if it takes one, alike on every device.
         clip_norm: scale the whole gradient down to this norm where it is larger.
         clip_value: limit each element of the gradient to this magnitude, after ``clip_norm``.
         precision: ``"bf16"`` or ``"fp16"`` computes by autocast; with ``"bf16-params"`` and

@@ -26,9 +26,9 @@ class Autosave:
 
     A checkpoint that falls on the last batch of a pass is put off until the next step begins, so
     that what the script does at the end of an epoch is done by then. So is every one where the
-    script steps the schedule, which it does between two steps, and where it uses batches for several
-    steps; which of that it does, the second batch shows. One that falls between the steps of batches
-    that several loaders have read side by side is put off to the last of these.
+    script steps the schedule, which it does between two steps, and where it uses batches for more
+    than one step, which the second batch shows. One that falls between the steps of batches that
+    several loaders have read side by side is put off to the last of these.
 
     Args:
         directory: where the checkpoints lie.

@@ -346,7 +346,7 @@ def _tell_of_late_options(context: typer.Context, command: list[str], outcome: O
     late = come_too_late(command[2:] if command[0] == "-m" else command[1:], own)
     if late:
         print(
-            f"onefold: what stands after the script is the script's: give {', '.join(late)} before it "
-            f"if onefold run was meant",
+            f"onefold: what stands after the script is the script's: give {', '.join(late)} "
+            f"before it if onefold run was meant",
             file=sys.stderr,
         )

@@ -231,8 +231,8 @@ def _shown(name: str, number: int) -> str:
 _SAME = "every device must run the same script on the same data"
 _WORDS = {
     "call": "{who} calls {theirs} while device 0 calls {ours}: all devices must make the same "
-    "calls of the trainer in the same order, and none under `if trainer.is_lead:`. Where something is "
-    "written, as in trainer.save, all devices call and the lead writes",
+    "calls of the trainer in the same order, and none under `if trainer.is_lead:`. Where something "
+    "is written, as in trainer.save, all devices call and the lead writes",
     "step": "{who} is in step {theirs} and device 0 in step {ours}: " + _SAME,
     "samples": "{where}: {who} has {theirs} samples and device 0 has {ours}: every device must be "
     "given the same whole batch, or the same data set",

@@ -403,8 +403,8 @@ class Engine:
             if parameter.requires_grad:
                 raise ValueError(
                     f"parameter {name} was frozen when Trainer was made, so it has no place in the "
-                    f"gradient buffers. If it is to be trained later, let it require a gradient until "
-                    f"Trainer is made, and freeze it then, before the first step"
+                    f"gradient buffers. If it is to be trained later, let it require a gradient "
+                    f"until Trainer is made, and freeze it then, before the first step"
                 )
 
     def _name_bad_gradient(self, batch: ShardedBatch) -> str:

@@ -8,15 +8,15 @@ epoch as done or not (see `onefold.reading.position`); the schedule is stepped w
 So beside the schedule's state a checkpoint holds which epoch is *open*: the one that has had steps,
 and at whose end the schedule is still to be stepped::
 
-                  a step in epoch k               epoch k ends: schedule.step()
-    none open ────────────────────────▶ k open ────────────────────────────────▶ none open
-                                           │
-                                           │ saved                          loaded
-                                           ├─ within a pass, or after       k open: the end of epoch k
-                                           │  its last step: "epoch k"      steps it, even if nothing
-                                           │                                of its pass is left
-                                           └─ after the pass, before the    stepped at once, none open
-                                              epoch's end: "epoch k + 1"
+                 a step in epoch k             epoch k ends: schedule.step()
+    none open ───────────────────────▶ k open ──────────────────────────────▶ none open
+                                         │
+                                         │ saved                         loaded
+                                         ├─ within a pass, or after      k open: the end of epoch
+                                         │  its last step: "epoch k"     k steps it, even if nothing
+                                         │                               of its pass is left
+                                         └─ after the pass, before the   stepped at once, none open
+                                            epoch's end: "epoch k + 1"
 
 An epoch without a step opens nothing, and so does not count: a script that skips epochs does not
 step its schedule in them either. Neither do those that a resumed run has behind it.

@@ -365,9 +365,9 @@ class SpanOptimizer:
         )
         if not same:
             raise ValueError(
-                "the optimizer's parameter groups were changed after Trainer was made: expected all "
-                "of them before. To train a group later, give it to the optimizer, make Trainer, and "
-                "then freeze its parameters with requires_grad_(False); requires_grad_(True) between "
+                "the optimizer's parameter groups were changed after Trainer was made: expected "
+                "all before. To train a group later, give it to the optimizer, make Trainer, and "
+                "then freeze its parameters by requires_grad_(False); requires_grad_(True) between "
                 "two steps, alike on every device, has them trained"
             )
 

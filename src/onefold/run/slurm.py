@@ -16,7 +16,7 @@ shell of ``salloc``    - or 0         - or special   - or 1          -
 ``srun --pty bash``    0              0, 1, …        any             set
 =====================  =============  =============  ==============  ==============
 
-Variables of PyTorch's own protocol take precedence: under ``srun torchrun`` these are the right ones.
+PyTorch's own variables take precedence: under ``srun torchrun`` they are the right ones.
 """
 
 from __future__ import annotations
