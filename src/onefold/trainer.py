@@ -183,7 +183,10 @@ class Trainer(TrainedModel):
         )
 
     def epochs(self, number: int) -> Iterator[int]:
-        """Count epochs from where the run is, which may be inside of one, up to ``number``."""
+        """Count epochs from where the run is, which may be inside of one, up to ``number``.
+
+        With ``schedule_every="epoch"`` the schedule is stepped where an epoch with steps ends.
+        """
         return self._session.position.epochs(number)
 
     def step(self, batch: object) -> Step:
@@ -194,7 +197,9 @@ class Trainer(TrainedModel):
                 dicts of them, the same on every device, which are cut along the first dimension.
 
         Raises:
-            ValueError: the tensors of the batch disagree in length, or it is empty.
+            ValueError: the tensors of the batch disagree in length, or it is empty; or the step is
+                in no epoch, and ``schedule_every`` is ``"epoch"``.
+            RuntimeError: the script has stepped a schedule that is not its own to step.
             DisagreementError: another device is in another step, or was given something else.
             StateError, GradientError: a shard changed what it must not, or cannot be added up.
             LossError: the loss is of the wrong shape, or not finite; names step and shard.

@@ -75,7 +75,6 @@ def test_a_script_has_options_of_the_same_names(tmp_path: Path, how: list[str]) 
 
 
 @pytest.mark.processes
-@pytest.mark.fresh
 @pytest.mark.timeout(170)
 def test_verify_leaves_them_to_the_script_too(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAINING + f"assert sys.argv[1:] == {ARGUMENTS}\n")

@@ -181,3 +181,55 @@ def test_a_trial_or_a_study_itself_is_refused_before_any_work() -> None:
         study.optimize(lambda trial: onefold.launch(len, args=(trial,)), n_trials=1)
     with pytest.raises(TypeError, match="refers to an Optuna study: call launch from the obj"):
         onefold.launch(lambda: study.best_value)
+
+
+SEARCH = """
+import optuna, torch, onefold
+optuna.logging.set_verbosity(optuna.logging.ERROR)
+
+def loss(model, x):
+    return model(x).square().mean(1)
+
+def objective(trial):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    rate = trial.suggest_float("rate", 1e-3, 1.0, log=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    trainer = onefold.Trainer(model, optimizer, loss, shards=4, threads=1)
+    for step in range(3):
+        trainer.step(torch.ones(8, 4))
+        scores = trainer.evaluate(lambda m, x: {"loss": loss(m, x)}, torch.ones(9, 4), batch_size=4)
+        trial.report(scores["loss"], step)
+        if trial.should_prune():
+            raise optuna.TrialPruned
+    return scores["loss"]
+
+study = optuna.create_study(
+    sampler=optuna.samplers.TPESampler(seed=0),
+    pruner=optuna.pruners.MedianPruner(n_startup_trials=2),
+)
+study.optimize(objective, n_trials=6)
+pruned = sum(trial.state.name == "PRUNED" for trial in study.trials)
+print(pruned, study.best_value, study.best_params)
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(170)
+def test_a_whole_search_on_all_devices_prunes_alike(tmp_path: Path) -> None:
+    pytest.importorskip("optuna", reason="needs optuna")
+    (tmp_path / "search.py").write_text(SEARCH)
+    said = []
+    for devices in ("cpu:1", "cpu:2"):
+        done = subprocess.run(
+            [sys.executable, "-m", "onefold", "run", "--devices", devices, "search.py"],
+            capture_output=True,
+            text=True,
+            timeout=80,
+            check=False,
+            cwd=tmp_path,
+        )
+        assert done.returncode == 0, done.stderr
+        said.append(done.stdout)
+    assert said[0] == said[1]
+    assert int(said[0].split()[0]) > 0, "nothing was pruned"

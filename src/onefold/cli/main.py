@@ -265,8 +265,13 @@ app.add_typer(train_app, name="train")
 
 def main() -> None:
     """Run the command line; errors that were foreseen become one line instead of a traceback."""
+    try:
+        launched = onefold.is_launched()
+    except LaunchError as error:  # a launcher has left something out
+        print(f"onefold: {error}", file=sys.stderr)
+        sys.exit(2)
     # In a worker the launcher reports errors, and handles signals.
-    if onefold.is_launched():
+    if launched:
         _run_command()
         return
     try:
