@@ -83,3 +83,17 @@ def test_a_batch_that_is_saved_as_done_is_not_used_again(tmp_path: Path) -> None
     assert done.returncode == 1
     assert "ValueError: this batch is used for one more step, and the checkpoint" in done.stderr
     assert "in step 5" in done.stderr
+
+
+def test_a_schedule_that_is_stepped_at_the_beginning_of_an_epoch_is_refused(tmp_path: Path) -> None:
+    """A run that goes on in the middle of the epoch comes through its beginning again."""
+    options = ["--checkpoint", str(tmp_path / "run"), "--devices", "cpu:2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "onefold", "run", *options, str(SCRIPT), "early", "0"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "in step 4: ValueError: ExponentialLR.step() was called since this epoch" in done.stderr

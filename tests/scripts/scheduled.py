@@ -2,7 +2,8 @@
 
 Device 0 asks for the stop after that step of this process; 0 for none. ``epoch``: the trainer steps
 the schedule when an epoch ends. ``plateau``: the script does, by a score. ``batches``: the script
-does, after each step. ``twice``: each batch is used for two steps. ``odd``: some batches are.
+does, after each step. ``early``: it does, before the first step of an epoch. ``twice``: each batch
+is used for two steps. ``odd``: some batches are.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ def main() -> None:
     train = trainer.loader(data, batch_size=8, shuffle=True)
     steps = 0
     for epoch in trainer.epochs(EPOCHS):
+        if kind == "early" and epoch > 0:
+            schedule.step()
         for batch in train:
             uses = 2 if kind == "twice" or (kind == "odd" and epoch == 1) else 1
             for _ in range(uses):

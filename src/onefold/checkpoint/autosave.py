@@ -120,7 +120,7 @@ class Autosave:
 
         Raises:
             ValueError: the script cuts its batches itself, goes on with one that is saved as done,
-                or steps a schedule that no checkpoint would hold.
+                or steps a schedule that no checkpoint would hold, or at the beginning of an epoch.
         """
         if batch.data_pass is None:
             raise ValueError(
@@ -139,6 +139,7 @@ class Autosave:
                 )
         elif self._reuses is None and self._stepped:
             self._reuses = False
+        self._schedule.check_resumable()
         if self._schedule.is_missing:
             raise ValueError(
                 "a learning-rate schedule is attached to the optimizer that onefold run "

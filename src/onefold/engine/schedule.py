@@ -58,6 +58,10 @@ class RunSchedule:
         """The epoch in which steps were made and at whose end the schedule is to be stepped."""
         self._count: object = None
         """The schedule's own count of its steps, as we left it; None before the first step."""
+        self._began_with = self._own_count
+        """That count at the end of the last epoch, or where the run was loaded or began."""
+        self._begun = False
+        """Whether a step was made since then."""
 
     @property
     def is_missing(self) -> bool:
@@ -87,7 +91,7 @@ class RunSchedule:
                 "and this step is in none: loop with `for epoch in trainer.epochs(...)`, or use "
                 'schedule_every="script" and call schedule.step() where it is due'
             )
-        count = getattr(self.schedule, "last_epoch", None)
+        count = self._own_count
         if self._count is None:
             self._count = count
         elif count != self._count:
@@ -95,6 +99,21 @@ class RunSchedule:
                 f"{type(self.schedule).__name__}.step() was called by the script, and the trainer "
                 f'steps this schedule as well: schedule_every="{self._every}". Remove the line, or '
                 f'use schedule_every="script", with which the script alone steps it'
+            )
+
+    def check_resumable(self) -> None:
+        """Refuse a step where a run that goes on would step the schedule twice.
+
+        Raises:
+            ValueError: it was stepped at the beginning of an epoch, through which a resumed script
+                runs again.
+        """
+        if self.is_the_scripts and not self._begun and self._own_count != self._began_with:
+            raise ValueError(
+                f"{type(self.schedule).__name__}.step() was called since this epoch began, before "
+                f"its first step: a run that goes on in the middle of the epoch would call it once "
+                f"more. Call it after a step or at the end of the epoch, as PyTorch expects, or "
+                f'use schedule_every="epoch" without the line'
             )
 
     def note_step(self, epoch: int | None, *, updates: bool) -> None:
@@ -106,23 +125,25 @@ class RunSchedule:
         """
         if self.schedule is None:
             return
+        self._begun = True
         if self._every == "epoch":
             self._open = epoch
         elif self._every == "step" and updates:
             self.schedule.step()
-            self._count = getattr(self.schedule, "last_epoch", None)
+            self._count = self._own_count
 
     def end_epoch(self) -> None:
         """Step the schedule if an epoch has ended that had steps."""
+        self._begin()
         if self.schedule is None or self._open is None:
             return
-        untouched = getattr(self.schedule, "last_epoch", None) == self._count
+        untouched = self._own_count == self._count
         _step_quietly(self.schedule)
         self._open = None
         # A step of the script's own is left for `check_step` to find: raised here, in the last
         # epoch, it would cost a run that is done.
         if untouched:
-            self._count = getattr(self.schedule, "last_epoch", None)
+            self._count = self._own_count
 
     def to_json(self) -> dict[str, Any] | None:
         """Write down the schedule's state and what it waits for; None if there is no schedule."""
@@ -159,7 +180,15 @@ class RunSchedule:
         if self._open is not None and self._open < run["epoch"]:
             _step_quietly(self.schedule)
             self._open = None
-        self._count = getattr(self.schedule, "last_epoch", None)
+        self._count = self._own_count
+        self._begin()
+
+    def _begin(self) -> None:
+        self._begun, self._began_with = False, self._own_count
+
+    @property
+    def _own_count(self) -> object:
+        return getattr(self.schedule, "last_epoch", None)  # a chained schedule has none
 
 
 def _step_quietly(schedule: LRScheduler) -> None:
