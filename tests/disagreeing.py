@@ -118,6 +118,14 @@ def schedule(lead: bool) -> None:
     make_trainer(model, optimizer=optimizer, devices=None, schedule=decay)
 
 
+def schedule_every(lead: bool) -> None:
+    model = line()
+    optimizer = sgd(model)
+    decay = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    every = "epoch" if lead else "script"
+    make_trainer(model, optimizer=optimizer, devices=None, schedule=decay, schedule_every=every)
+
+
 def call(lead: bool) -> None:
     trainer = _stepped()
     if lead:
@@ -280,6 +288,10 @@ CASES: dict[str, tuple[Case, str]] = {
     "deterministic": (deterministic, "deterministic is True on device 0 and False on device 1"),
     "threads": (threads, "the threads of a device is 1 .* on device 0 and 2 .* on device 1"),
     "schedule": (schedule, "the state of the schedule is .* on device 0 and .* on device 1"),
+    "schedule_every": (
+        schedule_every,
+        "schedule_every is epoch on device 0 and script on device 1",
+    ),
     "call": (call, "device 1 calls trainer.step while device 0 calls trainer.evaluate"),
     "mode": (mode, r"step 2.*device 1 has modules in another mode \(train, eval\)"),
     "dropout": (dropout, r"step 2.*device 1 has .* with other numbers \(the p of dropout"),

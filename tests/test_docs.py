@@ -48,3 +48,18 @@ def test_a_checkpoint_of_two_devices_is_read_by_plain_pytorch(tmp_path: Path) ->
     run = json.loads((tmp_path / "run/step-00000020/run.json").read_text())
     parameters = 20 * 64 + 64 + 64 * 2 + 2
     assert done.stdout == f"{run['fingerprint']} {parameters} {4 * 3}\n"
+
+
+def test_a_program_that_launches_runs_as_it_stands_there(tmp_path: Path) -> None:
+    script = next(b for b in blocks(ROOT / "docs/running.md") if "__main__" in b)
+    (tmp_path / "program.py").write_text(script)
+    done = subprocess.run(
+        [sys.executable, "program.py"],
+        cwd=tmp_path,
+        check=False,
+        timeout=60,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert 0 <= float(done.stdout) < 10

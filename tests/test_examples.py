@@ -34,10 +34,13 @@ def run(*command: str, cwd: Path) -> str:
 
 def test_mnist_reaches_97_percent_on_two_devices(shared_data: Path, tmp_path: Path) -> None:
     script, data = str(EXAMPLES / "mnist.py"), str(shared_data / "mnist-small")
-    told = run("onefold", "run", "--devices", "2", script, "--data", data, cwd=tmp_path)
+    checkpointed = ["--checkpoint", "run", "--every", "100", script, "--data", data]
+    told = run("onefold", "run", "--devices", "2", *checkpointed, cwd=tmp_path)
     accuracies = [float(text) for text in re.findall(r"test accuracy ([\d.]+)%", told)]
     assert len(accuracies) == 5
     assert max(accuracies) >= 97
+    again = run("onefold", "run", "--devices", "1", *checkpointed, cwd=tmp_path)
+    assert again == told.splitlines(keepends=True)[-1], "all is done, and the model is the same"
 
 
 def test_mnist_is_verified(shared_data: Path, tmp_path: Path) -> None:

@@ -53,7 +53,9 @@ def main():
     model = LeNet()
     optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.epochs)
-    trainer = onefold.Trainer(model, optimizer, loss, shards=8, seed=0)
+    trainer = onefold.Trainer(
+        model, optimizer, loss, shards=8, seed=0, schedule=schedule, schedule_every="epoch"
+    )
     train_loader = trainer.loader(
         mnist(options.data, train=True), batch_size=options.batch_size, shuffle=True
     )
@@ -61,7 +63,6 @@ def main():
 
     for epoch in trainer.epochs(options.epochs):
         train_loss = train_epoch(trainer, train_loader)
-        schedule.step()
         scores = trainer.evaluate(score, test_set, batch_size=1000)
         if trainer.is_lead:
             print(

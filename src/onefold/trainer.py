@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from onefold.core.head import Call
 from onefold.core.precision import Precision, PrecisionName
-from onefold.core.settings import BufferRule, Microbatch, OnNonfinite, Settings
+from onefold.core.settings import BufferRule, Microbatch, OnNonfinite, ScheduleEvery, Settings
 from onefold.engine.evaluation import ScoreFunction, evaluate
 from onefold.engine.prediction import predict
 from onefold.engine.replica import LossFunction
@@ -47,7 +47,10 @@ class Trainer(TrainedModel):
             it a launcher decides, or one device is used.
         plan: how many shards each device runs, such as ``(3, 1)``; even shares by default.
         threads: of each CPU device; ``max(1, cores // shards)`` by default.
-        schedule: a ``torch.optim.lr_scheduler`` of the optimizer, stepped once a step and saved.
+        schedule: a ``torch.optim.lr_scheduler`` of the optimizer; part of every checkpoint.
+        schedule_every: when the schedule is stepped: after each ``"step"`` that updates, when an
+            ``"epoch"`` of `epochs` ends, or only where the ``"script"`` calls its ``step`` itself,
+            with a score if it takes one, alike on every device.
         clip_norm: scale the whole gradient down to this norm where it is larger.
         clip_value: limit each element of the gradient to this magnitude, after ``clip_norm``.
         precision: ``"bf16"`` or ``"fp16"`` computes by autocast; with ``"bf16-params"`` and
@@ -94,6 +97,7 @@ class Trainer(TrainedModel):
         plan: Sequence[int] | None = None,
         threads: int | None = None,
         schedule: LRScheduler | None = None,
+        schedule_every: ScheduleEvery = "step",
         clip_norm: float | None = None,
         clip_value: float | None = None,
         precision: PrecisionName | None = None,
@@ -118,6 +122,7 @@ class Trainer(TrainedModel):
             timeout_s=world.options.timeout_s if timeout_s is None else timeout_s,
             threads=threads,
             buffers=dict(buffers or {}),
+            schedule_every=schedule_every,
         )
         user = UserParts.of(model, optimizer, loss, schedule)
         super().__init__(Session(world, user, settings, devices=devices, plan=plan))
@@ -187,7 +192,10 @@ class Trainer(TrainedModel):
         )
 
     def epochs(self, number: int) -> Iterator[int]:
-        """Count epochs from where the run is, which may be inside of one, up to ``number``."""
+        """Count epochs from where the run is, which may be inside of one, up to ``number``.
+
+        With ``schedule_every="epoch"`` the schedule is stepped where an epoch with steps ends.
+        """
         return self._session.position.epochs(number)
 
     def step(self, batch: object, loss: str | None = None) -> Step:
@@ -200,7 +208,9 @@ class Trainer(TrainedModel):
 
         Raises:
             TypeError: a loss is not named, or named where there is only one.
-            ValueError: the tensors of the batch disagree in length, or it is empty.
+            ValueError: the tensors of the batch disagree in length, or it is empty; or the step is
+                in no epoch, and ``schedule_every`` is ``"epoch"``.
+            RuntimeError: the script has stepped a schedule that is not its own to step.
             DisagreementError: another device is in another step, or was given something else.
             StateError, GradientError: a shard changed what it must not, or cannot be added up.
             LossError: the loss is of the wrong shape, or not finite; names step and shard.

@@ -242,7 +242,6 @@ def test_a_crash_too_many_ends_the_run(runs: Runs) -> None:
 REFUSED = {
     "own": "ValueError: onefold run --checkpoint goes on at the very sample where a run stopped",
     "two": "ValueError: onefold run --checkpoint follows one Trainer",
-    "twice": "ValueError: onefold run --checkpoint counts a batch as done with its first step",
     "schedule": "ValueError: a learning-rate schedule is attached to the optimizer",
 }
 

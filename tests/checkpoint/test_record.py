@@ -117,6 +117,9 @@ GOOD: dict[str, Change] = {
     "a large seed": put(2**64 - 1, "seed"),
     "a whole clip_norm": put(1, "clip_norm"),
     "a schedule": put({"class": "StepLR", "state": {}}, "schedule"),
+    "a schedule of an epoch": put(
+        {"class": "StepLR", "state": {}, "every": "epoch", "open": 3}, "schedule"
+    ),
     "a loader of no epoch": put(None, "position", 0, "made_in_epoch"),
     "lengths": put("digest", "position", 0, "lengths"),
     "a numbered loader": put(1, "position", 0, "loader"),
@@ -223,6 +226,14 @@ BAD: dict[str, tuple[Change, str]] = {
     ),
     "a schedule of no class": (put({"state": {}}, "schedule"), "schedule.class is missing"),
     "a schedule of no state": (put({"class": "StepLR"}, "schedule"), "schedule.state is missing"),
+    "a schedule of no known pace": (
+        put({"class": "StepLR", "state": {}, "every": "week"}, "schedule"),
+        "schedule.every to be step, epoch or script, got 'week'",
+    ),
+    "a schedule that waits for no epoch": (
+        put({"class": "StepLR", "state": {}, "every": "epoch", "open": -1}, "schedule"),
+        "schedule.open to be an epoch or null, got -1",
+    ),
     "no batch size": (
         put(0, "position", 0, "batch_size"),
         "expected position[0].batch_size to be a number of 1 or more, got 0",

@@ -3,9 +3,9 @@
 ``steps SECONDS LAST``: each step takes so long. ``crash FOLDER TIMES CHECKPOINTS``: device 0 is
 killed in step 7 so many times, once a checkpoint is there; each epoch ends with the mean of its
 losses. ``zip FOLDER TIMES CHECKPOINTS``: likewise, with two loaders side by side. ``own``: batches
-that the script cuts itself. ``two``: two trainers. ``twice``: two steps with one batch.
-``schedule``: one that the script steps itself. ``fail``: an exception in step 7 of device 1, with
-the trainer closed whatever happens. ``child``: a process of its own that is ended.
+that the script cuts itself. ``two``: two trainers. ``schedule``: one that Trainer was not given.
+``fail``: an exception in step 7 of device 1, with the trainer closed whatever happens. ``child``: a
+process of its own that is ended.
 """
 
 from __future__ import annotations
@@ -76,8 +76,6 @@ def main() -> None:
         for batch, beside in zip(train, other if kind == "zip" else repeat(None), strict=False):
             step = trainer.step(batch)
             losses.append(step.loss)
-            if kind == "twice":
-                trainer.step(batch)
             if kind == "zip":
                 step = trainer.step(beside)
             if kind == "fail" and step.number == 7 and not trainer.is_lead:

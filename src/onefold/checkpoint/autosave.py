@@ -25,9 +25,11 @@ class Autosave:
     """Saves the one trainer of a script every so many steps, and at the end.
 
     A checkpoint that falls on the last batch of a pass is put off until the next step begins, so
-    that what the script does at the end of an epoch is done by then. So is one that falls between
-    the steps of batches that several loaders have read side by side, and one after a gradient
-    without an update, which the script has made by the time of the next step.
+    that what the script does at the end of an epoch is done by then. So is every one where the
+    script steps the schedule, which it does between two steps, where it uses batches for more than
+    one step, which the second batch shows, and after a gradient without an update, which the script
+    has made by the time of the next step. One that falls between the steps of batches that several
+    loaders have read side by side is put off to the last of these.
 
     Args:
         directory: where the checkpoints lie.
@@ -50,11 +52,16 @@ class Autosave:
         self._every = every
         self._keeping = Keeping(keep)
         self._checkpoints = checkpoints
+        self._schedule = checkpoints.schedule
         self._position = position
         self._saved = position.step
         self._due = False
-        self._at_end = False
-        """Whether the checkpoint that is due was put off until the next step begins."""
+        self._at_next = False
+        """Whether the checkpoint that is due was put off to the beginning of the next step."""
+        self._reuses: bool | None = None
+        """Whether the script uses batches for several steps; None until that is known."""
+        self._stepped = False
+        """Whether a step was made since the start."""
         self._put_off = 0
         """For how many steps what is due has been put off."""
         self._stop = False
@@ -113,7 +120,8 @@ class Autosave:
         """Refuse a step that could not be resumed as if nothing had happened.
 
         Raises:
-            ValueError: the script cuts its batches itself, uses one twice, or steps a schedule.
+            ValueError: the script cuts its batches itself, goes on with one that is saved as done,
+                or steps a schedule that no checkpoint would hold, or at the beginning of an epoch.
         """
         if batch.data_pass is None:
             raise ValueError(
@@ -122,46 +130,58 @@ class Autosave:
                 "trainer.load in the script and leave out what trainer.steps says is done"
             )
         if self._position.has_used(batch):
-            raise ValueError(
-                "onefold run --checkpoint counts a batch as done with its first step, and this one "
-                "is used for a second one: call trainer.save and trainer.load in the script, after "
-                "the last step of a batch"
-            )
-        if self._checkpoints.misses_a_schedule():
+            self._reuses = True
+            if self._saved == self._position.step:
+                raise ValueError(
+                    "this batch is used for one more step, and the checkpoint before it, which "
+                    "onefold run --checkpoint has just written, counts it as done: use every batch "
+                    "of a run for the same number of steps, at most 100, or call trainer.save and "
+                    "trainer.load in the script, after the last step of a batch"
+                )
+        elif self._reuses is None and self._stepped:
+            self._reuses = False
+        self._schedule.check_resumable()
+        if self._schedule.is_missing:
             raise ValueError(
                 "a learning-rate schedule is attached to the optimizer that onefold run "
-                "--checkpoint does not save, as the script steps it itself: give it to Trainer as "
-                "schedule=, which steps it once a step, or call trainer.save and trainer.load in "
-                "the script"
+                "--checkpoint does not save, as Trainer was not given it: make Trainer with "
+                'schedule=schedule and schedule_every="script", and leave the lines that step it '
+                'as they are; or with schedule_every="epoch" or "step", and without those lines'
             )
 
-    def before_step(self) -> bool:
-        """Save what was put off until now; return whether to stop."""
-        waits = self._position.is_at_an_end() and self._put_off <= _MOST_PUT_OFF
-        if not self._at_end or waits:
+    def before_step(self, batch: ShardedBatch) -> bool:
+        """Save what was put off to the next step; return whether to stop now."""
+        if not self._at_next or self._position.has_used(batch):
+            return False
+        if self._position.is_at_an_end() and self._put_off <= _MOST_PUT_OFF:
             return False
         self._save()
         return self._stop
 
     def after_step(self, batch: ShardedBatch, *, stop: bool) -> bool:
         """Save if a checkpoint is due or the run is to stop; return whether to stop now."""
+        self._stepped = True
         self._stop |= stop
         self._due |= stop or self._position.step % self._every == 0
-        self._at_end = False
+        self._at_next = False
         if not self._due:
             return False
         # All devices come to the same answer here, as it follows from agreed values alone.
         self._put_off += 1
-        if self._put_off <= _MOST_PUT_OFF:
-            if not self._position.is_between_batches(batch):
-                return False
-            self._at_end = self._position.is_at_an_end()
-        if not self._at_end:
+        late = self._schedule.is_the_scripts or self._reuses is not False
+        at_end = self._position.is_at_an_end()
+        if self._put_off > _MOST_PUT_OFF:
+            self._at_next = self._schedule.is_the_scripts
+        elif not self._position.is_between_batches(batch):
+            return False
+        else:
+            self._at_next = late or at_end
+        if not self._at_next:
             self._save()
             return self._stop
         # Asked to stop at the end of an epoch: what the script does there may take longer than the
         # grace, so save once before it, and again after it if there is time.
-        if self._stop:
+        if self._stop and at_end and not late:
             self._write()
         return False
 
@@ -172,11 +192,11 @@ class Autosave:
         """
         self._stop |= stop
         self._due |= stop or self._position.step % self._every == 0
-        self._at_end = False
+        self._at_next = False
         if self._due:
             self._put_off += 1
             late = self._put_off > _MOST_PUT_OFF
-            self._at_end = late or self._position.is_between_batches(batch)
+            self._at_next = late or self._position.is_between_batches(batch)
 
     def finish(self) -> None:
         """Save the end of the run, unless it is saved already."""
@@ -186,7 +206,7 @@ class Autosave:
 
     def _save(self) -> None:
         self._write()
-        self._due = self._at_end = False
+        self._due = self._at_next = False
         self._put_off = 0
         self._saved = self._position.step
 

@@ -7,10 +7,11 @@ later is checked here, so that a made-up file ends in one clear error.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 from onefold.core.jsonvalue import from_json
 from onefold.core.precision import PRECISIONS
+from onefold.core.settings import ScheduleEvery
 
 __all__ = ["RUN", "TENSOR_FILES", "check_run", "check_stored"]
 
@@ -80,6 +81,8 @@ def check_run(run: Mapping[str, Any]) -> None:
     if run["schedule"] is not None:
         _expect(run["schedule"], "class", _is_text, "a text", "schedule.")
         _expect(run["schedule"], "state", _is_object, "values by name", "schedule.")
+        _expect(run["schedule"], "every?", _is_every, "step, epoch or script", "schedule.")
+        _expect(run["schedule"], "open?", _or_none(_is_count), "an epoch or null", "schedule.")
     for number, loader in enumerate(run["position"]):
         for name, check, expected in _LOADER:
             _expect(_mapping(loader, "position"), name, check, expected, f"position[{number}].")
@@ -152,6 +155,10 @@ def _is_digest(value: Any) -> bool:
 
 def _is_object(value: Any) -> bool:
     return isinstance(value, dict)
+
+
+def _is_every(value: Any) -> bool:
+    return isinstance(value, str) and value in get_args(ScheduleEvery)
 
 
 def _is_rule(value: Any) -> bool:

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
 
 from onefold.checkpoint.background import Background
 from onefold.checkpoint.folder import (
@@ -55,9 +54,8 @@ from onefold.core.names import own_name
 from onefold.core.settings import Settings
 from onefold.core.team import Team
 from onefold.engine.engine import Engine
-from onefold.engine.optimizers import follows_a_schedule
 from onefold.engine.optimizerstate import join, pack, unpack
-from onefold.engine.schedule import read_schedule
+from onefold.engine.schedule import RunSchedule
 from onefold.errors import CheckpointError, StateError
 from onefold.exchange.transport import roomy
 from onefold.reading.position import PROMISES, Position
@@ -79,7 +77,7 @@ class Checkpoints:
         settings: the settings of the run.
         team: who takes part.
         position: where the run is.
-        schedule: the run's schedule, if it has one.
+        schedule: the run's, if it has one, and when it is stepped.
     """
 
     def __init__(
@@ -88,12 +86,13 @@ class Checkpoints:
         settings: Settings,
         team: Team,
         position: Position,
-        schedule: LRScheduler | None,
+        schedule: RunSchedule,
     ) -> None:
         self._engine = engine
         self._team = team
         self._position = position
-        self._schedule = schedule
+        self.schedule = schedule
+        """The schedule that is saved with the run, or none."""
         self._lead = Lead(engine, team, settings.timeout_s)
         self._state = RunState(engine, settings, team, position, schedule)
         self._writing = Background("writing a checkpoint")
@@ -177,8 +176,7 @@ class Checkpoints:
             self._take_model(files)
             self._take_optimizer(stored.run["optimizer"], files, changed)
             self._take_average(stored.run, files, changed)
-        if self._schedule is not None and "schedule" not in changed:
-            read_schedule(self._schedule, stored.run["schedule"])
+        self.schedule.go_on(stored.run, changed)
         self._position.go_to(stored.run, changed)
         self._state.adopt(stored.run, changed)
         # Under the same name, so that pruning sees the checkpoints of both as one run's.
@@ -194,10 +192,6 @@ class Checkpoints:
             scores=from_json(stored.run["scores"]),
             extra=from_json(stored.run["extra"]),
         )
-
-    def misses_a_schedule(self) -> bool:
-        """Whether the script steps a schedule of its own, which no checkpoint would hold."""
-        return self._schedule is None and follows_a_schedule(self._optimizer)
 
     def check_can_be_saved(self) -> None:
         """Refuse at the start what the first save would refuse.
@@ -399,7 +393,7 @@ class Checkpoints:
         make = None if files is None else partial(self._pieces_for, files)
         self._engine.update.take_states(unpack(self._lead.hand_out(make)))
         if "optimizer" in changed:
-            only = set(_WITH_SCHEDULE) if self._schedule is not None else set()
+            only = set(_WITH_SCHEDULE) if self.schedule.schedule is not None else set()
         else:
             only = {key for values in saved["settings"] for key in values}
         if "schedule" in changed:

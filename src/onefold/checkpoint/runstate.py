@@ -10,7 +10,6 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
 
 from onefold.checkpoint.folder import (
     FORMAT,
@@ -26,7 +25,7 @@ from onefold.core.settings import Settings
 from onefold.core.team import Team
 from onefold.engine.engine import Engine
 from onefold.engine.optimizers import name_of
-from onefold.engine.schedule import check_state, write_schedule
+from onefold.engine.schedule import RunSchedule
 from onefold.errors import CheckpointError
 from onefold.reading.position import Position, check_same
 
@@ -54,7 +53,7 @@ class RunState:
         settings: the settings of the run.
         team: who takes part.
         position: where the run is.
-        schedule: the run's schedule, if it has one.
+        schedule: the run's, if it has one, and when it is stepped.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class RunState:
         settings: Settings,
         team: Team,
         position: Position,
-        schedule: LRScheduler | None,
+        schedule: RunSchedule,
     ) -> None:
         self._settings = settings
         self._team = team
@@ -119,7 +118,7 @@ class RunState:
             "loss_scale": 1.0 if self._rules.scale is None else self._rules.scale.value,
             "good_steps": 0 if self._rules.scale is None else self._rules.scale.good_steps,
             "average": self._averaging.to_json(),
-            "schedule": None if self._schedule is None else write_schedule(self._schedule),
+            "schedule": self._schedule.to_json(),
             "optimizer": {
                 "class": name_of(self._optimizer),
                 "parameters": self._group_names(),
@@ -175,8 +174,11 @@ class RunState:
             check_same("optimizer", before.get(name), after.get(name), changed, what)
         then, now = (s and s["class"] for s in (run["schedule"], here["schedule"]))
         check_same("schedule", then, now, changed, "schedule")
-        if self._schedule is not None and "schedule" not in changed:
-            check_state(self._schedule, run["schedule"])
+        # Before there was a choice it was stepped after each step.
+        then, now = (s and s.get("every", "step") for s in (run["schedule"], here["schedule"]))
+        check_same("schedule", then, now, changed, "schedule_every")
+        if "schedule" not in changed:
+            self._schedule.check_fits(run["schedule"])
         self._position.check_fits(run, changed)
 
     def _check_average(self, run: Mapping[str, Any], changed: Collection[str]) -> None:

@@ -19,6 +19,7 @@ from rich.console import Console
 
 import onefold
 from onefold import Outcome, RunOptions, select_devices, supervise
+from onefold.cli.ownargs import SCRIPT, ScriptCommand, come_too_late
 from onefold.errors import LaunchError, OnefoldError, RunFailed
 from onefold.system.interrupt import Stopped, stopped_by_signals
 
@@ -33,13 +34,8 @@ app = typer.Typer(
 )
 
 _DEFAULTS = RunOptions()
-# What follows the script belongs to it, options and --help included: typer must neither refuse it,
-# nor take an option of the script for one of ours.
-_SCRIPT = {
-    "allow_extra_args": True,
-    "ignore_unknown_options": True,
-    "allow_interspersed_args": False,
-}
+_USAGE = 2
+"""The exit code of a program that cannot use its arguments."""
 
 Script = Annotated[
     str | None, typer.Argument(help="The script; what follows it are its own arguments.")
@@ -52,7 +48,7 @@ Exchange = Annotated[str, typer.Option(help="auto, shared or collective.")]
 Timeout = Annotated[float, typer.Option(help="Seconds that a device waits for another one.")]
 
 
-@app.command(context_settings=_SCRIPT)
+@app.command(cls=ScriptCommand, context_settings=SCRIPT)
 def run(
     context: typer.Context,
     script: Script = None,
@@ -130,10 +126,11 @@ def run(
     )
     outcome = supervise(command, select_devices(devices), options)
     _tell(outcome)
+    _tell_of_late_options(context, command, outcome)
     raise typer.Exit(outcome.exit_code)
 
 
-@app.command(context_settings=_SCRIPT)
+@app.command(cls=ScriptCommand, context_settings=SCRIPT)
 def verify(
     context: typer.Context,
     script: Script = None,
@@ -268,8 +265,13 @@ app.add_typer(train_app, name="train")
 
 def main() -> None:
     """Run the command line; errors that were foreseen become one line instead of a traceback."""
+    try:
+        launched = onefold.is_launched()
+    except LaunchError as error:  # a launcher has left something out
+        print(f"onefold: {error}", file=sys.stderr)
+        sys.exit(2)
     # In a worker the launcher reports errors, and handles signals.
-    if onefold.is_launched():
+    if launched:
         _run_command()
         return
     try:
@@ -337,3 +339,19 @@ def _tell(outcome: Outcome) -> None:
     print(f"onefold: {outcome.message}", file=sys.stderr)
     if outcome.logs:
         print(f"onefold: output of the other devices: {outcome.logs}", file=sys.stderr)
+
+
+def _tell_of_late_options(context: typer.Context, command: list[str], outcome: Outcome) -> None:
+    """Where a script has refused its arguments, say which of them are ours elsewhere."""
+    # As argparse, click and typer end a program; an exception would have come with a traceback.
+    if outcome.exit_code != _USAGE or outcome.traceback:
+        return
+    names = (name for option in context.command.params for name in option.opts)
+    own = {name for name in names if name.startswith("-")}
+    late = come_too_late(command[2:] if command[0] == "-m" else command[1:], own)
+    if late:
+        print(
+            f"onefold: what stands after the script is the script's: give {', '.join(late)} "
+            f"before it if onefold run was meant",
+            file=sys.stderr,
+        )

@@ -237,7 +237,8 @@ def _shown(name: str, number: int) -> str:
 _SAME = "every device must run the same script on the same data"
 _WORDS = {
     "call": "{who} calls {theirs} while device 0 calls {ours}: all devices must make the same "
-    "calls of the trainer in the same order. What only the lead does must not call the trainer",
+    "calls of the trainer in the same order, and none under `if trainer.is_lead:`. Where something "
+    "is written, as in trainer.save, all devices call and the lead writes",
     "step": "{who} is in step {theirs} and device 0 in step {ours}: " + _SAME,
     "loss": "{where}: {who} computes loss {theirs} of the Trainer's and device 0 loss {ours} "
     "(counted from 0): all devices must make the same steps in the same order",

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from onefold.core.numbers import check_positive, check_seconds, check_whole
 from onefold.core.precision import AS_GIVEN, Precision
 
-__all__ = ["BufferRule", "Microbatch", "OnNonfinite", "Settings"]
+__all__ = ["BufferRule", "Microbatch", "OnNonfinite", "ScheduleEvery", "Settings"]
 
 BufferRule = Literal["mean", "max", "sum", "first", "shard"]
 """How the values that shards leave in a buffer become one."""
@@ -19,6 +19,9 @@ OnNonfinite = Literal["raise", "skip"]
 
 Microbatch = int | Literal["auto"]
 """The most samples of a shard that run at once; found in the first steps if it is ``"auto"``."""
+
+ScheduleEvery = Literal["step", "epoch", "script"]
+"""After what the schedule of learning rates is stepped, or that the script does it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +52,8 @@ class Settings:
     """Threads of each CPU device; None gives each shard an even share of the cores."""
     buffers: Mapping[str, BufferRule] = field(default_factory=dict)
     """The rule for buffers, by name or pattern, where it differs from that of their dtype."""
+    schedule_every: ScheduleEvery = "step"
+    """When the schedule of learning rates is stepped."""
 
     def __post_init__(self) -> None:
         check_seconds("timeout_s", self.timeout_s)
@@ -73,6 +78,11 @@ class Settings:
             raise TypeError(
                 f"expected compile to be True or False, got {self.compile!r}: modes and backends "
                 f"of torch.compile are not chosen here, as some of them do not repeat their bits"
+            )
+        if self.schedule_every not in get_args(ScheduleEvery):
+            raise ValueError(
+                'expected schedule_every to be "step", "epoch" or "script", got '
+                f"{self.schedule_every!r}"
             )
         if self.on_nonfinite not in get_args(OnNonfinite):
             raise ValueError(

@@ -53,6 +53,8 @@ class World:
     """What the user has given to every process of the run, and by which they know each other."""
     agent_store: bool = False
     """Whether PyTorch's launcher holds the store, which then outlives any process of the run."""
+    address: str = ""
+    """Where the processes find each other, as HOST:PORT, if the environment does not say."""
 
     @property
     def launched(self) -> bool:

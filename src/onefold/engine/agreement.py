@@ -21,7 +21,7 @@ from onefold.engine.outside import OutsideModules
 from onefold.engine.replica import Replica
 from onefold.engine.settings import GroupSettings
 from onefold.engine.update import SpanOptimizer
-from onefold.errors import DisagreementError
+from onefold.errors import DisagreementError, PeerError, PeerLost, PeerTimeout
 from onefold.exchange.exchange import Exchange
 
 __all__ = ["Agreement"]
@@ -116,10 +116,24 @@ class Agreement:
         )
         # What was changed is compared by nobody but reported to all: every device raises alike, and
         # each can name the one on which it happened.
-        agreed = read_said(self._exchange.agree(head.step, head.word(changed=changed, stop=stop)))
+        try:
+            words = self._exchange.agree(head.step, head.word(changed=changed, stop=stop))
+        except (PeerLost, PeerTimeout) as error:
+            if call is Call.STEP:
+                raise
+            raise self._with_advice(error, call) from error
+        agreed = read_said(words)
         if any(agreed.changed):
             raise DisagreementError(self._words_of_change(agreed, head))
         return agreed
+
+    def _with_advice(self, error: PeerError, call: Call) -> PeerError:
+        """Say for which call a device did not come: the script may make it on the lead alone."""
+        advice = (
+            f"{error}. Device {self._first.number} is in {call.words}, which must be "
+            f"called on every device, and so not under `if trainer.is_lead:`"
+        )
+        return type(error)(advice, device=error.device, step=error.step)
 
     def refuse_inside(self, call: Call) -> None:
         """Refuse a call that is not allowed inside the block that the script has opened.

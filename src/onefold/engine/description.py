@@ -51,6 +51,7 @@ def describe(
         "the number of Trainers before this one": str(team.trainer),
         "the optimizer": name_of(optimizer),
         "the schedule": "None" if schedule is None else type(schedule).__name__,
+        "schedule_every": settings.schedule_every,
         "the state of the schedule": "" if schedule is None else _state_of(schedule),
         **_surroundings(team.devices[team.own[0]]),
     }

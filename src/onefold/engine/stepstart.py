@@ -41,7 +41,8 @@ def refuse_unfrozen(frozen: Mapping[str, torch.nn.Parameter]) -> None:
         if parameter.requires_grad:
             raise ValueError(
                 f"parameter {name} was frozen when Trainer was made, so it has no place in the "
-                f"gradient buffers. Make Trainer first and freeze afterwards, or make a new one"
+                f"gradient buffers. If it is to be trained later, let it require a gradient "
+                f"until Trainer is made, and freeze it then, before the first step"
             )
 
 

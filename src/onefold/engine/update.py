@@ -367,8 +367,10 @@ class SpanOptimizer:
         )
         if not same:
             raise ValueError(
-                "the optimizer's parameter groups were changed after Trainer was made. Add every "
-                "group first, with lr=0 or frozen parameters if they are to start later"
+                "the optimizer's parameter groups were changed after Trainer was made: expected "
+                "all before. To train a group later, give it to the optimizer, make Trainer, and "
+                "then freeze its parameters by requires_grad_(False); requires_grad_(True) between "
+                "two steps, alike on every device, has them trained"
             )
 
     def _divide_state(self, layout: Layout) -> None:

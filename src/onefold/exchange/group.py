@@ -240,8 +240,9 @@ def _rendezvous(world: World, size: int, limit: timedelta) -> Store:
     """
     if world.store_descriptor >= 0:
         return FileStore(f"/proc/self/fd/{world.store_descriptor}", size)
-    store: Store  # PyTorch's launcher has put its address into the environment
-    store, _, _ = next(rendezvous("env://", world.rank, size, timeout=limit))
+    store: Store  # PyTorch's launcher has put its address into the environment, Slurm has not
+    place = f"tcp://{world.address}" if world.address else "env://"
+    store, _, _ = next(rendezvous(place, world.rank, size, timeout=limit))
     return store
 
 

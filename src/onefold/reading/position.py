@@ -20,7 +20,7 @@ outside the epochs or in one, and as which one there.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -232,9 +232,14 @@ class LoaderTrack:
 
 
 class Position:
-    """Where a trainer is in its run: it counts steps and epochs, and follows the loaders."""
+    """Where a trainer is in its run: it counts steps and epochs, and follows the loaders.
 
-    def __init__(self) -> None:
+    Args:
+        epoch_ended: called whenever an epoch has ended.
+    """
+
+    def __init__(self, epoch_ended: Callable[[], None] = lambda: None) -> None:
+        self._epoch_ended = epoch_ended
         self.step = 0
         """Number of steps that are done."""
         self.epoch = 0
@@ -290,6 +295,7 @@ class Position:
             track.end_epoch()
         self.epoch += 1
         self._epoch_used = False
+        self._epoch_ended()
 
     def add(self, track: LoaderTrack) -> None:
         """Follow a loader that has just been made, from where it was when the run was saved.

@@ -65,7 +65,7 @@ def launch(
 
     Args:
         main: makes its own model, optimizer and Trainer. Sent by value if it is defined in a
-            script or notebook.
+            script or notebook, with what it refers to; lambdas and closures may be given, too.
         devices: a number, ``"auto"``, ``"cpu:2"`` or a list such as ``["cuda:1", "cuda:3"]``.
         args: arguments for ``main``.
         exchange: ``"auto"``, ``"shared"`` or ``"collective"``.
@@ -77,7 +77,8 @@ def launch(
     Raises:
         RunFailed: a device failed, or the run was stopped; the message carries the first traceback.
         LaunchError: a chosen device does not exist.
-        TypeError, ValueError: an argument is of a wrong type or value.
+        TypeError, ValueError: an argument is of a wrong type or value, or ``main`` refers to what
+            cannot be sent to another process.
 
     >>> onefold.launch(lambda: 6 * 7, devices="cpu:1")
     42
@@ -86,6 +87,9 @@ def launch(
         return main(*args)
     import cloudpickle
 
+    from onefold.run.handover import pack_call
+
+    call = pack_call(main, args)
     selection = select_devices(devices)
     options = RunOptions(
         exchange=exchange,
@@ -98,7 +102,7 @@ def launch(
     with tempfile.TemporaryFile() as payload, tempfile.TemporaryFile() as result:
         # In two layers: the function's modules are found only once the path is set, which is
         # therefore unpickled first.
-        pickle.dump((list(sys.path), cloudpickle.dumps((main, tuple(args)))), payload)
+        pickle.dump((list(sys.path), call), payload)
         payload.flush()
         handed = (payload.fileno(), result.fileno())
         outcome = supervise(["--call", *map(str, handed)], selection, options, handed=handed)

@@ -23,6 +23,7 @@ from typing import Protocol
 
 from onefold.core.world import World
 from onefold.errors import PeerError
+from onefold.run.onefile import advice_on_one_file
 from onefold.system.ownfiles import PrivateFolder, create_file
 
 __all__ = ["abandon", "at_good_end", "end_well", "hush_and_report", "register"]
@@ -106,6 +107,9 @@ def hush_and_report(world: World) -> None:
             sys.stderr.flush()
             os.dup2(screen.fileno(), 2)
             previous(kind, error, trace)
+            advice = advice_on_one_file(error, world.size)
+            if advice:
+                print(f"onefold: {advice}", file=screen, flush=True)
         elif world.rank == (1 if error.device == 0 else 0):  # one of them is enough to say so
             print(f"onefold: {error}", file=screen, flush=True)
 

@@ -38,6 +38,7 @@ from onefold.engine.compiling import check_compiler, check_layers
 from onefold.engine.engine import Outcome
 from onefold.engine.evaluation import DataCall, ScoreFunction
 from onefold.engine.lowprecision import check_device
+from onefold.engine.schedule import RunSchedule
 from onefold.engine.step import Step
 from onefold.exchange.progress import progress_of
 from onefold.reading.loader import Loader
@@ -112,14 +113,14 @@ class Session:
         self.verifying.begin(self.engine, self.team)
         self.asked_to_stop = False
         """Whether the run was asked to stop; the same on all devices, as a step agrees on it."""
-        self.position = Position()
+        self._schedule = RunSchedule(user.schedule, settings.schedule_every, optimizer)
+        self.position = Position(self._schedule.end_epoch)
         self.gradients = GradientSteps(on_lead=self.team.has_lead)
         """Which calls of `gradient` belong to one step."""
         self.checkpoints = Checkpoints(
-            self.engine, settings, self.team, self.position, user.schedule
+            self.engine, settings, self.team, self.position, self._schedule
         )
         self._world = world
-        self._schedule = user.schedule
         self._left = False
         self._process = os.getpid()
         self._progress = progress_of(world)
@@ -290,18 +291,18 @@ class Session:
         asked = self._world.options.may_stop and self._is_asked_to_stop()
         with self.verifying.step(batch, number, name) as given:
             outcome = self.engine.step(given, number, name=name, asked_to_stop=asked)
-        if self._schedule is not None and outcome.verdict.updates:
-            self._schedule.step()
+        self._schedule.note_step(self.position.here, updates=outcome.verdict.updates)
         return outcome
 
     def _before_step(self, batch: ShardedBatch) -> bool:
         """Save what was put off; return whether the process is to stop, as it was asked to."""
         with self.telling_others():
             self.checkpoints.check()
+            self._schedule.check_step(self.position.here)
             if self._autosave is None:
                 return False
             self._autosave.check(batch)
-            return self._autosave.before_step()
+            return self._autosave.before_step(batch)
 
     def _after_step(self, batch: ShardedBatch, *, stop: bool) -> bool:
         """Save if a checkpoint is due; return whether the process is to stop."""

@@ -65,6 +65,7 @@ class UserParts:
             check_by_script(self.schedule, settings.precision)
         else:
             self._check_optimizer(self.optimizer)
+            check_schedule(self.schedule, self.optimizer, settings.schedule_every)
         check_precision(settings.precision, self.module.named_parameters())
         for name, loss in self.losses.items():
             if not callable(loss):
@@ -83,8 +84,6 @@ class UserParts:
             check_optimizer(each, self.module)
         if isinstance(optimizer, Optimizers):
             _check_apart(optimizer, self.module)
-        if self.schedule is not None:
-            check_schedule(self.schedule, optimizer)
 
     def loss_name(self, name: str | None) -> str:
         """Return the name of the loss that a script means; None for the only one.

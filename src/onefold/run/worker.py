@@ -41,6 +41,7 @@ from onefold.checkpoint.background import finish_all
 from onefold.errors import PeerError
 from onefold.exchange.progress import progress_of
 from onefold.run.membership import abandon, end_well
+from onefold.run.onefile import advice_on_one_file
 from onefold.run.rundir import Report, write_report
 from onefold.run.world import current_world
 from onefold.system.interrupt import STOP_SIGNALS, STOPPED_CODE
@@ -214,7 +215,7 @@ def _leave_word(error: BaseException) -> None:
             step=progress.step_of(world.rank),
             time_s=time.time(),
             kind=type(error).__name__,
-            text=str(error),
+            text=". ".join(filter(None, [str(error), advice_on_one_file(error, world.size)])),
             traceback="".join(traceback.format_exception(_of_the_user(error))),
             caused_by_peer=isinstance(error, PeerError),
         ),

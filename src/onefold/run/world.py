@@ -1,7 +1,8 @@
 """How this process was started. The only module that reads the environment, once, at the start.
 
 A process is alone, or was started by ``onefold run`` or `onefold.launch` (which leave a record in
-ONEFOLD_WORLD), or by any launcher that speaks PyTorch's protocol (RANK, WORLD_SIZE, MASTER_ADDR).
+ONEFOLD_WORLD), by any launcher that speaks PyTorch's protocol (RANK, WORLD_SIZE, MASTER_ADDR), such
+as torchrun, Ray Train or Kubeflow, or by Slurm's srun (see `onefold.run.slurm`).
 
 Note: one process is the device
 -------------------------------
@@ -19,6 +20,7 @@ from collections.abc import Mapping, MutableMapping
 
 from onefold.core.world import World
 from onefold.errors import LaunchError
+from onefold.run.slurm import SlurmTask, slurm_task
 
 __all__ = [
     "allocator_chosen",
@@ -38,15 +40,22 @@ _CUBLAS, _CUBLAS_REPEATS = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 
 
 def read_world(environment: Mapping[str, str]) -> World:
-    """Read from an environment how this process was started."""
+    """Read from an environment how this process was started.
+
+    Raises:
+        LaunchError: it is started by a launcher that has left something out.
+    """
     if WORLD_VARIABLE in environment:
         return World.from_json(environment[WORLD_VARIABLE])
+    # Before Slurm's: where srun has started torchrun, the devices are what torchrun starts.
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
         return _read_torch(environment)
-    return World()
+    task = slurm_task(environment)
+    return World() if task is None else _read_slurm(environment, task)
 
 
 def _read_torch(environment: Mapping[str, str]) -> World:
+    _refuse_pod_of_several(environment)
     size = int(environment["WORLD_SIZE"])
     local_size = int(environment.get("LOCAL_WORLD_SIZE", "1"))
     # The restart count is part of it: the store of the launcher outlives a failed attempt, and keys
@@ -63,6 +72,35 @@ def _read_torch(environment: Mapping[str, str]) -> World:
         secret=_checked_secret(environment.get(SECRET_VARIABLE, "")),
         agent_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
+
+
+def _read_slurm(environment: Mapping[str, str], task: SlurmTask) -> World:
+    # A job script often names them, as the one who wrote it knows the network.
+    host = environment.get("MASTER_ADDR") or task.host
+    port = environment.get("MASTER_PORT") or str(task.port)
+    return World(
+        rank=task.rank,
+        size=task.size,
+        run_id=task.run_id,
+        one_host=task.local_size == task.size,
+        launcher="torch",
+        local_rank=task.local_rank,
+        local_size=task.local_size,
+        secret=_checked_secret(environment.get(SECRET_VARIABLE, "")),
+        address=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
+    )
+
+
+def _refuse_pod_of_several(environment: Mapping[str, str]) -> None:
+    """Refuse the one process of a Kubeflow pod in which torchrun is to start several."""
+    # The operator counts all of them in WORLD_SIZE, and RANK is the pod's: they would never meet.
+    count = environment.get("PET_NPROC_PER_NODE", "")
+    if count.isdecimal() and int(count) > 1 and "LOCAL_RANK" not in environment:
+        raise LaunchError(
+            f"PET_NPROC_PER_NODE says {count} processes for each pod of this PyTorchJob, and this "
+            f"one was started alone: expected torchrun to start them. Have the pod's command begin "
+            f"with torchrun in place of python, or leave nprocPerNode out of the job"
+        )
 
 
 def _checked_secret(secret: str) -> str:

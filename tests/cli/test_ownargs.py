@@ -1,0 +1,106 @@
+"""What stands behind a script is the script's own, whatever it is called."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from onefold.cli.ownargs import come_too_late, with_end_of_options
+
+OWN = {"-m", "--devices", "--timeout", "--keep"}
+TRAINING = """
+import sys, torch, onefold
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+trainer = onefold.Trainer(model, optimizer, lambda m, b: m(b).square().mean(dim=1), shards=2)
+trainer.step(torch.randn(6, 4))
+if trainer.is_lead:
+    print(len(trainer.devices), sys.argv[1:])
+"""
+PARSING = """
+import argparse
+argparse.ArgumentParser().parse_args()
+"""
+ARGUMENTS = ["--keep", "7", "-m", "mine", "--timeout", "1", "--devices=9", "--help", "--", "-x"]
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        ("train.py --devices 2", "train.py --devices 2"),
+        ("-m train --devices 2", "-m train -- --devices 2"),
+        ("-m train", "-m train"),
+        ("-mtrain -m x", "-mtrain -- -m x"),
+        ("--devices 2 -m train x -m y", "--devices 2 -m train -- x -m y"),
+        ("--devices=2 -m train -x", "--devices=2 -m train -- -x"),
+        ("-m train -- --devices 2", "-m train -- --devices 2"),
+        ("-- train.py -m x", "-- train.py -m x"),
+        ("--keep -m -m train -x", "--keep -m -m train -- -x"),
+        ("train.py -m x", "train.py -m x"),
+        ("-m", "-m"),
+    ],
+)
+def test_the_commands_own_end_with_the_script(given: str, taken: str) -> None:
+    assert with_end_of_options(given.split(), OWN) == taken.split()
+
+
+def test_options_that_came_too_late_are_found_with_their_values() -> None:
+    assert come_too_late(["--lr", "1", "--devices=2", "-m"], OWN) == ["--devices", "-m"]
+    assert come_too_late(["--device", "2"], OWN) == []
+
+
+def cli(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "onefold", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+        cwd=folder,
+    )
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("how", [["train.py"], ["-m", "train"], ["--", "train.py"]])
+def test_a_script_has_options_of_the_same_names(tmp_path: Path, how: list[str]) -> None:
+    (tmp_path / "train.py").write_text(TRAINING)
+    done = cli(tmp_path, "run", "--devices", "cpu:2", *how, *ARGUMENTS)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"2 {ARGUMENTS}\n"
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(170)
+def test_verify_leaves_them_to_the_script_too(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAINING + f"assert sys.argv[1:] == {ARGUMENTS}\n")
+    done = cli(tmp_path, "verify", "--devices", "1,2", "--steps", "1", "-m", "train", *ARGUMENTS)
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "The bits agree" in done.stdout
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(120)
+def test_a_script_that_refuses_one_of_ours_is_explained(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PARSING)
+    done = cli(tmp_path, "run", "--devices", "cpu:1", "train.py", "--timeout", "5")
+    assert done.returncode == 2
+    assert "unrecognized arguments: --timeout 5" in done.stderr
+    assert "what stands after the script is the script's: give --timeout before it" in done.stderr
+    done = cli(tmp_path, "run", "--devices", "cpu:1", "train.py", "--lr", "5")
+    assert done.returncode == 2
+    assert "what stands after" not in done.stderr
+
+
+@pytest.mark.parametrize("command", ["run", "verify"])
+def test_an_option_that_nobody_has_is_named_before_the_script(tmp_path: Path, command: str) -> None:
+    (tmp_path / "train.py").write_text("raise SystemExit('the script was started')")
+    done = cli(tmp_path, command, "--device", "2", "train.py")
+    assert done.returncode == 2
+    assert "No such option" in done.stderr
+    assert "--devices" in done.stderr
+    assert "the script was started" not in done.stderr

@@ -1,0 +1,150 @@
+"""Which processes Slurm has started as one run, and where they find each other."""
+
+from __future__ import annotations
+
+import pytest
+
+from onefold.errors import LaunchError
+from onefold.run.slurm import first_node, slurm_task, tasks_of_nodes
+from onefold.run.world import read_world
+
+SRUN = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_JOB_NODELIST": "gpu[03-04,9]",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "gpu[03-04]",
+    "SLURM_STEP_NUM_TASKS": "6",
+    "SLURM_STEP_TASKS_PER_NODE": "4,2",
+    "SLURM_NTASKS": "6",
+    "SLURM_NNODES": "2",
+    "SLURM_NODEID": "1",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+}
+"""A task of ``srun`` in a job on three nodes, two of which the step has."""
+SBATCH = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_JOB_NODELIST": "gpu[03-04]",
+    "SLURM_NTASKS": "6",
+    "SLURM_NPROCS": "6",
+    "SLURM_TASKS_PER_NODE": "4,2",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+}
+"""The script of a job of six tasks, before any srun."""
+
+
+def without(name: str) -> dict[str, str]:
+    return {key: value for key, value in SRUN.items() if key != name}
+
+
+def test_a_task_of_srun_is_a_device_of_a_run() -> None:
+    world = read_world(SRUN)
+    assert (world.rank, world.size, world.local_rank, world.local_size) == (5, 6, 1, 2)
+    assert (world.launcher, world.launched, world.one_host) == ("torch", True, False)
+    assert world.address.startswith("gpu03:")
+    assert 10_000 <= int(world.address.partition(":")[2]) < 30_000
+    assert world.run_id == "slurm-4711-0-0"
+
+
+ALONE: dict[str, dict[str, str]] = {
+    "the script of a job": SBATCH,
+    "the shell of salloc": {"SLURM_JOB_ID": "4711", "SLURM_NTASKS": "4", "SLURM_NNODES": "1"},
+    "an interactive step": {**SRUN, "SLURM_STEP_ID": "4294967290"},
+    "a batch step": {**SBATCH, "SLURM_STEP_ID": "4294967291", "SLURM_STEP_NUM_TASKS": "6"},
+    "a terminal of srun": {**SRUN, "SLURM_PTY_PORT": "40123", "SLURM_PTY_WIN_COL": "80"},
+    "a step of one task": {**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
+    "one task in a job of several": {**SBATCH, "SLURM_STEP_ID": "2", "SLURM_STEP_NUM_TASKS": "1"},
+    "nothing": {},
+    "a step that was asked to be none": without("SLURM_STEP_ID"),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_everything_else_is_alone(name: str) -> None:
+    world = read_world(ALONE[name])
+    assert (world.size, world.launched, world.address) == (1, False, "")
+
+
+def test_the_steps_of_a_job_and_its_restarts_are_different_runs() -> None:
+    changes = ({}, {"SLURM_STEP_ID": "1"}, {"SLURM_RESTART_COUNT": "1"}, {"SLURM_JOB_ID": "4712"})
+    worlds = [read_world({**SRUN, **change}) for change in changes]
+    assert len({world.run_id for world in worlds}) == 4
+    assert len({world.address for world in (worlds[0], worlds[1], worlds[3])}) == 3
+
+
+def test_all_tasks_meet_in_one_place() -> None:
+    places = {
+        read_world({**SRUN, "SLURM_PROCID": str(r), "SLURM_NODEID": str(r // 4)}).address
+        for r in range(6)
+    }
+    assert len(places) == 1
+
+
+def test_a_place_that_the_job_names_is_taken() -> None:
+    assert read_world({**SRUN, "MASTER_ADDR": "10.0.0.1"}).address.startswith("10.0.0.1:")
+    assert read_world({**SRUN, "MASTER_PORT": "29500"}).address == "gpu03:29500"
+    both = {"MASTER_ADDR": "fe80::1", "MASTER_PORT": "1234"}
+    assert read_world({**SRUN, **both}).address == "[fe80::1]:1234"
+
+
+def test_torchrun_under_srun_takes_precedence() -> None:
+    torchrun = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    world = read_world({**SRUN, **torchrun})
+    assert (world.rank, world.size, world.address) == (1, 2, "")
+
+
+def test_tasks_by_node_where_only_their_number_is_known() -> None:
+    environment = without("SLURM_STEP_TASKS_PER_NODE") | {"SLURM_NTASKS_PER_NODE": "3"}
+    assert slurm_task(environment).local_size == 3  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("node1", "node1"),
+        ("node1,node2", "node1"),
+        ("node[01-03,7]", "node01"),
+        ("node[7,01-03]", "node7"),
+        ("a-b[1-2].cluster.org,c", "a-b1.cluster.org"),
+        ("rack[2-3]-node[1,4],x[1-2]", "rack2-node1"),
+        ("gpu[07],cpu[1-2]", "gpu07"),
+        ("10.1.2.3", "10.1.2.3"),
+    ],
+)
+def test_the_first_node_of_a_list(nodes: str, first: str) -> None:
+    assert first_node(nodes) == first
+
+
+@pytest.mark.parametrize("nodes", ["", "node[", "node[01", "node]", ",node", "node[]", "[[1]]"])
+def test_what_is_no_list_of_nodes_is_refused(nodes: str) -> None:
+    with pytest.raises(LaunchError, match="expected a list of nodes such as"):
+        first_node(nodes)
+
+
+def test_tasks_of_nodes() -> None:
+    assert tasks_of_nodes("4") == [4]
+    assert tasks_of_nodes("2(x3),1") == [2, 2, 2, 1]
+    with pytest.raises(LaunchError, match="expected tasks of nodes such as"):
+        tasks_of_nodes("2x3")
+
+
+@pytest.mark.parametrize("name", ["SLURM_JOB_ID", "SLURM_LOCALID", "SLURM_NODEID"])
+def test_a_task_without_its_place_is_refused(name: str) -> None:
+    with pytest.raises(LaunchError, match=f"task 5 of a step of srun, and {name}"):
+        read_world(without(name))
+
+
+def test_a_node_that_has_no_tasks_is_refused() -> None:
+    with pytest.raises(LaunchError, match="this is node 2 of the step, and lists 2 with tasks"):
+        read_world({**SRUN, "SLURM_NODEID": "2"})
+
+
+def test_a_pod_of_several_processes_needs_torchrun() -> None:
+    pod = {"RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    assert read_world(pod).size == 8
+    assert read_world({**pod, "PET_NPROC_PER_NODE": "auto"}).size == 8
+    with pytest.raises(LaunchError, match=r"PET_NPROC_PER_NODE says 4 .* expected torchrun"):
+        read_world({**pod, "PET_NPROC_PER_NODE": "4"})
+    assert read_world({**pod, "PET_NPROC_PER_NODE": "4", "LOCAL_RANK": "1"}).size == 8
