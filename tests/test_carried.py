@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -104,6 +105,21 @@ def test_the_bits_do_not_depend_on_who_runs_a_shard() -> None:
         moved.step(batch_of(number))
         moved.plan = [(2, 1, 1), (0, 0, 4), (1, 3, 0)][number % 3]
     assert moved.fingerprint() == whole
+
+
+@pytest.mark.parametrize("devices", [(1, 3, 2), (2, 1, 3)])
+def test_a_stopped_run_goes_on_with_what_shards_have_left(
+    devices: tuple[int, int, int], tmp_path: Path
+) -> None:
+    whole, stopped, going_on = (trainer_of(made(), count) for count in devices)
+    train(whole, 1, 7)
+    train(stopped, 1, 2).save(tmp_path)
+    train(going_on, 5, 6)  # of another place
+    going_on.load(tmp_path)
+    assert train(going_on, 3, 7).fingerprint() == whole.fingerprint()
+    begun_anew = trainer_of(made())
+    begun_anew.load(tmp_path, changed=["shards"])
+    assert train(begun_anew, 3, 7).fingerprint() != whole.fingerprint()
 
 
 def test_the_module_keeps_the_value_that_all_begin_with() -> None:

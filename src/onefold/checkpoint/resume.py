@@ -21,11 +21,12 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from onefold.checkpoint.background import Background
+from onefold.checkpoint.copies import Copies
 from onefold.checkpoint.folder import (
     StoredCheckpoint,
     find_checkpoint,
@@ -36,23 +37,29 @@ from onefold.checkpoint.folder import (
     write_checkpoint,
 )
 from onefold.checkpoint.keeping import Checkpoint, Keeping
-from onefold.checkpoint.lead import Lead
+from onefold.checkpoint.lead import Lead, told_all
 from onefold.checkpoint.model import (
-    ModelCopy,
     check_model_can_be_saved,
     copy_model,
 )
 from onefold.checkpoint.record import check_run
 from onefold.checkpoint.runstate import RunState
-from onefold.checkpoint.states import StoredStates, buffer_parts, saved_rule
+from onefold.checkpoint.states import (
+    StoredStates,
+    buffer_parts,
+    carried_parts,
+    left_by_shard,
+    saved_rule,
+)
 from onefold.core.fingerprint import fingerprint_of, named_tensors, tensor_digests
 from onefold.core.finite import first_not_finite, names_with_nan
 from onefold.core.flat import FlatTensors
 from onefold.core.head import Call, StepHead, digest
-from onefold.core.jsonvalue import from_bytes, from_json, to_bytes
+from onefold.core.jsonvalue import from_bytes, from_json
 from onefold.core.names import own_name
 from onefold.core.settings import Settings
 from onefold.core.team import Team
+from onefold.engine.carried import Carried
 from onefold.engine.engine import Engine
 from onefold.engine.optimizerstate import join, pack, unpack
 from onefold.engine.schedule import RunSchedule
@@ -176,6 +183,7 @@ class Checkpoints:
             self._take_model(files)
             self._take_optimizer(stored.run["optimizer"], files, changed)
             self._take_average(stored.run, files, changed)
+            self._take_carried(files)
         self.schedule.go_on(stored.run, changed)
         self._position.go_to(stored.run, changed)
         self._state.adopt(stored.run, changed)
@@ -243,6 +251,10 @@ class Checkpoints:
     def _optimizer(self) -> torch.optim.Optimizer:
         return self._engine.update.optimizer
 
+    @property
+    def _carried(self) -> Carried:
+        return self._engine.replicas[0].buffers.carried
+
     def _buffers(self) -> dict[str, torch.Tensor]:
         return {own_name(name): buffer for name, buffer in self._module.named_buffers()}
 
@@ -261,7 +273,7 @@ class Checkpoints:
                 f"checkpoint is written: go on from the last one with trainer.load"
             )
 
-    def _copies(self) -> _Copies:
+    def _copies(self) -> Copies:
         """Copy what the lead saves beside the states of pieces."""
         averaging = self._engine.averaging
         shown = None
@@ -269,7 +281,8 @@ class Checkpoints:
             shown = copy_model(self._module, partial(self._room, "shown"))
         with averaging.training_values():
             trained = copy_model(self._module, partial(self._room, "trained"))
-        return _Copies(trained, shown, averaging.buffers())
+        left = self._carried.left(self._engine.replicas[0].buffers.places.names)
+        return Copies(trained, shown, averaging.buffers(), carried_parts(left))
 
     def _refuse_not_finite(self, trained: FlatTensors) -> None:
         """Have the lead check that all values are finite, and all devices raise if they are not.
@@ -310,7 +323,7 @@ class Checkpoints:
         self,
         folder: Path,
         record: dict[str, Any],
-        copies: _Copies,
+        copies: Copies,
         rooms: list[torch.Tensor],
         keeping: Keeping,
     ) -> None:
@@ -320,7 +333,7 @@ class Checkpoints:
         joined = join(states, storage.pieces, storage.masters)
         record["optimizer"] |= {"tensors": joined.keys, "other_state": joined.values}
         saved, rest = (copies.shown or copies.trained).parts()
-        parts = [*joined.tensors, *buffer_parts(copies.averages)]
+        parts = [*joined.tensors, *buffer_parts(copies.averages), *copies.carried]
         files = {"model.safetensors": saved, "optimizer.safetensors": parts}
         if rest:
             files["buffers.safetensors"] = rest
@@ -344,7 +357,7 @@ class Checkpoints:
     ) -> tuple[Callable[[int], torch.Tensor], StoredStates | None]:
         """On the lead, find and check the checkpoint; return what to hand out, and its files."""
         if if_any and not has_checkpoints(path):
-            return _told(None), None
+            return told_all(None), None
         try:
             found = find_checkpoint(path, leave_out=leave_out)
             try:
@@ -354,7 +367,8 @@ class Checkpoints:
                     f"{found.folder} is damaged: its run.json cannot be used: {error}"
                 ) from error
             # Open until `load` is done: these very files are checked, whoever prunes meanwhile.
-            files = StoredStates(found, self._engine.update.storage, changed, stack)
+            storage, carried = self._engine.update.storage, self._carried.indices
+            files = StoredStates(found, storage, carried, changed, stack)
             try:
                 # Before the model, whose parameters have another dtype in another precision.
                 self._state.check_precision(found.run, changed)
@@ -364,8 +378,8 @@ class Checkpoints:
             except (CheckpointError, ValueError) as error:
                 raise CheckpointError(f"{found.folder} does not fit: {error}") from None
         except CheckpointError as error:
-            return _told({"error": str(error)}), None
-        return _told({"folder": str(found.folder), "run": found.run}), files
+            return told_all({"error": str(error)}), None
+        return told_all({"folder": str(found.folder), "run": found.run}), files
 
     def _agree_on(self, told: Callable[[int], torch.Tensor] | None) -> StoredCheckpoint | None:
         """Receive what the lead has found; if that is an error, all devices raise it."""
@@ -411,6 +425,12 @@ class Checkpoints:
         buffers = unpack(self._lead.hand_out(make)) if rule is not None else iter(())
         self._engine.averaging.loaded(rule, run["average"]["steps"] if rule else 0, buffers)
 
+    def _take_carried(self, files: StoredStates | None) -> None:
+        """Have shards go on with what they have left in buffers of their own."""
+        if self._carried.indices:
+            make = None if files is None else lambda device: files.carried()
+            self._carried.go_on(left_by_shard(unpack(self._lead.hand_out(make))))
+
     def _pieces_for(self, files: StoredStates, first: int) -> torch.Tensor:
         """Pack the states for the process that has this as its first device."""
         devices = self._team.own if first in self._team.own else (first,)
@@ -425,20 +445,3 @@ class Checkpoints:
                 f"{stored.run['fingerprint']} was expected: the model changes the values that are "
                 f"written to it"
             )
-
-
-class _Copies(NamedTuple):
-    """What the lead has copied for a checkpoint."""
-
-    trained: ModelCopy
-    """The model that the run goes on with."""
-    shown: ModelCopy | None
-    """The model with its averages, if it is they that are saved as the model."""
-    averages: Mapping[str, torch.Tensor]
-    """The averages of the buffers, by name."""
-
-
-def _told(said: object) -> Callable[[int], torch.Tensor]:
-    """Make a function for `hand_out` that gives every process the same."""
-    text = to_bytes(said)
-    return lambda device: torch.frombuffer(bytearray(text), dtype=torch.uint8)

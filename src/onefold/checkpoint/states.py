@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -18,7 +18,10 @@ from onefold.engine.optimizerstate import PieceState, check_saved, packed, take_
 from onefold.engine.update import MASTER
 from onefold.system.tensorfile import DTYPES, TensorParts
 
-__all__ = ["StoredStates", "buffer_parts", "saved_rule"]
+__all__ = ["StoredStates", "buffer_parts", "carried_parts", "left_by_shard", "saved_rule"]
+
+_SHARD = "onefold.shard"
+"""With a shard's number: the key under which what the shard carries in a buffer is saved."""
 
 
 def saved_rule(run: Mapping[str, Any], changed: Collection[str]) -> AverageRule | None:
@@ -33,12 +36,26 @@ def buffer_parts(averages: Mapping[str, torch.Tensor]) -> list[TensorParts]:
     return tensor_parts({_key_of(name): value for name, value in averages.items()})
 
 
+def carried_parts(left: Iterable[tuple[str, int, torch.Tensor]]) -> list[TensorParts]:
+    """What shards carry in buffers: name, shard and value; copied, ready to be written."""
+    return tensor_parts({_key_in(name, shard): v.to("cpu", copy=True) for name, shard, v in left})
+
+
+def left_by_shard(states: Iterable[PieceState]) -> dict[int, dict[int, torch.Tensor]]:
+    """What shards carry, by the buffer's number and the shard's; copied from `carried`."""
+    left: dict[int, dict[int, torch.Tensor]] = {}
+    for state in states:
+        left.setdefault(state.piece, {})[int(state.key)] = state.value.clone()
+    return left
+
+
 class StoredStates:
     """The open files of a checkpoint.
 
     Args:
         stored: the checkpoint.
         storage: the layouts of the run that loads it.
+        carried: numbers of the buffers that each shard has for itself.
         changed: what may differ from the run that was saved.
         stack: closes the files.
     """
@@ -47,6 +64,7 @@ class StoredStates:
         self,
         stored: StoredCheckpoint,
         storage: Storage,
+        carried: Sequence[int],
         changed: Collection[str],
         stack: ExitStack,
     ) -> None:
@@ -58,6 +76,7 @@ class StoredStates:
         """What the model goes on with."""
         self._files = stack.enter_context(ModelFiles(stored.folder / "optimizer.safetensors"))
         self._storage = storage
+        self._carried = () if "shards" in changed else carried
         self._with_optimizer = "optimizer" not in changed
         self._with_average = saved_rule(stored.run, changed) is not None
         saved = stored.run["optimizer"]
@@ -84,6 +103,9 @@ class StoredStates:
                 self._check_kind(f"{entry.name}.{MASTER}", entry.shape, None)
         if self._with_average:
             self._check_averages()
+        for number, _, key in self._left():
+            entry = storage.buffers.entries[number]
+            self._check_kind(key, entry.shape, DTYPES[storage.buffers.dtypes[entry.section]])
 
     def pieces(self, owned: Iterable[int]) -> torch.Tensor:
         """Pack the states of some pieces, averages among them, for the process that owns them."""
@@ -94,6 +116,19 @@ class StoredStates:
     def buffers(self) -> torch.Tensor:
         """Pack the averages of all buffers, by number; of none if the average does not go on."""
         return packed(list(self._averaged_buffers()))
+
+    def carried(self) -> torch.Tensor:
+        """Pack what shards carry in buffers, for `left_by_shard`."""
+        left = [(n, str(shard), self._files.read(key)) for n, shard, key in self._left()]
+        return packed([PieceState(*each, by_element=False) for each in left])
+
+    def _left(self) -> Iterator[tuple[int, int, str]]:
+        for number in self._carried:
+            name = self._storage.buffers.entries[number].name
+            for shard in range(self._storage.shards):
+                key = _key_in(name, shard)
+                if key in self._files.names:
+                    yield number, shard, key
 
     def _averaged_buffers(self) -> Iterator[PieceState]:
         entries = self._storage.buffers.entries if self._with_average else ()
@@ -126,6 +161,10 @@ class StoredStates:
 
     def _kind_of(self, name: str) -> tuple[tuple[int, ...], str] | None:
         return self._files.kind_of(name) if name in self._files.names else None
+
+
+def _key_in(buffer: str, shard: int) -> str:
+    return f"{own_name(buffer)}.{_SHARD}{shard}"
 
 
 def _key_of(buffer: str) -> str:

@@ -86,6 +86,10 @@ class BufferSet:
         _copy(self._start, first.flat)
         self.carried = first.carried
 
+    def note_loaded(self) -> None:
+        """Note that a checkpoint was put into the buffers, which is no change of a script's."""
+        _copy(self._start, self.flat)
+
     def changed(self) -> ChangedBuffers | None:
         """Find the buffers that a shard has changed since `restore`, and copy their values."""
         self.places.check()

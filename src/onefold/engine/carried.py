@@ -14,7 +14,7 @@ evaluation sees, and what a script changes to have all shards begin anew.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -43,6 +43,20 @@ class Carried:
         for index in self.indices:
             if self.values[index] and not same_bits(now.views[index], before.views[index]):
                 self.values[index].clear()
+
+    def left(self, names: Sequence[str]) -> Iterable[tuple[str, int, torch.Tensor]]:
+        """Yield what shards have left: name of the buffer, number of the shard, value.
+
+        Args:
+            names: of all buffers of the module.
+        """
+        for index, by_shard in self.values.items():
+            for shard, value in sorted(by_shard.items()):
+                yield names[index], shard, value
+
+    def go_on(self, left: Mapping[int, Mapping[int, torch.Tensor]]) -> None:
+        """Go on with what shards have left in a run that was saved; by buffer and shard."""
+        self.values = {index: dict(left.get(index, {})) for index in self.indices}
 
     def put(self, flat: FlatTensors, shard: int) -> None:
         """Have the module compute with what a shard goes on with."""

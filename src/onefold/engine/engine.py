@@ -328,6 +328,7 @@ class Engine:
     def model_loaded(self) -> None:
         """Take over what a checkpoint has just put into the first device's model."""
         self._torn = self._updating = False
+        self.replicas[0].buffers.note_loaded()
         self._siblings.copy_first()
         self._guard.note()
         self._turns.restart()
