@@ -40,7 +40,10 @@ _USAGE = 2
 Script = Annotated[
     str | None, typer.Argument(help="The script; what follows it are its own arguments.")
 ]
-Module = Annotated[str | None, typer.Option("-m", help="Run a module instead, as python -m does.")]
+Module = Annotated[
+    str | None,
+    typer.Option("-m", help="Run a module instead, as python -m does; it has what follows."),
+]
 Devices = Annotated[
     str, typer.Option(help="N, auto, cpu:N, or a list of GPUs such as cuda:1,cuda:3.")
 ]
