@@ -31,7 +31,8 @@ class Trainer(TrainedModel):
         optimizer: made from the model's parameters; it is kept, so schedulers attached to it work.
         loss: ``loss(model, batch)`` for one shard on one device. Returns (n,) losses, one a sample;
             a scalar, the mean over the shard; or ``onefold.Mean``, ``onefold.Sum``, or their sum. A
-            step's loss is the sum of totals over the sum of weights across the whole batch.
+            step's loss is the sum of totals over the sum of weights across the whole batch. May
+            return ``(loss, {"accuracy": ...})``; such values are averaged alike in `Step.values`.
         shards: V, into how many parts every batch is cut: the most devices that may ever share a
             batch. Like the batch size it is part of the result.
         seed: of dropout, augmentation, the order of samples and all other randomness.
@@ -181,15 +182,20 @@ class Trainer(TrainedModel):
         """Count epochs from where the run is, which may be inside of one, up to ``number``."""
         return self._session.position.epochs(number)
 
-    def step(self, batch: object) -> Step:
+    def step(self, batch: object, *, dim: int = 0) -> Step:
         """One update from one whole batch.
 
         Args:
-            batch: what `loader` yields; or tensors or NumPy arrays (n, ...), or tuples, lists and
-                dicts of them, the same on every device, which are cut along the first dimension.
+            batch: what `loader` yields; or tensors or NumPy arrays (n, ...), or tuples, lists,
+                mappings and dataclasses of them, the same on every device, which are cut into
+                shards and keep their type.
+            dim: the dimension of all tensors in which the samples lie, such as 1 for time-major
+                ones (time, n, ...). Of what `loader` yields only ``microbatch`` asks for it.
 
         Raises:
-            ValueError: the tensors of the batch disagree in length, or it is empty.
+            ValueError: the tensors of the batch disagree in length, lack the dimension, or it is
+                empty.
+            TypeError: the batch holds something that cannot be cut.
             DisagreementError: another device is in another step, or was given something else.
             StateError, GradientError: a shard changed what it must not, or cannot be added up.
             LossError: the loss is of the wrong shape, or not finite; names step and shard.
@@ -197,7 +203,7 @@ class Trainer(TrainedModel):
             OSError: an earlier checkpoint could not be written in the background.
             SystemExit: the launcher asked the run to stop, and it has been saved.
         """
-        return self._session.step(batch)
+        return self._session.step(batch, dim)
 
     def evaluate(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -30,13 +30,15 @@ from onefold.engine.kernels import Compilers, repeatable_kernels
 from onefold.engine.modes import in_mode
 from onefold.engine.nonfinite import FiniteCheck, bad_gradient
 from onefold.engine.optimizerstate import pack, packed, unpack
+from onefold.engine.outcome import Outcome
 from onefold.engine.outside import OutsideModules
 from onefold.engine.replica import LossFunction, Replica, ShardTask
 from onefold.engine.share import run_share
 from onefold.engine.siblings import Siblings
 from onefold.engine.together import Together
 from onefold.engine.update import SpanOptimizer
-from onefold.engine.verdict import Verdict, verdict_of
+from onefold.engine.valuetrade import ValueTrade
+from onefold.engine.verdict import verdict_of
 from onefold.errors import StateError
 from onefold.exchange.exchange import Exchange
 from onefold.watch.timing import Span
@@ -44,20 +46,6 @@ from onefold.watch.timing import Span
 __all__ = ["Engine", "Outcome"]
 
 _log = logging.getLogger("onefold")
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The result of a step."""
-
-    totals: torch.Tensor
-    """(V,) float64, where the lead computes: each shard's part of the loss."""
-    weight: float
-    """What the sum of totals is divided by."""
-    verdict: Verdict
-    """Whether the parameters were updated and the run goes on; the same on all devices."""
-    norm: torch.Tensor | None
-    """The norm of the whole gradient before clipping, (); None if the step has none."""
 
 
 class Engine:
@@ -116,6 +104,7 @@ class Engine:
         self._gradients: Gradients = []
         self._several_terms = False
         self._together = Together(replicas, exchange)
+        self._values = ValueTrade(replicas, exchange)
         self._warned_of_mode = False
         self._updating = False
         self._torn = False
@@ -201,7 +190,8 @@ class Engine:
             self.rules.end_step(overflow=bool(failure))
         verdict = verdict_of(weight, agreed, failure)
         # A copy, as `Step.loss` may be asked for long after the board is written again.
-        outcome = Outcome(board.totals.clone(), weight.value, verdict, norm)
+        values = self._values.of_step(batch, number)
+        outcome = Outcome(board.totals.clone(), weight.value, verdict, norm, values)
         if norm is not None and verdict.updates:
             self._update(norm)
             self.fitting.note_update()
@@ -439,6 +429,7 @@ def _head_of(batch: ShardedBatch, step: int) -> StepHead:
         place=batch.stop,
         data=batch.data_digest,
         batch=batch.digest,
+        arguments=batch.dim,
     )
 
 

@@ -76,9 +76,13 @@ def _tracer(path: Path, model: torch.nn.Module, steps: int) -> Observer:
         if step.number != done + 1:
             keep_steps(path, step.number - 1)
         done = step.number
-        line = {"step": step.number, "epoch": step.epoch, "loss": float(step.loss)}
-        fingerprint = fingerprint_of(tensor_digests(named_tensors(model)))
-        append_line(path, {**line, "samples": step.samples, "fingerprint": fingerprint})
+        line: dict[str, object] = {"step": step.number, "epoch": step.epoch}
+        line |= {"loss": float(step.loss), "samples": step.samples}
+        values = {name: float(value) for name, value in step.values.items()}
+        if values:
+            line["values"] = values
+        line["fingerprint"] = fingerprint_of(tensor_digests(named_tensors(model)))
+        append_line(path, line)
 
     return trace
 

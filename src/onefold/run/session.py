@@ -27,7 +27,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from onefold.checkpoint.autosave import Autosave
 from onefold.checkpoint.resume import Checkpoints
-from onefold.core.batch import ShardedBatch, cut_batch
+from onefold.core.batch import ShardedBatch, checked_dim, cut_batch
 from onefold.core.head import Call
 from onefold.core.precision import AS_GIVEN, Precision
 from onefold.core.settings import Settings
@@ -238,12 +238,12 @@ class Session:
             recompute_statistics(self.engine, batches, call)
             yield
 
-    def step(self, batch: object) -> Step:
+    def step(self, batch: object, dim: int = 0) -> Step:
         """Make one update; see `Trainer.step`."""
         # Drop the times of a step that failed, if the script survived it.
         self.engine.take_spans()
         start = host_now_s()
-        cut = self._cut(self.verifying.batch(batch))
+        cut = self._cut(self.verifying.batch(batch), checked_dim(dim))
         waited = cut.waited or (start, host_now_s())
         number = self.position.step + 1
         if self._before_step(cut):
@@ -311,13 +311,15 @@ class Session:
         with self.telling_others():
             self.checkpoints.finish()
 
-    def _cut(self, batch: object) -> ShardedBatch:
+    def _cut(self, batch: object, dim: int) -> ShardedBatch:
         plan = self.engine.roster.plan
         if isinstance(batch, ShardedBatch):
-            cut = self._checked_batch(batch, plan)
+            cut = replace(self._checked_batch(batch, plan), dim=dim)
         else:
             own = [s for number in self.team.own for s in plan.shards_of(number)]
-            cut = cut_batch(batch, plan, own, self.position.epoch, digest=self.engine.with_others)
+            cut = cut_batch(
+                batch, plan, own, self.position.epoch, digest=self.engine.with_others, dim=dim
+            )
         if cut.samples == 0:
             raise ValueError("the batch is empty: expected at least one sample")
         return cut

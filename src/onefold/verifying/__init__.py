@@ -177,8 +177,8 @@ class Verifying:
     def _unpacked(self, batch: ShardedBatch) -> tuple[ShardedBatch, WholeBatch]:
         """Return the batch with plain payloads, and the whole batch that they are shards of."""
         if batch.data_pass is None:
-            return batch, whole_tensors(self._own)
-        whole, payloads = whole_of(batch.shards, self._collates, batch.loader)
+            return batch, whole_tensors(self._own, batch.dim)
+        whole, payloads = whole_of(batch.shards, self._collates, batch.loader, batch.dim)
         return replace(batch, shards=payloads), whole
 
     def _path(self, what: str) -> Path:

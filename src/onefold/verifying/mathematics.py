@@ -31,6 +31,7 @@ from onefold.core.fold import fold_shards
 from onefold.core.mean import Contribution, weigh
 from onefold.core.randomness import derive_seed, kept_generators
 from onefold.core.shard import cut_bounds
+from onefold.core.values import split
 from onefold.engine.engine import Engine
 from onefold.engine.losscheck import LossFinding, inspect_loss
 from onefold.engine.replica import LossFunction
@@ -105,6 +106,7 @@ class Comparison:
 class _Evaluation:
     part: Contribution
     result: object
+    """The loss as it was returned, without values beside it."""
 
     @property
     def loss(self) -> float:
@@ -150,9 +152,8 @@ class Mathematics:
         with self._draws.replaying(range(start, stop)), self._time_first.noting("shard"):
             result = self._user(model, payload)
         if torch.is_grad_enabled():
-            self._inspect(result, stop - start)
-            part = weigh(result, stop - start, f"the loss of shard {shard}")
-            self._shards[shard] = _Evaluation(part, result)
+            self._shards[shard] = found = _read(result, stop - start, f"the loss of shard {shard}")
+            self._inspect(found.result, stop - start)
             self._buffers_after[shard] = KeptBuffers(model)
         return result
 
@@ -246,7 +247,7 @@ class Mathematics:
         except Exception as error:
             error.add_note("raised while onefold verify computed the whole batch as one shard")
             raise
-        return _Evaluation(weigh(result, len(rows), "the loss of the whole batch"), result)
+        return _read(result, len(rows), "the loss of the whole batch")
 
     def _inspect(self, result: object, samples: int) -> None:
         finding = inspect_loss(result, samples)
@@ -390,6 +391,11 @@ class Mathematics:
             mixed = self._evaluate_again(order).loss
         limit = max(1e-7, tolerance_of(self._model))
         return not math.isclose(mixed, self._comparison.alone, rel_tol=limit)
+
+
+def _read(result: object, samples: int, what: str) -> _Evaluation:
+    loss, _ = split(result, what)
+    return _Evaluation(weigh(loss, samples, what), loss)
 
 
 def _ratio(part: Contribution) -> float:
