@@ -183,6 +183,37 @@ def test_batch_norm_over_the_whole_batch_is_refused_by_name() -> None:
 
 
 @pytest.mark.usefixtures("traced")
+def test_values_beside_the_loss_are_no_part_of_its_gradient() -> None:
+    """Not even with a gradient of 0, which would make an infinite one not a number."""
+
+    def loss(model: nn.Module, batch: Batch) -> object:
+        logits = model(batch[0])
+        losses = F.cross_entropy(logits, batch[1], reduction="none")
+        steep = (losses - losses.detach()).abs().sqrt()
+        few = batch[1] == 0
+        return losses, {
+            "accuracy": logits.argmax(1) == batch[1],
+            "steep": steep,
+            "few": onefold.Mean((losses * few).sum(), few.sum()),
+            "both": onefold.Mean(steep.sum(), 2) + onefold.Sum(losses.sum()),
+        }
+
+    def go(devices: int, **options: Any) -> tuple[Any, list[dict[str, float]]]:
+        trainer = trainer_of(loss, devices, **options)
+        values = [trainer.step(batch_of(samples, samples)).values for samples in SIZES]
+        return trainer.fingerprint(), [{n: float(v) for n, v in each.items()} for each in values]
+
+    found = go(1)
+    assert found == go(2) == go(3, plan=(0, 3, 1))
+    trainer = trainer_of()
+    for samples in SIZES:
+        trainer.step(batch_of(samples, samples))
+    assert trainer.fingerprint() == found[0]
+    for written, compiled in zip(go(1, compile=False)[1], found[1], strict=True):
+        assert compiled == pytest.approx(written, rel=1e-2)
+
+
+@pytest.mark.usefixtures("traced")
 def test_what_was_compiled_before_does_not_show() -> None:
     first = run(trainer_of(), (9,))
     torch._dynamo.reset()

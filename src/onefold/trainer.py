@@ -37,9 +37,10 @@ class Trainer(TrainedModel):
             updates by itself, with the gradients of `gradient`.
         loss: ``loss(model, batch)`` for one shard on one device. Returns (n,) losses, one a sample;
             a scalar, the mean over the shard; or ``onefold.Mean``, ``onefold.Sum``, or their sum. A
-            step's loss is the sum of totals over the sum of weights across the whole batch. Or
-            several by name: each step is of one of them, and updates the parameters of the
-            optimizer with that name, or of the only one.
+            step's loss is the sum of totals over the sum of weights across the whole batch. May
+            return ``(loss, {"accuracy": ...})``; such values are averaged alike in `Step.values`.
+            Or several losses by name: each step is of one of them, and updates the parameters of
+            the optimizer with that name, or of the only one.
         shards: V, into how many parts every batch is cut: the most devices that may ever share a
             batch. Like the batch size it is part of the result.
         seed: of dropout, augmentation, the order of samples and all other randomness.
@@ -198,18 +199,22 @@ class Trainer(TrainedModel):
         """
         return self._session.position.epochs(number)
 
-    def step(self, batch: object, loss: str | None = None) -> Step:
+    def step(self, batch: object, loss: str | None = None, *, dim: int = 0) -> Step:
         """One update from one whole batch.
 
         Args:
-            batch: what `loader` yields; or tensors or NumPy arrays (n, ...), or tuples, lists and
-                dicts of them, the same on every device, which are cut along the first dimension.
+            batch: what `loader` yields; or tensors or NumPy arrays (n, ...), or tuples, lists,
+                mappings and dataclasses of them, the same on every device, which are cut into
+                shards and keep their type.
             loss: the name of the loss, where the Trainer has several.
+            dim: the dimension of all tensors in which the samples lie, such as 1 for time-major
+                ones (time, n, ...). Of what `loader` yields only ``microbatch`` asks for it.
 
         Raises:
-            TypeError: a loss is not named, or named where there is only one.
-            ValueError: the tensors of the batch disagree in length, or it is empty; or the step is
-                in no epoch, and ``schedule_every`` is ``"epoch"``.
+            TypeError: a loss is not named, or named where there is only one; or the batch holds
+                something that cannot be cut.
+            ValueError: the tensors of the batch disagree in length, lack the dimension, or it is
+                empty; or the step is in no epoch, and ``schedule_every`` is ``"epoch"``.
             RuntimeError: the script has stepped a schedule that is not its own to step.
             DisagreementError: another device is in another step, or was given something else.
             StateError, GradientError: a shard changed what it must not, or cannot be added up.
@@ -218,9 +223,9 @@ class Trainer(TrainedModel):
             OSError: an earlier checkpoint could not be written in the background.
             SystemExit: the launcher asked the run to stop, and it has been saved.
         """
-        return self._session.step(batch, loss)
+        return self._session.step(batch, loss, dim)
 
-    def gradient(self, batch: object, loss: str | None = None) -> Step:
+    def gradient(self, batch: object, loss: str | None = None, *, dim: int = 0) -> Step:
         """The gradient of one whole batch, in ``.grad``; the script makes the update.
 
         Every parameter that is trained has the batch's whole gradient in ``.grad``, on every
@@ -232,7 +237,7 @@ class Trainer(TrainedModel):
         until a block of `changing` ends in which it was given. See docs/guides.
 
         Args:
-            batch, loss: as for `step`.
+            batch, loss, dim: as for `step`.
 
         Raises:
             RuntimeError: another batch is given in the same block of `changing`.
@@ -243,7 +248,7 @@ class Trainer(TrainedModel):
         >>> with trainer.changing(), torch.no_grad():
         ...     _ = model.weight.sub_(model.weight.grad)
         """
-        return self._session.gradient(batch, loss)
+        return self._session.gradient(batch, loss, dim)
 
     def evaluate(
         self,

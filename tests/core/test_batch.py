@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -353,3 +355,106 @@ def test_on_a_gpu_shards_begin_where_copies_do() -> None:
     empty, sparse = whole[:0], whole.to_sparse()
     assert as_if_copied(empty) is empty
     assert as_if_copied(sparse) is sparse
+
+
+# Containers of other kinds, and other dimensions
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    x: object
+    y: object = None
+
+
+class Moved:
+    """Moves itself, in one of the ways in which libraries do."""
+
+    def __init__(self, *, way: str) -> None:
+        self.way, self.at = way, torch.ones(2)
+
+    def to(self, device: torch.device) -> Moved | None:
+        if self.way == "a new one":
+            new = Moved(way=self.way)
+            new.at = self.at.to(device)
+            return new
+        self.at = self.at.to(device)
+        return self if self.way == "itself" else None
+
+
+class Own(NamedTuple):
+    """A named tuple that knows what must stay on the host."""
+
+    values: torch.Tensor
+    lengths: torch.Tensor
+
+    def to(self, device: torch.device) -> Own:
+        return Own(self.values.to(device), self.lengths)
+
+
+def test_other_containers_are_cut_and_keep_their_type() -> None:
+    batch = OrderedDict(a=Fields(torch.arange(5)), b=Pair(torch.arange(5), np.arange(5)))
+    part: Any = cut_batch(batch, Plan((2,)), [1]).shards[1]
+    assert type(part) is OrderedDict
+    assert isinstance(part["a"], Fields)
+    assert part["a"].x.tolist() == part["b"].left.tolist() == part["b"].right.tolist() == [3, 4]
+    assert part["a"].y is None
+
+
+def test_a_field_that_cannot_be_cut_is_named() -> None:
+    with pytest.raises(TypeError, match=r"batch\['a'\].y: expected a tensor .* got str"):
+        cut_batch({"a": Fields(torch.ones(2), "text")}, Plan((2,)), range(2))
+
+
+def test_the_digest_sees_fields() -> None:
+    x, y = torch.ones(3), torch.zeros(3)
+    digests = [batch_digest(b) for b in (Fields(x, y), Fields(y, x), Fields(x), {"x": x, "y": y})]
+    assert len(set(digests)) == 4
+
+
+def test_moving_keeps_types_and_leaves_the_first_as_it_is() -> None:
+    meta = torch.device("meta")
+    batch = OrderedDict(a=Fields(torch.ones(2), "text"), b=[{"c": torch.ones(1)}])
+    moved: Any = move(batch, meta)
+    assert type(moved) is OrderedDict
+    assert moved["a"].x.device == moved["b"][0]["c"].device == meta
+    assert moved["a"].y == "text"
+    assert batch["a"].x.device.type == "cpu"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("way", ["a new one", "itself", "nothing"])
+def test_an_object_is_moved_by_its_own_method(way: str) -> None:
+    moved: Any = move({"a": [Moved(way=way)]}, torch.device("meta"))
+    assert isinstance(moved["a"][0], Moved)
+    assert moved["a"][0].at.device.type == "meta"
+
+
+def test_a_tuple_with_a_method_of_its_own_is_moved_by_it() -> None:
+    moved: Any = move(Own(torch.ones(2), torch.ones(2)), torch.device("meta"))
+    assert (moved.values.device.type, moved.lengths.device.type) == ("meta", "cpu")
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
+    assert type(move(packed, torch.device("cpu"))) is type(packed)
+
+
+@dataclass(frozen=True)
+class Edges:
+    """Of a graph."""
+
+    of: torch.Tensor
+    to: torch.Tensor | None = None
+
+
+def test_a_field_of_that_name_is_no_method() -> None:
+    moved: Any = move([Edges(torch.ones(2), torch.ones(2)), Edges], torch.device("meta"))
+    assert moved[0].of.device.type == moved[0].to.device.type == "meta"
+    assert moved[1] is Edges
+
+
+@given(samples=st.integers(1, 20), shards=st.integers(1, 25))
+def test_another_dimension_is_cut_like_the_first(samples: int, shards: int) -> None:
+    x = torch.arange(3 * samples * 2).view(3, samples, 2)
+    batch = {"x": x, "y": x.numpy()[..., 0]}
+    cut = cut_batch(batch, Plan((shards,)), range(shards), dim=1)
+    assert (cut.samples, cut.dim) == (samples, 1)
+    parts: list[Any] = [cut.shards[shard] for shard in sorted(cut.shards)]
+    assert torch.equal(torch.cat([part["x"] for part in parts], 1), x)
+    assert torch.equal(torch.cat([part["y"] for part in parts], 1), x[..., 0])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from onefold.core.flat import lay_out
 from onefold.core.result import ChangedBuffers, ShardResult
 from onefold.core.storage import BoardShape
+from onefold.core.values import MOST, ShardValues
 from onefold.exchange.board import Board
 from tests.exchange.together import CPU
 
@@ -223,3 +226,52 @@ def test_memory_of_another_size_is_refused(which: str) -> None:
     nbytes[which] -= 64
     with pytest.raises(RuntimeError, match=r"size"):
         Board(sizes, *(torch.zeros(nbytes[k], dtype=torch.uint8) for k in ("known", "computed")))
+
+
+# Values beside the loss
+
+
+def beside(number: float, *, lines: tuple[str, ...] = ("mean a", "sum b")) -> ShardValues:
+    return ShardValues(lines, torch.full((len(lines), 2), number, dtype=torch.float64))
+
+
+def test_values_are_written_where_there_is_room(board: Board) -> None:
+    values = beside(3.0)
+    board.record(1, 3, replace(result(True, True, True), values=values))
+    assert board.kinds.tolist() == [0, 0, 0, values.kind, 0]
+    assert board.given == {3: values}
+    assert (board.width, board.values.shape) == (0, (SHARDS, 0, 2))
+    board.widen(3)
+    board.clear_rows(0, range(SHARDS))
+    assert not board.kinds.any()
+    assert board.given == {}
+    board.record(1, 3, replace(result(True, True, True), values=values))
+    assert board.values[3].tolist() == [[3, 3], [3, 3], [0, 0]]
+    assert not board.values[:3].any()
+    assert not board.totals[:3].any()
+
+
+def test_values_travel_with_their_row_once_they_have_room() -> None:
+    boards = [Board.private(shape(), CPU) for _ in range(2)]
+    without = boards[0].row(1, range(2, 5)).nbytes
+    for board in boards:
+        board.widen(2)
+    boards[0].record(1, 3, replace(result(True, True, True), values=beside(0.5)))
+    row = boards[0].row(1, range(2, 5))
+    assert row.nbytes == without + 3 * 2 * 2 * 8 == boards[1].empty_row(1, range(2, 5)).nbytes
+    boards[1].take_row(1, range(2, 5), row)
+    assert boards[1].values.equal(boards[0].values)
+    assert boards[1].kinds.tolist() == boards[0].kinds.tolist()
+    assert boards[1].totals.equal(boards[0].totals)
+    assert buffers_of(boards[1], 3) == ZEROS
+
+
+def test_there_is_room_for_the_most_numbers(board: Board) -> None:
+    board.widen(MOST)
+    lines = tuple(f"mean {n}" for n in range(MOST))
+    for shard in range(SHARDS):
+        values = beside(float(shard + 1), lines=lines)
+        board.record(0, shard, replace(result(True, True, True), values=values))
+    assert board.values.sum(dim=(1, 2)).tolist() == [2 * MOST * (n + 1.0) for n in range(SHARDS)]
+    assert board.totals.tolist() == [1.5] * SHARDS
+    assert [buffers_of(board, shard) for shard in range(SHARDS)] == [ZEROS] * SHARDS

@@ -56,7 +56,7 @@ def found(model: torch.nn.Module) -> Found:
     return find
 
 
-def step(number: int, loss: float = 0.5) -> Step:
+def step(number: int, loss: float = 0.5, values: dict[str, torch.Tensor] | None = None) -> Step:
     """As much of a step as is looked at."""
     made = SimpleNamespace(
         name="",
@@ -64,6 +64,7 @@ def step(number: int, loss: float = 0.5) -> Step:
         epoch=number // 10,
         loss=torch.tensor(loss, dtype=torch.float64),
         samples=32,
+        values=values or {},
     )
     return cast(Step, made)
 
@@ -102,6 +103,18 @@ def test_a_line_is_written_for_each_step(
         {"step": 10, "epoch": 1, "loss": 10 / 3, "samples": 32, "fingerprint": prints[1]},
     ]
     assert prints[0] != prints[1]
+
+
+def test_values_beside_the_loss_are_written_where_there_are_some(
+    found: Found, tmp_path: Path
+) -> None:
+    (trace,) = found(trace=str(tmp_path / "trace"))
+    trace(step(1, values={"accuracy": torch.tensor(0.25, dtype=torch.float64)}), SPANS)
+    trace(step(2), SPANS)
+    first, second = lines(tmp_path / "trace")
+    assert first["values"] == {"accuracy": 0.25}
+    assert list(first) == ["step", "epoch", "loss", "samples", "values", "fingerprint"]
+    assert "values" not in second
 
 
 def test_a_loss_that_is_no_number_is_written_as_well(found: Found, tmp_path: Path) -> None:

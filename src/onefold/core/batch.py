@@ -25,15 +25,24 @@ import numpy as np
 import torch
 
 from onefold.core.shard import Plan, cut_bounds
+from onefold.core.structure import has_fields, parts_of, with_parts
 
-__all__ = ["DataPass", "ShardedBatch", "as_if_copied", "batch_digest", "cut_batch", "move"]
+__all__ = [
+    "DataPass",
+    "ShardedBatch",
+    "as_if_copied",
+    "batch_digest",
+    "checked_dim",
+    "cut_batch",
+    "move",
+]
 
 _Leaf = torch.Tensor | np.ndarray[Any, Any]
 
 _SPREAD = 62
 """The most steps between the first and the last element that a digest reads."""
 _NAMED = 8
-"""The most samples that an error lists by number."""
+"""The most samples, or tensors, that an error lists."""
 _FRESH_BYTES = 512
 """On a GPU PyTorch begins every tensor of its own at a multiple of it."""
 _SAME_WIDTH = {
@@ -116,6 +125,8 @@ class ShardedBatch:
     """The numbers of the samples in the data set, for each shard that this process has read."""
     digest: int = 0
     """`batch_digest` of a batch of the script's own, where that was asked for."""
+    dim: int = 0
+    """The dimension of its tensors in which the samples lie."""
 
     @property
     def pass_number(self) -> int:
@@ -144,37 +155,64 @@ class ShardedBatch:
         return size + (shard < longer)
 
 
+def checked_dim(dim: object) -> int:
+    """Refuse what is no dimension of samples.
+
+    Raises:
+        TypeError, ValueError: it is no number, or below 0.
+    """
+    if not isinstance(dim, int) or isinstance(dim, bool):
+        raise TypeError(f"expected dim to be a number, got {dim!r}")
+    if dim < 0:
+        raise ValueError(
+            f"expected dim to be 0 or more, counted from the first dimension, as the tensors of a "
+            f"batch may have several numbers of dimensions; got {dim}"
+        )
+    return dim
+
+
 def cut_batch(
-    batch: object, plan: Plan, shards_run: Iterable[int], epoch: int = 0, *, digest: bool = False
+    batch: object,
+    plan: Plan,
+    shards_run: Iterable[int],
+    epoch: int = 0,
+    *,
+    digest: bool = False,
+    dim: int = 0,
 ) -> ShardedBatch:
-    """Cut a whole batch along the first dimension of its tensors.
+    """Cut a whole batch along one dimension of its tensors.
 
     Args:
-        batch: a tensor or a NumPy array (n, ...), or tuples, lists and dicts of them.
+        batch: a tensor or a NumPy array (n, ...), or tuples, lists, mappings and dataclasses of
+            them, which keep their type.
         plan: which device runs which shard.
         shards_run: the shards that this process keeps.
         epoch: number of the pass over the data that the batch belongs to.
         digest: whether to compute the batch's digest as well.
+        dim: the dimension in which the samples lie.
 
     Raises:
-        ValueError: the tensors disagree in length, or the batch holds no tensor.
+        ValueError: the tensors disagree in length, lack the dimension, or there are none.
         TypeError: the batch holds something that is neither a tensor nor one of these containers,
             or an array of a dtype that PyTorch lacks.
     """
     # Every leaf is checked, and the length agreed on, before anything is cut: an error leaves
     # nothing half done. The same list serves the digest, so the batch is walked once.
     leaves = list(_leaves(batch, "batch"))
-    samples = _common_length(leaves)
+    samples = _common_length(leaves, dim)
     bounds = cut_bounds(samples, plan.shards)
     # A shard without samples is never run: a forward on zero rows would give NaN means.
     kept = {shard: bounds[shard] for shard in shards_run if bounds[shard][0] < bounds[shard][1]}
-    shards = {shard: _map(batch, _slicer(start, stop)) for shard, (start, stop) in kept.items()}
+    shards = {
+        shard: _map(batch, _slicer(start, stop, dim)) for shard, (start, stop) in kept.items()
+    }
     return ShardedBatch(
         samples=samples,
         plan=plan,
         shards=shards,
         epoch=epoch,
         digest=_digest_of(leaves) if digest else 0,
+        dim=dim,
     )
 
 
@@ -195,10 +233,19 @@ def batch_digest(batch: object) -> int:
 
 
 def move(payload: object, device: torch.device) -> object:
-    """Move every tensor of a structure to ``device``, and leave anything else as it is."""
+    """Move every tensor of a structure to ``device``, and leave anything else as it is.
+
+    Containers keep their type. An object with a method ``to`` of its own is moved by it, unless it
+    is a mapping.
+    """
     # Non-blocking: it only takes effect for pinned memory, and kernels on the same stream wait for
     # the copy, so nobody can read the tensor too early.
-    return _map(payload, lambda leaf: _moved(leaf, device), strict=False)
+    return _map(
+        payload,
+        lambda leaf: _moved(leaf, device),
+        strict=False,
+        alone=lambda value: _moved_by_itself(value, device),
+    )
 
 
 def as_if_copied(leaf: torch.Tensor) -> torch.Tensor:
@@ -217,6 +264,18 @@ def as_if_copied(leaf: torch.Tensor) -> torch.Tensor:
 def _moved(leaf: torch.Tensor, device: torch.device) -> torch.Tensor:
     moved = leaf.to(device, non_blocking=True)
     return as_if_copied(leaf) if moved is leaf and device.type == "cuda" else moved
+
+
+def _moved_by_itself(value: Any, device: torch.device) -> object:
+    """Move an object by its own method, which may change it in place and return nothing."""
+    moved = value.to(device)
+    moved = value if moved is None else moved
+    # What was there already may still be a slice of a whole batch.
+    return moved if device.type == "cpu" else _map(moved, _laid_out, strict=False)
+
+
+def _laid_out(leaf: torch.Tensor) -> torch.Tensor:
+    return as_if_copied(leaf) if leaf.is_cuda else leaf
 
 
 def _digest_of(leaves: Iterable[tuple[str, _Leaf]]) -> int:
@@ -274,8 +333,9 @@ def _as_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
         return plain.numpy() if width is None else plain.view(width).numpy()
 
 
-def _slicer(start: int, stop: int) -> Callable[[_Leaf], torch.Tensor]:
-    return lambda leaf: _as_tensor(leaf[start:stop])
+def _slicer(start: int, stop: int, dim: int) -> Callable[[_Leaf], torch.Tensor]:
+    place = (*[slice(None)] * dim, slice(start, stop))
+    return lambda leaf: _as_tensor(leaf[place])
 
 
 def _as_tensor(leaf: _Leaf) -> torch.Tensor:
@@ -303,51 +363,70 @@ def _checked_array(array: np.ndarray[Any, Any], path: str) -> np.ndarray[Any, An
     return array
 
 
-def _common_length(leaves: Iterable[tuple[str, _Leaf]]) -> int:
+def _common_length(leaves: Iterable[tuple[str, _Leaf]], dim: int) -> int:
+    where = f"dimension {dim}" if dim else "first dimension"
     lengths: dict[str, int] = {}
     for path, leaf in leaves:
         if leaf.ndim == 0:
-            raise ValueError(f"{path} is a scalar tensor: expected a first dimension of samples")
-        lengths[path] = len(leaf)
+            raise ValueError(f"{path} is a scalar tensor: expected a {where} of samples")
+        if leaf.ndim <= dim:
+            raise ValueError(
+                f"{path} has shape {tuple(leaf.shape)}: expected a dimension {dim}, counted from "
+                f"0, in which the samples lie, as dim={dim} says of every tensor of the batch. "
+                f"Give it one (of a time-major target that was flattened: target.view(time, n))"
+            )
+        lengths[path] = leaf.shape[dim]
     if not lengths:
         raise ValueError("the batch holds no tensor: expected a tensor, or containers of tensors")
     if len(set(lengths.values())) > 1:
-        listed = ", ".join(f"{path} has {length}" for path, length in lengths.items())
-        raise ValueError(f"the tensors of a batch must agree in their first dimension: {listed}")
+        listed = ", ".join(f"{path} has {lengths[path]}" for path in list(lengths)[:_NAMED])
+        more = ", ..." if len(lengths) > _NAMED else ""
+        raise ValueError(
+            f"the tensors of a batch must agree in their {where}: {listed}{more}. Tensors that "
+            f"belong to one sample each, such as boxes, come from trainer.loader and its collate"
+        )
     return next(iter(lengths.values()))
 
 
 def _leaves(batch: object, path: str) -> Iterator[tuple[str, _Leaf]]:
     if isinstance(batch, torch.Tensor):
         yield path, batch
-    elif isinstance(batch, np.ndarray):
+        return
+    if isinstance(batch, np.ndarray):
         yield path, _checked_array(batch, path)
-    elif isinstance(batch, tuple | list):
-        for index, value in enumerate(batch):
-            yield from _leaves(value, f"{path}[{index}]")
-    elif isinstance(batch, Mapping):
-        for key, value in batch.items():
-            yield from _leaves(value, f"{path}[{key!r}]")
-    else:
+        return
+    parts = parts_of(batch)
+    if parts is None:
         raise TypeError(
-            f"{path}: expected a tensor or NumPy array, or a tuple, list or dict of them, got "
-            f"{type(batch).__name__}. Use trainer.loader for anything else"
+            f"{path}: expected a tensor or NumPy array, or a tuple, list, dict, other mapping or "
+            f"dataclass of them, got {type(batch).__name__}. Use trainer.loader for anything else: "
+            f"its collate makes each shard's part"
         )
+    for name, part in parts:
+        # A dataclass has all its fields, and those that may be left out are None.
+        if part is not None or not has_fields(batch):
+            yield from _leaves(part, path + name)
 
 
-def _map(batch: object, change: Callable[[Any], torch.Tensor], *, strict: bool = True) -> object:
+def _map(
+    batch: Any,
+    change: Callable[[Any], torch.Tensor],
+    *,
+    strict: bool = True,
+    alone: Callable[[Any], object] | None = None,
+) -> object:
+    """Change every tensor; ``alone`` changes objects with a method ``to`` as a whole."""
     if isinstance(batch, torch.Tensor) or (strict and isinstance(batch, np.ndarray)):
         return change(batch)
-    # Named tuples first: they are tuples, but are constructed from separate arguments.
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        fields: list[Any] = [_map(value, change, strict=strict) for value in batch]
-        return type(batch)(*fields)
-    if isinstance(batch, list):
-        return [_map(value, change, strict=strict) for value in batch]
-    if isinstance(batch, tuple):
-        return tuple([_map(value, change, strict=strict) for value in batch])
-    if isinstance(batch, Mapping):
-        return {key: _map(value, change, strict=strict) for key, value in batch.items()}
-    if strict:
-        raise TypeError(f"expected tensors, got {type(batch).__name__}")
-    return batch
+    kind = type(batch)
+    # Nearly all are one of these; lists of texts may be long, and nobody asks for their paths.
+    if kind is tuple or kind is list:
+        return kind([_map(part, change, strict=strict, alone=alone) for part in batch])
+    # Of the class: a field may be called so as well.
+    itself = not isinstance(batch, Mapping) and callable(getattr(kind, "to", None))
+    if alone is not None and itself:
+        return alone(batch)
+    parts = parts_of(batch)
+    if parts is None:
+        return batch
+    return with_parts(batch, [_map(part, change, strict=strict, alone=alone) for _, part in parts])

@@ -1,8 +1,17 @@
-"""Pieces of a shard, where a whole one is too large for its device's memory. Pure."""
+"""Pieces of a shard, where a whole one is too large for its device's memory. Pure.
+
+Note: lists of samples
+----------------------
+A list as long as the shard may hold one thing a sample, as collate functions for detection make it
+(a list of images of various sizes, a list of dicts of boxes), or tensors that each have a row for
+every sample, which are then as many as samples by chance. It holds samples if its parts are texts,
+dicts, dataclasses or other objects. Tensors are samples if none has the length of the shard, or if
+the payload holds samples of those other kinds beside them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,12 +19,14 @@ import numpy as np
 import torch
 
 from onefold.core.shard import cut_bounds
+from onefold.core.structure import has_fields, parts_of, with_parts
 
 __all__ = ["Search", "pieces_of", "rows_of"]
 
 _NUMBERS = (int, float, complex)
 _PLAIN = (str, bytes, *_NUMBERS, type(None))
 """What a payload may hold beside the samples, alike for all of them."""
+_NO_OBJECTS = (torch.Tensor, np.ndarray, tuple, list, *_PLAIN)
 
 
 def pieces_of(samples: int, size: int | None) -> tuple[tuple[int, int], ...]:
@@ -30,51 +41,109 @@ def pieces_of(samples: int, size: int | None) -> tuple[tuple[int, int], ...]:
     return cut_bounds(samples, 1 if size is None else -(-samples // size))
 
 
-def rows_of(payload: Any, piece: tuple[int, int], samples: int, path: str = "batch") -> Any:
+def rows_of(
+    payload: Any, piece: tuple[int, int], samples: int, path: str = "batch", *, dim: int = 0
+) -> Any:
     """Take a piece's samples out of a shard's payload; tensors are views of the payload's.
 
     Args:
-        payload: tensors, arrays or rows of text (samples, ...), in any tuples, lists and dicts.
-            Single numbers and texts, which belong to all samples, go along as they are.
+        payload: tensors, arrays or rows of text (samples, ...), in any tuples, lists, mappings and
+            dataclasses, which keep their type; or lists of one part a sample, see the note at the
+            head of this file. Single numbers and texts, which belong to all samples, go along.
         piece: the first sample, and the one after the last.
         samples: how many samples the shard has.
         path: name of the payload, for errors.
+        dim: the dimension of tensors in which the samples lie.
 
     Raises:
-        ValueError: a tensor has another first dimension than the samples.
+        ValueError: a tensor has another size in that dimension than the samples.
         TypeError: the payload holds something that cannot be cut.
     """
-    start, stop = piece
-    if isinstance(payload, torch.Tensor | np.ndarray):
-        if payload.ndim and len(payload) != samples:
+    return _Cut(piece, samples, dim, _lists_samples(payload, samples)).rows(payload, path)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """How one payload is cut."""
+
+    piece: tuple[int, int]
+    samples: int
+    dim: int
+    listed: bool
+    """Whether the payload holds lists of samples that are no tensors."""
+
+    def rows(self, payload: Any, path: str) -> Any:
+        if isinstance(payload, torch.Tensor | np.ndarray):
+            return self._rows_of_tensor(payload, path)
+        if isinstance(payload, tuple | list):
+            if self._are_samples(payload):
+                return with_parts(payload, payload[slice(*self.piece)])
+            self._refuse_numbers(payload, path)
+        parts = parts_of(payload)
+        if parts is not None:
+            return with_parts(payload, [self.rows(part, path + name) for name, part in parts])
+        if isinstance(payload, _PLAIN):
+            return payload
+        raise TypeError(
+            f"{path}: expected tensors, or tuples, lists, dicts and dataclasses of them, which "
+            f"microbatch can cut, got {type(payload).__name__}. Use more shards instead"
+        )
+
+    def _rows_of_tensor(self, payload: Any, path: str) -> Any:
+        if not payload.ndim:
+            return payload
+        if payload.ndim <= self.dim or payload.shape[self.dim] != self.samples:
+            where = f"size in dimension {self.dim}" if self.dim else "first dimension"
             raise ValueError(
-                f"{path}: expected a first dimension of {samples}, the shard's samples, along "
-                f"which microbatch can cut it; got shape {tuple(payload.shape)}. Use more shards "
+                f"{path}: expected a {where} of {self.samples}, the shard's samples, along which "
+                f"microbatch can cut it; got shape {tuple(payload.shape)}. Use more shards "
                 f"instead, or have the data set's collate give one row a sample"
             )
-        return payload[start:stop] if payload.ndim else payload
-    if isinstance(payload, tuple | list):
-        if len(payload) == samples and all(isinstance(row, str | bytes) for row in payload):
-            return payload[start:stop]
-        if payload and all(isinstance(row, _NUMBERS) for row in payload):
+        return payload[(*[slice(None)] * self.dim, slice(*self.piece))]
+
+    def _are_samples(self, rows: Sequence[Any]) -> bool:
+        if _are_listed(rows, self.samples):
+            return True
+        if len(rows) != self.samples or hasattr(rows, "_fields"):
+            return False
+        if not all(isinstance(row, torch.Tensor | np.ndarray) for row in rows):
+            return False
+        return self.listed or not any(self._may_be_whole(row) for row in rows)
+
+    def _may_be_whole(self, tensor: Any) -> bool:
+        """Whether a tensor may have a row for each sample, or belong to all of them."""
+        if not tensor.ndim:
+            return True
+        return tensor.ndim > self.dim and bool(tensor.shape[self.dim] == self.samples)
+
+    def _refuse_numbers(self, rows: Sequence[Any], path: str) -> None:
+        if rows and all(isinstance(row, _NUMBERS) for row in rows):
             raise TypeError(
-                f"{path}: expected a tensor of one row a sample, got {len(payload)} numbers in a "
-                f"{type(payload).__name__}, of which microbatch cannot tell whether they belong to "
-                f"the {samples} samples or to all of them. Have the data set's collate make a "
+                f"{path}: expected a tensor of one row a sample, got {len(rows)} numbers in a "
+                f"{type(rows).__name__}, of which microbatch cannot tell whether they belong to "
+                f"the {self.samples} samples or to all of them. Have the data set's collate make a "
                 f"tensor of them"
             )
-        rows = [rows_of(v, piece, samples, f"{path}[{n}]") for n, v in enumerate(payload)]
-        if isinstance(payload, list):
-            return rows
-        return type(payload)(*rows) if hasattr(payload, "_fields") else tuple(rows)
-    if isinstance(payload, Mapping):
-        return {k: rows_of(v, piece, samples, f"{path}[{k!r}]") for k, v in payload.items()}
-    if isinstance(payload, _PLAIN):
-        return payload
-    raise TypeError(
-        f"{path}: expected tensors, or tuples, lists and dicts of them, which microbatch can cut, "
-        f"got {type(payload).__name__}. Use more shards instead"
-    )
+
+
+def _lists_samples(payload: Any, samples: int) -> bool:
+    """Whether there is a list of one object a sample anywhere in a payload; texts do not count."""
+    if isinstance(payload, tuple | list) and _are_listed(payload, samples):
+        return not isinstance(payload[0], str | bytes)
+    return any(_lists_samples(part, samples) for _, part in parts_of(payload) or ())
+
+
+def _are_listed(rows: Sequence[Any], samples: int) -> bool:
+    """Whether a list has one part a sample that is no tensor."""
+    if len(rows) != samples or hasattr(rows, "_fields"):
+        return False
+    return all(isinstance(row, str | bytes) for row in rows) or all(map(_is_object, rows))
+
+
+def _is_object(row: Any) -> bool:
+    if isinstance(row, Mapping) or has_fields(row):
+        return True
+    return not isinstance(row, _NO_OBJECTS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from onefold.core.values import ShardValues
+
 __all__ = ["ChangedBuffers", "ShardResult"]
 
 
@@ -36,6 +38,8 @@ class ShardResult:
     """The shard's part of the divisor, or a code below 0: see `onefold.core.weights_of_step`."""
     buffers: ChangedBuffers | None
     """The buffers that the shard changed; None if it changed none."""
+    values: ShardValues | None = None
+    """What the loss returned beside itself, if anything."""
 
     @property
     def gave(self) -> list[bool]:

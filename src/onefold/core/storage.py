@@ -9,6 +9,7 @@ import torch
 from onefold.core.flat import Layout, Piece, aligned
 from onefold.core.fold import max_blocks
 from onefold.core.precision import added_up_in
+from onefold.core.values import MOST
 
 __all__ = ["BoardShape", "Storage"]
 
@@ -105,14 +106,21 @@ class BoardShape:
 
     @property
     def host_bytes(self) -> tuple[int, ...]:
-        """Bytes of the tables of weights, gave and changed, each rounded up to the alignment."""
-        # (V,) float64 weights, (devices, parameters) int32 of gave, (V, buffers) uint8 of changed.
+        """Bytes of the tables of weights, gave, changed and kinds, each aligned."""
+        # (V,) float64 weights, (devices, parameters) int32 of gave, (V, buffers) uint8 of changed,
+        # (V,) int64 of kinds.
         changed = self.shards * len(self.buffers.entries)
-        sizes = (self.shards * 8, self.devices * self.parameters * 4, changed)
+        sizes = (self.shards * 8, self.devices * self.parameters * 4, changed, self.shards * 8)
         return tuple(map(aligned, sizes))
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of the totals and of one row of buffers for each shard."""
+        """Bytes of the totals, of the values, and of one row of buffers for each shard."""
         # (V,) float64 totals. They come first, so that the rows begin at an aligned place.
-        return aligned(self.shards * 8) + self.shards * self.buffers.nbytes
+        return aligned(self.shards * 8) + self.values_bytes + self.shards * self.buffers.nbytes
+
+    @property
+    def values_bytes(self) -> int:
+        """Bytes of the room for what losses return beside themselves."""
+        # (V, MOST, 2) float64: totals and weights.
+        return aligned(self.shards * MOST * 2 * 8)

@@ -32,7 +32,9 @@ import torch
 from onefold.core.batch import ShardedBatch
 from onefold.core.mean import Contribution
 from onefold.core.settings import Settings
+from onefold.core.structure import parts_of
 from onefold.core.syncbatchnorm import SyncBatchNorm
+from onefold.core.values import detached
 from onefold.engine.outside import OutsideModules
 from onefold.engine.replica import LossFunction, Replica, ShardTask
 from onefold.errors import LossError
@@ -116,7 +118,7 @@ class CompiledLoss:
     def __init__(self, loss: LossFunction, *, deterministic: bool) -> None:
         # A loss may be any callable; the compiler begins with a function.
         def loss_of_shard(model: torch.nn.Module, payload: object) -> object:
-            return loss(model, payload)
+            return detached(loss(model, payload))
 
         options: dict[str, Any] = {**_OPTIONS, "deterministic": deterministic}
         self._run = torch.compile(loss_of_shard, dynamic=False, options=options)
@@ -240,9 +242,6 @@ class Rehearsal:
 def _shapes_of(payload: object) -> Iterator[torch.Size]:
     if isinstance(payload, torch.Tensor):
         yield payload.shape
-    elif isinstance(payload, dict):
-        for value in payload.values():
-            yield from _shapes_of(value)
-    elif isinstance(payload, tuple | list):
-        for value in payload:
-            yield from _shapes_of(value)
+        return
+    for _, value in parts_of(payload) or ():
+        yield from _shapes_of(value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -31,6 +31,7 @@ from onefold.engine.modes import in_mode
 from onefold.engine.nonfinite import FiniteCheck, bad_gradient
 from onefold.engine.objective import objectives_of
 from onefold.engine.optimizers import Optimizers
+from onefold.engine.outcome import Outcome
 from onefold.engine.outside import OutsideModules
 from onefold.engine.replica import LossFunction, Replica, ShardTask
 from onefold.engine.share import run_share
@@ -38,26 +39,13 @@ from onefold.engine.siblings import Siblings
 from onefold.engine.stepstart import ModeWarning, head_of, refuse_unfrozen
 from onefold.engine.together import Together
 from onefold.engine.update import SpanOptimizer
-from onefold.engine.verdict import Verdict, verdict_of
+from onefold.engine.valuetrade import ValueTrade
+from onefold.engine.verdict import verdict_of
 from onefold.engine.wholegradient import WholeGradient, check_gradient
 from onefold.exchange.exchange import Exchange
 from onefold.watch.timing import Span
 
 __all__ = ["Engine", "Outcome"]
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The result of a step."""
-
-    totals: torch.Tensor
-    """(V,) float64, where the lead computes: each shard's part of the loss."""
-    weight: float
-    """What the sum of totals is divided by."""
-    verdict: Verdict
-    """Whether the parameters were updated and the run goes on; the same on all devices."""
-    norm: torch.Tensor | None
-    """The norm of the whole gradient before clipping, (); None if the step has none."""
 
 
 class Engine:
@@ -120,6 +108,7 @@ class Engine:
         self._gradients: Gradients = []
         self._together = Together(replicas, exchange)
         self._whole = WholeGradient(replicas[0], update, exchange)
+        self._values = ValueTrade(replicas, exchange)
         self._mode_warning = ModeWarning(module, on_lead=replicas[0].number == 0)
         self._updating = False
         self._torn = False
@@ -253,7 +242,8 @@ class Engine:
             self.rules.end_step(overflow=bool(failure))
         verdict = verdict_of(weight, agreed, failure)
         # A copy, as `Step.loss` may be asked for long after the board is written again.
-        return Outcome(board.totals.clone(), weight.value, verdict, norm), failure
+        values = self._values.of_step(batch, number)
+        return Outcome(board.totals.clone(), weight.value, verdict, norm, values), failure
 
     def _end_shards(self, batch: ShardedBatch, failure: str) -> None:
         """Drop the shards' gradients, and have buffers follow unless something is not finite."""

@@ -29,13 +29,14 @@ import torch
 
 from onefold.core.batch import ShardedBatch, move
 from onefold.core.flat import FlatTensors
-from onefold.core.gathering import Discovering, Gatherer, Gathers, Refusing, gathering
+from onefold.core.gathering import Gatherer, Gathers, gathering
 from onefold.core.mean import Contribution, weigh
 from onefold.core.pieces import pieces_of, rows_of
 from onefold.core.precision import AS_GIVEN, Precision, added_up_in
 from onefold.core.randomness import derive_seed, seed_generators
 from onefold.core.result import ShardResult
-from onefold.core.weights_of_step import GATHERS, SUM, several
+from onefold.core.values import ShardValues, read_values, split
+from onefold.core.weights_of_step import GATHERS
 from onefold.engine.advice import advice_on
 from onefold.engine.buffers import BufferSet
 from onefold.engine.gradients import (
@@ -47,19 +48,22 @@ from onefold.engine.gradients import (
 )
 from onefold.engine.losswatch import LossWatch
 from onefold.engine.modelparts import ModelParts
+from onefold.engine.shardloss import (
+    added_weights,
+    backward,
+    code_of,
+    gatherer_of,
+    kinds_and_weights,
+    of_one_divisor,
+    without_graph,
+)
 from onefold.engine.shardpiece import PieceResult, ShardPiece
 from onefold.engine.shardtask import LossFunction, ShardTask
-from onefold.errors import GradientError, LossError
+from onefold.errors import GradientError
 from onefold.system.compat import has_accumulate_hooks
 from onefold.watch.timing import Stopwatch
 
 __all__ = ["LossFunction", "Replica", "ShardTask", "Weighed"]
-
-_OF_PIECES = (
-    "onefold.gather (or onefold.SyncBatchNorm) was called in a piece of a shard, as microbatch has "
-    "cut it: expected a whole shard, whose pieces do not know each other. Use more shards instead "
-    "of microbatch: each is smaller, and gather joins them all"
-)
 
 Read = TypeVar("Read")
 
@@ -191,19 +195,19 @@ class Replica:
         buffers = self.buffers.changed()
         self._put_back(task)
         assert result is not None  # a shard that runs has samples
-        return ShardResult(result.gradients, result.total, result.weight, buffers)
+        return ShardResult(result.gradients, result.total, result.weight, buffers, result.values)
 
     def _compute_piece(
         self, piece: ShardPiece, batch: ShardedBatch, task: ShardTask, where: str
     ) -> PieceResult:
         """Run a piece of a shard, mostly all of it, forward and backward."""
         payload = self._on_device(piece, batch)
-        gatherer = _gatherer_of(piece, batch, task)
+        gatherer = gatherer_of(piece, batch, task)
         start = self.watch.now()
         with gathering(gatherer):
-            part = self._loss_of(piece, payload, batch, task, where, gatherer)
+            part, values = self._loss_of(piece, payload, batch, task, where, gatherer)
             middle = self.watch.now()
-            _backward(part, batch, task, gatherer.roots if gatherer else ())
+            backward(part, batch, task, gatherer.roots if gatherer else ())
         if gatherer is None or not gatherer.takes_turns:
             self.watch.note("forward", f"forward shard {piece.shard}", start, middle)
             self.watch.note("backward", f"backward shard {piece.shard}", middle)
@@ -219,7 +223,7 @@ class Replica:
             gradients[number] = None if kept is None else kept.clone()
         # Without divisors backward has not run: the step is begun again once they are known.
         total = None if part.kind == "means" else part.total()
-        return PieceResult(gradients, total, _code(part))
+        return PieceResult(gradients, total, code_of(part), values)
 
     def autocast(self) -> AbstractContextManager[object]:
         """Compute in the run's precision inside this context."""
@@ -237,7 +241,7 @@ class Replica:
     def _on_device(self, piece: ShardPiece, batch: ShardedBatch) -> Any:
         payload = batch.shards[piece.shard]
         if piece.samples < piece.of:
-            payload = rows_of(payload, (piece.start, piece.stop), piece.of)
+            payload = rows_of(payload, (piece.start, piece.stop), piece.of, dim=batch.dim)
         if self.device.type == "cpu":
             return payload
         start = self.watch.now()
@@ -253,21 +257,23 @@ class Replica:
         task: ShardTask,
         where: str,
         gatherer: Gatherer | None,
-    ) -> Contribution:
-        """Run the forward pass, and read what its result contributes to the batch's loss."""
+    ) -> tuple[Contribution, ShardValues | None]:
+        """Run the forward pass; read what its result adds to the batch's loss, and the rest."""
         with self.autocast():
             result = task.loss(self.module, payload)
         # Now or never: once our backward has run, the two gradients are one sum.
         self._refuse_leftovers(where)
-        part = weigh(result, piece.samples, f"the loss of {where}")
+        loss, values = split(result, f"the loss of {where}")
+        part = weigh(loss, piece.samples, f"the loss of {where}")
         if not task.is_plain(batch) and not (gatherer and gatherer.sees_batch):
-            self.loss_watch.look(result, samples=piece.samples, due=task.due, where=where)
+            self.loss_watch.look(loss, samples=piece.samples, due=task.due, where=where)
         if gatherer is not None:
-            divisors = gatherer.end_forward(_kinds_and_weights(part))
+            divisors = gatherer.end_forward(kinds_and_weights(part))
             task = task if divisors is None else replace(task, divisors=divisors)
         if part.kind == "means":
-            part = _of_one_divisor(part, batch, task)
-        return part
+            part = of_one_divisor(part, batch, task)
+        # Before backward, which would keep waiting what only they have of the graph.
+        return part, read_values(values, piece.samples, where)
 
     def _hooked(self) -> list[int]:
         """Number the parameters with hooks that may put a tensor of their own into ``.grad``."""
@@ -283,11 +289,11 @@ class Replica:
         for shard in batch.plan.shards_of(self.number):
             if shard in batch.shards:
                 try:
-                    rows = self._forward_alone(shard, batch, task, _kinds_and_weights)
+                    rows = self._forward_alone(shard, batch, task, kinds_and_weights)
                 except Gathers:
                     # The shards run next and find the same; of one term, no divisors are sought.
                     rows = [[("sum", 1.0)]]
-                found[shard] = _added_weights(rows, f"step {task.step}, shard {shard}")
+                found[shard] = added_weights(rows, f"step {task.step}, shard {shard}")
         return found
 
     def rehearse(self, shard: int, batch: ShardedBatch, task: ShardTask) -> Contribution | None:
@@ -297,7 +303,7 @@ class Replica:
         loss asks for other shards.
         """
         with torch.compiler.set_stance("force_eager"), suppress(Gathers):
-            return self._forward_alone(shard, batch, task, _without_graph, inspected=True)[0]
+            return self._forward_alone(shard, batch, task, without_graph, inspected=True)[0]
         return None
 
     def _forward_alone(
@@ -333,11 +339,12 @@ class Replica:
         payload = self._on_device(piece, batch)
         # Not under no_grad: a loss that differentiates something itself (a gradient penalty) needs
         # a graph, and would fail here and not in the step proper.
-        with gathering(_gatherer_of(piece, batch, task)), self.autocast():
+        with gathering(gatherer_of(piece, batch, task)), self.autocast():
             result = task.loss(self.module, payload)
+        loss, _ = split(result, f"the loss of {where}")
         if inspected:
-            self.loss_watch.look(result, samples=piece.samples, due=True, where=where)
-        return weigh(result, piece.samples, f"the loss of {where}")
+            self.loss_watch.look(loss, samples=piece.samples, due=True, where=where)
+        return weigh(loss, piece.samples, f"the loss of {where}")
 
     def _begin_shard(self, shard: int, task: ShardTask) -> str:
         """Reset a shard's surroundings, whatever ran before it; return its name for errors."""
@@ -382,72 +389,3 @@ class Replica:
                     f"times for every number of shards. Call model.zero_grad() before returning, "
                     f"or use torch.autograd.grad"
                 )
-
-
-def _without_graph(part: Contribution) -> Contribution:
-    return replace(part, root=part.root.detach(), terms=())
-
-
-def _kinds_and_weights(part: Contribution) -> list[tuple[str, float]]:
-    return [(each.kind, each.weight) for each in part.parts]
-
-
-def _added_weights(
-    rows: Sequence[Sequence[tuple[str, float]]], where: str
-) -> list[tuple[str, float]]:
-    """Add up the weight of each term of a shard's loss over the shard's pieces."""
-    if any([kind for kind, _ in row] != [kind for kind, _ in rows[0]] for row in rows):
-        raise LossError(
-            f"the loss of {where} has other terms in some pieces of the shard than in others: "
-            f"expected the same for every piece; one with nothing to count has the weight 0"
-        )
-    return [(of[0][0], sum(weight for _, weight in of)) for of in zip(*rows, strict=True)]
-
-
-def _of_one_divisor(part: Contribution, batch: ShardedBatch, task: ShardTask) -> Contribution:
-    """Combine the terms of a loss into one, where the whole batch's weights are known."""
-    # Of the whole batch the own weights are already the divisors.
-    own = [each.weight for each in part.parts]
-    divisors = own if task.is_plain(batch) else task.divisors
-    if divisors is None:
-        return part
-    whole = part.combine(divisors)
-    # A combined loss counts as a sum, and a sum is never skipped. A batch in which no term has any
-    # weight must be: as a mean of weight 0 it leads to the verdict that there is nothing to count.
-    return whole if any(divisors) else replace(whole, kind="mean", weight=0.0)
-
-
-def _gatherer_of(piece: ShardPiece, batch: ShardedBatch, task: ShardTask) -> Gatherer | None:
-    """Find what `onefold.gather` does in a piece; None where it sees the whole batch anyway."""
-    if task.is_plain(batch):
-        return None
-    if piece.samples < piece.of:
-        return Refusing(_OF_PIECES, is_of_step=True)
-    return task.gatherers(piece.shard) if task.gatherers else Discovering()
-
-
-def _backward(
-    part: Contribution,
-    batch: ShardedBatch,
-    task: ShardTask,
-    beside: Sequence[tuple[torch.Tensor, torch.Tensor]],
-) -> None:
-    """Run backward where it can begin and there is something to differentiate."""
-    # A loss that depends on no parameter is legal in one shard (one without positives, say); that
-    # none of the batch's shards gave a gradient is refused later, in `Engine._apply`.
-    if part.kind == "means" or not part.root.requires_grad:
-        if beside:
-            torch.autograd.backward([t for t, _ in beside], [g for _, g in beside])
-        return
-    # Divided before backward and not after the fold: with one shard these are the bits of a plain
-    # loop, and gradients of low precision do not overflow on the way.
-    divisor = 1.0 if part.kind == "sum" else task.divisor(batch, part.weight)
-    if divisor:
-        part.backward(divisor / task.scale, beside)
-
-
-def _code(part: Contribution) -> float:
-    """Return a shard's entry among the board's weights: its weight, or a code below 0."""
-    if part.kind == "means":
-        return several(len(part.parts))
-    return SUM if part.kind == "sum" else part.weight

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from onefold.core.values import ShardValues
 from onefold.core.weights_of_step import total_weight
 from onefold.engine.gradients import Gradients, add_gradients
 
@@ -32,13 +33,22 @@ class PieceResult(NamedTuple):
     gradients: Gradients
     total: torch.Tensor | None
     weight: float
+    values: ShardValues | None = None
 
     def plus(self, other: PieceResult, step: int) -> PieceResult:
         """Add the next piece of the shard; this one's memory takes the sum."""
         weight = total_weight([self.weight, other.weight], [1, 1], step).value
+        values = _added(self.values, other.values, f"step {step}")
         return PieceResult(
             add_gradients(self.gradients, other.gradients),
             None if self.total is None or other.total is None else self.total + other.total,
             # Kinds are alike, or they would have been refused: a code stands for itself.
             self.weight if self.weight < 0 else weight,
+            values,
         )
+
+
+def _added(one: ShardValues | None, other: ShardValues | None, where: str) -> ShardValues | None:
+    if one is None:
+        return None if other is None else other.plus(one, where)
+    return one.plus(other, where)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from onefold.core.fold import fold_shards
-from onefold.engine.engine import Outcome
+from onefold.engine.outcome import Outcome
 from onefold.watch.timing import PhaseSeconds, Span
 
 __all__ = ["Step"]
@@ -41,6 +41,17 @@ class Step:
         # devices too.
         total = fold_shards(list(self._outcome.totals.unbind()), torch.add)
         return total / self._outcome.weight if self._outcome.weight else total * math.nan
+
+    @property
+    def values(self) -> dict[str, torch.Tensor]:
+        """What the loss returned beside itself, over the whole batch: () float64 for each name.
+
+        Read as losses are: the sum of the shards' totals over the sum of their weights, NaN where
+        these are 0. Empty where the loss returned itself alone. Computed when it is asked for; on a
+        GPU nothing waits for it until then.
+        """
+        beside = self._outcome.values
+        return {} if beside is None else beside.finished()
 
     @property
     def skipped(self) -> str:

@@ -28,6 +28,7 @@ def head_of(batch: ShardedBatch, step: int, call: Call, *, loss: int) -> StepHea
         place=batch.stop,
         data=batch.data_digest,
         batch=batch.digest,
+        arguments=batch.dim,
     )
 
 

@@ -17,6 +17,7 @@ import torch
 from onefold.core.flat import FlatTensors
 from onefold.core.result import ChangedBuffers, ShardResult
 from onefold.core.storage import BoardShape
+from onefold.core.values import ShardValues
 
 __all__ = ["Board"]
 
@@ -46,14 +47,21 @@ class Board:
         """(D, P) int32: how many of a device's shards gave a gradient to each parameter."""
         self.changed = _typed(parts[2], torch.uint8, (shards, len(shape.buffers.entries))).numpy()
         """(V, B) uint8: whether a shard changed a buffer."""
+        self.kinds = _typed(parts[3], torch.int64, (shards,)).numpy()
+        """(V,) int64: which values are beside each loss, see `ShardValues.kind`; 0 for none."""
+        self.given: dict[int, ShardValues] = {}
+        """These values, for the shards of this process."""
         # The totals lie first, at offset 0, as float64 must be aligned; the buffers fill the end.
         rows = shape.buffers.nbytes
         first = shape.device_bytes - shards * rows
-        self.totals = _typed(computed[:first], torch.float64, (shards,))
+        middle = first - shape.values_bytes
+        self.totals = _typed(computed[:middle], torch.float64, (shards,))
         """(V,) float64: each shard's part of the loss."""
         self.on_host = computed.device.type == "cpu"
         """Whether what the devices compute lies on the host, too."""
         self._host_totals = self.totals.numpy() if self.on_host else None
+        self._values_memory = computed[middle:first]
+        self.widen(0)
         self.rows_memory = computed[first:].view(shards, rows)
         """(V, bytes of the buffers) uint8: the memory of ``buffer_rows``."""
         self.buffer_rows = [
@@ -67,12 +75,28 @@ class Board:
         known = torch.zeros(sum(shape.host_bytes), dtype=torch.uint8)
         return cls(shape, known, torch.zeros(shape.device_bytes, dtype=torch.uint8, device=device))
 
+    def widen(self, width: int) -> None:
+        """Give each shard room for so many numbers beside its loss; alike on all devices.
+
+        Called between `collect` and `spread`; what is in the room means nothing afterwards, until
+        every device has cleared its rows.
+        """
+        self.width = width
+        self.values = _typed(self._values_memory, torch.float64, (self.shape.shards, width, 2))
+        """(V, width, 2) float64: totals and weights of the numbers beside each shard's loss."""
+
     def clear_rows(self, device: int, shards: range) -> None:
         """Clear one device's rows before a step: the last step's values are still in them."""
         rows = slice(shards.start, shards.stop)
         self.gave[device] = 0
         self.weights[rows] = 0.0
         self.changed[rows] = 0
+        self.kinds[rows] = 0
+        if self.width:
+            self.values[rows].zero_()
+        if self.given:
+            for shard in shards:
+                self.given.pop(shard, None)
         if self._host_totals is not None:
             self._host_totals[rows] = 0.0
         else:
@@ -88,6 +112,15 @@ class Board:
         self.gave[device] += 1 if all(gave) else gave
         if result.buffers is not None:
             self._record_buffers(shard, result.buffers)
+        if result.values is not None:
+            self._record_values(shard, result.values)
+
+    def _record_values(self, shard: int, values: ShardValues) -> None:
+        self.kinds[shard], self.given[shard] = values.kind, values
+        # Those of names that are new may have no room yet: they are fetched from `given`.
+        if len(values.lines) <= self.width:
+            room = self.values[shard, : len(values.lines)]
+            room.copy_(values.numbers, non_blocking=True)
 
     def _record_buffers(self, shard: int, buffers: ChangedBuffers) -> None:
         # Non-blocking: on a GPU the copy follows the shard's own kernels in their stream.
@@ -113,8 +146,8 @@ class Board:
     def row(self, device: int, shards: range) -> torch.Tensor:  # (row_bytes,) uint8 on the host
         """Pack what ``device`` wrote on this board into a message to others.
 
-        The totals are part of it only where they lie on the host. Elsewhere they must travel by
-        themselves, and the buffers always must.
+        Totals and values are part of it only where they lie on the host. Elsewhere they must travel
+        by themselves, and the buffers always must.
         """
         parts = self._row_parts(device, shards)
         return torch.from_numpy(np.concatenate([part.view(np.uint8).ravel() for part in parts]))
@@ -137,8 +170,12 @@ class Board:
     def _row_parts(self, device: int, shards: range) -> list[np.ndarray[Any, Any]]:
         # The one list for packing, room and unpacking, so that the three cannot differ.
         rows = slice(shards.start, shards.stop)
-        parts = [self.gave[device], self.weights[rows], self.changed[rows]]
-        return [*parts, self.totals[rows].numpy()] if self.on_host else parts
+        parts = [self.gave[device], self.weights[rows], self.changed[rows], self.kinds[rows]]
+        if self.on_host:
+            parts.append(self.totals[rows].numpy())
+        if self.on_host and self.width:
+            parts.append(self.values[rows].numpy())
+        return parts
 
 
 def _typed(memory: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

@@ -156,7 +156,8 @@ class PrivateMemory(Memory):
         """List what leaves (the others' spans of our sums) and comes (our span of theirs).
 
         For each pair of devices, what one end sends is listed as the other end lists its receipts:
-        totals, then slot by slot. See the note on matching in `onefold.exchange.collective`.
+        totals, values, then slot by slot. See the note on matching in
+        `onefold.exchange.collective`.
         """
         own = plan.shards_of(self._rank)
         operations = []
@@ -167,6 +168,10 @@ class PrivateMemory(Memory):
             if not self.board.on_host:
                 leaving = self.board.totals[own.start : own.stop]
                 coming = self.board.totals[theirs.start : theirs.stop]
+                operations += _swap(peer, leaving, coming)
+            if not self.board.on_host and self.board.width:
+                leaving = self.board.values[own.start : own.stop]
+                coming = self.board.values[theirs.start : theirs.stop]
                 operations += _swap(peer, leaving, coming)
             for slot in range(len(blocks_of(own, plan.shards))):
                 operations += _moves(True, peer, self._slot(slot), self._summed[peer])

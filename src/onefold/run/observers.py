@@ -76,10 +76,15 @@ def _tracer(path: Path, model: torch.nn.Module, steps: int) -> Observer:
         if step.number != done + 1:
             keep_steps(path, step.number - 1)
         done = step.number
-        line = {"step": step.number, "epoch": step.epoch, "loss": float(step.loss)}
-        fingerprint = fingerprint_of(tensor_digests(named_tensors(model)))
-        name = {"name": step.name} if step.name else {}
-        append_line(path, {**line, "samples": step.samples, **name, "fingerprint": fingerprint})
+        line: dict[str, object] = {"step": step.number, "epoch": step.epoch}
+        line |= {"loss": float(step.loss), "samples": step.samples}
+        if step.name:
+            line["name"] = step.name
+        values = {name: float(value) for name, value in step.values.items()}
+        if values:
+            line["values"] = values
+        line["fingerprint"] = fingerprint_of(tensor_digests(named_tensors(model)))
+        append_line(path, line)
 
     return trace
 

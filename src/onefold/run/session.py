@@ -25,7 +25,7 @@ import torch
 
 from onefold.checkpoint.autosave import Autosave
 from onefold.checkpoint.resume import Checkpoints
-from onefold.core.batch import ShardedBatch, cut_batch
+from onefold.core.batch import ShardedBatch, checked_dim, cut_batch
 from onefold.core.head import Call
 from onefold.core.precision import AS_GIVEN
 from onefold.core.settings import Settings
@@ -219,7 +219,7 @@ class Session:
             recompute_statistics(self.engine, batches, call)
             yield
 
-    def step(self, batch: object, loss: str | None = None) -> Step:
+    def step(self, batch: object, loss: str | None = None, dim: int = 0) -> Step:
         """Make one update; see `Trainer.step`."""
         name = self.parts.loss_name(loss)
         if isinstance(self.engine.update.optimizer, ByScript):
@@ -227,7 +227,7 @@ class Session:
         # Drop the times of a step that failed, if the script survived it.
         self.engine.take_spans()
         start = host_now_s()
-        cut = self._cut(self.verifying.batch(batch))
+        cut = self._cut(self.verifying.batch(batch), checked_dim(dim))
         waited = cut.waited or (start, host_now_s())
         number = self.position.step + 1
         if self._before_step(cut):
@@ -251,7 +251,7 @@ class Session:
             raise SystemExit(STOPPED_CODE)
         return step
 
-    def gradient(self, batch: object, loss: str | None = None) -> Step:
+    def gradient(self, batch: object, loss: str | None = None, dim: int = 0) -> Step:
         """Leave a batch's gradient in ``.grad``; see `Trainer.gradient`."""
         engine, name = self.engine, self.parts.loss_name(loss)
         engine.take_spans()
@@ -259,7 +259,7 @@ class Session:
         with self.telling_others():
             place = Place(self.position.step, engine.changes.number, engine.changes.blocks)
             again = self.gradients.goes_on(batch, place)
-            cut = self._cut(self.verifying.batch(batch))
+            cut = self._cut(self.verifying.batch(batch), checked_dim(dim))
             waited = cut.waited or (start, host_now_s())
             with engine.changes.closed(place.step + 1):
                 if not again and self._before_step(cut):
@@ -330,13 +330,15 @@ class Session:
         with self.telling_others():
             self.checkpoints.finish()
 
-    def _cut(self, batch: object) -> ShardedBatch:
+    def _cut(self, batch: object, dim: int) -> ShardedBatch:
         plan = self.engine.roster.plan
         if isinstance(batch, ShardedBatch):
-            cut = self._checked_batch(batch, plan)
+            cut = replace(self._checked_batch(batch, plan), dim=dim)
         else:
             own = [s for number in self.team.own for s in plan.shards_of(number)]
-            cut = cut_batch(batch, plan, own, self.position.epoch, digest=self.engine.with_others)
+            cut = cut_batch(
+                batch, plan, own, self.position.epoch, digest=self.engine.with_others, dim=dim
+            )
         if cut.samples == 0:
             raise ValueError("the batch is empty: expected at least one sample")
         return cut

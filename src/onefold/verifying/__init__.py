@@ -76,6 +76,7 @@ class Verifying:
         self._steps = 0
         self._number = 0
         """Number of the last step."""
+        self._users = losses
         self.losses = losses
         """The losses that the engine is to use, by name."""
         self._mathematics: Mathematics | None = None
@@ -84,7 +85,7 @@ class Verifying:
             if world.options.probe_mathematics == "float64":
                 self._dtype = torch.float64
                 model.double()
-            self._mathematics = Mathematics(model, losses)
+            self._mathematics = Mathematics(model, next(iter(losses.values())))
             self.losses = dict.fromkeys(losses, self._mathematics.loss)
 
     def begin(self, engine: Engine, team: Team) -> None:
@@ -130,7 +131,7 @@ class Verifying:
             yield batch
             return
         if self._mathematics is not None:
-            self._mathematics.use(name)
+            self._mathematics.user = self._users[name]
         again, self._number = number == self._number, number
         self._steps += not again
         # Past the steps that are compared, and past the first of several gradients of a step, the
@@ -185,8 +186,8 @@ class Verifying:
     def _unpacked(self, batch: ShardedBatch) -> tuple[ShardedBatch, WholeBatch]:
         """Return the batch with plain payloads, and the whole batch that they are shards of."""
         if batch.data_pass is None:
-            return batch, whole_tensors(self._own)
-        whole, payloads = whole_of(batch.shards, self._collates, batch.loader)
+            return batch, whole_tensors(self._own, batch.dim)
+        whole, payloads = whole_of(batch.shards, self._collates, batch.loader, batch.dim)
         return replace(batch, shards=payloads), whole
 
     def _path(self, what: str) -> Path:

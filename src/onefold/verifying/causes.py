@@ -97,8 +97,9 @@ def _of_the_numbers(found: Comparison) -> Iterator[str]:
         yield (
             f"the batch was cut along time: {', '.join(found.time_first)} takes time in the first "
             f"dimension of its input and samples in the second (batch_first=False), and it is the "
-            f"first one that is cut into shards. Make the samples the first dimension of every "
-            f"tensor of the batch, and use batch_first=True or transpose in the model"
+            f"first one that is cut into shards. Cut along the samples with trainer.step(batch, "
+            f"dim=1); or make them the first dimension of every tensor of the batch, and use "
+            f"batch_first=True or transpose in the model"
         )
     finding = found.finding
     if finding is not None and found.relation in _SEEN_IN.get(finding.kind, ()):
@@ -141,7 +142,8 @@ def _ordered(found: Comparison) -> Iterator[str]:
         f"the loss changes when the samples of the batch change places, so the first dimension, "
         f"which is cut into shards, may not be that of the samples (time first?){where}, or "
         f"samples belong together that shards tear apart (pairs side by side). Make the samples, "
-        f"or the pairs, the first dimension"
+        f"or the pairs, the first dimension; of whole batches, trainer.step(batch, dim=1) cuts the "
+        f"second one"
     )
 
 

@@ -19,7 +19,7 @@ the fold and the update, where ``.grad`` already belongs to the optimizer.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -31,6 +31,7 @@ from onefold.core.fold import fold_shards
 from onefold.core.mean import Contribution, weigh
 from onefold.core.randomness import derive_seed, kept_generators
 from onefold.core.shard import cut_bounds
+from onefold.core.values import split
 from onefold.engine.engine import Engine
 from onefold.engine.losscheck import LossFinding, inspect_loss
 from onefold.engine.replica import LossFunction
@@ -105,6 +106,7 @@ class Comparison:
 class _Evaluation:
     part: Contribution
     result: object
+    """The loss as it was returned, without values beside it."""
 
     @property
     def loss(self) -> float:
@@ -125,13 +127,12 @@ class Mathematics:
 
     Args:
         model: the trainer's.
-        losses: the user's own, by name.
+        loss: the user's own.
     """
 
-    def __init__(self, model: torch.nn.Module, losses: Mapping[str, LossFunction]) -> None:
+    def __init__(self, model: torch.nn.Module, loss: LossFunction) -> None:
         self._model = model
-        self._losses = losses
-        self._user = next(iter(losses.values()))
+        self.user = loss
         self._draws = Draws()
         self._inside = False
         self._narrow = False
@@ -141,7 +142,7 @@ class Mathematics:
     def loss(self, model: torch.nn.Module, payload: object) -> object:
         """Compute the user's loss of one shard, in place of the loss that Trainer was given."""
         if not self._inside:
-            return self._user(model, payload)
+            return self.user(model, payload)
         # The engine names no shard to a loss, but runs them in order. A loss of several terms runs
         # twice, first for its weights.
         shard = self._order[self._calls % len(self._order)]
@@ -149,17 +150,12 @@ class Mathematics:
         start, stop = self._bounds[shard]
         seed_alike(self._seed)
         with self._draws.replaying(range(start, stop)), self._time_first.noting("shard"):
-            result = self._user(model, payload)
+            result = self.user(model, payload)
         if torch.is_grad_enabled():
-            self._inspect(result, stop - start)
-            part = weigh(result, stop - start, f"the loss of shard {shard}")
-            self._shards[shard] = _Evaluation(part, result)
+            self._shards[shard] = found = _read(result, stop - start, f"the loss of shard {shard}")
+            self._inspect(found.result, stop - start)
             self._buffers_after[shard] = KeptBuffers(model)
         return result
-
-    def use(self, name: str) -> None:
-        """Have the next steps be those of a loss."""
-        self._user = self._losses[name]
 
     @contextmanager
     def step(
@@ -247,11 +243,11 @@ class Mathematics:
         draws = self._draws.recording(len(rows)) if record else self._draws.replaying(rows)
         try:
             with draws:
-                result = self._user(self._model, payload)
+                result = self.user(self._model, payload)
         except Exception as error:
             error.add_note("raised while onefold verify computed the whole batch as one shard")
             raise
-        return _Evaluation(weigh(result, len(rows), "the loss of the whole batch"), result)
+        return _read(result, len(rows), "the loss of the whole batch")
 
     def _inspect(self, result: object, samples: int) -> None:
         finding = inspect_loss(result, samples)
@@ -395,6 +391,11 @@ class Mathematics:
             mixed = self._evaluate_again(order).loss
         limit = max(1e-7, tolerance_of(self._model))
         return not math.isclose(mixed, self._comparison.alone, rel_tol=limit)
+
+
+def _read(result: object, samples: int, what: str) -> _Evaluation:
+    loss, _ = split(result, what)
+    return _Evaluation(weigh(loss, samples, what), loss)
 
 
 def _ratio(part: Contribution) -> float:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
+from onefold.core.structure import parts_of, with_parts
 from onefold.reading.reader import Collate
 
 __all__ = ["KeepingCollate", "WholeBatch", "cast_floats", "second_dimension", "whole_of"]
@@ -72,14 +73,15 @@ class _Samples:
 @dataclass(frozen=True, slots=True)
 class _Rows:
     batch: object
+    dim: int
 
     def payload(self, rows: Sequence[int]) -> object:
         index = torch.tensor(list(rows), dtype=torch.int64)
-        return _map(self.batch, lambda leaf: leaf[index.to(leaf.device)])
+        return _map(self.batch, lambda leaf: leaf.index_select(self.dim, index.to(leaf.device)))
 
 
 def whole_of(
-    shards: Mapping[int, object], collates: Mapping[int, KeepingCollate], loader: int
+    shards: Mapping[int, object], collates: Mapping[int, KeepingCollate], loader: int, dim: int = 0
 ) -> tuple[WholeBatch, dict[int, object]]:
     """Return the whole batch of a loader's shards, and the shards' plain payloads.
 
@@ -90,20 +92,21 @@ def whole_of(
         shards: for each shard what `KeepingCollate` made.
         collates: the collate function of each loader, by the loader's number.
         loader: number of the loader that made the batch.
+        dim: the dimension of tensors in which the samples lie.
     """
     kept = {shard: each for shard, each in shards.items() if isinstance(each, _Kept)}
     payloads = {shard: each.payload for shard, each in kept.items()}
     if any(each.draws for each in kept.values()):
-        joined = _join(list(payloads.values()))
+        joined = _join(list(payloads.values()), dim)
         if joined is not None:
-            return _Rows(joined), payloads
+            return _Rows(joined, dim), payloads
     samples = [sample for shard in sorted(kept) for sample in kept[shard].samples]
     return _Samples(samples, collates[loader]), payloads
 
 
-def whole_tensors(batch: object) -> WholeBatch:
-    """Return the whole batch of tensors that a script made itself."""
-    return _Rows(batch)
+def whole_tensors(batch: object, dim: int = 0) -> WholeBatch:
+    """Return the whole batch of tensors that a script made itself, with samples in ``dim``."""
+    return _Rows(batch, dim)
 
 
 def cast_floats(payload: object, dtype: torch.dtype | None) -> Any:
@@ -119,17 +122,20 @@ def second_dimension(payload: object) -> int | None:
     return sizes.pop() if len(sizes) == 1 else None
 
 
-def _join(payloads: Sequence[Any]) -> object | None:
-    """Join payloads along their first dimension; None where they do not fit together."""
+def _join(payloads: Sequence[Any], dim: int) -> object | None:
+    """Join payloads along the samples; None where they do not fit together."""
     first = payloads[0]
     if isinstance(first, torch.Tensor):
-        shapes = {p.shape[1:] for p in payloads}
-        return torch.cat(list(payloads)) if len(shapes) == 1 and first.dim() else None
+        if first.dim() <= dim:
+            return None
+        shapes = {(*p.shape[:dim], *p.shape[dim + 1 :]) for p in payloads}
+        return torch.cat(list(payloads), dim) if len(shapes) == 1 else None
     if isinstance(first, Mapping):
-        named = {key: _join([p[key] for p in payloads]) for key in first}
+        named = {key: _join([p[key] for p in payloads], dim) for key in first}
         return None if any(part is None for part in named.values()) else named
-    if isinstance(first, list | tuple):
-        parts = [_join(list(each)) for each in zip(*payloads, strict=True)]
+    # Lists of one part a sample are of various lengths.
+    if isinstance(first, list | tuple) and len({len(payload) for payload in payloads}) == 1:
+        parts = [_join(list(each), dim) for each in zip(*payloads, strict=True)]
         return None if any(part is None for part in parts) else parts
     return None
 
@@ -137,12 +143,9 @@ def _join(payloads: Sequence[Any]) -> object | None:
 def _leaves(payload: object) -> Iterator[torch.Tensor]:
     if isinstance(payload, torch.Tensor):
         yield payload
-    elif isinstance(payload, Mapping):
-        for value in payload.values():
-            yield from _leaves(value)
-    elif isinstance(payload, list | tuple):
-        for value in payload:
-            yield from _leaves(value)
+        return
+    for _, part in parts_of(payload) or ():
+        yield from _leaves(part)
 
 
 def _map(payload: Any, change: Any) -> Any:
@@ -152,13 +155,10 @@ def _map(payload: Any, change: Any) -> Any:
         return change(torch.from_numpy(native))
     if isinstance(payload, torch.Tensor):
         return change(payload)
-    if isinstance(payload, tuple) and hasattr(payload, "_fields"):
-        return type(payload)(*[_map(value, change) for value in payload])
-    if isinstance(payload, list | tuple):
-        return type(payload)([_map(value, change) for value in payload])
-    if isinstance(payload, Mapping):
-        return {key: _map(value, change) for key, value in payload.items()}
-    return payload
+    parts = parts_of(payload)
+    if parts is None:
+        return payload
+    return with_parts(payload, [_map(part, change) for _, part in parts])
 
 
 def _states() -> tuple[object, ...]:

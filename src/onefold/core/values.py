@@ -1,0 +1,234 @@
+"""Values that a loss returns beside itself, such as an accuracy: reported, and never trained on.
+
+Note: how values travel
+-----------------------
+A step must not wait for one more message because a loss is logged. So values have room on the board
+for `MOST` numbers a shard, and go where totals go: a row of the board grows by the numbers that
+there are, and by nothing where there are none. Which names they belong to is agreed on once, in the
+first step that has them (see `onefold.engine.valuetrade`); from then on a shard reports one
+checksum of its names. Without values a shard's row has eight bytes for it, which are 0.
+
+Note: nothing is waited for
+---------------------------
+Totals stay on their device until somebody reads `Step.values`, and so do weights that a GPU
+computes: unlike those of a loss, they decide nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from onefold.core.fold import fold_shards
+from onefold.core.head import checksum
+from onefold.core.mean import Mean, Means, Sum, weigh
+from onefold.errors import DisagreementError, LossError
+
+__all__ = ["MOST", "ShardValues", "StepValues", "detached", "names_of", "read_values", "split"]
+
+MOST = 32
+"""The most numbers beside the loss of a shard; a value of several terms has one for each."""
+_EXAMPLE = '(loss, {"accuracy": ...})'
+_SUM, _MEAN = "sum ", "mean "
+
+
+@dataclass(frozen=True, slots=True)
+class ShardValues:
+    """The values beside the loss of one shard, or of a piece of it."""
+
+    lines: tuple[str, ...]
+    """One for each number: whether it is divided, and the name that it belongs to."""
+    numbers: torch.Tensor
+    """(lines, 2) float64 on the shard's device: totals, and what they are divided by."""
+
+    @property
+    def kind(self) -> int:
+        """A checksum of the lines, above 0."""
+        return 1 + checksum("\n".join(self.lines).encode())
+
+    def plus(self, other: ShardValues | None, where: str) -> ShardValues:
+        """Add those of the shard's next piece.
+
+        Raises:
+            DisagreementError: that piece has other names.
+        """
+        if other is None or other.lines != self.lines:
+            theirs = [] if other is None else names_of(other.lines)
+            raise DisagreementError(
+                f"{where}: the loss returned the values {names_of(self.lines)} beside itself for "
+                f"one piece of the shard, and {theirs} for another; expected the same names, and "
+                f"terms of the same kind, for every piece"
+            )
+        return ShardValues(self.lines, self.numbers + other.numbers)
+
+
+@dataclass(frozen=True, slots=True)
+class StepValues:
+    """The values beside the loss of a step, not yet added up."""
+
+    lines: tuple[str, ...]
+    """See `ShardValues`; the same for all shards."""
+    table: torch.Tensor
+    """(V, lines, 2) float64, where the lead computes; zeros for empty shards."""
+
+    def finished(self) -> dict[str, torch.Tensor]:
+        """Add up and divide: () float64 for each name, in the order in which the loss has them."""
+        # In the fold's order, as the loss is.
+        folded = fold_shards(list(self.table.unbind()), torch.add)
+        terms: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        for line, (total, weight) in zip(self.lines, folded, strict=True):
+            divided, name = line.startswith(_MEAN), line.partition(" ")[2]
+            divisor = weight if divided else torch.ones_like(weight)
+            terms.setdefault(name, []).append((total, divisor))
+        return {name: _quotients(pairs) for name, pairs in terms.items()}
+
+
+def _quotients(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """Add up totals over weights; a term without weight is left out, and NaN if all are."""
+    known = functools.reduce(torch.logical_or, [weight != 0 for _, weight in pairs])
+    terms = [torch.where(weight != 0, total / weight, 0.0) for total, weight in pairs]
+    return torch.where(known, functools.reduce(torch.add, terms), math.nan)
+
+
+def names_of(lines: Sequence[str]) -> list[str]:
+    """Return the names that lines belong to, each once."""
+    return list(dict.fromkeys(line.partition(" ")[2] for line in lines))
+
+
+def split(result: object, what: str) -> tuple[object, Mapping[str, object]]:
+    """Tell a loss from the values beside it.
+
+    Args:
+        result: what the user's loss returned.
+        what: what the loss is called in errors, such as ``the loss of step 7, shard 3``.
+
+    Returns:
+        The loss, and the values by name; none where the result is the loss alone.
+
+    Raises:
+        LossError: the result is a dict, or a tuple of something else.
+    """
+    if not isinstance(result, tuple | Mapping):
+        return result, {}
+    if isinstance(result, Mapping):
+        raise LossError(
+            f"{what}: expected a loss, or {_EXAMPLE} for values beside it, got a dict of "
+            f"{list(result)} alone. Return the tensor itself first, as in {_EXAMPLE}"
+        )
+    if len(result) == 2 and isinstance(result[1], Mapping):
+        return result[0], result[1]
+    kinds = ", ".join(type(part).__name__ for part in result)
+    raise LossError(
+        f"{what}: expected a loss, or {_EXAMPLE} for values beside it, got a tuple of ({kinds}). "
+        f"Return the loss alone, or give what else is to be reported a name in a dict"
+    )
+
+
+def detached(result: object) -> object:
+    """Take the values beside a loss out of its graph; leave any other result as it is.
+
+    Compiled code would else compute their gradients too, which are multiplied by 0 and added; and 0
+    times an infinite gradient is NaN.
+    """
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict):
+        return result[0], {name: _detached(value) for name, value in result[1].items()}
+    return result
+
+
+def _detached(value: object) -> object:
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    if isinstance(value, Means):
+        return Means(tuple(_term_detached(term) for term in value.terms))
+    return _term_detached(value) if isinstance(value, Mean | Sum) else value
+
+
+def _term_detached(term: Mean | Sum) -> Mean | Sum:
+    if not isinstance(term.total, torch.Tensor):
+        return term  # refused where it is read
+    total = term.total.detach()
+    return Mean(total, term.weight) if isinstance(term, Mean) else Sum(total)
+
+
+def read_values(values: Mapping[str, object], samples: int, where: str) -> ShardValues | None:
+    """Read the values beside a loss, each as a loss is read; None if there are none.
+
+    Args:
+        values: by name; tensors may be of bools.
+        samples: of the shard, or of the piece of it.
+        where: step and shard, for errors.
+
+    Raises:
+        LossError: a value cannot be read, has no name of one line, or there are too many.
+    """
+    if not values:
+        return None
+    lines, pairs = [], []
+    for name, value in values.items():
+        if not isinstance(name, str) or not name or "\n" in name:
+            raise LossError(f"{where}: expected names of one line for values, got {name!r}")
+        for divided, total, weight in _terms_of(value, samples, f"the value {name!r} of {where}"):
+            lines.append((_MEAN if divided else _SUM) + name)
+            pairs.append((total, weight))
+    if len(lines) > MOST:
+        raise LossError(
+            f"{where}: expected at most {MOST} numbers beside the loss, got {len(lines)} "
+            f"({', '.join(names_of(lines)[:3])}, ...). Values of every class, say, come from "
+            f"trainer.evaluate or trainer.predict, which have no limit"
+        )
+    return ShardValues(tuple(lines), _numbers(pairs))
+
+
+def _terms_of(
+    value: object, samples: int, what: str
+) -> list[tuple[bool, torch.Tensor, torch.Tensor | float]]:
+    """For each term whether it is divided, its total, () float64, and its weight."""
+    if not isinstance(value, Means):
+        return [_term_of(value, samples, what)]
+    return [
+        _term_of(term, samples, f"{what}, term {number}")
+        for number, term in enumerate(value.terms, 1)
+    ]
+
+
+def _term_of(
+    term: object, samples: int, what: str
+) -> tuple[bool, torch.Tensor, torch.Tensor | float]:
+    waiting = None
+    if isinstance(term, Mean) and isinstance(term.weight, torch.Tensor):
+        # One that depends on parameters will do here: no gradient is wanted.
+        weight = term.weight.detach()
+        is_number = weight.numel() == 1 and weight.dtype != torch.bool and not weight.is_complex()
+        if weight.device.type != "cpu" and is_number:
+            # To read it would wait for the GPU; 1 stands in for it where the rest is read.
+            waiting, weight = weight.reshape(()).double(), torch.ones(())
+        term = Mean(term.total, weight)
+    part = weigh(term, samples, what)
+    return part.kind != "sum", part.total(), part.weight if waiting is None else waiting
+
+
+def _numbers(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor | float]],
+) -> torch.Tensor:
+    devices = {total.device for total, _ in pairs}
+    if devices == {torch.device("cpu")}:
+        rows = [(float(total), float(weight)) for total, weight in pairs]
+        return torch.tensor(rows, dtype=torch.float64)
+    # A value may have been computed on the host; the others are not waited for.
+    device = max(devices, key=lambda each: each.type != "cpu")
+    flat = [
+        number.to(device) if isinstance(number, torch.Tensor) else _constant(number, device)
+        for pair in pairs
+        for number in pair
+    ]
+    return torch.stack(flat).view(-1, 2)
+
+
+@functools.lru_cache(maxsize=64)
+def _constant(number: float, device: torch.device) -> torch.Tensor:
+    """() float64: mostly the number of samples, which is the same in most steps."""
+    return torch.full((), number, dtype=torch.float64, device=device)
