@@ -150,6 +150,28 @@ def test_what_is_not_finite_is_refused_or_skipped() -> None:
     step = trainer.gradient((inputs, targets))
     assert "shard 2" in step.skipped
     assert all(p.grad is None for p in trainer.model.parameters())
+    # There is nothing to clip, and that is no mistake of the script's.
+    assert float(torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), 1.0)) == 0.0
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_an_error_in_a_search_may_be_survived(devices: int) -> None:
+    def spoilt(model: nn.Module, batch: Batch) -> torch.Tensor:
+        return square(model, batch) * torch.where(model.weight.sum() > 10, math.nan, 1.0)
+
+    trainer = trainer_of(devices, model=line(), function=spoilt)
+    weight, batch = trainer.model.weight, points(8)
+    with trainer.changing():
+        before = float(trainer.gradient(batch).loss)
+        start = weight.detach().clone()
+        weight.data.fill_(9.0)
+        with pytest.raises(LossError, match="step 1, shard 0 is nan"):
+            trainer.gradient(batch)
+        weight.data.copy_(start)
+        assert float(trainer.gradient(batch).loss) == before
+        with pytest.raises(RuntimeError, match="was called inside"):
+            trainer.save("nowhere")
+    assert trainer.gradient(points(8)).number == 2
 
 
 @pytest.mark.parametrize("function", [of_own_rows, of_terms])

@@ -27,6 +27,7 @@ from onefold.engine.gradients import Gradients, keeping_gradients
 from onefold.engine.guard import Turns
 from onefold.engine.handover import arriving_states
 from onefold.engine.kernels import Compilers, repeatable_kernels
+from onefold.engine.leftovers import allow_clipping
 from onefold.engine.modes import in_mode
 from onefold.engine.nonfinite import FiniteCheck, bad_gradient
 from onefold.engine.outside import OutsideModules
@@ -195,6 +196,7 @@ class Engine:
         have None there.
         """
         check_gradient(self.update)
+        allow_clipping(self._parts.trained.values())
         outcome, failure = self._computed(batch, number, Call.GRADIENT, asked_to_stop)
         self._end_shards(batch, failure)
         start = self.replicas[0].watch.now()
