@@ -36,7 +36,8 @@ def refuse_clipping(parameters: Iterable[torch.nn.Parameter]) -> None:
 def allow_clipping(parameters: Iterable[torch.nn.Parameter]) -> None:
     """Have ``clip_grad_norm_`` do what it ever did: the script asks for gradients by itself."""
     for parameter in parameters:
-        _ours.pop(parameter, None)
+        if parameter in _ours:
+            del _ours[parameter]
 
 
 def _checked(inner: Callable[..., Any]) -> Callable[..., Any]:
