@@ -27,6 +27,7 @@ from onefold.engine.gradients import Gradients, keeping_gradients
 from onefold.engine.guard import Turns
 from onefold.engine.handover import arriving_states
 from onefold.engine.kernels import Compilers, current_gpu, repeatable_kernels
+from onefold.engine.leftovers import allow_clipping
 from onefold.engine.modes import in_mode
 from onefold.engine.nonfinite import FiniteCheck, bad_gradient
 from onefold.engine.objective import objectives_of
@@ -198,6 +199,7 @@ class Engine:
         have None there.
         """
         check_gradient(self.update)
+        allow_clipping(self._parts.trained.values())
         outcome, failure = self._computed(batch, number, Call.GRADIENT, name, asked_to_stop)
         self._end_shards(batch, failure)
         start = self.replicas[0].watch.now()

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from onefold.system.compat import wrap_clipping
 
-__all__ = ["refuse_clipping"]
+__all__ = ["allow_clipping", "refuse_clipping"]
 
 # Parameters of any Trainer: by identity, as tensors compare by element, and weakly, so that this
 # table keeps no model alive.
@@ -31,6 +31,13 @@ def refuse_clipping(parameters: Iterable[torch.nn.Parameter]) -> None:
     for parameter in parameters:
         _ours[parameter] = True
     wrap_clipping(_checked)
+
+
+def allow_clipping(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Have ``clip_grad_norm_`` do what it ever did: the script asks for gradients by itself."""
+    for parameter in parameters:
+        if parameter in _ours:
+            del _ours[parameter]
 
 
 def _checked(inner: Callable[..., Any]) -> Callable[..., Any]:
