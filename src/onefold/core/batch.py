@@ -88,6 +88,10 @@ class DataPass:
     """Whether it ended before its last batch."""
     abandoned: bool = False
     """Whether the run was moved elsewhere meanwhile, so that its batches must not be used."""
+    order: str = ""
+    """Digest of the order that a sampler gave; empty if the order follows from the seed alone."""
+    states: dict[int, object] = field(default_factory=dict)
+    """Where a stream stood at places of the pass, from the last used one on, if it says so."""
 
 
 @dataclass(frozen=True, slots=True)
