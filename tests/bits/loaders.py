@@ -194,7 +194,7 @@ def run_part(
         devices: for this process to drive; None in a launched process.
     """
     torch.manual_seed(4)
-    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     trainer = onefold.Trainer(
         model, optimizer, loss, shards=4, seed=2, devices=devices, threads=1, plan=plan
