@@ -48,3 +48,15 @@ def test_a_checkpoint_of_two_devices_is_read_by_plain_pytorch(tmp_path: Path) ->
     run = json.loads((tmp_path / "run/step-00000020/run.json").read_text())
     parameters = 20 * 64 + 64 + 64 * 2 + 2
     assert done.stdout == f"{run['fingerprint']} {parameters} {4 * 3}\n"
+
+
+def test_the_guide_to_samplers_and_streams_runs(tmp_path: Path) -> None:
+    """All of it as one script, on two devices."""
+    script = "\n".join(blocks(ROOT / "docs/guides/samplers-and-streams.md"))
+    (tmp_path / "train.py").write_text(script)
+    command = [sys.executable, "-m", "onefold", "run", "--devices", "cpu:2", "train.py"]
+    done = subprocess.run(
+        command, cwd=tmp_path, check=False, timeout=100, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "12 ['loss']\n8 True\n16 12\n26 16\n"

@@ -92,9 +92,7 @@ def test_workers_are_started_as_it_says() -> None:
 @processes
 def test_processes_are_made_as_it_says() -> None:
     data = TensorDataset(torch.arange(12.0))
-    loader = DataLoader(
-        data, 4, num_workers=1, multiprocessing_context="fork", prefetch_factor=1
-    )
+    loader = DataLoader(data, 4, num_workers=1, multiprocessing_context="fork", prefetch_factor=1)
     (batch, *_) = list(make_trainer(shards=2).loader(loader))
     assert batch.shards[0][0].tolist() == [0.0, 1.0]  # type: ignore[index]
 
