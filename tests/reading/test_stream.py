@@ -16,6 +16,7 @@ from onefold.core.batch import ShardedBatch
 from onefold.core.shard import Plan
 from onefold.errors import CheckpointError, SampleError
 from onefold.reading.loader import Loader
+from onefold.reading.position import Position
 from tests.bits.loaders import KnowingFlow
 from tests.reading.test_loader import (
     make_loader,
@@ -165,6 +166,7 @@ def test_a_plan_holds_from_the_next_batch_that_is_handed_out(workers: int) -> No
 
 def used_until(loader: Loader, stop: int) -> dict[str, Any]:
     """What a checkpoint says after the steps up to a place; one batch more was handed out."""
+    loader.track.follow(Position())
     for batch in loader:
         assert batch.data_pass is not None
         if batch.stop > stop:

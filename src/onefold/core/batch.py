@@ -75,7 +75,8 @@ class DataPass:
     number: int
     """Number of the pass among those of its loader."""
     used: int
-    """How many of its samples have been used by steps so far."""
+    """How many of its samples have been used by steps so far; or of its batches, if it has whole
+    batches alone. The places below are counted alike."""
     epoch: int | None
     """The epoch in which it was begun; None outside of any epoch."""
     end: int

@@ -15,7 +15,7 @@ from onefold.core.randomness import order_by_length, sample_order
 from onefold.reading.order import Order, SampleOrder
 from onefold.reading.reader import Answer, Collate, Reader, SizedDataset
 from onefold.reading.samplers import check_sampler, draw_batches, draw_samples
-from onefold.reading.track import LoaderSize
+from onefold.reading.track import LoaderSize, LoaderTrack
 
 __all__ = ["Indexed", "Source", "check_alone"]
 
@@ -36,7 +36,7 @@ class Source(Protocol):
     def order(self, this: DataPass, loader: int) -> Order:
         """Find the order of a pass."""
 
-    def reader(self, this: DataPass, loader: int) -> Dataset[Answer]:
+    def reader(self, this: DataPass, track: LoaderTrack) -> Dataset[Answer]:
         """Make what answers the requests of a pass, in this process or in a worker."""
 
 
@@ -131,7 +131,7 @@ class Indexed:
             )
         return SampleOrder(order, batch_size)
 
-    def reader(self, this: DataPass, loader: int) -> Dataset[Answer]:
+    def reader(self, this: DataPass, track: LoaderTrack) -> Dataset[Answer]:
         """Make what answers the requests of a pass."""
         return Reader(self.dataset, self._collate, self._seed)
 

@@ -146,7 +146,7 @@ class Loader:
         # Only now is it known that all was used before the run resumed.
         if this.given >= this.end:
             return
-        reader = self._source.reader(this, self.track.number)
+        reader = self._source.reader(this, self.track)
         # Workers are forked in here, where Ctrl-C would be lost: see `onefold.system.interrupt`.
         with ctrl_c_later():
             answers = self._answers(reader, requests)

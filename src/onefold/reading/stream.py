@@ -47,7 +47,7 @@ from onefold.errors import CheckpointError
 from onefold.reading.datadigest import digest_of, digest_samples, join_digests
 from onefold.reading.order import Cut, Order
 from onefold.reading.reader import Answer, Collate, Request, bad_sample
-from onefold.reading.track import WHOLE, LoaderSize
+from onefold.reading.track import WHOLE, LoaderSize, LoaderTrack
 
 __all__ = ["Stream", "StreamState", "is_stream"]
 
@@ -152,7 +152,7 @@ class Stream:
         """Find the order of a pass."""
         return _StreamOrder(self.size.batch_size)
 
-    def reader(self, this: DataPass, loader: int) -> Dataset[Answer]:
+    def reader(self, this: DataPass, track: LoaderTrack) -> Dataset[Answer]:
         """Make what answers the requests of a pass."""
         return _StreamReader(
             self.dataset,
@@ -160,10 +160,11 @@ class Stream:
             self._own,
             seed=self._seed,
             epoch=this.number,
-            loader=loader,
+            loader=track.number,
             start=this.used,
             state=this.states.get(this.used),
             drop_last=self.size.drop_last,
+            keeps_state=track.is_followed,
         )
 
 
@@ -199,12 +200,11 @@ class StreamState:
     def to_json(self) -> dict[str, Any]:
         """Write the state down for a checkpoint."""
         cpu, python, numpy = self.generators
-        plain = {**numpy, "state": {k: _plain(v) for k, v in numpy["state"].items()}}
         return {
             "stream": json.loads(self.own),
             "torch": cpu.hex(),
             "python": to_json(python, "the state of random"),
-            "numpy": to_json(plain, "the state of numpy.random"),
+            "numpy": to_json(numpy, "the state of numpy.random"),
         }
 
     @classmethod
@@ -215,11 +215,8 @@ class StreamState:
             CheckpointError: it was not written by `to_json`.
         """
         try:
-            numpy = from_json(saved["numpy"])
-            key = numpy["state"].get("key")
-            if key is not None:
-                numpy["state"]["key"] = np.array(key, dtype=np.uint32)
-            states = _Generators(bytes.fromhex(saved["torch"]), from_json(saved["python"]), numpy)
+            python, numpy = from_json(saved["python"]), from_json(saved["numpy"])
+            states = _Generators(bytes.fromhex(saved["torch"]), python, numpy)
             return cls(json.dumps(saved["stream"]), states)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
@@ -250,6 +247,7 @@ class _StreamReader(Dataset[Answer]):
         start: int,
         state: object,
         drop_last: bool,
+        keeps_state: bool,
     ) -> None:
         self._stream = stream
         self._collate = collate
@@ -262,9 +260,11 @@ class _StreamReader(Dataset[Answer]):
             state = StreamState.from_json(state)
         self._state = state
         self._drop_last = drop_last
-        self._keeps_state = all(
+        self._has_state = all(
             callable(getattr(stream, name, None)) for name in ("state_dict", "load_state_dict")
         )
+        # Nobody goes on in the middle of an evaluation.
+        self._keeps_state = keeps_state and self._has_state
         self._samples: Iterator[Any] = iter(())
         self._generators: _Generators | None = None
         self._read: dict[int, _Piece] = {}
@@ -320,7 +320,7 @@ class _StreamReader(Dataset[Answer]):
         seed_generators(loader_seed("stream", seed, epoch, loader=self._loader))
         if callable(set_epoch := getattr(self._stream, "set_epoch", None)):
             set_epoch(epoch)
-        if self._state is not None and self._keeps_state:
+        if self._state is not None and self._has_state:
             self._stream.load_state_dict(from_json(json.loads(self._state.own)))
             self._samples = iter(self._stream)
             # After everything else: whatever was drawn until here was drawn by the run before.
@@ -346,7 +346,3 @@ class _StreamReader(Dataset[Answer]):
             )
             return None
         return StreamState(own, self._generators)
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, np.ndarray) else value

@@ -37,7 +37,7 @@ DataSource = SizedDataset | Iterable[Any] | DataLoader[Any]
 """What a loader can be made of: a data set with an index, a stream, or a DataLoader."""
 
 _STATEFUL = "StatefulDataLoader"
-"""torchdata's, which is made like PyTorch's own; its class is not to be imported."""
+"""torchdata's, which is made like PyTorch's own; known by its name, as few have torchdata."""
 
 
 class TorchNames(TypedDict, total=False):
@@ -156,9 +156,9 @@ def _taken_over(loader: DataLoader[Any], in_order: bool) -> Chosen:
     collate = None if collate is default_collate else collate
     if stream:
         choices: dict[str, Any] = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
-    elif type(loader.batch_sampler) is BatchSampler:
+    elif _is(loader.batch_sampler, BatchSampler):
         # Also where a script has made it itself: PyTorch then says nothing of its size.
-        batches = loader.batch_sampler
+        batches: Any = loader.batch_sampler
         order = _order_of(batches.sampler, dataset, in_order)
         choices = {"batch_size": batches.batch_size, "drop_last": batches.drop_last, **order}
     else:
@@ -168,7 +168,7 @@ def _taken_over(loader: DataLoader[Any], in_order: bool) -> Chosen:
 
 def _check_class(loader: DataLoader[Any]) -> None:
     kind = type(loader)
-    if kind is DataLoader or kind.__name__ == _STATEFUL:
+    if kind is DataLoader or (kind.__name__ == _STATEFUL and _is_torchdata(kind)):
         return
     # First, as its message says more: what Accelerate or Lightning prepared deals samples out.
     for name in ("sampler", "batch_sampler"):
@@ -187,11 +187,21 @@ def _check_class(loader: DataLoader[Any]) -> None:
 
 def _order_of(sampler: Any, dataset: Any, in_order: bool) -> dict[str, Any]:
     """Recognise PyTorch's two usual orders; any other sampler is the script's own."""
-    usual = type(sampler) in (RandomSampler, SequentialSampler)
+    usual = _is(sampler, RandomSampler) or _is(sampler, SequentialSampler)
     # The sampler of a part of the data set is not the usual order of all of it.
     if usual and len(sampler.data_source) == len(sampler) == len(dataset):
-        if type(sampler) is SequentialSampler:
+        if _is(sampler, SequentialSampler):
             return {}
         if not sampler.replacement:
             return {"shuffle": not in_order}
     return {"sampler": sampler}
+
+
+def _is(sampler: object, kind: type) -> bool:
+    """Whether a sampler is PyTorch's own of this kind, or what torchdata puts in its place."""
+    same = type(sampler).__name__ == kind.__name__ and _is_torchdata(type(sampler))
+    return type(sampler) is kind or same
+
+
+def _is_torchdata(kind: type) -> bool:
+    return kind.__module__.startswith("torchdata.")

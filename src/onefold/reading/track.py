@@ -119,6 +119,11 @@ class LoaderTrack:
         self._whole = WHOLE if size.kind else size.samples
         self._position: Position | None = None
 
+    @property
+    def is_followed(self) -> bool:
+        """Whether a position follows it, so that a run may go on in the middle of a pass."""
+        return self._position is not None
+
     def follow(self, position: Position) -> None:
         """Report passes that end to ``position`` from now on."""
         self._position = position

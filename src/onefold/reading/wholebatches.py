@@ -19,7 +19,7 @@ from onefold.core.randomness import loader_seed, sample_order, seed_generators
 from onefold.reading.order import BatchOrder, Order
 from onefold.reading.reader import Answer, Collate, Request, SizedDataset, bad_sample
 from onefold.reading.samplers import check_sampler, draw_samples
-from onefold.reading.track import LoaderSize
+from onefold.reading.track import LoaderSize, LoaderTrack
 
 __all__ = ["BatchRule", "Items", "Rule", "WholeBatches"]
 
@@ -112,7 +112,7 @@ class WholeBatches:
             return BatchOrder(torch.arange(length))
         return BatchOrder(sample_order(length, seed=seed, epoch=epoch, loader=loader))
 
-    def reader(self, this: DataPass, loader: int) -> Dataset[Answer]:
+    def reader(self, this: DataPass, track: LoaderTrack) -> Dataset[Answer]:
         """Make what answers the requests of a pass."""
         return _Cutter(self._given, self._convert, self._seed, self._own)
 
