@@ -235,6 +235,24 @@ def test_a_made_up_state_is_one_error(made_up: dict[str, Any]) -> None:
         list(again)
 
 
+def test_where_nobody_goes_on_no_state_is_kept() -> None:
+    for batch in stream_loader(KnowingFlow(), Plan((2,))):
+        assert batch.data_pass is not None
+        assert batch.data_pass.states == {}
+
+
+def test_a_state_is_kept_from_the_last_used_batch_on() -> None:
+    loader = stream_loader(KnowingFlow(), Plan((2,)))
+    loader.track.follow(Position())
+    kept = []
+    for batch in loader:
+        assert batch.data_pass is not None
+        kept.append(list(batch.data_pass.states))
+        if batch.stop > 6:
+            batch.data_pass.used = batch.stop - 6
+    assert kept == [[6], [6, 12], [6, 12, 18], [12, 18, 24], [18, 24, 26]]
+
+
 @with_worker
 def test_a_sample_that_cannot_be_read_is_named(workers: int) -> None:
     class Broken(Noisy):

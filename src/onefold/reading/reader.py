@@ -142,9 +142,9 @@ class Reader(Dataset[Any]):
             return [tensor[indices] for tensor in self._dataset.tensors]
         samples, seed, epoch, loader = [], self._seed, request.epoch, request.loader
         # Each sample has a seed of its own, so that its augmentation depends neither on the worker
-        # that reads it nor on the samples that were read before it.
-        # A sampler may yield a sample several times in a pass, each time augmented in another way:
-        # then the place in the pass takes the part of the index.
+        # that reads it nor on the samples that were read before it. But a sampler
+        # may yield a sample several times in a pass, each time augmented in another way: then the
+        # place in the pass takes the part of the index.
         first = request.starts.get(shard)
         kind = "sample" if first is None else "place"
         numbers = indices if first is None else range(first, first + len(indices))

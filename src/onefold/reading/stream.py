@@ -255,10 +255,7 @@ class _StreamReader(Dataset[Answer]):
         self._numbers = seed, epoch
         self._loader = loader
         self._place = start
-        # Of a checkpoint, or of this very run where the script has begun the pass once more.
-        if state is not None and not isinstance(state, StreamState):
-            state = StreamState.from_json(state)
-        self._state = state
+        self._state = None if state is None else StreamState.from_json(state)
         self._drop_last = drop_last
         self._has_state = all(
             callable(getattr(stream, name, None)) for name in ("state_dict", "load_state_dict")

@@ -174,10 +174,10 @@ def _check_class(loader: DataLoader[Any]) -> None:
     for name in ("sampler", "batch_sampler"):
         if getattr(loader, name, None) is not None and not is_stream(loader.dataset):
             check_sampler(getattr(loader, name), name)
-    reads: Any = [
-        (each.__iter__, getattr(each, "_get_iterator", None)) for each in (kind, DataLoader)
-    ]
-    if kind.__module__.startswith("accelerate.") or reads[0] != reads[1]:
+    # The second is private: where a PyTorch has no such method, neither has the class.
+    ways = ("__iter__", "_get_iterator")
+    own = any(getattr(kind, way, None) != getattr(DataLoader, way, None) for way in ways)
+    if own or kind.__module__.startswith("accelerate."):
         raise TypeError(
             f"{kind.__name__} reads its data in its own way, which onefold would not follow: "
             f"expected a plain torch.utils.data.DataLoader, such as the one that Accelerate or "
