@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -73,6 +74,50 @@ def unseeded_data_with_workers(lead: bool) -> None:
     shift = 0.0 if lead else 1.0
     data = TensorDataset(*(tensor + shift for tensor in points(40)))
     for batch in trainer.loader(data, batch_size=20, workers=1):
+        trainer.step(batch)
+
+
+def another_order(lead: bool) -> None:
+    """A sampler that draws from nothing that could be seeded."""
+    trainer = _stepped()
+    data = TensorDataset(*points(40))
+    order = range(20) if lead else [*range(10, 20), *range(10)]
+    for batch in trainer.loader(data, batch_size=10, sampler=order):
+        trainer.step(batch)
+
+
+def _stream(begin: int, end: int) -> Any:
+    rows = list(zip(*points(40), strict=True))[begin:end]
+
+    class Rows:
+        def __iter__(self) -> Iterator[Any]:
+            return iter(rows)
+
+    return Rows()
+
+
+def another_stream(lead: bool) -> None:
+    trainer = _stepped()
+    for batch in trainer.loader(_stream(not lead, 30), batch_size=10):
+        trainer.step(batch)
+
+
+def longer_stream(lead: bool) -> None:
+    stream = _stream(0, 30 if lead else 34)
+    _stepped().evaluate(lambda m, b: {"loss": square(m, b)}, stream, batch_size=10)
+
+
+def no_stream(lead: bool) -> None:
+    stream = _stream(0, 30 * lead)
+    _stepped().predict(lambda m, b: {"value": m(b[0])}, stream, batch_size=10)
+
+
+def another_rule(lead: bool) -> None:
+    """As where each process draws from a generator that it has seeded itself."""
+    trainer = _stepped()
+    for batch in trainer.batches(
+        lambda step, _: tuple(part + lead for part in points(8)), per_epoch=3
+    ):
         trainer.step(batch)
 
 
@@ -282,6 +327,11 @@ CASES: dict[str, tuple[Case, str]] = {
     "evaluation batches": (evaluation_batches, "device 1 has a batch_size of 10 .* one of 20"),
     "unseeded data": (unseeded_data, "data set of device 1 has other samples than .* device 0"),
     "unseeded data, workers": (unseeded_data_with_workers, "data set of device 1 has other"),
+    "another order": (another_order, "data set of device 1 has other .* A sampler, a stream"),
+    "another stream": (another_stream, "data set of device 1 has other samples than"),
+    "longer stream": (longer_stream, "trainer.evaluate: device 1 has 34 samples .* 0 has 30"),
+    "no stream": (no_stream, "device 1 has a batch_size of 0 and device 0 one of 10"),
+    "another rule": (another_rule, "data set of device 1 has other .* trainer.batches must give"),
     "place": (place_in_the_data, "device 1 is at sample 20 of a pass .* device 0 at sample 10"),
     "another loader": (another_loader, "device 1 has a batch of loader 0 and device 0 .* loader 1"),
     "learning rate": (learning_rate, "step 2.*optimizer's settings of device 1 .* differ"),

@@ -63,3 +63,15 @@ def test_a_program_that_launches_runs_as_it_stands_there(tmp_path: Path) -> None
     )
     assert done.returncode == 0, done.stderr
     assert 0 <= float(done.stdout) < 10
+
+
+def test_the_guide_to_samplers_and_streams_runs(tmp_path: Path) -> None:
+    """All of it as one script, on two devices."""
+    script = "\n".join(blocks(ROOT / "docs/guides/samplers-and-streams.md"))
+    (tmp_path / "train.py").write_text(script)
+    command = [sys.executable, "-m", "onefold", "run", "--devices", "cpu:2", "train.py"]
+    done = subprocess.run(
+        command, cwd=tmp_path, check=False, timeout=100, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "12 ['loss']\n8 True\n16 12\n26 16\n"

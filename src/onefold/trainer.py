@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -16,7 +16,9 @@ from onefold.engine.prediction import predict
 from onefold.engine.replica import LossFunction
 from onefold.engine.step import Step
 from onefold.reading.loader import Loader
-from onefold.reading.reader import Collate, SizedDataset
+from onefold.reading.reader import Collate, as_it_is
+from onefold.reading.takeover import DataSource, TorchNames, choose
+from onefold.reading.wholebatches import BatchRule, Rule
 from onefold.run.session import Session
 from onefold.run.userparts import UserParts
 from onefold.run.world import current_world
@@ -159,14 +161,15 @@ class Trainer(TrainedModel):
 
     def loader(
         self,
-        dataset: SizedDataset,
+        dataset: DataSource,
         *,
-        batch_size: int,
+        batch_size: int | None = None,
         shuffle: bool = False,
         lengths: Sequence[int] | None = None,
         workers: int = 0,
         drop_last: bool = False,
         collate: Collate | None = None,
+        **names: Unpack[TorchNames],
     ) -> Loader:
         """Batches of a data set, for `step`; each device reads its own shards alone.
 
@@ -175,22 +178,55 @@ class Trainer(TrainedModel):
         unused sample.
 
         Args:
-            dataset: has a length and an item for each index.
-            batch_size: over all devices.
+            dataset: has a length and an item for each index; or is a stream: an `IterableDataset`,
+                or anything to iterate, which every device reads whole; or is a `DataLoader` of
+                PyTorch, whose settings are taken over.
+            batch_size: over all devices; not with a `DataLoader` or a ``batch_sampler``.
             shuffle: visit the samples in another order in each pass.
             lengths: of every sample, with ``shuffle``: those of near length come together.
             workers: processes that read ahead, for each device.
             drop_last: leave out a last batch that is short.
             collate: makes a shard's payload from a list of samples; PyTorch's if None.
+            names: PyTorch's ``sampler``, ``batch_sampler`` (of whole batches) and
+                ``worker_init_fn``; ``num_workers`` and ``collate_fn`` for workers and collate.
 
         Raises:
-            TypeError, ValueError: no samples by index, or a number out of range.
+            TypeError, ValueError: arguments that do not fit together, or a number out of range.
             CheckpointError: the saved run's loader in this place had other sizes.
         """
-        order = {"shuffle": shuffle, "lengths": lengths, "drop_last": drop_last}
-        return self._session.loader_of_steps(
-            dataset, collate, batch_size=batch_size, workers=workers, **order
+        chosen = choose(
+            dataset,
+            names,
+            batch_size=batch_size,
+            workers=workers,
+            collate=collate,
+            shuffle=shuffle,
+            lengths=lengths,
+            drop_last=drop_last,
         )
+        return self._session.loader_of_steps(chosen.dataset, chosen.collate, **chosen.choices)
+
+    def batches(self, rule: BatchRule, *, per_epoch: int) -> Loader:
+        """Whole batches by a rule of your own, for `step`; they go on after a checkpoint.
+
+        Args:
+            rule: ``rule(step, generator)`` returns a whole batch, as `step` takes it: tensors
+                (n, ...) or tuples, lists and dicts of them. ``step`` counts its batches from the
+                beginning of the run, from 0; ``generator`` is on the host, seeded from the run's
+                seed and ``step``, as are the global generators. Called on every device.
+            per_epoch: number of batches in a pass.
+
+        Raises:
+            TypeError, ValueError: no function, or a number below 1.
+
+        >>> def rule(step, generator):
+        ...     return torch.randn(6, 2, generator=generator)
+        >>> for batch in trainer.batches(rule, per_epoch=3):
+        ...     step = trainer.step(batch)
+        >>> step.number, step.samples
+        (3, 6)
+        """
+        return self._session.loader_of_steps(Rule(rule, per_epoch), as_it_is, batch_size=None)
 
     def epochs(self, number: int) -> Iterator[int]:
         """Count epochs from where the run is, which may be inside of one, up to ``number``.
@@ -253,19 +289,21 @@ class Trainer(TrainedModel):
     def evaluate(
         self,
         score: ScoreFunction,
-        dataset: SizedDataset,
+        dataset: DataSource,
         *,
-        batch_size: int,
+        batch_size: int | None = None,
         workers: int = 0,
         collate: Collate | None = None,
         model: str | None = None,
+        **names: Unpack[TorchNames],
     ) -> dict[str, float]:
         """Scores over a data set, each sample exactly once, the same on any number of devices.
 
         Args:
             score: ``score(model, batch)`` for one shard, in evaluation mode and without gradients;
                 returns a dict of names to what a loss may return.
-            dataset, batch_size, workers, collate: as for `loader`.
+            dataset, batch_size, workers, collate, names: as for `loader`; but a `DataLoader` that
+                shuffles is read in the order of its data set.
             model: the name of one of several models, which ``score`` is given alone.
 
         Returns:
@@ -275,7 +313,15 @@ class Trainer(TrainedModel):
             LossError: a value is of the wrong shape.
             DisagreementError: the names differ between shards.
         """
-        batches = self._session.loader(dataset, collate, batch_size=batch_size, workers=workers)
+        chosen = choose(
+            dataset,
+            names,
+            batch_size=batch_size,
+            workers=workers,
+            collate=collate,
+            in_order=True,
+        )
+        batches = self._session.loader(chosen.dataset, chosen.collate, **chosen.choices)
         with self._session.data_call(Call.EVALUATE, score, batches) as call:
             part = self._session.parts.on_part(score, model)
             return evaluate(self._session.engine, part, batches, call)
@@ -283,12 +329,13 @@ class Trainer(TrainedModel):
     def predict(
         self,
         function: ScoreFunction,
-        dataset: SizedDataset,
+        dataset: DataSource,
         *,
-        batch_size: int,
+        batch_size: int | None = None,
         workers: int = 0,
         collate: Collate | None = None,
         model: str | None = None,
+        **names: Unpack[TorchNames],
     ) -> dict[str, Any]:
         """The model's values for every sample, in the data set's order.
 
@@ -297,7 +344,8 @@ class Trainer(TrainedModel):
                 names to tensors (n, ...), one row a sample, alike in dtype and shape for all; or to
                 lists with one tensor a sample, of any sizes, alike in dtype and number of
                 dimensions, or one dict of such tensors a sample.
-            dataset, batch_size, workers, collate: as for `loader`.
+            dataset, batch_size, workers, collate, names: as for `loader`; but a `DataLoader` that
+                shuffles is read in the order of its data set.
             model: the name of one of several models, which ``function`` is given alone.
 
         Returns:
@@ -311,7 +359,15 @@ class Trainer(TrainedModel):
         >>> said["sum"]
         tensor([2., 2., 2., 2., 2.])
         """
-        batches = self._session.loader(dataset, collate, batch_size=batch_size, workers=workers)
+        chosen = choose(
+            dataset,
+            names,
+            batch_size=batch_size,
+            workers=workers,
+            collate=collate,
+            in_order=True,
+        )
+        batches = self._session.loader(chosen.dataset, chosen.collate, **chosen.choices)
         with self._session.data_call(Call.PREDICT, function, batches) as call:
             part = self._session.parts.on_part(function, model)
             return predict(self._session.engine, part, batches, call)

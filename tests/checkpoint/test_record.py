@@ -123,6 +123,9 @@ GOOD: dict[str, Change] = {
     "a loader of no epoch": put(None, "position", 0, "made_in_epoch"),
     "lengths": put("digest", "position", 0, "lengths"),
     "a numbered loader": put(1, "position", 0, "loader"),
+    "a loader of a kind": put("samples by list", "position", 0, "kind"),
+    "an order": put({"3": "digest"}, "position", 0, "orders"),
+    "a stream": put({"3": {}}, "position", 0, "streams"),
     "no loaders": put([], "position"),
     "values of the user's": put({"mine": {"kind of value": "tuple", "items": [1]}}, "extra"),
     "more than is known": put("of a later version", "later"),
@@ -243,6 +246,14 @@ BAD: dict[str, tuple[Change, str]] = {
         "expected position[0].passes to be pairs of a pass and its samples used, got [[1]]",
     ),
     "a pass below 0": (put([[0, -1]], "position", 0, "passes"), "expected position[0].passes"),
+    "an order of no pass": (
+        put({"x": "digest"}, "position", 0, "orders"),
+        "expected position[0].orders to be a text for each pass, got {'x': 'digest'}",
+    ),
+    "a stream of no values": (
+        put({"0": 3}, "position", 0, "streams"),
+        "expected position[0].streams to be values for each pass, got {'0': 3}",
+    ),
     "a number for a truth": (
         put(1, "position", 0, "shuffle"),
         "expected position[0].shuffle to be true or false, got 1",

@@ -70,6 +70,23 @@ def test_a_tensor_keeps_type_shape_and_bits(dtype: torch.dtype) -> None:
     assert torch.equal(there_and_back(torch.tensor(0.1)), torch.tensor(0.1))
 
 
+@pytest.mark.parametrize("dtype", ["?", "u4", "i8", "f4", ">f8"])
+def test_an_array_keeps_type_shape_and_bits(dtype: str) -> None:
+    array = (np.random.default_rng(1).random((3, 2)) * 10).astype(dtype)
+    back = there_and_back({"key": array})["key"]
+    assert (type(back), back.dtype, back.tobytes()) == (np.ndarray, array.dtype, array.tobytes())
+
+
+@pytest.mark.parametrize("dtype", ["O", "f16", "U3", "f8,f8", "nothing"])
+def test_an_array_of_another_kind_is_refused(dtype: str) -> None:
+    if dtype != "nothing":
+        with pytest.raises(TypeError, match="it is of type ndarray, which a checkpoint"):
+            to_json(np.zeros(2, dtype), "it")
+    written = to_json(np.zeros(2), "it")
+    with pytest.raises(ValueError, match="a value is not as a checkpoint has it"):
+        from_json({**written, "dtype": dtype})
+
+
 def test_numbers_of_numpy_become_pythons() -> None:
     back = there_and_back([np.float64(0.1), np.int64(3), np.float32(0.5), np.bool_(True)])
     assert back == [0.1, 3, 0.5, True]

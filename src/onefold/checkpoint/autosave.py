@@ -126,8 +126,9 @@ class Autosave:
         if batch.data_pass is None:
             raise ValueError(
                 "onefold run --checkpoint goes on at the very sample where a run stopped, and does "
-                "not know it for batches of your own: use trainer.loader, or call trainer.save and "
-                "trainer.load in the script and leave out what trainer.steps says is done"
+                "not know it for batches of your own: use trainer.loader or trainer.batches, or "
+                "call trainer.save and trainer.load in the script and leave out what trainer.steps "
+                "says is done"
             )
         if self._position.has_used(batch):
             self._reuses = True

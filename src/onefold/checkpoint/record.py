@@ -30,6 +30,7 @@ TENSOR_FILES = (
 _MOST = 1 << 62
 """Limit of any whole number: steps, sizes and seeds fit, and the sum of two is below 2**63."""
 _SHA256_DIGITS = 64
+_MOST_DIGITS = 19
 _SHOWN = 60
 _OF_A_GROUP = {"params", "param_names"}
 """Keys of an optimizer's group that are not settings."""
@@ -178,6 +179,14 @@ def _by_name(check: _Check) -> _Check:
     return lambda value: isinstance(value, dict) and all(map(check, value.values()))
 
 
+def _by_pass(check: _Check) -> _Check:
+    return lambda value: _by_name(check)(value) and all(map(_is_number_of_pass, value))
+
+
+def _is_number_of_pass(name: str) -> bool:
+    return name.isdecimal() and len(name) < _MOST_DIGITS
+
+
 def _is_pass(value: Any) -> bool:
     return isinstance(value, list) and len(value) == 2 and all(map(_is_count, value))
 
@@ -253,6 +262,9 @@ _LOADER: tuple[tuple[str, _Check, str], ...] = (
     ("drop_last", _is_truth, "true or false"),
     ("shuffle", _is_truth, "true or false"),
     ("lengths?", _is_text, "a text"),
+    ("kind?", _is_text, "a text"),
+    ("orders?", _by_pass(_is_text), "a text for each pass"),
+    ("streams?", _by_pass(_is_object), "values for each pass"),
     ("first_pass", _is_count, "a whole number"),
     ("empty_passes", _is_count, "a whole number"),
     ("passes", _list_of(_is_pass), "pairs of a pass and its samples used"),

@@ -84,7 +84,8 @@ class DataPass:
     number: int
     """Number of the pass among those of its loader."""
     used: int
-    """How many of its samples have been used by steps so far."""
+    """How many of its samples have been used by steps so far; or of its batches, if it has whole
+    batches alone. The places below are counted alike."""
     epoch: int | None
     """The epoch in which it was begun; None outside of any epoch."""
     end: int
@@ -97,6 +98,10 @@ class DataPass:
     """Whether it ended before its last batch."""
     abandoned: bool = False
     """Whether the run was moved elsewhere meanwhile, so that its batches must not be used."""
+    order: str = ""
+    """Digest of the order that a sampler gave; empty if the order follows from the seed alone."""
+    states: dict[int, object] = field(default_factory=dict)
+    """Where a stream stood at places of the pass, from the last used one on, if it says so."""
 
 
 @dataclass(frozen=True, slots=True)

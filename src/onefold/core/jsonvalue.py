@@ -28,6 +28,8 @@ _DEEPEST = 50
 """How many containers may be nested in each other; each takes up to three levels of JSON."""
 
 _SEQUENCES: dict[str, type] = {"tuple": tuple, "set": set, "deque": deque}
+_NUMBERS = "biuf"
+"""The kinds of arrays that can be written: booleans, whole numbers, floating-point numbers."""
 _MAPPINGS: dict[str, type] = {"dict": dict, "counter": Counter, "ordered dict": OrderedDict}
 
 
@@ -35,8 +37,8 @@ def to_json(value: object, what: str) -> Any:
     """Convert a value to plain JSON values, from which `from_json` restores it exactly.
 
     Args:
-        value: None, a number, text, a small tensor, or lists, tuples, sets, deques, dicts and
-            counters of these.
+        value: None, a number, text, a small tensor or array of numbers, or lists, tuples, sets,
+            deques, dicts and counters of these.
         what: what the value is called in errors.
 
     Raises:
@@ -73,6 +75,9 @@ def _to_json(value: object, what: str, depth: int) -> Any:
             "dtype": str(plain.dtype).removeprefix("torch."),
             "items": _to_json(plain.tolist(), what, depth),
         }
+    if type(value) is np.ndarray and _is_plain(value.dtype):
+        rows = _to_json(value.tolist(), what, depth)
+        return {_KIND: "array", "dtype": value.dtype.str, "items": rows}
     # `type() is` from here on: a subclass may carry state that would be lost without a word.
     if type(value) is list:
         return [_to_json(item, f"{what}[{number}]", depth + 1) for number, item in enumerate(value)]
@@ -88,7 +93,7 @@ def _to_json(value: object, what: str, depth: int) -> Any:
             return _mapping(value, kind, what, depth + 1)  # type: ignore[arg-type]
     raise TypeError(
         f"{what} is of type {type(value).__name__}, which a checkpoint cannot hold: expected None, "
-        f"numbers, text, tensors, or lists, tuples, sets and dicts of these"
+        f"numbers, text, tensors, arrays, or lists, tuples, sets and dicts of these"
     )
 
 
@@ -143,6 +148,8 @@ def _from_json(value: Any) -> Any:
         return float(value["items"])
     if kind == "tensor":
         return torch.tensor(_from_json(value["items"]), dtype=_dtype(value["dtype"]))
+    if kind == "array":
+        return np.array(_from_json(value["items"]), dtype=_array_dtype(value["dtype"]))
     if kind in _SEQUENCES:
         return _SEQUENCES[kind](_from_json(item) for item in value["items"])
     if kind not in _MAPPINGS:
@@ -156,6 +163,18 @@ def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"there is no type of tensor {name!r}")
+    return dtype
+
+
+def _is_plain(dtype: np.dtype[Any]) -> bool:
+    # Wider numbers would not survive as numbers of Python.
+    return dtype.kind in _NUMBERS and dtype.itemsize <= 8
+
+
+def _array_dtype(name: str) -> np.dtype[Any]:
+    dtype = np.dtype(str(name))
+    if not _is_plain(dtype):
+        raise ValueError(f"there is no type of array {name!r}")
     return dtype
 
 

@@ -50,19 +50,22 @@ def evaluate(
             another device was given other data.
     """
     tallies = {replica.number: _Tally() for replica in engine.replicas}
-    shards = 0
+    shards = samples = 0
+    batch = None
     with engine.evaluating():
         for number, batch in enumerate(batches):
             # Only now: the data's digest is known once the first batch has been read.
             if number == 0:
                 call.agree(engine, batch)
             shards = batch.plan.shards
+            samples += batch.samples
             with engine.noting("the first batch of an evaluation", wanted=number == 0):
                 for replica in engine.replicas:
                     with engine.attached(replica):
                         _score_shards(
                             replica, score, batch, number, tallies[replica.number], engine.seed
                         )
+    call.agree_on_end(engine, samples, batch)
     return _combine(engine.exchange, tallies, shards)
 
 
@@ -74,7 +77,7 @@ class DataCall:
     step: int
     """Number of the next step."""
     samples: int
-    """Number of samples in the data set."""
+    """Number of samples in the data set; 0 for a stream."""
     batch_size: int
     """Samples per batch, over all devices."""
     function: object
@@ -95,6 +98,25 @@ class DataCall:
             data=batch.data_digest,
         )
         engine.agree(head, function=self.function)
+
+    def agree_on_end(self, engine: Engine, samples: int, last: ShardedBatch | None) -> None:
+        """After all batches: compare how much a stream has yielded, which nobody knew before.
+
+        Raises:
+            ValueError: there was nothing at all.
+            DisagreementError: another device was given another number of samples.
+        """
+        if self.samples:
+            return
+        head = StepHead(
+            call=self.call,
+            step=self.step,
+            samples=samples,
+            data=0 if last is None else last.data_digest,
+        )
+        engine.agree(head, function=self.function)
+        if last is None:
+            raise ValueError("the stream yields nothing: expected at least one sample")
 
 
 class _Tally:

@@ -42,6 +42,7 @@ def predict(
     """
     own = {replica.number: _Said() for replica in engine.replicas}
     cuts: list[tuple[int, Plan]] = []
+    batch = None
     with engine.evaluating():
         for number, batch in enumerate(batches):
             # Only now: the data's digest is known once the first batch has been read.
@@ -52,6 +53,7 @@ def predict(
                 for replica in engine.replicas:
                     with engine.attached(replica):
                         _predict_shards(replica, function, batch, number, own, engine.seed)
+    call.agree_on_end(engine, sum(samples for samples, _ in cuts), batch)
     columns = agree_on_lines(engine.exchange, {n: said.columns for n, said in own.items()})
     # Batch by batch: messages stay small, and each batch's own rows are freed once they are sent.
     parts: list[dict[Column, Rows]] = []

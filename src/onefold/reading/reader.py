@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.utils.data import (
@@ -25,8 +22,6 @@ from onefold.core.randomness import (
 )
 from onefold.core.shard import Plan
 from onefold.reading.datadigest import digest_of, digest_samples, join_digests
-from onefold.system.interrupt import ctrl_c_as_before
-from onefold.system.process import die_with_parent
 
 __all__ = [
     "Answer",
@@ -35,8 +30,8 @@ __all__ = [
     "Reader",
     "Request",
     "SizedDataset",
-    "Tied",
     "as_it_is",
+    "bad_sample",
     "one_thread",
 ]
 
@@ -64,10 +59,14 @@ class Request:
     plan: Plan
     turn: int
     """How often the plan had changed during the pass when this was requested."""
-    digest: bool
-    """Whether the digest of the data set is requested as well."""
+    digest: bytes | None
+    """Digest of the order, if a digest is requested as well; empty if it follows from the seed."""
     shards: dict[int, list[int]]
     """The indices of the samples of each of this process's shards, by shard number."""
+    starts: dict[int, int]
+    """For each shard the place of its first sample in the pass; empty if indices are unique."""
+    item: int
+    """The item of the data set that is the whole batch; -1 if the batch is made of samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +81,23 @@ class BadSample:
     kind: str
     text: str
     traceback: str
+    doing: str = "reading sample"
+    """What failed, before its number."""
 
 
-Answer = tuple[Request, dict[int, Any] | BadSample, int]
-"""The request, each shard's payload, and the digest of the data set (0 if it was not requested)."""
+class Answer(NamedTuple):
+    """What was read for a request."""
+
+    request: Request
+    """As it was made; with other sizes if only reading has shown how large the batch is."""
+    payloads: dict[int, Any] | BadSample
+    """Each shard's payload."""
+    digest: int = 0
+    """Digest of the data, and of their order; 0 if it was not requested."""
+    state: object = None
+    """Where a stream stands after this batch, if it keeps a state."""
+    over: bool = False
+    """Whether a stream has ended, so that there is no such batch."""
 
 
 class Reader(Dataset[Any]):
@@ -98,19 +110,19 @@ class Reader(Dataset[Any]):
 
     def __getitem__(self, request: Request) -> Answer:
         payloads, digest = {}, 0
-        if request.digest:
-            found = self._read_digest(request.epoch)
+        if request.digest is not None:
+            found = self._read_digest(request.epoch, request.digest)
             if isinstance(found, BadSample):
-                return request, found, 0
+                return Answer(request, found)
             digest = found
         for shard, indices in request.shards.items():
-            payload = self._read_shard(request, indices)
+            payload = self._read_shard(request, shard, indices)
             if isinstance(payload, BadSample):
-                return request, payload, digest
+                return Answer(request, payload, digest)
             payloads[shard] = payload
-        return request, payloads, digest
+        return Answer(request, payloads, digest)
 
-    def _read_digest(self, epoch: int) -> int | BadSample:
+    def _read_digest(self, epoch: int, order: bytes) -> int | BadSample:
         digests = []
         for index in digest_samples(len(self._dataset)):
             # Without the epoch: the digest is that of the data, whenever a process computes it.
@@ -120,26 +132,32 @@ class Reader(Dataset[Any]):
             try:
                 digests.append(digest_of(self._dataset[index]))
             except Exception as error:
-                return _bad(index, epoch, error)
-        return join_digests(len(self._dataset), digests)
+                return bad_sample(index, epoch, error)
+        return join_digests(len(self._dataset), [*digests, order])
 
-    def _read_shard(self, request: Request, indices: list[int]) -> Any:
+    def _read_shard(self, request: Request, shard: int, indices: list[int]) -> Any:
         if type(self._dataset) is TensorDataset and self._collate is None:
             # Nothing random, and nothing that can fail: all rows are gathered at once into the list
             # that default_collate would make. A subclass may override how items are read.
             return [tensor[indices] for tensor in self._dataset.tensors]
         samples, seed, epoch, loader = [], self._seed, request.epoch, request.loader
         # Each sample has a seed of its own, so that its augmentation depends neither on the worker
-        # that reads it nor on the samples that were read before it.
-        for index in indices:
-            seed_generators(loader_seed("sample", seed, epoch, index, loader=loader))
+        # that reads it nor on the samples that were read before it. But a sampler
+        # may yield a sample several times in a pass, each time augmented in another way: then the
+        # place in the pass takes the part of the index.
+        first = request.starts.get(shard)
+        kind = "sample" if first is None else "place"
+        numbers = indices if first is None else range(first, first + len(indices))
+        for number, index in zip(numbers, indices, strict=True):
+            seed_generators(loader_seed(kind, seed, epoch, number, loader=loader))
             try:
                 samples.append(self._dataset[index])
             except Exception as error:
-                return _bad(index, epoch, error)
-        # Collating may be random, too (mixup). The first index identifies the shard: within an
+                return bad_sample(index, epoch, error)
+        # Collating may be random, too (mixup). The first number identifies the shard: within an
         # epoch no other shard has it.
-        seed_generators(loader_seed("collate", seed, epoch, indices[0], loader=loader))
+        kind = "collate" if first is None else "collate at place"
+        seed_generators(loader_seed(kind, seed, epoch, numbers[0], loader=loader))
         return (self._collate or default_collate)(samples)
 
 
@@ -162,42 +180,16 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-class Tied:
-    """Ties a worker process to the process that it reads for: it ends with it, and has its dtype.
-
-    A worker that is not forked starts with PyTorch's own default dtype, and would draw other random
-    numbers than ``workers=0`` does.
-
-    Note: the parent is a thread
-    ----------------------------
-    When the kernel kills a process with its parent, the parent is the thread that created the
-    process. If that thread may end before the process does, nothing is asked of the kernel, and
-    PyTorch's workers are left to notice the end by themselves. A fork server is the parent of the
-    processes that it creates, and ends with the process that it serves.
-    """
-
-    def __init__(self) -> None:
-        # Noted in the process that is read for, and forked or pickled into its workers.
-        self._parent = os.getpid()
-        self._lasting = threading.current_thread() is threading.main_thread()
-        self._served = multiprocessing.get_start_method() == "forkserver"
-        self._dtype = torch.get_default_dtype()
-
-    def __call__(self, worker: int) -> None:
-        torch.set_default_dtype(self._dtype)
-        if self._lasting:
-            # The parent of a worker that a fork server made is the server, whatever its number is.
-            die_with_parent(os.getppid() if self._served else self._parent)
-        # The fork happened inside `ctrl_c_later`, whose handler nobody in here will ever undo.
-        ctrl_c_as_before()
-
-
-def _bad(index: int, epoch: int, error: Exception) -> BadSample:
+def bad_sample(
+    index: int, epoch: int, error: Exception, doing: str = "reading sample"
+) -> BadSample:
+    """Describe an exception that was raised in reading, to be reported elsewhere."""
     trace = "".join(traceback.format_exception(error))
-    return BadSample(index, epoch, type(error).__name__, str(error), trace)
+    return BadSample(index, epoch, type(error).__name__, str(error), trace, doing)
 
 
 def as_it_is(answer: Any) -> Any:
+    """Return what was given."""
     # DataLoader's default would turn NumPy arrays into tensors. No lambda: a worker that is not
     # forked gets it pickled.
     return answer

@@ -44,6 +44,7 @@ from onefold.exchange.progress import progress_of
 from onefold.reading.loader import Loader
 from onefold.reading.position import Position
 from onefold.reading.reader import Collate, SizedDataset
+from onefold.reading.wholebatches import Items, Rule
 from onefold.run.ending import Stopped, is_failing, only_noting
 from onefold.run.gradientsteps import GradientSteps, Place
 from onefold.run.membership import at_good_end, register
@@ -154,21 +155,21 @@ class Session:
         roster = self.engine.roster
         self.engine.bind(roster.next(plan=self._checked_plan(counts)))
 
-    def loader(self, dataset: SizedDataset, collate: Collate | None, **choices: Any) -> Loader:
+    def loader(self, dataset: Any, collate: Collate | None, **choices: Any) -> Loader:
         """Make a loader for `evaluate` and `predict`; see `Loader` for ``choices``."""
         return self._loader(dataset, self.verifying.collate(collate), **choices)
 
-    def loader_of_steps(
-        self, dataset: SizedDataset, collate: Collate | None, **choices: Any
-    ) -> Loader:
+    def loader_of_steps(self, dataset: Any, collate: Collate | None, **choices: Any) -> Loader:
         """Make a loader for `step`, whose place in the data is part of a checkpoint."""
-        collate = self.verifying.collate(collate, keeps=True)
+        # Whole batches are not made of samples that could be kept.
+        keeps = not isinstance(dataset, Rule | Items)
+        collate = self.verifying.collate(collate, keeps=keeps)
         made = self._loader(dataset, collate, **choices)
         self.position.add(made.track)
-        self.verifying.add(made, dataset, collate)
+        self.verifying.add(made, collate)
         return made
 
-    def _loader(self, dataset: SizedDataset, collate: Collate | None, **choices: Any) -> Loader:
+    def _loader(self, dataset: Any, collate: Collate | None, **choices: Any) -> Loader:
         return Loader(
             dataset,
             **choices,

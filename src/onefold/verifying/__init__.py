@@ -25,6 +25,7 @@ from onefold.engine.engine import Engine
 from onefold.engine.replica import LossFunction
 from onefold.reading.loader import Loader
 from onefold.reading.reader import Collate
+from onefold.reading.stream import is_stream
 from onefold.system.record import append_line
 from onefold.verifying.causes import causes_of
 from onefold.verifying.mathematics import Mathematics, tolerance_of
@@ -108,10 +109,11 @@ class Verifying:
             return collate
         return KeepingCollate(collate, self._dtype, keeps=keeps)
 
-    def add(self, loader: Loader, dataset: object, collate: Collate | None) -> None:
+    def add(self, loader: Loader, collate: Collate | None) -> None:
         """Note a loader that was made for steps."""
-        if self._state is not None:
-            self._state.add(dataset)
+        # A stream moves whenever it is read: what it keeps of that is no finding.
+        if self._state is not None and not is_stream(loader.dataset):
+            self._state.add(loader.dataset)
         if isinstance(collate, KeepingCollate):
             self._collates[loader.track.number] = collate
 

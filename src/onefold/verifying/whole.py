@@ -95,6 +95,9 @@ def whole_of(
         dim: the dimension of tensors in which the samples lie.
     """
     kept = {shard: each for shard, each in shards.items() if isinstance(each, _Kept)}
+    if not kept:
+        # Shards of a batch that was whole before, and so can be joined.
+        return _Rows(_join(list(shards.values()), 0), 0), dict(shards)
     payloads = {shard: each.payload for shard, each in kept.items()}
     if any(each.draws for each in kept.values()):
         joined = _join(list(payloads.values()), dim)

@@ -1,0 +1,174 @@
+"""A data set with an index, as the source of a loader's batches."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import Dataset
+
+from onefold.core.batch import DataPass
+from onefold.core.numbers import check_whole
+from onefold.core.randomness import order_by_length, sample_order
+from onefold.reading.order import Order, SampleOrder
+from onefold.reading.reader import Answer, Collate, Reader, SizedDataset
+from onefold.reading.samplers import check_sampler, draw_batches, draw_samples
+from onefold.reading.track import LoaderSize, LoaderTrack
+
+__all__ = ["Indexed", "Source", "check_alone"]
+
+
+class Source(Protocol):
+    """Where batches come from; the loader calls `order` and then `reader` in each pass."""
+
+    dataset: Any
+    """What the user gave."""
+    size: LoaderSize
+    """Everything that determines the batches, apart from the seed."""
+    digests: int
+    """How many batches of a pass are compared between devices: 1 for the first, 2 for all."""
+
+    def batches(self) -> int:
+        """Return the number of batches in a pass."""
+
+    def order(self, this: DataPass, loader: int) -> Order:
+        """Find the order of a pass."""
+
+    def reader(self, this: DataPass, track: LoaderTrack) -> Dataset[Answer]:
+        """Make what answers the requests of a pass, in this process or in a worker."""
+
+
+class Indexed:
+    """A data set with an index, whose samples are visited in an order that is known beforehand.
+
+    Args:
+        dataset: an object with a length and an item for each index.
+        collate: makes a shard's payload; PyTorch's default if None.
+        seed: seed of the run.
+        batch_size: number of samples in a whole batch; None with a ``batch_sampler``.
+        shuffle: visit the samples in a different order in each pass.
+        lengths: of the samples, to have similar ones in one batch.
+        drop_last: leave out the last batch if it is short.
+        sampler: the user's own order of the samples.
+        batch_sampler: the user's own batches, those of all devices together.
+
+    Raises:
+        TypeError, ValueError: the arguments do not fit together, or the data set is empty.
+    """
+
+    digests = 1
+
+    def __init__(
+        self,
+        dataset: SizedDataset,
+        collate: Collate | None,
+        seed: int,
+        *,
+        batch_size: int | None,
+        shuffle: bool = False,
+        lengths: Sequence[int] | None = None,
+        drop_last: bool = False,
+        sampler: Iterable[int] | None = None,
+        batch_sampler: Iterable[Sequence[int]] | None = None,
+    ) -> None:
+        if len(dataset) == 0:
+            raise ValueError("the data set is empty: expected at least one sample")
+        alone = {"shuffle": shuffle, "lengths": lengths is not None}
+        if batch_sampler is not None:
+            sizes = {"batch_size": batch_size is not None, "drop_last": drop_last}
+            check_alone("batch_sampler", {**alone, **sizes, "sampler": sampler is not None})
+            check_sampler(batch_sampler, "batch_sampler")
+        else:
+            check_whole("batch_size", batch_size, least=1)
+        if sampler is not None:
+            check_alone("sampler", alone)
+            check_sampler(sampler, "sampler")
+        self.dataset = dataset
+        self._collate = collate
+        self._seed = seed
+        self._sampler, self._batch_sampler = sampler, batch_sampler
+        by_length = None if lengths is None else _checked_lengths(lengths, len(dataset), shuffle)
+        self._by_length = by_length
+        self.size = LoaderSize(
+            samples=len(dataset),
+            batch_size=batch_size or 1,
+            drop_last=drop_last,
+            shuffle=shuffle,
+            lengths="" if by_length is None else _digest(by_length),
+            kind=_kind(sampler, batch_sampler),
+        )
+
+    def batches(self) -> int:
+        """Return the number of batches in a pass."""
+        own: Any = self._batch_sampler
+        if own is not None:
+            return len(own)
+        sampler: Any = self._sampler
+        samples = self.size.samples if sampler is None else len(sampler)
+        whole, rest = divmod(samples, self.size.batch_size)
+        return whole + (1 if rest and not self.size.drop_last else 0)
+
+    def order(self, this: DataPass, loader: int) -> Order:
+        """Find the order of a pass."""
+        # A function of (seed, epoch, loader) alone: a resumed run computes it again.
+        size, seed, epoch = self.size, self._seed, this.number
+        batch_size = size.batch_size
+        if self._batch_sampler is not None:
+            return draw_batches(self._batch_sampler, seed=seed, epoch=epoch, loader=loader)
+        if self._sampler is not None:
+            return draw_samples(
+                self._sampler, batch_size=batch_size, seed=seed, epoch=epoch, loader=loader
+            )
+        if not size.shuffle:
+            return SampleOrder(torch.arange(size.samples), batch_size)
+        if self._by_length is None:
+            order = sample_order(size.samples, seed=seed, epoch=epoch, loader=loader)
+        else:
+            order = order_by_length(
+                self._by_length, batch_size=batch_size, seed=seed, epoch=epoch, loader=loader
+            )
+        return SampleOrder(order, batch_size)
+
+    def reader(self, this: DataPass, track: LoaderTrack) -> Dataset[Answer]:
+        """Make what answers the requests of a pass."""
+        return Reader(self.dataset, self._collate, self._seed)
+
+
+def check_alone(name: str, others: dict[str, bool]) -> None:
+    """Refuse arguments that another one leaves nothing to decide.
+
+    Args:
+        name: the argument that decides.
+        others: for each other argument whether it was given.
+
+    Raises:
+        ValueError: one of them was given.
+    """
+    given = [other for other, is_given in others.items() if is_given]
+    if given:
+        raise ValueError(
+            f"{name} decides itself what {' and '.join(given)} would: expected {name} alone"
+        )
+
+
+def _kind(sampler: object, batch_sampler: object) -> str:
+    if sampler is None and batch_sampler is None:
+        return ""
+    kind = "samples by" if batch_sampler is None else "batches by"
+    return f"{kind} {type(sampler if batch_sampler is None else batch_sampler).__name__}"
+
+
+def _checked_lengths(lengths: Sequence[int], samples: int, shuffle: bool) -> torch.Tensor:
+    if not shuffle:
+        raise ValueError("batches by length are made of shuffled samples: expected shuffle=True")
+    if len(lengths) != samples:
+        raise ValueError(
+            f"expected one length for each of the {samples} samples, got {len(lengths)} lengths"
+        )
+    return torch.as_tensor(lengths).to(torch.int64)
+
+
+def _digest(lengths: torch.Tensor) -> str:
+    return hashlib.blake2b(lengths.numpy().tobytes(), digest_size=8).hexdigest()

@@ -1,0 +1,280 @@
+"""The order of a pass comes from the script's sampler, alike wherever and whenever it is drawn."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from onefold.core.shard import Plan
+from onefold.errors import CheckpointError
+from tests.reading.test_loader import Augmented, make_loader, samples_in, united
+from tests.reading.test_position import Script
+from tests.small import make_trainer
+
+
+class Drawing(Sampler[int]):
+    """Draws from one kind of generator, which may be its own."""
+
+    def __init__(self, draw: Callable[[], float], **own: Any) -> None:
+        self._draw = draw
+        self.__dict__.update(own)
+
+    def __len__(self) -> int:
+        return 12
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(sorted(range(12), key=lambda _: self._draw()))
+
+
+def drawing(kind: str) -> Drawing:
+    own: dict[str, tuple[Any, Callable[[Any], float]]] = {
+        "own torch": (torch.Generator(), lambda g: torch.rand((), generator=g).item()),
+        "own random": (random.Random(4), lambda g: g.random()),
+        "own numpy": (np.random.default_rng(4), lambda g: g.random()),
+        "own old numpy": (np.random.RandomState(4), lambda g: g.random_sample()),
+    }
+    if kind in own:
+        generator, draw = own[kind]
+        return Drawing(lambda: draw(generator), generator=generator)
+    drawn: dict[str, Callable[[], float]] = {
+        "torch": lambda: torch.rand(()).item(),
+        "random": random.random,
+        "numpy": np.random.rand,
+    }
+    return Drawing(drawn[kind])
+
+
+GENERATORS = ["torch", "random", "numpy", "own torch", "own random", "own numpy", "own old numpy"]
+
+
+def orders(sampler: Any, passes: int = 2, **choices: Any) -> list[list[Any]]:
+    loader = make_loader(
+        range(12), Plan((2,)), shuffle=False, sampler=sampler, batch_size=5, **choices
+    )
+    return [samples_in(list(loader)) for _ in range(passes)]
+
+
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_an_order_depends_on_seed_and_pass_alone(kind: str) -> None:
+    sampler = drawing(kind)
+    first = orders(sampler)
+    torch.rand(3), random.random(), np.random.rand()
+    assert orders(sampler) == first == orders(drawing(kind))
+    assert first[0] != first[1]
+    assert sorted(first[0]) == list(range(12))
+    assert orders(sampler, seed=4) != first
+
+
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_generators_are_put_back(kind: str) -> None:
+    sampler = drawing(kind)
+    sampler._draw()
+    before = [sampler._draw() for _ in range(2)] if kind.startswith("own") else []
+    again = drawing(kind)
+    again._draw()
+    states = torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())
+    orders(again)
+    assert states == (torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state()))
+    if kind.startswith("own") and kind != "own torch":
+        assert [again._draw() for _ in range(2)] == before
+
+
+def test_a_generator_of_a_sampler_within_is_seeded_too() -> None:
+    def batches() -> BatchSampler:
+        return BatchSampler(SubsetRandomSampler(range(12), torch.Generator()), 5, False)
+
+    def order(sampler: BatchSampler) -> list[Any]:
+        loader = make_loader(
+            range(12), Plan((2,)), shuffle=False, batch_sampler=sampler, batch_size=None
+        )
+        return samples_in(list(loader))
+
+    one, other = batches(), batches()
+    other.sampler.generator.manual_seed(99)  # type: ignore[attr-defined]
+    assert order(one) == order(other)
+
+
+def test_samples_that_come_twice_have_two_augmentations() -> None:
+    sampler = WeightedRandomSampler([1.0] * 4, 40)
+    devices = [
+        make_loader(Augmented(4), Plan((1, 2)), [own], shuffle=False, sampler=sampler)
+        for own in range(2)
+    ]
+    read = samples_in(united([list(loader) for loader in devices]))
+    assert len(read) == 40
+    assert len({noise for _, noise in read}) == 40
+    alone = make_loader(Augmented(4), Plan((5,)), shuffle=False, sampler=sampler, batch_size=9)
+    assert samples_in(list(alone)) == read
+    assert (len(devices[0]), len(alone)) == (7, 5)
+
+
+def test_batches_of_a_batch_sampler_are_those_of_all_devices() -> None:
+    batches = [[3, 4], [0], [5, 1, 2, 6, 7]]
+    plan = Plan((1, 2))
+    loaders = [
+        make_loader(range(8), plan, [own], shuffle=False, batch_sampler=batches, batch_size=None)
+        for own in range(2)
+    ]
+    read = united([list(loader) for loader in loaders])
+    assert [samples_in([batch]) for batch in read] == batches
+    assert [batch.samples for batch in read] == [2, 1, 5]
+    assert (len(loaders[0]), loaders[0].batch_size) == (3, None)
+
+
+class Epochs(Sampler[int]):
+    def __init__(self) -> None:
+        self.epochs: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([self.epochs[-1]] * 3)
+
+
+def test_a_sampler_is_given_the_number_of_the_pass() -> None:
+    inner = Epochs()
+    loader = make_loader(
+        range(9),
+        Plan((1,)),
+        shuffle=False,
+        batch_sampler=BatchSampler(inner, 2, False),
+        batch_size=None,
+        first_epoch=4,
+    )
+    assert [samples_in(list(loader)) for _ in range(2)] == [[4] * 3, [5] * 3]
+
+
+def test_a_sampler_ends_with_its_length(caplog: pytest.LogCaptureFixture) -> None:
+    class Endless(Epochs):
+        def __iter__(self) -> Iterator[int]:
+            while True:
+                yield 1
+
+    with caplog.at_level(logging.WARNING, "onefold"):
+        assert orders(Endless(), passes=1) == [[1, 1, 1]]
+    assert "the sampler yields more than its length, 3" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("choices", "words"),
+    [
+        ({"sampler": iter([1])}, "the sampler list_iterator has no length"),
+        ({"sampler": 5}, "expected sampler to be iterable, got int"),
+        (
+            {"sampler": DistributedSampler(range(9), 2, 0)},
+            "holds a DistributedSampler, which deals",
+        ),  # type: ignore[arg-type]
+        (
+            {"batch_sampler": BatchSampler(DistributedSampler(range(9), 2, 0), 3, False)},  # type: ignore[arg-type]
+            "holds a DistributedSampler, which deals the samples out",
+        ),
+    ],
+)
+def test_a_sampler_that_cannot_be_followed_is_refused(choices: Any, words: str) -> None:
+    size = {} if "batch_sampler" in choices else {"batch_size": 2}
+    with pytest.raises(TypeError, match=words):
+        make_trainer().loader(range(9), **size, **choices)
+
+
+@pytest.mark.parametrize(
+    ("choices", "words"),
+    [
+        ({"shuffle": True}, "sampler decides itself what shuffle would"),
+        ({"lengths": [1] * 9}, "sampler decides itself what lengths would"),
+    ],
+)
+def test_nothing_else_orders_the_samples(choices: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make_trainer().loader(range(9), batch_size=3, sampler=range(9), **choices)
+
+
+@pytest.mark.parametrize(
+    "choices", [{"batch_size": 3}, {"drop_last": True}, {"sampler": range(9)}, {"shuffle": True}]
+)
+def test_a_batch_sampler_stands_alone(choices: Any) -> None:
+    (name,) = choices
+    with pytest.raises(ValueError, match=f"batch_sampler decides itself what {name} would"):
+        make_trainer().loader(range(9), batch_sampler=[[1]], **choices)
+
+
+@pytest.mark.parametrize(
+    ("choices", "kind", "words"),
+    [
+        ({"sampler": ["a"]}, TypeError, "expected sampler to yield the numbers of .* got 'a'"),
+        ({"batch_sampler": [3]}, TypeError, "a list of samples for each batch, got 3"),
+        ({"batch_sampler": [[3], []]}, ValueError, "batch 1 of batch_sampler is empty"),
+    ],
+)
+def test_what_a_sampler_yields_is_checked(choices: Any, kind: Any, words: str) -> None:
+    size = {} if "batch_sampler" in choices else {"batch_size": 2}
+    with pytest.raises(kind, match=words):
+        list(make_trainer().loader(range(9), **size, **choices))
+
+
+class Moving(Sampler[int]):
+    """Has an order of its own in every pass, which depends on those before."""
+
+    def __init__(self, passes: int = 0) -> None:
+        self.passes = passes
+
+    def __len__(self) -> int:
+        return 10
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        return iter([(self.passes * n) % 10 for n in range(10)])
+
+
+def test_an_order_that_does_not_repeat_is_noticed_when_a_run_goes_on() -> None:
+    def begun(script: Script, passes: int) -> Any:
+        loader = script.loader(shuffle=False, sampler=Moving(passes))
+        script.position.epochs(1)
+        return loader
+
+    script = Script()
+    first = iter(begun(script, 2))
+    script.step(next(first))
+    saved = script.position.to_json()
+    assert list(saved["position"][0]["orders"]) == ["0"]
+    again = Script(saved)
+    list(begun(again, 2))
+    other = Script(saved)
+    with pytest.raises(CheckpointError, match=r"in pass 0 the sampler gave another order .* 3 pla"):
+        list(begun(other, 5))
+
+
+def test_another_sampler_is_another_loader() -> None:
+    script = Script()
+    loader = script.loader(shuffle=False, sampler=Moving())
+    script.step(next(iter(loader)))
+    again = Script(script.position.to_json())
+    with pytest.raises(CheckpointError, match="a loader of samples by Moving, this run has"):
+        again.loader(shuffle=False)
+
+
+def test_the_digest_covers_the_order() -> None:
+    def digest(sampler: Any) -> set[int]:
+        loader = make_loader(
+            list(range(9)), Plan((1,)), shuffle=False, sampler=sampler, digest=True
+        )
+        return {batch.data_digest for batch in loader}
+
+    assert digest([1, 2, 3]) == digest(range(1, 4))
+    assert digest([1, 2, 3]) != digest([1, 3, 2])

@@ -1,0 +1,314 @@
+"""A stream is read in one order, and each device keeps the samples of its shards."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from onefold.core.batch import ShardedBatch
+from onefold.core.shard import Plan
+from onefold.errors import CheckpointError, SampleError
+from onefold.reading.loader import Loader
+from onefold.reading.position import Position
+from tests.bits.loaders import KnowingFlow
+from tests.reading.test_loader import (
+    make_loader,
+    noisy_collate,
+    processes,
+    samples_in,
+    united,
+)
+from tests.small import make_trainer, points, square
+
+with_worker = pytest.mark.parametrize("workers", [0, pytest.param(1, marks=processes)])
+
+
+class Noisy(IterableDataset[tuple[int, float]]):
+    """Draws from every generator, before the first sample and with each."""
+
+    def __init__(self, samples: int = 20) -> None:
+        self._samples = samples
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        start = torch.rand(()).item() + random.random() + np.random.randn()
+        for index in range(self._samples):
+            noise = torch.randn(()).item() + random.gauss(0, 1) + np.random.randn()
+            yield index, start + noise
+
+
+class Plain:
+    """Anything that can be iterated."""
+
+    def __init__(self, samples: int) -> None:
+        self._samples = samples
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self._samples))
+
+
+def stream_loader(stream: Any, plan: Any, own: Any = (0,), **choices: Any) -> Loader:
+    return make_loader(stream, plan, own, **{"shuffle": False, **choices})
+
+
+@with_worker
+def test_the_devices_together_read_a_stream_in_its_order(workers: int) -> None:
+    plan = Plan((1, 2))
+    loaders = [stream_loader(Plain(20), plan, [own], workers=workers) for own in (0, 1)]
+    for _ in range(2):
+        batches = united([list(loader) for loader in loaders])
+        assert samples_in(batches) == list(range(20))
+        assert [batch.samples for batch in batches] == [6, 6, 6, 2]
+    assert [b.stop for b in loaders[0]] == [6, 12, 18, 20]
+
+
+@with_worker
+def test_what_a_stream_draws_depends_on_seed_and_pass_alone(workers: int) -> None:
+    def read(plan: Plan, workers: int, **choices: Any) -> list[list[Any]]:
+        loader = stream_loader(Noisy(), plan, range(plan.devices), workers=workers, **choices)
+        found = []
+        for _ in range(2):
+            found.append([])
+            for batch in loader:
+                found[-1] += samples_in([batch])
+                torch.rand(3), random.random(), np.random.rand()  # the script's own
+        return found
+
+    first = read(Plan((1,)), 0)
+    assert read(Plan((2, 1)), workers) == first == read(Plan((3,)), workers, batch_size=4)
+    assert first[0] != first[1]
+    assert read(Plan((1,)), workers, seed=9) != first
+
+
+@with_worker
+def test_the_callers_generators_are_left_alone(workers: int) -> None:
+    def states() -> Any:
+        return torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())
+
+    before = states()
+    for _ in stream_loader(Noisy(), Plan((2,)), workers=workers, collate=noisy_collate):
+        assert states() == before
+
+
+def test_collating_leaves_the_streams_draws_as_they_are() -> None:
+    def read(collate: Any) -> list[Any]:
+        return samples_in(list(stream_loader(Noisy(), Plan((2,)), collate=collate)))
+
+    assert [s for s in read(noisy_collate) if isinstance(s, tuple)] == read(list)
+
+
+def test_a_short_last_batch_may_be_left_out() -> None:
+    loader = stream_loader(Plain(20), Plan((1,)), drop_last=True)
+    assert samples_in(list(loader)) == list(range(18))
+    with pytest.raises(TypeError, match="has no len"):
+        len(loader)
+
+
+def test_a_stream_may_know_its_length() -> None:
+    class Known(Plain):
+        def __len__(self) -> int:
+            return 20
+
+    class KnownStream(Noisy):
+        def __len__(self) -> int:
+            return 20
+
+    for stream in (Known(20), KnownStream()):
+        assert len(stream_loader(stream, Plan((1,)))) == 4
+        assert len(stream_loader(stream, Plan((1,)), drop_last=True)) == 3
+
+
+@with_worker
+def test_an_empty_stream_has_no_batches(workers: int) -> None:
+    assert list(stream_loader(Plain(0), Plan((1,)), workers=workers)) == []
+
+
+@processes
+def test_a_worker_sees_that_it_is_alone() -> None:
+    class Dealt(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            info = get_worker_info()
+            assert info is not None
+            return iter(range(info.id, 12, info.num_workers))
+
+    assert samples_in(list(stream_loader(Dealt(), Plan((1,)), workers=1))) == list(range(12))
+
+
+@with_worker
+def test_a_plan_holds_from_the_next_batch_that_is_handed_out(workers: int) -> None:
+    counts = [(1, 3), (2, 2), (0, 4), (4, 0), (4, 0), (1, 3), (2, 2), (3, 1)]
+    now = [Plan(counts[0])]
+    loader = stream_loader(
+        Noisy(40), lambda: now[0], [1], batch_size=4, workers=workers, collate=noisy_collate
+    )
+    read: list[ShardedBatch] = []
+    for _ in range(2):
+        for batch in loader:
+            read.append(batch)
+            now[0] = Plan(counts[len(read) % len(counts)])
+    plain = [
+        batch
+        for loader in [stream_loader(Noisy(40), Plan((4,)), batch_size=4, collate=noisy_collate)]
+        for _ in range(2)
+        for batch in loader
+    ]
+    assert [b.plan.counts for b in read] == [counts[n % len(counts)] for n in range(20)]
+    for batch, whole in zip(read, plain, strict=True):
+        shards = batch.plan.shards_of(1)
+        assert dict(batch.shards) == {shard: whole.shards[shard] for shard in shards}
+
+
+def used_until(loader: Loader, stop: int) -> dict[str, Any]:
+    """What a checkpoint says after the steps up to a place; one batch more was handed out."""
+    loader.track.follow(Position())
+    for batch in loader:
+        assert batch.data_pass is not None
+        if batch.stop > stop:
+            break
+        batch.data_pass.used = batch.stop
+    return json.loads(json.dumps(loader.track.to_json(epoch_done=False)))  # type: ignore[no-any-return]
+
+
+@with_worker
+@pytest.mark.parametrize("batch_size", [4, 5])
+def test_a_stream_goes_on_with_the_first_unused_sample(workers: int, batch_size: int) -> None:
+    whole = samples_in(list(stream_loader(Noisy(), Plan((2,)))))
+    saved = used_until(stream_loader(Noisy(), Plan((2,)), workers=workers, batch_size=4), 8)
+    assert saved["passes"] == [[0, 8]]
+    again = stream_loader(Noisy(), Plan((1, 1)), (0, 1), workers=workers, batch_size=batch_size)
+    again.track.go_to(saved)
+    assert samples_in(list(again)) == whole[8:]
+    assert len(samples_in(list(again))) == 20
+
+
+@with_worker
+def test_a_stream_with_a_state_goes_on_by_itself(workers: int) -> None:
+    def same(one: Any, other: Any) -> bool:
+        pairs = zip(sum(one, ()), sum(other, ()), strict=True)
+        return all(torch.equal(a, b) for a, b in pairs)
+
+    whole = samples_in(list(stream_loader(KnowingFlow(), Plan((2,)), workers=workers)))
+    saved = used_until(stream_loader(KnowingFlow(), Plan((2,)), workers=workers), 12)
+    assert list(saved["streams"]) == ["0"]
+    flow = KnowingFlow()
+    again = stream_loader(flow, Plan((2,)), workers=workers)
+    again.track.go_to(saved)
+    # Saved once more before a batch is used, it is the same.
+    assert used_until(again, 0) == saved
+    again.track.go_to(saved)
+    assert same(samples_in(list(again)), whole[12:])
+    if not workers:
+        assert min(flow.read) >= 12
+
+
+def test_a_state_that_no_checkpoint_can_hold_is_not_kept(caplog: pytest.LogCaptureFixture) -> None:
+    class Odd(Noisy):
+        def state_dict(self) -> dict[str, Any]:
+            return {"file": object()}
+
+        def load_state_dict(self, state: Any) -> None:
+            raise AssertionError
+
+    saved = used_until(stream_loader(Odd(), Plan((2,))), 12)
+    assert "streams" not in saved
+    assert caplog.text.count("which a checkpoint cannot hold") == 1
+    again = stream_loader(Odd(), Plan((2,)))
+    again.track.go_to(saved)
+    assert samples_in(list(again)) == samples_in(list(stream_loader(Odd(), Plan((2,)))))[12:]
+
+
+@pytest.mark.parametrize(
+    "made_up", [{}, {"torch": "zz"}, {"torch": "00", "numpy": 3}, {"torch": "00", "numpy": {}}]
+)
+def test_a_made_up_state_is_one_error(made_up: dict[str, Any]) -> None:
+    saved = used_until(stream_loader(KnowingFlow(), Plan((2,))), 12)
+    saved["streams"]["0"] = made_up
+    again = stream_loader(KnowingFlow(), Plan((2,)))
+    again.track.go_to(saved)
+    with pytest.raises(CheckpointError, match="state of a stream cannot be read"):
+        list(again)
+
+
+def test_where_nobody_goes_on_no_state_is_kept() -> None:
+    for batch in stream_loader(KnowingFlow(), Plan((2,))):
+        assert batch.data_pass is not None
+        assert batch.data_pass.states == {}
+
+
+def test_a_state_is_kept_from_the_last_used_batch_on() -> None:
+    loader = stream_loader(KnowingFlow(), Plan((2,)))
+    loader.track.follow(Position())
+    kept = []
+    for batch in loader:
+        assert batch.data_pass is not None
+        kept.append(list(batch.data_pass.states))
+        if batch.stop > 6:
+            batch.data_pass.used = batch.stop - 6
+    assert kept == [[6], [6, 12], [6, 12, 18], [12, 18, 24], [18, 24, 26]]
+
+
+@with_worker
+def test_a_sample_that_cannot_be_read_is_named(workers: int) -> None:
+    class Broken(Noisy):
+        def __iter__(self) -> Iterator[Any]:
+            yield from range(8)
+            raise OSError("no such shard: 3.tar")
+
+    batches = iter(stream_loader(Broken(), Plan((1,)), workers=workers))
+    next(batches)
+    with pytest.raises(SampleError, match=r"reading sample 8 in epoch 0 failed: OSError: no such"):
+        next(batches)
+
+
+@pytest.mark.parametrize(
+    ("choices", "words"),
+    [
+        ({"shuffle": True}, "Noisy is a stream.* so shuffle cannot .* a buffer from which"),
+        ({"sampler": [1]}, "so sampler cannot be followed"),
+        ({"batch_sampler": [[1]]}, "so batch_sampler cannot be followed"),
+        ({"lengths": [1], "shuffle": True}, "so shuffle and lengths cannot be followed"),
+        ({"workers": 2}, "expected workers of 0 or 1, got 2"),
+    ],
+)
+def test_what_needs_an_index_is_refused(choices: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make_trainer().loader(Noisy(), **{"batch_size": 4, **choices})
+
+
+class Rows(Plain):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(zip(*points(self._samples), strict=True))
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_a_stream_can_be_evaluated(devices: int) -> None:
+    trainer = make_trainer(devices=devices)
+    rows = list(Rows(20))
+    expected = trainer.evaluate(lambda m, b: {"loss": square(m, b)}, rows, batch_size=6)
+    found = trainer.evaluate(lambda m, b: {"loss": square(m, b)}, Rows(20), batch_size=6)
+    assert found == expected
+    values = trainer.predict(lambda m, b: {"y": m(b[0])}, Rows(20), batch_size=6)["y"]
+    assert torch.equal(
+        values, trainer.predict(lambda m, b: {"y": m(b[0])}, rows, batch_size=6)["y"]
+    )
+    with pytest.raises(ValueError, match="the stream yields nothing"):
+        trainer.evaluate(lambda m, b: {"loss": square(m, b)}, Rows(0), batch_size=6)
+
+
+@with_worker
+def test_each_batch_is_compared(workers: int) -> None:
+    def digests(stream: Any, own: int) -> list[int]:
+        loader = stream_loader(
+            stream, Plan((1, 3)), [own], digest=True, workers=workers, batch_size=3
+        )
+        return [batch.data_digest for batch in loader]
+
+    assert digests(Noisy(9), 0) == digests(Noisy(9), 1)
+    assert len(set(digests(Noisy(9), 0))) == 3
+    assert digests(Plain(9), 0)[0] != digests(range(1, 9), 1)[0]

@@ -1,0 +1,328 @@
+"""A DataLoader of PyTorch's is taken over with its settings, and PyTorch's names are known."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+)
+
+import onefold
+from tests.reading.test_loader import Augmented, noisy_collate, processes, samples_in
+from tests.small import line, make_trainer, points, square
+
+DATA = list(range(20))
+
+
+def read(loader: onefold.Loader, passes: int = 2) -> list[Any]:
+    return [[dict(batch.shards) for batch in loader] for _ in range(passes)]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ({"batch_size": 6}, {"batch_size": 6}),
+        ({"batch_size": 6, "shuffle": True}, {"batch_size": 6, "shuffle": True}),
+        ({"batch_size": 6, "drop_last": True}, {"batch_size": 6, "drop_last": True}),
+        ({"batch_size": 6, "collate_fn": list}, {"batch_size": 6, "collate": list}),
+        (
+            {"batch_sampler": BatchSampler(RandomSampler(DATA), 6, True)},
+            {"batch_size": 6, "shuffle": True, "drop_last": True},
+        ),
+        (
+            {"batch_size": 3, "sampler": [4, 5, 4, 7]},
+            {"batch_size": 3, "sampler": [4, 5, 4, 7]},
+        ),
+        (
+            {"batch_sampler": BatchSampler(range(9), 2, False)},
+            {"batch_size": 2, "sampler": range(9)},
+        ),
+        ({"batch_sampler": [[1, 2], [3]]}, {"batch_sampler": [[1, 2], [3]]}),
+        (
+            {"batch_size": 6, "pin_memory": False, "timeout": 0, "shuffle": True}
+            | {"generator": torch.Generator().manual_seed(8), "in_order": True},
+            {"batch_size": 6, "shuffle": True},
+        ),
+    ],
+)
+def test_settings_are_those_of_ours(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    taken = make_trainer().loader(
+        DataLoader(Augmented(), **{"collate_fn": noisy_collate, **theirs})
+    )
+    made = make_trainer().loader(Augmented(), **{"collate": noisy_collate, **ours})
+    assert read(taken) == read(made)
+    assert taken.track.size == made.track.size
+    assert len(taken) == len(made)
+    assert taken.batch_size == made.batch_size
+    assert isinstance(taken.dataset, Augmented)
+
+
+@processes
+def test_workers_are_started_as_it_says() -> None:
+    class Noted(Augmented):
+        def __getitem__(self, index: int) -> Any:
+            return self.number
+
+    def theirs(worker: int) -> None:
+        info = torch.utils.data.get_worker_info()
+        assert info is not None
+        info.dataset._dataset.number = 7 + worker  # type: ignore[attr-defined]
+
+    data = Noted()
+    loader = DataLoader(data, 6, num_workers=2, worker_init_fn=theirs, collate_fn=list)
+    taken = make_trainer().loader(loader)
+    assert {*samples_in(list(taken))} == {7, 8}
+    named = make_trainer().loader(
+        data, batch_size=6, num_workers=2, worker_init_fn=theirs, collate_fn=list
+    )
+    assert {*samples_in(list(named))} == {7, 8}
+
+
+@processes
+def test_processes_are_made_as_it_says() -> None:
+    data = TensorDataset(torch.arange(12.0))
+    loader = DataLoader(data, 4, num_workers=1, multiprocessing_context="fork", prefetch_factor=1)
+    (batch, *_) = list(make_trainer(shards=2).loader(loader))
+    assert batch.shards[0][0].tolist() == [0.0, 1.0]  # type: ignore[index]
+
+
+def test_a_subset_in_its_own_order_is_a_sampler() -> None:
+    for sampler in (
+        SubsetRandomSampler(range(5)),
+        SequentialSampler(range(5)),
+        RandomSampler(range(5)),
+    ):
+        loader = DataLoader(DATA, 4, sampler=sampler, collate_fn=list)  # type: ignore[arg-type]
+        taken = make_trainer().loader(loader)
+        assert sorted(samples_in(list(taken))) == list(range(5))
+
+
+class Wholes(Augmented):
+    def __getitem__(self, index: int) -> Any:
+        return {"x": torch.full((5 + index, 2), float(index)), "y": torch.arange(5 + index)}
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=processes)])
+def test_items_that_are_whole_batches_are_cut(workers: int) -> None:
+    trainer = make_trainer(shards=2, devices=2)
+    loader = trainer.loader(DataLoader(Wholes(3), batch_size=None, num_workers=workers))
+    batches = list(loader)
+    assert [batch.samples for batch in batches] == [5, 6, 7]
+    assert [batch.stop for batch in batches] == [1, 2, 3]
+    assert [[len(p["x"]) for p in batch.shards.values()] for batch in batches] == [  # type: ignore[index]
+        [3, 2],
+        [3, 3],
+        [4, 3],
+    ]
+    assert (len(loader), loader.batch_size) == (3, None)
+    shuffled = trainer.loader(DataLoader(Wholes(9), batch_size=None, shuffle=True))
+    orders = [[batch.samples - 5 for batch in shuffled] for _ in range(2)]
+    assert orders[0] != orders[1]
+    assert sorted(orders[0]) == list(range(9))
+    picked = trainer.loader(DataLoader(Wholes(9), batch_size=None, sampler=[2, 2, 1]))
+    assert [batch.samples for batch in picked] == [7, 7, 6]
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(20))
+
+
+def test_a_stream_is_taken_over() -> None:
+    loader = DataLoader(Stream(), 6, drop_last=True, collate_fn=list, num_workers=0)
+    taken = make_trainer().loader(loader)
+    assert samples_in(list(taken)) == list(range(18))
+    assert taken.batch_size == 6
+
+
+@processes
+def test_a_stream_has_one_worker_whatever_it_says() -> None:
+    taken = make_trainer().loader(DataLoader(Stream(), 6, num_workers=2, collate_fn=list))
+    assert samples_in(list(taken)) == list(range(20))
+
+
+class Own(DataLoader[int]):
+    def __iter__(self) -> Any:
+        return iter([1])
+
+
+class Harmless(DataLoader[int]):
+    """As those of libraries that only bring a collate function."""
+
+
+class BatchSamplerShard:
+    """As Accelerate's."""
+
+    __module__ = "accelerate.data_loader"
+
+    def __init__(self) -> None:
+        self.batch_sampler = [[1]]
+
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Any:
+        return iter(self.batch_sampler)
+
+
+@pytest.mark.parametrize(
+    ("loader", "words"),
+    [
+        (Own(DATA), "Own reads its data in its own way"),
+        (
+            DataLoader(DATA, 4, sampler=DistributedSampler(DATA, 2, 1)),  # type: ignore[arg-type]
+            "sampler is or holds a DistributedSampler, which deals the samples out to devices",
+        ),
+        (DataLoader(DATA, batch_sampler=BatchSamplerShard()), "holds a BatchSamplerShard, which"),  # type: ignore[arg-type]
+        (DataLoader(Stream(), batch_size=None), "a stream of whole batches"),
+    ],
+)
+def test_a_loader_that_cannot_be_taken_over_is_refused(loader: Any, words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        make_trainer().loader(loader)
+
+
+def test_a_class_of_loaders_that_changes_nothing_is_taken_over() -> None:
+    assert samples_in(list(make_trainer().loader(Harmless(DATA, 7, collate_fn=list)))) == DATA
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {"batch_size": 4},
+        {"workers": 1},
+        {"collate": list},
+        {"shuffle": True},
+        {"drop_last": True},
+        {"lengths": DATA},
+        {"sampler": DATA},
+        {"num_workers": 2},
+    ],
+)
+def test_a_loader_has_its_own_settings(choices: dict[str, Any]) -> None:
+    (name,) = choices
+    words = f"a DataLoader was given together with {name}: expected it alone"
+    with pytest.raises(TypeError, match=words):
+        make_trainer().loader(DataLoader(DATA, 4), **choices)
+
+
+@pytest.mark.parametrize(
+    ("choices", "words"),
+    [
+        ({"workers": 2, "num_workers": 2}, "workers and num_workers are the same thing"),
+        ({"collate": list, "collate_fn": list}, "collate and collate_fn are the same thing"),
+        ({"pin_memory": True}, "unexpected argument pin_memory: expected those of trainer.loader"),
+        ({"worker_init_fn": 3}, "expected worker_init_fn to be a function, got 3"),
+    ],
+)
+def test_names_are_given_once(choices: dict[str, Any], words: str) -> None:
+    trainer = make_trainer()
+    with pytest.raises(TypeError, match=words):
+        trainer.loader(DATA, batch_size=4, **choices)
+    with pytest.raises(TypeError, match=words):
+        trainer.evaluate(lambda m, b: {}, DATA, batch_size=4, **choices)
+
+
+def test_a_batch_size_is_needed() -> None:
+    trainer = make_trainer()
+    for call in (
+        lambda: trainer.loader(DATA),
+        lambda: trainer.predict(lambda m, b: {}, DATA),
+    ):
+        with pytest.raises(TypeError, match="expected batch_size, the number of samples"):
+            call()
+
+
+def test_a_loader_of_ours_is_no_data_set() -> None:
+    trainer = make_trainer()
+    loader = trainer.loader(DATA, batch_size=4)
+    for call in (trainer.loader, lambda each, **named: trainer.predict(square, each, **named)):
+        with pytest.raises(TypeError, match="expected a data set, got a Loader, which makes batch"):
+            call(loader, batch_size=4)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_evaluation_takes_loaders_in_the_order_of_their_data(shuffle: bool) -> None:
+    data = TensorDataset(*points(20))
+    loader = DataLoader(data, 6, shuffle=shuffle)
+    trainer = make_trainer(line())
+    score: Any = lambda m, b: {"loss": square(m, b)}  # noqa: E731
+    assert trainer.evaluate(score, loader) == trainer.evaluate(score, data, batch_size=6)
+    found = trainer.predict(lambda m, b: {"x": b[0]}, loader)["x"]
+    assert torch.equal(found, data.tensors[0])
+    part = trainer.predict(lambda m, b: {"x": b[0]}, data, batch_size=2, sampler=[3, 1, 2])["x"]
+    assert torch.equal(part, data.tensors[0][[3, 1, 2]])
+
+
+def test_whole_batches_can_be_evaluated() -> None:
+    class Batches(Augmented):
+        def __getitem__(self, index: int) -> Any:
+            return tuple(part[5 * index : 5 * index + 5] for part in points(20))
+
+    trainer = make_trainer(line(), devices=2)
+    score: Any = lambda m, b: {"loss": square(m, b)}  # noqa: E731
+    found = trainer.evaluate(score, DataLoader(Batches(4), batch_size=None))
+    assert found == trainer.evaluate(score, TensorDataset(*points(20)), batch_size=5)
+
+
+def test_batches_by_a_rule_are_numbered_through_the_run() -> None:
+    given = []
+
+    def rule(step: int, generator: torch.Generator) -> torch.Tensor:
+        given.append(step)
+        return torch.rand(6, generator=generator) + torch.rand(6)
+
+    batches = make_trainer().batches(rule, per_epoch=3)
+    first = [read(batches) for _ in range(2)]
+    assert given == list(range(12))
+    values = [p.tolist() for each in first for one in each for b in one for p in b.values()]
+    assert len({tuple(value) for value in values}) == len(values)
+    again = make_trainer(devices=2).batches(rule, per_epoch=3)
+    found = [p.tolist() for one in read(again, 4) for b in one for p in b.values()]
+    assert found == values
+    assert (len(again), again.batch_size) == (3, None)
+
+
+@pytest.mark.parametrize(
+    ("rule", "per_epoch", "kind", "words"),
+    [
+        (3, 3, TypeError, "expected a function of step and generator"),
+        (square, 0, ValueError, "expected per_epoch of at least 1, got 0"),
+        (square, 1.5, TypeError, "expected per_epoch to be a whole number"),
+    ],
+)
+def test_a_rule_that_is_none_is_refused(rule: Any, per_epoch: Any, kind: Any, words: str) -> None:
+    with pytest.raises(kind, match=words):
+        make_trainer().batches(rule, per_epoch=per_epoch)
+
+
+def test_a_rule_that_fails_is_named() -> None:
+    def rule(step: int, generator: torch.Generator) -> torch.Tensor:
+        raise OSError("no such text")
+
+    batches = make_trainer().batches(rule, per_epoch=3)
+    with pytest.raises(onefold.errors.SampleError, match="making batch 0 in epoch 0 failed: OSErr"):
+        list(batches)
+
+
+def test_positions_of_every_kind_can_be_written_down() -> None:
+    trainer = make_trainer(line())
+    loaders = [
+        trainer.loader(DataLoader(Stream(), 6)),
+        trainer.loader(DATA, batch_size=4, sampler=DATA),
+        trainer.batches(lambda step, generator: torch.zeros(3), per_epoch=2),
+    ]
+    kinds = [loader.track.size.kind for loader in loaders]
+    assert kinds == ["the stream Stream", "samples by list", "batches by a rule"]
+    json.dumps([loader.track.to_json(epoch_done=False) for loader in loaders])
