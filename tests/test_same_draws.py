@@ -130,3 +130,53 @@ def test_outside_of_a_shard_there_is_nothing_to_be_the_same_in() -> None:
         onefold.same_in_all_shards(),
     ):
         raise AssertionError("the block is not entered")
+
+
+class Scaled:
+    """Samples and a collate that scale all of a batch alike."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        with onefold.same_in_all_shards("scale"):
+            return torch.full((4,), index * random.random())
+
+
+def collate(samples: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    with onefold.same_in_all_shards():
+        factor = torch.rand(())
+    return torch.stack(samples) * factor, factor.expand(len(samples))
+
+
+def stream() -> Any:
+    yield from (torch.full((4,), float(index)) for index in range(10))
+
+
+class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Any:
+        return stream()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("kind", [Scaled, Stream])
+def test_a_collate_and_samples_draw_alike_in_each_batch(workers: int, kind: Any) -> None:
+    found: list[torch.Tensor] = []
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        rows, factors = batch
+        found.append(factors)
+        return model(rows).square().mean(dim=1)
+
+    prints = set()
+    for devices in (1, 2, 3):
+        trainer = trainer_of(loss, devices)
+        found.clear()
+        for batch in trainer.loader(kind(), batch_size=5, workers=workers, collate=collate):
+            trainer.step(batch)
+        factors = [set(factors.tolist()) for factors in found]
+        assert factors[:3] == [factors[0]] * 3
+        assert factors[3:] == [factors[3]] * 3
+        assert factors[0] != factors[3]
+        prints.add(trainer.fingerprint())
+    assert len(prints) == 1

@@ -81,8 +81,7 @@ class Engine:
         self.update = update
         self.losses = losses
         """The user's, by name."""
-        self._deterministic = settings.deterministic
-        self._frozen = frozen
+        self._deterministic, self._frozen = settings.deterministic, frozen
         self._parts = replicas[0].parts
         self._module = module = replicas[0].module
         trained = self._parts.trained.values()
@@ -111,8 +110,7 @@ class Engine:
         self._whole = WholeGradient(replicas[0], update, exchange)
         self._values = ValueTrade(replicas, exchange)
         self._mode_warning = ModeWarning(module, on_lead=replicas[0].number == 0)
-        self._updating = False
-        self._torn = False
+        self._updating = self._torn = False
         self.gradient_ready: Callable[[float], None] | None = None
         """Called before clipping and update with the weight that the gradient is divided by."""
 

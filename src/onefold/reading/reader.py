@@ -146,10 +146,11 @@ class Reader(Dataset[Any]):
         # may yield a sample several times in a pass, each time augmented in another way: then the
         # place in the pass takes the part of the index.
         first = request.starts.get(shard)
+        common = "batch", (seed, epoch, loader, request.stop)
         kind = "sample" if first is None else "place"
         numbers = indices if first is None else range(first, first + len(indices))
         for number, index in zip(numbers, indices, strict=True):
-            seed_generators(loader_seed(kind, seed, epoch, number, loader=loader))
+            seed_generators(loader_seed(kind, seed, epoch, number, loader=loader), common=common)
             try:
                 samples.append(self._dataset[index])
             except Exception as error:
@@ -157,7 +158,8 @@ class Reader(Dataset[Any]):
         # Collating may be random, too (mixup). The first number identifies the shard: within an
         # epoch no other shard has it.
         kind = "collate" if first is None else "collate at place"
-        seed_generators(loader_seed(kind, seed, epoch, numbers[0], loader=loader))
+        drawn = loader_seed(kind, seed, epoch, numbers[0], loader=loader)
+        seed_generators(drawn, common=common)
         return (self._collate or default_collate)(samples)
 
 

@@ -290,7 +290,9 @@ class _StreamReader(Dataset[Answer]):
             first, stop = bounds[shard]
             if first < stop:
                 numbers = *self._numbers, start + first
-                seed_generators(loader_seed("collate at place", *numbers, loader=self._loader))
+                seed = loader_seed("collate at place", *numbers, loader=self._loader)
+                common = "batch", (*self._numbers, self._loader, start)
+                seed_generators(seed, common=common)
                 payloads[shard] = (self._collate or default_collate)(samples[first:stop])
         return payloads
 
