@@ -171,6 +171,71 @@ def test_functions_are_given_one_model_or_all() -> None:
     assert rows["x"].double().mean().item() == pytest.approx(alone["x"])
 
 
+# Schedules
+
+
+def scheduled(
+    optimizers: Mapping[str, torch.optim.Optimizer],
+) -> dict[str, torch.optim.lr_scheduler.LRScheduler]:
+    return {
+        "generator": torch.optim.lr_scheduler.StepLR(optimizers["generator"], 2, gamma=0.5),
+        "discriminator": torch.optim.lr_scheduler.ExponentialLR(optimizers["discriminator"], 0.9),
+    }
+
+
+@pytest.mark.usefixtures("no_dropout")
+def test_each_schedule_follows_the_steps_of_its_optimizer() -> None:
+    models, optimizers = made()
+    schedules = scheduled(optimizers)
+    for number in range(1, 5):
+        for name in ("discriminator", "discriminator", "generator"):
+            optimizers[name].zero_grad()
+            LOSSES[name](models, batch_of(number)).mean().backward()
+            optimizers[name].step()
+            schedules[name].step()
+    others, ours = made()
+    trainer = given(model=others, optimizer=ours, shards=1, schedule=scheduled(ours))
+    train(trainer, 1, 4)
+    for name, optimizer in ours.items():
+        assert optimizer.param_groups[0]["lr"] == optimizers[name].param_groups[0]["lr"]
+    assert bits(trainer.model) == bits(nn.ModuleDict(models))
+
+
+def test_schedules_go_on_with_a_checkpoint(tmp_path: Path) -> None:
+    def new(devices: int) -> onefold.Trainer:
+        models, optimizers = made()
+        named = ["cpu"] * devices
+        schedules = scheduled(optimizers)
+        return given(model=models, optimizer=optimizers, schedule=schedules, devices=named)
+
+    whole = train(new(1), 1, 5).fingerprint()
+    train(new(2), 1, 3).save(tmp_path)
+    going_on = new(1)
+    going_on.load(tmp_path)
+    assert train(going_on, 4, 5).fingerprint() == whole
+
+
+def test_schedules_that_do_not_belong_to_the_optimizers_are_refused() -> None:
+    models, optimizers = made()
+    schedules = scheduled(optimizers)
+    with pytest.raises(ValueError, match="schedule has the name 'critic': expected some of 'disc"):
+        given(model=models, optimizer=optimizers, schedule={"critic": schedules["generator"]})
+    with pytest.raises(ValueError, match="give a dict of schedules, under the same names"):
+        given(model=models, optimizer=optimizers, schedule=schedules["generator"])
+    with pytest.raises(ValueError, match="was made for another optimizer"):
+        given(
+            model=models, optimizer=optimizers, schedule={"discriminator": schedules["generator"]}
+        )
+    with pytest.raises(TypeError, match="expected one schedule, as Trainer was given one"):
+        onefold.Trainer(
+            models["generator"],
+            optimizers["generator"],
+            lambda m, batch: m(batch).mean(1),
+            shards=1,
+            schedule={"generator": schedules["generator"]},
+        )
+
+
 # A teacher, a loss with parameters, two losses of one optimizer
 
 
@@ -292,7 +357,7 @@ def test_a_loss_of_several_terms_beside_one_of_a_single_term() -> None:
 def given(**changes: Any) -> onefold.Trainer:
     models, optimizers = made()
     parts = {"model": models, "optimizer": optimizers, "loss": LOSSES, "shards": 2} | changes
-    return onefold.Trainer(**parts)
+    return onefold.Trainer(**parts, threads=1)
 
 
 def test_names_that_do_not_belong_together_are_refused() -> None:

@@ -50,7 +50,8 @@ class Trainer(TrainedModel):
             it a launcher decides, or one device is used.
         plan: how many shards each device runs, such as ``(3, 1)``; even shares by default.
         threads: of each CPU device; ``max(1, cores // shards)`` by default.
-        schedule: a ``torch.optim.lr_scheduler`` of the optimizer; part of every checkpoint.
+        schedule: a ``torch.optim.lr_scheduler`` of the optimizer; part of every checkpoint. Of
+            several optimizers a dict, under their names; each follows the steps of its optimizer.
         schedule_every: when the schedule is stepped: after each ``"step"`` that updates, when an
             ``"epoch"`` of `epochs` ends, or only where the ``"script"`` calls its ``step`` itself,
             with a score if it takes one, alike on every device.
@@ -99,7 +100,7 @@ class Trainer(TrainedModel):
         devices: Sequence[str | torch.device] | None = None,
         plan: Sequence[int] | None = None,
         threads: int | None = None,
-        schedule: LRScheduler | None = None,
+        schedule: LRScheduler | Mapping[str, LRScheduler] | None = None,
         schedule_every: ScheduleEvery = "step",
         clip_norm: float | None = None,
         clip_value: float | None = None,

@@ -18,6 +18,7 @@ from onefold.core.shard import Plan
 from onefold.core.team import Team
 from onefold.engine.modelparts import ModelParts
 from onefold.engine.optimizers import name_of
+from onefold.engine.schedules import class_of
 from onefold.errors import DisagreementError
 from onefold.system.compat import code_compiler
 
@@ -50,7 +51,7 @@ def describe(
         "the plan": str(plan.counts),
         "the number of Trainers before this one": str(team.trainer),
         "the optimizer": name_of(optimizer),
-        "the schedule": "None" if schedule is None else type(schedule).__name__,
+        "the schedule": "None" if schedule is None else class_of(schedule),
         "schedule_every": settings.schedule_every,
         "the state of the schedule": "" if schedule is None else _state_of(schedule),
         **_surroundings(team.devices[team.own[0]]),

@@ -33,7 +33,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from onefold.core.jsonvalue import from_json, to_json
 from onefold.core.settings import ScheduleEvery
-from onefold.engine.optimizers import follows_a_schedule
+from onefold.engine.optimizers import follows_a_schedule, optimizers_in
+from onefold.engine.schedules import Schedules, class_of, schedules_in
 from onefold.errors import CheckpointError
 
 __all__ = ["RunSchedule", "check_schedule", "check_state", "read_schedule", "write_schedule"]
@@ -96,7 +97,7 @@ class RunSchedule:
             self._count = count
         elif count != self._count:
             raise RuntimeError(
-                f"{type(self.schedule).__name__}.step() was called by the script, and the trainer "
+                f"{class_of(self.schedule)}.step() was called by the script, and the trainer "
                 f'steps this schedule as well: schedule_every="{self._every}". Remove the line, or '
                 f'use schedule_every="script", with which the script alone steps it'
             )
@@ -108,19 +109,21 @@ class RunSchedule:
             ValueError: it was stepped at the beginning of an epoch, through which a resumed script
                 runs again.
         """
-        if self.is_the_scripts and not self._begun and self._own_count != self._began_with:
+        stepped = not self._begun and self._own_count != self._began_with
+        if self.schedule is not None and self._every == "script" and stepped:
             raise ValueError(
-                f"{type(self.schedule).__name__}.step() was called since this epoch began, before "
+                f"{class_of(self.schedule)}.step() was called since this epoch began, before "
                 f"its first step: a run that goes on in the middle of the epoch would call it once "
                 f"more. Call it after a step or at the end of the epoch, as PyTorch expects, or "
                 f'use schedule_every="epoch" without the line'
             )
 
-    def note_step(self, epoch: int | None, *, updates: bool) -> None:
+    def note_step(self, epoch: int | None, name: str, *, updates: bool) -> None:
         """Note that a step is done, and step the schedule if that is due after each.
 
         Args:
             epoch: the epoch that the step was in; None outside of any.
+            name: of the optimizer, if there are several.
             updates: whether it has updated the parameters.
         """
         if self.schedule is None:
@@ -129,7 +132,10 @@ class RunSchedule:
         if self._every == "epoch":
             self._open = epoch
         elif self._every == "step" and updates:
-            self.schedule.step()
+            if isinstance(self.schedule, Schedules):
+                self.schedule.step_of(name)
+            else:
+                self.schedule.step()
             self._count = self._own_count
 
     def end_epoch(self) -> None:
@@ -226,6 +232,16 @@ def check_schedule(
         raise TypeError(
             f"expected schedule to be a torch.optim.lr_scheduler, got {type(schedule).__name__}"
         )
+    optimizers = optimizers_in(optimizer)
+    for name, each in schedules_in(schedule).items():
+        _check_one(each, optimizers.get(name), every)
+    # Thrown away: it is to fail now rather than at the first checkpoint, hours into a run.
+    write_schedule(schedule)
+
+
+def _check_one(
+    schedule: LRScheduler, optimizer: torch.optim.Optimizer | None, every: ScheduleEvery
+) -> None:
     name = type(schedule).__name__
     if isinstance(schedule, ReduceLROnPlateau) and every != "script":
         raise TypeError(
@@ -235,15 +251,14 @@ def check_schedule(
         )
     if schedule.optimizer is not optimizer:
         raise ValueError(
-            f"{name} was made for another optimizer than the one that Trainer was given"
+            f"{name} was made for another optimizer than the one that Trainer was given. For "
+            f"several optimizers give a dict of schedules, under the same names"
         )
-    # Thrown away: it is to fail now rather than at the first checkpoint, hours into a run.
-    write_schedule(schedule)
 
 
 def write_schedule(schedule: LRScheduler) -> dict[str, Any]:
     """Return a schedule's class and state as JSON."""
-    name = type(schedule).__name__
+    name = class_of(schedule)
     return {"class": name, "state": to_json(schedule.state_dict(), f"the state of {name}")}
 
 
@@ -254,13 +269,17 @@ def check_state(schedule: LRScheduler, saved: Mapping[str, Any]) -> None:
         CheckpointError: the state has a key of that kind.
     """
     # load_state_dict is a plain update of __dict__: a file could put anything in a method's place.
-    kind = type(schedule)
     state = from_json(saved["state"])
-    ours = [key for key in state if key == "optimizer" or callable(getattr(kind, key, None))]
-    if ours:
-        raise CheckpointError(
-            f"the saved state of {kind.__name__} has {', '.join(ours)}, which is no state"
-        )
+    several = isinstance(schedule, Schedules)
+    for name, each in schedules_in(schedule).items():
+        kind, own = type(each), state.get(name) if several else state
+        if not isinstance(own, dict):
+            raise CheckpointError(f"the saved schedules have no state of {kind.__name__} ({name})")
+        ours = [key for key in own if key == "optimizer" or callable(getattr(kind, key, None))]
+        if ours:
+            raise CheckpointError(
+                f"the saved state of {kind.__name__} has {', '.join(ours)}, which is no state"
+            )
 
 
 def read_schedule(schedule: LRScheduler, saved: Mapping[str, Any]) -> None:
@@ -272,5 +291,5 @@ def read_schedule(schedule: LRScheduler, saved: Mapping[str, Any]) -> None:
     try:
         schedule.load_state_dict(from_json(saved["state"]))
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        name = type(schedule).__name__
+        name = class_of(schedule)
         raise CheckpointError(f"the saved state of {name} cannot be used: {error!r}") from error

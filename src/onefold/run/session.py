@@ -292,7 +292,7 @@ class Session:
         asked = self._world.options.may_stop and self._is_asked_to_stop()
         with self.verifying.step(batch, number, name) as given:
             outcome = self.engine.step(given, number, name=name, asked_to_stop=asked)
-        self._schedule.note_step(self.position.here, updates=outcome.verdict.updates)
+        self._schedule.note_step(self.position.here, name, updates=outcome.verdict.updates)
         return outcome
 
     def _before_step(self, batch: ShardedBatch) -> bool:

@@ -16,6 +16,7 @@ from onefold.engine.modelcheck import check_model
 from onefold.engine.optimizercheck import check_optimizer
 from onefold.engine.optimizers import Optimizers, optimizers_in
 from onefold.engine.schedule import check_schedule
+from onefold.engine.schedules import Schedules
 from onefold.engine.shardtask import LossFunction
 
 __all__ = ["UserParts"]
@@ -33,6 +34,7 @@ class UserParts:
     losses: Mapping[str, LossFunction]
     """The losses by name; one alone has an empty name."""
     schedule: LRScheduler | None
+    """Of several optimizers, `onefold.engine.schedules.Schedules`; None if there is none."""
 
     @classmethod
     def of(
@@ -40,7 +42,7 @@ class UserParts:
         model: torch.nn.Module | Mapping[str, torch.nn.Module],
         optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None,
         loss: LossFunction | Mapping[str, LossFunction],
-        schedule: LRScheduler | None,
+        schedule: LRScheduler | Mapping[str, LRScheduler] | None,
     ) -> UserParts:
         """Bring a script's arguments into one form.
 
@@ -52,6 +54,8 @@ class UserParts:
         losses = _named("loss", loss) if isinstance(loss, Mapping) else {"": loss}
         if isinstance(optimizer, Mapping):
             optimizer = _joined_optimizers(_named("optimizer", optimizer), losses)
+        if isinstance(schedule, Mapping):
+            schedule = _joined_schedules(_named("schedule", schedule), optimizer)
         return cls(module, optimizer, losses, schedule)
 
     def check(self, settings: Settings) -> None:
@@ -173,6 +177,25 @@ def _joined_optimizers(
             f"{', '.join(map(repr, optimizers))}, the losses {theirs}"
         )
     return Optimizers({name: optimizers[name] for name in losses})
+
+
+def _joined_schedules(
+    schedules: dict[str, Any], optimizer: torch.optim.Optimizer | None
+) -> LRScheduler:
+    if not isinstance(optimizer, Optimizers):
+        raise TypeError(
+            "expected one schedule, as Trainer was given one optimizer, got a dict of schedules"
+        )
+    for name, each in schedules.items():
+        if not isinstance(each, LRScheduler):
+            raise TypeError(
+                f"expected schedule[{name!r}] to be a torch.optim.lr_scheduler, got "
+                f"{type(each).__name__}"
+            )
+        if name not in optimizer.given:
+            known = ", ".join(map(repr, optimizer.given))
+            raise ValueError(f"schedule has the name {name!r}: expected some of {known}")
+    return Schedules(schedules, optimizer)
 
 
 def _check_apart(optimizer: Optimizers, module: torch.nn.Module) -> None:
