@@ -1,0 +1,20 @@
+"""Every guide's examples run, one after the other, as a reader would paste them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.test_between_docs import GUIDES, script_of
+
+PAGES = sorted(page.name for page in GUIDES.glob("*.md"))
+
+
+def test_there_are_guides() -> None:
+    assert "several-models.md" in PAGES
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_examples_of_a_guide_run(page: str, tmp_path: Path) -> None:
+    assert script_of(page, tmp_path)
