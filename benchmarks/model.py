@@ -41,7 +41,7 @@ CHUNK_BYTES = 4 << 20
 """Longest message of partial sums or parameters, as `onefold.core.flat.cut_chunks` cuts them."""
 LARGE_BYTES = 256 << 10
 """From here on a tensor is moved by itself, and copied only where others must see it."""
-HEAD_BYTES = 136
+HEAD_BYTES = 144
 """What a device states first in every step: step, samples, plan, checksums, and so on."""
 
 
