@@ -314,17 +314,10 @@ class Trainer(TrainedModel):
             LossError: a value is of the wrong shape.
             DisagreementError: the names differ between shards.
         """
-        chosen = choose(
-            dataset,
-            names,
-            batch_size=batch_size,
-            workers=workers,
-            collate=collate,
-            in_order=True,
-        )
-        batches = self._session.loader(chosen.dataset, chosen.collate, **chosen.choices)
+        part = self._session.parts.on_part(score, model)
+        sizes = {"batch_size": batch_size, "workers": workers, "collate": collate}
+        batches = self._in_order(dataset, names, sizes)
         with self._session.data_call(Call.EVALUATE, score, batches) as call:
-            part = self._session.parts.on_part(score, model)
             return evaluate(self._session.engine, part, batches, call)
 
     def predict(
@@ -360,15 +353,13 @@ class Trainer(TrainedModel):
         >>> said["sum"]
         tensor([2., 2., 2., 2., 2.])
         """
-        chosen = choose(
-            dataset,
-            names,
-            batch_size=batch_size,
-            workers=workers,
-            collate=collate,
-            in_order=True,
-        )
-        batches = self._session.loader(chosen.dataset, chosen.collate, **chosen.choices)
+        part = self._session.parts.on_part(function, model)
+        sizes = {"batch_size": batch_size, "workers": workers, "collate": collate}
+        batches = self._in_order(dataset, names, sizes)
         with self._session.data_call(Call.PREDICT, function, batches) as call:
-            part = self._session.parts.on_part(function, model)
             return predict(self._session.engine, part, batches, call)
+
+    def _in_order(self, dataset: DataSource, names: TorchNames, sizes: Mapping[str, Any]) -> Loader:
+        """Batches of all samples in the data set's order, for one pass."""
+        chosen = choose(dataset, names, in_order=True, **sizes)
+        return self._session.loader(chosen.dataset, chosen.collate, **chosen.choices)
