@@ -79,14 +79,14 @@ def draw_points(model, size):
     return points.cpu()
 
 
-def main(epochs=10):
-    data = make_points(2000, seed=1)
+def main(epochs=15):
+    data = make_points(4000, seed=1)
     torch.manual_seed(0)
     model = NoiseModel()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     trainer = onefold.Trainer(model, optimizer, loss, shards=4, seed=0)
-    trainer.average(decay=0.99)
-    loader = trainer.loader(data, batch_size=100, shuffle=True)
+    trainer.average(decay=0.98)
+    loader = trainer.loader(data, batch_size=200, shuffle=True)
     for epoch in trainer.epochs(epochs):
         total = samples = 0
         for batch in loader:

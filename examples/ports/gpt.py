@@ -92,7 +92,7 @@ def rate_of(step, steps):
     return LOWEST + 0.5 * (1 + math.cos(math.pi * done)) * (RATE - LOWEST)
 
 
-def main(steps=80, evaluate_every=20, checkpoint=None):
+def main(steps=60, evaluate_every=10, checkpoint=None):
     text, letters = make_text()
     text, rest = text[:-2000], text[-2000:]
     windows = rest[: len(rest) // CONTEXT * CONTEXT].view(-1, CONTEXT)

@@ -16,6 +16,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -175,7 +176,10 @@ class _Comparison:
         )
         # Counted before it starts: a run that fails must not share its name with the next.
         self._runs += 1
-        with self._console.status(f"{title}, {self.steps} steps"):
+        # Its thread is for the screen alone, and a file shows nothing of it.
+        shown = self._console.is_terminal
+        status = self._console.status(f"{title}, {self.steps} steps") if shown else nullcontext()
+        with status:
             return name, supervise(self._command, select_devices(count), options)
 
     def _report(self, outcome: Outcome, where: str) -> None:

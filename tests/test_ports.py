@@ -1,0 +1,104 @@
+"""Each script of ``examples/ports``: one result on any number of devices, the one that was meant.
+
+A new file there is tested by being there. Its ``main`` takes ``epochs`` or ``steps`` and returns
+the trainer's fingerprint. One that takes ``checkpoint`` saves and resumes itself, and is tested by
+a crash; the others are run with ``onefold run --checkpoint``, and stopped by a signal.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.warm import SCRIPTS
+
+PORTS = sorted((ROOT / "examples" / "ports").glob("*.py"))
+SHORT = {"epochs": 2, "steps": 24}
+"""How long the runs are, in what the script counts."""
+STOPPED_CODE = 75
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.timeout(170),
+    pytest.mark.parametrize("port", PORTS, ids=lambda path: path.stem),
+]
+
+
+def onefold(
+    folder: Path, command: str, devices: str, *words: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a command of onefold to its end, in a folder of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "onefold", command, "--devices", devices, *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=160,
+        cwd=folder,
+        env={**os.environ, "COLUMNS": "300"},
+    )
+
+
+class Port:
+    """A script, and how it is run for a short time."""
+
+    def __init__(self, path: Path, folder: Path) -> None:
+        parameters = inspect.signature(runpy.run_path(str(path))["main"]).parameters
+        (counted,) = SHORT.keys() & parameters.keys()
+        self.saves_itself = "checkpoint" in parameters
+        self._path = path
+        self._choices = [f"{counted}={SHORT[counted]}"]
+        self._folder = folder
+
+    def run(
+        self, devices: int, how: str = "never", stop: int = 0, *, saves: bool = False
+    ) -> subprocess.CompletedProcess[str]:
+        options: list[str] = []
+        choices = list(self._choices)
+        if saves and self.saves_itself:
+            choices.append("checkpoint=saved")
+        elif saves:
+            options = ["--checkpoint", "saved", "--every", "1000"]
+        script = [str(SCRIPTS / "port.py"), str(self._path), how, str(stop)]
+        return onefold(self._folder, "run", f"cpu:{devices}", *options, *script, *choices)
+
+
+def end_of(run: subprocess.CompletedProcess[str]) -> tuple[int, str]:
+    """The number of the last step of a run that came to its end, and its fingerprint."""
+    assert run.returncode == 0, run.stdout + run.stderr
+    found = re.search(r"ended after step (\d+) with ([0-9a-f]{16})\n$", run.stdout)
+    assert found, run.stdout
+    return int(found[1]), found[2]
+
+
+def test_a_run_that_is_stopped_ends_as_one_that_is_not(port: Path, tmp_path: Path) -> None:
+    script = Port(port, tmp_path)
+    alone = script.run(1)
+    steps, fingerprint = end_of(alone)
+    how = "crash" if script.saves_itself else "signal"
+    stopped = script.run(3, how, steps * 5 // 8, saves=True)
+    assert stopped.returncode == (1 if script.saves_itself else STOPPED_CODE), stopped.stderr
+    assert re.search(r"the crash that was asked for|stopped by SIGTERM", stopped.stderr)
+    assert list(tmp_path.glob("saved/step-*"))
+    resumed = script.run(2, saves=True)
+    assert end_of(resumed) == (steps, fingerprint)
+    # It has not begun anew: what was printed before the checkpoint is not printed again.
+    assert len(resumed.stdout.splitlines()) < len(alone.stdout.splitlines())
+
+
+def test_one_result_on_any_number_of_devices_and_the_one_that_was_meant(
+    port: Path, tmp_path: Path
+) -> None:
+    done = onefold(tmp_path, "verify", "1,2,3", "--steps", "3", str(port))
+    said = " ".join(done.stdout.split())
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "The bits agree after each of 3 steps." in said
+    assert "The mathematics agree: 4 shards and one give the same" in said
