@@ -2,7 +2,8 @@
 
 What changes against the plain loop:
 
-- `collate` pads the texts of one shard, and no longer those of a batch of one device.
+- The DataLoader is handed over; it is made first, as the schedule asks for its length. Its
+  `collate` pads the texts of one shard.
 - The linear schedule is given to the trainer, which steps it once a step on any number of devices.
 - `trainer.predict` returns the logits of the whole set in its order, so the metric needs no
   gathering, and no padded samples to cut off.
@@ -11,12 +12,11 @@ What changes against the plain loop:
     onefold run --devices 2 examples/ports/glue.py
 """
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader
 
 import onefold
 
@@ -89,11 +89,13 @@ def grouped(model):
 
 def main(epochs=5, checkpoint=None):
     train_set, dev_set = make_texts(480, seed=1), make_texts(160, seed=2)
+    dev = DataLoader(dev_set, batch_size=64, collate_fn=collate)
     references = torch.tensor([text["label"] for text in dev_set])
     torch.manual_seed(0)
     model = Classifier()
     optimizer = torch.optim.AdamW(grouped(model), lr=2e-3)
-    steps = epochs * math.ceil(len(train_set) / BATCH)
+    plain = DataLoader(train_set, batch_size=BATCH, shuffle=True, collate_fn=collate)
+    steps = epochs * len(plain)
     warm_up = steps // 10
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda n: min((n + 1) / (warm_up + 1), (steps - n) / max(1, steps - warm_up))
@@ -101,7 +103,7 @@ def main(epochs=5, checkpoint=None):
     trainer = onefold.Trainer(
         model, optimizer, loss, shards=4, seed=0, schedule=schedule, clip_norm=1.0
     )
-    loader = trainer.loader(train_set, batch_size=BATCH, shuffle=True, collate=collate)
+    loader = trainer.loader(plain)
     if checkpoint is not None:
         trainer.load(checkpoint, if_any=True)
     for epoch in trainer.epochs(epochs):
@@ -109,7 +111,7 @@ def main(epochs=5, checkpoint=None):
         for batch in loader:
             step = trainer.step(batch)
             total, samples = total + step.loss * step.samples, samples + step.samples
-        logits = trainer.predict(logits_of, dev_set, batch_size=64, collate=collate)["logits"]
+        logits = trainer.predict(logits_of, dev)["logits"]
         scores = metric(logits.argmax(dim=1), references)
         print(
             f"epoch {epoch}: loss {total / max(samples, 1):.4f}, "

@@ -4,8 +4,9 @@ What changes against the plain loop:
 
 - Gradient accumulation is `shards`: a device that has several runs them one after the other.
 - Autocast, clipping and the update are the trainer's. The learning rate is still set by hand.
-- A batch is drawn whole, alike on every device, from the number of its step: a run that goes on
-  from a checkpoint sees the batches that it would have seen.
+- `trainer.batches` takes the function that draws a batch, with a generator for it: a run that goes
+  on from a checkpoint sees the batches that it would have seen. What lies between two evaluations
+  is an epoch.
 - The loss on the rest of the text is over all of it, and not over a few random windows.
 
     python examples/ports/gpt.py
@@ -76,9 +77,8 @@ def score(model, batch):
     return {"loss": loss(model, batch)}
 
 
-def draw_batch(text, step):
+def draw_batch(text, generator):
     """Windows of the text, and the same windows one letter later: (BATCH, CONTEXT) int64 each."""
-    generator = torch.Generator().manual_seed(1000 + step)
     starts = torch.randint(len(text) - CONTEXT, (BATCH,), generator=generator)
     places = starts[:, None] + torch.arange(CONTEXT)
     return text[places], text[places + 1]
@@ -107,17 +107,18 @@ def main(steps=60, evaluate_every=10, checkpoint=None):
     trainer = onefold.Trainer(
         model, optimizer, loss, shards=4, seed=0, precision="bf16", clip_norm=1.0
     )
+    batches = trainer.batches(lambda _, g: draw_batch(text, g), per_epoch=evaluate_every)
     if checkpoint is not None:
         trainer.load(checkpoint, if_any=True)
-    while trainer.steps < steps:
-        for group in optimizer.param_groups:
-            group["lr"] = rate_of(trainer.steps, steps)
-        step = trainer.step(draw_batch(text, trainer.steps))
-        if step.number % evaluate_every == 0 or step.number == steps:
-            scores = trainer.evaluate(score, held_out, batch_size=32)
-            print(f"step {step.number}: loss {step.loss:.4f}, held out {scores['loss']:.4f}")
-            if checkpoint is not None:
-                trainer.save(checkpoint, scores=scores, best="lowest loss")
+    for _ in trainer.epochs(steps // evaluate_every):
+        for batch in batches:
+            for group in optimizer.param_groups:
+                group["lr"] = rate_of(trainer.steps, steps)
+            step = trainer.step(batch)
+        scores = trainer.evaluate(score, held_out, batch_size=32)
+        print(f"step {step.number}: loss {step.loss:.4f}, held out {scores['loss']:.4f}")
+        if checkpoint is not None:
+            trainer.save(checkpoint, scores=scores, best="lowest loss")
     return trainer.fingerprint()
 
 

@@ -4,6 +4,8 @@ What changes against the plain loop:
 
 - `train` and `validate` lose the moving to devices and the meters for averages over devices.
 - The batch size is that of all devices, whatever their number.
+- The training accuracy is returned beside the loss.
+- The rate falls at the end of an epoch, which the trainer does, so that it is in the checkpoint.
 - The checkpoint, the best one beside it and going on from them are one line each.
 
     python examples/ports/imagenet.py
@@ -66,27 +68,22 @@ def small_resnet():
 
 def loss(model, batch):
     images, labels = batch
-    return F.cross_entropy(model(images), labels, reduction="none")
+    logits = model(images)
+    best = logits.topk(2, dim=1).indices == labels[:, None]
+    values = {"top1": best[:, 0], "top2": best.any(dim=1)}
+    return F.cross_entropy(logits, labels, reduction="none"), values
 
 
 def score(model, batch):
-    images, labels = batch
-    logits = model(images)
-    best = logits.topk(2, dim=1).indices == labels[:, None]
-    return {
-        "loss": F.cross_entropy(logits, labels, reduction="none"),
-        "top1": best[:, 0],
-        "top2": best.any(dim=1),
-    }
+    losses, values = loss(model, batch)
+    return {"loss": losses, **values}
 
 
 def train(trainer, loader, epoch):
-    total = samples = 0
-    for batch in loader:
+    for number, batch in enumerate(loader):
         step = trainer.step(batch)
-        total, samples = total + step.loss * step.samples, samples + step.samples
-    if samples:  # none, if the run goes on at the very end of this epoch
-        print(f"epoch {epoch}: loss {total / samples:.4f}", end="")
+        if number % 4 == 3:
+            print(f"epoch {epoch}: loss {step.loss:.4f}, top1 {step.values['top1']:.1%}")
 
 
 def main(epochs=6, checkpoint=None):
@@ -95,16 +92,17 @@ def main(epochs=6, checkpoint=None):
     torch.manual_seed(0)
     model = small_resnet()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
-    steps = math.ceil(len(train_set) / BATCH)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2 * steps, gamma=0.3)
-    trainer = onefold.Trainer(model, optimizer, loss, shards=4, seed=0, schedule=schedule)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.3)
+    trainer = onefold.Trainer(
+        model, optimizer, loss, shards=4, seed=0, schedule=schedule, schedule_every="epoch"
+    )
     loader = trainer.loader(train_set, batch_size=BATCH, shuffle=True)
     if checkpoint is not None:
         trainer.load(checkpoint, if_any=True)
     for epoch in trainer.epochs(epochs):
         train(trainer, loader, epoch)
         scores = trainer.evaluate(score, held_out, batch_size=100)
-        print(f", top1 {scores['top1']:.1%}, top2 {scores['top2']:.1%}")
+        print(f"held out: top1 {scores['top1']:.1%}, top2 {scores['top2']:.1%}")
         if checkpoint is not None:
             trainer.save(checkpoint, scores=scores, best="highest top1")
     return trainer.fingerprint()

@@ -1,0 +1,81 @@
+"""LBFGS with a closure, on all of the data at once: a recurrent network continues sine waves.
+
+What changes against the plain loop:
+
+- `trainer.gradient` takes the place of `zero_grad`, forward and `backward` in the closure: each
+  call of it is shared out among the devices.
+- The optimizer is the script's, so the update stands in `with trainer.changing():` on every device,
+  and its state goes through the checkpoint by `extra=`.
+
+    python examples/ports/lbfgs.py
+    onefold run --devices 2 examples/ports/lbfgs.py
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import onefold
+
+LENGTH = 40
+
+
+def make_waves(size, seed):
+    """Sine waves that begin anywhere: (size, LENGTH) float64."""
+    generator = torch.Generator().manual_seed(seed)
+    starts = 6.283 * torch.rand(size, 1, generator=generator, dtype=torch.float64)
+    return torch.sin(starts + torch.arange(LENGTH, dtype=torch.float64) / 4)
+
+
+class Continues(nn.Module):
+    """The next value of each wave (n, time), and ``future`` ones more."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.cell, self.head = nn.LSTMCell(1, width), nn.Linear(width, 1)
+
+    def forward(self, waves, future=0):
+        said, state = [], None
+        for value in waves.unsqueeze(2).unbind(dim=1):
+            state = self.cell(value, state)
+            said.append(self.head(state[0]))
+        for _ in range(future):
+            state = self.cell(said[-1], state)
+            said.append(self.head(state[0]))
+        return torch.cat(said, dim=1)
+
+
+def loss(model, batch):
+    (waves,) = batch
+    return F.mse_loss(model(waves[:, :-1]), waves[:, 1:], reduction="none").mean(dim=1)
+
+
+def score(model, batch):
+    """How far off the second half of a wave is, if only the first half is known."""
+    (waves,) = batch
+    half = LENGTH // 2
+    said = model(waves[:, :half], future=half - 1)[:, half - 1 :]
+    return {"off": (said - waves[:, half:]).abs().mean(dim=1)}
+
+
+def main(steps=8, checkpoint=None):
+    waves, held_out = (make_waves(32, seed=1),), torch.utils.data.TensorDataset(make_waves(16, 2))
+    torch.manual_seed(0)
+    model = Continues().double()
+    trainer = onefold.Trainer(model, None, loss, shards=4, seed=0)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.8, max_iter=5)
+    found = None if checkpoint is None else trainer.load(checkpoint, if_any=True)
+    if found is not None:
+        optimizer.load_state_dict(found.extra)
+    while trainer.steps < steps:
+        with trainer.changing():
+            value = optimizer.step(lambda: trainer.gradient(waves).loss)
+        scores = trainer.evaluate(score, held_out, batch_size=16)
+        print(f"step {trainer.steps}: loss {value:.6f}, continued {scores['off']:.4f} off")
+        if checkpoint is not None:
+            trainer.save(checkpoint, extra=optimizer.state_dict())
+    return trainer.fingerprint()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Training from a stream: samples that have no index and come one after the other.
+
+What changes against the plain loop:
+
+- No splitting of the stream by workers and ranks: each device reads all of it, in one order, and
+  keeps what belongs to its shards.
+- The stream shuffles in a buffer with the global generator, which the trainer seeds for each pass.
+- A run that was stopped in the middle of a pass goes on with the next sample: the stream is read
+  from its beginning, and what was used is left out.
+
+    python examples/ports/stream.py
+    onefold run --devices 2 examples/ports/stream.py
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+import onefold
+
+WORDS, LENGTH, BUFFER = 50, 8, 64
+
+
+class Sentences(IterableDataset):
+    """Sentences as they come from a pipe, shuffled in a buffer.
+
+    Each is a dict of words (LENGTH,) and the word that follows; that is, after a pattern of the
+    invented language, twice the last word but one plus the last.
+    """
+
+    def __init__(self, samples):
+        self.samples = samples
+
+    def lines(self):
+        generator = torch.Generator().manual_seed(3)
+        for _ in range(self.samples):
+            words = torch.randint(12, (LENGTH,), generator=generator)
+            yield {"words": words, "next": (2 * words[-2] + words[-1]) % WORDS}
+
+    def __iter__(self):
+        waiting = []
+        for line in self.lines():
+            if len(waiting) < BUFFER:
+                waiting.append(line)
+                continue
+            place = int(torch.randint(BUFFER, ()))
+            yield waiting[place]
+            waiting[place] = line
+        for place in torch.randperm(len(waiting)).tolist():
+            yield waiting[place]
+
+
+class NextWord(nn.Module):
+    def __init__(self, width=48):
+        super().__init__()
+        self.words = nn.Embedding(WORDS, width)
+        self.layers = nn.Sequential(nn.Linear(LENGTH * width, 96), nn.ReLU(), nn.Linear(96, WORDS))
+
+    def forward(self, words):
+        return self.layers(self.words(words).flatten(1))
+
+
+def loss(model, batch):
+    logits = model(batch["words"])
+    return F.cross_entropy(logits, batch["next"], reduction="none"), {
+        "accuracy": logits.argmax(dim=1) == batch["next"]
+    }
+
+
+def main(epochs=5):
+    torch.manual_seed(0)
+    model = NextWord()
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    trainer = onefold.Trainer(model, optimizer, loss, shards=4, seed=0)
+    loader = trainer.loader(DataLoader(Sentences(1600), batch_size=64))
+    for epoch in trainer.epochs(epochs):
+        total = right = samples = 0
+        for batch in loader:
+            step = trainer.step(batch)
+            total, samples = total + step.loss * step.samples, samples + step.samples
+            right = right + step.values["accuracy"] * step.samples
+        print(f"epoch {epoch}: loss {total / max(samples, 1):.4f}, {right / max(samples, 1):.1%}")
+    return trainer.fingerprint()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""Rare classes drawn more often: a WeightedRandomSampler in a DataLoader, as scripts have them.
+
+What changes against the plain loop:
+
+- `trainer.loader(...)` round the DataLoader, whose batch size is that of all devices together. The
+  sampler draws from the trainer's seed, alike on every device.
+- The DataLoader is made before the trainer, as the schedule asks for its length.
+
+    python examples/ports/weighted_sampler.py
+    onefold run --devices 2 examples/ports/weighted_sampler.py
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+
+import onefold
+
+SHARES = (0.9, 0.07, 0.03)
+
+
+def make_points(size, seed):
+    """Points in three clouds that overlap, most of them in the first: (size, 8) and (size,)."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.multinomial(torch.tensor(SHARES), size, True, generator=generator)
+    centres = 0.8 * torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(centres[labels] + torch.randn(size, 8, generator=generator), labels)
+
+
+def loss(model, batch):
+    points, labels = batch
+    logits = model(points)
+    values = {"accuracy": logits.argmax(dim=1) == labels, "rare": labels > 0}
+    return F.cross_entropy(logits, labels, reduction="none"), values
+
+
+def score(model, batch):
+    """The share that is found of each class; a class that a shard lacks has no weight in it."""
+    points, labels = batch
+    right = model(points).argmax(dim=1) == labels
+    of_class = [labels == each for each in range(len(SHARES))]
+    return {
+        f"class {each}": onefold.Mean((right & own).sum(), own.sum())
+        for each, own in enumerate(of_class)
+    }
+
+
+def main(epochs=8):
+    train_set, held_out = make_points(1000, seed=1), make_points(600, seed=2)
+    labels = train_set.tensors[1]
+    weights = 1 / labels.bincount(minlength=3).float()[labels]
+    sampler = WeightedRandomSampler(weights.tolist(), len(train_set))
+    plain = DataLoader(train_set, batch_size=50, sampler=sampler)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, len(SHARES)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * len(plain))
+    trainer = onefold.Trainer(model, optimizer, loss, shards=4, seed=0, schedule=schedule)
+    loader = trainer.loader(plain)
+    for epoch in trainer.epochs(epochs):
+        step = None
+        for batch in loader:
+            step = trainer.step(batch)
+        scores = trainer.evaluate(score, DataLoader(held_out, batch_size=200))
+        if step is not None:
+            found = ", ".join(f"{name} {share:.1%}" for name, share in scores.items())
+            print(
+                f"epoch {epoch}: loss {step.loss:.4f}, {step.values['rare']:.0%} rare; "
+                f"found of {found}"
+            )
+    return trainer.fingerprint()
+
+
+if __name__ == "__main__":
+    main()
