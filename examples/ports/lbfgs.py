@@ -17,7 +17,7 @@ from torch import nn
 
 import onefold
 
-LENGTH = 40
+LENGTH = 24
 
 
 def make_waves(size, seed):
@@ -58,20 +58,20 @@ def score(model, batch):
     return {"off": (said - waves[:, half:]).abs().mean(dim=1)}
 
 
-def main(steps=8, checkpoint=None):
+def main(epochs=8, checkpoint=None):
     waves, held_out = (make_waves(32, seed=1),), torch.utils.data.TensorDataset(make_waves(16, 2))
     torch.manual_seed(0)
     model = Continues().double()
     trainer = onefold.Trainer(model, None, loss, shards=4, seed=0)
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.8, max_iter=5)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.8, max_iter=4)
     found = None if checkpoint is None else trainer.load(checkpoint, if_any=True)
     if found is not None:
         optimizer.load_state_dict(found.extra)
-    while trainer.steps < steps:
+    while trainer.steps < epochs:  # each is one step, over all of the data
         with trainer.changing():
             value = optimizer.step(lambda: trainer.gradient(waves).loss)
         scores = trainer.evaluate(score, held_out, batch_size=16)
-        print(f"step {trainer.steps}: loss {value:.6f}, continued {scores['off']:.4f} off")
+        print(f"epoch {trainer.steps}: loss {value:.6f}, continued {scores['off']:.4f} off")
         if checkpoint is not None:
             trainer.save(checkpoint, extra=optimizer.state_dict())
     return trainer.fingerprint()

@@ -45,6 +45,8 @@ def causes_of(
         generators: generators of the script's own that the step changed.
         tolerance: how far, relatively, two results may differ.
     """
+    if found.carried:
+        return [Cause("note", _carried(found))]
     causes = [Cause("error", text) for text in _sure(found)]
     if _differs(found, tolerance):
         likely = [*_of_the_state(found, attributes, generators), *_of_the_numbers(found)]
@@ -152,6 +154,14 @@ def _random(found: Comparison) -> str:
         f"the loss draws random numbers that have no counterpart for a part of the batch "
         f"({', '.join(found.unmatched)}, such as a permutation of the shard's samples), so this "
         f"difference may be chance: the mathematics could not be compared"
+    )
+
+
+def _carried(found: Comparison) -> str:
+    return (
+        f"{', '.join(found.carried)} has the rule 'shard': every shard goes on with its own value, "
+        f"and there is none for a batch that is computed as one shard: the mathematics could not "
+        f"be compared. Without the carried state they can be"
     )
 
 

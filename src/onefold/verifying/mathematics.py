@@ -29,14 +29,14 @@ from onefold.core.batch import ShardedBatch, move
 from onefold.core.flat import laid_out, storage_order
 from onefold.core.fold import fold_shards
 from onefold.core.mean import Contribution, weigh
-from onefold.core.randomness import derive_seed, kept_generators
+from onefold.core.randomness import derive_seed, kept_generators, seed_generators
 from onefold.core.shard import cut_bounds
 from onefold.core.values import split
 from onefold.engine.engine import Engine
 from onefold.engine.losscheck import LossFinding, inspect_loss
 from onefold.engine.replica import LossFunction
 from onefold.verifying.draws import Draws, seed_alike, without_dropout
-from onefold.verifying.relation import PARTS, Relation, relation_of
+from onefold.verifying.relation import PARTS, Relation, relation_of, relative_size
 from onefold.verifying.surroundings import (
     KeptBuffers,
     TimeFirst,
@@ -90,6 +90,8 @@ class Comparison:
     """Whether the loss changes where the samples change places."""
     time_first: list[str] = field(default_factory=list)
     """Modules for which the batch was cut along time."""
+    carried: list[str] = field(default_factory=list)
+    """Buffers of which every shard has its own, so that there is none for the whole batch."""
     norms: list[str] = field(default_factory=list)
     """Batch norms without statistics of their own."""
     second: int | None = None
@@ -167,6 +169,13 @@ class Mathematics:
             batch.plan.shards, batch.samples, own_batch=batch.data_pass is None
         )
         self._seed = derive_seed("mathematics", engine.seed, number)
+        # As the shards of the step have it, for what they draw alike.
+        self._common = "step", (engine.seed, number)
+        buffers = engine.replicas[0].buffers
+        self._comparison.carried = [buffers.places.names[n] for n in buffers.carried.indices]
+        if self._comparison.carried:
+            yield self._comparison
+            return
         self._bounds = cut_bounds(batch.samples, batch.plan.shards)
         self._order = sorted(batch.shards)
         self._calls = 0
@@ -239,7 +248,7 @@ class Mathematics:
 
     def _evaluate(self, rows: Sequence[int], *, record: bool = False) -> _Evaluation:
         payload = move(self._whole.payload(rows), self._device)
-        seed_alike(self._seed)
+        seed_generators(self._seed, self._device, common=self._common)
         draws = self._draws.recording(len(rows)) if record else self._draws.replaying(rows)
         try:
             with draws:
@@ -307,9 +316,9 @@ class Mathematics:
         norms = {name: [math.sqrt(s) for s in each] for name, each in squares.items()}
         everything = [math.sqrt(sum(each[i] ** 2 for each in norms.values())) for i in range(3)]
         size = max((norm for norm in everything[1:] if math.isfinite(norm)), default=0.0)
-        found.gradient_difference = _relative(everything, size)
+        found.gradient_difference = relative_size(everything, size)
         floor = size * 1e-4
-        shares = {n: _relative(e, max(e[1], e[2], floor)) for n, e in norms.items()}
+        shares = {n: relative_size(e, max(e[1], e[2], floor)) for n, e in norms.items()}
         found.worst = max(shares, key=lambda name: shares[name])
         found.worst_difference = shares[found.worst]
 
@@ -433,18 +442,3 @@ def _words_of(result: object) -> str:
     if not isinstance(result, torch.Tensor):
         return f"onefold.{type(result).__name__}"
     return "one value a sample" if result.dim() else "a scalar"
-
-
-def _relative(norms: Sequence[float], size: float) -> float:
-    """Compute a difference over a size.
-
-    Args:
-        norms: of the difference, of the folded gradient, and of that of the whole batch.
-        size: what the difference is measured by.
-    """
-    difference, folded, alone = norms
-    if math.isfinite(difference):
-        return difference / size if size else 0.0
-    # NaN compares as neither larger nor smaller, so it must not reach a comparison. In both it is
-    # agreement, as for the loss.
-    return math.inf if math.isfinite(folded) or math.isfinite(alone) else 0.0

@@ -9,10 +9,10 @@ other samples are computed with it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
-__all__ = ["PARTS", "Relation", "relation_of"]
+__all__ = ["PARTS", "Relation", "relation_of", "relative_size"]
 
 Relation = Literal["mean", "sum", "weighted", "dependent", "unclear"]
 
@@ -77,3 +77,18 @@ def _ratio(losses: Mapping[str, float], one: str, other: str) -> float | None:
     if abs(below) <= 1e-6 * max(abs(losses[one]), abs(losses[other])):
         return None
     return above / below
+
+
+def relative_size(norms: Sequence[float], size: float) -> float:
+    """Compute a difference over a size.
+
+    Args:
+        norms: of the difference, of the folded gradient, and of that of the whole batch.
+        size: what the difference is measured by.
+    """
+    difference, folded, alone = norms
+    if math.isfinite(difference):
+        return difference / size if size else 0.0
+    # NaN compares as neither larger nor smaller, so it must not reach a comparison. In both it is
+    # agreement, as for the loss.
+    return math.inf if math.isfinite(folded) or math.isfinite(alone) else 0.0
