@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from onefold.core.randomness import kept_generators, same_in_all_shards, seed_generators
 from onefold.verifying.whole import (
     KeepingCollate,
     cast_floats,
@@ -174,3 +175,21 @@ def test_arrays_of_anything_but_numbers_are_left_alone() -> None:
 )
 def test_the_second_dimension_is_one_where_all_agree(payload: object, expected: int | None) -> None:
     assert second_dimension(payload) == expected
+
+
+def test_what_shards_draw_alike_in_collating_is_that_of_the_whole_batch() -> None:
+    def mixed(samples: list[torch.Tensor]) -> torch.Tensor:
+        with same_in_all_shards():
+            return torch.stack(samples) * torch.rand(())
+
+    collate = KeepingCollate(mixed, None, keeps=True)
+    samples = list(torch.arange(1.0, 5.0))
+    shards = {}
+    with kept_generators():
+        for shard in (0, 1):
+            seed_generators(shard, common=("batch", (0, 7)))
+            shards[shard] = collate(samples[2 * shard : 2 * shard + 2])
+    whole, payloads = whole_of(shards, {0: collate}, 0)
+    before = torch.get_rng_state()
+    assert torch.equal(whole.payload(range(4)), torch.cat([payloads[0], payloads[1]]))
+    assert torch.equal(torch.get_rng_state(), before)

@@ -30,6 +30,7 @@ from numpy.random import mtrand
 __all__ = [
     "derive_seed",
     "forked_generators",
+    "in_common",
     "kept_generators",
     "loader_seed",
     "order_by_length",
@@ -122,6 +123,14 @@ def kept_generators(*devices: torch.device) -> Iterator[None]:
         torch.default_generator.set_state(cpu_state)
         for generator, state in zip(gpus, gpu_states, strict=True):
             generator.set_state(state)
+
+
+def in_common() -> tuple[str, tuple[int, ...]] | None:
+    """Return what the shards that are computed, or read, now have in common; None outside of any.
+
+    Given to `seed_generators` as ``common``, it has `same_in_all_shards` draw the same elsewhere.
+    """
+    return None if _common.numbers is None else (_common.purpose, _common.numbers)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
+from onefold.core.randomness import in_common, kept_generators, seed_generators
 from onefold.core.structure import parts_of, with_parts
 from onefold.reading.reader import Collate
 
@@ -33,6 +34,8 @@ class _Kept(NamedTuple):
     """The samples as the data set returned them."""
     draws: bool
     """Whether random numbers were drawn in making the payload."""
+    common: tuple[str, tuple[int, ...]] | None
+    """What it had in common with the other shards, for numbers that all of them draw alike."""
 
 
 class KeepingCollate:
@@ -54,7 +57,9 @@ class KeepingCollate:
         # here, and travels with the payload.
         before = _states()
         payload = self.make(samples)
-        return _Kept(payload, samples, before != _states()) if self._keeps else payload
+        if not self._keeps:
+            return payload
+        return _Kept(payload, samples, before != _states(), in_common())
 
     def make(self, samples: list[Any]) -> object:
         """Make a payload of some samples."""
@@ -65,9 +70,13 @@ class KeepingCollate:
 class _Samples:
     samples: list[Any]
     collate: KeepingCollate
+    common: tuple[str, tuple[int, ...]] | None
 
     def payload(self, rows: Sequence[int]) -> object:
-        return self.collate.make([self.samples[row] for row in rows])
+        with kept_generators():
+            if self.common is not None:
+                seed_generators(0, common=self.common)
+            return self.collate.make([self.samples[row] for row in rows])
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +113,8 @@ def whole_of(
         if joined is not None:
             return _Rows(joined, dim), payloads
     samples = [sample for shard in sorted(kept) for sample in kept[shard].samples]
-    return _Samples(samples, collates[loader]), payloads
+    common = next(iter(kept.values())).common
+    return _Samples(samples, collates[loader], common), payloads
 
 
 def whole_tensors(batch: object, dim: int = 0) -> WholeBatch:
