@@ -174,3 +174,65 @@ def test_a_step_that_is_skipped_leaves_them_alone() -> None:
 def test_pieces_of_a_shard_are_refused() -> None:
     with pytest.raises(ValueError, match="as large as a shard, and microbatch runs a shard in pie"):
         trainer_of(made(), microbatch=2)
+
+
+class Synced(Recurrent):
+    """A batch norm over the whole batch stops each shard in the middle."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__(rows, assigns=True)
+        self.norm = onefold.SyncBatchNorm(WIDTH)
+        self.register_buffer("scale", torch.ones(WIDTH))
+
+    def forward(self, tokens: torch.Tensor, begins: torch.Tensor) -> torch.Tensor:
+        rows = self.embed(tokens[:, 0]) * self.scale  # which backward will need
+        self.scale = 0.5 * self.scale + 1.0
+        hidden = self.cell(self.norm(rows), self.hidden * ~begins[:, None])
+        self.hidden = hidden.detach()
+        return self.out(hidden)[:, None].expand(-1, tokens.shape[1], -1)
+
+
+def synced(rows: int = ROWS // SHARDS) -> nn.Module:
+    torch.manual_seed(0)
+    return Synced(rows).double()
+
+
+def test_a_replaced_buffer_is_the_shards_own_where_shards_take_turns() -> None:
+    plain = synced(ROWS)
+    plain.norm = nn.BatchNorm1d(WIDTH).double()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5, momentum=0.9)
+    trainers = [trainer_of(synced(), devices) for devices in (1, 2, 3)]
+    for number in range(4):
+        optimizer.zero_grad()
+        expected = loss(plain, batch_of(number)).mean()
+        expected.backward()
+        optimizer.step()
+        for trainer in trainers:
+            found = float(trainer.step(batch_of(number)).loss)
+            assert found == pytest.approx(float(expected.detach()), rel=1e-10)
+    assert len({trainer.fingerprint() for trainer in trainers}) == 1
+
+
+def test_a_run_that_begins_anew_and_is_saved_goes_on_anew(tmp_path: Path) -> None:
+    trainer = train(trainer_of(made(), 2), 1, 2)
+    with trainer.changing():
+        trainer.model.hidden.fill_(5.0)  # type: ignore[operator,union-attr]
+    trainer.save(tmp_path)
+    going_on = trainer_of(made())
+    going_on.load(tmp_path)
+    assert train(trainer, 3, 3).fingerprint() == train(going_on, 3, 3).fingerprint()
+
+
+def test_an_evaluation_of_averages_leaves_them_alone() -> None:
+    found = []
+    for looks in (False, True):
+        trainer = trainer_of(made())
+        trainer.average(decay=0.9)
+        with trainer.changing():
+            trainer.model.hidden.fill_(5.0)  # type: ignore[operator,union-attr]
+        train(trainer, 1, 2)
+        if looks:
+            with trainer.averaged():
+                trainer.evaluate(lambda m, x: {"x": x.mean(1)}, torch.ones(6, 2), batch_size=6)
+        found.append(train(trainer, 3, 4).fingerprint())
+    assert found[0] == found[1]

@@ -59,6 +59,7 @@ WRITES_OR_REMOVES = """
     run/rundir.py os.ftruncate: memory without a name
     run/rundir.py os.memfd_create: memory without a name
     run/rundir.py self.path(rank).unlink: a log that was just made, as another of them was taken
+    run/slurm.py os.open: the terminal of this process, only to learn whether there is one
     run/worker.py os.fdopen: what the function returned, into the launcher's file without a name
     system/ownfiles.py aside.unlink: the file that was just made
     system/ownfiles.py os.fdopen: the same

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import onefold
+from onefold.core import randomness
 
 Drawn = tuple[float, float, float]
 
@@ -122,7 +123,11 @@ def test_the_scripts_own_generators_are_left_alone() -> None:
     assert (states[2]["state"]["key"] == after[2]["state"]["key"]).all()  # type: ignore[index]
 
 
-def test_outside_of_a_shard_there_is_nothing_to_be_the_same_in() -> None:
+def test_outside_of_a_shard_there_is_nothing_to_be_the_same_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Whatever a test before this one has seeded by itself.
+    monkeypatch.setattr(randomness._common, "numbers", None)
     trainer = trainer_of(Draws())
     trainer.step(batch_of(1))
     with (
@@ -180,3 +185,13 @@ def test_a_collate_and_samples_draw_alike_in_each_batch(workers: int, kind: Any)
         assert factors[0] != factors[3]
         prints.add(trainer.fingerprint())
     assert len(prints) == 1
+
+
+def test_statistics_of_averages_are_recomputed_with_such_a_loss() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = onefold.Trainer(model, optimizer, Draws(), shards=2, devices=["cpu"])
+    trainer.average(decay=0.9)
+    trainer.step(batch_of(1))
+    with trainer.averaged(update_bn=batch_of(2), batch_size=8):
+        assert trainer.model[1].num_batches_tracked > 0  # type: ignore[index]

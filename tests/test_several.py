@@ -215,6 +215,46 @@ def test_schedules_go_on_with_a_checkpoint(tmp_path: Path) -> None:
     assert train(going_on, 4, 5).fingerprint() == whole
 
 
+@pytest.mark.parametrize("changed", ["optimizer", "schedule"])
+def test_a_load_with_another_part_keeps_the_rates_of_unscheduled_optimizers(
+    changed: str, tmp_path: Path
+) -> None:
+    def new(rate: float) -> tuple[onefold.Trainer, torch.optim.Optimizer]:
+        models, optimizers = made()
+        optimizers["discriminator"].param_groups[0]["lr"] = rate
+        schedule = {"generator": scheduled(optimizers)["generator"]}
+        made_of = given(model=models, optimizer=optimizers, schedule=schedule)
+        return made_of, optimizers["discriminator"]
+
+    train(new(0.25)[0], 1, 2).save(tmp_path)
+    trainer, optimizer = new(0.125)
+    trainer.load(tmp_path, changed=[changed])
+    assert optimizer.param_groups[0]["lr"] == (0.125 if changed == "optimizer" else 0.25)
+
+
+def test_a_schedule_of_one_optimizer_does_not_hide_that_another_is_not_saved() -> None:
+    models, optimizers = made()
+    schedules = scheduled(optimizers)
+    trainer = given(
+        model=models, optimizer=optimizers, schedule={"generator": schedules["generator"]}
+    )
+    assert trainer._session.checkpoints.schedule.is_missing
+    models, optimizers = made()
+    trainer = given(model=models, optimizer=optimizers, schedule=scheduled(optimizers))
+    assert not trainer._session.checkpoints.schedule.is_missing
+
+
+def test_gradients_of_two_losses_are_two_steps_outside_of_a_block() -> None:
+    models, _ = made()
+    trainer = onefold.Trainer(models, None, LOSSES, shards=2, threads=1)
+    batch = batch_of(1)
+    numbers = [trainer.gradient(batch, name).number for name in (*LOSSES, "generator")]
+    assert numbers == [1, 2, 2]
+    with trainer.changing():
+        numbers = [trainer.gradient(batch, name).number for name in LOSSES]
+    assert numbers[0] == numbers[1]
+
+
 def test_schedules_that_do_not_belong_to_the_optimizers_are_refused() -> None:
     models, optimizers = made()
     schedules = scheduled(optimizers)

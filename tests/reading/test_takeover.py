@@ -77,7 +77,7 @@ def test_workers_are_started_as_it_says() -> None:
     def theirs(worker: int) -> None:
         info = torch.utils.data.get_worker_info()
         assert info is not None
-        info.dataset._dataset.number = 7 + worker  # type: ignore[attr-defined]
+        info.dataset.number = 7 + worker  # type: ignore[attr-defined]
 
     data = Noted()
     loader = DataLoader(data, 6, num_workers=2, worker_init_fn=theirs, collate_fn=list)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from onefold.errors import LaunchError
+from onefold.run import slurm
 from onefold.run.slurm import first_node, slurm_task, tasks_of_nodes
 from onefold.run.world import read_world
 
@@ -62,9 +63,19 @@ ALONE: dict[str, dict[str, str]] = {
 
 
 @pytest.mark.parametrize("name", ALONE)
-def test_everything_else_is_alone(name: str) -> None:
+def test_everything_else_is_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slurm, "has_terminal", lambda: True)
     world = read_world(ALONE[name])
     assert (world.size, world.launched, world.address) == (1, False, "")
+
+
+def test_tasks_that_are_started_from_a_terminal_of_srun_are_one_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They inherit its variables, and have no terminal themselves."""
+    monkeypatch.setattr(slurm, "has_terminal", lambda: False)
+    world = read_world(ALONE["a terminal of srun"])
+    assert (world.rank, world.size) == (5, 6)
 
 
 def test_the_steps_of_a_job_and_its_restarts_are_different_runs() -> None:

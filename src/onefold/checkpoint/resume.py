@@ -70,7 +70,7 @@ from onefold.reading.position import PROMISES, Position
 __all__ = ["Checkpoints"]
 
 _log = logging.getLogger("onefold")
-_WITH_SCHEDULE = ("lr", "initial_lr")
+_WITH_SCHEDULE = ("lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
 """Settings of an optimizer that its schedule sets."""
 _OF_THE_SCRIPT = ("capturable", "differentiable", "foreach", "fused")
 """Settings that say how a device computes, and are therefore the resuming script's."""
@@ -281,7 +281,9 @@ class Checkpoints:
             shown = copy_model(self._module, partial(self._room, "shown"))
         with averaging.training_values():
             trained = copy_model(self._module, partial(self._room, "trained"))
-        left = self._carried.left(self._engine.replicas[0].buffers.places.names)
+        buffers = self._engine.replicas[0].buffers
+        buffers.note_changes()
+        left = self._carried.left(buffers.places.names)
         return Copies(trained, shown, averaging.buffers(), carried_parts(left))
 
     def _refuse_not_finite(self, trained: FlatTensors) -> None:
@@ -403,18 +405,18 @@ class Checkpoints:
         self, saved: Mapping[str, Any], files: StoredStates | None, changed: Collection[str]
     ) -> None:
         """Adopt states and settings; those that a schedule sets come and go with the schedule."""
-        kept = set(_OF_THE_SCRIPT)
         make = None if files is None else partial(self._pieces_for, files)
         self._engine.update.take_states(unpack(self._lead.hand_out(make)))
-        if "optimizer" in changed:
-            only = set(_WITH_SCHEDULE) if self.schedule.schedule is not None else set()
-        else:
-            only = {key for values in saved["settings"] for key in values}
-        if "schedule" in changed:
-            kept |= set(_WITH_SCHEDULE)
-        for group, values in zip(self._optimizer.param_groups, saved["settings"], strict=False):
-            taken = {key: from_json(v) for key, v in values.items() if key in only - kept}
-            group.update(taken)
+        followed = self.schedule.followed()
+        settings = zip(self._optimizer.param_groups, followed, saved["settings"], strict=False)
+        for group, follows, values in settings:
+            set_by_schedule = set(_WITH_SCHEDULE) if follows else set()
+            taken = set_by_schedule if "optimizer" in changed else set(values)
+            taken -= set(_OF_THE_SCRIPT)
+            # Without a schedule now, the saved run may have had one.
+            if "schedule" in changed and (follows or self.schedule.schedule is None):
+                taken -= set(_WITH_SCHEDULE)
+            group.update({key: from_json(v) for key, v in values.items() if key in taken})
 
     def _take_average(
         self, run: Mapping[str, Any], files: StoredStates | None, changed: Collection[str]

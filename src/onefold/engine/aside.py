@@ -18,6 +18,7 @@ import torch
 
 from onefold.engine.gradients import gradients_of
 from onefold.engine.replica import Replica
+from onefold.system.compat import buffers_of
 
 __all__ = ["put_aside"]
 
@@ -31,8 +32,12 @@ def put_aside(replica: Replica) -> Callable[[], None]:
     parameters, buffers = list(replica.parts.named.values()), replica.buffers
     gradients = gradients_of(parameters)
     _put_gradients(parameters, [None] * len(gradients))
-    buffers.absorb()
+    # Before `absorb`, which writes what has come in place of a buffer into its memory: the graph
+    # of this shard may hold that memory, and what was there must be there again for backward.
     sections = [section.clone() for section in buffers.flat.sections]
+    homes = [(buffers_of(o), name) for each in buffers.places.homes for o, name in each]
+    held = [table.get(name) for table, name in homes]
+    buffers.absorb()
     # Shallow: the tables in which a module holds its parameters and parts stay the same objects.
     modules = [(part, dict(part.__dict__)) for part in replica.module.modules()]
     trainable = replica.parts.trainable()
@@ -46,6 +51,8 @@ def put_aside(replica: Replica) -> Callable[[], None]:
         buffers.absorb()
         for target, section in zip(buffers.flat.sections, sections, strict=True):
             target.copy_(section)
+        for (table, name), value in zip(homes, held, strict=True):
+            table[name] = value
         replica.parts.restore_frozen(trainable)
         _put_gradients(parameters, gradients)
         _put_generators(replica.device, generators)

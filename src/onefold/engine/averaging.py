@@ -235,6 +235,8 @@ class Averaging:
         """Copy what is about to be overwritten; before the devices meet, after which others may."""
         self._bring_changes()
         first, common = self._first, self._exchange.memory.is_common
+        first.buffers.note_changes()
+        first.buffers.carried.is_paused = True
         self._kept_buffers = _copied(first.buffers.flat)
         aside = list(zip(first.buffers.flat.sections, self._kept_buffers.sections, strict=True))
         if common and first.number != 0:
@@ -275,6 +277,8 @@ class Averaging:
                 place.copy_(copy)
             self._put_aside, self._kept = [], None
             del self._kept_buffers
+            self._first.buffers.carried.is_paused = False
+            self._first.buffers.note_loaded()
             self._siblings.copy_first()
             self._agreement.guard.note()
 

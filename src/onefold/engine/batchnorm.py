@@ -145,7 +145,9 @@ def _add_shards(
         if shard not in batch.shards:
             continue
         replica.buffers.restore()
-        seed_generators(derive_seed("update_bn", engine.seed, number, shard), replica.device)
+        common = "update_bn", (engine.seed, number)
+        seed = derive_seed("update_bn", engine.seed, number, shard)
+        seed_generators(seed, replica.device, common=common)
         with replica.autocast():
             engine.loss(replica.module, move(batch.shards[shard], replica.device))
         replica.buffers.absorb()

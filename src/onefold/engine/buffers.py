@@ -76,6 +76,10 @@ class BufferSet:
         """Remember what every shard of this step starts from."""
         self.places.check()
         self.absorb()
+        self.note_changes()
+
+    def note_changes(self) -> None:
+        """Have all shards begin anew in buffers of their own that a script has changed."""
         self.carried.begin_anew_where_changed(self.flat, self._start)
         _copy(self._start, self.flat)
 

@@ -34,13 +34,15 @@ class Carried:
     def __init__(self, rules: Sequence[str | None]) -> None:
         self.indices = [index for index, rule in enumerate(rules) if rule == "shard"]
         """Numbers of these buffers among all."""
+        self.is_paused = False
+        """Whether the module shows averages, which are no change of a script's."""
         self.values: dict[int, dict[int, torch.Tensor]] = {index: {} for index in self.indices}
         """For each of them what a shard left, by the shard's number; without those that have left
         nothing since the beginning."""
 
     def begin_anew_where_changed(self, now: FlatTensors, before: FlatTensors) -> None:
         """Forget what shards have left in buffers that a script has changed between steps."""
-        for index in self.indices:
+        for index in self.indices if not self.is_paused else ():
             if self.values[index] and not same_bits(now.views[index], before.views[index]):
                 self.values[index].clear()
 

@@ -131,6 +131,7 @@ class Changes:
         finally:
             agreement.changing = False
         exchange.memory.follow_lead(first.buffers.flat)
+        first.buffers.note_changes()
         if len(self._replicas) < exchange.board.shape.devices:
             agreement.settings.adopt(self._settings_of_lead())
         self._siblings.copy_first()

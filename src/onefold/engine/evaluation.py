@@ -234,11 +234,16 @@ def _combine(exchange: Exchange, tallies: dict[int, _Tally], shards: int) -> dic
     by_batch = fold_shards(list(table.unbind(dim=1)), torch.add)  # (batches, lines, 2)
     totals = fold_shards(list(by_batch.unbind(dim=0)), torch.add)
     scores: dict[str, float] = {}
+    seen: set[str] = set()
     for line, (total, weight) in zip(names, totals.tolist(), strict=True):
         name = line.removesuffix(_UNDIVIDED)
-        value = total if name != line else total / weight if weight else math.nan
-        # A value of several terms has a line for each: its finished number is their sum.
-        scores[name] = scores[name] + value if name in scores else value
+        scores.setdefault(name, math.nan)
+        if name == line and not weight:
+            continue
+        value = total if name != line else total / weight
+        # A value of several terms has a line for each: its number is the sum of those with weight.
+        scores[name] = scores[name] + value if name in seen else value
+        seen.add(name)
     return scores
 
 

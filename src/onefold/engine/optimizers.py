@@ -11,7 +11,7 @@ import torch
 
 from onefold.system.compat import steps_a_schedule
 
-__all__ = ["Optimizers", "follows_a_schedule", "name_of", "optimizers_in"]
+__all__ = ["Optimizers", "name_of", "optimizers_in", "scheduled"]
 
 
 class Optimizers(torch.optim.Optimizer):
@@ -58,6 +58,6 @@ def name_of(optimizer: torch.optim.Optimizer) -> str:
     return ", ".join(type(each).__name__ + (f" ({name})" if name else "") for name, each in found)
 
 
-def follows_a_schedule(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a learning-rate schedule is attached to an optimizer, or to one of several."""
-    return any(steps_a_schedule(each.step) for each in optimizers_in(optimizer).values())
+def scheduled(optimizer: torch.optim.Optimizer) -> list[str]:
+    """The names of the optimizers to which a learning-rate schedule is attached."""
+    return [name for name, each in optimizers_in(optimizer).items() if steps_a_schedule(each.step)]

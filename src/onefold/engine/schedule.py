@@ -29,11 +29,11 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau
 
 from onefold.core.jsonvalue import from_json, to_json
 from onefold.core.settings import ScheduleEvery
-from onefold.engine.optimizers import follows_a_schedule, optimizers_in
+from onefold.engine.optimizers import optimizers_in, scheduled
 from onefold.engine.schedules import Schedules, class_of, schedules_in
 from onefold.errors import CheckpointError
 
@@ -67,7 +67,14 @@ class RunSchedule:
     @property
     def is_missing(self) -> bool:
         """Whether the script steps a schedule that the trainer was not given, so none is saved."""
-        return self.schedule is None and follows_a_schedule(self._optimizer)
+        saved = {} if self.schedule is None else schedules_in(self.schedule)
+        return any(name not in saved for name in scheduled(self._optimizer))
+
+    def followed(self) -> list[bool]:
+        """For each of the optimizer's groups, whether a schedule sets its learning rate."""
+        names = schedules_in(self.schedule) if self.schedule is not None else {}
+        each = optimizers_in(self._optimizer).items()
+        return [name in names for name, optimizer in each for _ in optimizer.param_groups]
 
     @property
     def is_the_scripts(self) -> bool:
@@ -194,7 +201,10 @@ class RunSchedule:
 
     @property
     def _own_count(self) -> object:
-        return getattr(self.schedule, "last_epoch", None)  # a chained schedule has none
+        if isinstance(self.schedule, ChainedScheduler):  # which has no count itself
+            parts = self.schedule.state_dict()["_schedulers"]
+            return [part.get("last_epoch") for part in parts]
+        return getattr(self.schedule, "last_epoch", None)
 
 
 def _step_quietly(schedule: LRScheduler) -> None:

@@ -167,13 +167,19 @@ class Position:
         """Note that a pass of which samples were used has ended."""
         self._epoch_used, self._exhausted = True, not broken_off
 
+    @property
+    def _is_epoch_done(self) -> bool:
+        """Whether a run that goes on from here begins with the next epoch."""
+        under_way = any(track.is_under_way(self.here) for track in self._tracks.values())
+        return self.inside and self._epoch_used and not under_way
+
     def note_save(self) -> None:
         """Note that the run was saved here."""
-        self._saved_as_done = self.inside and self._epoch_used
+        self._saved_as_done = self._is_epoch_done
 
     def to_json(self) -> dict[str, Any]:
         """Write down where a run that is resumed from here continues."""
-        done = self.inside and self._epoch_used
+        done = self._is_epoch_done
         # Saved loaders that the script has not made again yet are kept as they were.
         loaders = list(self._waiting.values())
         for (where, number), track in self._tracks.items():

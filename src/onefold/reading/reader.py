@@ -104,7 +104,7 @@ class Reader(Dataset[Any]):
     """Answers requests for batches; every worker process has one."""
 
     def __init__(self, dataset: SizedDataset, collate: Collate | None, seed: int) -> None:
-        self._dataset = dataset
+        self._dataset = self.dataset = dataset
         self._collate = collate
         self._seed = seed
 

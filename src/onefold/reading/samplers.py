@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
-from onefold.core.randomness import kept_generators, loader_seed, seed_generators
+from onefold.core.randomness import derive_seed, kept_generators, loader_seed, seed_generators
 from onefold.reading.order import SampleOrder
 from onefold.reading.reader import one_thread
 
@@ -159,8 +159,9 @@ def _reseeded(sampler: object, seed: int) -> Iterator[None]:
                 held.append(value)
     before = [_state_of(generator) for generator in held]
     try:
-        for generator in held:
-            _seed(generator, seed)
+        for number, generator in enumerate(held):
+            # Each has a seed of its own: what two of them draw must not be the same.
+            _seed(generator, derive_seed("held by a sampler", seed & (2**63 - 1), number))
         yield
     finally:
         for generator, state in zip(held, before, strict=True):

@@ -249,7 +249,7 @@ class _StreamReader(Dataset[Answer]):
         drop_last: bool,
         keeps_state: bool,
     ) -> None:
-        self._stream = stream
+        self._stream = self.dataset = stream
         self._collate = collate
         self._own = own
         self._numbers = seed, epoch

@@ -155,12 +155,15 @@ def _taken_over(loader: DataLoader[Any], in_order: bool) -> Chosen:
         return Chosen(Items(dataset, **order), collate, {"batch_size": None, "workers": workers})
     collate = None if collate is default_collate else collate
     if stream:
-        choices: dict[str, Any] = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+        drop_last = loader.drop_last and not in_order
+        choices: dict[str, Any] = {"batch_size": loader.batch_size, "drop_last": drop_last}
     elif _is(loader.batch_sampler, BatchSampler):
         # Also where a script has made it itself: PyTorch then says nothing of its size.
         batches: Any = loader.batch_sampler
         order = _order_of(batches.sampler, dataset, in_order)
-        choices = {"batch_size": batches.batch_size, "drop_last": batches.drop_last, **order}
+        # Each sample counts in an evaluation, and has a row in a prediction.
+        drop_last = batches.drop_last and not in_order
+        choices = {"batch_size": batches.batch_size, "drop_last": drop_last, **order}
     else:
         choices = {"batch_size": None, "batch_sampler": loader.batch_sampler}
     return Chosen(dataset, collate, {**choices, "workers": workers})

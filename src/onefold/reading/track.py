@@ -208,6 +208,10 @@ class LoaderTrack:
         """Whether all samples of a pass of this epoch have been used, though it has not ended."""
         return any(p.used >= p.end for p in self._under_way(epoch))
 
+    def is_under_way(self, epoch: int | None) -> bool:
+        """Whether a pass of this epoch has not ended."""
+        return bool(self._under_way(epoch))
+
     def _under_way(self, epoch: int | None) -> list[DataPass]:
         return [p for p in self._passes if p.epoch == epoch and not p.over]
 

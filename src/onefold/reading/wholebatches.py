@@ -124,6 +124,7 @@ class _Cutter(Dataset[Answer]):
         self, given: Rule | Items, convert: Collate | None, seed: int, own: Sequence[int]
     ) -> None:
         self._given = given
+        self.dataset: Any = given.dataset if isinstance(given, Items) else given.function
         self._convert = convert
         self._seed = seed
         self._own = own

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch.multiprocessing import get_sharing_strategy
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from onefold.core.numbers import check_whole
 from onefold.reading.reader import Answer, as_it_is
@@ -103,6 +103,10 @@ class _Tied:
             die_with_parent(os.getppid() if self._served else self._parent)
         # The fork happened inside `ctrl_c_later`, whose handler nobody in here will ever undo.
         ctrl_c_as_before()
+        # There PyTorch shows what this worker reads: the data set and not our reader, for functions
+        # and streams look at it, and change it.
+        info: Any = get_worker_info()
+        object.__setattr__(info, "dataset", info.dataset.dataset)  # it is frozen
         if self._init is not None:
             self._init(worker)
 

@@ -46,11 +46,14 @@ class GradientSteps:
     def forget(self) -> None:
         """Have the next call begin a step, whatever its batch is."""
         self._batch: object = None
+        self._loss = ""
         self._last = Place(-1, 0, 0)
         self._blocks_before = 0
 
-    def goes_on(self, batch: object, place: Place) -> bool:
+    def goes_on(self, batch: object, place: Place, loss: str) -> bool:
         """Whether a call belongs to the step of the call before it.
+
+        Outside of a block another loss begins another step.
 
         Raises:
             RuntimeError: it is in the same block as that call, and has another batch.
@@ -65,15 +68,18 @@ class GradientSteps:
             )
         if not same or place.step != last.step or last.block not in (0, place.block):
             return False
+        if loss != self._loss and not place.block:
+            return False
         if place.blocks - self._blocks_before > _MOST_BLOCKS:
             self._warn()
         return True
 
-    def note(self, batch: object, place: Place, *, begins: bool) -> None:
+    def note(self, batch: object, place: Place, loss: str, *, begins: bool) -> None:
         """Note a call that has succeeded, and whether it began a step, which is done by now."""
         if begins:
             self._blocks_before = place.blocks
         self._batch, self._last = batch, place._replace(step=place.step + begins)
+        self._loss = loss
 
     def _warn(self) -> None:
         if self._on_lead and not self._warned:

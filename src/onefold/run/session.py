@@ -259,7 +259,7 @@ class Session:
         start = host_now_s()
         with self.telling_others():
             place = Place(self.position.step, engine.changes.number, engine.changes.blocks)
-            again = self.gradients.goes_on(batch, place)
+            again = self.gradients.goes_on(batch, place, name)
             cut = self._cut(self.verifying.batch(batch), checked_dim(dim))
             waited = cut.waited or (start, host_now_s())
             with engine.changes.closed(place.step + 1):
@@ -270,7 +270,7 @@ class Session:
                 with self.verifying.step(cut, number, name) as given:
                     outcome = engine.gradient(given, number, name=name, asked_to_stop=asked)
                 self.asked_to_stop |= outcome.verdict.stops
-                self.gradients.note(batch, place, begins=not again)
+                self.gradients.note(batch, place, name, begins=not again)
                 if not again:
                     self._note_gradient(cut, stop=outcome.verdict.stops)
         spans = engine.take_spans()

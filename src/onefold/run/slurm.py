@@ -21,6 +21,7 @@ PyTorch's own variables take precedence: under ``srun torchrun`` they are the ri
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -58,8 +59,9 @@ def slurm_task(environment: Mapping[str, str]) -> SlurmTask | None:
     step, rank = environment.get("SLURM_STEP_ID", ""), environment.get("SLURM_PROCID", "")
     if not (step.isdecimal() and rank.isdecimal()) or int(step) >= _SPECIAL_STEPS:
         return None
-    # Of a shell that all tasks have opened, only one is still there when somebody types.
-    if "SLURM_PTY_PORT" in environment:
+    # Of a shell that all tasks have opened, only one is still there when somebody types. But srun
+    # hands the variable on to tasks that are started from such a shell, and these have no terminal.
+    if "SLURM_PTY_PORT" in environment and has_terminal():
         return None
     size = _number(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     if size == 1:
@@ -133,6 +135,15 @@ def _text(environment: Mapping[str, str], *names: str) -> str:
             f"take SLURM_STEP_ID out of its environment"
         )
     return found
+
+
+def has_terminal() -> bool:
+    """Whether a terminal controls this process, as that of a shell does."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
 
 
 def _number(environment: Mapping[str, str], *names: str) -> int:

@@ -188,4 +188,7 @@ def worker_environment(world: World) -> dict[str, str]:
     # Libraries that print, log or download on rank 0 alone look for these.
     environment["RANK"] = environment["LOCAL_RANK"] = str(world.rank)
     environment["WORLD_SIZE"] = environment["LOCAL_WORLD_SIZE"] = str(world.size)
+    # With these, a program that the script starts would take itself for a device.
+    for name in ("MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_ID"):
+        environment.pop(name, None)
     return environment
