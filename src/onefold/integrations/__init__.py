@@ -1,0 +1,1 @@
+"""onefold inside of other libraries' training loops; each module needs the library of its name."""
