@@ -2,9 +2,8 @@
 
     from onefold.integrations.transformers import Trainer
 
-in the place of transformers' own, before any ``TrainingArguments`` are made, and ``shards=`` given
-to it. Its loop, callbacks, checkpoints and evaluation stay; docs/guides/transformers.md has an
-example.
+in the place of transformers' own, before any ``TrainingArguments`` are made. Its loop, callbacks,
+checkpoints and evaluation stay; docs/guides/transformers.md has an example.
 
 Note: how its loop is driven
 ----------------------------
@@ -44,29 +43,25 @@ if onefold.is_launched():
     for _name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         os.environ.pop(_name, None)
 
-_IGNORED = -100
-"""The label of what has no part in the loss."""
+_IGNORED = -100  # the label of what has no part in the loss
 _FOLDER = "onefold"
 """In each checkpoint of the loop's: what onefold knows of the run, such as the step's number."""
 _CLOSE = 1e-3
-"""How far from the loss its part that is divided may be, as a share of it."""
 
 
 class Trainer(transformers.Trainer):  # type: ignore[misc]
     """`transformers.Trainer` whose batches are cut into shards, over all devices of the run.
 
     Args:
-        given: as for `transformers.Trainer`, but for ``model_init``.
+        given, named: as for `transformers.Trainer`, but for ``model_init``.
             ``per_device_train_batch_size`` is the size of the whole batch.
         shards: into how many parts every batch is cut: the most devices that may share it.
         devices, plan, precision: as for `onefold.Trainer`; precision may be ``"bf16"``.
-        named: as for `transformers.Trainer`.
 
     Raises:
         ValueError: an argument cannot be had here; says which, and what to do.
 
-    Example:
-        ``Trainer(model, args, train_dataset=data, shards=8).train()``
+    Example: ``Trainer(model, args, train_dataset=data, shards=8).train()``
     """
 
     args: Any
@@ -95,7 +90,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             precision=precision,
         )
         check_place(self.model, self.args)
-        self._items: torch.Tensor | None = None
+        self._items: torch.Tensor | int | None = None
         self._divides_known = False
         self._update = contextlib.ExitStack()
         self.add_callback(_Update(self))
@@ -107,8 +102,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def is_world_process_zero(self) -> bool:
         """Whether this process has device 0."""
-        known = hasattr(self, "folded")  # transformers asks before all is made
-        return self.folded.is_lead if known else super().is_world_process_zero()
+        return not hasattr(self, "folded") or self.folded.is_lead  # asked before all is made
 
     def is_local_process_zero(self) -> bool:
         """Whether this process has device 0."""
@@ -127,17 +121,14 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     ) -> torch.Tensor:
         """Leave the gradient of the whole batch in ``.grad``, and return its loss."""
         model.train()
-        items = num_items_in_batch
-        self._items = None if items is None else torch.as_tensor(items) * 1.0
+        self._items = num_items_in_batch
         step = self.folded.gradient(self._prepare_inputs(inputs))
         return step.loss.to(self.args.device)
 
     def shard_weight(self, inputs: dict[str, Any]) -> torch.Tensor | None:
         """How much a shard's loss counts where it is a mean of the model's own; may be overridden.
 
-        Returns:
-            () The number of labels that are not ignored, where labels are integers; None for the
-            number of samples.
+        Returns the number of integer labels that are not ignored, (), or None for all samples.
         """
         labels = inputs.get("labels")
         if not torch.is_tensor(labels) or labels.is_floating_point():
@@ -147,9 +138,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return labels.ne(_IGNORED).sum()
 
     def _loss_of_shard(self, model: torch.nn.Module, inputs: dict[str, Any]) -> object:
-        weight, items = self.shard_weight(inputs), self._items
-        if items is not None:
-            items = items.to(next(model.parameters()).device, copy=True).requires_grad_()
+        weight, items = self.shard_weight(inputs), None
+        if self._items is not None:
+            place = next(model.parameters()).device
+            items = (torch.as_tensor(self._items, device=place) * 1.0).requires_grad_()
         # A copy, as labels are taken out of it.
         loss = self.compute_loss(model, copy.copy(inputs), num_items_in_batch=items)
         if items is not None and self._is_divided(loss, items):
@@ -166,9 +158,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             if abs(total - expected) > _CLOSE * abs(expected):
                 raise ValueError(
                     f"expected a loss that is a sum divided by num_items_in_batch, or one that "
-                    f"does not use it; of this one ({expected:g}) only {total:g} is divided by it, "
-                    f"so it is not the sum of its shards'. Leave out what is added to it, such as "
-                    f"a router's loss, or divide that by num_items_in_batch, too"
+                    f"does not use it; of this one ({expected:g}) only {total:g} is divided by it. "
+                    f"Leave out what is added, such as a router's loss: shards would add it up"
                 )
             self._divides_known = True
         return True
