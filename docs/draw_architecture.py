@@ -53,6 +53,7 @@ BOXES = {
     "__main__": Box(2.6, 11.6, "python -m onefold", width=1.7),
     "cli": Box(6.2, 11.6, "commands"),
     "jobs": Box(9.0, 10.3, "ready-made jobs"),
+    "integrations": Box(11.05, 11.6, "others' training loops"),
     "data": Box(11.3, 8.6, "what jobs read", width=1.6),
     "models": Box(9.6, 8.6, "what jobs train", width=1.6),
     "onefold": Box(4.3, 9.9, "the public names"),

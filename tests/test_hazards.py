@@ -131,6 +131,7 @@ WAITS = """
 
 ENVIRONMENT = """
     run/world.py environment.pop: takes the run's record out
+    integrations/transformers.py os.environ.pop: what onefold has read by then, of its own processes
     exchange/loopback.py os.environ: gloo's interface, put back afterwards
     run/world.py environment: for a worker, in a copy
     run/world.py environment.setdefault: for a worker, in a copy

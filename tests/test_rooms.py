@@ -32,10 +32,11 @@ ROOMS = (
     "models",
     "data",
     "jobs",
+    "integrations",
     "cli",
     "__main__",
 )
-OUTER = {"models", "data", "jobs", "cli"}
+OUTER = {"models", "data", "jobs", "integrations", "cli"}
 """What is built on the public interface, as a user's program is."""
 OPEN_TO_OUTER = {"errors", "losses", "system", "weights", "onefold", *OUTER}
 

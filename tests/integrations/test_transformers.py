@@ -1,0 +1,161 @@
+"""The loop of `transformers.Trainer`: equal bits on any number of devices, and its own values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tqdm import tqdm
+
+import onefold
+from onefold.errors import CheckpointError
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate", reason="the loop of transformers needs accelerate")
+
+from tests.integrations import looped
+from tests.integrations.looped import Result, Trainer, arguments, model_of, run, run_launched
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+KINDS = ["words", "own loss", "classes", "tags"]
+SAVING = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
+
+
+def on(devices: int, **more: Any) -> dict[str, Any]:
+    return {"devices": ["cpu"] * devices, **more}
+
+
+@pytest.fixture(autouse=True)
+def _bars_have_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tqdm, "monitor_interval", 0)
+
+
+def same_bits(mine: Result, other: Result) -> None:
+    assert mine.losses == other.losses
+    assert mine.parameters.keys() == other.parameters.keys()
+    for name, value in mine.parameters.items():
+        assert torch.equal(value, other.parameters[name]), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bits_on_any_number_of_devices(kind: str, tmp_path: Path) -> None:
+    alone = run(kind, tmp_path)
+    same_bits(run(kind, tmp_path, **on(2, plan=(3, 1))), alone)
+    same_bits(run(kind, tmp_path, **on(3)), alone)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_with_one_shard_it_is_the_loop_itself(kind: str, tmp_path: Path) -> None:
+    theirs = run(kind, tmp_path, exact=True, plain=True)
+    mine = run(kind, tmp_path, exact=True, shards=1)
+    assert mine.losses == pytest.approx(theirs.losses, rel=1e-6)  # added up in float32 by the loop
+    for name, value in theirs.parameters.items():
+        torch.testing.assert_close(mine.parameters[name], value, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["own loss", "classes", "tags"])
+def test_with_four_it_has_the_same_mathematics(kind: str, tmp_path: Path) -> None:
+    theirs = run(kind, tmp_path, exact=True, plain=True, choices={"optim": "sgd"})
+    mine = run(kind, tmp_path, exact=True, choices={"optim": "sgd"})
+    assert mine.losses == pytest.approx(theirs.losses, rel=1e-6)
+    for name, value in theirs.parameters.items():
+        torch.testing.assert_close(mine.parameters[name], value, rtol=1e-10, atol=1e-12)
+
+
+def test_it_goes_on_with_another_number_of_devices(tmp_path: Path) -> None:
+    part = {**SAVING, "max_steps": 4, "lr_scheduler_type": "constant"}
+    whole = run("words", tmp_path / "whole", choices={**part, "max_steps": 6})
+    run("words", tmp_path / "part", choices=part, **on(2))
+    goes_on = run("words", tmp_path / "part", choices={**part, "max_steps": 6}, go_on=True, **on(3))
+    same_bits(goes_on, whole)
+
+
+def test_it_goes_on_from_a_checkpoint_of_the_plain_loop(tmp_path: Path) -> None:
+    part = {**SAVING, "max_steps": 4, "lr_scheduler_type": "constant"}
+    rest = {**part, "max_steps": 6}
+    whole = run("tags", tmp_path / "whole", exact=True, plain=True, choices=rest)
+    run("tags", tmp_path / "part", exact=True, plain=True, choices=part)
+    mine = run("tags", tmp_path / "part", exact=True, choices=rest, go_on=True, shards=1)
+    for name, value in whole.parameters.items():
+        torch.testing.assert_close(mine.parameters[name], value, rtol=1e-12, atol=1e-12)
+
+
+def test_other_shards_are_another_run(tmp_path: Path) -> None:
+    run("tags", tmp_path, choices={**SAVING, "max_steps": 2}, shards=2)
+    with pytest.raises(CheckpointError, match="shards"):
+        run("tags", tmp_path, choices=SAVING, go_on=True, shards=3)
+
+
+@pytest.mark.processes
+def test_launched_processes(tmp_path: Path) -> None:
+    part = {**SAVING, "max_steps": 4, "lr_scheduler_type": "constant", "dataloader_num_workers": 1}
+    best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2}
+    rest = {**part, **best, "max_steps": 6}
+    whole = run("words", tmp_path / "whole", choices=rest)
+    folder = str(tmp_path / "part")
+    onefold.launch(run_launched, devices="cpu:2", args=("words", folder, {**part, **best}, False))
+    names = {path.name for path in Path(folder, "checkpoint-4").iterdir()}
+    assert {"model.safetensors", "optimizer.pt", "rng_state.pth", "onefold"} <= names
+    goes_on = onefold.launch(run_launched, devices="cpu:3", args=("words", folder, rest, True))
+    same_bits(goes_on, whole)
+
+
+def test_lora(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+
+    def adapted(dropout: float = 0.0) -> torch.nn.Module:
+        config = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
+        return peft.get_peft_model(model_of("words", dropout), config)
+
+    alone = run("words", tmp_path, model=adapted(0.1))
+    same_bits(run("words", tmp_path, model=adapted(0.1), **on(2)), alone)
+    theirs = run("words", tmp_path, model=adapted(), exact=True, plain=True)
+    mine = run("words", tmp_path, model=adapted(), exact=True, shards=1)
+    moved = 0
+    for name, value in theirs.parameters.items():
+        moved += "lora_B" in name and bool(value.any())
+        torch.testing.assert_close(mine.parameters[name], value, rtol=1e-12, atol=1e-12)
+    assert moved
+
+
+@pytest.mark.parametrize(
+    ("choices", "words"),
+    [
+        ({"gradient_accumulation_steps": 2}, "shards are the accumulation"),
+        ({"bf16": True}, "precision='bf16'"),
+        ({"auto_find_batch_size": True}, "more shards"),
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
+        ({"torch_compile": True}, "torch_compile"),
+    ],
+)
+def test_refused_by_name(
+    choices: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("ACCELERATE_DYNAMO_BACKEND", "ACCELERATE_DYNAMO_MODE"):
+        monkeypatch.setenv(name, "")  # transformers sets them: afterwards they are gone again
+        monkeypatch.delenv(name)
+    with pytest.raises(ValueError, match=words):
+        Trainer(model_of("words", 0.0), arguments(tmp_path, **choices), shards=2)
+
+
+def test_a_model_is_needed_before(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="got model_init"):
+        Trainer(args=arguments(tmp_path), model_init=lambda: model_of("words", 0.0), shards=2)
+
+
+def test_what_is_added_to_a_divided_loss_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = looped.own_loss
+    monkeypatch.setattr(looped, "own_loss", lambda *a, **k: plain(*a, **k) + 1)
+    with pytest.raises(ValueError, match="shards would add it up"):
+        run("own loss", tmp_path)
+
+
+def test_bf16(tmp_path: Path) -> None:
+    alone = run("words", tmp_path, precision="bf16")
+    same_bits(run("words", tmp_path, precision="bf16", **on(2)), alone)
+    assert alone.losses != run("words", tmp_path).losses
