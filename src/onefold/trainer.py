@@ -212,9 +212,10 @@ class Trainer(TrainedModel):
 
         Args:
             rule: ``rule(step, generator)`` returns a whole batch, as `step` takes it: tensors
-                (n, ...) or tuples, lists and dicts of them. ``step`` counts its batches from the
-                beginning of the run, from 0; ``generator`` is on the host, seeded from the run's
-                seed and ``step``, as are the global generators. Called on every device.
+                (n, ...) or tuples, lists and dicts of them. ``step`` is the number of the pass
+                times ``per_epoch``, and the place in it; both count from 0, and passes from the
+                epoch in which `batches` is called. ``generator`` is on the host, seeded from the
+                run's seed and ``step``, as are the global generators. Called on every device.
             per_epoch: number of batches in a pass.
 
         Raises:
