@@ -60,7 +60,7 @@ $(VENV)/demo.stamp: $(VENV)/torch.stamp pyproject.toml
 	touch $@
 
 $(VENV)/dev.stamp: $(VENV)/demo.stamp
-	$(PIP) install --constraint constraints.txt --editable '.[demo,images,text,report,dev]'
+	$(PIP) install --constraint constraints.txt --editable '.[demo,images,text,transformers,report,dev]'
 	touch $@
 
 $(BENCH_VENV)/bench.stamp: $(BENCH_VENV)/torch.stamp pyproject.toml
