@@ -144,7 +144,7 @@ class Autosave:
         self._schedule.check_resumable()
         if self._schedule.is_missing:
             raise ValueError(
-                "a learning-rate schedule is attached to an optimizer that onefold run "
+                "a learning-rate schedule is attached to the optimizer that onefold run "
                 "--checkpoint does not save, as Trainer was not given it: make Trainer with "
                 'schedule=schedule and schedule_every="script", and leave the lines that step it '
                 'as they are; or with schedule_every="epoch" or "step", and without those lines'
