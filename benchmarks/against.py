@@ -28,7 +28,7 @@ from measure import (
     spread,
 )
 from sides import Side
-from training import PROGRAM, WARM_UP_STEPS, step_time_s, steps_for
+from training import WARM_UP_STEPS, command_of, step_time_s, steps_for
 from workloads import WORKLOADS
 
 __all__ = ["main"]
@@ -84,10 +84,9 @@ def started(workload: str, side: str, source: Path) -> Iterator[dict[str, Side]]
     with tempfile.TemporaryDirectory() as folder, ExitStack() as running:
         versions = {}
         for name, path in (("this", OURS), ("other", source.resolve())):
-            program = [str(PROGRAM), side, workload, "cpu", "1.0"]
             version = Side(
                 name,
-                [sys.executable, *SIDES[side].command("cpu"), *program],
+                command_of(side, workload),
                 processes=SIDES[side].processes,
                 folder=Path(folder),
                 environment={"PYTHONPATH": str(path)},

@@ -134,17 +134,28 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def command_of(
+    side: str,
+    workload: str,
+    devices: Kind = "cpu",
+    precision: Precision = "fp32",
+    batch_size_factor: float = 1.0,
+) -> list[str]:
+    """The command of a side's processes, but for the socket."""
+    program = [str(PROGRAM), side, workload, devices, precision, str(batch_size_factor)]
+    return [sys.executable, *SIDES[side].command(devices), *program]
+
+
 @contextmanager
 def started(workload: str, args: argparse.Namespace) -> Iterator[dict[str, Side]]:
     """The sides of a workload, their processes running and warmed up."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as running:
         sides = {}
         for name in args.sides:
-            program = [str(PROGRAM), name, workload, args.devices, args.precision]
-            program.append(str(args.batch_size_factor))
+            factor = args.batch_size_factor
             side = Side(
                 name,
-                [sys.executable, *SIDES[name].command(args.devices), *program],
+                command_of(name, workload, args.devices, args.precision, factor),
                 processes=SIDES[name].processes,
                 folder=Path(folder),
                 environment=KEEP_MEMORY if args.keep_memory else {},

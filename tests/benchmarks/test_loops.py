@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import _side
 from catalog import PEERS, SIDES, Precision, left_out
 from loops import LOOPS, Loop, part
 from sides import Side
+from training import command_of
 from workloads import WORKLOADS
 
 
@@ -63,10 +63,9 @@ def test_sides_of_two_processes_train(name: str, tmp_path: Path) -> None:
 
 def side(name: str, folder: Path) -> Side:
     """The processes of a side, on the smallest workload."""
-    program = [str(Path(_side.__file__)), name, "mlp", "cpu", "bf16", "1.0"]
     return Side(
         name,
-        [sys.executable, *SIDES[name].command("cpu"), *program],
+        command_of(name, "mlp", precision="bf16"),
         processes=SIDES[name].processes,
         folder=folder,
         environment={},
