@@ -28,6 +28,7 @@ import torch
 from numpy.random import mtrand
 
 __all__ = [
+    "GeneratorStates",
     "derive_seed",
     "forked_generators",
     "in_common",
@@ -166,23 +167,38 @@ def same_in_all_shards(name: str = "") -> Iterator[None]:
         yield
 
 
+class GeneratorStates:
+    """The states of the generators that user code may draw from, as they are now.
+
+    Args:
+        devices: those of which the generators count as well, if they are GPUs.
+    """
+
+    def __init__(self, *devices: torch.device) -> None:
+        self._gpus = [torch.cuda.default_generators[d.index] for d in devices if d.type == "cuda"]
+        self._gpu_states = [generator.get_state() for generator in self._gpus]
+        self._cpu = torch.default_generator.get_state()
+        self._python, self._numpy = random.getstate(), np.random.get_state(legacy=False)
+
+    def restore(self) -> None:
+        """Make these the current states."""
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+        # What was found out about the generator meanwhile, a step inside say, is true no more.
+        _numpy.forget()
+        torch.default_generator.set_state(self._cpu)
+        for generator, state in zip(self._gpus, self._gpu_states, strict=True):
+            generator.set_state(state)
+
+
 @contextmanager
 def forked_generators(*devices: torch.device) -> Iterator[None]:
     """Restore the caller's generators afterwards; inside they go on from where they are."""
-    gpus = [torch.cuda.default_generators[d.index] for d in devices if d.type == "cuda"]
-    gpu_states = [generator.get_state() for generator in gpus]
-    cpu_state = torch.default_generator.get_state()
-    python_state, numpy_state = random.getstate(), np.random.get_state(legacy=False)
+    states = GeneratorStates(*devices)
     try:
         yield
     finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-        # What was found out about the generator meanwhile, a step inside say, is true no more.
-        _numpy.forget()
-        torch.default_generator.set_state(cpu_state)
-        for generator, state in zip(gpus, gpu_states, strict=True):
-            generator.set_state(state)
+        states.restore()
 
 
 @contextmanager

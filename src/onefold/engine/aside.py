@@ -9,13 +9,12 @@ numbers. Not covered is what a loss keeps elsewhere, in an object of its own.
 from __future__ import annotations
 
 import operator
-import random
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 
+from onefold.core.randomness import GeneratorStates
 from onefold.engine.gradients import gradients_of
 from onefold.engine.replica import Replica
 from onefold.system.compat import buffers_of
@@ -41,7 +40,7 @@ def put_aside(replica: Replica) -> Callable[[], None]:
     # Shallow: the tables in which a module holds its parameters and parts stay the same objects.
     modules = [(part, dict(part.__dict__)) for part in replica.module.modules()]
     trainable = replica.parts.trainable()
-    generators = _generators(replica.device)
+    generators = GeneratorStates(replica.device)
 
     def put_back() -> None:
         for part, attributes in modules:
@@ -55,7 +54,7 @@ def put_aside(replica: Replica) -> Callable[[], None]:
             table[name] = value
         replica.parts.restore_frozen(trainable)
         _put_gradients(parameters, gradients)
-        _put_generators(replica.device, generators)
+        generators.restore()
 
     return put_back
 
@@ -73,22 +72,3 @@ def _put_gradients(
         # Setting .grad takes several times as long as reading it, and mostly there is nothing.
         if parameter.grad is not gradient:
             parameter.grad = gradient
-
-
-def _generators(device: torch.device) -> tuple[Any, ...]:
-    gpu = torch.cuda.default_generators[device.index] if device.type == "cuda" else None
-    return (
-        torch.default_generator.get_state(),
-        gpu and gpu.get_state(),
-        random.getstate(),
-        np.random.get_state(legacy=False),
-    )
-
-
-def _put_generators(device: torch.device, states: tuple[Any, ...]) -> None:
-    cpu, gpu, python, numpy = states
-    torch.default_generator.set_state(cpu)
-    if gpu is not None:
-        torch.cuda.default_generators[device.index].set_state(gpu)
-    random.setstate(python)
-    np.random.set_state(numpy)
