@@ -110,19 +110,19 @@ WAITS = """
     exchange/collective.py self._store.wait: for seconds
     exchange/collective.py works.pop(0).wait: the same
     exchange/connections.py self._end.wait: the pause of a thread that looks at peers
+    exchange/dialing.py connection.connect: does not wait; in a loop with a limit
+    exchange/dialing.py connection.recv: the socket has a limit
+    exchange/dialing.py listener.accept: the socket has a limit
+    exchange/dialing.py listener.bind: an abstract name that was drawn at random
+    exchange/dialing.py listener.listen: for processes of the same user
+    exchange/dialing.py time.sleep: in a loop with a limit
     exchange/exchange.py self.bind: no socket: follows a roster
     exchange/exchange.py self.memory.bind: no socket: follows a roster
     exchange/group.py store.wait: a farewell, for seconds
     exchange/group.py time.sleep: in a loop with a limit
     exchange/lateness.py time.sleep: in a loop with a limit
-    exchange/mailbox.py connection.connect: does not wait; in a loop with a limit
-    exchange/mailbox.py connection.recv: the socket has a limit
-    exchange/mailbox.py listener.accept: the socket has a limit
-    exchange/mailbox.py listener.bind: an abstract name that was drawn at random
-    exchange/mailbox.py listener.listen: for processes of the same user
     exchange/mailbox.py peer.socket.recv: does not wait
     exchange/mailbox.py poller.poll: for part of the limit
-    exchange/mailbox.py time.sleep: in a loop with a limit
     run/child.py poller.poll: as long as the workers run, signals and stopped ones noticed
     run/child.py self._process.wait: for what the kernel has said to have ended
     run/crew.py poll: for part of a limit, or as long as the workers run

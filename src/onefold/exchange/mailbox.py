@@ -2,21 +2,19 @@
 
 Every process holds a socket to every other one. The kernel closes the sockets of a process that
 ends, whatever ended it; where a child still holds a copy, a pidfd reports the end all the same. So
-whoever waits notices a dead peer at once. The sockets have abstract names: there is no port and no
-file, and nothing to clean up.
+whoever waits notices a dead peer at once.
 
 Note: a peer's last words
 -------------------------
 A process that fails sends why and hangs up at once. If it leaves messages unread, the kernel
-reports a reset connection before it delivers what the process sent. So an error on a socket is
-final only once everything has been read: the reason comes last (see `_last_words`, `_sending`).
+reports a reset connection before it delivers what the process sent. It also reports the end too
+early to who finds no message just before the process sends its last and hangs up. So neither is
+final until a second read has found nothing: the reason comes last (see `_read`, `_sending`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import hashlib
 import json
 import os
 import select
@@ -25,11 +23,12 @@ import struct
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NoReturn
 
 from onefold.errors import DisagreementError, OnefoldError, PeerFailed, PeerLost, PeerTimeout
+from onefold.exchange.dialing import connected, credentials
 from onefold.exchange.transport import LEFT
 from onefold.system.process import LOOK_S, Stillness
 
@@ -37,8 +36,6 @@ __all__ = ["Mailbox"]
 
 _ARRIVED, _NOTE, _MORE, _FAILED = b"A", b"N", b"M", b"F"
 _SPIN_S = 60e-6
-_HELLO = struct.Struct("<q")
-_HELLO_S = 5.0
 _CHUNK_BYTES = 32 * 1024
 _FRAME_BYTES = 64 * 1024
 
@@ -87,8 +84,8 @@ class Mailbox:
         self._peers: dict[int, _Peer] = {}
         self._closed = False
         try:
-            self._connect(address, time.monotonic() + timeout_s, ended)
-            self._peers = dict(sorted(self._peers.items()))  # they connect in any order
+            for peer, connection in connected(address, rank, size, timeout_s, ended).items():
+                self._peers[peer] = _peer(peer, connection, timeout_s)
         except BaseException:
             self.close()
             raise
@@ -143,11 +140,14 @@ class Mailbox:
         limit = time.monotonic() + self.timeout_s
         while not self._wait_for_news([peer], limit):
             continue
-        # Not by `_drain`: a plain recv would throw the descriptors away.
-        try:
-            message, descriptors, _, _ = socket.recv_fds(peer.socket, _FRAME_BYTES, 1)
-        except ConnectionError:
-            message, descriptors = _last_words(peer), []
+        descriptors: list[int] = []
+
+        def receive() -> bytes:  # not by `_drain`: a plain recv would throw the descriptors away
+            message, found, _, _ = socket.recv_fds(peer.socket, _FRAME_BYTES, 1)
+            descriptors.extend(found)
+            return message
+
+        message = _read(receive)
         if descriptors:
             return descriptors[0]
         if message.startswith(_FAILED):
@@ -223,11 +223,9 @@ class Mailbox:
     def _drain(self, peer: _Peer) -> bool:
         """Queue the next frame from a peer without waiting; return whether there was one."""
         try:
-            frame = peer.socket.recv(_FRAME_BYTES, socket.MSG_DONTWAIT)
+            frame = _read(lambda: peer.socket.recv(_FRAME_BYTES, socket.MSG_DONTWAIT))
         except BlockingIOError:
             return False
-        except ConnectionError:
-            frame = _last_words(peer)
         if frame.startswith(_FAILED):
             self._raise_failed(peer, frame)
         # End of stream. Frames already queued are still valid, so raise only once they are used.
@@ -320,83 +318,15 @@ class Mailbox:
                 continue
             self._raise_ended(peer)
 
-    # Connecting
 
-    def _connect(self, address: str, limit: float, ended: Callable[[int], bool]) -> None:
-        # Everybody listens before connecting to the ranks below, with room for all in the queue: a
-        # connect succeeds before its accept, so no circle of processes can wait for each other.
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-            listener.bind(_socket_name(address, self.rank))
-            listener.listen(self.size)
-            for rank in range(self.rank):
-                self._admit(self._reach(_socket_name(address, rank), rank, limit, ended), rank)
-            while missing := sorted(set(range(self.rank + 1, self.size)) - self._peers.keys()):
-                listener.settimeout(min(LOOK_S, max(0.01, limit - time.monotonic())))
-                try:
-                    connection, _ = listener.accept()
-                except TimeoutError:
-                    self._check_coming(missing, limit, ended)
-                    continue
-                who = _hello(connection)
-                if who in missing:
-                    self._admit(connection, who)
-                else:
-                    connection.close()
-
-    def _reach(
-        self, name: str, rank: int, limit: float, ended: Callable[[int], bool]
-    ) -> socket.socket:
-        """Connect to a process that listens under a name, once one of this user does."""
-        look = time.monotonic() + LOOK_S
-        while True:
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            connection.setblocking(False)  # a full queue would block connect without a limit
-            try:
-                connection.connect(name)
-                if _credentials(connection)[1] == os.getuid():
-                    connection.send(_HELLO.pack(self.rank))
-                    return connection
-            except OSError as error:
-                if error.errno not in (errno.ECONNREFUSED, errno.EAGAIN, errno.ENOENT):
-                    connection.close()
-                    raise
-            connection.close()
-            if time.monotonic() > look:
-                look += LOOK_S
-                self._check_coming([rank], limit, ended)
-            time.sleep(0.005)
-
-    def _check_coming(
-        self, missing: Sequence[int], limit: float, ended: Callable[[int], bool]
-    ) -> None:
-        for rank in missing:
-            if ended(rank):
-                raise PeerLost.before_start(rank)
-        if time.monotonic() > limit:
-            raise self._nobody(missing)
-
-    def _admit(self, connection: socket.socket, rank: int) -> None:
-        # The kernel's own limit, as Python's would make the socket non-blocking for good.
-        connection.setblocking(True)
-        limit = struct.pack("ll", int(self.timeout_s), int(self.timeout_s % 1 * 1e6))
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-        pid, _ = _credentials(connection)
-        self._peers[rank] = _Peer(rank, connection, pid, _open_pidfd(pid), Stillness(pid))
-
-    def _nobody(self, missing: Sequence[int]) -> PeerTimeout:
-        return PeerTimeout(
-            f"device {', '.join(map(str, missing))} did not join within {self.timeout_s:g} s. "
-            f"Every device must run the same script and make its Trainer",
-            device=missing[0],
-            step=0,
-        )
-
-
-def _last_words(peer: _Peer) -> bytes:
-    """Read what a peer sent before it hung up: the reset comes first, see the note at the head."""
+def _read(receive: Callable[[], bytes]) -> bytes:
+    """The next message, or nothing once the peer has hung up: see the note at the head."""
+    with contextlib.suppress(ConnectionError):
+        if message := receive():
+            return message
     try:
-        return peer.socket.recv(_FRAME_BYTES, socket.MSG_DONTWAIT)
-    except OSError:
+        return receive()
+    except ConnectionError:
         return b""
 
 
@@ -415,32 +345,13 @@ def _close_all() -> None:
         mailbox.close()
 
 
-def _socket_name(address: str, rank: int) -> str:
-    """The abstract name under which a device listens; it reveals no other device's name.
-
-    Anyone on the host can list such names, and could claim that of a device that has yet to start
-    if it could be derived from one that is listed.
-    """
-    return "\0onefold-" + hashlib.sha256(f"{address}.{rank}".encode()).hexdigest()[:32]
-
-
-def _hello(connection: socket.socket) -> int | None:
-    """The rank of a process that has connected; None for a stranger or a silent one."""
-    if _credentials(connection)[1] != os.getuid():
-        return None
-    connection.settimeout(_HELLO_S)
-    try:
-        (rank,) = _HELLO.unpack(connection.recv(_HELLO.size))
-    except (OSError, struct.error):
-        return None
-    return int(rank)
-
-
-def _credentials(connection: socket.socket) -> tuple[int, int]:
-    """Process id and user id of the other end."""
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    pid, uid, _ = struct.unpack("3i", raw)
-    return pid, uid
+def _peer(number: int, connection: socket.socket, timeout_s: float) -> _Peer:
+    # The kernel's own limit, as Python's would make the socket non-blocking for good.
+    connection.setblocking(True)
+    limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+    pid, _ = credentials(connection)
+    return _Peer(number, connection, pid, _open_pidfd(pid), Stillness(pid))
 
 
 def _open_pidfd(pid: int) -> int | None:
