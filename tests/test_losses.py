@@ -259,7 +259,7 @@ def test_one_part_in_float32_is_pytorchs_value_to_a_rounding(name: str) -> None:
         )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     data=st.data(),
     # Divided by weights of 1e-300, PyTorch's own losses overflow.

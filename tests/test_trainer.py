@@ -162,7 +162,7 @@ def test_a_batch_may_be_of_any_containers(devices: int) -> None:
 # -- the same bits --------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(shards=st.integers(1, 6), samples=st.integers(2, 14), data=st.data())
 def test_any_plan_gives_the_same_bits(shards: int, samples: int, data: st.DataObject) -> None:
     devices = data.draw(st.integers(1, shards))

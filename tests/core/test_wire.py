@@ -24,7 +24,7 @@ plain = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(plain)
 def test_every_value_comes_back(value: Any) -> None:
     assert shown(decode(encode(value, "value") + b"more")) == shown(value)

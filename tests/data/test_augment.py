@@ -45,7 +45,7 @@ def normalise(mode: Mode) -> Normalise:
     return Normalise(MEAN, STD) if mode == "RGB" else Normalise(MEAN[:1], STD[:1])
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     width=SIDES,
     height=SIDES,
@@ -69,7 +69,7 @@ def test_every_picture_becomes_a_square_of_numbers(
     assert tensor.isfinite().all()
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     width=SIDES,
     height=SIDES,

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as numbers
 from PIL import Image
@@ -290,7 +290,6 @@ def test_a_damaged_file_is_read_or_refused_and_nothing_else(
     assert refused > 0
 
 
-@settings(deadline=None)
 @given(
     arrays=st.lists(
         numbers.arrays(np.uint8, st.tuples(st.integers(1, 4), st.integers(1, 4), st.just(3))),

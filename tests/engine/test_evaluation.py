@@ -38,7 +38,7 @@ class Mixture(nn.Module):
         return self.parts(self.frozen(inputs))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     samples=st.integers(1, 40),
     batch_size=st.integers(1, 45),
@@ -65,7 +65,7 @@ def test_every_sample_is_scored_once(
     weights=st.lists(st.integers(0, 9), min_size=1, max_size=20).filter(any),
     batch_size=st.integers(1, 9),
 )
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_a_mean_is_a_ratio_of_sums(weights: list[int], batch_size: int) -> None:
     values = [float(3 * i % 7) for i in range(len(weights))]
 

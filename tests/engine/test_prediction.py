@@ -71,7 +71,7 @@ def plans(draw: st.DrawFn) -> tuple[int, ...]:
     return tuple(draw(counts.filter(lambda counts: sum(counts) >= len(counts))))
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(samples=st.integers(1, 40), batch_size=st.integers(1, 45), plan=plans())
 def test_values_come_in_the_order_of_the_data(
     samples: int, batch_size: int, plan: tuple[int, ...]

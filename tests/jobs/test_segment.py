@@ -102,7 +102,7 @@ def pixelwise() -> nn.Module:
 # Cutting and turning.
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     number=st.integers(0, len(SIZES) - 1),
     seed=st.integers(0, 2**31),
@@ -203,7 +203,6 @@ def test_the_same_seed_gives_the_same_crop(doubles: list[Pair]) -> None:
 # Padding.
 
 
-@settings(deadline=None)
 @given(
     sizes=st.lists(st.tuples(st.integers(1, 70), st.integers(1, 70)), min_size=1, max_size=4),
     stride=st.sampled_from([16, 32]),

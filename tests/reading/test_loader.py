@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import (
     DataLoader,
@@ -130,7 +130,6 @@ def plans(draw: st.DrawFn) -> Plan:
     return Plan(tuple(counts))
 
 
-@settings(deadline=None)
 @given(
     plan=plans(),
     samples=st.integers(1, 70),
@@ -167,7 +166,6 @@ def test_the_devices_together_read_every_sample_once_and_in_order(
 LENGTHS = [3 * n % 11 for n in range(30)]
 
 
-@settings(deadline=None)
 @given(plan=plans(), batch_size=st.integers(1, 40), drop_last=st.booleans(), seed=st.integers(0, 9))
 def test_batches_by_length_are_the_same_on_any_number_of_devices(
     plan: Plan, batch_size: int, drop_last: bool, seed: int
