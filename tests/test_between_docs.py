@@ -74,3 +74,35 @@ def test_a_penalty_in_the_loss(tmp_path: Path) -> None:
     trainer = onefold.Trainer(critic, optimizer, script["critic_loss"], shards=4, devices=["cpu"])
     inputs = script["batch"][0]
     assert trainer.step((inputs, inputs.flip(0))).number == 1
+
+
+def test_mixing_does_not_depend_on_shards_or_devices(tmp_path: Path) -> None:
+    script = script_of("mixup.md", tmp_path)
+    torch.manual_seed(2)
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10)).double()
+    batches = [
+        (torch.randn(11, 1, 8, 8, dtype=torch.float64), torch.randint(10, (11,))) for _ in range(6)
+    ]
+
+    def trained(shards: int, devices: int) -> tuple[str, torch.Tensor]:
+        own = copy.deepcopy(model)
+        optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
+        trainer = onefold.Trainer(
+            own, optimizer, script["loss"], shards=shards, devices=["cpu"] * devices, threads=1
+        )
+        for batch in batches:
+            trainer.step(batch)
+        trainer.close()
+        return trainer.fingerprint(), own.get_parameter("1.weight").detach().clone()
+
+    one, two, three = (trained(4, devices) for devices in (1, 2, 3))
+    assert one[0] == two[0] == three[0]
+    torch.testing.assert_close(one[1], trained(1, 1)[1], rtol=1e-12, atol=1e-13)
+
+
+def test_mixing_by_the_batch(tmp_path: Path) -> None:
+    script = script_of("mixup.md", tmp_path)
+    assert script["step"].number == 8
+    images, targets = script["mixed_batch"](1, torch.Generator().manual_seed(0))
+    assert images.shape == (30, 1, 8, 8)
+    torch.testing.assert_close(targets.sum(dim=1), torch.ones(30))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from tqdm import tqdm
 
 import onefold
 from onefold.engine import compiling, kernels
 from onefold.errors import CheckpointError, DisagreementError, LossError, StateError
+from tests.compiler import cache, fresh_compiler
 from tests.verifying.compared import Compared, compared
 
-__all__ = ["compared"]
+__all__ = ["cache", "compared", "fresh_compiler"]
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 Loss = Callable[[Any, Batch], object]
@@ -36,21 +36,11 @@ SIZES = (9, 8, 9, 3)
 
 pytestmark = [
     pytest.mark.xdist_group("compile"),
+    pytest.mark.usefixtures("fresh_compiler"),
     # The compiler's own: where it copies what a tensor knows of its gradient, and where it loads.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
     pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    # The compiler shows its progress by tqdm, which starts a thread that outlasts a test.
-    monkeypatch.setattr(tqdm, "monitor_interval", 0)
-    # Where its kernels find a function of PyTorch in this process; put back with the patch.
-    monkeypatch.setenv("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "")
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.fixture
@@ -63,17 +53,6 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
         return compiled(function, dynamic=dynamic, backend="aot_eager")
 
     monkeypatch.setattr(torch, "compile", trace)
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """One folder for the code of all tests; and no threads that would outlast a test."""
-    from torch._inductor import config
-
-    with pytest.MonkeyPatch.context() as patch, config.patch(compile_threads=1):
-        folder = tmp_path_factory.mktemp("compiled")
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
-        yield
 
 
 class Net(nn.Module):

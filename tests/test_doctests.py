@@ -31,6 +31,9 @@ def test_there_are_examples_of_the_public_interface() -> None:
     } <= set(MODULES)
 
 
+WITH_A_TRAINER = ("onefold.trainedmodel", "onefold.trainer", "onefold.integrations.loggers")
+
+
 def a_trainer() -> dict[str, object]:
     """What the examples of the Trainer's methods begin with, as in the example of its class."""
     model = torch.nn.Linear(2, 1)
@@ -52,7 +55,7 @@ def test_the_examples_of(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     names = {
         "onefold": onefold,
         "torch": torch,
-        **(a_trainer() if name in ("onefold.trainedmodel", "onefold.trainer") else {}),
+        **(a_trainer() if name in WITH_A_TRAINER else {}),
     }
     tests = doctest.DocTestFinder().find(module, extraglobs=names)
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Unpack
 
 import torch
@@ -287,6 +287,27 @@ class Trainer(TrainedModel):
         ...     _ = model.weight.sub_(model.weight.grad)
         """
         return self._session.gradient(batch, loss, dim)
+
+    def on_step(self, observe: Callable[[Step], object]) -> None:
+        """Have a function called with every finished step, on the lead alone: for logs.
+
+        It is called inside `step`, before a checkpoint of that step, so that what it writes is
+        there for every step that is saved. Random numbers that it draws do not shift the run's. It
+        must not make calls that all devices must make, such as `step`, `save` or `evaluate`.
+
+        Args:
+            observe: called with the step; of `gradient` with the first call of each step. Functions
+                are called in the order in which they were given; what one raises ends the step.
+
+        Example:
+            >>> model = torch.nn.Linear(2, 1)
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> trainer = Trainer(model, optimizer, lambda m, x: m(x).square().mean(1), shards=2)
+            >>> trainer.on_step(lambda step: print("step", step.number))
+            >>> step = trainer.step(torch.ones(6, 2))
+            step 1
+        """
+        self._session.observers.add(observe)
 
     def evaluate(
         self,

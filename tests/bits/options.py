@@ -42,8 +42,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 """The settings of each; those without are a call or another model, see `_trainer` and `loss`."""
 PRECISIONS = ("bf16", "fp16", "bf16-params", "fp16-params")
-REFUSED = (("compile", "gather"), ("compile", "sync-batch-norm"))
-"""Pairs that cannot be had, see test_compile."""
+REFUSED = (
+    *(("compile", "gather"), ("compile", "sync-batch-norm")),
+    *(("microbatch", "gather"), ("microbatch", "sync-batch-norm")),
+)
+"""Pairs that cannot be had, see test_compile and test_gather."""
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "cnn": lambda: DenseCNN(image_size=14),

@@ -19,6 +19,9 @@ from tests.bits.options import (
     run_part,
     run_parts,
 )
+from tests.compiler import cache, fresh_compiler
+
+__all__ = ["cache", "fresh_compiler"]
 
 WAYS = (("local", "shared"), ("shared", "collective"), ("collective", "local"))
 """The exchange before the stop, on three devices, and that after it, on two."""
@@ -67,6 +70,7 @@ def test_each_option(way: tuple[str, str], tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("cache", "fresh_compiler")
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("way", WAYS, ids="-".join)
 @pytest.mark.parametrize("model", MODELS)
@@ -77,6 +81,7 @@ def test_each_option_of_every_model_in_every_way(
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("cache", "fresh_compiler")
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("way", WAYS, ids="-".join)
 @pytest.mark.parametrize("model", MODELS)

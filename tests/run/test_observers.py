@@ -20,7 +20,7 @@ from onefold.core.team import Team
 from onefold.core.world import World
 from onefold.engine.step import Step
 from onefold.run import observers
-from onefold.run.observers import Observer, observers_of
+from onefold.run.observers import Observers
 from onefold.watch.timing import Span, Stopwatch
 
 CPU = torch.device("cpu")
@@ -39,6 +39,7 @@ def model() -> torch.nn.Module:
     return torch.nn.Linear(2, 1)
 
 
+Observer = Callable[[Step, Any], None]
 Found = Callable[..., list[Observer]]
 
 
@@ -51,7 +52,7 @@ def found(model: torch.nn.Module) -> Found:
         world = replace(World(), rank=rank, size=2, timeline_parts=parts)
         world = replace(world, options=RunOptions(**options))
         team = Team(devices=(CPU, CPU), own=(rank,), world=world, trainer=trainer)
-        return observers_of(team, model, {rank: Stopwatch(CPU)}, steps)
+        return Observers(team, model, {rank: Stopwatch(CPU)}, steps).of_launcher
 
     return find
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from onefold.core.fingerprint import fingerprint_of, named_tensors, tensor_digests
+from onefold.core.randomness import forked_generators
 from onefold.core.team import Team
 from onefold.engine.step import Step
 from onefold.system.record import append_line, keep_steps
@@ -16,7 +17,7 @@ from onefold.watch.probe import Probe
 from onefold.watch.profile import Profile
 from onefold.watch.timing import Span, Stopwatch
 
-__all__ = ["Observer", "observers_of"]
+__all__ = ["Observers"]
 
 _log = logging.getLogger("onefold")
 
@@ -24,7 +25,53 @@ Observer = Callable[[Step, Mapping[int, Sequence[Span]]], None]
 """Called with every finished step, and with what each device of this process did in it."""
 
 
-def observers_of(
+class Observers:
+    """All that is called with every finished step of a run, in order.
+
+    Args:
+        team: who takes part.
+        model: the model of this process.
+        watches: the stopwatches of this process's devices, by number.
+        steps: how many steps are done so far.
+    """
+
+    def __init__(
+        self,
+        team: Team,
+        model: torch.nn.Module,
+        watches: Mapping[int, Stopwatch],
+        steps: int,
+    ) -> None:
+        self._team = team
+        self._of_script: list[Callable[[Step], object]] = []
+        self.of_launcher = _launchers(team, model, watches, steps)
+        """Those that `onefold run` and `onefold verify` asked for."""
+
+    def add(self, observe: Callable[[Step], object]) -> None:
+        """Call a function of the script with every step as well; see `Trainer.on_step`.
+
+        Raises:
+            TypeError: it is no function.
+        """
+        if not callable(observe):
+            raise TypeError(
+                f"on_step expects a function that takes a step, got {type(observe).__name__}"
+            )
+        if self._team.has_lead:
+            self._of_script.append(observe)
+
+    def observe(self, step: Step, spans: Mapping[int, Sequence[Span]]) -> None:
+        """Call all of them with a step, and with what each device of this process did in it."""
+        if self._of_script:
+            with forked_generators(*self._team.own_devices.values()):
+                for tell in self._of_script:
+                    tell(step)
+        # Last, as one of them may end the script.
+        for observe in self.of_launcher:
+            observe(step, spans)
+
+
+def _launchers(
     team: Team, model: torch.nn.Module, watches: Mapping[int, Stopwatch], steps: int
 ) -> list[Observer]:
     """Make the observers that the launcher asked for, in the order in which they are called.

@@ -48,7 +48,7 @@ from onefold.reading.wholebatches import Items, Rule
 from onefold.run.ending import Stopped, is_failing, only_noting
 from onefold.run.gradientsteps import GradientSteps, Place
 from onefold.run.membership import at_good_end, register
-from onefold.run.observers import observers_of
+from onefold.run.observers import Observers
 from onefold.run.team import form_team, settle_process
 from onefold.run.userparts import UserParts
 from onefold.system.interrupt import STOPPED_CODE
@@ -129,7 +129,7 @@ class Session:
         self._begin_saving()
         self.note_progress()
         watches = {replica.number: replica.watch for replica in self.engine.replicas}
-        self._observers = observers_of(self.team, user.module, watches, self.position.step)
+        self.observers = Observers(self.team, user.module, watches, self.position.step)
 
     def _begin_saving(self) -> None:
         """Refuse what could not be saved while nothing is lost yet, and resume what was saved."""
@@ -245,8 +245,7 @@ class Session:
         first = [Span("data", "batch", *waited), *spans[self.team.own[0]]]
         spans[self.team.own[0]] = first
         step = Step(number, cut.samples, cut.epoch, outcome, first, name)
-        for observe in self._observers:
-            observe(step, spans)
+        self.observers.observe(step, spans)
         # After the observers, so that the trace has every step that a checkpoint holds.
         if self._after_step(cut, stop=outcome.verdict.stops):
             raise SystemExit(STOPPED_CODE)
@@ -276,8 +275,8 @@ class Session:
         spans = engine.take_spans()
         first = [Span("data", "batch", *waited), *spans[self.team.own[0]]]
         step = Step(number, cut.samples, cut.epoch, outcome, first, name)
-        for observe in () if again else self._observers:
-            observe(step, spans | {self.team.own[0]: first})
+        if not again:
+            self.observers.observe(step, spans | {self.team.own[0]: first})
         return step
 
     def _note_gradient(self, batch: ShardedBatch, *, stop: bool) -> None:
