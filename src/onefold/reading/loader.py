@@ -128,6 +128,7 @@ class Loader:
         """Begin a new pass.
 
         Raises:
+            TypeError: ``collate`` returned nothing.
             SampleError: a sample could not be read, no worker delivered one within the timeout, or
                 a stream that had samples has none any more.
             CheckpointError: a sampler gave another order than in the run that was saved.
@@ -262,6 +263,12 @@ def _checked(payloads: dict[int, Any] | BadSample) -> dict[int, Any]:
         # Made in a function of its own: a frame that holds its exception is a cycle of references,
         # and would keep the workers alive.
         raise _sample_error(payloads)
+    for shard, payload in payloads.items():
+        if payload is None:
+            raise TypeError(
+                f"collate returned None for the samples of shard {shard}: expected what the loss "
+                f"takes as its batch. Does the function lack its return?"
+            )
     return payloads
 
 
