@@ -1,4 +1,4 @@
-"""Random generators that a sampler or a stream holds: they are seeded as the global ones are."""
+"""Random generators among the attributes of an object: a sampler, a stream, an optimizer."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from onefold.core.randomness import derive_seed
+from onefold.core.randomness import comparable_state, derive_seed
 
-__all__ = ["kept_apart", "seed_held"]
+__all__ = ["held_states", "kept_apart", "seed_held"]
 
 _KINDS = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
 
@@ -28,6 +28,11 @@ def seed_held(owners: Iterable[object], seed: int, domain: str) -> None:
     for number, generator in enumerate(_held_by(owners)):
         # Each has a seed of its own: what two of them draw must not be the same.
         _seed(generator, derive_seed(domain, seed & (2**63 - 1), number))
+
+
+def held_states(owners: Iterable[object]) -> list[Any]:
+    """Where the generators among the attributes of some objects stand; compare with `==`."""
+    return [comparable_state(_state_of(generator)) for generator in _held_by(owners)]
 
 
 @contextmanager
