@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,9 +12,32 @@ import torch
 
 from onefold.core.randomness import comparable_state, derive_seed
 
-__all__ = ["held_states", "kept_apart", "seed_held"]
+__all__ = ["MOST", "held_states", "kept_apart", "seed_held", "within"]
 
 _KINDS = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
+
+
+MOST = 20
+"""Objects within another one that are looked at."""
+
+
+def within(owner: object, inner: Callable[[str, Any], list[object]]) -> list[object]:
+    """Return an object and those that it is made of, each once, the outer ones first.
+
+    Args:
+        owner: the object.
+        inner: which parts there are in an attribute, by its name and value.
+    """
+    found: list[object] = []
+    waiting = [owner]
+    while waiting and len(found) < MOST:
+        each = waiting.pop(0)
+        if any(each is known for known in found):
+            continue
+        found.append(each)
+        for name, value in getattr(each, "__dict__", {}).items():
+            waiting += inner(name, value)
+    return found
 
 
 def seed_held(owners: Iterable[object], seed: int, domain: str) -> None:

@@ -24,7 +24,7 @@ import torch
 from torch.utils.data import Sampler
 
 from onefold.core.randomness import kept_generators, loader_seed, seed_generators
-from onefold.reading.held import kept_apart, seed_held
+from onefold.reading.held import kept_apart, seed_held, within
 from onefold.reading.order import SampleOrder
 from onefold.reading.reader import one_thread, take
 
@@ -34,7 +34,6 @@ _log = logging.getLogger("onefold")
 
 _INNER = ("sampler", "batch_sampler", "base_sampler")
 """The names under which samplers usually keep another one."""
-_MOST_INNER = 20
 
 
 def check_sampler(sampler: object, name: str) -> None:
@@ -65,17 +64,12 @@ def check_sampler(sampler: object, name: str) -> None:
 
 def samplers_within(sampler: object) -> list[object]:
     """Return a sampler and those that it holds, each once."""
-    found: list[object] = []
-    waiting = [sampler]
-    while waiting and len(found) < _MOST_INNER:
-        each = waiting.pop(0)
-        if any(each is known for known in found):
-            continue
-        found.append(each)
-        for name, value in getattr(each, "__dict__", {}).items():
-            if isinstance(value, Sampler) or (name in _INNER and value is not None):
-                waiting.append(value)
-    return found
+
+    def inner(name: str, value: object) -> list[object]:
+        is_one = isinstance(value, Sampler) or (name in _INNER and value is not None)
+        return [value] if is_one else []
+
+    return within(sampler, inner)
 
 
 def draw_samples(
@@ -126,10 +120,10 @@ def draw_batches(
 def _draw(sampler: Any, name: str, *, seed: int, epoch: int, loader: int) -> list[Any]:
     number = loader_seed("sampler", seed, epoch, loader=loader)
     # One thread: the bits of what multinomial adds up may depend on how many there are.
-    within = samplers_within(sampler)
-    with kept_generators(), one_thread(), kept_apart(within):
-        seed_held(within, number, "held by a sampler")
-        for each in within:
+    samplers = samplers_within(sampler)
+    with kept_generators(), one_thread(), kept_apart(samplers):
+        seed_held(samplers, number, "held by a sampler")
+        for each in samplers:
             if callable(set_epoch := getattr(each, "set_epoch", None)):
                 set_epoch(epoch)
         # Now, as some samplers only know it once they know the epoch.

@@ -45,7 +45,7 @@ from onefold.core.randomness import loader_seed, seed_generators
 from onefold.core.shard import Plan, cut_bounds
 from onefold.errors import CheckpointError
 from onefold.reading.datadigest import digest_of, digest_samples, join_digests
-from onefold.reading.held import seed_held
+from onefold.reading.held import MOST, seed_held, within
 from onefold.reading.order import Cut, Order
 from onefold.reading.reader import Answer, Collate, Request, bad_sample, take
 from onefold.reading.track import WHOLE, LoaderSize, LoaderTrack
@@ -56,7 +56,6 @@ _log = logging.getLogger("onefold")
 
 _KEPT = 4
 """Batches whose samples are kept: one in use, two that the one worker reads ahead, one more."""
-_MOST_INNER = 20
 _ONCE = ("_io", "builtins", "itertools")
 """Modules whose iterators can be gone through a single time."""
 
@@ -170,19 +169,10 @@ class Stream:
         )
 
 
-def _streams_within(stream: object) -> list[object]:
-    """Return a stream and the data sets that it is made of, each once."""
-    found: list[object] = []
-    waiting = [stream]
-    while waiting and len(found) < _MOST_INNER:
-        each = waiting.pop(0)
-        if any(each is known for known in found):
-            continue
-        found.append(each)
-        for value in getattr(each, "__dict__", {}).values():
-            parts = value if isinstance(value, list | tuple) else (value,)
-            waiting += [part for part in parts[:_MOST_INNER] if _is_part(part)]
-    return found
+def _parts_of(name: str, value: object) -> list[object]:
+    """Return what a stream is made of, of one of its attributes."""
+    parts = value if isinstance(value, list | tuple) else (value,)
+    return [part for part in parts[:MOST] if _is_part(part)]
 
 
 def _is_part(value: object) -> bool:
@@ -342,7 +332,7 @@ class _StreamReader(Dataset[Answer]):
         seed, epoch = self._numbers
         number = loader_seed("stream", seed, epoch, loader=self._loader)
         seed_generators(number)
-        seed_held(_streams_within(self._stream), number, "held by a stream")
+        seed_held(within(self._stream, _parts_of), number, "held by a stream")
         if callable(set_epoch := getattr(self._stream, "set_epoch", None)):
             set_epoch(epoch)
         if self._state is not None and self._has_state:
