@@ -37,6 +37,7 @@ __all__ = [
     "write_record",
 ]
 
+K = TypeVar("K")
 T = TypeVar("T")
 
 DISTURBED_CORES = 0.1
@@ -82,11 +83,11 @@ def ratio(over: Sequence[float], under: Sequence[float]) -> Spread:
     return spread(a / b for a, b in zip(over, under, strict=True))
 
 
-def in_turn(measurements: Mapping[str, Callable[[], T]], *, rounds: int) -> dict[str, list[T]]:
+def in_turn(measurements: Mapping[K, Callable[[], T]], *, rounds: int) -> dict[K, list[T]]:
     """Take every measurement once a round, in the order given, `rounds` times over."""
     if rounds < 1:
         raise ValueError(f"expected at least one round, got {rounds}")
-    taken: dict[str, list[T]] = {name: [] for name in measurements}
+    taken: dict[K, list[T]] = {name: [] for name in measurements}
     for _ in range(rounds):
         for name, measure in measurements.items():
             taken[name].append(measure())

@@ -99,7 +99,7 @@ def training_record(folder: Path) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if found["benchmark"] != "training" or found["settings"]["keep_memory"]:
             continue
-        if found["settings"].get("precision", "fp32") == "fp32":
+        if found["settings"].get("precisions", ["fp32"]) == ["fp32"]:
             return found
     raise SystemExit(f"{folder} holds no record of training.py: run that first, with --output")
 

@@ -1,13 +1,14 @@
 """How fast training goes: plain PyTorch, onefold, and what others offer, measured in turn.
 
     python benchmarks/training.py [--workload lenet ...] [--sides plain-1 ddp-2 ...]
-        [--devices cpu|cuda] [--precision fp32|bf16] [--repeats 5] [--seconds 2.5]
+        [--devices cpu|cuda] [--precision fp32 bf16] [--repeats 5] [--seconds 2.5]
         [--batch-size-factor 1] [--keep-memory] [--output FILE]
 
 All sides (see `--help`) train the same model on the same batches. They are started once per
 workload, warmed up, and then measured one after the other, round after round; while one trains, the
 others wait. Each trains as many steps as take it about `--seconds`, so that what it costs to tell
-it so does not count, however short its steps.
+it so does not count, however short its steps. Several precisions are measured in turn as well: each
+side runs once for each of them.
 
 By default the C allocator hands large blocks back to the system and gets them anew in every step,
 cleared page by page. How often depends on the sizes, so it favours one side here and another one
@@ -15,6 +16,7 @@ there; `--keep-memory` has the processes of all sides keep what they once got.
 """
 
 import argparse
+import itertools
 import math
 import sys
 import tempfile
@@ -59,6 +61,10 @@ KEEP_MEMORY = {
 large pages, which `onefold run` does by itself."""
 
 
+Run = tuple[Precision, str]
+"""A precision, and the name of the side that computes in it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """A ratio of speeds: of `over` to the one of `under` whose median is best."""
@@ -92,14 +98,14 @@ def main() -> None:
     for workload in args.workload:
         print(f"measuring {WORKLOADS[workload].title} ...", file=sys.stderr)
         with started(workload, args) as sides:
-            results.append(measured(workload, sides, args))
+            results += measured(workload, sides, args)
     show(results)
     settings = {
         "repeats": args.repeats,
         "seconds": args.seconds,
         "keep_memory": args.keep_memory,
         "devices": args.devices,
-        "precision": args.precision,
+        "precisions": args.precision,
         "batch_size_factor": args.batch_size_factor,
         "sides": {name: SIDES[name].description for name in args.sides},
         "left_out": absent,
@@ -119,7 +125,9 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES), metavar="NAME")
     parser.add_argument("--devices", choices=get_args(Kind), default="cpu")
-    parser.add_argument("--precision", choices=get_args(Precision), default="fp32")
+    parser.add_argument(
+        "--precision", nargs="+", choices=get_args(Precision), default=["fp32"], metavar="NAME"
+    )
     parser.add_argument("--repeats", type=int, default=5, help="measurements of each side")
     parser.add_argument(
         "--seconds", type=float, default=2.5, help="about how long a measurement of a side takes"
@@ -147,46 +155,56 @@ def command_of(
 
 
 @contextmanager
-def started(workload: str, args: argparse.Namespace) -> Iterator[dict[str, Side]]:
-    """The sides of a workload, their processes running and warmed up."""
+def started(workload: str, args: argparse.Namespace) -> Iterator[dict[Run, Side]]:
+    """The sides of a workload in each precision, their processes running and warmed up."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as running:
         sides = {}
-        for name in args.sides:
+        for run in itertools.product(args.precision, args.sides):
+            precision, name = run
             factor = args.batch_size_factor
             side = Side(
-                name,
-                command_of(name, workload, args.devices, args.precision, factor),
+                f"{name}-{precision}",
+                command_of(name, workload, args.devices, precision, factor),
                 processes=SIDES[name].processes,
                 folder=Path(folder),
                 environment=KEEP_MEMORY if args.keep_memory else {},
             )
-            sides[name] = running.enter_context(side)
-            sides[name].train(WARM_UP_STEPS)
+            sides[run] = running.enter_context(side)
+            sides[run].train(WARM_UP_STEPS)
         yield sides
 
 
-def measured(workload: str, sides: Mapping[str, Side], args: argparse.Namespace) -> dict[str, Any]:
-    """Every side measured in turn, each over its own number of steps."""
-    steps = {name: steps_for(args.seconds, step_time_s(side)) for name, side in sides.items()}
+def measured(
+    workload: str, sides: Mapping[Run, Side], args: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Every side measured in turn, each over its own number of steps; a result per precision."""
+    steps = {run: steps_for(args.seconds, step_time_s(side)) for run, side in sides.items()}
     taken = in_turn(
-        {name: partial(side.train, steps[name]) for name, side in sides.items()},
+        {run: partial(side.train, steps[run]) for run, side in sides.items()},
         rounds=args.repeats,
     )
     batch_size = WORKLOADS[workload].scaled(args.batch_size_factor).batch_size
-    speeds = {
-        name: [steps[name] * batch_size / one.seconds for one in ones]
-        for name, ones in taken.items()
-    }
-    return {
-        "workload": workload,
-        "batch_size": batch_size,
-        "steps": steps,
-        "samples_per_s": {name: spread(speed) for name, speed in speeds.items()},
-        "peak_bytes": {name: ones[-1].peak_bytes for name, ones in taken.items()},
-        "relative": relative(speeds),
-        "ratios": compared(speeds),
-        "others_cores": spread(one.others_cores for ones in taken.values() for one in ones),
-    }
+    speeds = {run: [steps[run] * batch_size / one.seconds for one in taken[run]] for run in sides}
+    others_cores = spread(one.others_cores for ones in taken.values() for one in ones)
+    first = args.precision[0]
+    results = []
+    for precision in args.precision:
+        ours = {name: speeds[precision, name] for name in args.sides}
+        results.append(
+            {
+                "workload": workload,
+                "precision": precision,
+                "batch_size": batch_size,
+                "steps": {name: steps[precision, name] for name in ours},
+                "samples_per_s": {name: spread(speed) for name, speed in ours.items()},
+                "peak_bytes": {name: taken[precision, name][-1].peak_bytes for name in ours},
+                "relative": relative(ours),
+                "times_first": {n: ratio(speed, speeds[first, n]) for n, speed in ours.items()},
+                "ratios": compared(ours),
+                "others_cores": others_cores,
+            }
+        )
+    return results
 
 
 def step_time_s(side: Side) -> float:
@@ -230,13 +248,19 @@ def show(results: Sequence[Mapping[str, Any]]) -> None:
     """A table of every workload's speeds, and one of the ratios."""
     for found in results:
         rows = [speed_row(name, found) for name in found["samples_per_s"]]
-        title = f"{WORKLOADS[found['workload']].title}: median (least-greatest)"
-        print_table(title, ["side", "samples per second", f"times {BASE}", "MB"], rows)
+        title = (
+            f"{WORKLOADS[found['workload']].title}, {found['precision']}: median (least-greatest)"
+        )
+        times = [f"times {BASE}", f"times {results[0]['precision']}"]
+        print_table(title, ["side", "samples per second", *times, "MB"], rows)
     titles = [one.title for one in COMPARISONS if any(one.title in r["ratios"] for r in results)]
     if titles:
         rows = [[title, *(ratio_cell(found, title) for found in results)] for title in titles]
         rows.append(["best of the others", *(best_peer(found) for found in results)])
-        columns = ["speeds, round by round", *(found["workload"] for found in results)]
+        columns = [
+            "speeds, round by round",
+            *(f"{r['workload']}, {r['precision']}" for r in results),
+        ]
         print_table("Ratios: median (least-greatest)", columns, rows)
     for found in results:
         print_disturbance(found["others_cores"].high, WORKLOADS[found["workload"]].title)
@@ -247,7 +271,8 @@ def speed_row(name: str, found: Mapping[str, Any]) -> list[str]:
     times_base = found["relative"].get(name)
     shown = times_base.text(3) if times_base else ""
     held = f"{found['peak_bytes'][name] / 1e6:,.0f}"
-    return [SIDES[name].description, found["samples_per_s"][name].text(1), shown, held]
+    times = [shown, found["times_first"][name].text(3)]
+    return [SIDES[name].description, found["samples_per_s"][name].text(1), *times, held]
 
 
 def ratio_cell(found: Mapping[str, Any], title: str) -> str:

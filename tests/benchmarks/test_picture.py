@@ -78,7 +78,10 @@ def test_no_record_is_told_of(tmp_path: Path) -> None:
         training_record(tmp_path)
 
 
-@pytest.mark.parametrize(("name", "value"), [("keep_memory", True), ("precision", "bf16")])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("keep_memory", True), ("precisions", ["bf16"]), ("precisions", ["fp32", "bf16"])],
+)
 def test_a_record_of_another_measurement_is_passed_over(
     tmp_path: Path, name: str, value: object
 ) -> None:

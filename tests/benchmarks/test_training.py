@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import training
-from measure import spread
+from measure import ratio, spread
 from sides import Measurement
 from training import COMPARISONS, best_of, compared, relative, show, step_time_s, steps_for
 from workloads import WORKLOADS
@@ -71,9 +71,11 @@ def result(others_cores: float) -> dict[str, Any]:
     speeds = {"plain-1": [10.0], "onefold-1": [5.0]}
     return {
         "workload": "lenet",
+        "precision": "fp32",
         "samples_per_s": {name: spread(speed) for name, speed in speeds.items()},
         "peak_bytes": dict.fromkeys(speeds, 5e6),
         "relative": relative(speeds),
+        "times_first": {name: ratio(speed, speed) for name, speed in speeds.items()},
         "ratios": compared(speeds),
         "others_cores": spread([others_cores]),
     }
@@ -95,7 +97,7 @@ def test_a_trial_run_measures_the_sides_that_were_named(tmp_path: Path) -> None:
     command = [sys.executable, BENCHMARK, "--workload", "mlp", "--sides", *sides]
     short = ["--repeats", "2", "--seconds", "0.05", "--output", str(output)]
     done = subprocess.run(
-        [*command, *short, "--batch-size-factor", "0.5"],
+        [*command, *short, "--batch-size-factor", "0.5", "--precision", "fp32", "bf16"],
         capture_output=True,
         text=True,
         check=False,
@@ -104,9 +106,12 @@ def test_a_trial_run_measures_the_sides_that_were_named(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "left out: dataparallel-2 is for cuda, not for cpu" in done.stderr
     record = json.loads(output.read_text(encoding="utf-8"))
-    (found,) = record["results"]
+    assert record["settings"]["precisions"] == [found["precision"] for found in record["results"]]
+    assert [found["precision"] for found in record["results"]] == ["fp32", "bf16"]
     measured = [name for name in sides if name != "dataparallel-2"]
-    assert list(found["samples_per_s"]) == list(found["relative"]) == measured
     assert list(record["settings"]["left_out"]) == ["dataparallel-2"]
-    assert found["batch_size"] == 32
-    assert all(one["ratio"]["median"] > 0 for one in found["ratios"].values())
+    for found in record["results"]:
+        assert list(found["samples_per_s"]) == list(found["relative"]) == measured
+        assert found["batch_size"] == 32
+        assert all(one["ratio"]["median"] > 0 for one in found["ratios"].values())
+        assert all(one["median"] > 0 for one in found["times_first"].values())
