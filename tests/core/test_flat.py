@@ -5,7 +5,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onefold.core.flat import FlatTensors, cut_chunks, cut_pieces, cut_spans, lay_out
+from onefold.core.flat import (
+    FlatTensors,
+    cut_chunks,
+    cut_pieces,
+    cut_spans,
+    cut_spans_by_stage,
+    lay_out,
+)
 
 SHAPES = st.lists(st.lists(st.integers(0, 300), min_size=0, max_size=2), min_size=1, max_size=12)
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
@@ -124,6 +131,44 @@ def test_chunks_cover_every_span_once_and_none_is_of_two_large_tensors(
     assert covered == sorted(covered)
     elements = sum(b - a for a, b in zip(covered[::2], covered[1::2], strict=True))
     assert sum(sizes) <= elements <= sum(layout.numels)
+
+
+@given(sizes=SIZES, devices=st.integers(1, 5), data=st.data())
+def test_each_stage_is_divided_by_itself(
+    sizes: list[int], devices: int, data: st.DataObject
+) -> None:
+    dtypes = st.sampled_from(DTYPES)
+    layout = lay_out(
+        {
+            str(n): torch.empty(size, device="meta", dtype=data.draw(dtypes))
+            for n, size in enumerate(sizes)
+        }
+    )
+    pieces = cut_pieces(layout, by_element=True)
+    stage_of = [data.draw(st.integers(0, 3)) for _ in sizes]
+    spans = cut_spans_by_stage(pieces, stage_of, devices)
+    assert sorted(n for span in spans for n in span) == list(range(len(pieces)))
+    for stage in set(stage_of):
+        own = [p for p in pieces if stage_of[p.entry] == stage]
+        largest = max((p.numel for p in own), default=0)
+        for span in spans:
+            part = sum(pieces[n].numel for n in span if stage_of[pieces[n].entry] == stage)
+            assert part <= sum(p.numel for p in own) / devices + largest
+    covered = [0] * len(layout.dtypes)
+    owned: list[set[tuple[int, int]]] = [set() for _ in spans]
+    for number, span in enumerate(spans):
+        for chunk in cut_chunks(layout, [pieces[i] for i in span]):
+            assert (chunk.section, chunk.start) not in owned[number]
+            owned[number].add((chunk.section, chunk.start))
+            covered[chunk.section] += chunk.stop - chunk.start
+            # Only this span's own elements, and padding, which belongs to nobody.
+            for other, theirs in enumerate(spans):
+                for piece in (pieces[n] for n in theirs if other != number):
+                    entry = layout.entries[piece.entry]
+                    start, stop = entry.offset + piece.start, entry.offset + piece.stop
+                    apart = chunk.stop <= start or stop <= chunk.start or start == stop
+                    assert entry.section != chunk.section or apart
+    assert sum(sizes) <= sum(covered) <= sum(layout.numels)
 
 
 def test_views_do_not_depend_on_the_current_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

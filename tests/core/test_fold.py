@@ -13,13 +13,14 @@ from onefold.core.shard import Plan
 
 @st.composite
 def plans(draw: st.DrawFn, most: int = 33) -> Plan:
+    """Plans of any counts, in rounds and not."""
     shards = draw(st.integers(1, most))
     devices = draw(st.integers(1, min(shards, 9)))
     cuts = sorted(
         draw(st.lists(st.integers(0, shards), min_size=devices - 1, max_size=devices - 1))
     )
     bounds = [0, *cuts, shards]
-    return Plan(tuple(b - a for a, b in pairwise(bounds)))
+    return Plan(tuple(b - a for a, b in pairwise(bounds)), in_rounds=draw(st.booleans()))
 
 
 def is_node(block: Block, shards: int) -> bool:

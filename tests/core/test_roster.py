@@ -36,9 +36,10 @@ def test_the_next_one_is_another_value() -> None:
     ("spans", "words"),
     [
         ([range(3), range(3, 6)], "3 devices, got 3 hosts, 3 shares and 2 spans"),
-        ([range(3), range(4, 6), range(6, 6)], "device 1 to begin with piece 3"),
+        ([range(3), range(4, 6), range(6, 6)], "got piece 3 in 0"),
         ([range(3), range(3, 5), range(5, 5)], "spans of 6 pieces in all"),
-        ([range(3), range(3, 2), range(2, 6)], "device 1 to begin with piece 3"),
+        ([range(3), range(3, 2), range(2, 6)], "got piece 2 in 2"),
+        ([range(3), (4, 3), (5,)], "pieces of device 1 in ascending order"),
     ],
 )
 def test_spans_hold_every_piece_once(spans: list[range], words: str) -> None:

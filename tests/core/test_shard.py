@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onefold.core.shard import Plan, cut_bounds
+from onefold.core.shard import Plan, cut_bounds, runs_of
 
 
 @given(samples=st.integers(0, 500), shards=st.integers(1, 70))
@@ -42,3 +44,30 @@ def test_a_given_plan_must_fit_the_run() -> None:
     with pytest.raises(ValueError, match="this run has 2 devices and 5 shards"):
         Plan.given((2, 2), shards=5, devices=2)
     assert Plan.given([0, 5], shards=5, devices=2).shards_of(1) == range(5)
+
+
+COUNTS = st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any).map(tuple)
+
+
+@given(counts=COUNTS, in_rounds=st.booleans())
+def test_rounds_hold_every_shard_once_and_each_device_at_most_once(
+    counts: tuple[int, ...], in_rounds: bool
+) -> None:
+    plan = Plan(counts, in_rounds=in_rounds)
+    rows = plan.rounds()
+    assert len(rows) == max(counts)
+    for device in range(plan.devices):
+        own = [row[device] for row in rows if device in row]
+        assert own == list(plan.shards_of(device)) == sorted(own)
+        assert len(own) == counts[device]
+    assert sorted(s for row in rows for s in row.values()) == list(range(plan.shards))
+    if in_rounds:
+        assert [s for row in rows for s in row.values()] == list(range(plan.shards))
+    assert plan.in_a_row() == Plan(counts)
+
+
+@given(numbers=st.sets(st.integers(0, 40)))
+def test_runs_are_rows_of_neighbours(numbers: set[int]) -> None:
+    runs = runs_of(tuple(sorted(numbers)))
+    assert [n for run in runs for n in range(run.start, run.stop)] == sorted(numbers)
+    assert all(a.stop < b.start for a, b in pairwise(runs))

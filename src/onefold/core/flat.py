@@ -40,6 +40,7 @@ __all__ = [
     "cut_chunks",
     "cut_pieces",
     "cut_spans",
+    "cut_spans_by_stage",
     "extent",
     "laid_out",
     "lay_out",
@@ -292,7 +293,7 @@ def cut_pieces(layout: Layout, *, by_element: bool) -> tuple[Piece, ...]:
 
 
 def cut_spans(pieces: Sequence[Piece], devices: int) -> tuple[range, ...]:
-    """Divide the pieces into one contiguous run for each device, balanced by elements."""
+    """Divide the pieces into one row of neighbours for each device, balanced by elements."""
     total = sum(piece.numel for piece in pieces)
     cuts = [0]
     seen = 0
@@ -308,21 +309,67 @@ def cut_spans(pieces: Sequence[Piece], devices: int) -> tuple[range, ...]:
     return tuple(range(start, stop) for start, stop in pairwise(cuts))
 
 
+def cut_spans_by_stage(
+    pieces: Sequence[Piece], stage_of: Sequence[int], devices: int
+) -> tuple[tuple[int, ...], ...]:
+    """Divide the pieces of every stage as `cut_spans` does, so that each device has a part of each.
+
+    Args:
+        pieces: of the model.
+        stage_of: for each entry, the number of its stage.
+        devices: how many there are.
+    """
+    spans: list[list[int]] = [[] for _ in range(devices)]
+    for stage in sorted(set(stage_of)):
+        numbers = [n for n, piece in enumerate(pieces) if stage_of[piece.entry] == stage]
+        cuts = cut_spans([pieces[number] for number in numbers], devices)
+        for span, cut in zip(spans, cuts, strict=True):
+            span += [numbers[place] for place in cut]
+    return tuple(tuple(sorted(span)) for span in spans)
+
+
 def cut_chunks(layout: Layout, span: Sequence[Piece]) -> list[Chunk]:
-    """The stretches that a span covers, cut small enough for the processor's cache."""
+    """The stretches that a span covers, cut small enough for the processor's cache.
+
+    Args:
+        layout: which the pieces belong to.
+        span: pieces in ascending order, of which some may be left out.
+    """
+    follows = _neighbours(layout)
     stretches: list[Chunk] = []
+    before: Piece | None = None
+    joins = False
     for piece in span:
         entry = layout.entries[piece.entry]
         large = piece.entry if layout.is_large(piece.entry) else None
         start, stop = entry.offset + piece.start, entry.offset + piece.stop
-        last = stretches[-1] if stretches else None
+        joins = joins and before is not None and follows(before, piece)
         # Neighbours are joined, so that small tensors are added in one kernel, padding included. A
         # large one stays apart from its neighbours: its gradient may lie outside the flat memory.
-        if last is not None and (last.section, last.entry) == (entry.section, large):
-            stretches[-1] = last._replace(stop=stop)
+        if joins and (stretches[-1].section, stretches[-1].entry) == (entry.section, large):
+            stretches[-1] = stretches[-1]._replace(stop=stop)
         elif piece.numel:
             stretches.append(Chunk(entry.section, start, stop, large))
+            joins = True
+        before = piece
     return [part for stretch in stretches for part in _cut(stretch, layout)]
+
+
+def _neighbours(layout: Layout) -> Callable[[Piece, Piece], bool]:
+    """Return whether a piece follows another one, with nothing but padding between them."""
+    places, counts = [], [0] * len(layout.dtypes)
+    for entry in layout.entries:
+        places.append((entry.section, counts[entry.section]))
+        counts[entry.section] += 1
+
+    def follows(before: Piece, piece: Piece) -> bool:
+        if before.entry == piece.entry:
+            return before.stop == piece.start
+        section, place = places[before.entry]
+        ends = before.stop == layout.entries[before.entry].numel
+        return ends and piece.start == 0 and places[piece.entry] == (section, place + 1)
+
+    return follows
 
 
 def _cut(stretch: Chunk, layout: Layout) -> list[Chunk]:

@@ -6,9 +6,9 @@ Floating-point addition is not associative, so the order is part of the result. 
 tree over shard numbers 0 to V-1: a node covers an aligned power-of-two range of shards, clipped to
 V, and is the sum of its left and its right half. A node whose right half lies wholly beyond V is
 its left half; nothing is added to it, not even a zero, which would turn -0.0 into 0.0. The tree
-depends on V alone. A *block* is the range of one node; any contiguous range of shards is a row of
-whole blocks, so a device can add up inside its own blocks and publish one partial sum per block,
-and whoever adds the rest continues in the very same tree.
+depends on V alone. A *block* is the range of one node; any shards are a row of whole blocks, so a
+device can add up inside its own blocks and publish one partial sum per block, and whoever adds the
+rest continues in the very same tree. Of neighbours the blocks are few.
 """
 
 from __future__ import annotations
@@ -50,18 +50,20 @@ def _width(shards: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def blocks_of(shards_run: range, shards: int) -> tuple[Block, ...]:
-    """Split a contiguous range of shards into the fewest whole blocks, from left to right.
+def blocks_of(shards_run: Sequence[int], shards: int) -> tuple[Block, ...]:
+    """Split some shards, in ascending order, into the fewest whole blocks, from left to right.
 
     >>> blocks_of(range(1, 7), 7)
     (Block(start=1, stop=2), Block(start=2, stop=4), Block(start=4, stop=7))
     """
+    run = frozenset(shards_run)
 
     def visit(node: Block, width: int) -> list[Block]:
-        if node.stop <= shards_run.start or shards_run.stop <= node.start:
+        covered = sum(shard in run for shard in range(*node))
+        if not covered:
             return []
-        # The largest node inside the range: going further down would only mean more partial sums.
-        if shards_run.start <= node.start and node.stop <= shards_run.stop:
+        # The largest node inside them: going further down would only mean more partial sums.
+        if covered == node.stop - node.start:
             return [node]
         left, right = _halves(node, width)
         return visit(left, width // 2) + (visit(right, width // 2) if right else [])
@@ -70,7 +72,7 @@ def blocks_of(shards_run: range, shards: int) -> tuple[Block, ...]:
 
 
 def max_blocks(shards: int) -> int:
-    """The most blocks that any contiguous range of ``shards`` shards splits into."""
+    """The most blocks that any row of neighbours among ``shards`` shards splits into."""
     # Two at each level below the root's children: one at the left end of the range, one at the
     # right. Memory is allocated for this many, so that a new plan never needs more.
     return max(1, 2 * ((shards - 1).bit_length() - 1))

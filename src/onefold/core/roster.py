@@ -10,12 +10,14 @@ bound to the next one. Nothing ever reads half of an old roster and half of a ne
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, pairwise
 
 import torch
 
-from onefold.core.flat import Piece, cut_spans
+from onefold.core.flat import Piece, cut_spans, cut_spans_by_stage
 from onefold.core.shard import Plan
 
 __all__ = ["Roster"]
@@ -33,8 +35,8 @@ class Roster:
     """For each device, the number of its host."""
     plan: Plan
     """How many shards each device runs."""
-    spans: tuple[range, ...]
-    """For each device, the numbers of the pieces that it updates: contiguous, in the same order."""
+    spans: tuple[Sequence[int], ...]
+    """For each device, the numbers of the pieces that it updates, in ascending order."""
 
     def __post_init__(self) -> None:
         sizes = {len(self.devices), len(self.hosts), self.plan.devices, len(self.spans)}
@@ -46,14 +48,19 @@ class Roster:
             )
         # Spans must tile the pieces: a gap would leave parameters as they are in every step, an
         # overlap would have two devices write the same memory.
-        stop = 0
+        owners = Counter(chain.from_iterable(self.spans))
+        pieces = max(owners, default=-1) + 1
+        wrong = next((piece for piece in range(pieces) if owners[piece] != 1), None)
+        if wrong is not None:
+            raise ValueError(
+                f"expected every piece in one span, got piece {wrong} in {owners[wrong]}: "
+                f"{self.spans}"
+            )
         for device, span in enumerate(self.spans):
-            if (span.start, span.step) != (stop, 1) or span.stop < span.start:
+            if any(later <= earlier for earlier, later in pairwise(span)):
                 raise ValueError(
-                    f"expected the span of device {device} to begin with piece {stop}, where that "
-                    f"of the device before it ends, got {span}"
+                    f"expected the pieces of device {device} in ascending order, got {span}"
                 )
-            stop = span.stop
 
     @classmethod
     def first(
@@ -63,6 +70,7 @@ class Roster:
         plan: Plan,
         pieces: Sequence[Piece],
         hosts: Sequence[int] | None = None,
+        stage_of: Sequence[int] | None = None,
     ) -> Roster:
         """Make the roster that a run begins with, with spans of even size.
 
@@ -71,15 +79,21 @@ class Roster:
             plan: how many shards each of them runs.
             pieces: the pieces of the trained parameters.
             hosts: for each device, the number of its host; if absent, all are on one host.
+            stage_of: for each trained parameter the number of its stage, if each device is to have
+                a part of every stage.
         """
         return cls(
             devices=tuple(devices),
             hosts=tuple(hosts or [0] * len(devices)),
             plan=plan,
-            spans=cut_spans(pieces, len(devices)),
+            spans=cut_spans(pieces, len(devices))
+            if stage_of is None
+            else cut_spans_by_stage(pieces, stage_of, len(devices)),
         )
 
-    def next(self, *, plan: Plan | None = None, spans: Sequence[range] | None = None) -> Roster:
+    def next(
+        self, *, plan: Plan | None = None, spans: Sequence[Sequence[int]] | None = None
+    ) -> Roster:
         """Make the roster that follows this one, with the same devices.
 
         Raises:
@@ -87,7 +101,7 @@ class Roster:
                 hold a different number of pieces.
         """
         spans = self.spans if spans is None else tuple(spans)
-        if not spans or spans[-1].stop != self.pieces:
+        if max(chain.from_iterable(spans), default=-1) + 1 != self.pieces:
             raise ValueError(f"expected spans of {self.pieces} pieces in all, got {spans}")
         return replace(
             self,
@@ -99,7 +113,7 @@ class Roster:
     @property
     def pieces(self) -> int:
         """Number of pieces in all spans."""
-        return self.spans[-1].stop
+        return sum(map(len, self.spans))
 
     def owner_of(self, piece: int) -> int:
         """The device that updates a piece."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
-__all__ = ["Plan", "cut_bounds"]
+__all__ = ["Plan", "cut_bounds", "runs_of"]
 
 
 @lru_cache(maxsize=64)
@@ -27,18 +27,38 @@ def cut_bounds(samples: int, shards: int) -> tuple[tuple[int, int], ...]:
     return tuple(pairwise(starts))
 
 
+@lru_cache(maxsize=1024)
+def runs_of(numbers: Sequence[int]) -> tuple[slice, ...]:
+    """Where numbers in ascending order lie in a table: one slice for each row of neighbours.
+
+    >>> runs_of((0, 1, 2, 5))
+    (slice(0, 3, None), slice(5, 6, None))
+    """
+    starts = [n for place, n in enumerate(numbers) if not place or numbers[place - 1] != n - 1]
+    stops = [n + 1 for n in numbers if n + 1 not in numbers]
+    return tuple(map(slice, starts, stops))
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Which device runs which shards: ``counts[d]`` for device ``d``, contiguous, in device order.
+    """Which device runs which shards: ``counts[d]`` for device ``d``, in device order.
+
+    A device's shards are neighbours, so that it can add up most of them by itself. In rounds they
+    are not: all devices take the next shards one after the other, and what is added up of a round
+    is one row of neighbours.
 
     >>> Plan.even(shards=7, devices=3).counts
     (3, 2, 2)
     >>> Plan((1, 0, 3)).shards_of(2)
     range(1, 4)
+    >>> Plan((3, 1), in_rounds=True).shards_of(0)
+    (0, 2, 3)
     """
 
     counts: tuple[int, ...]
     """Number of shards of each device; a device with none merely updates its span."""
+    in_rounds: bool = False
+    """Whether the devices take the shards in turn."""
 
     def __post_init__(self) -> None:
         if not self.counts or any(count < 0 for count in self.counts) or not sum(self.counts):
@@ -87,9 +107,35 @@ class Plan:
         """The number of devices that take part."""
         return len(self.counts)
 
-    def shards_of(self, device: int) -> range:
-        """The contiguous range of shards that ``device`` runs."""
-        # Contiguous, so that a device can add up most of its shards by itself: see
-        # `onefold.core.fold`.
+    def shards_of(self, device: int) -> Sequence[int]:
+        """The shards that ``device`` runs, in ascending order."""
+        if self.in_rounds:
+            return tuple(row[device] for row in self.rounds() if device in row)
         start = sum(self.counts[:device])
         return range(start, start + self.counts[device])
+
+    def in_a_row(self) -> Plan:
+        """Make the plan of the same counts in which each device's shards are neighbours."""
+        return Plan(self.counts)
+
+    def rounds(self) -> tuple[Mapping[int, int], ...]:
+        """What runs at the same time: for each round the shard of every device that has one.
+
+        >>> Plan((3, 1), in_rounds=True).rounds()
+        ({0: 0, 1: 1}, {0: 2}, {0: 3})
+        """
+        return _rounds(self)
+
+
+@lru_cache(maxsize=64)
+def _rounds(plan: Plan) -> tuple[Mapping[int, int], ...]:
+    rows: list[dict[int, int]] = []
+    shard = 0
+    for turn in range(max(plan.counts)):
+        devices = [device for device, count in enumerate(plan.counts) if count > turn]
+        if plan.in_rounds:
+            rows.append({device: shard + place for place, device in enumerate(devices)})
+        else:
+            rows.append({device: sum(plan.counts[:device]) + turn for device in devices})
+        shard += len(devices)
+    return tuple(rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -73,9 +74,9 @@ class Storage:
         """Whether models compute with other values, rounded ones, than the optimizer updates."""
         return self.masters.dtypes != self.parameters.dtypes
 
-    def pieces_of(self, span: range) -> tuple[Piece, ...]:
+    def pieces_of(self, span: Sequence[int]) -> tuple[Piece, ...]:
         """The pieces of a span, which is given by their numbers."""
-        return self.pieces[span.start : span.stop]
+        return tuple(self.pieces[number] for number in span)
 
     @property
     def slots(self) -> int:

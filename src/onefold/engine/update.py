@@ -21,6 +21,7 @@ import torch
 
 from onefold.core.flat import FlatTensors, Layout, Piece, laid_out, storage_order
 from onefold.core.roster import Roster
+from onefold.core.shard import runs_of
 from onefold.core.storage import Storage
 from onefold.engine.averages import AVERAGE, Averages
 from onefold.engine.gradients import exact_norm
@@ -211,10 +212,12 @@ class SpanOptimizer:
             own = [(item.number, gradient) for item, gradient in pairs if item.device == device]
             if own:
                 norms = [row.new_zeros(()) if g is None else exact_norm(g) for _, g in own]
-                # The pieces of a span are neighbours. A list of their numbers would have to be
-                # copied to a GPU, and where scripts ask for deterministic kernels, waited for.
-                first = own[0][0]
-                row[first : first + len(own)] = torch.stack(norms).square()
+                squares, place = torch.stack(norms).square(), 0
+                # In slices: a list of their numbers would have to be copied to a GPU, and where
+                # scripts ask for deterministic kernels, waited for.
+                for run in runs_of(tuple(number for number, _ in own)):
+                    row[run] = squares[place : place + run.stop - run.start]
+                    place += run.stop - run.start
         return rows
 
     def drop(self) -> None:

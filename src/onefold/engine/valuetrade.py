@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from onefold.core.batch import ShardedBatch
+from onefold.core.shard import runs_of
 from onefold.core.values import StepValues, names_of
 from onefold.engine.replica import Replica
 from onefold.errors import DisagreementError
@@ -80,13 +81,11 @@ class ValueTrade:
             rows[replica.number] = table.flatten()
         tables = self._exchange.transport.share(rows).view(batch.plan.devices, shards, lines, 2)
         # From the one that ran it, and not the sum: -0 plus the others' 0 would be 0.
-        parts = [tables[number, _slice(batch, number)] for number in range(batch.plan.devices)]
-        return torch.cat(parts)
-
-
-def _slice(batch: ShardedBatch, device: int) -> slice:
-    shards = batch.plan.shards_of(device)
-    return slice(shards.start, shards.stop)
+        found = torch.empty_like(tables[0])
+        for device in range(batch.plan.devices):
+            for run in runs_of(batch.plan.shards_of(device)):
+                found[run] = tables[device, run]
+        return found
 
 
 def _agreed(

@@ -9,6 +9,7 @@ Where processes share the board's memory, nothing but this order keeps them apar
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 
 from onefold.core.flat import FlatTensors
 from onefold.core.result import ChangedBuffers, ShardResult
+from onefold.core.shard import runs_of
 from onefold.core.storage import BoardShape
 from onefold.core.values import ShardValues
 
@@ -85,22 +87,22 @@ class Board:
         self.values = _typed(self._values_memory, torch.float64, (self.shape.shards, width, 2))
         """(V, width, 2) float64: totals and weights of the numbers beside each shard's loss."""
 
-    def clear_rows(self, device: int, shards: range) -> None:
+    def clear_rows(self, device: int, shards: Sequence[int]) -> None:
         """Clear one device's rows before a step: the last step's values are still in them."""
-        rows = slice(shards.start, shards.stop)
         self.gave[device] = 0
-        self.weights[rows] = 0.0
-        self.changed[rows] = 0
-        self.kinds[rows] = 0
-        if self.width:
-            self.values[rows].zero_()
+        for rows in runs_of(shards):
+            self.weights[rows] = 0.0
+            self.changed[rows] = 0
+            self.kinds[rows] = 0
+            if self.width:
+                self.values[rows].zero_()
+            if self._host_totals is not None:
+                self._host_totals[rows] = 0.0
+            else:
+                self.totals[rows].zero_()
         if self.given:
             for shard in shards:
                 self.given.pop(shard, None)
-        if self._host_totals is not None:
-            self._host_totals[rows] = 0.0
-        else:
-            self.totals[rows].zero_()
 
     def record(self, device: int, shard: int, result: ShardResult) -> None:
         """Record what a shard gave, besides its gradients."""
@@ -143,8 +145,8 @@ class Board:
         else:
             self.totals[shard : shard + 1].copy_(total, non_blocking=True)
 
-    def row(self, device: int, shards: range) -> torch.Tensor:  # (row_bytes,) uint8 on the host
-        """Pack what ``device`` wrote on this board into a message to others.
+    def row(self, device: int, shards: Sequence[int]) -> torch.Tensor:
+        """Pack what ``device`` wrote on this board into a message: (row_bytes,) uint8 on the host.
 
         Totals and values are part of it only where they lie on the host. Elsewhere they must travel
         by themselves, and the buffers always must.
@@ -152,13 +154,13 @@ class Board:
         parts = self._row_parts(device, shards)
         return torch.from_numpy(np.concatenate([part.view(np.uint8).ravel() for part in parts]))
 
-    def empty_row(self, device: int, shards: range) -> torch.Tensor:
+    def empty_row(self, device: int, shards: Sequence[int]) -> torch.Tensor:
         """Allocate room for the `row` of another process's board."""
         # Its length follows from the plan, which both know: no message states a size.
         parts = self._row_parts(device, shards)
         return torch.empty(sum(part.nbytes for part in parts), dtype=torch.uint8)
 
-    def take_row(self, device: int, shards: range, message: torch.Tensor) -> None:
+    def take_row(self, device: int, shards: Sequence[int], message: torch.Tensor) -> None:
         """Copy the `row` of another process's board onto this one."""
         start = 0
         for part in self._row_parts(device, shards):
@@ -167,14 +169,15 @@ class Board:
             part[...] = message[start:stop].numpy().view(part.dtype).reshape(part.shape)
             start = stop
 
-    def _row_parts(self, device: int, shards: range) -> list[np.ndarray[Any, Any]]:
+    def _row_parts(self, device: int, shards: Sequence[int]) -> list[np.ndarray[Any, Any]]:
         # The one list for packing, room and unpacking, so that the three cannot differ.
-        rows = slice(shards.start, shards.stop)
-        parts = [self.gave[device], self.weights[rows], self.changed[rows], self.kinds[rows]]
-        if self.on_host:
-            parts.append(self.totals[rows].numpy())
-        if self.on_host and self.width:
-            parts.append(self.values[rows].numpy())
+        parts = [self.gave[device]]
+        for rows in runs_of(shards):
+            parts += [self.weights[rows], self.changed[rows], self.kinds[rows]]
+            if self.on_host:
+                parts.append(self.totals[rows].numpy())
+            if self.on_host and self.width:
+                parts.append(self.values[rows].numpy())
         return parts
 
 

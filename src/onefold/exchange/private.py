@@ -21,7 +21,7 @@ import torch
 from onefold.core.flat import Chunk, FlatTensors, cut_chunks
 from onefold.core.fold import Published, blocks_of
 from onefold.core.roster import Roster
-from onefold.core.shard import Plan
+from onefold.core.shard import Plan, runs_of
 from onefold.core.storage import Storage
 from onefold.exchange.board import Board
 from onefold.exchange.collective import GroupTransport, Moving, Operation
@@ -142,10 +142,14 @@ class PrivateMemory(Memory):
         own = plan.shards_of(self._rank)
         # all_gather takes one shape from everybody, and devices may run unequal numbers of shards.
         padded = torch.zeros(max(plan.counts), rows.shape[1], dtype=torch.uint8, device=rows.device)
-        padded[: len(own)] = rows[own.start : own.stop]
+        padded[: len(own)] = torch.cat([rows[:0], *(rows[run] for run in runs_of(own))])
         for peer, part in enumerate(self._transport.gather(padded)):
             theirs = plan.shards_of(peer)
-            rows[theirs.start : theirs.stop] = part[: len(theirs)]
+            place = 0
+            for run in runs_of(theirs):
+                size = run.stop - run.start
+                rows[run] = part[place : place + size]
+                place += size
 
     def _slot(self, slot: int) -> Partial:
         if slot not in self._own:
@@ -166,13 +170,9 @@ class PrivateMemory(Memory):
             # Totals on the host travel with the row; those on a device go by themselves, so that
             # the host need not wait for the device to know them.
             if not self.board.on_host:
-                leaving = self.board.totals[own.start : own.stop]
-                coming = self.board.totals[theirs.start : theirs.stop]
-                operations += _swap(peer, leaving, coming)
+                operations += _rows(peer, self.board.totals, own, theirs)
             if not self.board.on_host and self.board.width:
-                leaving = self.board.values[own.start : own.stop]
-                coming = self.board.values[theirs.start : theirs.stop]
-                operations += _swap(peer, leaving, coming)
+                operations += _rows(peer, self.board.values, own, theirs)
             for slot in range(len(blocks_of(own, plan.shards))):
                 operations += _moves(True, peer, self._slot(slot), self._summed[peer])
             for slot in range(len(blocks_of(theirs, plan.shards))):
@@ -199,6 +199,13 @@ class _Coming:
 
 def _swap(peer: int, leaving: torch.Tensor, coming: torch.Tensor) -> list[Operation]:
     return [Operation(True, peer, leaving), Operation(False, peer, coming)]
+
+
+def _rows(
+    peer: int, table: torch.Tensor, own: Sequence[int], theirs: Sequence[int]
+) -> list[Operation]:
+    leaving = [Operation(True, peer, table[run]) for run in runs_of(own)]
+    return leaving + [Operation(False, peer, table[run]) for run in runs_of(theirs)]
 
 
 def _moves(sends: bool, peer: int, memory: Spanned, chunks: Sequence[Chunk]) -> list[Operation]:

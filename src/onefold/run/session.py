@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -157,25 +157,31 @@ class Session:
 
     def loader(self, dataset: Any, collate: Collate | None, **choices: Any) -> Loader:
         """Make a loader for `evaluate` and `predict`; see `Loader` for ``choices``."""
-        return self._loader(dataset, self.verifying.collate(collate), **choices)
+        own = self.verifying.collate(collate)
+        # What a device computes of each batch is then one stretch of it.
+        return self._loader(
+            dataset, own, plan=lambda: self.engine.roster.plan.in_a_row(), **choices
+        )
 
     def loader_of_steps(self, dataset: Any, collate: Collate | None, **choices: Any) -> Loader:
         """Make a loader for `step`, whose place in the data is part of a checkpoint."""
         # Whole batches are not made of samples that could be kept.
         keeps = not isinstance(dataset, Rule | Items)
         collate = self.verifying.collate(collate, keeps=keeps)
-        made = self._loader(dataset, collate, **choices)
+        made = self._loader(dataset, collate, plan=lambda: self.engine.roster.plan, **choices)
         self.position.add(made.track)
         self.verifying.add(made, collate)
         return made
 
-    def _loader(self, dataset: Any, collate: Collate | None, **choices: Any) -> Loader:
+    def _loader(
+        self, dataset: Any, collate: Collate | None, *, plan: Callable[[], Plan], **choices: Any
+    ) -> Loader:
         return Loader(
             dataset,
             **choices,
             collate=collate,
             seed=self.settings.seed,
-            plan=lambda: self.engine.roster.plan,
+            plan=plan,
             own=self.team.own,
             first_epoch=self.position.epoch,
             pin_memory=self.team.devices[0].type == "cuda",
