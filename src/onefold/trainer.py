@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -70,6 +70,8 @@ class Trainer(TrainedModel):
             mean over the shards (floating point) or the largest (other numbers): ``"mean"``,
             ``"max"``, ``"sum"`` (of what each shard added), ``"first"`` (the first shard's), or
             ``"shard"``: every shard goes on with its own, such as a recurrent model's hidden state.
+        stages: modules at which a model may be cut that is too large for a device, see ``onefold
+            run --keep``; no part of the result. ``"auto"`` takes the items of its module lists.
         timeout_s: the longest that a device waits for another one; 600 s by default.
 
     Raises:
@@ -110,6 +112,7 @@ class Trainer(TrainedModel):
         compile: bool = False,
         deterministic: bool = True,
         buffers: Mapping[str, BufferRule] | None = None,
+        stages: Sequence[torch.nn.Module] | Literal["auto"] = "auto",
         timeout_s: float | None = None,
     ) -> None:
         world = current_world()
@@ -128,7 +131,7 @@ class Trainer(TrainedModel):
             buffers=dict(buffers or {}),
             schedule_every=schedule_every,
         )
-        user = UserParts.of(model, optimizer, loss, schedule)
+        user = UserParts.of(model, optimizer, loss, schedule, stages)
         super().__init__(Session(world, user, settings, devices=devices, plan=plan))
 
     @property

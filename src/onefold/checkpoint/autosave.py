@@ -111,7 +111,7 @@ class Autosave:
         return cls(
             directory,
             every=world.options.every,
-            keep=world.options.keep,
+            keep=world.options.keep_last,
             checkpoints=checkpoints,
             position=position,
         )

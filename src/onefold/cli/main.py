@@ -47,6 +47,9 @@ Module = Annotated[
 Devices = Annotated[
     str, typer.Option(help="N, auto, cpu:N, or a list of GPUs such as cuda:1,cuda:3.")
 ]
+Keep = Annotated[
+    str, typer.Option(help="What a device keeps of the model: all, or its span of gradients.")
+]
 Exchange = Annotated[str, typer.Option(help="auto, shared or collective.")]
 Timeout = Annotated[float, typer.Option(help="Seconds that a device waits for another one.")]
 
@@ -57,6 +60,7 @@ def run(
     script: Script = None,
     module: Module = None,
     devices: Devices = "auto",
+    keep: Keep = "all",
     exchange: Exchange = "auto",
     timeout: Timeout = _DEFAULTS.timeout_s,
     trace: Annotated[Path | None, typer.Option(help="Write one JSON line a step here.")] = None,
@@ -74,7 +78,7 @@ def run(
     every: Annotated[
         int | None, typer.Option(help="Steps from one checkpoint to the next, 200 by default.")
     ] = None,
-    keep: Annotated[
+    keep_last: Annotated[
         int | None, typer.Option(help="How many of the newest checkpoints stay, 3 by default.")
     ] = None,
     grace: Annotated[
@@ -102,7 +106,7 @@ def run(
         profile.mkdir(parents=True, exist_ok=True)
     chosen = {
         "every": every,
-        "keep": keep,
+        "keep_last": keep_last,
         "grace_s": grace,
         "changed": tuple(changed.split(",")) if changed else None,
         "restarts": restarts,
@@ -115,11 +119,12 @@ def run(
             raise LaunchError(f"--checkpoint {checkpoint}: expected a folder, this is a file")
         checkpoint.mkdir(parents=True, exist_ok=True)
     elif saving:
-        given = ", ".join(f"--{name.removesuffix('_s')}" for name in saving)
+        given = ", ".join(f"--{name.removesuffix('_s').replace('_', '-')}" for name in saving)
         raise LaunchError(f"{given}: expected with --checkpoint, which names the directory")
     # Absolute paths: the script may change its folder before a worker uses them.
     options = RunOptions(
-        exchange=exchange,  # type: ignore[arg-type]  # RunOptions checks it
+        keep=keep,  # type: ignore[arg-type]  # RunOptions checks it
+        exchange=exchange,  # type: ignore[arg-type]  # likewise
         timeout_s=timeout,
         checkpoint=str(checkpoint.absolute()) if checkpoint else "",
         **saving,  # type: ignore[arg-type]  # RunOptions checks them

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from onefold.core.numbers import check_seconds, check_whole
 
-__all__ = ["DEFAULT_GRACE_S", "DEFAULT_TIMEOUT_S", "ExchangeName", "RunOptions"]
+__all__ = ["DEFAULT_GRACE_S", "DEFAULT_TIMEOUT_S", "ExchangeName", "KeepName", "RunOptions"]
 
 DEFAULT_TIMEOUT_S = 600.0
 DEFAULT_GRACE_S = 60.0
 
 ExchangeName = Literal["auto", "shared", "collective"]
+
+KeepName = Literal["all", "span"]
+"""What a device keeps of a model: all of it, or its span."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +34,9 @@ class RunOptions:
     """Directory of checkpoints: the run continues from the newest, and writes new ones there."""
     every: int = 200
     """Number of steps from one checkpoint to the next."""
-    keep: int = 3
+    keep: KeepName = "all"
+    """What of the model's parameters, gradients and optimizer state each device keeps."""
+    keep_last: int = 3
     """How many of the newest checkpoints are kept."""
     changed: tuple[str, ...] = ()
     """What may differ from the run that wrote the checkpoints."""
@@ -62,12 +67,17 @@ class RunOptions:
         check_seconds("the grace", self.grace_s)
         for name, value, least in (
             ("every", self.every, 1),
-            ("keep", self.keep, 1),
+            ("keep_last", self.keep_last, 1),
             ("restarts", self.restarts, 0),
         ):
             check_whole(name, value, least=least)
         if self.restarts and not self.checkpoint:
             raise ValueError("restarts go on from the last checkpoint: name a directory for them")
+        if self.keep not in get_args(KeepName):
+            raise ValueError(
+                f"expected keep to be one of {', '.join(get_args(KeepName))}, got {self.keep!r}; "
+                f"how many checkpoints are kept is keep_last"
+            )
         if self.exchange not in ("auto", "shared", "collective"):
             raise ValueError(
                 f"expected the exchange to be auto, shared or collective, got {self.exchange!r}"

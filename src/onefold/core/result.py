@@ -31,7 +31,8 @@ class ShardResult:
     """
 
     gradients: list[torch.Tensor | None]
-    """One for each trained parameter, shaped like it; None where the shard computed none."""
+    """One for each trained parameter, shaped like it; None where the shard computed none. Empty
+    if they have been handed over stage by stage."""
     total: torch.Tensor | None
     """() float64: the shard's part of the loss; None until a loss of several terms has divisors."""
     weight: float
@@ -41,7 +42,10 @@ class ShardResult:
     values: ShardValues | None = None
     """What the loss returned beside itself, if anything."""
 
+    given: Sequence[bool] = ()
+    """What `gave` returns of gradients that have been handed over."""
+
     @property
-    def gave(self) -> list[bool]:
+    def gave(self) -> Sequence[bool]:
         """For each trained parameter, whether the shard computed a gradient for it."""
-        return [gradient is not None for gradient in self.gradients]
+        return self.given or [gradient is not None for gradient in self.gradients]

@@ -47,6 +47,10 @@ class RunningFold(Generic[T]):
         """How many sums are kept now."""
         return len(self._kept)
 
+    def values(self) -> list[T]:
+        """The sums that are kept now."""
+        return list(self._kept.values())
+
     @property
     def total(self) -> T:
         """The sum over all shards.

@@ -10,6 +10,7 @@ import torch
 from onefold.core.flat import Layout, Piece, aligned
 from onefold.core.fold import max_blocks
 from onefold.core.precision import added_up_in
+from onefold.core.stages import StageLayout, Stages
 from onefold.core.values import MOST
 
 __all__ = ["BoardShape", "Storage"]
@@ -39,6 +40,8 @@ class Storage:
     """How many shards every batch is cut into."""
     devices: int
     """How many devices take part."""
+    stages: Stages | None = None
+    """The stages after each of which gradients are handed over; None if whole sums are."""
 
     @classmethod
     def alike(
@@ -50,6 +53,7 @@ class Storage:
         pieces: tuple[Piece, ...],
         shards: int,
         devices: int,
+        stages: Stages | None = None,
     ) -> Storage:
         """Update the very values that models compute with."""
         return cls(
@@ -61,6 +65,7 @@ class Storage:
             pieces=pieces,
             shards=shards,
             devices=devices,
+            stages=stages,
         )
 
     def with_masters(self, dtype: torch.dtype | None) -> Storage:
@@ -83,7 +88,17 @@ class Storage:
         """The most partial sums that a device may have to publish, whatever the plan is."""
         # Memory is shared before the first step, and a later plan must fit into it. One device adds
         # everything up itself, and publishes a single sum.
-        return max_blocks(self.shards) if self.devices > 1 else 1
+        return max_blocks(self.shards) if self.devices > 1 and self.stages is None else 1
+
+    def stage_layout(self) -> StageLayout:
+        """Where gradients lie in memory that holds one stage at a time.
+
+        Raises:
+            ValueError: whole sums are handed over.
+        """
+        if self.stages is None:
+            raise ValueError("expected a model that is cut into stages")
+        return StageLayout(self.gradients, self.pieces, self.stages)
 
     @property
     def board(self) -> BoardShape:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 
 import torch
@@ -27,6 +28,7 @@ from onefold.engine.modelparts import ModelParts
 from onefold.engine.optimizercheck import updates_by_element
 from onefold.engine.optimizerstate import PieceState, packed, unpack
 from onefold.engine.replica import LossFunction, Replica
+from onefold.engine.stagemodules import StageModules, cut_by_itself
 from onefold.engine.update import MASTER, SpanOptimizer
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.joining import join
@@ -44,6 +46,7 @@ def assemble(
     team: Team,
     plan: Plan,
     schedule: LRScheduler | None,
+    stages: Sequence[torch.nn.Module] | None,
     joined: Callable[[Exchange], None],
 ) -> Engine:
     """Bring model and optimizer into a run; the lead's values become everybody's.
@@ -67,9 +70,16 @@ def assemble(
     buffers = {number: BufferSet(places, device) for number, device in team.own_devices.items()}
     first = buffers[team.own[0]]
     first.attach()
-    storage = _storage(parts, first, optimizer, settings, team)
+    modules = _stages(parts, stages, settings, team)
+    storage = _storage(parts, first, optimizer, settings, team, modules)
     start = _start(parts, first)
-    roster = Roster.first(team.devices, plan=plan, pieces=storage.pieces, hosts=team.hosts)
+    roster = Roster.first(
+        team.devices,
+        plan=plan if modules is None else replace(plan, in_rounds=True),
+        pieces=storage.pieces,
+        hosts=team.hosts,
+        stage_of=None if modules is None else modules.stages.stage_of,
+    )
     description = describe(parts, optimizer, settings, team, plan, schedule)
     exchange = join(
         storage,
@@ -82,7 +92,7 @@ def assemble(
     )
     joined(exchange)
     memory = exchange.memory
-    replicas = _replicas(team, parts, memory, buffers, settings.precision)
+    replicas = _replicas(team, parts, memory, buffers, settings.precision, modules)
     # From here on the model's values lie in the run's memory: the lead's, everywhere.
     replicas[0].attach()
     refuse_clipping(parts.trained.values())
@@ -107,11 +117,27 @@ def _replicas(
     memory: Memory,
     buffers: Mapping[int, BufferSet],
     precision: Precision,
+    modules: StageModules | None,
 ) -> list[Replica]:
+    trained, other = memory.trained, memory.other
     return [
-        Replica(n, device, parts, memory.trained[n], memory.other[n], buffers[n], precision)
+        Replica(n, device, parts, trained[n], other[n], buffers[n], precision, modules)
         for n, device in team.own_devices.items()
     ]
+
+
+def _stages(
+    parts: ModelParts,
+    given: Sequence[torch.nn.Module] | None,
+    settings: Settings,
+    team: Team,
+) -> StageModules | None:
+    """The stages after each of which gradients are handed over; None if whole sums are."""
+    # One shard is added to nothing, so there is nothing to hand over.
+    if team.world.options.keep == "all" or settings.shards == 1:
+        return None
+    modules = cut_by_itself(parts.module) if given is None else given
+    return StageModules(parts.module, modules, parts.trained)
 
 
 def _hand_out_masters(
@@ -148,6 +174,7 @@ def _storage(
     optimizer: torch.optim.Optimizer,
     settings: Settings,
     team: Team,
+    modules: StageModules | None,
 ) -> Storage:
     # By the names that the model has when it is not compiled, so that a checkpoint fits both.
     layout = lay_out({own_name(name): p for name, p in held_in(settings.precision, parts).items()})
@@ -158,4 +185,5 @@ def _storage(
         pieces=cut_pieces(layout, by_element=updates_by_element(optimizer)),
         shards=settings.shards,
         devices=len(team.devices),
+        stages=None if modules is None else modules.stages,
     ).with_masters(torch.float32 if settings.precision.parameters else None)

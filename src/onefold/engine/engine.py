@@ -35,6 +35,7 @@ from onefold.engine.optimizers import Optimizers
 from onefold.engine.outcome import Outcome
 from onefold.engine.outside import OutsideModules
 from onefold.engine.replica import LossFunction, Replica, ShardTask
+from onefold.engine.rounds import run_rounds
 from onefold.engine.share import run_share
 from onefold.engine.siblings import Siblings
 from onefold.engine.stepstart import ModeWarning, head_of, refuse_unfrozen
@@ -381,8 +382,20 @@ class Engine:
         self, batch: ShardedBatch, task: ShardTask, done: Mapping[int, ShardResult]
     ) -> Gradients:
         gradients: Gradients = []
-        board = self.exchange.board
-        for replica in self.replicas:
+        board, stages = self.exchange.board, self.exchange.stages
+        if stages is not None:
+            run_rounds(
+                self.replicas,
+                self.attached,
+                lambda replica: self._rehearsal.before(replica, batch, task, board),
+                batch,
+                task,
+                self.exchange,
+                stages,
+                done,
+                early=not self._compilers.compiled,
+            )
+        for replica in self.replicas if stages is None else ():
             with self.attached(replica), self._rehearsal.before(replica, batch, task, board):
                 gradients = run_share(replica, batch, task, self.exchange, done)
         if task.shards > 1:

@@ -15,8 +15,9 @@ optimizers read gradients in the parameter's order, whatever their strides.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
@@ -28,6 +29,7 @@ from onefold.system.compat import add_each
 
 __all__ = [
     "Gradients",
+    "ParameterSet",
     "add_gradients",
     "drop_gradients",
     "exact_norm",
@@ -43,6 +45,33 @@ _layout = operator.attrgetter("layout")
 Gradients = list[torch.Tensor | None]
 """One tensor for each trained parameter, of its shape, in the dtype in which they are added up;
 None where a shard gave none."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSet:
+    """Trained parameters whose gradients are taken together: all, or those of one stage."""
+
+    parameters: Sequence[torch.nn.Parameter]
+    strides: Sequence[tuple[int, ...]]
+    """The parameters' own, which gradients get as well."""
+    names: Sequence[str]
+    places: Mapping[int, int] | None = None
+    """By the number of a parameter among all, its place here; None for all parameters."""
+
+    def some(self, numbers: Sequence[int]) -> ParameterSet:
+        """Choose some of all parameters, by their numbers."""
+        return ParameterSet(
+            [self.parameters[number] for number in numbers],
+            [self.strides[number] for number in numbers],
+            [self.names[number] for number in numbers],
+            {number: place for place, number in enumerate(numbers)},
+        )
+
+    def places_of(self, numbers: Sequence[int]) -> Sequence[int]:
+        """The places here of some parameters, as far as they are here."""
+        if self.places is None or not numbers:
+            return numbers
+        return [self.places[number] for number in numbers if number in self.places]
 
 
 def gradients_of(parameters: Iterable[torch.nn.Parameter]) -> Gradients:

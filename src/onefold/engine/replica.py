@@ -41,11 +41,13 @@ from onefold.engine.advice import advice_on
 from onefold.engine.buffers import BufferSet
 from onefold.engine.gradients import (
     Gradients,
+    ParameterSet,
     drop_gradients,
     gradients_of,
     take_gradients,
     widened,
 )
+from onefold.engine.handing import Handing
 from onefold.engine.losswatch import LossWatch
 from onefold.engine.modelparts import ModelParts
 from onefold.engine.shardloss import (
@@ -59,6 +61,7 @@ from onefold.engine.shardloss import (
 )
 from onefold.engine.shardpiece import PieceResult, ShardPiece
 from onefold.engine.shardtask import LossFunction, ShardTask
+from onefold.engine.stagemodules import StageModules
 from onefold.errors import GradientError
 from onefold.system.compat import has_accumulate_hooks
 from onefold.watch.timing import Stopwatch
@@ -82,6 +85,7 @@ class Replica:
         other: this device's memory of all other parameters.
         buffers: the module's buffers on this device.
         precision: what is computed in which dtype.
+        stages: those of the model, if gradients are handed over stage by stage.
     """
 
     def __init__(
@@ -93,6 +97,7 @@ class Replica:
         other: FlatTensors,
         buffers: BufferSet,
         precision: Precision = AS_GIVEN,
+        stages: StageModules | None = None,
     ) -> None:
         self.number = number
         self.device = device
@@ -100,11 +105,14 @@ class Replica:
         self.trained = trained
         self.other = other
         self.buffers = buffers
+        self._stages = stages
         self.watch = Stopwatch(device)
         self.loss_watch = LossWatch()
         self._names = list(parts.trained)
         self._parameters = list(parts.trained.values())
-        self._strides = [view.stride() for view in trained.views]
+        strides = [view.stride() for view in trained.views]
+        self._all = ParameterSet(self._parameters, strides, self._names)
+        self._of_stages = [self._all.some(n) for n in stages.stages.entries] if stages else []
         self._narrow = [n for n, v in enumerate(trained.views) if added_up_in(v.dtype) != v.dtype]
         self._compute_in = precision.compute
         self._rounds = precision.parameters is not None
@@ -195,7 +203,9 @@ class Replica:
         buffers = self.buffers.changed()
         self._put_back(task)
         assert result is not None  # a shard that runs has samples
-        return ShardResult(result.gradients, result.total, result.weight, buffers, result.values)
+        return ShardResult(
+            result.gradients, result.total, result.weight, buffers, result.values, result.given
+        )
 
     def _compute_piece(
         self, piece: ShardPiece, batch: ShardedBatch, task: ShardTask, where: str
@@ -203,27 +213,54 @@ class Replica:
         """Run a piece of a shard, mostly all of it, forward and backward."""
         payload = self._on_device(piece, batch)
         gatherer = gatherer_of(piece, batch, task)
+        handing = self._handing(piece, batch, task, where)
         start = self.watch.now()
-        with gathering(gatherer):
+        with gathering(gatherer), handing.watched() if handing else nullcontext() as begin:
             part, values = self._loss_of(piece, payload, batch, task, where, gatherer)
             middle = self.watch.now()
+            if begin is not None:
+                begin()
             backward(part, batch, task, gatherer.roots if gatherer else ())
         if gatherer is None or not gatherer.takes_turns:
             self.watch.note("forward", f"forward shard {piece.shard}", start, middle)
             self.watch.note("backward", f"backward shard {piece.shard}", middle)
-        held = self._parameters, self._strides, self._names
-        gradients = take_gradients(*held, where, task.left_out)
-        # The whole batch: nothing is added to it, and its bits are a plain loop's.
-        if self._narrow and (self._rounds or not task.is_plain(batch)):
-            gradients = widened(gradients, self._narrow)
-        # A hook that put a tensor of its own into .grad may write to it in the next shard, while
-        # the fold still adds to this one.
-        for number in self._may_be_kept:
-            kept = gradients[number]
-            gradients[number] = None if kept is None else kept.clone()
+        gradients: Gradients = []
+        if handing:
+            handing.finish(where)
+        else:
+            gradients = self._taken(self._all, batch, task, where)
         # Without divisors backward has not run: the step is begun again once they are known.
         total = None if part.kind == "means" else part.total()
-        return PieceResult(gradients, total, code_of(part), values)
+        given = handing.given if handing else ()
+        return PieceResult(gradients, given, total, code_of(part), values)
+
+    def _taken(
+        self, taken: ParameterSet, batch: ShardedBatch, task: ShardTask, where: str
+    ) -> Gradients:
+        """Take the gradients of some parameters, as they are added up, out of ``.grad``."""
+        gradients = take_gradients(
+            taken.parameters, taken.strides, taken.names, where, taken.places_of(task.left_out)
+        )
+        # The whole batch: nothing is added to it, and its bits are a plain loop's.
+        if self._narrow and (self._rounds or not task.is_plain(batch)):
+            gradients = widened(gradients, taken.places_of(self._narrow))
+        # A hook that put a tensor of its own into .grad may write to it in the next shard, while
+        # the fold still adds to this one.
+        for place in taken.places_of(self._may_be_kept):
+            kept = gradients[place]
+            gradients[place] = None if kept is None else kept.clone()
+        return gradients
+
+    def _handing(
+        self, piece: ShardPiece, batch: ShardedBatch, task: ShardTask, where: str
+    ) -> Handing | None:
+        if task.give is None or self._stages is None:
+            return None
+
+        def take(stage: int) -> Gradients:
+            return self._taken(self._of_stages[stage], batch, task, where)
+
+        return Handing(self._stages, piece, take, task.give)
 
     def autocast(self) -> AbstractContextManager[object]:
         """Compute in the run's precision inside this context."""

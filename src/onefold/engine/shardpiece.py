@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -31,6 +32,8 @@ class PieceResult(NamedTuple):
     """The result of one piece, or of several: see `ShardResult`."""
 
     gradients: Gradients
+    given: Sequence[bool]
+    """Of gradients that have been handed over, for which parameters there were any."""
     total: torch.Tensor | None
     weight: float
     values: ShardValues | None = None
@@ -41,6 +44,7 @@ class PieceResult(NamedTuple):
         values = _added(self.values, other.values, f"step {step}")
         return PieceResult(
             add_gradients(self.gradients, other.gradients),
+            [one or another for one, another in zip(self.given, other.given, strict=True)],
             None if self.total is None or other.total is None else self.total + other.total,
             # Kinds are alike, or they would have been refused: a code stands for itself.
             self.weight if self.weight < 0 else weight,

@@ -10,6 +10,7 @@ import torch
 
 from onefold.core.batch import ShardedBatch
 from onefold.core.gathering import Gatherer
+from onefold.exchange.carrier import Gift
 
 __all__ = ["LossFunction", "ShardTask"]
 
@@ -44,6 +45,9 @@ class ShardTask:
     """Numbers of trained parameters whose gradients are dropped: the step is not theirs."""
     gatherers: Callable[[int], Gatherer] | None = None
     """What `onefold.gather` does in each shard; None while no loss has been seen to call it."""
+
+    give: Callable[[Gift], None] | None = None
+    """Takes the gradients of a stage as soon as they are complete; None if shards keep them."""
 
     def is_plain(self, batch: ShardedBatch) -> bool:
         """Whether one forward pass sees the whole batch, as in a plain loop."""

@@ -27,8 +27,10 @@ from onefold.core.flat import FlatTensors
 from onefold.core.roster import Roster
 from onefold.core.shard import Plan
 from onefold.core.storage import Storage
+from onefold.exchange.carrier import Carrier
 from onefold.exchange.memory import Memory
 from onefold.exchange.spans import SpanFold
+from onefold.exchange.stagefold import StageFold
 from onefold.exchange.transport import Transport
 
 __all__ = ["Exchange"]
@@ -42,15 +44,23 @@ class Exchange:
         memory: the memory of this process's devices.
         transport: reaches the other processes.
         roster: who takes part.
+        carrier: brings gradients stage by stage; None where whole partial sums are published.
     """
 
     def __init__(
-        self, storage: Storage, memory: Memory, transport: Transport, roster: Roster
+        self,
+        storage: Storage,
+        memory: Memory,
+        transport: Transport,
+        roster: Roster,
+        carrier: Carrier | None = None,
     ) -> None:
         self.memory = memory
         self.transport = transport
         self.board = memory.board
         """Own rows may be written before `collect`; all rows may be read after it."""
+        self.stages = None if carrier is None else StageFold(carrier, list(memory.trained))
+        """Takes gradients stage by stage, in place of `publish`; None if they are published."""
         self._storage = storage
         self._folds: dict[int, SpanFold] = {}
         self.bind(roster)
@@ -58,12 +68,15 @@ class Exchange:
     def bind(self, roster: Roster) -> None:
         """Adopt a roster, which says who owns which span. Called between steps, on all devices."""
         storage = self._storage
-        self._folds = {
-            device: SpanFold(
-                storage.gradients, storage.pieces_of(roster.spans[device]), storage.shards
-            )
-            for device in self.memory.trained
-        }
+        if self.stages is not None:
+            self.stages.bind(roster)
+        else:
+            self._folds = {
+                device: SpanFold(
+                    storage.gradients, storage.pieces_of(roster.spans[device]), storage.shards
+                )
+                for device in self.memory.trained
+            }
         self.memory.bind(roster)
 
     def agree(self, step: int, word: bytes) -> Sequence[bytes]:
@@ -93,6 +106,9 @@ class Exchange:
     def collect(self, plan: Plan) -> None:
         """Wait until every device has published, and add up the totals of this process's spans."""
         memory = self.memory
+        if self.stages is not None:
+            memory.collect_board(plan)
+            return
         # Before any addition: it is in place, so everybody must have finished writing.
         arrivals = memory.collect(plan)
         arrived = None if arrivals is None else arrivals.wait_for
@@ -108,6 +124,8 @@ class Exchange:
 
         A piece has None where no shard gave a gradient.
         """
+        if self.stages is not None:
+            return self.stages.totals(device)
         return self._folds[device].totals
 
     def spread(self) -> None:
@@ -129,6 +147,8 @@ class Exchange:
         # The totals are views of the partial sums: both go, now that every update is done.
         for span_fold in self._folds.values():
             span_fold.release()
+        if self.stages is not None:
+            self.stages.release()
         self.memory.release()
 
     def close(self, failure: BaseException | None = None) -> None:

@@ -19,6 +19,7 @@ from onefold.core.roster import Roster
 from onefold.core.shard import Plan
 from onefold.core.storage import Storage
 from onefold.exchange.board import Board
+from onefold.exchange.carrier import AtOnce
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.memory import Arrivals, Memory, Start
 from onefold.exchange.spans import AsGiven, Partial, Spanned
@@ -35,7 +36,8 @@ def local_exchange(storage: Storage, start: Start, roster: Roster) -> Exchange:
         if len(roster.devices) == 1
         else DevicesMemory(storage, start, roster.devices)
     )
-    return Exchange(storage, memory, Alone(first), roster)
+    carrier = None if storage.stages is None else AtOnce(storage)
+    return Exchange(storage, memory, Alone(first), roster, carrier)
 
 
 class OneDeviceMemory(Memory):
@@ -57,6 +59,9 @@ class OneDeviceMemory(Memory):
 
     def collect(self, plan: Plan) -> Arrivals | None:
         return None
+
+    def collect_board(self, plan: Plan) -> None:
+        pass  # there is one board
 
     def partial(self, place: Published) -> Spanned:
         return self._given
@@ -102,6 +107,9 @@ class DevicesMemory(Memory):
 
     def collect(self, plan: Plan) -> Arrivals | None:
         return None
+
+    def collect_board(self, plan: Plan) -> None:
+        pass  # there is one board
 
     def partial(self, place: Published) -> Partial:
         """The memory of a partial sum, allocated when a plan first needs this slot."""

@@ -75,6 +75,10 @@ class Memory(ABC):
         """
 
     @abstractmethod
+    def collect_board(self, plan: Plan) -> None:
+        """Wait for the others' boards to be visible here, where no partial sums are published."""
+
+    @abstractmethod
     def partial(self, place: Published) -> Spanned:
         """A partial sum, as the owner of a span of this process reads it."""
 

@@ -27,6 +27,7 @@ from onefold.exchange.board import Board
 from onefold.exchange.collective import GroupTransport, Moving, Operation
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.group import Joined
+from onefold.exchange.groupcarrier import GroupCarrier
 from onefold.exchange.memory import Arrivals, Memory, Start
 from onefold.exchange.spans import Partial, Spanned, SpanTensors
 
@@ -46,7 +47,9 @@ def collective_exchange(
         timeout_s: the limit of the group, for error messages.
     """
     transport = GroupTransport(roster.devices[joined.group.rank()], joined, timeout_s)
-    return Exchange(storage, PrivateMemory(storage, start, transport), transport, roster)
+    carrier = None if storage.stages is None else GroupCarrier(storage, transport)
+    memory = PrivateMemory(storage, start, transport)
+    return Exchange(storage, memory, transport, roster, carrier)
 
 
 class PrivateMemory(Memory):
@@ -89,12 +92,19 @@ class PrivateMemory(Memory):
         self._slot(slot).write(gradients)
 
     def collect(self, plan: Plan) -> Arrivals | None:
+        partials = self._tables_to_move(plan) + self._partials_to_move(plan)
+        return self._collected(plan, partials)
+
+    def collect_board(self, plan: Plan) -> None:
+        self._collected(plan, self._tables_to_move(plan)).finish()
+
+    def _collected(self, plan: Plan, partials: Sequence[Operation]) -> _Coming:
+        """Bring the rows of the board to everybody, and begin to move what else there is."""
         transport = self._transport
         own = self.board.row(self._rank, plan.shards_of(self._rank))
         rows = {
             peer: self.board.empty_row(peer, plan.shards_of(peer)) for peer in transport.peers()
         }
-        partials = self._partials_to_move(plan)
         # Every process starts the rows first and the partial sums second, as messages are matched
         # by their order alone. The sums then travel while the rows are read.
         talk = transport.move([op for peer, row in rows.items() for op in _swap(peer, own, row)])
@@ -156,23 +166,31 @@ class PrivateMemory(Memory):
             self._own[slot] = Partial.private(self._storage.gradients, self._transport.device)
         return self._own[slot]
 
+    def _tables_to_move(self, plan: Plan) -> list[Operation]:
+        """List what leaves and comes of the tables that lie on a device: totals, then values."""
+        # Those on the host travel with the row; these go by themselves, so that the host need not
+        # wait for the device to know them.
+        if self.board.on_host:
+            return []
+        own = plan.shards_of(self._rank)
+        operations = []
+        for peer in self._transport.peers():
+            theirs = plan.shards_of(peer)
+            operations += _rows(peer, self.board.totals, own, theirs)
+            if self.board.width:
+                operations += _rows(peer, self.board.values, own, theirs)
+        return operations
+
     def _partials_to_move(self, plan: Plan) -> list[Operation]:
         """List what leaves (the others' spans of our sums) and comes (our span of theirs).
 
         For each pair of devices, what one end sends is listed as the other end lists its receipts:
-        totals, values, then slot by slot. See the note on matching in
-        `onefold.exchange.collective`.
+        slot by slot. See the note on matching in `onefold.exchange.collective`.
         """
         own = plan.shards_of(self._rank)
         operations = []
         for peer in self._transport.peers():
             theirs = plan.shards_of(peer)
-            # Totals on the host travel with the row; those on a device go by themselves, so that
-            # the host need not wait for the device to know them.
-            if not self.board.on_host:
-                operations += _rows(peer, self.board.totals, own, theirs)
-            if not self.board.on_host and self.board.width:
-                operations += _rows(peer, self.board.values, own, theirs)
             for slot in range(len(blocks_of(own, plan.shards))):
                 operations += _moves(True, peer, self._slot(slot), self._summed[peer])
             for slot in range(len(blocks_of(theirs, plan.shards))):

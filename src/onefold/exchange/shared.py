@@ -28,6 +28,7 @@ from onefold.exchange.board import Board
 from onefold.exchange.commonfile import new_file, take_file
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.host import HostTransport
+from onefold.exchange.hostcarrier import HostCarrier
 from onefold.exchange.mailbox import Mailbox
 from onefold.exchange.memory import Arrivals, Memory, Start
 from onefold.exchange.spans import Partial, Spanned
@@ -47,7 +48,10 @@ def shared_exchange(storage: Storage, start: Start, mailbox: Mailbox, roster: Ro
         roster: who takes part.
     """
     memory = HostMemory(storage, start, HostTransport(mailbox))
-    return Exchange(storage, memory, memory.transport, roster)
+    carrier = (
+        None if storage.stages is None else HostCarrier(storage, memory.transport, memory.boxes)
+    )
+    return Exchange(storage, memory, memory.transport, roster, carrier)
 
 
 class HostMemory(Memory):
@@ -74,6 +78,8 @@ class HostMemory(Memory):
             sum(shape.host_bytes),
             shape.device_bytes,
         ] + [storage.gradients.nbytes] * (storage.slots * storage.devices)
+        if storage.stages is not None:
+            sizes += [storage.stage_layout().nbytes] * (2 * storage.devices)
         memories = iter(_map_shared(mailbox, sizes))
         self.trained = {self._rank: FlatTensors(storage.parameters, memory=next(memories))}
         self.other = {self._rank: FlatTensors(storage.other, memory=next(memories))}
@@ -90,6 +96,9 @@ class HostMemory(Memory):
                 self._partials[Published(device, slot)] = (
                     self._own[slot] if device == self._rank else flat
                 )
+        self.boxes = list(zip(memories, memories, strict=True))
+        """Where each device puts what it gives to others, if the model has stages: two, each
+        (bytes of the largest stage,) uint8."""
         # The lead alone: the memory is everybody's. `follow_lead` makes the others wait for it.
         if self._rank == 0:
             self.trained[0].write(start.trained)
@@ -125,6 +134,9 @@ class HostMemory(Memory):
         # Once all are here, every partial sum lies in the file: nothing is left on its way.
         self.transport.meet()
         return None
+
+    def collect_board(self, plan: Plan) -> None:
+        self.transport.meet()
 
     def partial(self, place: Published) -> Spanned:
         return self._partials[place]

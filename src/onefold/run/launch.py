@@ -20,7 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from onefold.core.numbers import check_seconds
-from onefold.core.options import DEFAULT_GRACE_S, DEFAULT_TIMEOUT_S, ExchangeName, RunOptions
+from onefold.core.options import (
+    DEFAULT_GRACE_S,
+    DEFAULT_TIMEOUT_S,
+    ExchangeName,
+    KeepName,
+    RunOptions,
+)
 from onefold.core.world import World
 from onefold.errors import LaunchError, RunFailed
 from onefold.run.crew import Crew
@@ -53,6 +59,7 @@ def launch(
     *,
     devices: int | str | Sequence[str] = "auto",
     args: Sequence[Any] = (),
+    keep: KeepName = "all",
     exchange: ExchangeName = "auto",
     timeout_s: float = DEFAULT_TIMEOUT_S,
     grace_s: float | None = None,
@@ -68,6 +75,7 @@ def launch(
             script or notebook, with what it refers to; lambdas and closures may be given, too.
         devices: a number, ``"auto"``, ``"cpu:2"`` or a list such as ``["cuda:1", "cuda:3"]``.
         args: arguments for ``main``.
+        keep: what a device keeps of the model: ``"all"``, or ``"span"``.
         exchange: ``"auto"``, ``"shared"`` or ``"collective"``.
         timeout_s: the longest that a device waits for another.
         grace_s: how long ``main`` may take to save itself after the first SIGINT, SIGTERM or
@@ -92,6 +100,7 @@ def launch(
     call = pack_call(main, args)
     selection = select_devices(devices)
     options = RunOptions(
+        keep=keep,
         exchange=exchange,
         timeout_s=check_seconds("timeout_s", timeout_s),
         saves=grace_s is not None,

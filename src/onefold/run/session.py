@@ -109,6 +109,7 @@ class Session:
             team=self.team,
             plan=chosen,
             schedule=user.schedule,
+            stages=user.stages,
             joined=register,
         )
         self.verifying.begin(self.engine, self.team)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -35,6 +35,8 @@ class UserParts:
     """The losses by name; one alone has an empty name."""
     schedule: LRScheduler | None
     """Of several optimizers, `onefold.engine.schedules.Schedules`; None if there is none."""
+    stages: Sequence[torch.nn.Module] | None = None
+    """Where the model may be cut; None to find that out."""
 
     @classmethod
     def of(
@@ -43,6 +45,7 @@ class UserParts:
         optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None,
         loss: LossFunction | Mapping[str, LossFunction],
         schedule: LRScheduler | Mapping[str, LRScheduler] | None,
+        stages: Sequence[torch.nn.Module] | Literal["auto"] = "auto",
     ) -> UserParts:
         """Bring a script's arguments into one form.
 
@@ -56,7 +59,11 @@ class UserParts:
             optimizer = _joined_optimizers(_named("optimizer", optimizer), losses)
         if isinstance(schedule, Mapping):
             schedule = _joined_schedules(_named("schedule", schedule), optimizer)
-        return cls(module, optimizer, losses, schedule)
+        if isinstance(stages, str):
+            if stages != "auto":
+                raise ValueError(f'expected stages to be "auto" or modules, got {stages!r}')
+            return cls(module, optimizer, losses, schedule)
+        return cls(module, optimizer, losses, schedule, tuple(stages))
 
     def check(self, settings: Settings) -> None:
         """Refuse what is not usable, before any work is done.

@@ -1,0 +1,71 @@
+"""Where a model may be cut: which of its trained parameters lie in which stage. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from onefold.core.flat import Layout, Piece, aligned
+
+__all__ = ["ROOT", "StageLayout", "Stages"]
+
+ROOT = 0
+"""The stage of what lies in no other one, or in several."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """The stage of each trained parameter; stage 0 is the root."""
+
+    names: tuple[str, ...]
+    """What each stage is called in messages, the root included."""
+    stage_of: tuple[int, ...]
+    """For each trained parameter, in the order of their layout, the number of its stage."""
+
+    @property
+    def entries(self) -> tuple[tuple[int, ...], ...]:
+        """For each stage, the numbers of its parameters."""
+        return tuple(
+            tuple(number for number, stage in enumerate(self.stage_of) if stage == wanted)
+            for wanted in range(len(self.names))
+        )
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+class StageLayout:
+    """Where pieces lie in memory that holds one stage at a time.
+
+    Args:
+        layout: of what is held there.
+        pieces: of the whole model.
+        stages: the stage of each entry.
+    """
+
+    def __init__(self, layout: Layout, pieces: Sequence[Piece], stages: Stages) -> None:
+        self.stages = stages
+        self.pieces: list[list[int]] = [[] for _ in stages.names]
+        """For each stage, the numbers of its pieces."""
+        self._places: list[tuple[int, int, torch.dtype]] = []
+        filled = [0] * len(stages)
+        for number, piece in enumerate(pieces):
+            stage = stages.stage_of[piece.entry]
+            dtype = layout.dtypes[layout.entries[piece.entry].section]
+            nbytes = piece.numel * dtype.itemsize
+            self.pieces[stage].append(number)
+            self._places.append((filled[stage], nbytes, dtype))
+            filled[stage] += aligned(nbytes)
+        self.stage_bytes = tuple(filled)
+        """Bytes of each stage."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the largest stage."""
+        return max(self.stage_bytes)
+
+    def place(self, number: int) -> tuple[int, int, torch.dtype]:
+        """Where a piece begins and how long it is, in bytes, and its dtype."""
+        return self._places[number]

@@ -1,0 +1,153 @@
+"""Brings the gradients of one stage of one shard from the device that computed them to the owners.
+
+Note: one event after the other
+-------------------------------
+Devices compute their shards at the same time, and each finishes its stages when it does, perhaps in
+another order than the others, or not all of them. So nothing is taken for granted but this: whoever
+has gradients of a stage, and whoever is done with its shard, makes the same call, `Carrier.carry`,
+and says in a word what it brings. All calls that meet are one *event*. Then everybody knows what is
+on its way from whom to whom, and a round of shards is over when all say that they are done.
+"""
+
+from __future__ import annotations
+
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from onefold.core.flat import laid_out, storage_order
+from onefold.core.roster import Roster
+from onefold.core.storage import Storage
+
+__all__ = ["DONE", "AtOnce", "Brought", "Carrier", "Gift", "Word"]
+
+_HEAD = struct.Struct("<iiB")
+
+
+class Word(NamedTuple):
+    """What a device says of what it brings to an event."""
+
+    shard: int
+    """-1 if the device brings nothing, as it is done with its shard."""
+    stage: int
+    last: bool
+    """Whether nothing more comes of this stage of this shard."""
+    gave: tuple[bool, ...]
+    """For each parameter of the stage, whether there is a gradient."""
+
+    def packed(self, parameters: int) -> bytes:
+        """Pack the word into bytes, of one length for up to so many parameters."""
+        flags = sum(1 << place for place, gave in enumerate(self.gave) if gave)
+        head = _HEAD.pack(self.shard, self.stage, self.last)
+        return head + flags.to_bytes(-(-parameters // 8), "little")
+
+    @classmethod
+    def read(cls, word: bytes, sizes: Sequence[int]) -> Word:
+        """Read what `packed` wrote, where stages have so many parameters."""
+        shard, stage, last = _HEAD.unpack_from(word)
+        flags = int.from_bytes(word[_HEAD.size :], "little")
+        count = sizes[stage] if shard >= 0 else 0
+        return cls(shard, stage, bool(last), tuple(bool(flags >> n & 1) for n in range(count)))
+
+
+DONE = Word(-1, 0, True, ())
+"""What a device says that is done with its shard."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gift:
+    """The gradients of one stage, of a shard or of a piece of one."""
+
+    shard: int
+    stage: int
+    last: bool
+    """Whether nothing more comes of this stage of this shard."""
+    gradients: Sequence[torch.Tensor | None]
+    """One for each parameter of the stage, shaped like it; None where the shard gave none."""
+
+    @property
+    def word(self) -> Word:
+        """What is said of it."""
+        gave = tuple(gradient is not None for gradient in self.gradients)
+        return Word(self.shard, self.stage, self.last, gave)
+
+
+class Brought(NamedTuple):
+    """What a device has brought to an event."""
+
+    word: Word
+    pieces: Mapping[int, torch.Tensor]
+    """Those that are for this process, by their numbers, each shaped as the piece; those of
+    parameters without a gradient are missing."""
+    lent: bool
+    """Whether they must be copied, or used up, before the next event."""
+
+
+class Carrier(ABC):
+    """Brings gradients to the owners of their pieces.
+
+    Args:
+        storage: the sizes; its model has stages.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+        self.layout = storage.stage_layout()
+        entries = self.layout.stages.entries
+        self._places = {number: n for numbers in entries for n, number in enumerate(numbers)}
+        self.sizes = [len(numbers) for numbers in entries]
+        """How many parameters each stage has."""
+
+    @abstractmethod
+    def bind(self, roster: Roster) -> None:
+        """Adopt a roster: who owns what. Called between steps, and before the first one."""
+
+    @abstractmethod
+    def carry(self, gift: Gift | None) -> list[Brought]:
+        """Bring a gift, or say that this device is done; return what everybody has brought.
+
+        May block, and raise `PeerError`, where other processes take part.
+        """
+
+    def gave(self, word: Word, number: int) -> bool:
+        """Whether there is a gradient for the piece of this number, of the stage of the word."""
+        return word.gave[self._places[self.storage.pieces[number].entry]]
+
+    def piece(self, gift: Gift, number: int) -> torch.Tensor | None:
+        """A view of a piece of a gift: in the entry's shape if it is whole, else (numel,)."""
+        piece = self.storage.pieces[number]
+        gradient = gift.gradients[self._places[piece.entry]]
+        if gradient is None:
+            return None
+        laid = laid_out(gradient, self.storage.gradients.entries[piece.entry].stride)
+        return laid if piece.whole else storage_order(laid)[piece.start : piece.stop]
+
+    def shaped(self, flat: torch.Tensor, number: int) -> torch.Tensor:
+        """A view of (numel,) elements in storage order that is shaped as the piece."""
+        piece = self.storage.pieces[number]
+        entry = self.storage.gradients.entries[piece.entry]
+        return flat.as_strided(entry.shape, entry.stride) if piece.whole else flat
+
+    def own_pieces(self, gift: Gift, numbers: Sequence[int]) -> dict[int, torch.Tensor]:
+        """Views of those pieces of a gift that have a gradient."""
+        found = {number: self.piece(gift, number) for number in numbers}
+        return {number: piece for number, piece in found.items() if piece is not None}
+
+
+class AtOnce(Carrier):
+    """Where one process drives all devices, each gift is there at once."""
+
+    def bind(self, roster: Roster) -> None:
+        self._homes = {n: roster.devices[d] for d, span in enumerate(roster.spans) for n in span}
+
+    def carry(self, gift: Gift | None) -> list[Brought]:
+        if gift is None:
+            return [Brought(DONE, {}, False)]
+        pieces = self.own_pieces(gift, self.layout.pieces[gift.stage])
+        # The gradients are nobody else's, so they may take sums.
+        at_home = {n: piece.to(self._homes[n], non_blocking=True) for n, piece in pieces.items()}
+        return [Brought(gift.word, at_home, False)]

@@ -1,0 +1,98 @@
+"""The fold of gradients that come stage by stage, shard by shard, to the owners of their pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from onefold.core.roster import Roster
+from onefold.exchange.carrier import Brought, Carrier, Gift
+from onefold.exchange.stagesums import StageSum, StageSums
+
+__all__ = ["StageFold"]
+
+
+class StageFold:
+    """Takes what this process's devices give, and adds up what is for it of everybody's gifts.
+
+    In a step all devices call `begin`, then for each round of shards `give` for every stage that
+    they have computed and `end_round`, and then `totals`.
+
+    Args:
+        carrier: brings gifts to the owners.
+        own: the devices of this process.
+    """
+
+    def __init__(self, carrier: Carrier, own: Sequence[int]) -> None:
+        self.stages = carrier.layout.stages
+        """Of the model."""
+        self._carrier = carrier
+        self._own = own
+        self._sums = [StageSums(carrier.storage.shards) for _ in range(len(self.stages))]
+
+    def bind(self, roster: Roster) -> None:
+        """Adopt a roster: who owns what."""
+        self._carrier.bind(roster)
+        self._spans = {device: roster.spans[device] for device in self._own}
+        own = {number for span in self._spans.values() for number in span}
+        self._pieces = [
+            [number for number in numbers if number in own]
+            for numbers in self._carrier.layout.pieces
+        ]
+        self._places = {
+            number: (stage, place)
+            for stage, numbers in enumerate(self._pieces)
+            for place, number in enumerate(numbers)
+        }
+
+    def begin(self, empty: Iterable[int]) -> None:
+        """Begin a step.
+
+        Args:
+            empty: the shards without samples, which nobody runs.
+        """
+        self.release()
+        for shard in empty:
+            for sums, numbers in zip(self._sums, self._pieces, strict=True):
+                sums.put(shard, StageSum([None] * len(numbers), set()), last=True)
+
+    def give(self, gift: Gift) -> None:
+        """Hand over a shard's gradients of one stage; may block until other devices bring theirs.
+
+        The gradients belong to the fold, which may add to them in place.
+        """
+        self._take(self._carrier.carry(gift))
+
+    def end_round(self) -> None:
+        """Wait until every device has given all of its shard of this round."""
+        while not self._take(self._carrier.carry(None)):
+            pass
+
+    def totals(self, device: int) -> list[torch.Tensor | None]:
+        """The summed gradient of each piece of an own device's span, shaped as it.
+
+        A piece has None where no shard gave a gradient.
+        """
+        found = {stage: self._sums[stage].totals for stage in range(len(self._sums))}
+        places = (self._places[number] for number in self._spans[device])
+        return [found[stage][place] for stage, place in places]
+
+    def release(self) -> None:
+        """Drop all sums."""
+        for sums in self._sums:
+            sums.clear()
+
+    def _take(self, brought: Sequence[Brought]) -> bool:
+        """Add up what has come; return whether all are done with their shards."""
+        touched = set()
+        for word, pieces, lent in brought:
+            if word.shard < 0:
+                continue
+            tensors = [pieces.get(number) for number in self._pieces[word.stage]]
+            given = StageSum(tensors, set(range(len(tensors))) if lent else set())
+            self._sums[word.stage].put(word.shard, given, last=word.last)
+            touched.add(word.stage)
+        for stage in touched:
+            self._sums[stage].settle()
+        return not touched
