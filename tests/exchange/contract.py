@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from dataclasses import replace
+from itertools import pairwise, permutations
 
 import torch
 import torch.distributed as dist
@@ -13,13 +14,16 @@ from onefold.core.fold import Block, blocks_of, fold, fold_shards
 from onefold.core.precision import added_up_in
 from onefold.core.roster import Roster
 from onefold.core.shard import Plan
+from onefold.core.stages import Stages
 from onefold.core.storage import Storage
+from onefold.exchange.carrier import Gift
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.group import join_group
 from onefold.exchange.mailbox import Mailbox
 from onefold.exchange.memory import Start
 from onefold.exchange.private import collective_exchange
 from onefold.exchange.shared import shared_exchange
+from onefold.exchange.stagefold import StageFold
 from onefold.run.world import current_world
 
 SHARDS = 7
@@ -47,7 +51,11 @@ def tensors() -> dict[str, torch.Tensor]:
     }
 
 
-def storage(devices: int) -> Storage:
+STAGES = Stages(("rest", "first", "second", "empty"), (1, 2, 0, 2, 1, 2))
+"""Neighbours in memory are in different stages, and one stage has nothing."""
+
+
+def storage(devices: int, *, staged: bool = False) -> Storage:
     trained = lay_out(tensors())
     return Storage.alike(
         trained,
@@ -56,6 +64,7 @@ def storage(devices: int) -> Storage:
         pieces=cut_pieces(trained, by_element=True),
         shards=SHARDS,
         devices=devices,
+        stages=STAGES if staged else None,
     )
 
 
@@ -90,7 +99,8 @@ def add(
 def roster(sizes: Storage, plan: Plan | None = None) -> Roster:
     """That of a run's begin."""
     plan = plan or Plan.even(shards=SHARDS, devices=sizes.devices)
-    return Roster.first([CPU] * sizes.devices, plan=plan, pieces=sizes.pieces)
+    stage_of = None if sizes.stages is None else sizes.stages.stage_of
+    return Roster.first([CPU] * sizes.devices, plan=plan, pieces=sizes.pieces, stage_of=stage_of)
 
 
 def check_step(
@@ -100,10 +110,12 @@ def check_step(
     said = exchange.agree(step, bytes([own[0], step]))
     processes = [own[0]] if len(own) == plan.devices else range(plan.devices)
     assert list(said) == [bytes([d, step]) for d in processes]
+    if exchange.stages is not None:
+        give_stages(exchange.stages, own, step, plan)
     for device in own:
         run = plan.shards_of(device)
         exchange.board.clear_rows(device, run)
-        for slot, block in enumerate(blocks_of(run, SHARDS)):
+        for slot, block in enumerate(blocks_of(run, SHARDS) if exchange.stages is None else ()):
 
             def leaf(node: Block) -> list[torch.Tensor | None] | None:
                 return gradients(step, node.start) if node.stop - node.start == 1 else None
@@ -124,18 +136,44 @@ def check_step(
     for shard in range(SHARDS):
         assert board.buffer_rows[shard].views[0].tolist() == [float(shard)] * 3
     expected = FlatTensors(sizes.gradients)
-    expected.write(fold_shards([gradients(step, shard) for shard in range(SHARDS)], add))
+    missing = SHARDS - 1 if exchange.stages is not None and step == 2 else SHARDS
+    leaves = [
+        [None] * len(tensors()) if shard == missing else gradients(step, shard)
+        for shard in range(SHARDS)
+    ]
+    expected.write(fold_shards(leaves, add))
     for device in own:
         span = [sizes.pieces[i] for i in now.spans[device]]
         for piece, total in zip(span, exchange.totals(device), strict=True):
             wanted = expected.piece(piece)
+            assert total is not None
             assert total.shape == wanted.shape
+            assert total.stride() == wanted.stride()
             assert torch.equal(total + 0.0, wanted + 0.0)
             exchange.memory.trained[device].piece(piece).copy_(wanted)
     exchange.spread()
     for device in own:
         for mine, wanted in zip(exchange.memory.trained[device].views, expected.views, strict=True):
             assert torch.equal(mine + 0.0, wanted.to(mine.dtype) + 0.0)
+
+
+def give_stages(fold_of_stages: StageFold, own: range, step: int, plan: Plan) -> None:
+    """Hand over all shards stage by stage: each in an order of its own, some in two pieces."""
+    empty = SHARDS - 1 if step == 2 else SHARDS
+    fold_of_stages.begin(shard for shard in range(SHARDS) if shard == empty)
+    for row in plan.rounds():
+        for shard in (row[device] for device in own if device in row and row[device] != empty):
+            orders = list(permutations(range(len(STAGES.names))))
+            for last in (False, True) if shard % 4 == 2 else (True,):
+                # What comes before the last of a shard is zeros, which add nothing.
+                found = [
+                    None if gradient is None else gradient if last else torch.zeros_like(gradient)
+                    for gradient in gradients(step, shard)
+                ]
+                for stage in orders[(5 * shard + step) % len(orders)]:
+                    given = [found[number] for number in STAGES.entries[stage]]
+                    fold_of_stages.give(Gift(shard, stage, last, given))
+        fold_of_stages.end_round()
 
 
 def uneven_spans(first: Roster, turn: int) -> list[range]:
@@ -156,13 +194,10 @@ def check_exchange(exchange: Exchange, sizes: Storage, begun: Start, own: range)
         assert exchange.memory.other[device].views[0].tolist() == [5.0] * 4
     for view in begun.buffers.views:
         assert view.tolist() == [0] * 3, "the lead's buffers become everybody's"
-    plans = [Plan.even(shards=SHARDS, devices=devices), Plan.even(shards=SHARDS, devices=devices)]
-    if devices > 1:
-        counts = [1] * devices
-        counts[0], counts[-1] = SHARDS - devices + 2, 0
-        plans += [Plan(tuple(counts)), Plan(tuple(reversed(counts))), plans[0]]
     first = roster(sizes)
-    for step, plan in enumerate(plans, start=1):
+    for step, plan in enumerate(uneven_plans(devices), start=1):
+        if exchange.stages is not None:
+            plan = replace(plan, in_rounds=True)
         now = first.next(spans=uneven_spans(first, step)) if step % 2 else first
         exchange.bind(now)
         check_step(exchange, sizes, own, step, plan, now)
@@ -212,14 +247,25 @@ def check_bytes(exchange: Exchange, begun: Start, own: range) -> None:
     assert begun.buffers.views[0].tolist() == [3.0] * 3
 
 
+def uneven_plans(devices: int) -> list[Plan]:
+    """Plans for some steps, the first of which are even."""
+    plans = [Plan.even(shards=SHARDS, devices=devices), Plan.even(shards=SHARDS, devices=devices)]
+    if devices > 1:
+        counts = [1] * devices
+        counts[0], counts[-1] = SHARDS - devices + 2, 0
+        plans += [Plan(tuple(counts)), Plan(tuple(reversed(counts))), plans[0]]
+    return plans
+
+
 def check_launched(kinds: Sequence[str]) -> list[str]:
     """One process of several: the kinds that keep the contract, one after the other."""
     return [check_one_launched(kind) for kind in kinds]
 
 
-def check_one_launched(kind: str) -> str:
+def check_one_launched(name: str) -> str:
     world = current_world()
-    sizes = storage(world.size)
+    kind, _, staged = name.partition(", ")
+    sizes = storage(world.size, staged=bool(staged))
     begun = start(world.rank, sizes)
     exchange: Exchange
     if kind == "shared":
@@ -231,4 +277,4 @@ def check_one_launched(kind: str) -> str:
     check_exchange(exchange, sizes, begun, range(world.rank, world.rank + 1))
     if kind == "collective":
         dist.barrier()
-    return kind
+    return name
