@@ -59,12 +59,14 @@ def other_than(value: object) -> object:
         return not value
     if isinstance(value, int | float):
         return value + 1
+    if value == "all":
+        return "span"
     return (*value, "more") if isinstance(value, tuple) else "collective"
 
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(World)])
 def test_every_field_travels(field: str) -> None:
-    value: object = RunOptions(keep=9)
+    value: object = RunOptions(keep_last=9)
     if field != "options":
         value = "torch" if field == "launcher" else other_than(getattr(World(), field))
     world = dataclasses.replace(World(), **{field: value})
@@ -81,6 +83,6 @@ def test_every_option_travels(field: str) -> None:
 
 def test_options_are_checked_on_their_way_in() -> None:
     fields = json.loads(World().to_json())
-    fields["options"]["keep"] = 0
-    with pytest.raises(ValueError, match="keep of at least 1"):
+    fields["options"]["keep_last"] = 0
+    with pytest.raises(ValueError, match="keep_last of at least 1"):
         World.from_json(json.dumps(fields))

@@ -90,6 +90,9 @@ class NotedMemory(Memory):
         self._notes.append(f"collect {plan.counts}")
         return NotedArrivals(self._notes) if self._arrives else None
 
+    def collect_board(self, plan: Plan) -> None:
+        self._notes.append(f"collect board {plan.counts}")
+
     def partial(self, place: Published) -> Partial:
         self._notes.append(f"partial {place.device} {place.slot}")
         return self.partials[place]

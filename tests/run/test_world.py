@@ -111,3 +111,16 @@ def test_the_gpus_that_may_be_seen(value: str | None, monkeypatch: pytest.Monkey
     if value is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
     assert visible_gpus() == value
+
+
+@pytest.mark.parametrize("launched", [{}, TORCHRUN])
+def test_what_devices_keep_is_chosen_by_the_environment(launched: dict[str, str]) -> None:
+    assert read_world(launched).options.keep == "all"
+    assert read_world({**launched, "ONEFOLD_KEEP": "span"}).options.keep == "span"
+    with pytest.raises(LaunchError, match="ONEFOLD_KEEP='some': expected keep to be one of all"):
+        read_world({**launched, "ONEFOLD_KEEP": "some"})
+
+
+def test_the_launchers_choice_is_the_one_that_counts() -> None:
+    environment = {**worker_environment(FULL), "ONEFOLD_KEEP": "span"}
+    assert read_world(environment) == FULL

@@ -46,13 +46,14 @@ def assemble(
     team: Team,
     plan: Plan,
     schedule: LRScheduler | None,
-    stages: Sequence[torch.nn.Module] | None,
     joined: Callable[[Exchange], None],
+    stages: Sequence[torch.nn.Module] | None = None,
 ) -> Engine:
     """Bring model and optimizer into a run; the lead's values become everybody's.
 
     ``joined`` is called with the exchange as soon as there is one: from then on others wait for
-    this process, and must hear of its failures.
+    this process, and must hear of its failures. ``stages`` are where the model may be cut; None to
+    find that out.
 
     Raises:
         ValueError: the optimizer holds no parameter that can be trained.

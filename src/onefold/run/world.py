@@ -18,6 +18,7 @@ import functools
 import os
 from collections.abc import Mapping, MutableMapping
 
+from onefold.core.options import RunOptions
 from onefold.core.world import World
 from onefold.errors import LaunchError
 from onefold.run.slurm import SlurmTask, slurm_task
@@ -35,6 +36,7 @@ __all__ = [
 
 WORLD_VARIABLE = "ONEFOLD_WORLD"
 SECRET_VARIABLE = "ONEFOLD_SECRET"
+KEEP_VARIABLE = "ONEFOLD_KEEP"
 _SECRET_LENGTH = 16
 _CUBLAS, _CUBLAS_REPEATS = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 
@@ -51,7 +53,9 @@ def read_world(environment: Mapping[str, str]) -> World:
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
         return _read_torch(environment)
     task = slurm_task(environment)
-    return World() if task is None else _read_slurm(environment, task)
+    if task is not None:
+        return _read_slurm(environment, task)
+    return World(options=_options(environment))
 
 
 def _read_torch(environment: Mapping[str, str]) -> World:
@@ -77,8 +81,18 @@ def _read_torch(environment: Mapping[str, str]) -> World:
         local_rank=_number(environment, "LOCAL_RANK", 0),
         local_size=local_size,
         secret=_checked_secret(environment.get(SECRET_VARIABLE, "")),
+        options=_options(environment),
         agent_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
+
+
+def _options(environment: Mapping[str, str]) -> RunOptions:
+    """What the environment chooses where no command line of onefold's does."""
+    keep = environment.get(KEEP_VARIABLE, "all")
+    try:
+        return RunOptions(keep=keep)  # type: ignore[arg-type]  # RunOptions checks it
+    except ValueError as error:
+        raise LaunchError(f"the environment says {KEEP_VARIABLE}={keep!r}: {error}") from None
 
 
 def _number(
@@ -109,6 +123,7 @@ def _read_slurm(environment: Mapping[str, str], task: SlurmTask) -> World:
         local_rank=task.local_rank,
         local_size=task.local_size,
         secret=_checked_secret(environment.get(SECRET_VARIABLE, "")),
+        options=_options(environment),
         address=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
     )
 
