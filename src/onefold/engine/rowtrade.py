@@ -137,8 +137,15 @@ class RowTrade:
         most = max(sum(torch.Size(s).numel() for s in each) for each in shapes.values())
         own = {n: [tensors[shard] for shard in self._filled(n)] for n in self._homes}
         table = self._share(own, most * call.dtype.itemsize)
-        parts = [unpacked_bytes(table[n], call.dtype, each) for n, each in shapes.items() if each]
-        return torch.cat([part for each in parts for part in each])
+        parts = {
+            shard: part
+            for n, each in shapes.items()
+            if each
+            for shard, part in zip(
+                self._filled(n), unpacked_bytes(table[n], call.dtype, each), strict=True
+            )
+        }
+        return torch.cat([parts[shard] for shard in sorted(parts)])
 
     def add_up(self, call: Gathered, gradients: Mapping[int, torch.Tensor]) -> torch.Tensor:
         """Return the sum of all shards' gradients of a call, (N, ...), on the first own device.
