@@ -1,0 +1,74 @@
+"""How many lines of a plain loop change: with onefold, and with other ways to distribute it.
+
+Prints a Markdown table of lines out and in, as ``git diff --no-index --numstat`` counts them from
+``plain/NAME.py`` to ``NAME.py`` and ``ddp/NAME.py``, each without its
+docstring.
+
+    python examples/ports/count_lines.py
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import tempfile
+from pathlib import Path
+
+PORTS = Path(__file__).resolve().parent
+WAYS = {"onefold": PORTS, "DDP": PORTS / "ddp"}
+
+
+def without_docstring(script: Path) -> str:
+    """The script's text after its docstring and the empty lines that follow it."""
+    text = script.read_text(encoding="utf-8")
+    docstring = ast.parse(text).body[0]
+    return "".join(text.splitlines(keepends=True)[docstring.end_lineno :]).lstrip("\n")
+
+
+def lines_changed(before: Path, after: Path) -> tuple[int, int]:
+    """How many lines go out of ``before``, and how many come in, to make it ``after``."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name, script in (("before", before), ("after", after)):
+            (Path(folder) / name).write_text(without_docstring(script), encoding="utf-8")
+        done = subprocess.run(
+            ["git", "diff", "--no-index", "--numstat", "before", "after"],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=False,  # 1 says that the files differ
+        )
+    if done.returncode not in (0, 1):
+        raise RuntimeError(f"git diff was to compare {before} and {after}; it said: {done.stderr}")
+    if not done.stdout:
+        return 0, 0
+    lines_in, lines_out = done.stdout.split()[:2]
+    return int(lines_out), int(lines_in)
+
+
+def counts() -> dict[str, dict[str, tuple[int, int]]]:
+    """By script and by way, for the scripts that exist: lines out, lines in."""
+    return {
+        plain.stem: {
+            way: lines_changed(plain, folder / plain.name)
+            for way, folder in WAYS.items()
+            if (folder / plain.name).exists()
+        }
+        for plain in sorted((PORTS / "plain").glob("*.py"))
+    }
+
+
+def cells(found: tuple[int, int] | None) -> str:
+    return "  |  " if found is None else f" {found[0]} | {found[1]} "
+
+
+def table() -> str:
+    """The Markdown table of all counts; a cell is empty where there is no such script."""
+    ways = "".join(f" {way}: out | in |" for way in WAYS)
+    lines = [f"| script |{ways}", "|---|" + "---|" * (2 * len(WAYS))]
+    for name, found in counts().items():
+        lines.append(f"| {name}.py |" + "".join(f"{cells(found.get(way))}|" for way in WAYS))
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())
