@@ -1,6 +1,7 @@
 # make demo    train on real digits, on one device and then on all, and compare
 # make test    lint, types and every test that needs no GPU
 # make venv    the environment that tests and examples need
+# make api     a page of each public module, from its docstrings, in build/api
 # make bench   all benchmarks, in an environment of their own: results as data, and the picture
 # make gpu     tests, demo and a short benchmark on one GPU, with what PYTHON has: nothing is installed;
 #              RESULTS=DIR says where the results go, DEVICE=cpu tries it without a GPU
@@ -14,7 +15,7 @@ RESULTS := benchmarks/results
 # Of the environment in which the stamp lies that is being made.
 PIP = $(@D)/bin/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: demo test lint venv bench bench-venv gpu clean
+.PHONY: demo test lint venv api bench bench-venv gpu clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/onefold demo
@@ -29,6 +30,9 @@ lint: $(VENV)/dev.stamp
 	$(BIN)/mypy
 
 venv: $(VENV)/dev.stamp
+
+api: $(VENV)/dev.stamp
+	$(BIN)/python -m docs.make_api build/api
 
 bench-venv: $(BENCH_VENV)/bench.stamp
 

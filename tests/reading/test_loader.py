@@ -936,3 +936,10 @@ def test_a_forked_child_does_not_end_the_workers_of_its_parent() -> None:
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     assert len(list(passing)) == 19
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=processes)])
+def test_a_collate_that_returns_nothing_is_named(workers: int) -> None:
+    loader = make_loader(range(8), Plan((1, 1)), (0,), collate=lambda some: None, workers=workers)
+    with pytest.raises(TypeError, match=r"collate returned None for the samples of shard 0"):
+        next(iter(loader))

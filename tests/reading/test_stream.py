@@ -312,3 +312,106 @@ def test_each_batch_is_compared(workers: int) -> None:
     assert digests(Noisy(9), 0) == digests(Noisy(9), 1)
     assert len(set(digests(Noisy(9), 0))) == 3
     assert digests(Plain(9), 0)[0] != digests(range(1, 9), 1)[0]
+
+
+class Holding(IterableDataset[tuple[int, float]]):
+    """Draws from generators of its own, and from one of a data set inside it."""
+
+    def __init__(self, samples: int = 20) -> None:
+        self._samples = samples
+        self._torch = torch.Generator().manual_seed(1)
+        self._python = random.Random(1)
+        self._inner = Inner()
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        for index in range(self._samples):
+            noise = torch.rand((), generator=self._torch).item() + self._python.random()
+            yield index, noise + self._inner.noise()
+
+
+class Inner:
+    def __init__(self) -> None:
+        self._numpy = np.random.default_rng(1)
+
+    def noise(self) -> float:
+        return float(self._numpy.normal())
+
+    def __iter__(self) -> Iterator[float]:
+        return iter(())
+
+
+@with_worker
+def test_a_stream_with_generators_of_its_own_goes_on_where_it_was(workers: int) -> None:
+    plan = Plan((1, 1))
+    whole = stream_loader(Holding(), plan, (0, 1), workers=workers, batch_size=4)
+    passes = [samples_in(list(whole)) for _ in range(2)]
+    assert len(passes[0]) == 20
+    assert passes[0] != passes[1]
+    again = stream_loader(Holding(), plan, (0, 1), workers=workers, batch_size=4)
+    assert [samples_in(list(again)) for _ in range(2)] == passes
+
+
+def test_a_run_on_such_a_stream_that_was_stopped_has_the_same_bits(tmp_path: Any) -> None:
+    def run(stop: int | None, begin: bool) -> str:
+        trainer = make_trainer()
+        batches = trainer.loader(Noised(), batch_size=4)
+        if not begin:
+            trainer.load(tmp_path)
+        for _ in trainer.epochs(3):
+            for batch in batches:
+                trainer.step(batch)
+                if trainer.steps == stop:
+                    trainer.save(tmp_path)
+                    return ""
+        return trainer.fingerprint()
+
+    expected = run(None, begin=True)
+    run(8, begin=True)  # in the middle of the second pass
+    assert run(None, begin=False) == expected
+
+
+class Noised(IterableDataset[Any]):
+    """The samples of `points`, with noise from a generator that it keeps."""
+
+    def __init__(self) -> None:
+        self._generator = torch.Generator().manual_seed(3)
+
+    def __iter__(self) -> Iterator[Any]:
+        for inputs, targets in zip(*points(20), strict=True):
+            yield inputs + torch.randn(inputs.shape, generator=self._generator), targets
+
+
+class Once:
+    """Its own iterator, which does not begin anew."""
+
+    def __init__(self) -> None:
+        self._left = iter(range(8))
+
+    def __iter__(self) -> Once:
+        return self
+
+    def __next__(self) -> int:
+        return next(self._left)
+
+
+class Anew(Once):
+    def __iter__(self) -> Once:
+        self._left = iter(range(8))
+        return self
+
+
+@with_worker
+def test_a_stream_that_is_used_up_is_an_error(workers: int) -> None:
+    loader = stream_loader(Once(), Plan((1,)), workers=workers, batch_size=4)
+    assert len(list(loader)) == 2
+    if workers:  # which reads a copy of it, made at the beginning of each pass
+        assert len(list(loader)) == 2
+        return
+    with pytest.raises(SampleError, match="the stream Once gave no sample in epoch 1, and had"):
+        list(loader)
+
+
+def test_an_iterator_that_begins_anew_is_a_stream() -> None:
+    """Also where a second iter() in the middle of a pass would begin anew."""
+    loader = stream_loader(Anew(), Plan((1,)), batch_size=3)
+    assert [samples_in(list(loader)) for _ in range(3)] == [[*range(8)]] * 3

@@ -186,6 +186,10 @@ class BatchSamplerShard:
         ),
         (DataLoader(DATA, batch_sampler=BatchSamplerShard()), "holds a BatchSamplerShard, which"),  # type: ignore[arg-type]
         (DataLoader(Stream(), batch_size=None), "a stream of whole batches"),
+        (
+            DataLoader(range(8), batch_size=None, sampler=BatchSampler(range(8), 4, False)),  # type: ignore[arg-type]
+            "gets the numbers of a whole batch at once: expected .*batch_sampler",
+        ),
     ],
 )
 def test_a_loader_that_cannot_be_taken_over_is_refused(loader: Any, words: str) -> None:

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from onefold.core.options import RunOptions
 from onefold.core.world import World
+from onefold.errors import LaunchError
 from onefold.exchange.progress import progress_of
 from onefold.run.world import read_world, visible_gpus, worker_environment
 
@@ -61,6 +64,20 @@ def test_pytorchs_protocol_is_understood() -> None:
 @pytest.mark.parametrize(("local", "one_host"), [("8", True), ("4", False), ("1", False)])
 def test_whether_all_are_on_one_host(local: str, one_host: bool) -> None:
     assert read_world({**TORCHRUN, "LOCAL_WORLD_SIZE": local}).one_host == one_host
+
+
+@pytest.mark.parametrize("value", ["", "one", "-1", "1.5", "²"])
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"])
+def test_what_is_no_number_is_named(name: str, value: str) -> None:
+    words = f"the environment says {name}={value!r}: expected a whole number of [01] or more"
+    with pytest.raises(LaunchError, match=re.escape(words).replace(r"\[01\]", "[01]")):
+        read_world({**TORCHRUN, name: value})
+
+
+@pytest.mark.parametrize("changed", [{"RANK": "8"}, {"LOCAL_WORLD_SIZE": "9"}, {"WORLD_SIZE": "2"}])
+def test_numbers_that_do_not_go_together(changed: dict[str, str]) -> None:
+    with pytest.raises(LaunchError, match="expected RANK below WORLD_SIZE"):
+        read_world({**TORCHRUN, **changed})
 
 
 @pytest.mark.parametrize("changed", [{"TORCHELASTIC_RESTART_COUNT": "1"}, {"MASTER_PORT": "29501"}])

@@ -29,6 +29,7 @@ from numpy.random import mtrand
 
 __all__ = [
     "GeneratorStates",
+    "comparable_state",
     "derive_seed",
     "forked_generators",
     "in_common",
@@ -167,6 +168,17 @@ def same_in_all_shards(name: str = "") -> Iterator[None]:
         yield
 
 
+def comparable_state(state: Any) -> Any:
+    """A generator's state of any kind, such that equal ones compare as equal."""
+    if isinstance(state, dict):
+        return {key: comparable_state(value) for key, value in state.items()}
+    if isinstance(state, tuple):
+        return tuple(comparable_state(value) for value in state)
+    if isinstance(state, torch.Tensor):
+        return state.numpy().tobytes()
+    return state.tobytes() if isinstance(state, np.ndarray) else state
+
+
 class GeneratorStates:
     """The states of the generators that user code may draw from, as they are now.
 
@@ -179,6 +191,20 @@ class GeneratorStates:
         self._gpu_states = [generator.get_state() for generator in self._gpus]
         self._cpu = torch.default_generator.get_state()
         self._python, self._numpy = random.getstate(), np.random.get_state(legacy=False)
+
+    def drawn_from(self) -> str:
+        """Name a generator whose state is another one by now, in words; empty if none is."""
+        numpy = np.random.get_state(legacy=False)
+        moved = {
+            "PyTorch's generator": not torch.equal(self._cpu, torch.default_generator.get_state()),
+            "PyTorch's generator of a GPU": not all(
+                torch.equal(state, generator.get_state())
+                for generator, state in zip(self._gpus, self._gpu_states, strict=True)
+            ),
+            "Python's random": random.getstate() != self._python,
+            "NumPy's generator": comparable_state(numpy) != comparable_state(self._numpy),
+        }
+        return next((name for name, is_moved in moved.items() if is_moved), "")
 
     def restore(self) -> None:
         """Make these the current states."""

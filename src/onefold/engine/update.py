@@ -27,6 +27,7 @@ from onefold.engine.gradients import exact_norm
 from onefold.engine.optimizercheck import TAKEN
 from onefold.engine.optimizers import optimizers_in
 from onefold.engine.optimizerstate import PieceState, is_by_element
+from onefold.engine.updatedraws import UpdateDraws
 from onefold.system.compat import copy_each, multiply_each
 
 __all__ = ["MASTER", "OwnedPiece", "SpanOptimizer"]
@@ -94,6 +95,7 @@ class SpanOptimizer:
         self._held = [list(group["params"]) for group in optimizer.param_groups]
         self._each = optimizers_in(optimizer).values()
         TAKEN.update(self._each)
+        self._draws = UpdateDraws(self._each, {flat.device for flat in memory.values()})
         self._stepping = False
         # First the pieces, then the state that is cut as they are.
         self.bind(roster)
@@ -233,7 +235,8 @@ class SpanOptimizer:
                 # are done in the precision of the sum.
                 given = None if gradient is None else gradient.to(item.values.dtype)
                 item.values.grad = given
-            self.optimizer.step()
+            with self._draws.watched():
+                self.optimizer.step()
             self._round()
         finally:
             # Also when the step fails: a script may catch the error and go on with its groups.

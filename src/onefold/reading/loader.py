@@ -108,6 +108,7 @@ class Loader:
         self._timeout_s = timeout_s
         self._digests = self._source.digests if digest else 0
         self._data_digest = 0
+        self._had_samples = False
 
     def __len__(self) -> int:
         """Number of batches in a pass; TypeError for a stream that does not know its length."""
@@ -127,7 +128,9 @@ class Loader:
         """Begin a new pass.
 
         Raises:
-            SampleError: a sample could not be read, or no worker delivered one within the timeout.
+            TypeError: ``collate`` returned nothing.
+            SampleError: a sample could not be read, no worker delivered one within the timeout, or
+                a stream that had samples has none any more.
             CheckpointError: a sampler gave another order than in the run that was saved.
         """
         this = self.track.begin()
@@ -163,8 +166,10 @@ class Loader:
                     self._data_digest = answer.digest or self._data_digest
                 payloads = _checked(answer.payloads)
                 if answer.over:
+                    self._check_not_exhausted(this)
                     this.end = this.given
                     break
+                self._had_samples = True
                 # Before the yield: the script may never come back for the next batch.
                 request = _handed_out(answer, this)
                 yield ShardedBatch(
@@ -189,6 +194,15 @@ class Loader:
             # them happens in a destructor, where Ctrl-C would be lost.
             with ctrl_c_later():
                 del answers
+
+    def _check_not_exhausted(self, this: DataPass) -> None:
+        # A loop over nothing would train no more, without a word.
+        if self._had_samples and not this.given:
+            raise SampleError(
+                f"{self.track.size.kind} gave no sample in epoch {this.number}, and had some in a "
+                f"pass before: expected one that begins anew with every iter(). An iterator can be "
+                f"gone through once; give the object that makes it, or have __iter__ make it"
+            )
 
     def _next(self, answers: Iterator[Answer]) -> Answer:
         began = time.monotonic()
@@ -249,6 +263,12 @@ def _checked(payloads: dict[int, Any] | BadSample) -> dict[int, Any]:
         # Made in a function of its own: a frame that holds its exception is a cycle of references,
         # and would keep the workers alive.
         raise _sample_error(payloads)
+    for shard, payload in payloads.items():
+        if payload is None:
+            raise TypeError(
+                f"collate returned None for the samples of shard {shard}: expected what the loss "
+                f"takes as its batch. Does the function lack its return?"
+            )
     return payloads
 
 

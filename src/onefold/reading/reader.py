@@ -33,6 +33,7 @@ __all__ = [
     "as_it_is",
     "bad_sample",
     "one_thread",
+    "take",
 ]
 
 Collate = Callable[[list[Any]], Any]
@@ -161,6 +162,20 @@ class Reader(Dataset[Any]):
         drawn = loader_seed(kind, seed, epoch, numbers[0], loader=loader)
         seed_generators(drawn, common=common)
         return (self._collate or default_collate)(samples)
+
+
+def take(iterator: Iterator[Any], most: int) -> Iterator[Any]:
+    """Yield at most so many items of an iterator, without a new ``iter()`` of it.
+
+    Many an object is its own iterator and begins anew with each ``iter()``, which a ``for`` loop
+    and `itertools.islice` would call.
+    """
+    for _ in range(most):
+        try:
+            item = next(iterator)
+        except StopIteration:
+            return
+        yield item
 
 
 @contextmanager

@@ -15,19 +15,18 @@ from __future__ import annotations
 import hashlib
 import logging
 import operator
-import random
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from itertools import accumulate, islice
+from collections.abc import Iterable
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import Sampler
 
-from onefold.core.randomness import derive_seed, kept_generators, loader_seed, seed_generators
+from onefold.core.randomness import kept_generators, loader_seed, seed_generators
+from onefold.reading.held import kept_apart, seed_held, within
 from onefold.reading.order import SampleOrder
-from onefold.reading.reader import one_thread
+from onefold.reading.reader import one_thread, take
 
 __all__ = ["check_sampler", "draw_batches", "draw_samples", "samplers_within"]
 
@@ -35,7 +34,6 @@ _log = logging.getLogger("onefold")
 
 _INNER = ("sampler", "batch_sampler", "base_sampler")
 """The names under which samplers usually keep another one."""
-_MOST_INNER = 20
 
 
 def check_sampler(sampler: object, name: str) -> None:
@@ -66,17 +64,12 @@ def check_sampler(sampler: object, name: str) -> None:
 
 def samplers_within(sampler: object) -> list[object]:
     """Return a sampler and those that it holds, each once."""
-    found: list[object] = []
-    waiting = [sampler]
-    while waiting and len(found) < _MOST_INNER:
-        each = waiting.pop(0)
-        if any(each is known for known in found):
-            continue
-        found.append(each)
-        for name, value in getattr(each, "__dict__", {}).items():
-            if isinstance(value, Sampler) or (name in _INNER and value is not None):
-                waiting.append(value)
-    return found
+
+    def inner(name: str, value: object) -> list[object]:
+        is_one = isinstance(value, Sampler) or (name in _INNER and value is not None)
+        return [value] if is_one else []
+
+    return within(sampler, inner)
 
 
 def draw_samples(
@@ -127,15 +120,17 @@ def draw_batches(
 def _draw(sampler: Any, name: str, *, seed: int, epoch: int, loader: int) -> list[Any]:
     number = loader_seed("sampler", seed, epoch, loader=loader)
     # One thread: the bits of what multinomial adds up may depend on how many there are.
-    with kept_generators(), one_thread(), _reseeded(sampler, number):
-        for each in samplers_within(sampler):
+    samplers = samplers_within(sampler)
+    with kept_generators(), one_thread(), kept_apart(samplers):
+        seed_held(samplers, number, "held by a sampler")
+        for each in samplers:
             if callable(set_epoch := getattr(each, "set_epoch", None)):
                 set_epoch(epoch)
         # Now, as some samplers only know it once they know the epoch.
         length = _length(sampler, name)
         seed_generators(number)
         # One more than its length: an endless sampler must not be read to its end.
-        found = list(islice(iter(sampler), length + 1))
+        found = list(take(iter(sampler), length + 1))
     if len(found) > length:
         _log.warning(
             "the %s yields more than its length, %d: a pass ends there, and the rest is left out",
@@ -143,58 +138,6 @@ def _draw(sampler: Any, name: str, *, seed: int, epoch: int, loader: int) -> lis
             length,
         )
     return found[:length]
-
-
-@contextmanager
-def _reseeded(sampler: object, seed: int) -> Iterator[None]:
-    """Seed the generators that a sampler and those within hold, and put them back afterwards."""
-    held: list[Any] = []
-    for each in samplers_within(sampler):
-        for _, value in sorted(getattr(each, "__dict__", {}).items()):
-            if any(value is known for known in held):
-                continue
-            if isinstance(
-                value, torch.Generator | random.Random | np.random.Generator | np.random.RandomState
-            ):
-                held.append(value)
-    before = [_state_of(generator) for generator in held]
-    try:
-        for number, generator in enumerate(held):
-            # Each has a seed of its own: what two of them draw must not be the same.
-            _seed(generator, derive_seed("held by a sampler", seed & (2**63 - 1), number))
-        yield
-    finally:
-        for generator, state in zip(held, before, strict=True):
-            _restore(generator, state)
-
-
-def _state_of(generator: Any) -> Any:
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    return generator.get_state()
-
-
-def _seed(generator: Any, seed: int) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.manual_seed(seed)
-    elif isinstance(generator, np.random.Generator):
-        # A bit generator cannot be seeded again, but takes the state of another of its kind.
-        kind: Any = type(generator.bit_generator)
-        generator.bit_generator.state = kind(seed).state
-    else:
-        # NumPy's older kind takes 32 bits and no more.
-        generator.seed(seed & 0xFFFFFFFF)
-
-
-def _restore(generator: Any, state: Any) -> None:
-    if isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    else:
-        generator.set_state(state)
 
 
 def _length(sampler: Any, name: str) -> int:

@@ -11,12 +11,13 @@ DataLoader sees that it is alone, and yields everything.
 Note: a stream that goes on
 ---------------------------
 A pass begins with a new ``iter()`` and with generators seeded from the seed, the pass and the
-loader. A stream may draw from them at any time, so their states are kept from batch to batch, apart
-from the script's own. A resumed run begins the pass again and leaves out the samples that were
-used, which repeats all draws. If the stream has ``state_dict`` and ``load_state_dict``, it goes on
-from its own state instead: that of the moment after the last batch that was used, together with the
-states of the generators. Both are noted with every batch, before any further sample is read, and in
-the process that reads, as only there the stream moves.
+loader: the global ones, and those that the stream holds. A stream may draw from the global ones at
+any time, so their states are kept from batch to batch, apart from the script's own. A resumed run
+begins the pass again and leaves out the samples that were used, which repeats all draws. If the
+stream has ``state_dict`` and ``load_state_dict``, it goes on from its own state instead: that of
+the moment after the last batch that was used, together with the states of the global generators.
+Both are noted with every batch, before any further sample is read, and in the process that reads,
+as only there the stream moves.
 
 Note: a plan that changes while the stream was read ahead
 ---------------------------------------------------------
@@ -31,7 +32,6 @@ import logging
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,8 +45,9 @@ from onefold.core.randomness import loader_seed, seed_generators
 from onefold.core.shard import Plan, cut_bounds
 from onefold.errors import CheckpointError
 from onefold.reading.datadigest import digest_of, digest_samples, join_digests
+from onefold.reading.held import MOST, seed_held, within
 from onefold.reading.order import Cut, Order
-from onefold.reading.reader import Answer, Collate, Request, bad_sample
+from onefold.reading.reader import Answer, Collate, Request, bad_sample, take
 from onefold.reading.track import WHOLE, LoaderSize, LoaderTrack
 
 __all__ = ["Stream", "StreamState", "is_stream"]
@@ -166,6 +167,19 @@ class Stream:
             drop_last=self.size.drop_last,
             keeps_state=track.is_followed,
         )
+
+
+def _parts_of(name: str, value: object) -> list[object]:
+    """Return what a stream is made of, of one of its attributes."""
+    parts = value if isinstance(value, list | tuple) else (value,)
+    return [part for part in parts[:MOST] if _is_part(part)]
+
+
+def _is_part(value: object) -> bool:
+    """Whether what a stream holds may be a stream or a data set that it reads."""
+    return isinstance(value, Dataset) or (
+        hasattr(value, "__iter__") and hasattr(value, "__dict__") and not hasattr(value, "__next__")
+    )
 
 
 class _Generators(NamedTuple):
@@ -305,7 +319,7 @@ class _StreamReader(Dataset[Answer]):
         else:
             self._generators.restore()
         samples = []
-        for sample in islice(self._samples, wanted):
+        for sample in take(self._samples, wanted):
             samples.append(sample)
             self._place += 1
         # Noted before anything else is drawn or read: see the note on a stream that goes on.
@@ -316,7 +330,9 @@ class _StreamReader(Dataset[Answer]):
 
     def _begin(self, start: int) -> None:
         seed, epoch = self._numbers
-        seed_generators(loader_seed("stream", seed, epoch, loader=self._loader))
+        number = loader_seed("stream", seed, epoch, loader=self._loader)
+        seed_generators(number)
+        seed_held(within(self._stream, _parts_of), number, "held by a stream")
         if callable(set_epoch := getattr(self._stream, "set_epoch", None)):
             set_epoch(epoch)
         if self._state is not None and self._has_state:
@@ -327,7 +343,7 @@ class _StreamReader(Dataset[Answer]):
             return
         self._samples = iter(self._stream)
         # What was used before the run resumed is read once more, and dropped.
-        for _ in islice(self._samples, start):
+        for _ in take(self._samples, start):
             continue
 
     def _state_now(self) -> StreamState | None:

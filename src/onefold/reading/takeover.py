@@ -151,6 +151,13 @@ def _taken_over(loader: DataLoader[Any], in_order: bool) -> Chosen:
                 f"in the DataLoader; or give each batch to trainer.step itself, or make them in a "
                 f"function for trainer.batches"
             )
+        if _is(loader.sampler, BatchSampler):
+            raise TypeError(
+                f"the DataLoader has batch_size=None and a BatchSampler as its sampler, so that "
+                f"{type(dataset).__name__} gets the numbers of a whole batch at once: expected "
+                f"DataLoader(..., batch_sampler=...), which reads sample by sample; or make whole "
+                f"batches in a function for trainer.batches"
+            )
         order = _order_of(loader.sampler, dataset, in_order)
         return Chosen(Items(dataset, **order), collate, {"batch_size": None, "workers": workers})
     collate = None if collate is default_collate else collate

@@ -56,22 +56,44 @@ def read_world(environment: Mapping[str, str]) -> World:
 
 def _read_torch(environment: Mapping[str, str]) -> World:
     _refuse_pod_of_several(environment)
-    size = int(environment["WORLD_SIZE"])
-    local_size = int(environment.get("LOCAL_WORLD_SIZE", "1"))
+    size = _number(environment, "WORLD_SIZE", least=1)
+    local_size = _number(environment, "LOCAL_WORLD_SIZE", 1, least=1)
+    rank = _number(environment, "RANK")
+    if rank >= size or local_size > size:
+        raise LaunchError(
+            f"RANK is {rank}, LOCAL_WORLD_SIZE {local_size} and WORLD_SIZE {size}: expected RANK "
+            f"below WORLD_SIZE, and no more processes on this machine than there are. torchrun "
+            f"sets all of them"
+        )
     # The restart count is part of it: the store of the launcher outlives a failed attempt, and keys
     # of that one must not be taken for ours.
     parts = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
     return World(
-        rank=int(environment["RANK"]),
+        rank=rank,
         size=size,
         run_id="-".join(environment.get(name, "") for name in parts),
         one_host=local_size == size,
         launcher="torch",
-        local_rank=int(environment.get("LOCAL_RANK", "0")),
+        local_rank=_number(environment, "LOCAL_RANK", 0),
         local_size=local_size,
         secret=_checked_secret(environment.get(SECRET_VARIABLE, "")),
         agent_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
+
+
+def _number(
+    environment: Mapping[str, str], name: str, default: int | None = None, *, least: int = 0
+) -> int:
+    text = environment.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not (text.isascii() and text.isdecimal()) or int(text) < least:
+        raise LaunchError(
+            f"the environment says {name}={text!r}: expected a whole number of {least} or more, as "
+            f"torchrun sets it. To use one device, unset RANK, WORLD_SIZE, MASTER_ADDR and "
+            f"MASTER_PORT"
+        )
+    return int(text)
 
 
 def _read_slurm(environment: Mapping[str, str], task: SlurmTask) -> World:
