@@ -98,12 +98,6 @@ def set_up():
     return dist.get_rank(), dist.get_world_size(), device
 
 
-def mean_over_ranks(value):
-    value = value.detach().clone()
-    dist.all_reduce(value)
-    return value / dist.get_world_size()
-
-
 def main(epochs=6):
     rank, world, device = set_up()
     known, asked = make_pictures(512, seed=1), make_pictures(200, seed=2)

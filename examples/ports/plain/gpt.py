@@ -63,9 +63,10 @@ def loss(model, batch):
 @torch.no_grad()
 def evaluate(model, held_out):
     model.eval()
-    losses = [loss(model, batch).item() for batch in DataLoader(held_out, batch_size=32)]
+    batches = DataLoader(held_out, batch_size=32)
+    total = sum(loss(model, batch).item() * len(batch[0]) for batch in batches)
     model.train()
-    return sum(losses) / len(losses)
+    return total / len(held_out)
 
 
 def draw_batch(text, generator):
