@@ -1,7 +1,7 @@
 """The versions of ``examples/ports`` that onefold's lines are counted against do run.
 
 Each prints what the plain loop prints, but for the numbers. A new file there is tested by being
-there. With ``-m full`` two processes are tried as well, of which only the first may print.
+there. With ``-m full`` Accelerate's are run as well, and two processes, of which only the first may print.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ from tests.conftest import ROOT
 from tests.warm import SCRIPTS
 
 FOLDER = ROOT / "examples" / "ports"
-VERSIONS = sorted(path for way in ("ddp", "accelerate") for path in (FOLDER / way).glob("*.py"))
+VERSIONS = [
+    pytest.param(path, id=f"{way}-{path.stem}", marks=marks)
+    for way, marks in (("ddp", ()), ("accelerate", pytest.mark.full))  # loaded for seconds
+    for path in sorted((FOLDER / way).glob("*.py"))
+]
 SHORTEST = {"epochs": 2, "steps": 10}
 """How long the runs are, in what the script counts."""
 ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true", "MASTER_ADDR": "127.0.0.1"}
@@ -28,9 +32,7 @@ ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true", "MASTER_ADDR
 pytestmark = [
     pytest.mark.processes,
     pytest.mark.timeout(170),
-    pytest.mark.parametrize(
-        "version", VERSIONS, ids=lambda path: f"{path.parent.name}-{path.stem}"
-    ),
+    pytest.mark.parametrize("version", VERSIONS),
 ]
 
 
