@@ -1,7 +1,8 @@
 """The versions of ``examples/ports`` that onefold's lines are counted against do run.
 
 Each prints what the plain loop prints, but for the numbers. A new file there is tested by being
-there. With ``-m full`` Accelerate's are run as well, and two processes, of which only the first may print.
+there. With ``-m full`` Accelerate's are run as well, and all with two processes, of
+which only the first may print.
 """
 
 from __future__ import annotations
