@@ -1,0 +1,131 @@
+"""The script of ../lora.py with Accelerate, for `accelerate launch`."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration, set_seed
+from torch import nn
+
+WORDS, LENGTH, CLASSES = 60, 16, 4
+
+
+class Layer(nn.Module):
+    def __init__(self, width, heads=4):
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+        )
+
+    def forward(self, x):
+        inside = self.norm1(x)
+        split = (
+            each(inside).unflatten(2, (self.heads, -1)).transpose(1, 2)
+            for each in (self.query, self.key, self.value)
+        )
+        x = x + F.scaled_dot_product_attention(*split).transpose(1, 2).flatten(2)
+        return x + self.mlp(self.norm2(x))
+
+
+class Base(nn.Module):
+    """A small transformer that reads words (n, time) int64 and tells one of four classes."""
+
+    def __init__(self, width=64, layers=2):
+        super().__init__()
+        self.words = nn.Embedding(WORDS, width)
+        self.layers = nn.Sequential(*(Layer(width) for _ in range(layers)))
+        self.head = nn.Linear(width, CLASSES)
+
+    def forward(self, words):
+        return self.head(self.layers(self.words(words)).mean(dim=1))
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer, and a low-rank one beside it that begins as zero."""
+
+    def __init__(self, frozen, rank=4, scale=2.0):
+        super().__init__()
+        self.frozen, self.scale = frozen, scale
+        self.down = nn.Parameter(torch.randn(rank, frozen.in_features) / math.sqrt(rank))
+        self.up = nn.Parameter(torch.zeros(frozen.out_features, rank))
+        self.dropout = nn.Dropout(0.05)
+
+    def forward(self, x):
+        return self.frozen(x) + self.scale * F.linear(F.linear(self.dropout(x), self.down), self.up)
+
+
+def add_adapters(model):
+    model.requires_grad_(False)
+    for layer in model.layers:
+        layer.query, layer.value = Adapted(layer.query), Adapted(layer.value)
+    model.head.requires_grad_(True)
+
+
+def make_texts(size, seed):
+    """Texts in which the words of one class are a little more frequent than others."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(CLASSES, (size,), generator=generator)
+    words = torch.randint(WORDS, (size, LENGTH), generator=generator)
+    own = torch.randint(WORDS // CLASSES, (size, LENGTH), generator=generator) * CLASSES
+    chosen = torch.rand(size, LENGTH, generator=generator) < 0.25
+    return torch.utils.data.TensorDataset(words.where(~chosen, own + labels[:, None]), labels)
+
+
+def loss(model, batch):
+    words, labels = batch
+    return F.cross_entropy(model(words), labels)
+
+
+def score(model, batch):
+    words, labels = batch
+    return {"accuracy": model(words).argmax(dim=1) == labels}
+
+
+def evaluate(model, batches, accelerator):
+    model.eval()
+    totals, samples = {}, 0
+    with torch.no_grad():
+        for batch in batches:
+            for name, values in score(model, batch).items():
+                values = accelerator.gather_for_metrics(values)
+                totals[name] = totals.get(name, 0.0) + float(values.float().sum())
+            samples += len(values)
+    model.train()
+    return {name: total / samples for name, total in totals.items()}
+
+
+def main(epochs=6, output=None):
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True))
+    set_seed(0, device_specific=True)  # other noise on each process
+    model = Base()
+    add_adapters(model)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    everything = sum(p.numel() for p in model.parameters())
+    accelerator.print(f"{sum(p.numel() for p in trained)} of {everything} numbers are trained")
+    optimizer = torch.optim.AdamW(trained, lr=3e-3)
+    loader = torch.utils.data.DataLoader(make_texts(640, seed=1), batch_size=64, shuffle=True)
+    held_out = torch.utils.data.DataLoader(make_texts(300, seed=2), batch_size=100)
+    model, optimizer, loader, held_out = accelerator.prepare(model, optimizer, loader, held_out)
+    for epoch in range(epochs):
+        for batch in loader:
+            optimizer.zero_grad()
+            value = loss(model, batch)
+            accelerator.backward(value)
+            optimizer.step()
+        scores = evaluate(model, held_out, accelerator)
+        value = accelerator.reduce(value.detach(), "mean")
+        accelerator.print(f"epoch {epoch}: loss {value:.4f}, accuracy {scores['accuracy']:.1%}")
+    if output is not None:
+        state = accelerator.unwrap_model(model).named_parameters()
+        trained = {name: p.detach().clone() for name, p in state if p.requires_grad}
+        accelerator.save(trained, output)
+    accelerator.end_training()
+    return model
+
+
+if __name__ == "__main__":
+    main()

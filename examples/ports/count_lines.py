@@ -1,0 +1,111 @@
+"""How many lines of a plain loop change: with onefold, and with other ways to distribute it.
+
+Prints a Markdown table of lines out and in, as ``git diff --no-index --numstat`` counts them from
+``plain/NAME.py`` to ``NAME.py``, ``ddp/NAME.py`` and ``accelerate/NAME.py``, each without its
+docstring. With ``--diff NAME`` it prints the change to onefold itself, as the guides show it.
+
+    python examples/ports/count_lines.py
+    python examples/ports/count_lines.py --diff gpt
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+PORTS = Path(__file__).resolve().parent
+WAYS = {"onefold": PORTS, "DDP": PORTS / "ddp", "Accelerate": PORTS / "accelerate"}
+ALIKE_EVERYWHERE = ("--no-ext-diff", "--no-color", "--diff-algorithm=myers")
+"""What a user's own settings of git must not change."""
+
+
+def without_docstring(script: Path) -> str:
+    """The script's text after its docstring and the empty lines that follow it."""
+    text = script.read_text(encoding="utf-8")
+    docstring = ast.parse(text).body[0]
+    return "".join(text.splitlines(keepends=True)[docstring.end_lineno :]).lstrip("\n")
+
+
+def compared(before: Path, after: Path, *options: str) -> str:
+    """What ``git diff`` prints of two scripts without their docstrings."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name, script in (("before", before), ("after", after)):
+            (Path(folder) / name).write_text(without_docstring(script), encoding="utf-8")
+        done = subprocess.run(
+            ["git", "diff", "--no-index", *ALIKE_EVERYWHERE, *options, "before", "after"],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=False,  # 1 says that the files differ
+        )
+    if done.returncode not in (0, 1):
+        raise RuntimeError(f"git diff was to compare {before} and {after}; it said: {done.stderr}")
+    return done.stdout
+
+
+def lines_changed(before: Path, after: Path) -> tuple[int, int]:
+    """How many lines go out of ``before``, and how many come in, to make it ``after``."""
+    found = compared(before, after, "--numstat")
+    if not found:
+        return 0, 0
+    lines_in, lines_out = found.split()[:2]
+    return int(lines_out), int(lines_in)
+
+
+def difference(name: str) -> str:
+    """How ``plain/NAME.py`` becomes ``NAME.py``: every hunk, with one line around it.
+
+    A first line names the two files. A hunk is headed by the function or class it is in,
+    without line numbers, which would be those of files without docstrings.
+    """
+    printed = compared(PORTS / "plain" / f"{name}.py", PORTS / f"{name}.py", "--unified=1")
+    hunks = printed[printed.index("\n@@ ") + 1 :]
+    within = r"^@@ -\S+ \+\S+ @@(?: ((?:def|class) .*)|.*)$"
+    hunks = re.sub(within, lambda hunk: f"@@ {hunk[1] or ''}", hunks, flags=re.MULTILINE)
+    first = f"# examples/ports/plain/{name}.py -> examples/ports/{name}.py"
+    return "\n".join([first, *(line.rstrip() for line in hunks.rstrip().splitlines())])
+
+
+def counts() -> dict[str, dict[str, tuple[int, int]]]:
+    """By script and by way, for the scripts that exist: lines out, lines in."""
+    return {
+        plain.stem: {
+            way: lines_changed(plain, folder / plain.name)
+            for way, folder in WAYS.items()
+            if (folder / plain.name).exists()
+        }
+        for plain in sorted((PORTS / "plain").glob("*.py"))
+    }
+
+
+def cells(found: tuple[int, int] | None) -> str:
+    return "  |  " if found is None else f" {found[0]} | {found[1]} "
+
+
+def table() -> str:
+    """The Markdown table of all counts; a cell is empty where there is no such script."""
+    ways = "".join(f" {way}: out | in |" for way in WAYS)
+    lines = [f"| script |{ways}", "|---|" + "---|" * (2 * len(WAYS))]
+    for name, found in counts().items():
+        lines.append(f"| {name}.py |" + "".join(f"{cells(found.get(way))}|" for way in WAYS))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    options = argparse.ArgumentParser()
+    options.add_argument(
+        "--diff",
+        metavar="NAME",
+        choices=sorted(script.stem for script in (PORTS / "plain").glob("*.py")),
+        help="print what changes from plain/NAME.py to NAME.py",
+    )
+    name = options.parse_args().diff
+    print(table() if name is None else difference(name))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""The script of ../dcgan.py with DistributedDataParallel, for torchrun."""
+
+import os
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data.distributed import DistributedSampler
+
+LATENT, WIDTH, BATCH = 16, 16, 40
+
+
+def make_pictures(size):
+    """Bright discs of different places and sizes: (size, 1, 16, 16) float32 of -1 to 1."""
+    generator = torch.Generator().manual_seed(1)
+    centre = 5 + 6 * torch.rand(size, 2, 1, 1, generator=generator)
+    radius = 2 + 3 * torch.rand(size, 1, 1, generator=generator)
+    row, column = torch.meshgrid(torch.arange(16.0), torch.arange(16.0), indexing="ij")
+    distance = ((row - centre[:, 0]).square() + (column - centre[:, 1]).square()).sqrt()
+    return (radius - distance).clamp(-1, 1).unsqueeze(1)
+
+
+def make_generator():
+    return nn.Sequential(
+        nn.ConvTranspose2d(LATENT, 2 * WIDTH, 4, bias=False),
+        nn.BatchNorm2d(2 * WIDTH),
+        nn.ReLU(),
+        nn.ConvTranspose2d(2 * WIDTH, WIDTH, 4, 2, padding=1, bias=False),
+        nn.BatchNorm2d(WIDTH),
+        nn.ReLU(),
+        nn.ConvTranspose2d(WIDTH, 1, 4, 2, padding=1, bias=False),
+        nn.Tanh(),
+    )
+
+
+def make_discriminator():
+    return nn.Sequential(
+        nn.Conv2d(1, WIDTH, 4, 2, padding=1, bias=False),
+        nn.LeakyReLU(0.2),
+        nn.Conv2d(WIDTH, 2 * WIDTH, 4, 2, padding=1, bias=False),
+        nn.BatchNorm2d(2 * WIDTH),
+        nn.LeakyReLU(0.2),
+        nn.Conv2d(2 * WIDTH, 1, 4, bias=False),
+        nn.Flatten(0),
+    )
+
+
+def start_weights(module):
+    if isinstance(module, nn.Conv2d | nn.ConvTranspose2d):
+        nn.init.normal_(module.weight, 0.0, 0.02)
+    elif isinstance(module, nn.BatchNorm2d):
+        nn.init.normal_(module.weight, 1.0, 0.02)
+
+
+def against(logits, truth):
+    """One loss a sample, for logits (n,) of which all should be true or all false."""
+    wanted = torch.full_like(logits, float(truth))
+    return F.binary_cross_entropy_with_logits(logits, wanted)
+
+
+def draw_fakes(models, real):
+    noise = torch.randn(len(real), LATENT, 1, 1, device=real.device, dtype=real.dtype)
+    return models["generator"](noise)
+
+
+def discriminator_loss(models, batch):
+    (real,) = batch
+    fake = draw_fakes(models, real).detach()
+    on_real, on_fake = models["discriminator"](real), models["discriminator"](fake)
+    values = {"D(x)": on_real.sigmoid().mean(), "D(G(z))": on_fake.sigmoid().mean()}
+    return against(on_real, True) + against(on_fake, False), values
+
+
+def generator_loss(models, batch):
+    (real,) = batch
+    return against(models["discriminator"](draw_fakes(models, real)), True)
+
+
+def set_up():
+    """Join the group that torchrun started: this process's rank, the world size, the device."""
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if cuda else "gloo")
+    return dist.get_rank(), dist.get_world_size(), device
+
+
+def mean_over_ranks(value):
+    value = value.detach().clone()
+    dist.all_reduce(value)
+    return value / dist.get_world_size()
+
+
+def main(epochs=8):
+    rank, world, device = set_up()
+    torch.manual_seed(rank)  # other noise on each; DDP starts from the weights of rank 0
+    models = {"generator": make_generator(), "discriminator": make_discriminator()}
+    optimizers = {}
+    for name, model in models.items():
+        models[name] = model = DistributedDataParallel(model.apply(start_weights).to(device))
+        optimizers[name] = torch.optim.Adam(model.parameters(), lr=1e-3, betas=(0.5, 0.999))
+    pictures = torch.utils.data.TensorDataset(make_pictures(400))
+    sampler = DistributedSampler(pictures)
+    loader = torch.utils.data.DataLoader(pictures, batch_size=BATCH // world, sampler=sampler)
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        for batch in loader:
+            batch = [each.to(device) for each in batch]
+            models["discriminator"].zero_grad()
+            judged, values = discriminator_loss(models, batch)
+            judged.backward()
+            optimizers["discriminator"].step()
+            models["generator"].zero_grad()
+            made = generator_loss(models, batch)
+            made.backward()
+            optimizers["generator"].step()
+        judged, made = mean_over_ranks(judged), mean_over_ranks(made)
+        values = {name: mean_over_ranks(value) for name, value in values.items()}
+        said = ", ".join(f"{name} {value:.3f}" for name, value in values.items())
+        if rank == 0:
+            print(f"epoch {epoch}: loss D {judged:.4f}, loss G {made:.4f}, {said}")
+    dist.barrier()
+    dist.destroy_process_group()
+    return models
+
+
+if __name__ == "__main__":
+    main()

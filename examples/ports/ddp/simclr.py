@@ -1,0 +1,133 @@
+"""The script of ../simclr.py with DistributedDataParallel, for torchrun."""
+
+import os
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.nn.functional import all_gather
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data.distributed import DistributedSampler
+
+KINDS, TEMPERATURE = 8, 0.2
+
+
+def make_pictures(size, seed):
+    """Pictures of one of eight blurred patterns, somewhat shifted: (size, 1, 12, 12), (size,)."""
+    patterns = torch.randn(KINDS, 1, 12, 12, generator=torch.Generator().manual_seed(0))
+    patterns = 2 * F.avg_pool2d(patterns, 3, stride=1, padding=1)
+    generator = torch.Generator().manual_seed(seed)
+    kinds = torch.randint(KINDS, (size,), generator=generator)
+    shifts = torch.randint(-2, 3, (size, 2), generator=generator).tolist()
+    pictures = [patterns[k].roll(shift, (1, 2)) for k, shift in zip(kinds, shifts, strict=True)]
+    return torch.stack(pictures) + torch.randn(size, 1, 12, 12, generator=generator), kinds
+
+
+class TwoViews(torch.utils.data.Dataset):
+    """Two views of a picture: shifted, brighter or darker, and partly covered."""
+
+    def __init__(self, pictures):
+        self.pictures = pictures
+
+    def __len__(self):
+        return len(self.pictures)
+
+    def __getitem__(self, index):
+        return self.view(self.pictures[index]), self.view(self.pictures[index])
+
+    @staticmethod
+    def view(picture):
+        down, right, row, column = torch.randint(-1, 2, (4,)).tolist()
+        seen = picture.roll((down, right), (-2, -1)) * (0.7 + 0.6 * torch.rand(()))
+        seen[:, 4 + 3 * row : 7 + 3 * row, 4 + 3 * column : 7 + 3 * column] = 0
+        return seen
+
+
+class Encoder(nn.Module):
+    def __init__(self, width=64):
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(1, 16, 3, padding=1),
+            nn.GroupNorm(4, 16),
+            nn.ReLU(),
+            nn.Conv2d(16, 32, 3, stride=2, padding=1),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(32 * 36, width),
+        )
+        self.project = nn.Sequential(nn.ReLU(), nn.Linear(width, width), nn.ReLU())
+        self.last = nn.Linear(width, 32)
+
+    def forward(self, pictures):
+        return F.normalize(self.last(self.project(self.features(pictures))), dim=1)
+
+
+def loss(model, batch):
+    """NT-Xent over the whole batch: the same number on every rank."""
+    found = model(torch.cat(batch))
+    first, second = (torch.cat(all_gather(view)) for view in found.chunk(2))
+    both = torch.cat([first, second])  # (2N, 32): all first views, then all second ones
+    alike = both @ both.T / TEMPERATURE
+    alike = alike.masked_fill(torch.eye(len(both), dtype=torch.bool, device=both.device), -1e9)
+    partners = torch.arange(len(both), device=both.device).roll(len(first))
+    return F.cross_entropy(alike, partners)
+
+
+@torch.no_grad()
+def features(model, pictures):
+    return torch.cat([F.normalize(model.features(p), dim=1) for p in pictures.split(100)])
+
+
+def neighbours(model, known, asked):
+    """How many pictures have a nearest neighbour of their own kind."""
+    (pictures, kinds), (others, answers) = known, asked
+    known_features = features(model, pictures)
+    asked_features = features(model, others)
+    nearest = (asked_features @ known_features.T).argmax(dim=1)
+    return (kinds[nearest] == answers).float().mean()
+
+
+def set_up():
+    """Join the group that torchrun started: this process's rank, the world size, the device."""
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if cuda else "gloo")
+    return dist.get_rank(), dist.get_world_size(), device
+
+
+def main(epochs=6):
+    rank, world, device = set_up()
+    known, asked = make_pictures(512, seed=1), make_pictures(200, seed=2)
+    known, asked = ([each.to(device) for each in both] for both in (known, asked))
+    torch.manual_seed(rank)  # other noise on each; DDP starts from the weights of rank 0
+    model = Encoder().to(device)
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, weight_decay=1e-6)
+    views = TwoViews(known[0].cpu())
+    sampler = DistributedSampler(views)
+    size = 128 // world
+    loader = torch.utils.data.DataLoader(views, size, sampler=sampler, drop_last=True)
+    share = neighbours(model, known, asked)
+    if rank == 0:
+        print(f"before: {share:.1%} have a neighbour of their kind")
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        for batch in loader:
+            batch = [each.to(device) for each in batch]
+            optimizer.zero_grad()
+            value = loss(ddp, batch)
+            value.backward()
+            optimizer.step()
+        share = neighbours(model, known, asked)
+        if rank == 0:
+            print(f"epoch {epoch}: loss {value:.4f}, {share:.1%} have a neighbour")
+    dist.barrier()
+    dist.destroy_process_group()
+    return model
+
+
+if __name__ == "__main__":
+    main()

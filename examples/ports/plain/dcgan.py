@@ -1,0 +1,101 @@
+"""The plain loop of ../dcgan.py, on one device."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+LATENT, WIDTH, BATCH = 16, 16, 40
+
+
+def make_pictures(size):
+    """Bright discs of different places and sizes: (size, 1, 16, 16) float32 of -1 to 1."""
+    generator = torch.Generator().manual_seed(1)
+    centre = 5 + 6 * torch.rand(size, 2, 1, 1, generator=generator)
+    radius = 2 + 3 * torch.rand(size, 1, 1, generator=generator)
+    row, column = torch.meshgrid(torch.arange(16.0), torch.arange(16.0), indexing="ij")
+    distance = ((row - centre[:, 0]).square() + (column - centre[:, 1]).square()).sqrt()
+    return (radius - distance).clamp(-1, 1).unsqueeze(1)
+
+
+def make_generator():
+    return nn.Sequential(
+        nn.ConvTranspose2d(LATENT, 2 * WIDTH, 4, bias=False),
+        nn.BatchNorm2d(2 * WIDTH),
+        nn.ReLU(),
+        nn.ConvTranspose2d(2 * WIDTH, WIDTH, 4, 2, padding=1, bias=False),
+        nn.BatchNorm2d(WIDTH),
+        nn.ReLU(),
+        nn.ConvTranspose2d(WIDTH, 1, 4, 2, padding=1, bias=False),
+        nn.Tanh(),
+    )
+
+
+def make_discriminator():
+    return nn.Sequential(
+        nn.Conv2d(1, WIDTH, 4, 2, padding=1, bias=False),
+        nn.LeakyReLU(0.2),
+        nn.Conv2d(WIDTH, 2 * WIDTH, 4, 2, padding=1, bias=False),
+        nn.BatchNorm2d(2 * WIDTH),
+        nn.LeakyReLU(0.2),
+        nn.Conv2d(2 * WIDTH, 1, 4, bias=False),
+        nn.Flatten(0),
+    )
+
+
+def start_weights(module):
+    if isinstance(module, nn.Conv2d | nn.ConvTranspose2d):
+        nn.init.normal_(module.weight, 0.0, 0.02)
+    elif isinstance(module, nn.BatchNorm2d):
+        nn.init.normal_(module.weight, 1.0, 0.02)
+
+
+def against(logits, truth):
+    """One loss a sample, for logits (n,) of which all should be true or all false."""
+    wanted = torch.full_like(logits, float(truth))
+    return F.binary_cross_entropy_with_logits(logits, wanted)
+
+
+def draw_fakes(models, real):
+    noise = torch.randn(len(real), LATENT, 1, 1, device=real.device, dtype=real.dtype)
+    return models["generator"](noise)
+
+
+def discriminator_loss(models, batch):
+    (real,) = batch
+    fake = draw_fakes(models, real).detach()
+    on_real, on_fake = models["discriminator"](real), models["discriminator"](fake)
+    values = {"D(x)": on_real.sigmoid().mean(), "D(G(z))": on_fake.sigmoid().mean()}
+    return against(on_real, True) + against(on_fake, False), values
+
+
+def generator_loss(models, batch):
+    (real,) = batch
+    return against(models["discriminator"](draw_fakes(models, real)), True)
+
+
+def main(epochs=8):
+    torch.manual_seed(0)
+    models = {"generator": make_generator(), "discriminator": make_discriminator()}
+    optimizers = {}
+    for name, model in models.items():
+        model.apply(start_weights)
+        optimizers[name] = torch.optim.Adam(model.parameters(), lr=1e-3, betas=(0.5, 0.999))
+    pictures = torch.utils.data.TensorDataset(make_pictures(400))
+    loader = torch.utils.data.DataLoader(pictures, batch_size=BATCH, shuffle=True)
+    for epoch in range(epochs):
+        for batch in loader:
+            models["discriminator"].zero_grad()
+            judged, values = discriminator_loss(models, batch)
+            judged.backward()
+            optimizers["discriminator"].step()
+            models["generator"].zero_grad()
+            made = generator_loss(models, batch)
+            made.backward()
+            optimizers["generator"].step()
+        said = ", ".join(f"{name} {value:.3f}" for name, value in values.items())
+        print(f"epoch {epoch}: loss D {judged:.4f}, loss G {made:.4f}, {said}")
+    return models
+
+
+if __name__ == "__main__":
+    main()
