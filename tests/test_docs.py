@@ -32,7 +32,7 @@ def test_a_checkpoint_of_two_devices_is_read_by_plain_pytorch(tmp_path: Path) ->
     (script,) = blocks(ROOT / "README.md")
     (reading,) = (b for b in blocks(ROOT / "docs/checkpoints.md") if "load_state_dict" in b)
     (tmp_path / "train.py").write_text(script)
-    options = ["--devices", "cpu:2", "--checkpoint", "run", "--every", "20", "--keep", "9"]
+    options = ["--devices", "cpu:2", "--checkpoint", "run", "--every", "20", "--keep-last", "9"]
     command = [sys.executable, "-m", "onefold", "run", *options, "train.py"]
     subprocess.run(command, cwd=tmp_path, check=True, timeout=100, capture_output=True)
     assert steps_in(tmp_path / "run") == [20, 40, 60, 80, 100]

@@ -118,9 +118,11 @@ WAITS = """
     exchange/dialing.py time.sleep: in a loop with a limit
     exchange/exchange.py self.bind: no socket: follows a roster
     exchange/exchange.py self.memory.bind: no socket: follows a roster
+    exchange/exchange.py self.stages.bind: no socket: follows a roster
     exchange/group.py store.wait: a farewell, for seconds
     exchange/group.py time.sleep: in a loop with a limit
     exchange/lateness.py time.sleep: in a loop with a limit
+    exchange/stagefold.py self._carrier.bind: no socket: follows a roster
     exchange/mailbox.py peer.socket.recv: does not wait
     exchange/mailbox.py poller.poll: for part of the limit
     run/child.py poller.poll: as long as the workers run, signals and stopped ones noticed

@@ -114,7 +114,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(
 
 
 def test_checkpoints_come_every_so_many_steps(runs: Runs) -> None:
-    code, *_ = runs.start("steps", "0", "11", options="--every 2 --keep 4").finish()
+    code, *_ = runs.start("steps", "0", "11", options="--every 2 --keep-last 4").finish()
     assert code == 0
     assert steps_in(runs.directory) == [6, 8, 10, 11], "the end is saved as well"
 
@@ -292,7 +292,8 @@ def test_what_was_changed_on_purpose_may_be_said(runs: Runs) -> None:
         (["--every", "2", "--grace", "1"], "--every, --grace: expected with --checkpoint"),
         (["--checkpoint", "a-file"], "--checkpoint a-file: expected a folder, this is a file"),
         (["--checkpoint", "c", "--every", "0"], "expected every of at least 1, got 0"),
-        (["--checkpoint", "c", "--keep", "0"], "expected keep of at least 1, got 0"),
+        (["--checkpoint", "c", "--keep-last", "0"], "expected keep_last of at least 1, got 0"),
+        (["--checkpoint", "c", "--keep", "3"], "how many checkpoints are kept is --keep-last"),
         (["--checkpoint", "c", "--grace", "0"], "expected the grace to be more than 0, got 0.0"),
     ],
 )

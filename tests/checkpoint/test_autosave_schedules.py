@@ -64,7 +64,7 @@ def test_it_goes_on_as_if_it_had_never_been_stopped(tmp_path: Path, kind: str) -
 
 def test_batches_that_are_only_sometimes_used_twice(tmp_path: Path) -> None:
     """Checkpoints within a batch are put off as soon as one was used twice."""
-    options = ("--checkpoint", str(tmp_path / "run"), "--every", "5", "--keep", "20")
+    options = ("--checkpoint", str(tmp_path / "run"), "--every", "5", "--keep-last", "20")
     code, lines = run(tmp_path, 2, "odd", 0, *options)
     assert code == 0
     assert lines == whole("odd")

@@ -45,7 +45,7 @@ def test_a_stopped_run_goes_on_with_the_same_bits(kind: str, exchange: str, tmp_
     """It is saved after the script's update, before the next step."""
     whole = finish(start(tmp_path, 1, kind, "0", "23"))
     assert whole[0] == 0
-    options = ("--checkpoint=run", "--every=4", f"--exchange={exchange}", "--keep=9")
+    options = ("--checkpoint=run", "--every=4", f"--exchange={exchange}", "--keep-last=9")
     first = start(tmp_path, 2, *options, kind, "0.05", "23")
     deadline = time.monotonic() + 60
     while not (tmp_path / "run" / "step-00000004").exists():

@@ -197,7 +197,7 @@ launched = pytest.mark.parametrize(
 def test_a_run_goes_on_from_before_a_poisoned_step(
     tmp_path: Path, devices: str, exchange: str
 ) -> None:
-    options = "--every", "1", "--keep", "1", "--devices", devices, "--exchange", exchange
+    options = "--every", "1", "--keep-last", "1", "--devices", devices, "--exchange", exchange
     code, output, errors = run(tmp_path, "update", 1, *options, "--restarts", "2")
     assert code == 0, errors
     assert output.splitlines()[-1].startswith("end 8 ")
@@ -212,7 +212,7 @@ def test_a_run_goes_on_from_before_a_poisoned_step(
 def test_what_fails_in_one_step_again_goes_back_further(
     tmp_path: Path, devices: str, exchange: str
 ) -> None:
-    options = "--every", "1", "--keep", "3", "--devices", devices, "--exchange", exchange
+    options = "--every", "1", "--keep-last", "3", "--devices", devices, "--exchange", exchange
     code, _, errors = run(tmp_path, "update", 9, *options, "--restarts", "3")
     assert code == 1
     assert re.findall(r"going on after step (\d+)", errors) == ["5", "4", "3"]

@@ -13,7 +13,7 @@ from onefold.core.options import DEFAULT_GRACE_S, DEFAULT_TIMEOUT_S, RunOptions
 def test_what_nobody_chose() -> None:
     options = RunOptions()
     assert (options.exchange, options.timeout_s) == ("auto", DEFAULT_TIMEOUT_S)
-    assert (options.grace_s, options.every, options.keep) == (DEFAULT_GRACE_S, 200, 3)
+    assert (options.grace_s, options.every, options.keep_last) == (DEFAULT_GRACE_S, 200, 3)
     assert not options.may_stop
 
 
@@ -21,8 +21,10 @@ def test_what_nobody_chose() -> None:
     ("chosen", "words"),
     [
         ({"every": 0}, "^expected every of at least 1, got 0"),
-        ({"keep": 0}, "^expected keep of at least 1, got 0"),
-        ({"keep": -3}, "^expected keep of at least 1, got -3"),
+        ({"keep_last": 0}, "^expected keep_last of at least 1, got 0"),
+        ({"keep_last": -3}, "^expected keep_last of at least 1, got -3"),
+        ({"keep": 3}, "^expected keep to be one of all, span, got 3; .* is --keep-last"),
+        ({"keep": "most"}, "^expected keep to be one of all, span, got 'most'"),
         ({"restarts": -1, "checkpoint": "kept"}, "^expected restarts of at least 0, got -1"),
         ({"restarts": 1}, "^restarts go on from the last checkpoint: name a directory"),
         ({"exchange": "mpi"}, "^expected the exchange to be auto, shared or collective, got 'mpi'"),
@@ -38,7 +40,8 @@ def test_what_makes_no_sense_is_refused_by_name(chosen: dict[str, Any], words: s
 @pytest.mark.parametrize(
     "chosen",
     [
-        {"every": 1, "keep": 1},
+        {"every": 1, "keep_last": 1},
+        {"keep": "span"},
         {"restarts": 0},
         {"restarts": 5, "checkpoint": "kept"},
         {"exchange": "shared"},

@@ -76,7 +76,7 @@ def draw(seed: int) -> Course:
     """The course of a seed; the faults come in turn, so that each comes about as often."""
     rng = random.Random(seed)
     names = [name for name, fault in FAULTS.items() if has_own_mounts() or not fault.needs_mounts]
-    options = [f"--every={rng.choice((1, 1, 2, 5))}", f"--keep={rng.choice((1, 2, 3))}"]
+    options = [f"--every={rng.choice((1, 1, 2, 5))}", f"--keep-last={rng.choice((1, 2, 3))}"]
     options += [f"--restarts={rng.choice((1, 2))}"] * (rng.random() < 0.3)
     options += ["--logs=logs"] * (rng.random() < 0.3)
     options += ["--profile=profile"] * (rng.random() < 0.15)

@@ -58,7 +58,7 @@ class Encoder(nn.Module):
 
 
 def loss(model, batch):
-    """NT-Xent over the whole batch: the same number in every shard."""
+    """NT-Xent over the whole batch."""
     first, second = (model(view) for view in batch)
     both = torch.cat([first, second])  # (2N, 32): all first views, then all second ones
     alike = both @ both.T / TEMPERATURE

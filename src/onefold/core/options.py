@@ -76,7 +76,7 @@ class RunOptions:
         if self.keep not in get_args(KeepName):
             raise ValueError(
                 f"expected keep to be one of {', '.join(get_args(KeepName))}, got {self.keep!r}; "
-                f"how many checkpoints are kept is keep_last"
+                f"how many checkpoints are kept is --keep-last"
             )
         if self.exchange not in ("auto", "shared", "collective"):
             raise ValueError(

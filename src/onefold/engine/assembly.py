@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 
 import torch
@@ -74,13 +75,7 @@ def assemble(
     modules = _stages(parts, stages, settings, team)
     storage = _storage(parts, first, optimizer, settings, team, modules)
     start = _start(parts, first)
-    roster = Roster.first(
-        team.devices,
-        plan=plan if modules is None else replace(plan, in_rounds=True),
-        pieces=storage.pieces,
-        hosts=team.hosts,
-        stage_of=None if modules is None else modules.stages.stage_of,
-    )
+    roster = _roster(storage, plan, team)
     description = describe(parts, optimizer, settings, team, plan, schedule)
     exchange = join(
         storage,
@@ -110,6 +105,13 @@ def assemble(
         settings=settings,
         frozen={n: p for n, p in parts.other.items() if id(p) in held},
     )
+
+
+def _roster(storage: Storage, plan: Plan, team: Team) -> Roster:
+    first = partial(Roster.first, team.devices, pieces=storage.pieces, hosts=team.hosts)
+    if storage.stages is None:
+        return first(plan=plan)
+    return first(plan=replace(plan, in_rounds=True), stage_of=storage.stages.stage_of)
 
 
 def _replicas(

@@ -382,28 +382,20 @@ class Engine:
         self, batch: ShardedBatch, task: ShardTask, done: Mapping[int, ShardResult]
     ) -> Gradients:
         gradients: Gradients = []
-        board, stages = self.exchange.board, self.exchange.stages
-        if stages is not None:
-            run_rounds(
-                self.replicas,
-                self.attached,
-                lambda replica: self._rehearsal.before(replica, batch, task, board),
-                batch,
-                task,
-                self.exchange,
-                stages,
-                done,
-                early=not self._compilers.compiled,
-            )
-        for replica in self.replicas if stages is None else ():
-            with self.attached(replica), self._rehearsal.before(replica, batch, task, board):
-                gradients = run_share(replica, batch, task, self.exchange, done)
+        exchange = self.exchange
+        before = partial(self._rehearsal.before, batch=batch, task=task, board=exchange.board)
+        if exchange.stages is not None:
+            early = not self._compilers.compiled
+            run_rounds(self.replicas, self.attached, before, batch, task, exchange, done, early)
+        for replica in self.replicas if exchange.stages is None else ():
+            with self.attached(replica), before(replica):
+                gradients = run_share(replica, batch, task, exchange, done)
         if task.shards > 1:
             # Before `collect`: no process must update with what was computed of such parameters.
             self._guard.refuse_writing(task.step, values=self._turns.due)
         watch = self.replicas[0].watch
         start = watch.now()
-        self.exchange.collect(batch.plan)
+        exchange.collect(batch.plan)
         watch.note("exchange", "collect", start)
         return gradients
 

@@ -23,9 +23,7 @@ def run_rounds(
     batch: ShardedBatch,
     task: ShardTask,
     exchange: Exchange,
-    fold: StageFold,
     done: Mapping[int, ShardResult],
-    *,
     early: bool,
 ) -> None:
     """Compute the shards of all devices of this process, one of each device in every round.
@@ -36,8 +34,7 @@ def run_rounds(
         before: surrounds all shards of one of them.
         batch: the step's.
         task: the step's.
-        exchange: with all devices.
-        fold: takes the gradients.
+        exchange: with all devices; takes gradients by stages.
         done: the results of shards that have run already.
         early: whether each stage is handed over as soon as it is complete, and not after the shard.
 
@@ -45,7 +42,8 @@ def run_rounds(
         LossError, GradientError, StateError: see `Replica.compute`.
         PeerError: another device is lost or has failed.
     """
-    board = exchange.board
+    board, fold = exchange.board, exchange.stages
+    assert fold is not None
     fold.begin(shard for shard, size in enumerate(batch.sizes) if not size)
     task = replace(task, give=fold.give if early else None)
     with ExitStack() as surrounding:

@@ -34,7 +34,7 @@ from onefold.core.world import World
 from onefold.engine.assembly import assemble
 from onefold.engine.batchnorm import recompute_statistics
 from onefold.engine.byscript import NO_STEP, ByScript, chosen_optimizer
-from onefold.engine.compiling import check_compiler, check_layers
+from onefold.engine.compiling import check_compiler
 from onefold.engine.engine import Outcome
 from onefold.engine.evaluation import DataCall, ScoreFunction
 from onefold.engine.lowprecision import check_device
@@ -92,8 +92,6 @@ class Session:
         # Refused before any device is touched or anybody else is contacted.
         user.check(settings)
         optimizer = chosen_optimizer(user.optimizer, user.module, world.options)
-        if settings.compile:
-            check_layers(user.module)
         self.settings, self.parts = settings, user
         self.team = form_team(world, devices, shards=settings.shards, module=user.module)
         _check_devices(self.team.own_devices.values(), settings)

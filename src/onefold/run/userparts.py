@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from onefold.core.settings import Settings
 from onefold.engine.byscript import check_by_script
+from onefold.engine.compiling import check_layers
 from onefold.engine.lowprecision import check_precision
 from onefold.engine.modelcheck import check_model
 from onefold.engine.optimizercheck import check_optimizer
@@ -84,6 +85,8 @@ class UserParts:
                 raise TypeError(
                     f"expected {where} to be a function of model and batch, got {loss!r}"
                 )
+        if settings.compile:
+            check_layers(self.module)
         if len(self.losses) > 1 and settings.microbatch == "auto":
             raise ValueError(
                 'microbatch="auto" looks for the largest pieces of one loss, and this Trainer has '
