@@ -120,6 +120,22 @@ class LoRA(nn.Module):
         return self.base.head(y).flatten(1)
 
 
+class Wandering(nn.Module):
+    """Uses the last layer's weights first, and the others in an order that samples decide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.head = nn.Linear(16, TOKENS)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.embedding(x, self.head.weight)
+        turn = int(x.sum()) % 3
+        for number in range(4 - turn):
+            y = y + self.layers[(number + turn) % 4](y).tanh()
+        return self.head(y).flatten(1)
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "tied": lambda: GPT(tied=True),
     "untied": lambda: GPT(tied=False),
@@ -127,6 +143,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "u-net": UNet,
     "encoder-decoder": EncoderDecoder,
     "lora": LoRA,
+    "wandering": Wandering,
 }
 
 

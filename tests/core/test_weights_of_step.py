@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from onefold.core.weights_of_step import SUM, several, total_weight
+from onefold.core.weights_of_step import GATHERS, LATE, SUM, several, total_weight
 from onefold.errors import LossError
 
 
@@ -23,6 +23,15 @@ def test_empty_shards_say_nothing() -> None:
 def test_what_is_not_divided_has_the_divisor_1() -> None:
     found = total_weight([SUM] * 5, [1] * 5, 1)
     assert (found.value, found.divided, found.terms) == (1.0, False, 1)
+
+
+@pytest.mark.parametrize("other", [2.0, SUM, several(2)])
+def test_one_shard_is_enough_to_start_over(other: float) -> None:
+    assert total_weight([other, GATHERS, LATE], [1, 1, 1], 1).gathers
+    found = total_weight([other, LATE], [1, 1], 1)
+    assert found.late
+    assert not found.gathers
+    assert not total_weight([other, LATE], [1, 0], 1).late
 
 
 @pytest.mark.parametrize(

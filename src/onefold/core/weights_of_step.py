@@ -4,9 +4,10 @@ Note: codes below 0
 -------------------
 A weight is never negative, so a negative number in its place can say that there is none: ``SUM`` if
 the loss is not divided, ``several(n)`` if it has n terms with a divisor each, ``GATHERS`` if it
-asked for the tensors of other shards. Several divisors must be known before backward can begin, so
-such a step is started over: the loss is first computed without gradients, only for its weights;
-these are traded; and then the shards run with them. A step that gathers is started over as well.
+asked for the tensors of other shards, and ``LATE`` if a gradient came after those of its stage had
+been handed over. Several divisors must be known before backward can begin, so such a step is
+started over: the loss is first computed without gradients, only for its weights; these are traded;
+and then the shards run with them. A step that gathers, or was late, is started over as well.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from dataclasses import dataclass
 from onefold.core.fold import fold_shards
 from onefold.errors import LossError
 
-__all__ = ["GATHERS", "SUM", "StepWeight", "several", "total_weight"]
+__all__ = ["GATHERS", "LATE", "SUM", "StepWeight", "several", "total_weight"]
 
 SUM = -1.0
 GATHERS = -0.5
 """No whole number, as the codes of terms are."""
+LATE = -0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,8 @@ class StepWeight:
     """Number of terms with a divisor each; if there are several, nothing has been computed yet."""
     gathers: bool = False
     """Whether a shard has asked for the tensors of the others; then nothing has been computed."""
+    late: bool = False
+    """Whether a shard has handed over a stage too early; then sums are not complete."""
 
 
 def several(terms: int) -> float:
@@ -62,6 +66,8 @@ def total_weight(weights: Sequence[float], sizes: Sequence[int], step: int) -> S
     # Before kinds are compared: what a shard that gathers will return is not known yet.
     if GATHERS in filled:
         return StepWeight(math.nan, gathers=True)
+    if LATE in filled:
+        return StepWeight(math.nan, late=True)
     least = min(filled)
     if least >= 0:
         return StepWeight(fold_shards(list(weights), _add))

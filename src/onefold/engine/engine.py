@@ -370,7 +370,7 @@ class Engine:
                 self._gradients = self._run_shards(batch, task, done)
                 board = self.exchange.board
                 weight = total_weight(board.weights.tolist(), batch.sizes, number)
-                if weight.terms == 1 and not weight.gathers:
+                if weight.terms == 1 and not weight.gathers and not weight.late:
                     break
                 objective.several_terms |= weight.terms > 1
                 objective.gathers |= weight.gathers

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from onefold.engine.gradients import Gradients
 from onefold.engine.shardpiece import ShardPiece
 from onefold.engine.stagemodules import StageModules
-from onefold.errors import StateError
 from onefold.exchange.carrier import Gift
 
 __all__ = ["Handing"]
@@ -39,39 +38,32 @@ class Handing:
         self._left = list(reversed(range(len(self._entries))))
         self.given = [False] * len(modules.stages.stage_of)
         """For each trained parameter, whether there was a gradient."""
+        self.is_late = False
+        """Whether a gradient came after its stage had been handed over."""
 
     @contextmanager
     def watched(self) -> Iterator[Callable[[], None]]:
         """Surround a forward pass and its backward, between which the result is called."""
-        with self._modules.watched(self._hand_over) as begin:
+        with self._modules.watched(self._hand_over_early) as begin:
             yield begin
 
-    def finish(self, where: str) -> None:
+    def finish(self) -> None:
         """Hand over all stages that are left, after backward.
 
-        Raises:
-            StateError: a stage got a gradient after it was handed over.
+        A gradient that came after its stage had been handed over is dropped, and the stage is
+        handed over last from now on: the step has to be computed once more.
         """
-        late = [
-            number
-            for stage in range(len(self._entries))
-            if stage not in self._left
-            for number, gradient in zip(self._entries[stage], self._take(stage), strict=True)
-            if gradient is not None
-        ]
-        if late:
-            stage = self._modules.stages.names[self._modules.stages.stage_of[late[0]]]
-            raise StateError(
-                f"{where}: a parameter of stage {stage} got a gradient after those of the stage "
-                f"had been handed over, as it is also used before the stage runs: leave {stage} "
-                f"out of the stages of Trainer(stages=...), so that it is handed over last"
-            )
+        for stage in range(len(self._entries)):
+            if stage not in self._left and any(g is not None for g in self._take(stage)):
+                self._modules.last.add(stage)
+                self.is_late = True
         self._hand_over(list(self._left))
+
+    def _hand_over_early(self, stages: Sequence[int]) -> None:
+        self._hand_over([s for s in stages if s in self._left and s not in self._modules.last])
 
     def _hand_over(self, stages: Sequence[int]) -> None:
         for stage in stages:
-            if stage not in self._left:
-                continue
             self._left.remove(stage)
             numbers = self._entries[stage]
             gradients = self._take(stage)

@@ -36,7 +36,7 @@ from onefold.core.precision import AS_GIVEN, Precision, added_up_in
 from onefold.core.randomness import derive_seed, seed_generators
 from onefold.core.result import ShardResult
 from onefold.core.values import ShardValues, read_values, split
-from onefold.core.weights_of_step import GATHERS
+from onefold.core.weights_of_step import GATHERS, LATE
 from onefold.engine.advice import advice_on
 from onefold.engine.buffers import BufferSet
 from onefold.engine.gradients import (
@@ -226,13 +226,14 @@ class Replica:
             self.watch.note("backward", f"backward shard {piece.shard}", middle)
         gradients: Gradients = []
         if handing:
-            handing.finish(where)
+            handing.finish()
         else:
             gradients = self._taken(self._all, batch, task, where)
         # Without divisors backward has not run: the step is begun again once they are known.
         total = None if part.kind == "means" else part.total()
         given = handing.given if handing else ()
-        return PieceResult(gradients, given, total, code_of(part), values)
+        weight = LATE if handing and handing.is_late else code_of(part)
+        return PieceResult(gradients, given, total, weight, values)
 
     def _taken(
         self, taken: ParameterSet, batch: ShardedBatch, task: ShardTask, where: str

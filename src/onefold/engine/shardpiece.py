@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from onefold.core.values import ShardValues
-from onefold.core.weights_of_step import total_weight
+from onefold.core.weights_of_step import LATE, total_weight
 from onefold.engine.gradients import Gradients, add_gradients
 
 __all__ = ["PieceResult", "ShardPiece"]
@@ -40,14 +40,15 @@ class PieceResult(NamedTuple):
 
     def plus(self, other: PieceResult, step: int) -> PieceResult:
         """Add the next piece of the shard; this one's memory takes the sum."""
-        weight = total_weight([self.weight, other.weight], [1, 1], step).value
+        found = total_weight([self.weight, other.weight], [1, 1], step)
+        # Kinds are alike, or they would have been refused: a code stands for itself.
+        weight = LATE if found.late else self.weight if self.weight < 0 else found.value
         values = _added(self.values, other.values, f"step {step}")
         return PieceResult(
             add_gradients(self.gradients, other.gradients),
             [one or another for one, another in zip(self.given, other.given, strict=True)],
             None if self.total is None or other.total is None else self.total + other.total,
-            # Kinds are alike, or they would have been refused: a code stands for itself.
-            self.weight if self.weight < 0 else weight,
+            weight,
             values,
         )
 

@@ -48,6 +48,9 @@ class StageModules:
         _check(modules, names)
         self.modules = tuple(modules)
         """The module of each stage but the root: stage 1 is the first."""
+        self.last = {ROOT}
+        """Stages that are handed over after all of backward: something uses their parameters
+        before they run."""
         homes: dict[int, set[int]] = {}
         for stage, part in enumerate(modules, start=ROOT + 1):
             for parameter in part.parameters():
