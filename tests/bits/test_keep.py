@@ -4,14 +4,17 @@ all of it."""
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 
 import pytest
+import torch
 
 import onefold
 from onefold.core.options import KeepName, RunOptions
 from onefold.core.world import World
-from tests.bits import cases, large, test_bits
+from tests.bits import cases, large, options, test_bits
 from tests.bits.large import CASES
+from tests.bits.options import STEPS, STOP_AFTER
 
 pytestmark = pytest.mark.xdist_group("bits")
 
@@ -88,3 +91,71 @@ def test_all_else_that_a_run_can_be(exchange: str, devices: int, keep: KeepName)
     )
     pairs = zip(chosen, found, strict=True)
     assert [c for c, result in pairs if result != test_bits.reference(c.reference)] == []
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "way",
+    [
+        (("shared", "span"), ("collective", "all")),
+        (("collective", "all"), ("shared", "span")),
+        (("shared", "span"), ("collective", "span")),
+    ],
+    ids=lambda way: "-".join(word for part in way for word in part),
+)
+def test_a_run_goes_on_with_another_choice(
+    way: tuple[tuple[str, KeepName], tuple[str, KeepName]], tmp_path: Path
+) -> None:
+    """Stopped on three devices, continued on two, with options that are in checkpoints."""
+    chosen = [
+        options.Case("transformer", names)
+        for names in (
+            (),
+            ("bf16-params", "decay"),
+            ("clip-norm", "skip"),
+            ("sync-batch-norm", "gather"),
+            ("microbatch", "mean"),
+        )
+    ]
+    found: list[str] = []
+    for (exchange, keep), devices, stop in zip(way, (3, 2), (STOP_AFTER, STEPS), strict=True):
+        found = onefold.launch(
+            options.run_parts,
+            devices=f"cpu:{devices}",
+            args=(chosen, tmp_path, stop),
+            keep=keep,
+            exchange=exchange,  # type: ignore[arg-type]
+            timeout_s=60,
+        )
+    assert found == [options.run_part(case, None, STEPS, ["cpu"]) for case in chosen]
+
+
+def scores_and_values() -> tuple[object, object, str]:
+    """Train a little, and then evaluate and predict: what is not trained is as ever."""
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).square().mean(dim=1)
+
+    trainer = onefold.Trainer(model, optimizer, loss, shards=5, threads=1)
+    data = torch.randn(23, 3, generator=torch.Generator().manual_seed(2))
+    trainer.step(data)
+    scores = trainer.evaluate(lambda m, b: {"loss": loss(m, b)}, data, batch_size=7)
+    values = trainer.predict(lambda m, b: {"sum": m(b).sum(dim=1)}, data, batch_size=7)
+    trainer.gradient(data)
+    gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    return scores, [v.tolist() for v in values.values()], str(gradient.tolist())
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("exchange", "devices"), [("shared", 3), ("collective", 2)])
+def test_scores_predictions_and_gradients_are_the_same(exchange: str, devices: int) -> None:
+    settings = {"devices": f"cpu:{devices}", "exchange": exchange, "timeout_s": 60}
+    launched = [
+        onefold.launch(scores_and_values, keep=keep, **settings)  # type: ignore[arg-type]
+        for keep in ("all", "span")
+    ]
+    assert launched[0] == launched[1] == scores_and_values()
