@@ -42,9 +42,9 @@ def hand_over(
         return found
 
     handing = Handing(modules, piece, take, gifts.append)
-    with handing.watched() as begin:
+    with handing.watched():
         total = model(torch.ones(2, 3)).square().sum()
-        begin()
+        handing.begin_backward()
         total.backward()
         before = len(gifts)
     handing.finish()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 
@@ -59,8 +59,12 @@ class Plan:
     """Number of shards of each device; a device with none merely updates its span."""
     in_rounds: bool = False
     """Whether the devices take the shards in turn."""
+    shards: int = field(init=False, repr=False, compare=False)
+    """How many shards every batch is cut into (V)."""
 
     def __post_init__(self) -> None:
+        # Once, as it is asked for many times in a step.
+        object.__setattr__(self, "shards", sum(self.counts))
         if not self.counts or any(count < 0 for count in self.counts) or not sum(self.counts):
             raise ValueError(
                 f"a plan gives every device zero or more shards, at least one in all; "
@@ -96,11 +100,6 @@ class Plan:
                 f"this run has {devices} devices and {shards} shards"
             )
         return plan
-
-    @property
-    def shards(self) -> int:
-        """How many shards every batch is cut into (V)."""
-        return sum(self.counts)
 
     @property
     def devices(self) -> int:

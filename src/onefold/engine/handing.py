@@ -38,14 +38,16 @@ class Handing:
         self._left = list(reversed(range(len(self._entries))))
         self.given = [False] * len(modules.stages.stage_of)
         """For each trained parameter, whether there was a gradient."""
+        self.begin_backward: Callable[[], None]
+        """To be called between the two."""
         self.is_late = False
         """Whether a gradient came after its stage had been handed over."""
 
     @contextmanager
-    def watched(self) -> Iterator[Callable[[], None]]:
-        """Surround a forward pass and its backward, between which the result is called."""
-        with self._modules.watched(self._hand_over_early) as begin:
-            yield begin
+    def watched(self) -> Iterator[None]:
+        """Surround a forward pass and its backward."""
+        with self._modules.watched(self._hand_over_early) as self.begin_backward:
+            yield
 
     def finish(self) -> None:
         """Hand over all stages that are left, after backward.

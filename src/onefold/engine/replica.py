@@ -70,6 +70,8 @@ __all__ = ["LossFunction", "Replica", "ShardTask", "Weighed"]
 
 Read = TypeVar("Read")
 
+_NOTHING = nullcontext()
+
 Weighed = Mapping[int, Sequence[tuple[str, float]]]
 """For each shard, the kind and weight of each term of its loss."""
 
@@ -213,13 +215,16 @@ class Replica:
         """Run a piece of a shard, mostly all of it, forward and backward."""
         payload = self._on_device(piece, batch)
         gatherer = gatherer_of(piece, batch, task)
-        handing = self._handing(piece, batch, task, where)
+        handing = None if task.give is None else self._handing(piece, batch, task, where)
         start = self.watch.now()
-        with gathering(gatherer), handing.watched() if handing else nullcontext() as begin:
+        with (
+            gathering(gatherer) if gatherer else _NOTHING,
+            handing.watched() if handing else _NOTHING,
+        ):
             part, values = self._loss_of(piece, payload, batch, task, where, gatherer)
             middle = self.watch.now()
-            if begin is not None:
-                begin()
+            if handing:
+                handing.begin_backward()
             backward(part, batch, task, gatherer.roots if gatherer else ())
         if gatherer is None or not gatherer.takes_turns:
             self.watch.note("forward", f"forward shard {piece.shard}", start, middle)

@@ -8,7 +8,7 @@ model, and depend on how many devices there are.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -18,6 +18,7 @@ from onefold.reading.held import held_states
 
 __all__ = ["UpdateDraws"]
 
+_NOTHING = nullcontext()
 _EVERY = 50
 """The first two updates of so many are looked at: reading all states takes 0.3 ms."""
 
@@ -37,17 +38,17 @@ class UpdateDraws:
         self._devices = tuple(devices)
         self._updates = 0
 
-    @contextmanager
-    def watched(self) -> Iterator[None]:
+    def watched(self) -> AbstractContextManager[None]:
         """A block in which the optimizer updates.
 
         Raises:
             StateError: random numbers were drawn in it.
         """
         self._updates += 1
-        if self._updates % _EVERY not in (1, 2):
-            yield
-            return
+        return self._looked_at() if self._updates % _EVERY in (1, 2) else _NOTHING
+
+    @contextmanager
+    def _looked_at(self) -> Iterator[None]:
         before, held = GeneratorStates(*self._devices), held_states(self._optimizers)
         yield
         own = "" if held == held_states(self._optimizers) else "a generator of its own"
