@@ -18,9 +18,14 @@ ENVIRONMENT = {"PATH": "/usr/bin:/bin", "COLUMNS": "300", "PYTHONPATH": str(ROOT
 
 
 def verify(
-    folder: Path, script: Path, *arguments: str, devices: str = "1,2", steps: int = 2
+    folder: Path,
+    script: Path,
+    *arguments: str,
+    devices: str = "1,2",
+    steps: int = 2,
+    keep: str = "all",
 ) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "onefold", "verify", "--devices", devices]
+    command = [sys.executable, "-m", "onefold", "verify", "--devices", devices, "--keep", keep]
     return subprocess.run(
         [*command, "--steps", str(steps), str(script), *arguments],
         capture_output=True,
@@ -203,6 +208,23 @@ def test_a_script_that_fails_is_no_verdict(tmp_path: Path) -> None:
     code, said = verify_fault(tmp_path, "raise")
     assert code == 2
     assert "RuntimeError: no run at all" in said
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(200)
+def test_what_devices_keep_is_compared_as_well(tmp_path: Path) -> None:
+    script = SCRIPTS / "verified.py"
+    done = verify(tmp_path, script, "none", devices="2", steps=2, keep="all,span")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "The bits agree after each of 2 steps." in done.stdout
+    rows = [line.split("│")[1:3] for line in done.stdout.splitlines() if line.startswith("│ 2")]
+    assert [[cell.strip() for cell in row] for row in rows] == [["2", "all"], ["2", "span"]]
+
+
+def test_what_devices_cannot_keep_is_refused(tmp_path: Path) -> None:
+    done = verify(tmp_path, SCRIPTS / "verified.py", "none", keep="all,spam")
+    assert done.returncode != 0
+    assert "expected keep to be one of all, span, got 'spam'" in done.stderr
 
 
 @pytest.mark.parametrize("devices", ["1", "", "1,x", "0,1"])

@@ -145,6 +145,9 @@ def verify(
     module: Module = None,
     devices: Annotated[str, typer.Option(help="Device counts to compare, such as 1,2,3.")] = "1,2",
     steps: Annotated[int, typer.Option(help="Steps of each Trainer to compare.")] = 5,
+    keep: Annotated[
+        str, typer.Option(help="What devices keep, each with every count, such as all,span.")
+    ] = "all",
     exchange: Exchange = "auto",
     timeout: Timeout = _DEFAULTS.timeout_s,
 ) -> None:
@@ -171,7 +174,7 @@ def verify(
         timeout_s=timeout,
         quiet=True,
     )
-    raise typer.Exit(verify_script(command, devices, steps=steps, options=options))
+    raise typer.Exit(verify_script(command, devices, keep=keep, steps=steps, options=options))
 
 
 @app.command("devices")

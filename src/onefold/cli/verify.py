@@ -50,10 +50,24 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True)
+class _Way:
+    """How the script is run."""
+
+    devices: int
+    keep: str
+    tells_keep: bool
+    """Whether there are runs that keep something else."""
+
+    def __str__(self) -> str:
+        kept = f" that keep {self.keep}" if self.tells_keep else ""
+        return f"{self.devices} device{'s' if self.devices > 1 else ''}{kept}"
+
+
+@dataclass(frozen=True, slots=True)
 class _Run:
     """What one run recorded."""
 
-    devices: int
+    way: _Way
     trainers: list[list[dict[str, Any]]]
     """The lines of each trainer; the first is about the model before the first step."""
     states: list[dict[int, list[State]]]
@@ -86,7 +100,9 @@ def first_difference(
     return None
 
 
-def verify_script(command: Sequence[str], devices: str, *, steps: int, options: RunOptions) -> int:
+def verify_script(
+    command: Sequence[str], devices: str, *, steps: int, options: RunOptions, keep: str = "all"
+) -> int:
     """Run a script on several device counts, compare the runs, and print a verdict.
 
     Args:
@@ -94,18 +110,19 @@ def verify_script(command: Sequence[str], devices: str, *, steps: int, options: 
         devices: device counts, such as ``1,2,3``; the others are compared with the first.
         steps: how many steps of each trainer to compare.
         options: the options of every run.
+        keep: what devices keep, such as ``all,span``: each with every count.
 
     Returns:
         0 if all agree, 1 if bits or mathematics differ, 2 if a run failed.
     """
-    counts = _read_counts(devices)
+    ways = _read_ways(devices, keep)
     if steps < 1:
         raise ValueError(f"--steps {steps}: expected at least one step")
     console = Console(highlight=False)
     with tempfile.TemporaryDirectory(prefix="onefold-verify-") as folder:
         compare = _Comparison(console, command, Path(folder), steps, options)
         try:
-            bits = _verify_bits(console, compare, counts)
+            bits = _verify_bits(console, compare, ways)
             # Even if bits differ: the mathematics may name the cause.
             return max(bits, _verify_mathematics(console, compare))
         except _Failed as failed:
@@ -130,22 +147,21 @@ class _Comparison:
         self._options = options
         self._runs = 0
 
-    def run(self, count: int) -> _Run:
+    def run(self, way: _Way) -> _Run:
         """Run the script once; the first run is what the others are compared with.
 
         Raises:
             _Failed: the run failed, or made no step.
         """
-        plural = "s" if count > 1 else ""
-        name, outcome = self._run(f"{count} device{plural}", count, "")
+        name, outcome = self._run(str(way), way, "")
         if outcome.exit_code:
-            self._report(outcome, f"on {count} device{plural}")
+            self._report(outcome, f"on {way}")
         trainers = self._lines(name, "")
         if not any(len(lines) > 1 for lines in trainers):
             print("onefold: the script made no step of a Trainer", file=sys.stderr)
             raise _Failed(_FAILED)
-        states = [self._states(name, trainer, count) for trainer in range(len(trainers))]
-        return _Run(count, trainers, states)
+        states = [self._states(name, trainer, way.devices) for trainer in range(len(trainers))]
+        return _Run(way, trainers, states)
 
     def mathematics(self) -> tuple[str, list[list[dict[str, Any]]]]:
         """Compare V shards with one; return the precision used, and the lines of each trainer.
@@ -155,17 +171,19 @@ class _Comparison:
         """
         # In float64 rounding is far below any true difference. A script that insists on float32, by
         # a cast or a kernel of its own, fails there, and is compared as it is.
+        alone = _Way(1, "all", tells_keep=False)
         for precision in ("float64", "float32"):
-            name, outcome = self._run(f"V shards and one, {precision}", 1, precision)
+            name, outcome = self._run(f"V shards and one, {precision}", alone, precision)
             if not outcome.exit_code:
                 return precision, self._lines(name, "-mathematics")
         self._report(outcome, "computing every batch as one shard as well")
         return "", []
 
-    def _run(self, title: str, count: int, mathematics: str) -> tuple[str, Outcome]:
+    def _run(self, title: str, way: _Way, mathematics: str) -> tuple[str, Outcome]:
         name = str(self._runs)
         options = replace(
             self._options,
+            keep=way.keep,  # type: ignore[arg-type]  # RunOptions checks it
             probe=str(self._folder),
             probe_run=name,
             probe_steps=self.steps,
@@ -180,7 +198,7 @@ class _Comparison:
         shown = self._console.is_terminal
         status = self._console.status(f"{title}, {self.steps} steps") if shown else nullcontext()
         with status:
-            return name, supervise(self._command, select_devices(count), options)
+            return name, supervise(self._command, select_devices(way.devices), options)
 
     def _report(self, outcome: Outcome, where: str) -> None:
         # What onefold refuses is a finding about the script; anything else is a run that failed.
@@ -210,8 +228,8 @@ class _Comparison:
         }
 
 
-def _verify_bits(console: Console, compare: _Comparison, counts: Sequence[int]) -> int:
-    runs = [compare.run(count) for count in counts]
+def _verify_bits(console: Console, compare: _Comparison, ways: Sequence[_Way]) -> int:
+    runs = [compare.run(way) for way in ways]
     differences = [_first_differences(runs[0], run) for run in runs]
     console.print(_table(runs, differences))
     if (alike := {len(run.trainers) for run in runs}) != {len(runs[0].trainers)}:
@@ -299,10 +317,8 @@ def _hints(
     named = hints_of(found.step, reference.states[trainer], other.states[trainer])
     if named:
         return named
-    plural = "s" if reference.devices > 1 else ""
-    again = compare.run(reference.devices)
-    repeats = _repeats(reference, again, trainer)
-    return [_GUESSES[repeats].format(count=f"{reference.devices} device{plural}")]
+    again = compare.run(reference.way)
+    return [_GUESSES[_repeats(reference, again, trainer)].format(count=reference.way)]
 
 
 def _repeats(reference: _Run, again: _Run, trainer: int) -> bool:
@@ -338,7 +354,8 @@ def _verify_mathematics(console: Console, compare: _Comparison) -> int:
 def _table(runs: Sequence[_Run], differences: Sequence[Sequence[Difference | None]]) -> Table:
     table = Table()
     several = max(len(run.trainers) for run in runs) > 1
-    headings = ("devices", "steps", "last loss", "last fingerprint", "bits")
+    kept = ("keep",) if runs[0].way.tells_keep else ()
+    headings = ("devices", *kept, "steps", "last loss", "last fingerprint", "bits")
     for heading in (("trainer",) if several else ()) + headings:
         table.add_column(heading)
     for trainer in range(len(runs[0].trainers)):
@@ -356,13 +373,18 @@ def _row(run: _Run, trainer: int, found: Difference | None, *, reference: bool) 
     if found is not None:
         verdict = f"differ from step {found.step}"
     loss = "" if last["loss"] is None else f"{last['loss']:.6g}"
-    return [str(run.devices), str(last["step"]), loss, last["fingerprint"], verdict]
+    kept = [run.way.keep] if run.way.tells_keep else []
+    return [str(run.way.devices), *kept, str(last["step"]), loss, last["fingerprint"], verdict]
 
 
-def _read_counts(devices: str) -> list[int]:
-    parts = [part.strip() for part in devices.split(",")]
-    if len(parts) < 2 or not all(part.isdecimal() and int(part) > 0 for part in parts):
+def _read_ways(devices: str, keep: str) -> list[_Way]:
+    kept = [part.strip() for part in keep.split(",")]
+    for each in kept:
+        RunOptions(keep=each)  # type: ignore[arg-type]  # to be refused before anything runs
+    counts = [part.strip() for part in devices.split(",")]
+    usable = all(part.isdecimal() and int(part) > 0 for part in counts)
+    if not usable or len(counts) * len(kept) < 2:
         raise ValueError(
             f"--devices {devices!r}: expected two or more device counts, such as 1,2,3"
         )
-    return [int(part) for part in parts]
+    return [_Way(int(count), each, tells_keep=len(kept) > 1) for each in kept for count in counts]
