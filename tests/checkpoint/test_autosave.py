@@ -293,7 +293,10 @@ def test_what_was_changed_on_purpose_may_be_said(runs: Runs) -> None:
         (["--checkpoint", "a-file"], "--checkpoint a-file: expected a folder, this is a file"),
         (["--checkpoint", "c", "--every", "0"], "expected every of at least 1, got 0"),
         (["--checkpoint", "c", "--keep-last", "0"], "expected keep_last of at least 1, got 0"),
-        (["--checkpoint", "c", "--keep", "3"], "how many checkpoints are kept is --keep-last"),
+        (
+            ["--checkpoint", "c", "--keep", "3"],
+            "expected keep to be one of all, span, got '3'; how",
+        ),
         (["--checkpoint", "c", "--grace", "0"], "expected the grace to be more than 0, got 0.0"),
     ],
 )

@@ -82,6 +82,17 @@ def test_every_job_has_the_same_bits_on_any_number_of_devices(job: str, tmp_path
     assert verify_script(command, "1,2,3", steps=4, options=RunOptions(quiet=True)) == 0
 
 
+@pytest.mark.processes
+def test_what_devices_keep_is_no_part_of_the_result(tmp_path: Path) -> None:
+    data, kind = WRITERS["text"](tmp_path / "data"), job_of("text")
+    values = {"data": str(data), "runs": str(tmp_path / "runs"), "devices": "cpu:2", "epochs": 1}
+    results = [
+        run_job(kind, read_options(kind, {**values, **SMALL["text"], "keep": keep}, None))
+        for keep in ("all", "span")
+    ]
+    assert results[0]["fingerprint"] == results[1]["fingerprint"]
+
+
 @pytest.mark.parametrize("epochs_first", [0, 1])
 def test_a_run_goes_on_where_it_was_saved(
     epochs_first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -33,6 +33,7 @@ from onefold.system.plainfile import nested_too_deeply, write_whole
 __all__ = [
     "RUN_OPTIONS",
     "Augment",
+    "Keep",
     "Optimizer",
     "Precision",
     "ScaleRate",
@@ -48,6 +49,7 @@ __all__ = [
 
 Optimizer = Literal["sgd", "adam", "adamw"]
 Precision = Literal["fp32", "bf16", "fp16"]
+Keep = Literal["all", "span"]
 Schedule = Literal["constant", "step", "cosine"]
 ScaleRate = Literal["none", "linear", "sqrt"]
 Augment = Literal["auto", "none", "shift", "crop"]
@@ -101,6 +103,7 @@ class TrainOptions:
     runs: str = option("runs", "Folder of all runs.")
     resume: bool = option(False, "Go on with the run of this name from its last checkpoint.")
     devices: str = option("auto", "N, auto, cpu:N, or a list of GPUs such as cuda:1,cuda:3.")
+    keep: Keep = option("all", "What a device keeps: all, or its span of the sums of gradients.")
     shards: int = option(
         8, "Parts of every batch: the most devices that may share one.", most=MOST_SHARDS
     )
@@ -192,7 +195,9 @@ class TrainOptions:
         return Path(self.runs) / self.name
 
 
-RUN_OPTIONS = frozenset({"data", "devices", "epochs", "resume", "runs", "save_every", "workers"})
+RUN_OPTIONS = frozenset(
+    {"data", "devices", "epochs", "keep", "resume", "runs", "save_every", "workers"}
+)
 """Options that may change when a run resumes. The data may have moved: their digest is compared."""
 
 

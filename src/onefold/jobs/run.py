@@ -138,7 +138,11 @@ def run_job(job: Job, options: TrainOptions) -> dict[str, Any]:
     # The devices are sent what was found here, so all of them have the same samples and labels.
     try:
         result: dict[str, Any] | Exception = onefold.launch(
-            _train, devices=options.devices, args=(job, settled, data), grace_s=_GRACE_S
+            _train,
+            devices=options.devices,
+            keep=options.keep,
+            args=(job, settled, data),
+            grace_s=_GRACE_S,
         )
     except RunFailed as failure:
         # Stopped, and not failed: the user must know how to continue. Only one exit code promises
