@@ -76,13 +76,13 @@ def assemble(
     storage = _storage(parts, first, optimizer, settings, team, modules)
     start = _start(parts, first)
     roster = _roster(storage, plan, team)
-    description = describe(parts, optimizer, settings, team, plan, schedule)
+    described = describe(parts, optimizer, settings, team, plan, schedule, storage.stages)
     exchange = join(
         storage,
         start,
         roster,
         team,
-        description=json.dumps(description).encode(),
+        description=json.dumps(described).encode(),
         compare=compare,
         timeout_s=settings.timeout_s,
     )

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from onefold.core.settings import Settings
 from onefold.core.shard import Plan
+from onefold.core.stages import Stages
 from onefold.core.team import Team
 from onefold.engine.modelparts import ModelParts
 from onefold.engine.optimizers import name_of
@@ -35,6 +36,7 @@ def describe(
     team: Team,
     plan: Plan,
     schedule: LRScheduler | None,
+    stages: Stages | None = None,
 ) -> dict[str, str]:
     """Describe everything that must be the same on every device, in words for error messages."""
     described = {
@@ -49,6 +51,8 @@ def describe(
         "deterministic": str(settings.deterministic),
         "the rules of buffers": str(dict(settings.buffers)),
         "the plan": str(plan.counts),
+        "what devices keep": team.world.options.keep,
+        "the stages": str(stages and (stages.names, stages.stage_of)),
         "the number of Trainers before this one": str(team.trainer),
         "the optimizer": name_of(optimizer),
         "the schedule": "None" if schedule is None else class_of(schedule),
