@@ -80,12 +80,12 @@ class Roster:
             pieces: the pieces of the trained parameters.
             hosts: for each device, the number of its host; if absent, all are on one host.
             stage_of: for each trained parameter the number of its stage, if each device is to have
-                a part of every stage.
+                a part of every stage; the devices then take their shards in rounds.
         """
         return cls(
             devices=tuple(devices),
             hosts=tuple(hosts or [0] * len(devices)),
-            plan=plan,
+            plan=replace(plan, in_rounds=stage_of is not None),
             spans=cut_spans(pieces, len(devices))
             if stage_of is None
             else cut_spans_by_stage(pieces, stage_of, len(devices)),
@@ -106,7 +106,7 @@ class Roster:
         return replace(
             self,
             generation=self.generation + 1,
-            plan=self.plan if plan is None else plan,
+            plan=replace(plan or self.plan, in_rounds=self.plan.in_rounds),
             spans=spans,
         )
 

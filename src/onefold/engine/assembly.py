@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
 from itertools import chain
 
 import torch
@@ -108,10 +106,10 @@ def assemble(
 
 
 def _roster(storage: Storage, plan: Plan, team: Team) -> Roster:
-    first = partial(Roster.first, team.devices, pieces=storage.pieces, hosts=team.hosts)
-    if storage.stages is None:
-        return first(plan=plan)
-    return first(plan=replace(plan, in_rounds=True), stage_of=storage.stages.stage_of)
+    stage_of = None if storage.stages is None else storage.stages.stage_of
+    return Roster.first(
+        team.devices, plan=plan, pieces=storage.pieces, hosts=team.hosts, stage_of=stage_of
+    )
 
 
 def _replicas(

@@ -215,7 +215,7 @@ class Replica:
         """Run a piece of a shard, mostly all of it, forward and backward."""
         payload = self._on_device(piece, batch)
         gatherer = gatherer_of(piece, batch, task)
-        handing = None if task.give is None else self._handing(piece, batch, task, where)
+        handing = self._handing(piece, batch, task, where)
         start = self.watch.now()
         with (
             gathering(gatherer) if gatherer else _NOTHING,
@@ -261,7 +261,7 @@ class Replica:
         self, piece: ShardPiece, batch: ShardedBatch, task: ShardTask, where: str
     ) -> Handing | None:
         if task.give is None or self._stages is None:
-            return None
+            return None  # shards keep their gradients
 
         def take(stage: int) -> Gradients:
             return self._taken(self._of_stages[stage], batch, task, where)

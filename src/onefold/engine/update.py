@@ -117,6 +117,7 @@ class SpanOptimizer:
         ]
         for item in before.values():
             self.optimizer.state.pop(item.values, None)
+        self._runs = {device: runs_of(roster.spans[device]) for device in self._memory}
         self.averages.keep({item.number for item in self.owned})
         self.gradients = [None] * len(self.owned)
         self._entries = [item.piece.entry for item in self.owned]
@@ -215,7 +216,7 @@ class SpanOptimizer:
                 squares, place = torch.stack(norms).square(), 0
                 # In slices: a list of their numbers would have to be copied to a GPU, and where
                 # scripts ask for deterministic kernels, waited for.
-                for run in runs_of(tuple(number for number, _ in own)):
+                for run in self._runs[device]:
                     row[run] = squares[place : place + run.stop - run.start]
                     place += run.stop - run.start
         return rows

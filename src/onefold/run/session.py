@@ -152,8 +152,7 @@ class Session:
             TypeError, ValueError: the counts are no plan for this run.
         """
         roster = self.engine.roster
-        plan = replace(self._checked_plan(counts), in_rounds=roster.plan.in_rounds)
-        self.engine.bind(roster.next(plan=plan))
+        self.engine.bind(roster.next(plan=self._checked_plan(counts)))
 
     def loader(self, dataset: Any, collate: Collate | None, **choices: Any) -> Loader:
         """Make a loader for `evaluate` and `predict`; see `Loader` for ``choices``."""
