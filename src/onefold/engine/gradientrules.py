@@ -89,7 +89,7 @@ class GradientRules:
             given = [gradient for gradient in last_block if gradient is not None]
             norm = torch.nn.utils.get_total_norm(given) if given else torch.zeros(())
             # Of large gradients in low precision the norm itself overflows: then it is exact.
-            if norm.device.type == "cpu" and not bool(norm.isfinite()):
+            if norm.device.type == "cpu" and not math.isfinite(norm.item()):
                 squares = [exact_norm(gradient).square() for gradient in given]
                 norm = torch.stack(squares).sum().sqrt()
             return norm
