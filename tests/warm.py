@@ -268,6 +268,7 @@ def _restore_python() -> None:
     warnings.filters.extend(_Kept.filters)
     logging.root.handlers.clear()
     logging.root.setLevel(logging.WARNING)
+    _leave_handlers_of_pytest()
     for name in [name for name in logging.root.manager.loggerDict if name.startswith(_OURS)]:
         del logging.root.manager.loggerDict[name]
     atexit._clear()
@@ -276,6 +277,19 @@ def _restore_python() -> None:
     weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
     tempfile.tempdir = None
     random.seed()
+
+
+def _leave_handlers_of_pytest() -> None:
+    """They write into descriptors that are closed here, so into whatever is opened next.
+
+    pytest adds them to the root and, while a test runs, to each logger that does not propagate,
+    as the compiler's does not.
+    """
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger):
+            logger.handlers[:] = [
+                each for each in logger.handlers if not type(each).__module__.startswith("_pytest")
+            ]
 
 
 def _writing(descriptor: int, errors: str = "strict") -> io.TextIOWrapper:
