@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from onefold.core.syncbatchnorm import SyncBatchNorm
     from onefold.engine.step import Step
     from onefold.reading.loader import Loader
+    from onefold.run.building import build
     from onefold.trainer import Trainer
     from onefold.weights.load import load_weights
 
@@ -47,6 +48,7 @@ __all__ = [
     "SyncBatchNorm",
     "Trainer",
     "__version__",
+    "build",
     "errors",
     "gather",
     "is_launched",
@@ -70,6 +72,7 @@ _HOMES = {
     "Sum": "onefold.core.mean",
     "SyncBatchNorm": "onefold.core.syncbatchnorm",
     "Trainer": "onefold.trainer",
+    "build": "onefold.run.building",
     "gather": "onefold.core.gathering",
     "load_weights": "onefold.weights.load",
     "losses": "onefold.losses",

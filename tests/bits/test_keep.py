@@ -18,7 +18,7 @@ from tests.bits.options import STEPS, STOP_AFTER
 
 pytestmark = pytest.mark.xdist_group("bits")
 
-KEEPS: tuple[KeepName, ...] = ("span",)
+KEEPS: tuple[KeepName, ...] = ("span", "host")
 
 
 @functools.cache

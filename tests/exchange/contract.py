@@ -25,6 +25,8 @@ from onefold.exchange.private import collective_exchange
 from onefold.exchange.shared import shared_exchange
 from onefold.exchange.stagefold import StageFold
 from onefold.run.world import current_world
+from onefold.system import heap
+from onefold.system.heap import ORDINARY, DiskHeap
 
 SHARDS = 7
 BUFFERS = {
@@ -259,21 +261,24 @@ def uneven_plans(devices: int) -> list[Plan]:
 
 def check_launched(kinds: Sequence[str]) -> list[str]:
     """One process of several: the kinds that keep the contract, one after the other."""
+    heap._LEAST_BYTES = 1  # what the contract exchanges is small
     return [check_one_launched(kind) for kind in kinds]
 
 
 def check_one_launched(name: str) -> str:
+    """Check a kind of exchange, perhaps "in stages", and then perhaps "on a disk"."""
     world = current_world()
-    kind, _, staged = name.partition(", ")
-    sizes = storage(world.size, staged=bool(staged))
+    kind, *how = name.split(", ")
+    sizes = storage(world.size, staged="in stages" in how)
+    home = DiskHeap.at("") if "on a disk" in how else ORDINARY
     begun = start(world.rank, sizes)
     exchange: Exchange
     if kind == "shared":
         mailbox = Mailbox(world.run_id, rank=world.rank, size=world.size, timeout_s=30)
-        exchange = shared_exchange(sizes, begun, mailbox, roster(sizes))
+        exchange = shared_exchange(sizes, begun, mailbox, roster(sizes), home)
     else:
         joined = join_group(world, "cpu", world.size, timeout_s=30, trainer=0)
-        exchange = collective_exchange(sizes, begun, joined, roster(sizes), 30)
+        exchange = collective_exchange(sizes, begun, joined, roster(sizes), 30, home)
     check_exchange(exchange, sizes, begun, range(world.rank, world.rank + 1))
     if kind == "collective":
         dist.barrier()

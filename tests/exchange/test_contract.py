@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 import onefold
 from onefold.exchange.local import local_exchange
+from onefold.system import heap
+from onefold.system.heap import ORDINARY, DiskHeap
 from tests.exchange.contract import check_exchange, check_launched, roster, start, storage
 
 
-@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize(
+    "how", [(), ("in stages",), ("in stages", "on a disk")], ids=["plain", "stages", "disk"]
+)
 @pytest.mark.parametrize("devices", [1, 2, 3, 7])
-def test_devices_of_one_process(devices: int, staged: bool) -> None:
-    sizes = storage(devices, staged=staged)
+def test_devices_of_one_process(
+    devices: int, how: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heap, "_LEAST_BYTES", 1)  # what the contract exchanges is small
+    sizes = storage(devices, staged="in stages" in how)
     begun = start(0, sizes)
-    exchange = local_exchange(sizes, begun, roster(sizes))
+    home = DiskHeap(tmp_path) if "on a disk" in how else ORDINARY
+    exchange = local_exchange(sizes, begun, roster(sizes), home)
     check_exchange(exchange, sizes, begun, range(devices))
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("devices", [2, 3, 5])
 def test_devices_of_several_processes(devices: int) -> None:
-    kinds = ["shared", "shared, in stages", "collective", "collective, in stages"]
+    ways = ["", ", in stages", ", in stages, on a disk"]
+    kinds = [kind + way for kind in ("shared", "collective") for way in ways]
     assert onefold.launch(check_launched, devices=f"cpu:{devices}", args=(kinds,)) == kinds

@@ -186,7 +186,7 @@ def test_an_error_of_the_lead_while_memory_is_made_reaches_the_others(
 ) -> None:
     """As `onefold.exchange.joining` tells it."""
 
-    def refuse(size_bytes: int) -> None:
+    def refuse(size_bytes: int, heap: object = None) -> None:
         raise OSError(12, "expected some bytes of memory")
 
     monkeypatch.setattr("onefold.exchange.shared.new_file", refuse)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from onefold.exchange.transport import Alone, Transport, roomy
+from onefold.system.heap import ORDINARY
 from tests.exchange.together import CPU, LIMIT_S, together
 
 
@@ -207,8 +208,8 @@ def test_who_is_alone_may_leave_twice() -> None:
 
 
 def test_a_room_is_made_anew_only_where_it_is_too_small() -> None:
-    first = roomy(None, 16, CPU)
+    first = roomy(None, 16, CPU, ORDINARY)
     assert (first.dtype, first.device, first.numel()) == (torch.uint8, CPU, 16)
-    assert roomy(first, 16, CPU) is first
-    assert roomy(first, 0, CPU) is first
-    assert roomy(first, 17, CPU).numel() == 17
+    assert roomy(first, 16, CPU, ORDINARY) is first
+    assert roomy(first, 0, CPU, ORDINARY) is first
+    assert roomy(first, 17, CPU, ORDINARY).numel() == 17

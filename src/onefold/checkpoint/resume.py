@@ -259,8 +259,8 @@ class Checkpoints:
         return {own_name(name): buffer for name, buffer in self._module.named_buffers()}
 
     def _room(self, what: str, nbytes: int) -> torch.Tensor:
-        device = self._engine.replicas[0].device
-        self._rooms[what] = roomy(self._rooms.get(what), nbytes, device)
+        device, heap = self._engine.replicas[0].device, self._engine.exchange.memory.heap
+        self._rooms[what] = roomy(self._rooms.get(what), nbytes, device, heap)
         return self._rooms[what]
 
     # Saving
@@ -370,7 +370,8 @@ class Checkpoints:
                 ) from error
             # Open until `load` is done: these very files are checked, whoever prunes meanwhile.
             storage, carried = self._engine.update.storage, self._carried.indices
-            files = StoredStates(found, storage, carried, changed, stack)
+            heap = self._engine.exchange.memory.heap
+            files = StoredStates(found, storage, carried, changed, stack, heap)
             try:
                 # Before the model, whose parameters have another dtype in another precision.
                 self._state.check_precision(found.run, changed)

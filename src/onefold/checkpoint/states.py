@@ -16,6 +16,7 @@ from onefold.core.storage import Storage
 from onefold.engine.averages import AVERAGE
 from onefold.engine.optimizerstate import PieceState, check_saved, packed, take_apart
 from onefold.engine.update import MASTER
+from onefold.system.heap import ORDINARY, Heap
 from onefold.system.tensorfile import DTYPES, TensorParts
 
 __all__ = ["StoredStates", "buffer_parts", "carried_parts", "left_by_shard", "saved_rule"]
@@ -58,6 +59,7 @@ class StoredStates:
         carried: numbers of the buffers that each shard has for itself.
         changed: what may differ from the run that was saved.
         stack: closes the files.
+        heap: where what is handed out lies.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class StoredStates:
         carried: Sequence[int],
         changed: Collection[str],
         stack: ExitStack,
+        heap: Heap = ORDINARY,
     ) -> None:
         # A checkpoint that was saved with averages in the model has what is trained beside it.
         trained = stored.path("training.safetensors")
@@ -75,7 +78,7 @@ class StoredStates:
         self.model = stack.enter_context(ModelFiles(*(paths if trained is None else [trained])))
         """What the model goes on with."""
         self._files = stack.enter_context(ModelFiles(stored.folder / "optimizer.safetensors"))
-        self._storage = storage
+        self._storage, self._heap = storage, heap
         self._carried = () if "shards" in changed else carried
         self._with_optimizer = "optimizer" not in changed
         self._with_average = saved_rule(stored.run, changed) is not None
@@ -111,7 +114,7 @@ class StoredStates:
         """Pack the states of some pieces, averages among them, for the process that owns them."""
         storage, read = self._storage, self._files.read
         states = take_apart(self._keys, self._values, read, owned, storage.pieces, storage.masters)
-        return packed(list(states))
+        return packed(list(states), self._heap)
 
     def buffers(self) -> torch.Tensor:
         """Pack the averages of all buffers, by number; of none if the average does not go on."""

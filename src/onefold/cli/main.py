@@ -48,7 +48,11 @@ Devices = Annotated[
     str, typer.Option(help="N, auto, cpu:N, or a list of GPUs such as cuda:1,cuda:3.")
 ]
 Keep = Annotated[
-    str, typer.Option(help="What a device keeps of the model: all, or its span of gradients.")
+    str, typer.Option(help="What a device keeps of the model: all, its span, or nothing (host).")
+]
+Home = Annotated[
+    Path | None,
+    typer.Option(help="Folder on a disk where --keep host has the model; TMPDIR else."),
 ]
 Exchange = Annotated[str, typer.Option(help="auto, shared or collective.")]
 Timeout = Annotated[float, typer.Option(help="Seconds that a device waits for another one.")]
@@ -61,6 +65,7 @@ def run(
     module: Module = None,
     devices: Devices = "auto",
     keep: Keep = "all",
+    home: Home = None,
     exchange: Exchange = "auto",
     timeout: Timeout = _DEFAULTS.timeout_s,
     trace: Annotated[Path | None, typer.Option(help="Write one JSON line a step here.")] = None,
@@ -124,6 +129,7 @@ def run(
     # Absolute paths: the script may change its folder before a worker uses them.
     options = RunOptions(
         keep=keep,  # type: ignore[arg-type]  # RunOptions checks it
+        home=_folder(home),
         exchange=exchange,  # type: ignore[arg-type]  # likewise
         timeout_s=timeout,
         checkpoint=str(checkpoint.absolute()) if checkpoint else "",
@@ -148,6 +154,7 @@ def verify(
     keep: Annotated[
         str, typer.Option(help="What devices keep, each with every count, such as all,span.")
     ] = "all",
+    home: Home = None,
     exchange: Exchange = "auto",
     timeout: Timeout = _DEFAULTS.timeout_s,
 ) -> None:
@@ -170,6 +177,7 @@ def verify(
 
     command = _command(script, module, context.args)
     options = RunOptions(
+        home=_folder(home),
         exchange=exchange,  # type: ignore[arg-type]  # RunOptions checks it
         timeout_s=timeout,
         quiet=True,
@@ -318,6 +326,15 @@ def _in_words(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename}: {error.strerror}"
     return str(error)
+
+
+def _folder(home: Path | None) -> str:
+    """The folder of ``--home``, which must be there; empty if none was named."""
+    if home is None:
+        return ""
+    if not home.is_dir():
+        raise LaunchError(f"--home {home}: expected a folder that is there")
+    return str(home.absolute())
 
 
 def _command(script: str | None, module: str | None, rest: list[str]) -> list[str]:

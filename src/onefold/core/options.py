@@ -14,8 +14,8 @@ DEFAULT_GRACE_S = 60.0
 
 ExchangeName = Literal["auto", "shared", "collective"]
 
-KeepName = Literal["all", "span"]
-"""What a device keeps of a model: all of it, or its span."""
+KeepName = Literal["all", "span", "host"]
+"""What a device keeps of a model: all of it, its span, or nothing between uses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +36,8 @@ class RunOptions:
     """Number of steps from one checkpoint to the next."""
     keep: KeepName = "all"
     """What of the model's parameters, gradients and optimizer state each device keeps."""
+    home: str = ""
+    """Folder of the file in which ``host`` keeps the model; empty for that of temporary files."""
     keep_last: int = 3
     """How many of the newest checkpoints are kept."""
     changed: tuple[str, ...] = ()

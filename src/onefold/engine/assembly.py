@@ -32,6 +32,7 @@ from onefold.engine.update import MASTER, SpanOptimizer
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.joining import join
 from onefold.exchange.memory import Memory, Start
+from onefold.system.heap import ORDINARY, DiskHeap, Heap
 
 __all__ = ["assemble"]
 
@@ -83,6 +84,7 @@ def assemble(
         description=json.dumps(described).encode(),
         compare=compare,
         timeout_s=settings.timeout_s,
+        heap=_heap(team),
     )
     joined(exchange)
     memory = exchange.memory
@@ -91,7 +93,9 @@ def assemble(
     replicas[0].attach()
     refuse_clipping(parts.trained.values())
     # After attach: state that the optimizer already has moves to where its parameters now lie.
-    update = SpanOptimizer(optimizer, list(parts.trained.values()), storage, memory.trained, roster)
+    update = SpanOptimizer(
+        optimizer, list(parts.trained.values()), storage, memory.trained, roster, memory.heap
+    )
     if storage.rounds:
         _hand_out_masters(update, start.trained, roster, exchange, team)
     return Engine(
@@ -134,11 +138,26 @@ def _stages(
     team: Team,
 ) -> StageModules | None:
     """The stages after each of which gradients are handed over; None if whole sums are."""
-    # One shard is added to nothing, so there is nothing to hand over.
-    if team.world.options.keep == "all" or settings.shards == 1:
+    keep = team.world.options.keep
+    # One shard is added to nothing, so there is nothing to hand over: but perhaps to put away.
+    if keep == "all" or (keep == "span" and settings.shards == 1):
         return None
     modules = cut_by_itself(parts.module) if given is None else given
     return StageModules(parts.module, modules, parts.trained)
+
+
+def _heap(team: Team) -> Heap:
+    """Where the model of this process lies on the host."""
+    options = team.world.options
+    if options.keep != "host":
+        return ORDINARY
+    kind = team.devices[team.own[0]].type
+    if kind != "cpu":
+        raise ValueError(
+            f"expected CPU devices for keep=host, which has a model in a file of this host, got "
+            f"{kind}: use --keep span"
+        )
+    return DiskHeap.at(options.home)
 
 
 def _hand_out_masters(
@@ -159,7 +178,7 @@ def _hand_out_masters(
             laid = laid_out(trained[piece.entry], storage.masters.entries[piece.entry].stride)
             values = storage_order(laid)[piece.start : piece.stop]
             states.append(PieceState(number, MASTER, values, True))
-        return packed(states)
+        return packed(states, exchange.memory.heap)
 
     update.adopt_states(unpack(exchange.transport.hand_out(make if team.has_lead else None)))
 

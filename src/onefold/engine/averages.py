@@ -20,6 +20,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from onefold.core.averaging import AverageRule, averaged_in
 from onefold.core.flat import FlatTensors, storage_order
 from onefold.engine.optimizerstate import PieceState
+from onefold.system.heap import ORDINARY, Heap
 
 __all__ = ["AVERAGE", "Averages"]
 
@@ -28,9 +29,14 @@ AVERAGE = "onefold.average"
 
 
 class Averages:
-    """The averages that this process keeps; none until `begin`."""
+    """The averages that this process keeps; none until `begin`.
 
-    def __init__(self) -> None:
+    Args:
+        heap: where those of pieces lie.
+    """
+
+    def __init__(self, heap: Heap = ORDINARY) -> None:
+        self._heap = heap
         self.rule: AverageRule | None = None
         """How they follow the model; None where there are none."""
         self.steps = 0
@@ -103,9 +109,7 @@ class Averages:
             values: of the piece; their shape, strides and device are the average's.
             average: (numel,) in storage order; copied.
         """
-        self.pieces[number] = torch.empty_strided(
-            values.shape, values.stride(), dtype=averaged_in(values.dtype), device=values.device
-        )
+        self.pieces[number] = self._heap.like(values, averaged_in(values.dtype))
         storage_order(self.pieces[number]).copy_(average)
 
     def adopt_buffers(self, layout_of: FlatTensors, states: Iterable[PieceState]) -> None:

@@ -29,13 +29,13 @@ def arriving_states(
         leads: whether this is the lead's process.
     """
     moving = {n for n in range(before.pieces) if before.owner_of(n) != after.owner_of(n)}
-    transport = exchange.transport
+    transport, heap = exchange.transport, exchange.memory.heap
     with_others = len(exchange.memory.trained) < len(after.devices)
     pack([s for s in update.states() if s.piece in moving], transport.room)
     brought = [state for memory in transport.bring() for state in unpack(memory)]
 
     def make(device: int) -> torch.Tensor:
         devices = {device} if with_others else set(range(len(after.devices)))
-        return packed([s for s in brought if after.owner_of(s.piece) in devices])
+        return packed([s for s in brought if after.owner_of(s.piece) in devices], heap)
 
     return unpack(transport.hand_out(make if leads else None))

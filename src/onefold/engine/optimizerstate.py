@@ -23,6 +23,7 @@ import torch
 
 from onefold.core.flat import Layout, Piece, aligned, laid_out, storage_order
 from onefold.core.jsonvalue import from_bytes, from_json, to_bytes, to_json
+from onefold.system.heap import ORDINARY, Heap
 from onefold.system.tensorfile import DTYPES, TensorParts
 
 __all__ = [
@@ -116,12 +117,12 @@ def pack(states: Sequence[PieceState], room: Callable[[int], torch.Tensor]) -> N
             target.view(state.value.shape).copy_(state.value)
 
 
-def packed(states: Sequence[PieceState]) -> torch.Tensor:
+def packed(states: Sequence[PieceState], heap: Heap = ORDINARY) -> torch.Tensor:
     """Pack states into new memory on the host: (k,) uint8, see `pack`."""
     made: list[torch.Tensor] = []
 
     def room(nbytes: int) -> torch.Tensor:
-        made.append(torch.empty(nbytes, dtype=torch.uint8))
+        made.append(heap.empty(nbytes))
         return made[0]
 
     pack(states, room)

@@ -28,8 +28,11 @@ from onefold.engine.gradients import exact_norm
 from onefold.engine.optimizercheck import TAKEN
 from onefold.engine.optimizers import optimizers_in
 from onefold.engine.optimizerstate import PieceState, is_by_element
+from onefold.engine.stephooks import explain_state_dict, refuse_hooks, refuse_own_steps
 from onefold.engine.updatedraws import UpdateDraws
+from onefold.engine.updateparts import Part, RepeatedCalls, parts_of
 from onefold.system.compat import copy_each, multiply_each
+from onefold.system.heap import ORDINARY, Heap
 
 __all__ = ["MASTER", "OwnedPiece", "SpanOptimizer"]
 
@@ -66,6 +69,8 @@ class SpanOptimizer:
         storage: the layouts, and the pieces.
         memory: the trained parameters on each device of this process, by the device's number.
         roster: who updates what.
+        heap: where state, averages and values of higher precision lie; if that is a disk, the model
+            is updated one stage after the other.
     """
 
     def __init__(
@@ -75,15 +80,17 @@ class SpanOptimizer:
         storage: Storage,
         memory: Mapping[int, FlatTensors],
         roster: Roster,
+        heap: Heap = ORDINARY,
     ) -> None:
         self.optimizer = optimizer
+        self._heap = heap
         self.storage = storage
         self.owned: list[OwnedPiece] = []
         """This process's pieces."""
         self.gradients: list[torch.Tensor | None] = []
         """The gradient of each of these pieces, from `take` to the end of `step`: shaped as the
         piece, in the dtype in which gradients are added up; None where no shard gave one."""
-        self.averages = Averages()
+        self.averages = Averages(heap)
         """The averages of these pieces, if the run keeps any."""
         self._users = users
         self._memory = memory
@@ -101,8 +108,10 @@ class SpanOptimizer:
         # First the pieces, then the state that is cut as they are.
         self.bind(roster)
         self._divide_state(storage.masters)
-        self._explain_state_dict()
-        self._refuse_own_steps()
+        explain_state_dict(self._each)
+        # Weakly, or the optimizer, which a script may keep, would keep the run's memory with it.
+        this = weakref.ref(self)
+        refuse_own_steps(self._each, lambda: (it := this()) is None or it._stepping)
 
     def bind(self, roster: Roster) -> None:
         """Own the pieces that a roster gives to this process, and drop the state of all others.
@@ -121,9 +130,14 @@ class SpanOptimizer:
         self.averages.keep({item.number for item in self.owned})
         self.gradients = [None] * len(self.owned)
         self._entries = [item.piece.entry for item in self.owned]
-        self._divided: list[list[torch.Tensor]] = [[] for _ in self.optimizer.param_groups]
-        for item in self.owned:
-            self._divided[self._group_of[id(item.parameter)]].append(item.values)
+        values = [item.values for item in self.owned]
+        groups = [self._group_of[id(item.parameter)] for item in self.owned]
+        stages = self.storage.stages
+        # Where all has room, one call of the optimizer is quicker than several.
+        of = [stages.stage_of[n] for n in self._entries] if stages and self._heap.on_disk else []
+        count = len(self.optimizer.param_groups)
+        self._divided = Part.of(range(len(values)), values, groups, count).divided
+        self._parts = parts_of(values, groups, count, of or [0] * len(values))
 
     def _own_piece(self, device: int, number: int) -> OwnedPiece:
         piece = self.storage.pieces[number]
@@ -133,14 +147,15 @@ class SpanOptimizer:
         master = self.storage.masters.dtypes[entry.section]
         if values.dtype != master:
             # A parameter, as optimizers may look for one; its exact values come with the state.
-            return OwnedPiece(
-                number, device, piece, user, torch.nn.Parameter(values.to(master)), values
-            )
+            return OwnedPiece(number, device, piece, user, self._master(values, master), values)
         if piece.whole:
             # Between calls the module, and so the user's parameter, points at the first device's
             # memory. On the others a stand-in must do, or the update would go to the wrong memory.
             values = user if device == next(iter(self._memory)) else torch.nn.Parameter(values)
         return OwnedPiece(number, device, piece, user, values)
+
+    def _master(self, values: torch.Tensor, dtype: torch.dtype) -> torch.nn.Parameter:
+        return torch.nn.Parameter(self._heap.like(values, dtype).copy_(values))
 
     def take(
         self, totals: Sequence[torch.Tensor | None], gave: Sequence[int], *, shards: int
@@ -230,17 +245,15 @@ class SpanOptimizer:
         groups = self.optimizer.param_groups
         # The very list objects, for whoever else holds them gets the same ones back.
         users = [group["params"] for group in groups]
+        repeated = None
+        if len(self._parts) > 1:
+            refuse_hooks(self._each)
+            repeated = RepeatedCalls(self.optimizer)
         self._stepping = True
         try:
-            for group, pieces in zip(groups, self._divided, strict=True):
-                group["params"] = pieces
-            for item, gradient in zip(self.owned, self.gradients, strict=True):
-                # Rounded only now, for a model that is all in low precision: scaling and clipping
-                # are done in the precision of the sum.
-                given = None if gradient is None else gradient.to(item.values.dtype)
-                item.values.grad = given
             with self._draws.watched():
-                self.optimizer.step()
+                for part in self._parts:
+                    self._step(part, repeated)
             self._round()
         finally:
             # Also when the step fails: a script may catch the error and go on with its groups.
@@ -252,6 +265,32 @@ class SpanOptimizer:
             for item in self.owned:
                 item.values.grad = None
             self.gradients = [None] * len(self.owned)
+
+    def _step(self, part: Part, repeated: RepeatedCalls | None) -> None:
+        """Call the optimizer for a part of the pieces, for some of them or for all."""
+        for group, pieces in zip(self.optimizer.param_groups, part.divided, strict=True):
+            group["params"] = pieces
+        for place in part.places:
+            values, gradient = self.owned[place].values, self.gradients[place]
+            # Rounded only now, for a model that is all in low precision: scaling and clipping are
+            # done in the precision of the sum.
+            values.grad = None if gradient is None else gradient.to(values.dtype)
+        if repeated is None:
+            self.optimizer.step()
+            return
+        repeated.begin_call()
+        self.optimizer.step()
+        repeated.end_call()
+        for place in part.places:
+            values = self.owned[place].values
+            values.grad = self.gradients[place] = None
+            self._keep(self.optimizer.state.get(values, {}))
+
+    def _keep(self, state: dict[str, Any]) -> None:
+        """Have what is large in the state of a piece lie where it is kept."""
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                state[key] = self._heap.kept(value)
 
     def states(self) -> list[PieceState]:
         """List the state of the owned pieces as it is now, masters and averages with it.
@@ -315,9 +354,7 @@ class SpanOptimizer:
                 self.averages.adopt(state.piece, values.detach(), value)
             elif state.by_element:
                 # In the piece's own strides: fused kernels read state and values in step.
-                value = torch.empty_strided(
-                    values.shape, values.stride(), dtype=value.dtype, device=values.device
-                )
+                value = self._heap.like(values.detach(), value.dtype)
                 storage_order(value).copy_(state.value)
             elif isinstance(value, torch.Tensor):
                 value = value.to(self._home(state.key, values), copy=True)
@@ -392,37 +429,7 @@ class SpanOptimizer:
                 self.optimizer.state[item.values] = {
                     key: _cut_state(value, item, entry.stride) for key, value in state.items()
                 }
-
-    def _explain_state_dict(self) -> None:
-        """Have the optimizer's own state_dict() raise, rather than return a part of the state."""
-
-        def refuse(*_: Any) -> None:
-            raise RuntimeError(
-                "the optimizer's state is divided among the devices of the run, so its own "
-                "state_dict() and load_state_dict() would see a part of it. Load it before "
-                "Trainer is made"
-            )
-
-        for optimizer in self._each:
-            optimizer.register_state_dict_pre_hook(refuse)
-            optimizer.register_load_state_dict_pre_hook(refuse)
-
-    def _refuse_own_steps(self) -> None:
-        """Refuse the script's own ``optimizer.step()``, which would silently update nothing."""
-        # Weakly, or the optimizer, which a script may keep, would keep the run's memory with it.
-        update = weakref.ref(self)
-
-        def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            owner = update()
-            if owner is not None and not owner._stepping:
-                raise RuntimeError(
-                    f"{type(optimizer).__name__}.step() was called by the script: trainer.step() "
-                    f"has made the update already, and there are no gradients left. Remove the "
-                    f"line (and loss.backward(), clip_grad_norm_ and zero_grad with it)"
-                )
-
-        for each in self._each:
-            each.register_step_pre_hook(refuse)
+                self._keep(self.optimizer.state[item.values])
 
 
 def _cut_state(value: Any, item: OwnedPiece, stride: tuple[int, ...]) -> Any:

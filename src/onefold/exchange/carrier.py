@@ -139,7 +139,16 @@ class Carrier(ABC):
 
 
 class AtOnce(Carrier):
-    """Where one process drives all devices, each gift is there at once."""
+    """Where one process drives all devices, each gift is there at once.
+
+    Args:
+        storage: the sizes.
+        lends: whether gradients are to be copied, as sums are kept elsewhere than they lie.
+    """
+
+    def __init__(self, storage: Storage, *, lends: bool = False) -> None:
+        super().__init__(storage)
+        self._lends = lends
 
     def bind(self, roster: Roster) -> None:
         self._homes = {n: roster.devices[d] for d, span in enumerate(roster.spans) for n in span}
@@ -150,4 +159,4 @@ class AtOnce(Carrier):
         pieces = self.own_pieces(gift, self.layout.pieces[gift.stage])
         # The gradients are nobody else's, so they may take sums.
         at_home = {n: piece.to(self._homes[n], non_blocking=True) for n, piece in pieces.items()}
-        return [Brought(gift.word, at_home, False)]
+        return [Brought(gift.word, at_home, self._lends)]

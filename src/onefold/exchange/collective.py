@@ -32,6 +32,7 @@ import torch.distributed as dist
 from onefold.errors import OnefoldError, PeerError, PeerFailed, PeerLost, PeerTimeout
 from onefold.exchange.group import Joined, break_off, who_left
 from onefold.exchange.transport import LEFT, Transport, roomy
+from onefold.system.heap import ORDINARY, Heap
 
 __all__ = ["GroupTransport", "Moving", "Operation"]
 
@@ -53,7 +54,9 @@ class GroupTransport(Transport):
 
     frame_bytes = 16 << 20
 
-    def __init__(self, device: torch.device, joined: Joined, timeout_s: float) -> None:
+    def __init__(
+        self, device: torch.device, joined: Joined, timeout_s: float, heap: Heap = ORDINARY
+    ) -> None:
         self.rank = joined.group.rank()
         self.size = joined.group.size()
         self.device = device
@@ -63,6 +66,7 @@ class GroupTransport(Transport):
         self._connections = joined.connections
         self._watch = joined.watch
         self._lateness = joined.lateness
+        self._heap = heap
         self._room: torch.Tensor | None = None
 
     def meet(self, word: bytes = b"") -> Sequence[bytes]:
@@ -118,7 +122,7 @@ class GroupTransport(Transport):
         return Moving(ordered, works, self._naming_the_lost)
 
     def room(self, nbytes: int) -> torch.Tensor:
-        self._room = roomy(self._room, nbytes, self.device)
+        self._room = roomy(self._room, nbytes, self.device, self._heap)
         return self._room
 
     def bring(self) -> list[torch.Tensor]:

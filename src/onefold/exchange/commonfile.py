@@ -16,16 +16,24 @@ import os
 import torch
 
 from onefold.exchange.mailbox import Mailbox
+from onefold.system.heap import ORDINARY, DiskHeap, Heap, new_disk_file
 
 __all__ = ["memory_of", "new_file", "take_file"]
 
 
-def new_file(size_bytes: int) -> tuple[int, torch.Tensor]:
+def new_file(size_bytes: int, heap: Heap = ORDINARY) -> tuple[int, torch.Tensor]:
     """Make a file without a name, and map it: its descriptor and (size,) uint8 of zeros.
 
     Pages that nobody touches take no memory. The caller closes the descriptor.
+
+    Args:
+        size_bytes: of the file.
+        heap: if it is on a disk, the file is there as well; else it is in memory.
     """
-    descriptor = os.memfd_create("onefold", os.MFD_CLOEXEC)
+    if isinstance(heap, DiskHeap):
+        descriptor = new_disk_file(heap.folder, max(size_bytes, 1))
+    else:
+        descriptor = os.memfd_create("onefold", os.MFD_CLOEXEC)
     try:
         # At least a byte: an empty file cannot be mapped.
         os.ftruncate(descriptor, max(size_bytes, 1))

@@ -59,7 +59,9 @@ class Exchange:
         self.transport = transport
         self.board = memory.board
         """Own rows may be written before `collect`; all rows may be read after it."""
-        self.stages = None if carrier is None else StageFold(carrier, list(memory.trained))
+        self.stages = (
+            None if carrier is None else StageFold(carrier, list(memory.trained), memory.heap)
+        )
         """Takes gradients stage by stage, in place of `publish`; None if they are published."""
         self._storage = storage
         self._folds: dict[int, SpanFold] = {}

@@ -9,6 +9,7 @@ from onefold.core.roster import Roster
 from onefold.core.storage import Storage
 from onefold.exchange.carrier import DONE, Brought, Carrier, Gift, Word
 from onefold.exchange.collective import GroupTransport, Operation
+from onefold.system.heap import Heap
 
 __all__ = ["GroupCarrier"]
 
@@ -19,10 +20,12 @@ class GroupCarrier(Carrier):
     Args:
         storage: the sizes.
         transport: to the other devices.
+        heap: where what comes is kept, if the device is the processor.
     """
 
-    def __init__(self, storage: Storage, transport: GroupTransport) -> None:
+    def __init__(self, storage: Storage, transport: GroupTransport, heap: Heap) -> None:
         super().__init__(storage)
+        self._heap = heap
         self._transport = transport
 
     def bind(self, roster: Roster) -> None:
@@ -72,6 +75,11 @@ class GroupCarrier(Carrier):
         for number in self._owned[self._transport.rank][word.stage]:
             if self.gave(word, number):
                 _, nbytes, dtype = self.layout.place(number)
-                numel = nbytes // dtype.itemsize
-                rooms[number] = torch.empty(numel, dtype=dtype, device=self._transport.device)
+                rooms[number] = self._room(nbytes, dtype)
         return rooms
+
+    def _room(self, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
+        device = self._transport.device
+        if device.type == "cpu":
+            return self._heap.empty(nbytes).view(dtype)
+        return torch.empty(nbytes // dtype.itemsize, dtype=dtype, device=device)

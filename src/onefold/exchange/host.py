@@ -17,6 +17,7 @@ import torch
 from onefold.exchange.commonfile import new_file, take_file
 from onefold.exchange.mailbox import Mailbox
 from onefold.exchange.transport import Transport
+from onefold.system.heap import ORDINARY, Heap
 
 __all__ = ["HostTransport"]
 
@@ -26,10 +27,12 @@ class HostTransport(Transport):
 
     Args:
         mailbox: connects the processes; closed with this transport.
+        heap: where its `room` lies, and what it hands out.
     """
 
-    def __init__(self, mailbox: Mailbox) -> None:
+    def __init__(self, mailbox: Mailbox, heap: Heap = ORDINARY) -> None:
         self.mailbox = mailbox
+        self._heap = heap
         self._room: tuple[int, torch.Tensor] | None = None
 
     def begin_step(self, step: int) -> None:
@@ -42,7 +45,7 @@ class HostTransport(Transport):
         # A larger room is a new file; the lead may still have the old one mapped.
         if self._room is None or self._room[1].numel() < nbytes:
             self._drop_room()
-            self._room = new_file(nbytes)
+            self._room = new_file(nbytes, self._heap)
         return self._room[1]
 
     def bring(self) -> list[torch.Tensor]:
@@ -60,7 +63,7 @@ class HostTransport(Transport):
             return take_file(self.mailbox, 0)
         for peer in range(1, self.mailbox.size):
             made = make(peer)
-            descriptor, memory = new_file(made.numel())
+            descriptor, memory = new_file(made.numel(), self._heap)
             # Written before it is sent, as receiving it is all that the peer waits for.
             memory[: made.numel()] = made
             # Closed at once: the message holds the file until the peer has received it.

@@ -27,6 +27,7 @@ from onefold.exchange.mailbox import Mailbox
 from onefold.exchange.memory import Start
 from onefold.exchange.private import collective_exchange
 from onefold.exchange.shared import shared_exchange
+from onefold.system.heap import ORDINARY, Heap
 
 __all__ = ["join"]
 
@@ -42,6 +43,7 @@ def join(
     description: bytes,
     compare: Compare,
     timeout_s: float,
+    heap: Heap = ORDINARY,
 ) -> Exchange:
     """Join the run with this process's devices.
 
@@ -53,6 +55,7 @@ def join(
         description: what must be the same in every process, in bytes that can be compared.
         compare: raises if the descriptions of all processes differ.
         timeout_s: the longest wait for another device.
+        heap: where the model of this process lies, if its devices are the processor.
 
     Raises:
         DisagreementError: another device has another description, or is of another kind.
@@ -60,7 +63,7 @@ def join(
         ValueError: the exchange that was asked for cannot serve these devices.
     """
     if len(team.own) == len(team.devices):
-        return local_exchange(storage, start, roster)
+        return local_exchange(storage, start, roster, heap)
     kind, world, size = team.devices[team.own[0]].type, team.world, len(team.devices)
     can_share = kind == "cpu" and world.one_host
     shares = can_share and world.options.exchange != "collective"
@@ -76,7 +79,7 @@ def join(
         mailbox = _mailbox(team, timeout_s)
         try:
             _compare_on_host(mailbox, description, compare)
-            return shared_exchange(storage, start, mailbox, roster)
+            return shared_exchange(storage, start, mailbox, roster, heap)
         # Also for KeyboardInterrupt: the others must not wait for the limit.
         except BaseException as error:
             mailbox.tell_failure(error)
@@ -85,7 +88,7 @@ def join(
     joined = join_group(world, kind, size, timeout_s=timeout_s, trainer=team.trainer)
     try:
         compare(gather_bytes(joined.group, description))
-        return collective_exchange(storage, start, joined, roster, timeout_s)
+        return collective_exchange(storage, start, joined, roster, timeout_s, heap)
     except BaseException:
         joined.watch.close()
         raise

@@ -21,30 +21,36 @@ from onefold.core.storage import Storage
 from onefold.exchange.board import Board
 from onefold.exchange.carrier import AtOnce
 from onefold.exchange.exchange import Exchange
-from onefold.exchange.memory import Arrivals, Memory, Start
+from onefold.exchange.memory import Arrivals, Memory, Start, new_flat
 from onefold.exchange.spans import AsGiven, Partial, Spanned
 from onefold.exchange.transport import Alone
+from onefold.system.heap import ORDINARY, Heap
 
 __all__ = ["DevicesMemory", "OneDeviceMemory", "local_exchange"]
 
 
-def local_exchange(storage: Storage, start: Start, roster: Roster) -> Exchange:
+def local_exchange(
+    storage: Storage, start: Start, roster: Roster, heap: Heap = ORDINARY
+) -> Exchange:
     """Make the exchange of a process that drives all devices of the roster."""
     first = roster.devices[0]
     memory: Memory = (
-        OneDeviceMemory(storage, start, first)
+        OneDeviceMemory(storage, start, first, heap)
         if len(roster.devices) == 1
-        else DevicesMemory(storage, start, roster.devices)
+        else DevicesMemory(storage, start, roster.devices, heap)
     )
-    carrier = None if storage.stages is None else AtOnce(storage)
-    return Exchange(storage, memory, Alone(first), roster, carrier)
+    carrier = None if storage.stages is None else AtOnce(storage, lends=heap.on_disk)
+    return Exchange(storage, memory, Alone(first, heap), roster, carrier)
 
 
 class OneDeviceMemory(Memory):
     """One device: the gradients are used where backward left them."""
 
-    def __init__(self, storage: Storage, start: Start, device: torch.device) -> None:
-        self.trained, self.other = _own_flats(storage, start, [device])
+    def __init__(
+        self, storage: Storage, start: Start, device: torch.device, heap: Heap = ORDINARY
+    ) -> None:
+        self.heap = heap
+        self.trained, self.other = _own_flats(storage, start, [device], heap)
         self.board = Board.private(storage.board, device)
         self._given = AsGiven(storage.gradients)
 
@@ -83,10 +89,18 @@ class DevicesMemory(Memory):
         storage: the sizes.
         start: the values of the lead's model.
         devices: all D of them.
+        heap: where the model lies, if the devices are the processor.
     """
 
-    def __init__(self, storage: Storage, start: Start, devices: Sequence[torch.device]) -> None:
-        self.trained, self.other = _own_flats(storage, start, devices)
+    def __init__(
+        self,
+        storage: Storage,
+        start: Start,
+        devices: Sequence[torch.device],
+        heap: Heap = ORDINARY,
+    ) -> None:
+        self.heap = heap
+        self.trained, self.other = _own_flats(storage, start, devices, heap)
         self.board = Board.private(storage.board, devices[0])
         self._storage = storage
         self._devices = devices
@@ -141,11 +155,11 @@ class DevicesMemory(Memory):
 
 
 def _own_flats(
-    storage: Storage, start: Start, devices: Sequence[torch.device]
+    storage: Storage, start: Start, devices: Sequence[torch.device], heap: Heap
 ) -> tuple[dict[int, FlatTensors], dict[int, FlatTensors]]:
     """The start values in flat memory of each device: trained parameters, and other ones."""
     trained, other = (
-        {number: FlatTensors(layout, device=device) for number, device in enumerate(devices)}
+        {number: new_flat(layout, device, heap) for number, device in enumerate(devices)}
         for layout in (storage.parameters, storage.other)
     )
     for number in trained:

@@ -9,14 +9,15 @@ from typing import Protocol
 
 import torch
 
-from onefold.core.flat import FlatTensors
+from onefold.core.flat import FlatTensors, Layout
 from onefold.core.fold import Published
 from onefold.core.roster import Roster
 from onefold.core.shard import Plan
 from onefold.exchange.board import Board
 from onefold.exchange.spans import Spanned
+from onefold.system.heap import ORDINARY, Heap
 
-__all__ = ["Arrivals", "Memory", "Start"]
+__all__ = ["Arrivals", "Memory", "Start", "new_flat"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,8 @@ class Memory(ABC):
     """The trained parameters, by number of this process's devices."""
     other: dict[int, FlatTensors]
     """The other parameters, by number of this process's devices."""
+    heap: Heap = ORDINARY
+    """Where what is large of this process lies on the host."""
     is_common: bool = False
     """Whether all processes compute with the very same memory of the parameters."""
 
@@ -110,3 +113,10 @@ class Memory(ABC):
         Args:
             buffers: those of this process's first device; overwritten unless it is the lead.
         """
+
+
+def new_flat(layout: Layout, device: torch.device, heap: Heap) -> FlatTensors:
+    """Make flat memory of zeros on a device: from the heap, if that is the processor."""
+    if device.type == "cpu" and layout.nbytes:
+        return FlatTensors(layout, memory=heap.zeros(layout.nbytes))
+    return FlatTensors(layout, device=device)

@@ -28,14 +28,20 @@ from onefold.exchange.collective import GroupTransport, Moving, Operation
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.group import Joined
 from onefold.exchange.groupcarrier import GroupCarrier
-from onefold.exchange.memory import Arrivals, Memory, Start
+from onefold.exchange.memory import Arrivals, Memory, Start, new_flat
 from onefold.exchange.spans import Partial, Spanned, SpanTensors
+from onefold.system.heap import ORDINARY, Heap
 
 __all__ = ["PrivateMemory", "collective_exchange"]
 
 
 def collective_exchange(
-    storage: Storage, start: Start, joined: Joined, roster: Roster, timeout_s: float
+    storage: Storage,
+    start: Start,
+    joined: Joined,
+    roster: Roster,
+    timeout_s: float,
+    heap: Heap = ORDINARY,
 ) -> Exchange:
     """Make the exchange of one process of a group; every process must call this together.
 
@@ -45,10 +51,11 @@ def collective_exchange(
         joined: the process group, whose ranks are the devices' numbers.
         roster: who takes part.
         timeout_s: the limit of the group, for error messages.
+        heap: where this process has its model, if its device is the processor.
     """
-    transport = GroupTransport(roster.devices[joined.group.rank()], joined, timeout_s)
-    carrier = None if storage.stages is None else GroupCarrier(storage, transport)
-    memory = PrivateMemory(storage, start, transport)
+    transport = GroupTransport(roster.devices[joined.group.rank()], joined, timeout_s, heap)
+    carrier = None if storage.stages is None else GroupCarrier(storage, transport, heap)
+    memory = PrivateMemory(storage, start, transport, heap)
     return Exchange(storage, memory, transport, roster, carrier)
 
 
@@ -59,9 +66,17 @@ class PrivateMemory(Memory):
         storage: the sizes.
         start: this process's values, replaced by the lead's.
         transport: to the other devices.
+        heap: where the model lies, if the device is the processor.
     """
 
-    def __init__(self, storage: Storage, start: Start, transport: GroupTransport) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        start: Start,
+        transport: GroupTransport,
+        heap: Heap = ORDINARY,
+    ) -> None:
+        self.heap = heap
         self._storage = storage
         self._transport = transport
         self._rank = rank = transport.rank
@@ -69,8 +84,8 @@ class PrivateMemory(Memory):
         self._own: dict[int, Partial] = {}
         self._received: dict[Published, SpanTensors] = {}
         self.board = Board.private(storage.board, device)
-        self.trained = {rank: FlatTensors(storage.parameters, device=device)}
-        self.other = {rank: FlatTensors(storage.other, device=device)}
+        self.trained = {rank: new_flat(storage.parameters, device, heap)}
+        self.other = {rank: new_flat(storage.other, device, heap)}
         self.trained[rank].write(start.trained)
         self.other[rank].write(start.other)
         self.follow_lead(start.buffers)

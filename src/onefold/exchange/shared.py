@@ -1,11 +1,11 @@
 """Memory that the processes of one host share.
 
-The parameters exist once, and every process computes with them where they are. Partial sums and the
-board lie in the same file without a name, which the lead makes and hands to the others.
+The parameters exist once, and every process computes with them where they are. They lie in a file
+without a name, partial sums and the board in another, which the lead makes and hands to the others.
 
-Note: one file, cut alike everywhere
-------------------------------------
-Every process computes the same sizes from the same `Storage` and cuts the file in the same order;
+Note: files cut alike everywhere
+--------------------------------
+Every process computes the same sizes from the same `Storage` and cuts the files in the same order;
 no offset is ever sent. Nothing here is locked. The meetings of a step keep writers and readers
 apart (see `onefold.exchange.exchange`): ``meet`` returns in no process before all have called it,
 and so have made their earlier writes.
@@ -32,13 +32,16 @@ from onefold.exchange.hostcarrier import HostCarrier
 from onefold.exchange.mailbox import Mailbox
 from onefold.exchange.memory import Arrivals, Memory, Start
 from onefold.exchange.spans import Partial, Spanned
+from onefold.system.heap import ORDINARY, Heap
 
 __all__ = ["HostMemory", "shared_exchange"]
 
 _PAGE_BYTES = 4096
 
 
-def shared_exchange(storage: Storage, start: Start, mailbox: Mailbox, roster: Roster) -> Exchange:
+def shared_exchange(
+    storage: Storage, start: Start, mailbox: Mailbox, roster: Roster, heap: Heap = ORDINARY
+) -> Exchange:
     """Make the exchange of one process of several on a host; all must call this together.
 
     Args:
@@ -46,8 +49,9 @@ def shared_exchange(storage: Storage, start: Start, mailbox: Mailbox, roster: Ro
         start: this process's values, replaced by the lead's.
         mailbox: connects the processes; closed with the exchange.
         roster: who takes part.
+        heap: where the model lies.
     """
-    memory = HostMemory(storage, start, HostTransport(mailbox))
+    memory = HostMemory(storage, start, HostTransport(mailbox, heap), heap)
     carrier = (
         None if storage.stages is None else HostCarrier(storage, memory.transport, memory.boxes)
     )
@@ -61,28 +65,31 @@ class HostMemory(Memory):
         storage: the sizes.
         start: this process's values, replaced by the lead's.
         transport: connects the processes.
+        heap: where the model lies.
     """
 
     is_common = True
 
-    def __init__(self, storage: Storage, start: Start, transport: HostTransport) -> None:
+    def __init__(
+        self, storage: Storage, start: Start, transport: HostTransport, heap: Heap = ORDINARY
+    ) -> None:
+        self.heap = heap
         self.transport = transport
         mailbox = transport.mailbox
         self._rank = mailbox.rank
         self._storage = storage
         shape = storage.board
+        trained, other = _map_shared(
+            mailbox, [storage.parameters.nbytes, storage.other.nbytes], heap
+        )
         # Taken from the iterator below in this very order, in every process.
-        sizes = [
-            storage.parameters.nbytes,
-            storage.other.nbytes,
-            sum(shape.host_bytes),
-            shape.device_bytes,
-        ] + [storage.gradients.nbytes] * (storage.slots * storage.devices)
+        sizes = [sum(shape.host_bytes), shape.device_bytes]
+        sizes += [storage.gradients.nbytes] * (storage.slots * storage.devices)
         if storage.stages is not None:
             sizes += [storage.stage_layout().nbytes] * (2 * storage.devices)
-        memories = iter(_map_shared(mailbox, sizes))
-        self.trained = {self._rank: FlatTensors(storage.parameters, memory=next(memories))}
-        self.other = {self._rank: FlatTensors(storage.other, memory=next(memories))}
+        memories = iter(_map_shared(mailbox, sizes, ORDINARY))
+        self.trained = {self._rank: FlatTensors(storage.parameters, memory=trained)}
+        self.other = {self._rank: FlatTensors(storage.other, memory=other)}
         self.board = Board(shape, next(memories), next(memories))
         self._own: list[Partial] = []
         self._partials: dict[Published, Spanned] = {}
@@ -164,7 +171,7 @@ class HostMemory(Memory):
             partial.release()
 
 
-def _map_shared(mailbox: Mailbox, sizes: Sequence[int]) -> list[torch.Tensor]:
+def _map_shared(mailbox: Mailbox, sizes: Sequence[int], heap: Heap) -> list[torch.Tensor]:
     """Map stretches of memory that all processes share, each (size,) uint8 of zeros.
 
     Pages that nobody touches take no memory, so room for plans that never come costs nothing.
@@ -172,14 +179,14 @@ def _map_shared(mailbox: Mailbox, sizes: Sequence[int]) -> list[torch.Tensor]:
     # Each stretch starts on a page of its own, and so is aligned for any dtype.
     rounded = [-(-max(size, 1) // _PAGE_BYTES) * _PAGE_BYTES for size in sizes]
     starts = list(accumulate(rounded, initial=0))
-    memory = _common_memory(mailbox, starts[-1])
+    memory = _common_memory(mailbox, starts[-1], heap)
     return [memory[a : a + size] for a, size in zip(starts[:-1], sizes, strict=True)]
 
 
-def _common_memory(mailbox: Mailbox, size_bytes: int) -> torch.Tensor:
+def _common_memory(mailbox: Mailbox, size_bytes: int, heap: Heap) -> torch.Tensor:
     if mailbox.rank != 0:
         return take_file(mailbox, 0)
-    descriptor, memory = new_file(size_bytes)
+    descriptor, memory = new_file(size_bytes, heap)
     try:
         for rank in range(1, mailbox.size):
             mailbox.send_file(rank, descriptor)

@@ -9,6 +9,7 @@ import torch
 from onefold.core.roster import Roster
 from onefold.exchange.carrier import Brought, Carrier, Gift
 from onefold.exchange.stagesums import StageSum, StageSums
+from onefold.system.heap import Heap
 
 __all__ = ["StageFold"]
 
@@ -22,14 +23,15 @@ class StageFold:
     Args:
         carrier: brings gifts to the owners.
         own: the devices of this process.
+        heap: where sums are kept.
     """
 
-    def __init__(self, carrier: Carrier, own: Sequence[int]) -> None:
+    def __init__(self, carrier: Carrier, own: Sequence[int], heap: Heap) -> None:
         self.stages = carrier.layout.stages
         """Of the model."""
         self._carrier = carrier
         self._own = own
-        self._sums = [StageSums(carrier.storage.shards) for _ in range(len(self.stages))]
+        self._sums = [StageSums(carrier.storage.shards, heap) for _ in range(len(self.stages))]
 
     def bind(self, roster: Roster) -> None:
         """Adopt a roster: who owns what."""

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from onefold.core.runningfold import RunningFold
 from onefold.system.compat import add_each
+from onefold.system.heap import Heap
 
 __all__ = ["StageSum", "StageSums"]
 
@@ -30,8 +32,11 @@ class StageSum:
     lent: set[int]
     """The places in ``tensors`` of those that may not be written to, nor kept."""
 
-    def plus(self, other: StageSum) -> StageSum:
-        """Add up two sums, this one left of the other; the memory of either may take the result."""
+    def plus(self, other: StageSum, heap: Heap) -> StageSum:
+        """Add up two sums, this one left of the other.
+
+        The memory of either may take the result, or else the heap's.
+        """
         tensors, lent = list(self.tensors), set(self.lent)
         targets: list[torch.Tensor] = []
         others: list[torch.Tensor] = []
@@ -50,17 +55,17 @@ class StageSum:
                 tensors[place] = torch.add(left, right, out=right)
                 lent.discard(place)
             else:
-                tensors[place] = left + right
+                tensors[place] = torch.add(left, right, out=heap.like(left))
                 lent.discard(place)
         if targets:
             add_each(targets, others)
         return StageSum(tensors, lent)
 
-    def settle(self) -> None:
-        """Copy what is lent."""
+    def settle(self, heap: Heap) -> None:
+        """Copy what is lent to the heap."""
         for place in self.lent:
             tensor = self.tensors[place]
-            self.tensors[place] = None if tensor is None else tensor.clone()
+            self.tensors[place] = None if tensor is None else heap.copy(tensor)
         self.lent = set()
 
 
@@ -69,15 +74,17 @@ class StageSums:
 
     Args:
         shards: how many shards every batch is cut into.
+        heap: where sums are kept.
     """
 
-    def __init__(self, shards: int) -> None:
+    def __init__(self, shards: int, heap: Heap) -> None:
         self._shards = shards
+        self._heap = heap
         self.clear()
 
     def clear(self) -> None:
         """Begin a step."""
-        self._fold = RunningFold(self._shards, StageSum.plus)
+        self._fold = RunningFold(self._shards, partial(StageSum.plus, heap=self._heap))
         self._open: dict[int, StageSum] = {}
 
     def put(self, shard: int, given: StageSum, *, last: bool) -> None:
@@ -89,17 +96,17 @@ class StageSums:
             last: whether nothing more comes of the shard.
         """
         found = self._open.pop(shard, None)
-        whole = given if found is None else found.plus(given)
+        whole = given if found is None else found.plus(given, self._heap)
         if last:
             self._fold.put(shard, whole)
         else:
-            whole.settle()
+            whole.settle(self._heap)
             self._open[shard] = whole
 
     def settle(self) -> None:
         """Copy what is lent of all that is kept."""
         for kept in self._fold.values():
-            kept.settle()
+            kept.settle(self._heap)
 
     @property
     def totals(self) -> Sequence[torch.Tensor | None]:
@@ -108,4 +115,5 @@ class StageSums:
         Raises:
             KeyError: a shard has given nothing yet.
         """
-        return self._fold.total.tensors
+        total: StageSum = self._fold.total
+        return total.tensors

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from onefold.system.heap import ORDINARY, Heap
+
 __all__ = ["LEFT", "Alone", "Courier", "Transport", "roomy"]
 
 LEFT = (
@@ -126,10 +128,12 @@ class Alone(Transport):
 
     Args:
         device: the first device.
+        heap: where its `room` lies.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, heap: Heap = ORDINARY) -> None:
         self._device = device
+        self._heap = heap
         self._room: torch.Tensor | None = None
 
     def meet(self, word: bytes = b"") -> Sequence[bytes]:
@@ -144,7 +148,7 @@ class Alone(Transport):
         return [texts[number] for number in sorted(texts)]
 
     def room(self, nbytes: int) -> torch.Tensor:
-        self._room = roomy(self._room, nbytes, self._device)
+        self._room = roomy(self._room, nbytes, self._device, self._heap)
         return self._room
 
     def bring(self) -> list[torch.Tensor]:
@@ -161,9 +165,13 @@ class Alone(Transport):
         pass
 
 
-def roomy(memory: torch.Tensor | None, nbytes: int, device: torch.device) -> torch.Tensor:
+def roomy(
+    memory: torch.Tensor | None, nbytes: int, device: torch.device, heap: Heap
+) -> torch.Tensor:
     """Return ``memory`` if it is large enough, or new host memory that ``device`` can copy to."""
     if memory is not None and memory.numel() >= nbytes:
         return memory
+    if device.type != "cuda":
+        return heap.empty(nbytes)
     # Pinned for a GPU, which otherwise copies through a buffer of the driver's, and slower.
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)

@@ -60,6 +60,7 @@ def launch(
     devices: int | str | Sequence[str] = "auto",
     args: Sequence[Any] = (),
     keep: KeepName = "all",
+    home: str = "",
     exchange: ExchangeName = "auto",
     timeout_s: float = DEFAULT_TIMEOUT_S,
     grace_s: float | None = None,
@@ -75,7 +76,8 @@ def launch(
             script or notebook, with what it refers to; lambdas and closures may be given, too.
         devices: a number, ``"auto"``, ``"cpu:2"`` or a list such as ``["cuda:1", "cuda:3"]``.
         args: arguments for ``main``.
-        keep: what a device keeps of the model: ``"all"``, or ``"span"``.
+        keep: what a device keeps of the model: ``"all"``, ``"span"``, or nothing: ``"host"``.
+        home: folder on a disk in which ``"host"`` has the model; that of temporary files if empty.
         exchange: ``"auto"``, ``"shared"`` or ``"collective"``.
         timeout_s: the longest that a device waits for another.
         grace_s: how long ``main`` may take to save itself after the first SIGINT, SIGTERM or
@@ -101,6 +103,7 @@ def launch(
     selection = select_devices(devices)
     options = RunOptions(
         keep=keep,
+        home=os.path.abspath(home) if home else "",
         exchange=exchange,
         timeout_s=check_seconds("timeout_s", timeout_s),
         saves=grace_s is not None,

@@ -22,12 +22,15 @@ import logging
 
 from onefold.run.world import allocator_chosen
 
-__all__ = ["keep_memory"]
+__all__ = ["keep_memory", "return_memory"]
 
 _log = logging.getLogger("onefold")
 _M_TRIM_THRESHOLD = -1  # of mallopt(3)
 _M_MMAP_MAX = -4
+_M_MMAP_THRESHOLD = -3
 _M_ARENA_MAX = -8
+_LARGE_BYTES = 1 << 20
+"""What is larger goes back to the system as soon as it is freed, where memory is short."""
 
 
 @functools.cache
@@ -48,3 +51,15 @@ def keep_memory() -> bool:
     if not kept:
         _log.info("the C library does not let this process keep its memory; steps take longer")
     return kept
+
+
+@functools.cache
+def return_memory() -> None:
+    """Have the C library hand back what is freed, for a model that is larger than memory.
+
+    By default it begins to keep blocks of a size once it has seen one of them freed.
+    """
+    mallopt = None if allocator_chosen() else getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, _LARGE_BYTES)

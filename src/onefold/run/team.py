@@ -14,7 +14,7 @@ from onefold.core.team import Team
 from onefold.core.world import World
 from onefold.errors import LaunchError
 from onefold.run.devices import cores
-from onefold.run.malloc import keep_memory
+from onefold.run.malloc import keep_memory, return_memory
 from onefold.run.membership import hush_and_report
 from onefold.run.world import have_cublas_repeat, visible_gpus
 
@@ -71,7 +71,8 @@ def form_team(
 def settle_process(team: Team, settings: Settings) -> None:
     """Fix the number of threads of a CPU device: bits depend on it, so it is part of the run.
 
-    A CPU device also keeps its memory from here on; see `onefold.run.malloc`. For GPUs that are to
+    A CPU device also keeps its memory from here on, unless it is to have little of it; see
+    `onefold.run.malloc`. For GPUs that are to
     repeat their bits, cuBLAS is told so.
     """
     shards, threads = settings.shards, settings.threads
@@ -81,7 +82,10 @@ def settle_process(team: Team, settings: Settings) -> None:
         if threads is not None:
             torch.set_num_threads(threads)
         return
-    keep_memory()
+    if team.world.options.keep == "host":
+        return_memory()
+    else:
+        keep_memory()
     available = cores()
     # By shards, not by devices: so a device has the same threads however many others there are.
     settled = max(1, available // shards) if threads is None else threads

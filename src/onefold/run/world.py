@@ -36,7 +36,7 @@ __all__ = [
 
 WORLD_VARIABLE = "ONEFOLD_WORLD"
 SECRET_VARIABLE = "ONEFOLD_SECRET"
-KEEP_VARIABLE = "ONEFOLD_KEEP"
+KEEP_VARIABLE, HOME_VARIABLE = "ONEFOLD_KEEP", "ONEFOLD_HOME"
 _SECRET_LENGTH = 16
 _CUBLAS, _CUBLAS_REPEATS = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 
@@ -88,9 +88,9 @@ def _read_torch(environment: Mapping[str, str]) -> World:
 
 def _options(environment: Mapping[str, str]) -> RunOptions:
     """What the environment chooses where no command line of onefold's does."""
-    keep = environment.get(KEEP_VARIABLE, "all")
+    keep, home = environment.get(KEEP_VARIABLE, "all"), environment.get(HOME_VARIABLE, "")
     try:
-        return RunOptions(keep=keep)  # type: ignore[arg-type]  # RunOptions checks it
+        return RunOptions(keep=keep, home=home)  # type: ignore[arg-type]  # RunOptions checks it
     except ValueError as error:
         raise LaunchError(f"the environment says {KEEP_VARIABLE}={keep!r}: {error}") from None
 

@@ -34,8 +34,8 @@ __all__ = [
     "compiled_call_of",
     "compiler_config",
     "copy_each",
+    "count_hooks",
     "default_store",
-    "has_accumulate_hooks",
     "is_compiled",
     "load_compiler",
     "multiply_each",
@@ -65,9 +65,11 @@ def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     return module._buffers
 
 
-def has_accumulate_hooks(parameter: torch.Tensor) -> bool:
-    """Whether a parameter has hooks that run once its gradient has been accumulated."""
-    return bool(parameter._post_accumulate_grad_hooks)
+def count_hooks(holder: torch.Tensor | torch.optim.Optimizer) -> int:
+    """How many hooks a parameter has on its accumulated gradient, or an optimizer on its step."""
+    if isinstance(holder, torch.Tensor):
+        return len(holder._post_accumulate_grad_hooks or ())
+    return len(holder._optimizer_step_pre_hooks) + len(holder._optimizer_step_post_hooks)
 
 
 def steps_a_schedule(step: Callable[..., object]) -> bool:

@@ -1,0 +1,176 @@
+"""Where large tensors on the host lie: in memory, or in a file of which the system keeps some.
+
+Note: what a file is for
+------------------------
+Pages of a mapped file that nobody needs just now go back to the disk when memory is short, while
+those of ordinary memory stay until the process is killed. The file has no name, so it is gone with
+the last process that has it open, whatever ended that process. Room on the disk is reserved before
+it is mapped: writing to a page for which there is no room would end the process without a word.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import weakref
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+
+__all__ = ["ORDINARY", "DiskHeap", "Heap", "new_disk_file"]
+
+_LEAST_BYTES = mmap.PAGESIZE
+"""Of a tensor that goes to the file: each takes whole pages, and one of the mappings that a process
+may have."""
+
+
+class Heap:
+    """PyTorch's own memory."""
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether what is large lies in a file."""
+        return False
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """(nbytes,) uint8 of any content, on the host."""
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def zeros(self, nbytes: int) -> torch.Tensor:
+        """(nbytes,) uint8 of zeros, on the host."""
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    def like(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A tensor of any content, with shape, device and dense strides of another one.
+
+        Args:
+            tensor: the other one.
+            dtype: its dtype; if absent, that of the other one.
+        """
+        return torch.empty_like(tensor, dtype=dtype, requires_grad=False)
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a tensor, with its dense strides."""
+        return self.like(tensor).copy_(tensor)
+
+    def kept(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor itself if it lies here; else a copy that does."""
+        return tensor
+
+
+ORDINARY = Heap()
+"""The heap of all that need not lie elsewhere."""
+
+
+class DiskHeap(Heap):
+    """A file without a name. What is small, or on a GPU, is PyTorch's all the same.
+
+    A tensor's place in the file is used again once nothing refers to its memory any more.
+
+    Args:
+        folder: where the file is; on a file system that is itself in memory nothing is gained.
+
+    Raises:
+        OSError: no file can be made there.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._descriptor = new_disk_file(folder, 0)
+        weakref.finalize(self, os.close, self._descriptor)
+        self._nbytes = 0
+        self._free: dict[int, list[mmap.mmap]] = defaultdict(list)
+        self._live: set[int] = set()
+
+    @classmethod
+    def at(cls, folder: str) -> DiskHeap:
+        """Make one in a folder; in that of temporary files if none is named."""
+        return cls(Path(folder or tempfile.gettempdir()))
+
+    @property
+    def on_disk(self) -> bool:
+        return True
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        if nbytes < _LEAST_BYTES:
+            return super().empty(nbytes)
+        size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        free = self._free[size]
+        return self._mapped(free.pop() if free else self._grown(size), nbytes)
+
+    def zeros(self, nbytes: int) -> torch.Tensor:
+        # A new place: the pages of one that was used before would all have to be written.
+        size = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+        return self._mapped(self._grown(size), nbytes)
+
+    def like(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        # On the meta device nothing is allocated, and the rules for strides are PyTorch's own.
+        shape = torch.empty_like(tensor, dtype=dtype, device="meta", requires_grad=False)
+        if tensor.device.type != "cpu" or shape.nbytes < _LEAST_BYTES:
+            return super().like(tensor, dtype)
+        return self.empty(shape.nbytes).view(shape.dtype).as_strided(shape.shape, shape.stride())
+
+    def kept(self, tensor: torch.Tensor) -> torch.Tensor:
+        small = tensor.device.type != "cpu" or tensor.nbytes < _LEAST_BYTES
+        if small or tensor.untyped_storage().data_ptr() in self._live:
+            return tensor
+        return self.copy(tensor.detach())
+
+    def _grown(self, size: int) -> mmap.mmap:
+        _reserve(self._descriptor, self._nbytes, size, self.folder)
+        self._nbytes += size
+        return mmap.mmap(self._descriptor, size, offset=self._nbytes - size)
+
+    def _mapped(self, place: mmap.mmap, nbytes: int) -> torch.Tensor:
+        # A tensor keeps the view alive, and not the mapping alone: so it is known when the last
+        # tensor is gone, and the mapping can be used again as it is.
+        view = memoryview(place)
+        memory = torch.frombuffer(view, dtype=torch.uint8)
+        self._live.add(memory.data_ptr())
+        gone = weakref.finalize(view, _let_go, self._free, self._live, place, memory.data_ptr())
+        gone.atexit = False
+        return memory[:nbytes]
+
+
+def new_disk_file(folder: Path, nbytes: int) -> int:
+    """Make a file without a name, of zeros; return its descriptor, which the caller closes.
+
+    Raises:
+        OSError: no file can be made there, or the disk has no room for it.
+    """
+    try:
+        with tempfile.TemporaryFile(dir=folder, prefix="onefold-") as file:
+            descriptor = os.dup(file.fileno())
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"expected a folder in which files can be made, got {folder}: {error.strerror}. Name "
+            f"another one, on a disk, by --home or ONEFOLD_HOME",
+        ) from error
+    try:
+        if nbytes:
+            _reserve(descriptor, 0, nbytes, folder)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _reserve(descriptor: int, start: int, nbytes: int, folder: Path) -> None:
+    try:
+        os.posix_fallocate(descriptor, start, nbytes)
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"expected room for {nbytes:,} more bytes of the model in {folder}, got: "
+            f"{error.strerror}. Name a folder on a larger disk by --home or ONEFOLD_HOME",
+        ) from error
+
+
+def _let_go(
+    free: dict[int, list[mmap.mmap]], live: set[int], place: mmap.mmap, address: int
+) -> None:
+    live.discard(address)
+    free[len(place)].append(place)
