@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
+from onefold.core.options import KeepName, RunOptions
 from onefold.core.shard import Plan
+from onefold.core.team import Team
+from onefold.core.world import World
 from onefold.engine import assembly
 from onefold.engine.assembly import assemble
 from onefold.exchange.exchange import Exchange
+from onefold.system.heap import DiskHeap
 from tests.engine.assembled import Restless, engine_of, settings_of, team_of
 from tests.small import bits, line, sgd, square
 
@@ -109,3 +115,28 @@ def test_tied_parameters_have_one_place() -> None:
     names = [entry.name for entry in storage.parameters.entries]
     assert names == ["0.weight", "0.bias", "1.bias", "2.weight", "2.bias"]
     assert module[1].weight is module[0].weight
+
+
+def team_on(device: str, options: RunOptions) -> Team:
+    """A process that drives one device and was launched with these options."""
+    world = World(options=options)
+    return Team(devices=(torch.device(device),), own=(0,), world=world, trainer=0)
+
+
+@pytest.mark.parametrize("keep", ["all", "span", "host"])
+def test_the_model_lies_in_a_file_only_if_devices_keep_nothing(
+    keep: KeepName, tmp_path: Path
+) -> None:
+    team = team_on("cpu", RunOptions(keep=keep, home=str(tmp_path)))
+    heap = assembly._heap(team)
+    assert heap.on_disk == (keep == "host")
+    assert not isinstance(heap, DiskHeap) or heap.folder == tmp_path
+
+
+def test_a_gpu_cannot_keep_nothing() -> None:
+    """Its parameters do not lie in memory of the host, which a file could be."""
+    team = team_on("cuda:0", RunOptions(keep="host"))
+    with pytest.raises(
+        ValueError, match=r"expected CPU devices for keep=host, .* got cuda: use --k"
+    ):
+        assembly._heap(team)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import re
 
 import pytest
@@ -119,6 +120,8 @@ def test_what_devices_keep_is_chosen_by_the_environment(launched: dict[str, str]
     assert read_world({**launched, "ONEFOLD_KEEP": "span"}).options.keep == "span"
     with pytest.raises(LaunchError, match="ONEFOLD_KEEP='some': expected keep to be one of all"):
         read_world({**launched, "ONEFOLD_KEEP": "some"})
+    found = read_world({**launched, "ONEFOLD_KEEP": "host", "ONEFOLD_HOME": "here"}).options
+    assert (found.keep, found.home) == ("host", os.path.abspath("here"))
 
 
 def test_the_launchers_choice_is_the_one_that_counts() -> None:

@@ -205,3 +205,30 @@ def test_room_is_there_before_it_is_mapped(tmp_path: Path) -> None:
         assert os.fstat(descriptor).st_blocks * 512 >= 3 * PAGE
     finally:
         os.close(descriptor)
+
+
+def test_a_folder_that_is_no_disk_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = f"1 0 {os.major(tmp_path.stat().st_dev)}:{os.minor(tmp_path.stat().st_dev)} / {{}}\n"
+    read_text = Path.read_text
+
+    for line, said in (
+        ("/ rw shared:1 - tmpfs tmpfs rw", True),
+        ("/ rw - ext4 /dev/it rw", False),
+    ):
+        caplog.clear()
+
+        def read(path: Path, line: str = line) -> str:
+            is_list = str(path) == "/proc/self/mountinfo"
+            return listed.format(line) if is_list else read_text(path)
+
+        monkeypatch.setattr(Path, "read_text", read)
+        DiskHeap.at(str(tmp_path))
+        assert ("which is itself in memory (tmpfs)" in caplog.text) == said
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this system has no /dev/shm")
+def test_memory_of_the_system_is_known(caplog: pytest.LogCaptureFixture) -> None:
+    DiskHeap.at("/dev/shm")
+    assert "in /dev/shm, which is itself in memory (tmpfs)" in caplog.text

@@ -52,7 +52,7 @@ Keep = Annotated[
 ]
 Home = Annotated[
     Path | None,
-    typer.Option(help="Folder on a disk where --keep host has the model; TMPDIR else."),
+    typer.Option(help="Folder on a disk for the file of --keep host; else TMPDIR."),
 ]
 Exchange = Annotated[str, typer.Option(help="auto, shared or collective.")]
 Timeout = Annotated[float, typer.Option(help="Seconds that a device waits for another one.")]
@@ -129,7 +129,7 @@ def run(
     # Absolute paths: the script may change its folder before a worker uses them.
     options = RunOptions(
         keep=keep,  # type: ignore[arg-type]  # RunOptions checks it
-        home=_folder(home),
+        home=_folder(home, keep),
         exchange=exchange,  # type: ignore[arg-type]  # likewise
         timeout_s=timeout,
         checkpoint=str(checkpoint.absolute()) if checkpoint else "",
@@ -177,7 +177,7 @@ def verify(
 
     command = _command(script, module, context.args)
     options = RunOptions(
-        home=_folder(home),
+        home=_folder(home, keep),
         exchange=exchange,  # type: ignore[arg-type]  # RunOptions checks it
         timeout_s=timeout,
         quiet=True,
@@ -328,10 +328,14 @@ def _in_words(error: Exception) -> str:
     return str(error)
 
 
-def _folder(home: Path | None) -> str:
+def _folder(home: Path | None, keep: str) -> str:
     """The folder of ``--home``, which must be there; empty if none was named."""
     if home is None:
         return ""
+    if keep == "all":
+        raise LaunchError(
+            f"--home {home}: expected --keep host or span with it, which have a file there"
+        )
     if not home.is_dir():
         raise LaunchError(f"--home {home}: expected a folder that is there")
     return str(home.absolute())

@@ -37,7 +37,8 @@ class RunOptions:
     keep: KeepName = "all"
     """What of the model's parameters, gradients and optimizer state each device keeps."""
     home: str = ""
-    """Folder of the file in which ``host`` keeps the model; empty for that of temporary files."""
+    """Folder of the file that has the model if devices do not keep all of it; empty for that of
+    temporary files."""
     keep_last: int = 3
     """How many of the newest checkpoints are kept."""
     changed: tuple[str, ...] = ()

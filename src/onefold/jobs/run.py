@@ -141,6 +141,7 @@ def run_job(job: Job, options: TrainOptions) -> dict[str, Any]:
             _train,
             devices=options.devices,
             keep=options.keep,
+            home=_home(options),
             args=(job, settled, data),
             grace_s=_GRACE_S,
         )
@@ -181,6 +182,14 @@ def _read_data(job: Job, options: TrainOptions) -> Any:
         number = stop.number if isinstance(stop, Stopped) else signal.SIGINT
         stopped = "stopped while the data were read, before anything was trained or written"
         raise RunFailed(stopped, 128 + number) from None
+
+
+def _home(options: TrainOptions) -> str:
+    """Where the model lies if devices do not keep it: on the disk of the run, if that is known."""
+    if options.keep == "all":
+        return ""
+    # Nothing is made here: the lead makes the folder of the run once its lock is taken.
+    return str(next(each for each in options.folder.absolute().parents if each.is_dir()))
 
 
 def _without_report() -> list[str]:

@@ -48,6 +48,10 @@ def build(make: Callable[Given, Model], *args: Given.args, **kwargs: Given.kwarg
 
     handle = register_module_parameter_registration_hook(move)
     try:
-        return make(*args, **kwargs)
+        made = make(*args, **kwargs)
     finally:
         handle.remove()
+    for parameter in made.parameters() if isinstance(made, torch.nn.Module) else ():
+        # Once more, for what to() and its like have put in its place since.
+        parameter.data = heap.kept(parameter.data)
+    return made

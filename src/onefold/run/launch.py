@@ -77,7 +77,8 @@ def launch(
         devices: a number, ``"auto"``, ``"cpu:2"`` or a list such as ``["cuda:1", "cuda:3"]``.
         args: arguments for ``main``.
         keep: what a device keeps of the model: ``"all"``, ``"span"``, or nothing: ``"host"``.
-        home: folder on a disk in which ``"host"`` has the model; that of temporary files if empty.
+        home: folder on a disk for the file that has the model if devices do not keep all of it;
+            that of temporary files if empty.
         exchange: ``"auto"``, ``"shared"`` or ``"collective"``.
         timeout_s: the longest that a device waits for another.
         grace_s: how long ``main`` may take to save itself after the first SIGINT, SIGTERM or
@@ -99,6 +100,8 @@ def launch(
 
     from onefold.run.handover import pack_call
 
+    if home and keep == "all":
+        raise ValueError(f'expected keep="host" or "span" with home={home!r}, got keep="all"')
     call = pack_call(main, args)
     selection = select_devices(devices)
     options = RunOptions(

@@ -90,7 +90,11 @@ def _options(environment: Mapping[str, str]) -> RunOptions:
     """What the environment chooses where no command line of onefold's does."""
     keep, home = environment.get(KEEP_VARIABLE, "all"), environment.get(HOME_VARIABLE, "")
     try:
-        return RunOptions(keep=keep, home=home)  # type: ignore[arg-type]  # RunOptions checks it
+        return RunOptions(
+            keep=keep,  # type: ignore[arg-type]  # RunOptions checks it
+            # Absolute: the script may change its folder before it is used.
+            home=os.path.abspath(home) if home else "",
+        )
     except ValueError as error:
         raise LaunchError(f"the environment says {KEEP_VARIABLE}={keep!r}: {error}") from None
 

@@ -10,6 +10,7 @@ it is mapped: writing to a page for which there is no room would end the process
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import tempfile
@@ -21,6 +22,8 @@ import torch
 
 __all__ = ["ORDINARY", "DiskHeap", "Heap", "new_disk_file"]
 
+_log = logging.getLogger("onefold")
+_IN_MEMORY = ("tmpfs", "ramfs")
 _LEAST_BYTES = mmap.PAGESIZE
 """Of a tensor that goes to the file: each takes whole pages, and one of the mappings that a process
 may have."""
@@ -86,8 +89,21 @@ class DiskHeap(Heap):
 
     @classmethod
     def at(cls, folder: str) -> DiskHeap:
-        """Make one in a folder; in that of temporary files if none is named."""
-        return cls(Path(folder or tempfile.gettempdir()))
+        """Make one in a folder; in that of temporary files if none is named.
+
+        Says so if that is no disk.
+        """
+        place = Path(folder or tempfile.gettempdir())
+        made = cls(place)
+        kind = _kind_of_file_system(place)
+        if kind in _IN_MEMORY:
+            _log.warning(
+                "the model is to lie in a file in %s, which is itself in memory (%s): nothing is "
+                "saved by that. Name a folder on a disk by --home or ONEFOLD_HOME",
+                place,
+                kind,
+            )
+        return made
 
     @property
     def on_disk(self) -> bool:
@@ -156,6 +172,19 @@ def new_disk_file(folder: Path, nbytes: int) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def _kind_of_file_system(folder: Path) -> str:
+    """The name of what a folder lies on, such as ``ext4``; empty if the system does not say."""
+    device = folder.stat().st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    # Number, parent, device, ..., a hyphen, the kind of file system; see proc(5).
+    found = [line.partition(" - ")[2].split()[0] for line in lines if line.split()[2] == wanted]
+    return found[0] if found else ""
 
 
 def _reserve(descriptor: int, start: int, nbytes: int, folder: Path) -> None:

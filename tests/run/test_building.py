@@ -1,0 +1,131 @@
+"""Models that lie in a file from the start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import onefold
+from onefold.core.options import KeepName, RunOptions
+from onefold.core.world import World
+from onefold.system import heap
+
+KEEPS: list[KeepName] = ["all", "span", "host"]
+
+
+@pytest.fixture(params=KEEPS)
+def keep(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> KeepName:
+    monkeypatch.setattr(heap, "_LEAST_BYTES", 1)
+    world = World(options=RunOptions(keep=request.param, home=str(tmp_path)))
+    monkeypatch.setattr("onefold.run.building.current_world", lambda: world)
+    return request.param
+
+
+class Tied(nn.Module):
+    """Two layers with the same weights, a buffer, a layer drawn anew, one without values."""
+
+    def __init__(self, width: int, *, bias: bool = True) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.head = nn.Linear(width, 7, bias=bias)
+        self.head.weight = self.embed.weight
+        nn.init.orthogonal_(self.embed.weight)
+        self.register_parameter("absent", None)
+        self.frozen = nn.Parameter(torch.randn(3, width), requires_grad=False)
+        self.conv = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+
+
+def lies_in_a_file(tensor: torch.Tensor) -> bool:
+    """Whether its memory is a file's."""
+    address = tensor.data_ptr()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        start, stop = (int(each, 16) for each in line.split(maxsplit=1)[0].split("-"))
+        if start <= address < stop:
+            return line.endswith("(deleted)")
+    raise AssertionError
+
+
+def test_the_values_are_those_of_the_plain_way(keep: KeepName) -> None:
+    torch.manual_seed(3)
+    plain = Tied(16, bias=False)
+    after = torch.rand(1)
+    torch.manual_seed(3)
+    built = onefold.build(Tied, 16, bias=False)
+    assert torch.equal(torch.rand(1), after)
+    expected, found = plain.state_dict(), built.state_dict()
+    assert expected.keys() == found.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+        assert found[name].stride() == value.stride(), name
+    assert built.head.weight is built.embed.weight
+    assert [p.requires_grad for p in built.parameters()] == [
+        p.requires_grad for p in plain.parameters()
+    ]
+    assert {lies_in_a_file(each) for each in built.parameters()} == {keep != "all"}
+
+
+@pytest.mark.usefixtures("keep")
+def test_models_that_are_made_afterwards_are_ordinary() -> None:
+    onefold.build(nn.Linear, 30, 50)
+    assert not lies_in_a_file(nn.Linear(30, 50).weight)
+
+    def broken() -> nn.Module:
+        raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        onefold.build(broken)
+    assert not lies_in_a_file(nn.Linear(30, 50).weight)
+
+
+@pytest.mark.usefixtures("keep")
+def test_a_model_of_the_meta_device_stays_there() -> None:
+    def make() -> nn.Module:
+        with torch.device("meta"):
+            return nn.Linear(3, 5)
+
+    assert onefold.build(make).weight.device.type == "meta"
+
+
+def trained() -> str:
+    torch.manual_seed(5)
+    model = onefold.build(nn.Sequential, nn.Linear(40, 64), nn.Tanh(), nn.Linear(64, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).square().mean(dim=1)
+
+    trainer = onefold.Trainer(model, optimizer, loss, shards=4, threads=1)
+    for number in range(2):
+        trainer.step(torch.full((9, 40), 0.5 + number))
+    return trainer.fingerprint()
+
+
+@pytest.mark.processes
+def test_a_run_with_it_is_the_same(tmp_path: Path) -> None:
+    found = [
+        onefold.launch(trained, devices="cpu:2", keep=keep, home=home)
+        for keep, home in (("all", ""), ("span", str(tmp_path)), ("host", str(tmp_path)))
+    ]
+    assert len(set(found)) == 1
+    assert not list(tmp_path.iterdir())
+
+
+# Where it lies.
+
+
+def test_a_home_that_nothing_would_use_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r'expected keep="host" or "span" with home='):
+        onefold.launch(trained, devices="cpu:1", home=str(tmp_path))
+
+
+@pytest.mark.processes
+def test_a_home_that_is_no_folder_is_named(tmp_path: Path) -> None:
+    home = str(tmp_path / "absent")
+    with pytest.raises(onefold.errors.RunFailed, match=r"files can be made, got .*absent.*--home"):
+        onefold.launch(trained, devices="cpu:1", keep="host", home=home)
