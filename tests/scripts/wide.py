@@ -1,4 +1,4 @@
-"""Trains a model of 92 MiB for two steps, as PyTorch does or, printing a fingerprint, as onefold."""
+"""Trains a model of 92 MiB for two steps, with PyTorch alone or with onefold."""
 
 import sys
 
