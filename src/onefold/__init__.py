@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from onefold.core.gathering import gather
     from onefold.core.mean import Mean, Means, Sum
     from onefold.core.randomness import same_in_all_shards
+    from onefold.core.sliced import Sliced
     from onefold.core.syncbatchnorm import SyncBatchNorm
     from onefold.engine.step import Step
     from onefold.reading.loader import Loader
@@ -43,6 +44,7 @@ __all__ = [
     "Outcome",
     "RunOptions",
     "Selection",
+    "Sliced",
     "Step",
     "Sum",
     "SyncBatchNorm",
@@ -68,6 +70,7 @@ _HOMES = {
     "Loader": "onefold.reading.loader",
     "Mean": "onefold.core.mean",
     "Means": "onefold.core.mean",
+    "Sliced": "onefold.core.sliced",
     "Step": "onefold.engine.step",
     "Sum": "onefold.core.mean",
     "SyncBatchNorm": "onefold.core.syncbatchnorm",

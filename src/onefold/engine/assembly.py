@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from itertools import chain
 
 import torch
@@ -61,10 +61,7 @@ def assemble(
         PeerError: another device did not join in time.
     """
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    trained = [n for n, p in module.named_parameters() if id(p) in held and p.requires_grad]
-    if not trained:
-        raise ValueError("the optimizer holds no parameter that requires a gradient")
-    parts = ModelParts(module, trained)
+    parts = _parts(module, held)
     places = BufferPlaces(module, settings.buffers)
     # Every set copies the module's buffers as the script left them, and so before one is attached:
     # from then on they are views of that set's memory.
@@ -93,9 +90,8 @@ def assemble(
     replicas[0].attach()
     refuse_clipping(parts.trained.values())
     # After attach: state that the optimizer already has moves to where its parameters now lie.
-    update = SpanOptimizer(
-        optimizer, list(parts.trained.values()), storage, memory.trained, roster, memory.heap
-    )
+    trained = list(parts.trained.values())
+    update = SpanOptimizer(optimizer, trained, storage, memory.trained, roster, memory.heap)
     if storage.rounds:
         _hand_out_masters(update, start.trained, roster, exchange, team)
     return Engine(
@@ -107,6 +103,14 @@ def assemble(
         settings=settings,
         frozen={n: p for n, p in parts.other.items() if id(p) in held},
     )
+
+
+def _parts(module: torch.nn.Module, held: Container[int]) -> ModelParts:
+    """Divide the model into what the optimizer, which has what is held, trains, and the rest."""
+    trained = [n for n, p in module.named_parameters() if id(p) in held and p.requires_grad]
+    if not trained:
+        raise ValueError("the optimizer holds no parameter that requires a gradient")
+    return ModelParts(module, trained)
 
 
 def _roster(storage: Storage, plan: Plan, team: Team) -> Roster:

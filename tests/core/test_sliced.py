@@ -1,0 +1,241 @@
+"""Layers in slices take and give what the whole ones do."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import onefold
+from onefold.core.sliced import Sliced
+
+CLOSE = {"atol": 1e-9, "rtol": 1e-9}
+
+
+def in_float64(layer: nn.Module) -> nn.Module:
+    return layer.to(torch.float64)
+
+
+def gradients(layer: nn.Module, *inputs: Any, **more: Any) -> list[torch.Tensor]:
+    """The result and the gradients of the first input and of what is added at the end."""
+    given = inputs[0].clone().requires_grad_()
+    result = layer(given, *inputs[1:], **more)
+    result = result[0] if isinstance(result, tuple) else result
+    result.square().sum().backward()
+    assert given.grad is not None
+    return [result.detach(), given.grad]
+
+
+@pytest.mark.parametrize("dim", [None, 0, 1])
+@pytest.mark.parametrize("slices", [1, 2, 3, 5])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(5,), (4, 5), (2, 3, 5), (0, 5)], ids=str)
+def test_a_linear_layer(dim: int | None, slices: int, bias: bool, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(1)
+    layer = in_float64(nn.Linear(5, 7, bias=bias))
+    sliced = Sliced(copy.deepcopy(layer), slices, dim)
+    inputs = torch.randn(shape, dtype=torch.float64)
+    for found, expected in zip(gradients(sliced, inputs), gradients(layer, inputs), strict=True):
+        torch.testing.assert_close(found, expected, **CLOSE)
+    parts = [part.weight.grad for part in sliced.slices]
+    joined = torch.cat(parts, dim=dim or 0)
+    torch.testing.assert_close(joined, layer.weight.grad, **CLOSE)
+    assert sum(p.numel() for p in sliced.parameters()) == sum(p.numel() for p in layer.parameters())
+
+
+def attention(**options: Any) -> nn.MultiheadAttention:
+    torch.manual_seed(2)
+    layer = nn.MultiheadAttention(12, 6, dtype=torch.float64, **options)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_()
+    return layer
+
+
+SAMPLES, LENGTH, SOURCE = 3, 4, 5
+MASKS: dict[str, dict[str, Any]] = {
+    "no mask": {},
+    "bool": {"attn_mask": torch.rand(LENGTH, SOURCE) > 0.7},
+    "added": {"attn_mask": torch.randn(LENGTH, SOURCE, dtype=torch.float64)},
+    "each head": {"attn_mask": torch.randn(SAMPLES * 6, LENGTH, SOURCE, dtype=torch.float64)},
+    "padding": {"key_padding_mask": torch.arange(SOURCE) > torch.tensor([[2], [4], [3]])},
+    "both": {
+        "key_padding_mask": torch.arange(SOURCE) > torch.tensor([[2], [4], [3]]),
+        "attn_mask": torch.ones(LENGTH, SOURCE).triu(2).bool(),
+        "is_causal": False,
+    },
+}
+
+
+@pytest.mark.parametrize("slices", [1, 2, 4, 6])
+@pytest.mark.parametrize("masks", list(MASKS))
+@pytest.mark.parametrize(
+    "options",
+    [{"batch_first": True}, {}, {"bias": False}, {"kdim": 9, "vdim": 10}],
+    ids=["samples first", "time first", "no bias", "own sizes"],
+)
+@pytest.mark.filterwarnings("ignore:Support for mismatched key_padding_mask")
+def test_attention(slices: int, masks: str, options: dict[str, Any]) -> None:
+    layer = attention(**options)
+    sliced = Sliced(copy.deepcopy(layer), slices)
+    shapes = [(SAMPLES, LENGTH, 12), (SAMPLES, SOURCE, layer.kdim), (SAMPLES, SOURCE, layer.vdim)]
+    inputs = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+    if not layer.batch_first:
+        inputs = [each.transpose(0, 1) for each in inputs]
+    more = {**MASKS[masks], "need_weights": False}
+    found, expected = gradients(sliced, *inputs, **more), gradients(layer, *inputs, **more)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, **CLOSE)
+
+
+def test_attention_to_one_sample_without_a_batch() -> None:
+    layer, inputs = attention(), torch.randn(LENGTH, 12, dtype=torch.float64)
+    found = Sliced(copy.deepcopy(layer), 3)(inputs, inputs, inputs, None, False)
+    expected = layer(inputs, inputs, inputs, None, False)
+    assert found[1] is expected[1] is None
+    torch.testing.assert_close(found[0], expected[0], **CLOSE)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_pytorchs_own_layers_take_it(training: bool) -> None:
+    layer = nn.TransformerEncoderLayer(12, 6, 24, 0.0, batch_first=True, dtype=torch.float64)
+    whole = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    sliced = copy.deepcopy(whole)
+    for part in sliced.layers:
+        part.self_attn = Sliced(part.self_attn, 3)
+        part.linear1, part.linear2 = Sliced(part.linear1, 2, dim=0), Sliced(part.linear2, 2, dim=1)
+    inputs = torch.randn(2, 5, 12, dtype=torch.float64)
+    mask = nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64)
+    whole.train(training)
+    sliced.train(training)
+    with torch.set_grad_enabled(training):
+        expected, found = whole(inputs, mask), sliced(inputs, mask)
+    torch.testing.assert_close(found, expected, **CLOSE)
+
+
+def test_dropout_of_attention_is_kept() -> None:
+    sliced = Sliced(nn.MultiheadAttention(12, 6, dropout=0.5, batch_first=True), 2)
+    inputs = torch.randn(2, 40, 12)
+    one, other = (sliced(inputs, inputs, inputs, need_weights=False)[0] for _ in range(2))
+    assert not torch.equal(one, other)
+    sliced.eval()
+    one, other = (sliced(inputs, inputs, inputs, need_weights=False)[0] for _ in range(2))
+    assert torch.equal(one, other)
+
+
+def test_values_are_copied_and_nothing_is_drawn() -> None:
+    layer = nn.Linear(4, 6)
+    layer.bias.requires_grad_(False)
+    state = torch.get_rng_state()
+    rows, columns = Sliced(layer, 2, dim=0), Sliced(layer, 2, dim=1)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(torch.cat([part.weight for part in rows.slices]), layer.weight)
+    assert rows.bias is None
+    assert not rows.slices[0].bias.requires_grad
+    assert columns.bias is not None
+    assert not columns.bias.requires_grad
+    assert [part.bias for part in columns.slices] == [None, None]
+    with torch.no_grad():
+        layer.weight.zero_()
+    assert all(bool(part.weight.all()) for part in rows.slices)
+
+
+def test_the_layers_dtype_and_device_are_kept() -> None:
+    with torch.device("meta"):
+        layer = nn.Linear(4, 6, dtype=torch.bfloat16)
+    kept = {(p.device.type, p.dtype) for p in Sliced(layer, 2).parameters()}
+    assert kept == {("meta", torch.bfloat16)}
+
+
+def test_what_is_frozen_stays_frozen() -> None:
+    layer = attention()
+    layer.in_proj_weight.requires_grad_(False)
+    names = {name for name, p in Sliced(layer, 2).named_parameters() if p.requires_grad}
+    assert names == {"bias", "slices.0.out.weight", "slices.1.out.weight"} | {
+        f"slices.{n}.{part}.bias" for n in (0, 1) for part in ("query", "key", "value")
+    }
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: Sliced(nn.Linear(3, 4), 5), "expected 1 to 4 slices, as the layer has 4 outputs"),
+        (lambda: Sliced(nn.Linear(3, 4), 4, 1), "expected 1 to 3 slices, as the layer has 3 input"),
+        (lambda: Sliced(nn.Linear(3, 4), 0), "expected 1 to 4 slices, .* got 0"),
+        (lambda: Sliced(nn.Linear(3, 4), True), "expected 1 to 4 slices, .* got True"),
+        (lambda: Sliced(nn.Linear(3, 4), 2, 2), "expected dim 0, the outputs, or 1, .* got 2"),
+        (lambda: Sliced(attention(), 2, 0), "expected no dim for attention, .* got 0"),
+        (lambda: Sliced(attention(), 7), "expected 1 to 6 slices, as the layer has 6 heads"),
+        (lambda: Sliced(nn.Conv2d(1, 2, 3), 2), r"expected an nn\.Linear or .* got Conv2d"),
+        (
+            lambda: Sliced(nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)), 2),
+            "got ParametrizedLinear",
+        ),
+        (
+            lambda: Sliced(nn.utils.spectral_norm(nn.Linear(3, 4)), 2),
+            "expected a layer of bias, weight, this one has weight_orig besides",
+        ),
+        (lambda: Sliced(attention(add_bias_kv=True), 2), "has bias_k, bias_v besides"),
+        (lambda: Sliced(attention(add_zero_attn=True), 2), "expected attention without add_zero"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*spectral_norm. is deprecated")
+def test_what_cannot_be_cut_is_refused(make: Any, text: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=text):
+        make()
+
+
+def test_weights_of_attention_are_refused() -> None:
+    sliced, inputs = Sliced(attention(), 2), torch.randn(2, 3, 12, dtype=torch.float64)
+    with pytest.raises(ValueError, match="expected need_weights=False"):
+        sliced(inputs, inputs, inputs)
+    with pytest.raises(ValueError, match="expected attn_mask with is_causal=True"):
+        sliced(inputs, inputs, inputs, need_weights=False, is_causal=True)
+
+
+# On devices.
+
+
+class Large(nn.Module):
+    """Attention, a wide layer and a narrow one, in so many slices."""
+
+    def __init__(self, slices: int) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 4, 16, dropout=0.1, batch_first=True)
+        layer.self_attn = Sliced(layer.self_attn, slices)
+        layer.linear1 = Sliced(layer.linear1, slices, dim=0)
+        layer.linear2 = Sliced(layer.linear2, slices, dim=1)
+        self.layer = layer
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.layer(inputs)
+
+
+def trained(slices: int) -> str:
+    torch.manual_seed(4)
+    model = Large(slices)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).square().mean(dim=(1, 2))
+
+    trainer = onefold.Trainer(model, optimizer, loss, shards=4, threads=1, seed=3)
+    for number in range(3):
+        trainer.step(torch.randn(6, 3, 8, generator=torch.Generator().manual_seed(number)))
+    return trainer.fingerprint()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("devices", [2, 3, 4])
+def test_four_slices_are_the_same_on_any_number_of_devices(devices: int) -> None:
+    expected = trained(4)
+    for keep in ("span", "host"):
+        found = onefold.launch(trained, devices=f"cpu:{devices}", keep=keep, args=(4,))
+        assert found == expected, keep
+
+
+def test_the_number_of_slices_is_part_of_the_result() -> None:
+    assert len({trained(slices) for slices in (1, 2, 4)}) == 3
