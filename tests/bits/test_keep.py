@@ -175,3 +175,51 @@ def test_scores_predictions_and_gradients_are_the_same(exchange: str, devices: i
         for keep in ("all", *KEEPS)
     ]
     assert launched == [scores_and_values()] * 3
+
+
+class Counting(torch.optim.Optimizer):
+    """Counts its calls, and takes the norm of all gradients that it is called with."""
+
+    def __init__(self, parameters: Any, lr: Any) -> None:
+        super().__init__(parameters, {"lr": lr, "steps": 0})
+        self.calls = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.calls += 1
+        for group in self.param_groups:
+            group["steps"] += 1
+            norm = sum(float(p.grad.square().sum()) for p in group["params"])
+            rate = float(group["lr"]) / (self.calls + group["steps"] + norm)
+            for parameter in group["params"]:
+                parameter -= rate * parameter.grad
+
+
+def with_a_rate_of_the_scripts(kind: Callable[..., torch.optim.Optimizer]) -> str:
+    """Train with a learning rate that the script changes in its own tensor, and several layers."""
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(*[torch.nn.Linear(7, 7) for _ in range(4)])
+    rate = torch.tensor(0.1)
+    optimizer = kind(model.parameters(), lr=rate)
+
+    def loss(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).square().mean(dim=1)
+
+    trainer = onefold.Trainer(model, optimizer, loss, shards=3, threads=1)
+    for _ in range(3):
+        trainer.step(torch.randn(8, 7, generator=torch.Generator().manual_seed(2)))
+        rate.mul_(0.5)
+    return trainer.fingerprint()
+
+
+@pytest.mark.parametrize("alone", KEEPS, indirect=True)
+@pytest.mark.parametrize(
+    "kind", [Counting, functools.partial(torch.optim.AdamW, foreach=False)], ids=["own", "adamw"]
+)
+@pytest.mark.usefixtures("alone")
+def test_optimizers_that_look_beyond_a_parameter(
+    kind: Callable[..., torch.optim.Optimizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = with_a_rate_of_the_scripts(kind)
+    monkeypatch.undo()
+    assert found == with_a_rate_of_the_scripts(kind)

@@ -99,21 +99,72 @@ def test_attention_to_one_sample_without_a_batch() -> None:
     torch.testing.assert_close(found[0], expected[0], **CLOSE)
 
 
+@pytest.mark.parametrize("cut", ["attention", "layers", "both"])
+@pytest.mark.parametrize("masked", ["time", "padding", "no"])
+@pytest.mark.parametrize("made", ["before", "after"])
 @pytest.mark.parametrize("training", [True, False])
-def test_pytorchs_own_layers_take_it(training: bool) -> None:
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True", "ignore:The PyTorch API of")
+def test_pytorchs_own_layers_take_it(cut: str, masked: str, made: str, training: bool) -> None:
+    def slice_all(part: nn.Module) -> None:
+        if cut != "layers":
+            part.self_attn = Sliced(part.self_attn, 3)
+        if cut != "attention":
+            part.linear1 = Sliced(part.linear1, 2, dim=0)
+            part.linear2 = Sliced(part.linear2, 2, dim=1)
+
     layer = nn.TransformerEncoderLayer(12, 6, 24, 0.0, batch_first=True, dtype=torch.float64)
-    whole = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-    sliced = copy.deepcopy(whole)
-    for part in sliced.layers:
-        part.self_attn = Sliced(part.self_attn, 3)
-        part.linear1, part.linear2 = Sliced(part.linear1, 2, dim=0), Sliced(part.linear2, 2, dim=1)
+    whole = nn.TransformerEncoder(layer, 2, enable_nested_tensor=made == "after")
+    if made == "before":
+        sliced = copy.deepcopy(whole)
+        for part in sliced.layers:
+            slice_all(part)
+    else:
+        cut_layer = copy.deepcopy(layer)
+        slice_all(cut_layer)
+        sliced = nn.TransformerEncoder(cut_layer, 2)
     inputs = torch.randn(2, 5, 12, dtype=torch.float64)
     mask = nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64)
+    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    more = {"time": {"mask": mask}, "padding": {"src_key_padding_mask": padding}, "no": {}}[masked]
     whole.train(training)
     sliced.train(training)
     with torch.set_grad_enabled(training):
-        expected, found = whole(inputs, mask), sliced(inputs, mask)
+        expected, found = whole(inputs, **more), sliced(inputs, **more)
+    if masked == "padding":  # what is padded is zeros by one kernel and anything by another
+        expected, found = expected[~padding], found[~padding]
     torch.testing.assert_close(found, expected, **CLOSE)
+
+
+def test_an_encoder_that_expects_whole_layers_is_told_so() -> None:
+    layer = nn.TransformerEncoderLayer(12, 6, 24, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2).eval()
+    encoder.layers[0].self_attn = Sliced(encoder.layers[0].self_attn, 3)
+    padding = torch.tensor([[False] * 3 + [True] * 2])
+    with torch.no_grad(), pytest.raises(TypeError, match="enable_nested_tensor=False"):
+        encoder(torch.randn(1, 5, 12), src_key_padding_mask=padding)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_the_dtype_under_autocast_is_that_of_the_layer(dim: int) -> None:
+    layer, attending = nn.Linear(8, 8), nn.MultiheadAttention(8, 2, batch_first=True)
+    inputs = torch.randn(2, 3, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert Sliced(layer, 2, dim)(inputs).dtype == layer(inputs).dtype == torch.bfloat16
+        given = (inputs, inputs, inputs)
+        found = Sliced(attending, 2)(*given, need_weights=False)[0]
+        assert found.dtype == attending(*given, need_weights=False)[0].dtype
+
+
+def test_other_code_finds_the_numbers_of_the_layer() -> None:
+    layer, attending = nn.Linear(8, 6).eval(), attention()
+    for dim in (0, 1):
+        sliced = Sliced(layer, 2, dim)
+        assert (sliced.in_features, sliced.out_features, sliced.training) == (8, 6, False)
+        assert torch.equal(sliced.weight, layer.weight)
+    heads = Sliced(attending, 2)
+    for name in ("embed_dim", "num_heads", "head_dim", "kdim", "vdim", "batch_first", "dropout"):
+        assert getattr(heads, name) == getattr(attending, name)
+    assert not hasattr(heads, "weight")
 
 
 def test_dropout_of_attention_is_kept() -> None:
@@ -133,9 +184,10 @@ def test_values_are_copied_and_nothing_is_drawn() -> None:
     rows, columns = Sliced(layer, 2, dim=0), Sliced(layer, 2, dim=1)
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(torch.cat([part.weight for part in rows.slices]), layer.weight)
-    assert rows.bias is None
+    assert rows.added is None
+    assert torch.equal(rows.bias, layer.bias)
     assert not rows.slices[0].bias.requires_grad
-    assert columns.bias is not None
+    assert columns.bias is columns.added is not None
     assert not columns.bias.requires_grad
     assert [part.bias for part in columns.slices] == [None, None]
     with torch.no_grad():
@@ -154,9 +206,15 @@ def test_what_is_frozen_stays_frozen() -> None:
     layer = attention()
     layer.in_proj_weight.requires_grad_(False)
     names = {name for name, p in Sliced(layer, 2).named_parameters() if p.requires_grad}
-    assert names == {"bias", "slices.0.out.weight", "slices.1.out.weight"} | {
+    assert names == {"added", "slices.0.out.weight", "slices.1.out.weight"} | {
         f"slices.{n}.{part}.bias" for n in (0, 1) for part in ("query", "key", "value")
     }
+
+
+def hooked() -> nn.Module:
+    layer = nn.Linear(3, 4)
+    layer.register_forward_hook(lambda *_: None)
+    return layer
 
 
 @pytest.mark.parametrize(
@@ -180,6 +238,7 @@ def test_what_is_frozen_stays_frozen() -> None:
         ),
         (lambda: Sliced(attention(add_bias_kv=True), 2), "has bias_k, bias_v besides"),
         (lambda: Sliced(attention(add_zero_attn=True), 2), "expected attention without add_zero"),
+        (lambda: Sliced(hooked(), 2), "expected a layer without hooks"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*spectral_norm. is deprecated")
@@ -188,8 +247,10 @@ def test_what_cannot_be_cut_is_refused(make: Any, text: str) -> None:
         make()
 
 
-def test_weights_of_attention_are_refused() -> None:
+def test_what_attention_cannot_be_given_is_refused() -> None:
     sliced, inputs = Sliced(attention(), 2), torch.randn(2, 3, 12, dtype=torch.float64)
+    with pytest.raises(TypeError, match=r"expected a mask of bool or .* got torch\.int64"):
+        sliced(inputs, inputs, inputs, torch.zeros(3, 2, dtype=torch.int64), need_weights=False)
     with pytest.raises(ValueError, match="expected need_weights=False"):
         sliced(inputs, inputs, inputs)
     with pytest.raises(ValueError, match="expected attn_mask with is_causal=True"):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import copy
-from typing import Any
+import functools
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from onefold.engine.stephooks import refuse_hooks, refuse_own_steps
-from onefold.engine.updateparts import Part, RepeatedCalls, parts_of
-from onefold.errors import StateError
+from onefold.engine.stephooks import refuse_own_steps, steps_by_parts
+from onefold.engine.updateparts import Part, parts_of
 
 VALUES = [torch.nn.Parameter(torch.full((2,), float(n))) for n in range(5)]
 GROUPS = (0, 1, 0, 1, 1)
@@ -39,105 +39,61 @@ def test_a_process_without_pieces_makes_one_call_all_the_same() -> None:
     assert part.divided == [[], []]
 
 
-class Counting(torch.optim.Optimizer):
-    """Keeps its count in the groups, as optimizers without schedules do."""
-
-    def __init__(self, parameters: Any, **more: Any) -> None:
-        super().__init__(parameters, {"lr": 1.0, "count": 0, **more})
-
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            group["count"] += 1
-            for each in group["params"]:
-                each.data -= group["lr"] * group["count"] * each.grad
+# Which optimizers may be called so.
 
 
-def stepped(optimizer: torch.optim.Optimizer, stages: list[list[torch.Tensor]]) -> None:
-    calls = RepeatedCalls(optimizer)
-    for stage in stages:
-        optimizer.param_groups[0]["params"] = stage
-        calls.begin_call()
-        optimizer.step()
-        calls.end_call()
+def adamw() -> torch.optim.Optimizer:
+    return torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))], lr=0.1)
 
 
-def fresh() -> list[torch.nn.Parameter]:
-    found = [torch.nn.Parameter(torch.ones(3)) for _ in range(4)]
-    for each in found:
-        each.grad = torch.ones(3)
-    return found
+class Own(torch.optim.AdamW):
+    """A script's own: it may count its calls, or look at all parameters together."""
 
 
-def test_a_count_in_the_groups_counts_once() -> None:
-    alone, cut = fresh(), fresh()
-    plain, repeated = Counting(alone), Counting(cut)
-    for _ in range(3):
-        plain.step()
-        stepped(repeated, [cut[:1], cut[1:3], cut[3:]])
-    assert repeated.param_groups[0]["count"] == plain.param_groups[0]["count"] == 3
-    assert all(map(torch.equal, alone, cut))
+def wrapped() -> torch.optim.Optimizer:
+    made = adamw()
+    made.step = functools.partial(made.step)  # type: ignore[method-assign]
+    return made
 
 
-@pytest.mark.parametrize("lr", [0.5, torch.tensor(0.5)], ids=["number", "tensor"])
-def test_values_of_the_groups_may_be_tensors(lr: Any) -> None:
-    alone, cut = fresh(), fresh()
-    plain = torch.optim.AdamW(alone, lr=copy.deepcopy(lr), foreach=False)
-    repeated = torch.optim.AdamW(cut, lr=copy.deepcopy(lr), foreach=False)
-    for _ in range(2):
-        plain.step()
-        stepped(repeated, [cut[:2], cut[2:]])
-    assert all(map(torch.equal, alone, cut))
+def hooked() -> torch.optim.Optimizer:
+    made = adamw()
+    made.register_step_post_hook(lambda *_: None)
+    return made
 
 
-class Estimating(Counting):
-    """Changes a value of its groups by what the parameters are, as Prodigy and D-Adaptation do."""
-
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            group["lr"] += sum(float(each.detach().sum()) for each in group["params"])
+def scheduled() -> torch.optim.Optimizer:
+    made = adamw()
+    torch.optim.lr_scheduler.StepLR(made, 1)
+    return made
 
 
-def test_an_optimizer_that_looks_at_the_whole_model_is_refused() -> None:
-    cut = fresh()
-    with pytest.raises(StateError, match=r"Estimating made group 0\['lr'\] 4.0 for one stage.*7.0"):
-        stepped(Estimating(cut), [cut[:1], cut[1:3]])
-
-
-class Hoarding(Counting):
-    def step(self, closure: Any = None) -> None:
-        super().step()
-        self.state["all of it"] = {"norm": 3.0}
-
-
-def test_state_under_no_parameter_is_refused() -> None:
-    cut = fresh()
-    with pytest.raises(StateError, match=r"Hoarding keeps 'all of it' in its state.*--keep span"):
-        stepped(Hoarding(cut), [cut])
-
-
-def test_what_groups_hold_is_not_shared_with_what_is_put_back() -> None:
-    cut = fresh()
-    optimizer = Counting(cut, history=[])
-    before = copy.deepcopy(optimizer.param_groups[0]["history"])
-    calls = RepeatedCalls(optimizer)
-    optimizer.param_groups[0]["history"].append(1)
-    calls.end_call()
-    calls.begin_call()
-    assert optimizer.param_groups[0]["history"] == before
-
-
-# Hooks.
-
-
-def test_hooks_of_the_script_are_refused_and_ours_are_not() -> None:
-    optimizer = Counting(fresh())
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (adamw, True),
+        (scheduled, True),
+        (lambda: Own([torch.nn.Parameter(torch.ones(3))]), False),
+        (wrapped, False),
+        (hooked, False),
+    ],
+    ids=["pytorch's", "with a schedule", "of the script", "wrapped", "with a hook"],
+)
+def test_only_what_treats_each_parameter_by_itself_steps_by_parts(
+    make: Callable[[], torch.optim.Optimizer], expected: bool
+) -> None:
+    optimizer = make()
     refuse_own_steps([optimizer], lambda: True)
-    refuse_hooks([optimizer])
-    handle = optimizer.register_step_post_hook(lambda *_: None)
-    with pytest.raises(StateError, match=r"Counting has hooks on step\(\), which keep=host"):
-        refuse_hooks([optimizer])
+    assert steps_by_parts([optimizer]) == expected
+    plain = adamw()
+    refuse_own_steps([plain], lambda: True)
+    assert steps_by_parts([plain, optimizer]) == expected
+
+
+def test_hooks_of_all_optimizers_count() -> None:
+    optimizer = adamw()
+    refuse_own_steps([optimizer], lambda: True)
+    handle = register_optimizer_step_post_hook(lambda *_: None)
+    assert not steps_by_parts([optimizer])
     handle.remove()
-    refuse_hooks([optimizer])
-    optimizer.register_step_pre_hook(lambda *_: None)
-    with pytest.raises(StateError, match=r"Call what they do after trainer\.step"):
-        refuse_hooks([optimizer])
+    assert steps_by_parts([optimizer])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -70,6 +71,37 @@ def test_the_values_are_those_of_the_plain_way(keep: KeepName) -> None:
     assert {lies_in_a_file(each) for each in built.parameters()} == {keep != "all"}
 
 
+class Halves(nn.Module):
+    """Draws the parts of a parameter by views that it took before, or through NumPy's memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        whole = torch.zeros(192, 64)
+        self.weight = nn.Parameter(whole)
+        for part in whole.chunk(3):
+            nn.init.xavier_uniform_(part)
+        array = np.zeros((64, 32), dtype=np.float32)
+        self.read = nn.Parameter(torch.from_numpy(array))
+        array += 3.0
+        self.cast = nn.Parameter(torch.randn(40, 50, dtype=torch.float64).float())
+        self.same = nn.Parameter(self.cast.data.float())
+        self.drawn = nn.Parameter(torch.empty(33, 65).normal_())
+        self.listed = nn.Parameter(torch.tensor([[1.0, 2.0]] * 900))
+        self.register_buffer("mask", torch.ones(70, 70).tril())
+
+
+@pytest.mark.usefixtures("keep")
+def test_views_from_before_still_are_of_the_parameter() -> None:
+    torch.manual_seed(3)
+    plain = Halves()
+    torch.manual_seed(3)
+    built = onefold.build(Halves)
+    for name, value in plain.state_dict().items():
+        assert torch.equal(built.state_dict()[name], value), name
+    # As in the plain model.
+    assert built.same.data_ptr() == built.cast.data_ptr()
+
+
 @pytest.mark.usefixtures("keep")
 def test_models_that_are_made_afterwards_are_ordinary() -> None:
     onefold.build(nn.Linear, 30, 50)
@@ -125,7 +157,13 @@ def test_a_home_that_nothing_would_use_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_a_home_that_is_no_folder_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by", ["argument", "environment"])
+def test_a_home_that_is_no_folder_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
     home = str(tmp_path / "absent")
+    if by == "environment":
+        monkeypatch.setenv("ONEFOLD_HOME", home)
+        home = ""
     with pytest.raises(onefold.errors.RunFailed, match=r"files can be made, got .*absent.*--home"):
         onefold.launch(trained, devices="cpu:1", keep="host", home=home)

@@ -9,6 +9,7 @@ command is its help.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -329,9 +330,12 @@ def _in_words(error: Exception) -> str:
 
 
 def _folder(home: Path | None, keep: str) -> str:
-    """The folder of ``--home``, which must be there; empty if none was named."""
+    """The folder of ``--home`` or ``ONEFOLD_HOME``, which must be there; empty if there is none."""
     if home is None:
-        return ""
+        named = os.environ.get("ONEFOLD_HOME", "")
+        if keep == "all" or not named:
+            return ""
+        home = Path(named)
     if keep == "all":
         raise LaunchError(
             f"--home {home}: expected --keep host or span with it, which have a file there"

@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn import functional
 
 from onefold.core.shard import cut_bounds
+from onefold.system.compat import count_hooks
 
 __all__ = ["Sliced"]
 
@@ -32,7 +33,8 @@ class Sliced(nn.Module):
     """A linear layer, or attention, in slices that are computed one after the other.
 
     It has the values of the layer that it is made from, and takes and gives what that does, but for
-    rounding. Attention is cut by heads, and must be called with ``need_weights=False``.
+    rounding. They are copied, so a weight that is tied to another one is not any more. Attention is
+    cut by heads, and must be called with ``need_weights=False``.
 
     Args:
         layer: an ``nn.Linear`` or an ``nn.MultiheadAttention``.
@@ -52,15 +54,13 @@ class Sliced(nn.Module):
     True
     """
 
-    bias: nn.Parameter | None
+    added: nn.Parameter | None
+    """The bias, where results are added."""
 
     def __init__(self, layer: nn.Module, slices: int, dim: int | None = None) -> None:
         super().__init__()
         _check_layer(layer)
         if isinstance(layer, nn.MultiheadAttention):
-            # Asked for by PyTorch's layers of transformers; None keeps them from reading weights
-            # that are not here.
-            self.batch_first, self.in_proj_bias = layer.batch_first, None
             if dim is not None:
                 raise ValueError(f"expected no dim for attention, which is cut by heads, got {dim}")
             sizes = _sizes(layer.num_heads, slices, "heads")
@@ -74,13 +74,55 @@ class Sliced(nn.Module):
             name = ("outputs", "inputs")[self.dim]
             sizes = _sizes(layer.weight.shape[self.dim], slices, name)
             parts, bias = _slices_of_linear(layer, sizes, self.dim), layer.bias
+        self._copy_numbers(layer)
         self.sizes = sizes
         self.slices = nn.ModuleList(parts)
         # Where results are added, it is added once, to their sum: no slice has it.
         own = None
         if self.dim == INPUTS and bias is not None:
             own = nn.Parameter(bias.detach().clone(), requires_grad=bias.requires_grad)
-        self.register_parameter("bias", own)
+        self.register_parameter("added", own)
+        self.train(layer.training)
+
+    def _copy_numbers(self, layer: nn.Module) -> None:
+        """What other code reads of such layers."""
+        if isinstance(layer, nn.Linear):
+            self.in_features, self.out_features = layer.in_features, layer.out_features
+        elif isinstance(layer, nn.MultiheadAttention):
+            self.embed_dim, self.kdim, self.vdim = layer.embed_dim, layer.kdim, layer.vdim
+            self.num_heads, self.head_dim = layer.num_heads, layer.head_dim
+            self.batch_first, self.dropout = layer.batch_first, layer.dropout
+            # PyTorch's layers of transformers read these two to see whether they may compute all
+            # by one kernel of their own, with the weights of a whole layer: not with these.
+            self._qkv_same_embed_dim, self.in_proj_bias = False, None
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """(outputs, inputs) a copy of the weight of a linear layer, put together."""
+        return torch.cat([part.weight for part in self._layers("weight")], dim=self.dim)
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """(outputs,) the bias of a linear layer, put together; None if it has none."""
+        layers = self._layers("bias")
+        if self.dim == INPUTS or layers[0].bias is None:
+            return self.added
+        return torch.cat([part.bias for part in layers])
+
+    @property
+    def in_proj_weight(self) -> torch.Tensor:
+        # No AttributeError, for which nn.Module would tell words of its own.
+        raise TypeError(
+            "attention in slices has no in_proj_weight, for which an nn.TransformerEncoder looks "
+            "that was made with whole layers: make it with enable_nested_tensor=False, or of "
+            "layers that are cut already"
+        )
+
+    def _layers(self, name: str) -> list[nn.Linear]:
+        layers = [part for part in self.slices if isinstance(part, nn.Linear)]
+        if not layers:
+            raise AttributeError(f"attention in slices has no {name} of its own")
+        return layers
 
     def forward(self, *inputs: Any, **more: Any) -> Any:
         if isinstance(self.slices[0], _Heads):
@@ -117,7 +159,8 @@ class Sliced(nn.Module):
 
     def _summed(self, results: Iterator[torch.Tensor]) -> torch.Tensor:
         total = reduce(torch.add, results)
-        return total if self.bias is None else total + self.bias
+        # In the dtype of the products, which under autocast is not the bias's own.
+        return total if self.added is None else total + self.added.to(total.dtype)
 
 
 class _Heads(nn.Module):
@@ -214,6 +257,11 @@ def _check_layer(layer: nn.Module) -> None:
             f"{', '.join(sorted(other))} besides, so it computes with other values: cut it before "
             f"that is added"
         )
+    if count_hooks(layer):
+        raise TypeError(
+            "expected a layer without hooks, which its slices would not call: register them on "
+            "what is made from it"
+        )
     if isinstance(layer, nn.MultiheadAttention) and layer.add_zero_attn:
         raise TypeError("expected attention without add_zero_attn, which no slice can add alone")
 
@@ -267,7 +315,13 @@ def _linear(
 
 
 def _added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A mask as it is added: of a bool one, what is True is left out."""
-    if mask.dtype != torch.bool:
+    """A mask as it is added: of a bool one, what is True is left out.
+
+    Raises:
+        TypeError: it is neither bool nor of floating-point numbers.
+    """
+    if mask.is_floating_point():
         return mask.to(dtype)
+    if mask.dtype != torch.bool:
+        raise TypeError(f"expected a mask of bool or of floating-point numbers, got {mask.dtype}")
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))

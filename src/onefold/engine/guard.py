@@ -29,6 +29,8 @@ _OF_ENTRIES = 256
 """Entries whose middle value is looked at as well."""
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """As what the elements of a dtype are read, by their size in bytes."""
+_SLICE = 1 << 22
+"""Elements that are added up at a time."""
 _FIRST_STEPS = 3
 _EVERY_STEPS = 50
 
@@ -94,8 +96,11 @@ class Samples:
 
 
 def _sum_of(words: torch.Tensor) -> bytes:
-    # Whole numbers wrap around, and so add up to the same in any order, on any device.
-    total: bytes = words.sum(dtype=torch.int64).cpu().numpy().tobytes()
+    # Whole numbers wrap around, and so add up to the same in any order, on any device. In slices,
+    # as the sum of small ones would convert all of them to large ones first.
+    starts = range(0, max(len(words), 1), _SLICE)
+    sums = [words[start : start + _SLICE].sum(dtype=torch.int64) for start in starts]
+    total: bytes = torch.stack(sums).sum().cpu().numpy().tobytes()
     return total
 
 

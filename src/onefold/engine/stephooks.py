@@ -1,4 +1,4 @@
-"""Hooks on the user's optimizers: what a script calls by mistake is refused."""
+"""Hooks on the user's optimizers: ours refuse what a script calls by mistake; its own are seen."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from onefold.errors import StateError
-from onefold.system.compat import count_hooks
+from onefold.system.compat import count_hooks, steps_a_schedule
 
-__all__ = ["explain_state_dict", "refuse_hooks", "refuse_own_steps"]
+__all__ = ["explain_state_dict", "refuse_own_steps", "steps_by_parts"]
 
 _OURS = 1
 """How many hooks on ``step`` each optimizer has from `refuse_own_steps`."""
@@ -53,16 +52,16 @@ def refuse_own_steps(optimizers: Optimizers, is_ours: Callable[[], bool]) -> Non
         optimizer.register_step_pre_hook(refuse)
 
 
-def refuse_hooks(optimizers: Optimizers) -> None:
-    """Refuse hooks of the script's, which expect to be called once a step.
+def steps_by_parts(optimizers: Optimizers) -> bool:
+    """Whether ``step()`` may be called several times for one step, each time for other parameters.
 
-    Raises:
-        StateError: an optimizer has hooks on its step besides ours.
+    PyTorch's own optimizers treat each parameter by itself, and count for each. Others may count
+    their calls, or look at all parameters together; hooks of a script may do anything.
     """
-    for optimizer in optimizers:
-        if count_hooks(optimizer) > _OURS:
-            raise StateError(
-                f"{type(optimizer).__name__} has hooks on step(), which keep=host would call once "
-                f"for each stage of the model: expected none. Call what they do after "
-                f"trainer.step, or use --keep span"
-            )
+    return all(
+        type(each).__module__.startswith("torch.optim.")
+        and count_hooks(each) == _OURS
+        # A schedule only notes that there was a call.
+        and ("step" not in vars(each) or steps_a_schedule(each.step))
+        for each in optimizers
+    )

@@ -28,9 +28,9 @@ from onefold.engine.gradients import exact_norm
 from onefold.engine.optimizercheck import TAKEN
 from onefold.engine.optimizers import optimizers_in
 from onefold.engine.optimizerstate import PieceState, is_by_element
-from onefold.engine.stephooks import explain_state_dict, refuse_hooks, refuse_own_steps
+from onefold.engine.stephooks import explain_state_dict, refuse_own_steps, steps_by_parts
 from onefold.engine.updatedraws import UpdateDraws
-from onefold.engine.updateparts import Part, RepeatedCalls, parts_of
+from onefold.engine.updateparts import Part, parts_of
 from onefold.system.compat import copy_each, multiply_each
 from onefold.system.heap import ORDINARY, Heap
 
@@ -136,7 +136,7 @@ class SpanOptimizer:
         # Where all has room, one call of the optimizer is quicker than several.
         of = [stages.stage_of[n] for n in self._entries] if stages and self._heap.on_disk else []
         count = len(self.optimizer.param_groups)
-        self._divided = Part.of(range(len(values)), values, groups, count).divided
+        self._whole = Part.of(range(len(values)), values, groups, count)
         self._parts = parts_of(values, groups, count, of or [0] * len(values))
 
     def _own_piece(self, device: int, number: int) -> OwnedPiece:
@@ -245,15 +245,12 @@ class SpanOptimizer:
         groups = self.optimizer.param_groups
         # The very list objects, for whoever else holds them gets the same ones back.
         users = [group["params"] for group in groups]
-        repeated = None
-        if len(self._parts) > 1:
-            refuse_hooks(self._each)
-            repeated = RepeatedCalls(self.optimizer)
+        parts = self._parts if steps_by_parts(self._each) else [self._whole]
         self._stepping = True
         try:
             with self._draws.watched():
-                for part in self._parts:
-                    self._step(part, repeated)
+                for part in parts:
+                    self._step(part)
             self._round()
         finally:
             # Also when the step fails: a script may catch the error and go on with its groups.
@@ -266,7 +263,7 @@ class SpanOptimizer:
                 item.values.grad = None
             self.gradients = [None] * len(self.owned)
 
-    def _step(self, part: Part, repeated: RepeatedCalls | None) -> None:
+    def _step(self, part: Part) -> None:
         """Call the optimizer for a part of the pieces, for some of them or for all."""
         for group, pieces in zip(self.optimizer.param_groups, part.divided, strict=True):
             group["params"] = pieces
@@ -275,16 +272,13 @@ class SpanOptimizer:
             # Rounded only now, for a model that is all in low precision: scaling and clipping are
             # done in the precision of the sum.
             values.grad = None if gradient is None else gradient.to(values.dtype)
-        if repeated is None:
-            self.optimizer.step()
-            return
-        repeated.begin_call()
         self.optimizer.step()
-        repeated.end_call()
-        for place in part.places:
-            values = self.owned[place].values
-            values.grad = self.gradients[place] = None
-            self._keep(self.optimizer.state.get(values, {}))
+        if self._heap.on_disk:
+            for place in part.places:
+                values = self.owned[place].values
+                values.grad = self.gradients[place] = None
+                self._keep(self.optimizer.state.get(values, {}))
+            self._heap.trim()
 
     def _keep(self, state: dict[str, Any]) -> None:
         """Have what is large in the state of a piece lie where it is kept."""
@@ -393,7 +387,7 @@ class SpanOptimizer:
             return values.device
         # A count of steps lives on the host, as kernels need it as a number; fused and capturable
         # ones read it on the device, and fail if it is not there.
-        held = zip(self.optimizer.param_groups, self._divided, strict=True)
+        held = zip(self.optimizer.param_groups, self._whole.divided, strict=True)
         group = next(group for group, pieces in held if any(p is values for p in pieces))
         there = group.get("capturable") or group.get("fused")
         return values.device if there else torch.device("cpu")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
 
 from onefold.run.world import current_world
 from onefold.system.heap import DiskHeap
@@ -20,10 +20,10 @@ Model = TypeVar("Model")
 def build(make: Callable[Given, Model], *args: Given.args, **kwargs: Given.kwargs) -> Model:
     """Make a model without having all of it in memory, where devices keep less than all of it.
 
-    Under ``--keep span`` and ``--keep host`` each parameter on the processor moves to a file as
-    soon as a module has it, so that its first values are drawn there; the system keeps as much of
-    the file in memory as there is room. The bits are those of ``make(*args, **kwargs)``, which this
-    is with ``--keep all``.
+    Under ``--keep span`` and ``--keep host`` PyTorch's functions that make tensors (``empty``,
+    ``randn``, ``clone`` and the like) make those on the processor in a file meanwhile; the system
+    keeps as much of it in memory as there is room. The bits are those of ``make(*args, **kwargs)``,
+    which this is with ``--keep all``.
 
     Args:
         make: the class of a model, or a function that makes one.
@@ -39,19 +39,62 @@ def build(make: Callable[Given, Model], *args: Given.args, **kwargs: Given.kwarg
     options = current_world().options
     if options.keep == "all":
         return make(*args, **kwargs)
-    heap = DiskHeap.at(options.home)
+    with _InFile(DiskHeap.at(options.home)):
+        return make(*args, **kwargs)
 
-    def move(_: torch.nn.Module, __: str, parameter: torch.nn.Parameter | None) -> None:
-        if parameter is not None:
-            # Through .data: whoever holds this very parameter, tied to it perhaps, follows.
-            parameter.data = heap.kept(parameter.data)
 
-    handle = register_module_parameter_registration_hook(move)
-    try:
-        made = make(*args, **kwargs)
-    finally:
-        handle.remove()
-    for parameter in made.parameters() if isinstance(made, torch.nn.Module) else ():
-        # Once more, for what to() and its like have put in its place since.
-        parameter.data = heap.kept(parameter.data)
-    return made
+class _InFile(TorchFunctionMode):
+    """Has PyTorch's functions make their tensors in a file.
+
+    They are moved before anybody else refers to them: later, views that a script has made would be
+    of other memory than the parameter.
+
+    Args:
+        heap: the file.
+    """
+
+    def __init__(self, heap: DiskHeap) -> None:
+        super().__init__()
+        self._heap = heap
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if (
+            func in _MAKING
+            and isinstance(result, torch.Tensor)
+            and result.device.type == "cpu"
+            and result.layout == torch.strided
+            and not _is_of(result, args)
+        ):
+            result.data = self._heap.kept(result.data)
+        return result
+
+
+def _is_of(result: torch.Tensor, args: Sequence[Any]) -> bool:
+    """Whether a conversion gave what it was given, or has to do nothing but name it anew."""
+    address = result.untyped_storage().data_ptr()
+    given = [each for each in args if isinstance(each, torch.Tensor)]
+    return any(
+        each.layout == torch.strided and each.untyped_storage().data_ptr() == address
+        for each in given
+    )
+
+
+_MAKING = frozenset(
+    {
+        *(torch.empty, torch.zeros, torch.ones, torch.full, torch.eye, torch.tensor),
+        *(torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like),
+        *(torch.rand, torch.randn, torch.randint, torch.rand_like, torch.randn_like, torch.normal),
+        *(torch.empty_strided, torch.arange, torch.linspace, torch.cat, torch.stack, torch.clone),
+        *(torch.Tensor.clone, torch.Tensor.contiguous, torch.Tensor.to, torch.Tensor.new_empty),
+        *(torch.Tensor.new_zeros, torch.Tensor.new_ones, torch.Tensor.new_full),
+        *(torch.Tensor.float, torch.Tensor.double, torch.Tensor.half, torch.Tensor.bfloat16),
+    }
+)
+"""What makes tensors that nobody else refers to, unless they are among what it was given."""

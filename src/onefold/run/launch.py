@@ -36,7 +36,7 @@ from onefold.run.outcome import Outcome
 from onefold.run.requests import Requests, StoppedAtOnce
 from onefold.run.restarts import checkpoints_to_leave_out, words_of_restart
 from onefold.run.rundir import Board
-from onefold.run.world import current_world, worker_environment
+from onefold.run.world import HOME_VARIABLE, current_world, worker_environment
 from onefold.system.interrupt import StopSignals, ctrl_c_later
 from onefold.system.ownfiles import PrivateFolder
 from onefold.system.record import check_trace
@@ -78,7 +78,7 @@ def launch(
         args: arguments for ``main``.
         keep: what a device keeps of the model: ``"all"``, ``"span"``, or nothing: ``"host"``.
         home: folder on a disk for the file that has the model if devices do not keep all of it;
-            that of temporary files if empty.
+            ``ONEFOLD_HOME`` if empty, and then that of temporary files.
         exchange: ``"auto"``, ``"shared"`` or ``"collective"``.
         timeout_s: the longest that a device waits for another.
         grace_s: how long ``main`` may take to save itself after the first SIGINT, SIGTERM or
@@ -102,6 +102,8 @@ def launch(
 
     if home and keep == "all":
         raise ValueError(f'expected keep="host" or "span" with home={home!r}, got keep="all"')
+    if not home and keep != "all":
+        home = os.environ.get(HOME_VARIABLE, "")
     call = pack_call(main, args)
     selection = select_devices(devices)
     options = RunOptions(

@@ -29,8 +29,9 @@ _M_TRIM_THRESHOLD = -1  # of mallopt(3)
 _M_MMAP_MAX = -4
 _M_MMAP_THRESHOLD = -3
 _M_ARENA_MAX = -8
-_LARGE_BYTES = 1 << 20
-"""What is larger goes back to the system as soon as it is freed, where memory is short."""
+_LARGE_BYTES = 1 << 16
+"""What is larger goes back to the system as soon as it is freed, where memory is short: so do the
+pieces of all but small models."""
 
 
 @functools.cache

@@ -24,6 +24,7 @@ from onefold.errors import LaunchError
 from onefold.run.slurm import SlurmTask, slurm_task
 
 __all__ = [
+    "HOME_VARIABLE",
     "allocator_chosen",
     "current_world",
     "have_cublas_repeat",

@@ -46,6 +46,7 @@ __all__ = [
 ]
 
 _C: Any = torch._C
+_OPTIMIZER: Any = sys.modules["torch.optim.optimizer"]  # torch.optim does not show it
 _COMPILED = "_torchdynamo_orig_callable"
 _CLIP = "_clip_grads_with_norm_"
 
@@ -65,11 +66,19 @@ def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     return module._buffers
 
 
-def count_hooks(holder: torch.Tensor | torch.optim.Optimizer) -> int:
-    """How many hooks a parameter has on its accumulated gradient, or an optimizer on its step."""
+def count_hooks(holder: torch.Tensor | torch.nn.Module | torch.optim.Optimizer) -> int:
+    """How many hooks there are on a parameter's accumulated gradient, a module's call or a step.
+
+    Those on the steps of all optimizers are counted with each.
+    """
     if isinstance(holder, torch.Tensor):
         return len(holder._post_accumulate_grad_hooks or ())
-    return len(holder._optimizer_step_pre_hooks) + len(holder._optimizer_step_post_hooks)
+    if isinstance(holder, torch.nn.Module):
+        forward = len(holder._forward_hooks) + len(holder._forward_pre_hooks)
+        return forward + len(holder._backward_hooks) + len(holder._backward_pre_hooks)
+    of_all = _OPTIMIZER._global_optimizer_pre_hooks, _OPTIMIZER._global_optimizer_post_hooks
+    own = holder._optimizer_step_pre_hooks, holder._optimizer_step_post_hooks
+    return sum(len(hooks) for hooks in (*of_all, *own))
 
 
 def steps_a_schedule(step: Callable[..., object]) -> bool:

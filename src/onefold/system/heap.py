@@ -10,6 +10,7 @@ it is mapped: writing to a page for which there is no room would end the process
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import mmap
 import os
@@ -24,9 +25,9 @@ __all__ = ["ORDINARY", "DiskHeap", "Heap", "new_disk_file"]
 
 _log = logging.getLogger("onefold")
 _IN_MEMORY = ("tmpfs", "ramfs")
+_LEAST_PART_BYTES = 64 << 20
 _LEAST_BYTES = mmap.PAGESIZE
-"""Of a tensor that goes to the file: each takes whole pages, and one of the mappings that a process
-may have."""
+"""Of a tensor that goes to the file, where each takes whole pages."""
 
 
 class Heap:
@@ -62,6 +63,9 @@ class Heap:
         """The tensor itself if it lies here; else a copy that does."""
         return tensor
 
+    def trim(self) -> None:
+        """Give the system what the C library keeps of memory that was freed, if memory is short."""
+
 
 ORDINARY = Heap()
 """The heap of all that need not lie elsewhere."""
@@ -70,7 +74,9 @@ ORDINARY = Heap()
 class DiskHeap(Heap):
     """A file without a name. What is small, or on a GPU, is PyTorch's all the same.
 
-    A tensor's place in the file is used again once nothing refers to its memory any more.
+    A tensor's place in the file is used again once nothing refers to its memory any more. The file
+    is mapped in few parts, each as large as all before it: a process may have so many mappings,
+    and each of Python's holds a descriptor.
 
     Args:
         folder: where the file is; on a file system that is itself in memory nothing is gained.
@@ -84,7 +90,12 @@ class DiskHeap(Heap):
         self._descriptor = new_disk_file(folder, 0)
         weakref.finalize(self, os.close, self._descriptor)
         self._nbytes = 0
-        self._free: dict[int, list[mmap.mmap]] = defaultdict(list)
+        """Of the file up to here there are places, used or free."""
+        self._mapped = 0
+        """Up to here it is mapped."""
+        self._newest: memoryview | None = None
+        """The part that is mapped last."""
+        self._free: dict[int, list[memoryview]] = defaultdict(list)
         self._live: set[int] = set()
 
     @classmethod
@@ -114,12 +125,12 @@ class DiskHeap(Heap):
             return super().empty(nbytes)
         size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         free = self._free[size]
-        return self._mapped(free.pop() if free else self._grown(size), nbytes)
+        return self._tensor(free.pop() if free else self._grown(size), nbytes)
 
     def zeros(self, nbytes: int) -> torch.Tensor:
         # A new place: the pages of one that was used before would all have to be written.
         size = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
-        return self._mapped(self._grown(size), nbytes)
+        return self._tensor(self._grown(size), nbytes)
 
     def like(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         # On the meta device nothing is allocated, and the rules for strides are PyTorch's own.
@@ -134,15 +145,29 @@ class DiskHeap(Heap):
             return tensor
         return self.copy(tensor.detach())
 
-    def _grown(self, size: int) -> mmap.mmap:
+    def trim(self) -> None:
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
+
+    def _grown(self, size: int) -> memoryview:
+        """A new place, of zeros."""
+        if self._newest is None or self._mapped - self._nbytes < size:
+            # What was left of the part before has no room on the disk yet, and takes none.
+            self._nbytes = self._mapped
+            span = max(_LEAST_PART_BYTES, size, self._nbytes)
+            os.ftruncate(self._descriptor, self._nbytes + span)
+            part = mmap.mmap(self._descriptor, span, offset=self._nbytes)
+            self._newest, self._mapped = memoryview(part), self._nbytes + span
         _reserve(self._descriptor, self._nbytes, size, self.folder)
         self._nbytes += size
-        return mmap.mmap(self._descriptor, size, offset=self._nbytes - size)
+        stop = len(self._newest) - (self._mapped - self._nbytes)
+        return self._newest[stop - size : stop]
 
-    def _mapped(self, place: mmap.mmap, nbytes: int) -> torch.Tensor:
-        # A tensor keeps the view alive, and not the mapping alone: so it is known when the last
-        # tensor is gone, and the mapping can be used again as it is.
-        view = memoryview(place)
+    def _tensor(self, place: memoryview, nbytes: int) -> torch.Tensor:
+        # A view of its own, which the tensor keeps alive, and nobody else: so it is known when the
+        # last tensor there is gone, and the place can be used again as it is.
+        view = place[:]
         memory = torch.frombuffer(view, dtype=torch.uint8)
         self._live.add(memory.data_ptr())
         gone = weakref.finalize(view, _let_go, self._free, self._live, place, memory.data_ptr())
@@ -199,7 +224,7 @@ def _reserve(descriptor: int, start: int, nbytes: int, folder: Path) -> None:
 
 
 def _let_go(
-    free: dict[int, list[mmap.mmap]], live: set[int], place: mmap.mmap, address: int
+    free: dict[int, list[memoryview]], live: set[int], place: memoryview, address: int
 ) -> None:
     live.discard(address)
     free[len(place)].append(place)
