@@ -245,7 +245,8 @@ class SpanOptimizer:
         groups = self.optimizer.param_groups
         # The very list objects, for whoever else holds them gets the same ones back.
         users = [group["params"] for group in groups]
-        parts = self._parts if steps_by_parts(self._each) else [self._whole]
+        cut = len(self._parts) > 1 and steps_by_parts(self._each)
+        parts = self._parts if cut else [self._whole]
         self._stepping = True
         try:
             with self._draws.watched():
