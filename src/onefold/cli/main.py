@@ -186,6 +186,25 @@ def verify(
     raise typer.Exit(verify_script(command, devices, keep=keep, steps=steps, options=options))
 
 
+@app.command(cls=ScriptCommand, context_settings=SCRIPT)
+def plan(
+    context: typer.Context,
+    script: Script = None,
+    module: Module = None,
+    devices: Annotated[str, typer.Option(help="Device counts, such as 1,2,4.")] = "1,2,4",
+    home: Annotated[Path | None, typer.Option(help="As for onefold run --keep host.")] = None,
+) -> None:
+    """Show where a script's model may be cut, and what it would take on so many devices.
+
+    The script runs until it makes its first Trainer, and ends there: nothing is trained.
+    """
+    from onefold.cli.plan import plan_script
+
+    command = _command(script, module, context.args)
+    options = RunOptions(keep="host", home=_folder(home, "host"))
+    raise typer.Exit(plan_script(command, devices, options=options))
+
+
 @app.command("devices")
 def show_devices() -> None:
     """Show what this machine has to compute on."""

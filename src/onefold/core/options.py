@@ -39,6 +39,10 @@ class RunOptions:
     home: str = ""
     """Folder of the file that has the model if devices do not keep all of it; empty for that of
     temporary files."""
+    plan: str = ""
+    """File in which is written what the first model would take, in place of training it."""
+    plan_devices: tuple[int, ...] = ()
+    """For so many devices, each."""
     keep_last: int = 3
     """How many of the newest checkpoints are kept."""
     changed: tuple[str, ...] = ()

@@ -49,6 +49,7 @@ from onefold.run.ending import Stopped, is_failing, only_noting
 from onefold.run.gradientsteps import GradientSteps, Place
 from onefold.run.membership import at_good_end, register
 from onefold.run.observers import Observers
+from onefold.run.planning import plan_instead
 from onefold.run.team import form_team, settle_process
 from onefold.run.userparts import UserParts
 from onefold.system.interrupt import STOPPED_CODE
@@ -92,6 +93,7 @@ class Session:
         # Refused before any device is touched or anybody else is contacted.
         user.check(settings)
         optimizer = chosen_optimizer(user.optimizer, user.module, world.options)
+        plan_instead(world, user, optimizer, settings)
         self.settings, self.parts = settings, user
         self.team = form_team(world, devices, shards=settings.shards, module=user.module)
         _check_devices(self.team.own_devices.values(), settings)

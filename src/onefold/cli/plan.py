@@ -1,0 +1,116 @@
+"""Shows where a script's model may be cut, and what it would take of memory."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from onefold import RunOptions, list_devices, select_devices, supervise
+
+__all__ = ["plan_script"]
+
+
+def plan_script(command: Sequence[str], devices: str, *, options: RunOptions) -> int:
+    """Run a script up to its first Trainer, and print what that would take.
+
+    Args:
+        command: the script and its arguments.
+        devices: device counts, such as ``1,2,4``.
+        options: of the run.
+
+    Returns:
+        0, or 2 if the script failed or made no Trainer.
+    """
+    counts = _read_counts(devices)
+    with tempfile.TemporaryDirectory(prefix="onefold-plan-") as folder:
+        path = Path(folder) / "plan.json"
+        outcome = supervise(
+            command,
+            select_devices(1),
+            replace(options, plan=str(path), plan_devices=counts, logs=folder, quiet=True),
+        )
+        if outcome.exit_code:
+            print(outcome.traceback, file=sys.stderr, end="")
+            print(f"onefold: {outcome.message}", file=sys.stderr)
+            return 2
+        if not path.exists():
+            print("onefold: the script made no Trainer", file=sys.stderr)
+            return 2
+        found = json.loads(path.read_text())
+    _print(Console(highlight=False), found)
+    return 0
+
+
+def _read_counts(devices: str) -> tuple[int, ...]:
+    try:
+        counts = tuple(int(part) for part in devices.split(","))
+    except ValueError:
+        counts = ()
+    if not counts or min(counts) < 1:
+        raise ValueError(f"--devices {devices}: expected counts of devices, such as 1,2,4")
+    return counts
+
+
+def _print(console: Console, found: dict[str, Any]) -> None:
+    console.print(
+        f"{escape(found['model'])}: {found['parameters']:,} trained parameters, "
+        f"{_mebibytes(found['parameter_bytes'])} MiB; {escape(found['optimizer'])}; "
+        f"{found['shards']} shards"
+    )
+    console.print(_stages(found["stages"]))
+    console.print(_rows(found["rows"]))
+    console.print(
+        "Besides, a device needs PyTorch itself, its batch, and the activations of one shard."
+    )
+    if found["together"]:
+        console.print("CPU devices of one host have the parameters once; each counts its part.")
+    if not found["state_is_known"]:
+        console.print("What this optimizer keeps is not known: two numbers a parameter are taken.")
+    largest = max(found["stages"], key=lambda stage: int(stage["bytes"]))
+    least = min(device.total_bytes for device in list_devices())
+    needed = found["rows"][0]["host"]
+    if needed > least:
+        console.print(
+            f"[bold red]Too large[/] for a device, which has {_mebibytes(least)} MiB: "
+            f"{escape(largest['name'])} takes {_mebibytes(needed)} MiB at a time. Cut it by "
+            f"Trainer(stages=...), or a layer by onefold.Sliced."
+        )
+
+
+def _stages(stages: Sequence[dict[str, Any]]) -> Table:
+    """Those of one size that follow each other share a row."""
+    table = Table(title="Stages")
+    for heading in ("stage", "parameters", "MiB of gradients"):
+        table.add_column(heading, justify="left" if heading == "stage" else "right")
+    used = [stage for stage in stages if stage["parameters"]]
+    for _, group in groupby(used, key=lambda stage: (stage["parameters"], stage["bytes"])):
+        alike = list(group)
+        name = escape(alike[0]["name"])
+        if len(alike) > 1:
+            name += f" to {escape(alike[-1]['name'])}, each of {len(alike)}"
+        table.add_row(name, f"{alike[0]['parameters']:,}", _mebibytes(alike[0]["bytes"]))
+    return table
+
+
+def _rows(rows: Sequence[dict[str, Any]]) -> Table:
+    table = Table(title="Memory of a device, MiB, by --keep")
+    for heading in ("devices", "all", "span", "host", "host: file"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        sizes = [_mebibytes(row[name]) for name in ("all", "span", "host", "disk")]
+        table.add_row(str(row["devices"]), *sizes)
+    return table
+
+
+def _mebibytes(number: int) -> str:
+    return f"{number / 2**20:,.1f}"

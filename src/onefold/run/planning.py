@@ -1,0 +1,145 @@
+"""Finds what a model would take of memory, in place of training it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from onefold.core.footprint import Footprint
+from onefold.core.precision import added_up_in
+from onefold.core.settings import Settings
+from onefold.core.world import World
+from onefold.engine.lowprecision import held_in
+from onefold.engine.modelparts import ModelParts
+from onefold.engine.optimizers import name_of, optimizers_in
+from onefold.engine.stagemodules import StageModules, cut_by_itself
+from onefold.run.userparts import UserParts
+from onefold.system.ownfiles import replace_file
+
+__all__ = ["plan_instead"]
+
+_USUAL_STATE = 2
+"""Numbers that an optimizer is taken to keep for each parameter if that is not known."""
+
+
+def plan_instead(
+    world: World, user: UserParts, optimizer: torch.optim.Optimizer, settings: Settings
+) -> None:
+    """Write a plan and end the script, if the launcher has asked for that.
+
+    Args:
+        world: how this process was started.
+        user: the script's parts.
+        optimizer: the user's, or what stands in for it.
+        settings: of the run.
+
+    Raises:
+        SystemExit: the plan is written.
+    """
+    if not world.options.plan:
+        return
+    stages, sizes, known = _measured(user, optimizer, settings)
+    # CPU devices of a host share memory, and so have the parameters once.
+    together = all(device.startswith("cpu") for device in world.devices)
+    found = {
+        "model": type(user.module).__name__,
+        "optimizer": name_of(optimizer),
+        "state_is_known": known,
+        "shards": settings.shards,
+        "parameters": sum(stage["parameters"] for stage in stages),
+        "parameter_bytes": sizes.parameters,
+        "together": together,
+        "stages": stages,
+        "rows": [
+            {
+                "devices": count,
+                "all": sizes.keeping_all(count, together=together),
+                "span": sizes.keeping_span(count, together=together),
+                "host": sizes.keeping_nothing,
+                "disk": sizes.on_disk,
+            }
+            for count in world.options.plan_devices
+        ],
+    }
+    replace_file(Path(world.options.plan), json.dumps(found))
+    raise SystemExit(0)
+
+
+def _measured(
+    user: UserParts, optimizer: torch.optim.Optimizer, settings: Settings
+) -> tuple[list[dict[str, Any]], Footprint, bool]:
+    """The stages, all sizes, and whether that of the optimizer's state is more than a guess."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    trained = [n for n, p in user.module.named_parameters() if id(p) in held and p.requires_grad]
+    parts = ModelParts(user.module, trained)
+    modules = cut_by_itself(user.module) if user.stages is None else user.stages
+    stages = StageModules(user.module, modules, parts.trained).stages
+    kept = list(held_in(settings.precision, parts).values())
+    gradients = [each.numel() * added_up_in(each.dtype).itemsize for each in kept]
+    shown: list[dict[str, Any]] = [
+        {
+            "name": name,
+            "parameters": sum(kept[number].numel() for number in entries),
+            "bytes": sum(gradients[number] for number in entries),
+        }
+        for name, entries in zip(stages.names, stages.entries, strict=True)
+    ]
+    masters = torch.float32 if settings.precision.parameters else None
+    state, known = _state_bytes(optimizer, parts.trained, masters=masters)
+    other = {id(each): each.nbytes for each in (*parts.other.values(), *user.module.buffers())}
+    sizes = Footprint(
+        parameters=sum(each.nbytes for each in kept),
+        other=sum(other.values()),
+        gradients=sum(gradients),
+        state=state,
+        stage=max(stage["bytes"] for stage in shown),
+        shards=settings.shards,
+    )
+    return shown, sizes, known
+
+
+def _state_bytes(
+    optimizer: torch.optim.Optimizer,
+    trained: Mapping[str, torch.nn.Parameter],
+    *,
+    masters: torch.dtype | None,
+) -> tuple[int, bool]:
+    """Bytes of an optimizer's state, and whether they are more than a guess."""
+    wanted = {id(parameter) for parameter in trained.values()}
+    total, known = 0, True
+    for each in optimizers_in(optimizer).values():
+        for group in each.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in wanted:
+                    continue
+                share = _state_of(each, group, parameter)
+                known &= share is not None
+                itemsize = (masters or parameter.dtype).itemsize
+                share = _USUAL_STATE * itemsize if share is None else share
+                total += int(parameter.numel() * (share + (masters.itemsize if masters else 0)))
+    return total, known
+
+
+def _state_of(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.nn.Parameter
+) -> float | None:
+    """Bytes of state for each element, by a step of a small parameter; None if that is not known.
+
+    Only of PyTorch's own optimizers: making another one, or its step, may do anything.
+    """
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        return None
+    small = torch.nn.Parameter(torch.zeros((8,) * min(parameter.dim(), 2), dtype=parameter.dtype))
+    small.grad = torch.zeros_like(small)
+    chosen = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+    try:
+        probe = type(optimizer)([{**chosen, "params": [small]}])  # type: ignore[call-arg]
+        probe.step()
+    except (TypeError, ValueError, RuntimeError):  # wants a closure, or parameters of another kind
+        return None
+    values = [v for v in probe.state[small].values() if isinstance(v, torch.Tensor)]
+    return sum(v.nbytes for v in values if v.numel() >= small.numel()) / small.numel()

@@ -1,0 +1,97 @@
+"""``onefold plan`` tells the stages of a script's model and what they take."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "planned.py"
+
+pytestmark = pytest.mark.processes
+
+
+def planned(what: str, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "onefold", "plan", *options, str(SCRIPT), what]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+
+
+def rows(text: str) -> list[list[str]]:
+    """The cells of all tables."""
+    lines = [line for line in text.splitlines() if line.startswith("│")]
+    return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
+
+
+# Of the trained parameters: a first layer, three wide ones, a norm.
+NUMBERS = 17 * 256 + 3 * 257 * 256 + 2 * 256
+FROZEN_BYTES = 4 * 257 * 256 + 2 * 4 * 256 + 8
+
+
+def mebibytes(number: float) -> str:
+    return f"{number / 2**20:,.1f}"
+
+
+def test_stages_and_memory_are_shown(tmp_path: Path) -> None:
+    done = planned("adamw", "--devices", "1,4", "--home", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert f"Model: {NUMBERS:,} trained parameters, 0.8 MiB; AdamW; 4 shards" in done.stdout
+    wide = 257 * 256
+    assert rows(done.stdout)[:-2] == [
+        ["first", f"{17 * 256:,}", "0.0"],
+        ["layers.0 to layers.2, each of 3", f"{wide:,}", "0.3"],
+        ["norm", "512", "0.0"],
+    ]
+    p, stage, disk = 4 * NUMBERS, 16 * wide, 6 * 4 * NUMBERS + FROZEN_BYTES
+    part = (p + FROZEN_BYTES) / 4
+    expected = {
+        "1": (disk, disk + stage, stage, disk),
+        "4": (part + 2.5 * p, part + 0.75 * p + stage, stage, disk),
+    }
+    assert rows(done.stdout)[-2:] == [
+        [devices, *map(mebibytes, sizes)] for devices, sizes in expected.items()
+    ]
+    assert "nothing after it runs" not in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("what", "numbers_kept", "known"),
+    [("sgd", 0, True), ("own", 2, False), ("lbfgs", 2, False), ("adamw", 2, True)],
+)
+def test_what_an_optimizer_keeps_is_found(what: str, numbers_kept: int, known: bool) -> None:
+    done = planned(what, "--devices", "1")
+    if what == "lbfgs":  # refused where it is made a Trainer's
+        assert done.returncode == 2
+        return
+    assert done.returncode == 0, done.stderr
+    p = 4 * NUMBERS
+    assert rows(done.stdout)[-1][1] == mebibytes((4 + numbers_kept) * p + FROZEN_BYTES)
+    assert ("keeps is not known" in done.stdout) == (not known)
+
+
+def test_low_precision_has_masters() -> None:
+    done = planned("bf16", "--devices", "1")
+    assert done.returncode == 0, done.stderr
+    low = 2 * (NUMBERS - 512) + 4 * 512
+    expected = low + FROZEN_BYTES + 4 * NUMBERS * (1 + 2 + 2 + 1)
+    found = float(rows(done.stdout)[-1][1])
+    assert abs(found - expected / 2**20) <= 0.051
+
+
+@pytest.mark.parametrize(
+    ("what", "options", "text"),
+    [
+        ("none", (), "onefold: the script made no Trainer"),
+        ("broken", (), "ArithmeticError: the fault that was asked for"),
+        ("adamw", ("--devices", "2,many"), "--devices 2,many: expected counts of devices"),
+        ("adamw", ("--devices", "0"), "--devices 0: expected counts of devices"),
+        ("adamw", ("--home", "absent"), "--home absent: expected a folder that is there"),
+    ],
+)
+def test_what_cannot_be_planned_is_told(what: str, options: tuple[str, ...], text: str) -> None:
+    done = planned(what, *options)
+    assert done.returncode == 2
+    assert text in re.sub(r"\s+", " ", done.stderr)
