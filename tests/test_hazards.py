@@ -44,7 +44,7 @@ WRITES_OR_REMOVES = """
     checkpoint/folder.py path.open: a new file in the folder that is being written
     checkpoint/folder.py shutil.rmtree: what was put aside under a name that we have drawn
     checkpoint/folder.py tempfile.TemporaryDirectory: in the directory, to try it
-    cli/plan.py tempfile.TemporaryDirectory: new
+    cli/plan.py tempfile.TemporaryDirectory: for what the script writes of its model
     cli/verify.py tempfile.TemporaryDirectory: for the outputs of the script
     exchange/commonfile.py os.ftruncate: memory without a name
     exchange/commonfile.py os.memfd_create: memory without a name

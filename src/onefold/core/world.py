@@ -79,7 +79,8 @@ class World:
         # JSON has no tuples, and a frozen record of lists could not be hashed or compared.
         fields = json.loads(text)
         options = fields.pop("options")
+        lists = {name: tuple(v) for name, v in options.items() if isinstance(v, list)}
         return cls(
             **{**fields, "devices": tuple(fields["devices"])},
-            options=RunOptions(**{**options, "changed": tuple(options["changed"])}),
+            options=RunOptions(**{**options, **lists}),
         )
