@@ -30,11 +30,12 @@ found = {
     "warnings": [str(each) for each in warnings.filters if "sympy" not in str(each)],
     "logging": [len(logging.root.handlers), logging.root.level],
     # pytest adds its own to those that do not propagate, as PyTorch's do not.
-    "handlers": {
-        name: [type(each).__name__ for each in logger.handlers]
-        for name, logger in sorted(logging.root.manager.loggerDict.items())
-        if isinstance(logger, logging.Logger) and name.startswith("torch") and logger.handlers
-    },
+    "handlers": [
+        f"{name}: {type(each).__name__}"
+        for name, logger in logging.root.manager.loggerDict.items()
+        for each in getattr(logger, "handlers", ())
+        if not type(each).__module__.startswith(("logging", "torch"))
+    ],
     "temporary": tempfile.gettempdir(),
     "onefold": [name for name in sys.modules if name.startswith(("onefold", "tests"))],
     "main": sys.modules["__main__"].__dict__.get("__name__"),
