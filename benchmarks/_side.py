@@ -11,7 +11,7 @@ import json
 import resource
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -22,11 +22,12 @@ from catalog import SIDES, Kind, Precision
 from loops import LOOPS, Loop
 from workloads import WORKLOADS
 
-__all__ = ["main"]
+__all__ = ["main", "serve", "train"]
 
 
 def train(loop: Loop, steps: int) -> dict[str, float]:
     """Run `steps` steps; returns their seconds, processor seconds, last loss, and peak memory."""
+    loss_of_last: Callable[[], float] = float  # of no step: 0
     synchronise(loop.devices)
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
     for batch in itertools.islice(itertools.cycle(loop.batches), steps):
@@ -56,13 +57,13 @@ def synchronise(devices: Iterable[torch.device]) -> None:
             torch.cuda.synchronize(device)
 
 
-def serve(path: Path, loop: Loop) -> None:
-    """Do what the driver at `path` asks for, until it hangs up."""
+def serve(path: Path, loop: Callable[[], Loop]) -> None:
+    """Do what the driver at `path` asks for, until it hangs up; `loop` is called for each of it."""
     with socket.socket(socket.AF_UNIX) as link:
         link.connect(str(path))
         with link.makefile("rw", encoding="utf-8") as lines:
             for line in lines:
-                done = train(loop, int(line))
+                done = train(loop(), int(line))
                 lines.write(json.dumps(done) + "\n")
                 lines.flush()
 
@@ -83,7 +84,7 @@ def main() -> None:
     workload = replace(workload, precision=args.precision)
     loop = LOOPS[spec.loop](workload, spec, args.kind)
     torch.set_num_threads(spec.threads)  # a library may have chosen another number
-    serve(args.socket, loop)
+    serve(args.socket, lambda: loop)
     loop.end()
 
 

@@ -5,6 +5,8 @@ same model with the same optimizer; where several processes share a batch, each 
 Accelerate and Lightning Fabric are imported only by the processes that train with them.
 """
 
+from __future__ import annotations
+
 import os
 from collections.abc import Callable
 from dataclasses import dataclass

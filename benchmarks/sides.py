@@ -8,6 +8,7 @@ import json
 import math
 import os
 import socket
+import struct
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,8 @@ END_LIMIT_S = 30.0
 """How long a side may take to end by itself."""
 POLL_S = 0.5
 TAIL_CHARACTERS = 4000
+PEER = struct.Struct("3i")
+"""Process, user and group at the other end of a local socket, as Linux tells them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +44,10 @@ class Measurement:
     """How many cores worked for somebody else in the meantime: near 0 on a quiet machine."""
     peak_bytes: float = 0.0
     """The most memory that its processes have held so far, added up; 0 if they do not tell."""
+    cpu_s: float = 0.0
+    """Processor seconds of its processes, added up."""
+    loss: float = 0.0
+    """Of the last step, on the average over the processes."""
 
 
 class SideError(RuntimeError):
@@ -77,6 +84,8 @@ class Side:
         self._socket = folder / f"{name}.sock"
         self._output = folder / f"{name}.txt"
         self._links: list[TextIO] = []
+        self.pids: list[int] = []
+        """Of its processes, in the order in which they have called."""
 
     def __enter__(self) -> Self:
         with ExitStack() as undo:
@@ -113,11 +122,13 @@ class Side:
         answers = [self._answer(link) for link in self._links]
         busy = machine_busy_s() - busy_before_s
         seconds = max(answer["seconds"] for answer in answers)
-        elsewhere = busy - sum(answer["cpu_seconds"] for answer in answers)
+        cpu_s = sum(answer["cpu_seconds"] for answer in answers)
         return Measurement(
             seconds=seconds,
-            others_cores=max(0.0, elsewhere / seconds),
+            others_cores=max(0.0, (busy - cpu_s) / seconds),
             peak_bytes=sum(answer.get("peak_bytes", 0.0) for answer in answers),
+            cpu_s=cpu_s,
+            loss=sum(answer["loss"] for answer in answers) / len(answers),
         )
 
     def _answer(self, link: TextIO) -> dict[str, float]:
@@ -141,6 +152,8 @@ class Side:
                 self._check_start(limit_s)
                 continue
             link.settimeout(STEPS_LIMIT_S)
+            peer = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size)
+            self.pids.append(PEER.unpack(peer)[0])
             self._links.append(link.makefile("rw", encoding="utf-8"))
             link.close()
 

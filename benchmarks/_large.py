@@ -1,0 +1,251 @@
+"""One process of one side of `large_models.py`: a text model too large to keep several times.
+
+It connects to its driver before it has a model, so that the driver sees what a process takes when
+it has imported PyTorch and nothing else; the first request makes model and optimizer. Each side is
+written as its documentation advises where memory is short: none has the whole model where a part
+will do. What one side alone needs is imported by its processes alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from _side import serve
+from loops import DDP_SETTINGS, Loop, leave_group, onefold_step, part, plain_step
+
+__all__ = ["GPT", "LOOPS", "Size", "main"]
+
+HEAD_WIDTH = 64
+"""Of attention, at most."""
+CPU = (torch.device("cpu"),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """Of the model, and of what it is trained on."""
+
+    width: int = 768
+    layers: int = 8
+    vocabulary: int = 10_752
+    length: int = 64
+    """Tokens of a sequence."""
+    batch_size: int = 8
+    """Sequences of a global batch."""
+    shards: int = 8
+    """Of a batch, where onefold trains."""
+
+
+class Block(nn.Module):
+    """Causal attention and a perceptron, each with a norm before it and a way around it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.heads = max(1, width // HEAD_WIDTH)
+        self.norms = nn.ModuleList(nn.LayerNorm(width, bias=False) for _ in range(2))
+        self.attention = nn.Linear(width, 3 * width, bias=False)
+        self.mixing = nn.Linear(width, width, bias=False)
+        self.wide = nn.Linear(width, 4 * width, bias=False)
+        self.narrow = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """States (n, t, width) float32 after this block."""
+        apart = self.attention(self.norms[0](x)).unflatten(-1, (3, self.heads, -1))
+        query, key, value = apart.permute(2, 0, 3, 1, 4)
+        seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.mixing(seen.transpose(1, 2).flatten(2))
+        wide: torch.Tensor = self.wide(self.norms[1](x))
+        return x + self.narrow(F.gelu(wide))
+
+
+class GPT(nn.Module):
+    """A causal text model without dropout."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(size.vocabulary, size.width)
+        self.places = nn.Embedding(size.length, size.width)
+        self.blocks = nn.ModuleList(Block(size.width) for _ in range(size.layers))
+        self.norm = nn.LayerNorm(size.width, bias=False)
+        self.head = nn.Linear(size.width, size.vocabulary, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits (n, vocabulary, t) float32 of what comes after each of ``tokens`` (n, t) int64."""
+        x = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        logits: torch.Tensor = self.head(self.norm(x))
+        return logits.transpose(1, 2)
+
+
+def first_values(number: int, shape: torch.Size) -> torch.Tensor:
+    """Of the parameter with this number, so that every side can draw any one by itself."""
+    if len(shape) == 1:
+        return torch.ones(shape)
+    generator = torch.Generator().manual_seed(number)
+    return torch.empty(shape).normal_(std=0.02, generator=generator)
+
+
+@torch.no_grad()
+def filled(model: GPT) -> GPT:
+    """The model with its first values."""
+    for number, parameter in enumerate(model.parameters()):
+        parameter.copy_(first_values(number, parameter.shape))
+    return model.train()
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of every side."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+
+def batch_of(size: Size) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens, and for each the one after it: the global batch of every step."""
+    torch.manual_seed(0)
+    tokens = torch.randint(size.vocabulary, (size.batch_size, size.length + 1))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def nothing(size: Size) -> Loop:
+    """No training: what a process has at its start."""
+    return Loop(step=lambda _: float, batches=[], devices=())
+
+
+def onefolded(size: Size) -> Loop:
+    """onefold, as its launcher says."""
+    import onefold
+
+    model = filled(onefold.build(GPT, size))
+    trainer = onefold.Trainer(model, adamw(model), losses, shards=size.shards, threads=1)
+    return Loop(step=onefold_step(trainer), batches=[batch_of(size)], devices=CPU)
+
+
+def losses(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """The loss of every sequence of a shard."""
+    tokens, following = batch
+    return F.cross_entropy(model(tokens), following, reduction="none").mean(dim=1)
+
+
+def ddp(size: Size) -> Loop:
+    """DistributedDataParallel: everything on every process."""
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(filled(GPT(size)), **DDP_SETTINGS)
+    return peer_loop(size, model, adamw(model))
+
+
+def fsdp2(size: Size) -> Loop:
+    """fully_shard on every block and on the whole, from a model without memory."""
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo")
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    with torch.device("meta"):
+        model = GPT(size)
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh, reshard_after_forward=True)
+    model.to_empty(device="cpu")
+    fill_parts(model)
+    return peer_loop(size, model.train(), adamw(model))
+
+
+@torch.no_grad()
+def fill_parts(model: nn.Module) -> None:
+    """Give this process's part of each parameter its first values."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    for number, parameter in enumerate(model.parameters()):
+        if not isinstance(parameter, DTensor):
+            raise TypeError(f"expected parameters in parts, got {type(parameter)}")
+        values = first_values(number, parameter.shape)
+        mesh, places = parameter.device_mesh, parameter.placements
+        cut = distribute_tensor(values, mesh, places, src_data_rank=None)
+        parameter.to_local().copy_(cut.to_local())
+
+
+def accelerate_fsdp(size: Size) -> Loop:
+    """Accelerate with its plugin for FSDP, where that does anything."""
+    from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=[Block.__name__],
+    )
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    if accelerator.distributed_type != DistributedType.FSDP:
+        raise RuntimeError(
+            f"its plugin for FSDP does nothing on processors: {accelerator.distributed_type}"
+        )
+    model = filled(GPT(size))
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    return peer_loop(size, model, optimizer, accelerator.backward)
+
+
+def zero3(size: Size) -> Loop:
+    """DeepSpeed's ZeRO, stage 3: each parameter is cut as soon as it has been drawn."""
+    import deepspeed
+
+    deepspeed.init_distributed("gloo")
+    config = {
+        "train_micro_batch_size_per_gpu": size.batch_size // dist.get_world_size(),
+        "zero_optimization": {"stage": 3},
+    }
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = GPT(size)
+    for number, parameter in enumerate(model.parameters()):
+        with deepspeed.zero.GatheredParameters(parameter, modifier_rank=0), torch.no_grad():
+            if dist.get_rank() == 0:
+                parameter.copy_(first_values(number, parameter.shape))
+    engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model), config=config)
+    engine.zero_grad = lambda: None  # step() has done so
+    return peer_loop(size, engine, engine, engine.backward)
+
+
+LOOPS: dict[str, Callable[[Size], Loop]] = {
+    "nothing": nothing,
+    "onefold": onefolded,
+    "ddp": ddp,
+    "fsdp2": fsdp2,
+    "accelerate-fsdp": accelerate_fsdp,
+    "zero3": zero3,
+}
+"""By the name that a `SideSpec` gives."""
+
+
+def peer_loop(
+    size: Size,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    backward: Callable[[torch.Tensor], object] = torch.Tensor.backward,
+) -> Loop:
+    """A loop of a process that takes its part of the batch, as its rank says."""
+    mine = part(batch_of(size), dist.get_rank(), dist.get_world_size())
+    step = plain_step(model, optimizer, backward)
+    return Loop(step=step, batches=[mine], devices=CPU, end=leave_group)
+
+
+def main() -> None:
+    """Be the side named on the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("loop", choices=LOOPS)
+    parser.add_argument("size", help="the fields of a Size, as JSON")
+    parser.add_argument("socket", type=Path, help="where the driver listens")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    loop = functools.cache(functools.partial(LOOPS[args.loop], Size(**json.loads(args.size))))
+    serve(args.socket, loop)
+    loop().end()
+
+
+if __name__ == "__main__":
+    main()
