@@ -29,6 +29,11 @@ __all__ = ["GPT", "LOOPS", "Size", "main"]
 HEAD_WIDTH = 64
 """Of attention, at most."""
 CPU = (torch.device("cpu"),)
+ZERO_LIMITS = (
+    *("reduce_bucket_size", "stage3_prefetch_bucket_size"),
+    *("stage3_max_live_parameters", "stage3_max_reuse_distance"),
+)
+"""Are a block's parameters here: the defaults are for models of many billions, and keep all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +70,8 @@ class Block(nn.Module):
         seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.mixing(seen.transpose(1, 2).flatten(2))
         wide: torch.Tensor = self.wide(self.norms[1](x))
-        return x + self.narrow(F.gelu(wide))
+        y: torch.Tensor = x + self.narrow(F.gelu(wide))
+        return y
 
 
 class GPT(nn.Module):
@@ -145,10 +151,11 @@ def ddp(size: Size) -> Loop:
 
 def fsdp2(size: Size) -> Loop:
     """fully_shard on every block and on the whole, from a model without memory."""
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     dist.init_process_group("gloo")
-    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     with torch.device("meta"):
         model = GPT(size)
     for module in (*model.blocks, model):
@@ -196,9 +203,10 @@ def zero3(size: Size) -> Loop:
     import deepspeed
 
     deepspeed.init_distributed("gloo")
+    block = 12 * size.width**2
     config = {
         "train_micro_batch_size_per_gpu": size.batch_size // dist.get_world_size(),
-        "zero_optimization": {"stage": 3},
+        "zero_optimization": {"stage": 3, **dict.fromkeys(ZERO_LIMITS, block)},
     }
     with deepspeed.zero.Init(config_dict_or_path=config):
         model = GPT(size)

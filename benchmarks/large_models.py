@@ -29,7 +29,7 @@ from typing import Any
 
 from _large import Size
 from catalog import SideSpec
-from measure import add_output, deliver, print_disturbance, record
+from measure import deliver, print_disturbance, record
 from network import alone_on_loopback, why_not
 from scaling import rollup_bytes, wire_of
 from sides import Side, SideError
@@ -110,7 +110,7 @@ def main() -> None:
         print_disturbance(one["others_cores"], one["side"])
     settings = {"steps": args.steps, "processes": args.processes, "size": asdict(size)}
     settings |= {"start_bytes": before, "left_out": left_out}
-    deliver(record("large_models", settings=settings, results=results), args.output)
+    deliver(record("large_models", settings=settings, results=results), args.json)
 
 
 def arguments() -> argparse.Namespace:
@@ -124,7 +124,7 @@ def arguments() -> argparse.Namespace:
     for field in fields(Size):
         name = f"--{field.name.replace('_', '-')}"
         parser.add_argument(name, type=int, default=field.default, metavar="N")
-    add_output(parser)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the record here as well")
     args = parser.parse_args()
     args.sides = args.sides.split(",")
     if unknown := set(args.sides) - set(sides_of(1)):
@@ -254,8 +254,8 @@ def show(
         f"\n- Of a process, beside {before['Pss'] / MIB:,.0f} MiB ({before['Pss_Anon'] / MIB:,.0f} "
         "anonymous) that it has after importing PyTorch; sent by a process in a step; processor "
         "seconds of all processes in a step; the median of steps."
-        "\n- Processes that share memory send little beside word of where they are. What they share "
-        "counts in parts, and so do pages of a model's file, which the system may take back."
+        "\n- Processes that share memory send next to nothing. What they share counts in parts, "
+        "and so do pages of a model's file, which the system may take back."
     )
 
 
