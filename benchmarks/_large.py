@@ -33,7 +33,7 @@ ZERO_LIMITS = (
     *("reduce_bucket_size", "stage3_prefetch_bucket_size"),
     *("stage3_max_live_parameters", "stage3_max_reuse_distance"),
 )
-"""Are a block's parameters here: the defaults are for models of many billions, and keep all."""
+"""Are those of the largest layer here: the defaults are for many billions, and keep all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,10 +203,11 @@ def zero3(size: Size) -> Loop:
     import deepspeed
 
     deepspeed.init_distributed("gloo")
-    block = 12 * size.width**2
+    largest = max(12 * size.width, size.vocabulary) * size.width
     config = {
         "train_micro_batch_size_per_gpu": size.batch_size // dist.get_world_size(),
-        "zero_optimization": {"stage": 3, **dict.fromkeys(ZERO_LIMITS, block)},
+        "gradient_clipping": 0.0,  # or it would be 1
+        "zero_optimization": {"stage": 3, **dict.fromkeys(ZERO_LIMITS, largest)},
     }
     with deepspeed.zero.Init(config_dict_or_path=config):
         model = GPT(size)

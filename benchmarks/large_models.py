@@ -2,6 +2,7 @@
 
     python benchmarks/large_models.py [--steps 4] [--sides ddp,fsdp2,...] [--json FILE]
         [--width 768 --layers 8 --vocabulary 10752 --batch-size 8 --shards 8] [--processes 4]
+        [--hand-back]
 
 Every side trains the same text model from the same values on the same batch, on processors with a
 thread each: one side after the other, in processes of its own. What a side cannot do here is left
@@ -12,6 +13,10 @@ as many steps after the measured ones; not in these, for it takes processor time
 that any one process had, beside what a process has that has only imported PyTorch. Pages that
 several share count in parts (Pss). Bytes sent are what the loopback's counters grow by, in a
 network namespace of its own; without the right to make one, what others send counts, too.
+
+By default the C allocator keeps what is freed in pieces of some sizes, and onefold has it keep all;
+so a process has more than it uses at any time. With `--hand-back` the processes of all sides give
+large blocks back to the system as soon as they are freed, which takes processor time.
 """
 
 import argparse
@@ -49,6 +54,7 @@ ENVIRONMENT = {
     "DS_ACCELERATOR": "cpu",
     "ACCELERATE_USE_CPU": "true",
 }
+HAND_BACK = {"MALLOC_MMAP_THRESHOLD_": str(MIB), "MALLOC_TRIM_THRESHOLD_": str(MIB)}
 REFERENCE = "nothing"
 
 Kept = dict[str, int]
@@ -100,7 +106,13 @@ def main() -> None:
     for name in args.sides:
         print(f"measuring {name} ...", file=sys.stderr)
         try:
-            results.append({"side": name} | measured(sides[name], size, steps=args.steps))
+            found = measured(
+                sides[name],
+                size,
+                steps=args.steps,
+                environment=HAND_BACK if args.hand_back else {},
+            )
+            results.append({"side": name} | found)
         except SideError as error:
             left_out[name] = reason_of(error)
     show(results, sides, before, args)
@@ -109,7 +121,7 @@ def main() -> None:
     for one in results:
         print_disturbance(one["others_cores"], one["side"])
     settings = {"steps": args.steps, "processes": args.processes, "size": asdict(size)}
-    settings |= {"start_bytes": before, "left_out": left_out}
+    settings |= {"hand_back": args.hand_back, "start_bytes": before, "left_out": left_out}
     deliver(record("large_models", settings=settings, results=results), args.json)
 
 
@@ -124,6 +136,9 @@ def arguments() -> argparse.Namespace:
     for field in fields(Size):
         name = f"--{field.name.replace('_', '-')}"
         parser.add_argument(name, type=int, default=field.default, metavar="N")
+    parser.add_argument(
+        "--hand-back", action="store_true", help="no process keeps memory that is free"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the record here as well")
     args = parser.parse_args()
     args.sides = args.sides.split(",")
@@ -136,12 +151,12 @@ def arguments() -> argparse.Namespace:
 
 def kept_at_start(spec: SideSpec, size: Size) -> Kept:
     """What a process has, in the company of as many others, when it has imported PyTorch."""
-    with running(spec, size) as side:
+    with running(spec, size, {}) as side:
         return kept_by(side.pids)
 
 
 @contextmanager
-def running(spec: SideSpec, size: Size) -> Iterator[Side]:
+def running(spec: SideSpec, size: Size, environment: Mapping[str, str]) -> Iterator[Side]:
     """The processes of a side, which have no model yet."""
     if find_spec(spec.package) is None:
         raise SideError(f"{spec.package} is not installed")
@@ -154,15 +169,17 @@ def running(spec: SideSpec, size: Size) -> Iterator[Side]:
             *(spec.loop, command),
             processes=spec.processes,
             folder=Path(folder),
-            environment=ENVIRONMENT,
+            environment={**ENVIRONMENT, **environment},
         ) as side,
     ):
         yield side
 
 
-def measured(spec: SideSpec, size: Size, *, steps: int) -> dict[str, Any]:
+def measured(
+    spec: SideSpec, size: Size, *, steps: int, environment: Mapping[str, str]
+) -> dict[str, Any]:
     """Train with a side, and say what it took."""
-    with running(spec, size) as side:
+    with running(spec, size, environment) as side:
         with watched(side.pids) as while_built:
             side.train(0)
         with watched(side.pids) as while_warming_up:
