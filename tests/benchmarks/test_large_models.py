@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 
 import large_models
 from _large import GPT, Size, filled, losses
-from large_models import FIELDS, MIB, kept_by, most, reason_of, watched
+from large_models import FIELDS, MIB, WATCH_S, kept_by, most, reason_of, watched
 from loops import plain_step
 from sides import SideError
 
@@ -28,10 +29,10 @@ def test_the_most_of_two_processes() -> None:
 
 def test_memory_is_watched_in_the_meantime() -> None:
     before = kept_by([os.getpid()])
+    held = torch.ones(64 * MIB, dtype=torch.uint8)
     with watched([os.getpid()]) as found:
-        held = torch.ones(64 * MIB, dtype=torch.uint8)
-        while not found["Pss"]:
-            held.add_(1)
+        time.sleep(5 * WATCH_S)
+    del held
     assert found["Pss_Anon"] > before["Pss_Anon"] + 48 * MIB
 
 
