@@ -208,6 +208,7 @@ def watched(pids: Sequence[int]) -> Iterator[Kept]:
     ended = threading.Event()
 
     def watch() -> None:
+        found.update(kept_by(pids))
         while not ended.wait(WATCH_S):
             found.update(most(found, kept_by(pids)))
 
