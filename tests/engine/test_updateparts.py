@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from onefold.engine.stephooks import refuse_own_steps, steps_by_parts
+from onefold.engine.stephooks import refuse_own_steps, steps_by_parameter
 from onefold.engine.updateparts import Part, parts_of
 
 VALUES = [torch.nn.Parameter(torch.full((2,), float(n))) for n in range(5)]
@@ -79,21 +79,21 @@ def scheduled() -> torch.optim.Optimizer:
     ],
     ids=["pytorch's", "with a schedule", "of the script", "wrapped", "with a hook"],
 )
-def test_only_what_treats_each_parameter_by_itself_steps_by_parts(
+def test_only_pytorchs_own_are_known_to_step_by_parameter(
     make: Callable[[], torch.optim.Optimizer], expected: bool
 ) -> None:
     optimizer = make()
     refuse_own_steps([optimizer], lambda: True)
-    assert steps_by_parts([optimizer]) == expected
+    assert steps_by_parameter([optimizer]) == expected
     plain = adamw()
     refuse_own_steps([plain], lambda: True)
-    assert steps_by_parts([plain, optimizer]) == expected
+    assert steps_by_parameter([plain, optimizer]) == expected
 
 
 def test_hooks_of_all_optimizers_count() -> None:
     optimizer = adamw()
     refuse_own_steps([optimizer], lambda: True)
     handle = register_optimizer_step_post_hook(lambda *_: None)
-    assert not steps_by_parts([optimizer])
+    assert not steps_by_parameter([optimizer])
     handle.remove()
-    assert steps_by_parts([optimizer])
+    assert steps_by_parameter([optimizer])

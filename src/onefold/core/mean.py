@@ -200,7 +200,8 @@ class Contribution:
         self._expect_one_divisor("total()")
         # In float64: the loss of the batch is folded from these, and float32 would round it again
         # at every node of the tree.
-        total = self.root.detach().sum(dtype=torch.float64)
+        root = self.root.detach()
+        total = root.sum(dtype=torch.float64) if root.dim() else root.to(torch.float64)
         return total if self.share == 1.0 else total * self.share
 
     def backward(
@@ -284,11 +285,11 @@ def weigh(result: object, samples: int, what: str) -> Contribution:
     Raises:
         LossError: the result is anything else, or a weight is negative, infinite or has a gradient.
     """
-    if isinstance(result, Mean | Sum):
-        return _weigh_term(result, what)
-    if isinstance(result, Means):
-        return _weigh_terms(result, what)
     if not isinstance(result, torch.Tensor):
+        if isinstance(result, Mean | Sum):
+            return _weigh_term(result, what)
+        if isinstance(result, Means):
+            return _weigh_terms(result, what)
         raise LossError(
             f"{what}: expected a tensor of shape ({samples},), a scalar tensor, onefold.Mean or "
             f"onefold.Sum, got {type(result).__name__}. Return the tensor itself, not .item()"

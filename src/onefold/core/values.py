@@ -112,7 +112,8 @@ def split(result: object, what: str) -> tuple[object, Mapping[str, object]]:
     Raises:
         LossError: the result is a dict, or a tuple of something else.
     """
-    if not isinstance(result, tuple | Mapping):
+    # Nearly all are tensors, and to tell whether something is a mapping takes far longer.
+    if isinstance(result, torch.Tensor) or not isinstance(result, tuple | Mapping):
         return result, {}
     if isinstance(result, Mapping):
         raise LossError(

@@ -94,7 +94,8 @@ class GradientRules:
                 norm = torch.stack(squares).sum().sqrt()
             return norm
         norms = self._exchange.transport.share(self._update.squared_norms())
-        return norms.sum(dim=0).sum().sqrt()  # a piece has one owner: adding zeros is exact
+        # A piece has one owner: adding zeros is exact.
+        return (norms.sum(dim=0) if len(norms) > 1 else norms[0]).sum().sqrt()
 
     def clip(self, norm: torch.Tensor) -> None:
         """Limit the gradient, whose norm is given, in norm and then in the size of its elements."""

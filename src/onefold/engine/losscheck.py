@@ -217,12 +217,19 @@ def _inspect_mean_of_classes(node: Any, samples: int) -> LossFinding | None:
     targets, index = _saved(node, "target"), _ignored_index(node)
     if targets is None or index is None:
         return None
-    # Counted anew: the total that PyTorch keeps is in the loss's dtype, and 16 bits round it.
-    ignored = int((targets == index).sum())
+    ignored = _ignored(targets, index, _saved(node, "total_weight"))
     if ignored > 0:
         seen = f"a mean over targets of which {ignored} are ignored ({_shown(function)})"
         return _mean_by("ignored", seen, function)
     return _average(targets.numel(), samples, "targets", function)
+
+
+def _ignored(targets: torch.Tensor, index: int, kept: torch.Tensor | None) -> int:
+    """Count the targets that are ignored, where those that are not have been counted already."""
+    # The count is in the loss's dtype, and 16 bits round it, as 32 do from 2**24 on.
+    if kept is None or kept.itemsize < 4 or targets.numel() > 2**24:
+        return int((targets == index).sum())
+    return targets.numel() - int(kept)
 
 
 def _inspect_values(place: _Place) -> LossFinding | None:

@@ -9,7 +9,7 @@ import torch
 
 from onefold.system.compat import count_hooks, steps_a_schedule
 
-__all__ = ["explain_state_dict", "refuse_own_steps", "steps_by_parts"]
+__all__ = ["explain_state_dict", "refuse_own_steps", "steps_by_parameter"]
 
 _OURS = 1
 """How many hooks on ``step`` each optimizer has from `refuse_own_steps`."""
@@ -52,11 +52,11 @@ def refuse_own_steps(optimizers: Optimizers, is_ours: Callable[[], bool]) -> Non
         optimizer.register_step_pre_hook(refuse)
 
 
-def steps_by_parts(optimizers: Optimizers) -> bool:
-    """Whether ``step()`` may be called several times for one step, each time for other parameters.
+def steps_by_parameter(optimizers: Optimizers) -> bool:
+    """Whether what ``step()`` does to a parameter follows from that, its gradient and its state.
 
-    PyTorch's own optimizers treat each parameter by itself, and count for each. Others may count
-    their calls, or look at all parameters together; hooks of a script may do anything.
+    It does in PyTorch's own optimizers, which also count for each parameter. Others may count their
+    calls, draw, or look at all parameters together; hooks of a script may do anything.
     """
     return all(
         type(each).__module__.startswith("torch.optim.")

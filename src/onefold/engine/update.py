@@ -15,6 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from onefold.engine.gradients import exact_norm
 from onefold.engine.optimizercheck import TAKEN
 from onefold.engine.optimizers import optimizers_in
 from onefold.engine.optimizerstate import PieceState, is_by_element
-from onefold.engine.stephooks import explain_state_dict, refuse_own_steps, steps_by_parts
+from onefold.engine.stephooks import explain_state_dict, refuse_own_steps, steps_by_parameter
 from onefold.engine.updatedraws import UpdateDraws
 from onefold.engine.updateparts import Part, parts_of
 from onefold.system.compat import copy_each, multiply_each
@@ -218,23 +219,29 @@ class SpanOptimizer:
         """
         # A norm for each piece and never for a span: pieces do not depend on the number of devices,
         # so neither does the order in which a piece's squares, and then the pieces, are added up.
-        rows = {
-            # A device whose span is empty has a row as well: all devices must share alike.
-            number: torch.zeros(len(self.storage.pieces), dtype=torch.float64, device=flat.device)
-            for number, flat in self._memory.items()
+        pairs = list(zip(self.owned, self.gradients, strict=True))
+        return {
+            device: self._row(
+                [gradient for item, gradient in pairs if item.device == device], device
+            )
+            for device in self._memory
         }
-        for device, row in rows.items():
-            pairs = zip(self.owned, self.gradients, strict=True)
-            own = [(item.number, gradient) for item, gradient in pairs if item.device == device]
-            if own:
-                norms = [row.new_zeros(()) if g is None else exact_norm(g) for _, g in own]
-                squares, place = torch.stack(norms).square(), 0
-                # In slices: a list of their numbers would have to be copied to a GPU, and where
-                # scripts ask for deterministic kernels, waited for.
-                for run in self._runs[device]:
-                    row[run] = squares[place : place + run.stop - run.start]
-                    place += run.stop - run.start
-        return rows
+
+    def _row(self, own: Sequence[torch.Tensor | None], device: int) -> torch.Tensor:
+        """Square the norm of each piece of a device, and put it into its place among all pieces."""
+        new = partial(torch.zeros, dtype=torch.float64, device=self._memory[device].device)
+        norms = [new(()) if g is None else exact_norm(g) for g in own]
+        squares = torch.stack(norms).square() if own else new(0)
+        if len(own) == len(self.storage.pieces):
+            return squares
+        # A device whose span is empty has a row as well: all devices must share alike.
+        row, place = new(len(self.storage.pieces)), 0
+        # In slices: a list of their numbers would have to be copied to a GPU, and where scripts ask
+        # for deterministic kernels, waited for.
+        for run in self._runs[device]:
+            row[run] = squares[place : place + run.stop - run.start]
+            place += run.stop - run.start
+        return row
 
     def drop(self) -> None:
         """Let go of the gradients taken, of a step that is skipped."""
@@ -245,7 +252,7 @@ class SpanOptimizer:
         groups = self.optimizer.param_groups
         # The very list objects, for whoever else holds them gets the same ones back.
         users = [group["params"] for group in groups]
-        cut = len(self._parts) > 1 and steps_by_parts(self._each)
+        cut = len(self._parts) > 1 and steps_by_parameter(self._each)
         parts = self._parts if cut else [self._whole]
         self._stepping = True
         try:

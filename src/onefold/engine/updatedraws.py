@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 
 from onefold.core.randomness import GeneratorStates
+from onefold.engine.stephooks import steps_by_parameter
 from onefold.errors import StateError
 from onefold.reading.held import held_states
 
@@ -45,7 +46,8 @@ class UpdateDraws:
             StateError: random numbers were drawn in it.
         """
         self._updates += 1
-        return self._looked_at() if self._updates % _EVERY in (1, 2) else _NOTHING
+        due = self._updates % _EVERY in (1, 2)
+        return self._looked_at() if due and not steps_by_parameter(self._optimizers) else _NOTHING
 
     @contextmanager
     def _looked_at(self) -> Iterator[None]:

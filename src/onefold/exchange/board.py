@@ -111,7 +111,8 @@ class Board:
             self.set_total(shard, result.total)
         # A shard that gave all, which is nearly every one, is added as one number.
         gave = result.gave
-        self.gave[device] += 1 if all(gave) else gave
+        row = self.gave[device]
+        np.add(row, 1 if all(gave) else gave, out=row)
         if result.buffers is not None:
             self._record_buffers(shard, result.buffers)
         if result.values is not None:

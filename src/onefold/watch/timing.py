@@ -77,11 +77,12 @@ class Stopwatch:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._on_gpu = device.type == "cuda"
         self._spans: list[Span] = []
 
     def now(self) -> Moment:
         """Mark this moment in the order of the device's work."""
-        if self.device.type != "cuda":
+        if not self._on_gpu:
             return host_now_s()
         # On the current stream, so that the event is reached after the work that was queued before.
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
