@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 
 from onefold.core.batch import ShardedBatch
@@ -66,7 +67,7 @@ class GradientRules:
         update, exchange = self._update, self._exchange
         totals = [total for number in numbers for total in exchange.totals(number)]
         gave = exchange.board.gave
-        counts = (gave[0] if len(gave) == 1 else gave.sum(axis=0)).tolist()
+        counts = (gave[0] if len(gave) == 1 else np.add.reduce(gave)).tolist()
         if not any(counts):
             raise LossError(
                 f"the loss of step {task.step} does not depend on any parameter that requires a "

@@ -15,7 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -127,7 +127,17 @@ class SpanOptimizer:
         ]
         for item in before.values():
             self.optimizer.state.pop(item.values, None)
-        self._runs = {device: runs_of(roster.spans[device]) for device in self._memory}
+        # A device whose span is empty has a row as well: all devices must share alike.
+        self._rows = {
+            device: torch.zeros(len(self.storage.pieces), dtype=torch.float64, device=flat.device)
+            for device, flat in self._memory.items()
+        }
+        # In slices: a list of their numbers would have to be copied to a GPU, and where scripts ask
+        # for deterministic kernels, waited for.
+        self._slots = {
+            device: [(row[run], run.stop - run.start) for run in runs_of(roster.spans[device])]
+            for device, row in self._rows.items()
+        }
         self.averages.keep({item.number for item in self.owned})
         self.gradients = [None] * len(self.owned)
         self._entries = [item.piece.entry for item in self.owned]
@@ -220,28 +230,15 @@ class SpanOptimizer:
         # A norm for each piece and never for a span: pieces do not depend on the number of devices,
         # so neither does the order in which a piece's squares, and then the pieces, are added up.
         pairs = list(zip(self.owned, self.gradients, strict=True))
-        return {
-            device: self._row(
-                [gradient for item, gradient in pairs if item.device == device], device
-            )
-            for device in self._memory
-        }
-
-    def _row(self, own: Sequence[torch.Tensor | None], device: int) -> torch.Tensor:
-        """Square the norm of each piece of a device, and put it into its place among all pieces."""
-        new = partial(torch.zeros, dtype=torch.float64, device=self._memory[device].device)
-        norms = [new(()) if g is None else exact_norm(g) for g in own]
-        squares = torch.stack(norms).square() if own else new(0)
-        if len(own) == len(self.storage.pieces):
-            return squares
-        # A device whose span is empty has a row as well: all devices must share alike.
-        row, place = new(len(self.storage.pieces)), 0
-        # In slices: a list of their numbers would have to be copied to a GPU, and where scripts ask
-        # for deterministic kernels, waited for.
-        for run in self._runs[device]:
-            row[run] = squares[place : place + run.stop - run.start]
-            place += run.stop - run.start
-        return row
+        for device, slots in self._slots.items():
+            own = (gradient for item, gradient in pairs if item.device == device)
+            for slot, pieces in slots:
+                norms = [
+                    slot.new_zeros(()) if gradient is None else exact_norm(gradient)
+                    for gradient in islice(own, pieces)
+                ]
+                torch.stack(norms, out=slot).square_()
+        return self._rows
 
     def drop(self) -> None:
         """Let go of the gradients taken, of a step that is skipped."""

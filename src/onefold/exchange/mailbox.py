@@ -9,7 +9,7 @@ Note: a peer's last words
 A process that fails sends why and hangs up at once. If it leaves messages unread, the kernel
 reports a reset connection before it delivers what the process sent. It also reports the end too
 early to who finds no message just before the process sends its last and hangs up. So neither is
-final until a second read has found nothing: the reason comes last (see `_read`, `_sending`).
+final until a second read has found nothing: the reason comes last (see `_read`, `_explain_unsent`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import struct
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -131,8 +131,10 @@ class Mailbox:
     def send_file(self, rank: int, descriptor: int) -> None:
         """Send an open file to a process."""
         peer = self._peer(rank)
-        with self._sending(peer):
+        try:
             socket.send_fds(peer.socket, [b"file"], [descriptor])
+        except OSError as error:
+            self._explain_unsent(error, peer)
 
     def receive_file(self, rank: int) -> int:
         """Receive an open file, which must be in the very next message of a process."""
@@ -223,7 +225,7 @@ class Mailbox:
     def _drain(self, peer: _Peer) -> bool:
         """Queue the next frame from a peer without waiting; return whether there was one."""
         try:
-            frame = _read(lambda: peer.socket.recv(_FRAME_BYTES, socket.MSG_DONTWAIT))
+            frame = _read(peer.socket.recv, _FRAME_BYTES, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return False
         if frame.startswith(_FAILED):
@@ -303,31 +305,31 @@ class Mailbox:
         )
 
     def _send(self, peer: _Peer, frame: bytes) -> None:
-        with self._sending(peer):
-            peer.socket.send(frame)
-
-    @contextlib.contextmanager
-    def _sending(self, peer: _Peer) -> Iterator[None]:
-        """Turn an error of the socket into one that says what happened to the peer."""
         try:
-            yield
-        except BlockingIOError:
+            peer.socket.send(frame)
+        except OSError as error:
+            self._explain_unsent(error, peer)
+
+    def _explain_unsent(self, error: OSError, peer: _Peer) -> NoReturn:
+        """Turn an error of the socket into one that says what happened to the peer."""
+        if isinstance(error, BlockingIOError):
             raise self._late([peer]) from None
-        except ConnectionError:
-            while self._drain(peer):  # the reason comes last; see the note at the head
-                continue
-            self._raise_ended(peer)
+        if not isinstance(error, ConnectionError):
+            raise error
+        while self._drain(peer):  # the reason comes last; see the note at the head
+            continue
+        self._raise_ended(peer)
 
 
-def _read(receive: Callable[[], bytes]) -> bytes:
+def _read(receive: Callable[..., bytes], *arguments: int) -> bytes:
     """The next message, or nothing once the peer has hung up: see the note at the head."""
-    with contextlib.suppress(ConnectionError):
-        if message := receive():
-            return message
-    try:
-        return receive()
-    except ConnectionError:
-        return b""
+    for _ in range(2):
+        try:
+            if message := receive(*arguments):
+                return message
+        except ConnectionError:
+            continue
+    return b""
 
 
 _open_mailboxes: weakref.WeakSet[Mailbox] = weakref.WeakSet()
