@@ -75,8 +75,9 @@ class BufferSet:
     def begin_step(self) -> None:
         """Remember what every shard of this step starts from."""
         self.places.check()
-        self.absorb()
-        self.note_changes()
+        if self.places.tensors:
+            self.absorb()
+            self.note_changes()
 
     def note_changes(self) -> None:
         """Have all shards begin anew in buffers of their own that a script has changed."""

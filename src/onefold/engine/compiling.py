@@ -24,7 +24,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -179,26 +179,28 @@ class Rehearsal:
         self._notes = notes
         self._warned = False
 
-    @contextmanager
     def before(
         self, replica: Replica, batch: ShardedBatch, task: ShardTask, board: Board
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """Surround a device's shards: its first one is rehearsed, if a check is due.
 
         Raises:
             LossError: the loss is certainly not the one that the script means.
             StateError: the loss changes a module that is no part of the model.
         """
-        shards = [n for n in batch.plan.shards_of(replica.number) if n in batch.shards]
         # One shard may do what a plain loop may.
-        if not self._on or not task.due or task.shards == 1 or not shards:
-            yield
-            return
-        shard, where = shards[0], f"step {task.step}, shard {shards[0]}"
-        with self._outside.noting(wanted=self._notes):
+        if not self._on or not task.due or task.shards == 1:
+            return nullcontext()
+        shards = [n for n in batch.plan.shards_of(replica.number) if n in batch.shards]
+        return self._rehearsed(shards[0], replica, batch, task, board) if shards else nullcontext()
+
+    @contextmanager
+    def _rehearsed(
+        self, shard: int, replica: Replica, batch: ShardedBatch, task: ShardTask, board: Board
+    ) -> Iterator[None]:
+        where = f"step {task.step}, shard {shard}"
+        with self._outside.refusing_changes(f"{where}, the loss") if self._notes else nullcontext():
             part = replica.rehearse(shard, batch, task)
-        if self._notes:
-            self._outside.check(f"{where}, the loss")
         yield
         whole = task.microbatch is None or batch.size_of(shard) <= task.microbatch
         if part is not None and whole and part.kind != "means" and not self._warned:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -294,14 +294,10 @@ class Engine:
         ):
             yield
 
-    @contextmanager
-    def noting(self, where: str, *, wanted: bool) -> Iterator[None]:
+    def noting(self, where: str, *, wanted: bool) -> AbstractContextManager[None]:
         """Refuse changes to modules other than the model inside this context, if ``wanted``."""
         watched = wanted and not self._compilers.compiled  # hooks would make it compile anew
-        with self._outside.noting(wanted=watched):
-            yield
-        if watched:
-            self._outside.check(where)
+        return self._outside.refusing_changes(where) if watched else nullcontext()
 
     @contextmanager
     def attached(self, replica: Replica) -> Iterator[None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ from onefold.system.compat import buffers_of, parameters_of, version_of
 
 __all__ = ["OutsideModules"]
 
-_NOTHING = nullcontext()
 _LOOKED_AT = 16
 """Values of each tensor of an outside module that are compared between devices."""
 
@@ -42,12 +41,9 @@ class OutsideModules:
         self._functions = functions
         self._found: list[_Outside] = []
 
-    def noting(self, *, wanted: bool) -> AbstractContextManager[None]:
-        """Note every module that is called inside this context, if ``wanted``."""
-        return self._noting() if wanted else _NOTHING
-
     @contextmanager
-    def _noting(self) -> Iterator[None]:
+    def noting(self) -> Iterator[None]:
+        """Note every module that is called inside this context."""
         known = {id(part) for part in self._module.modules()}
         self._found = []
 
@@ -64,6 +60,13 @@ class OutsideModules:
             yield
         finally:
             handle.remove()
+
+    @contextmanager
+    def refusing_changes(self, where: str) -> Iterator[None]:
+        """Note every module that is called inside this context, and `check` them at its end."""
+        with self.noting():
+            yield
+        self.check(where)
 
     def check(self, where: str) -> None:
         """Refuse an outside module that the shards have changed, of those noted last.

@@ -238,9 +238,9 @@ class Session:
         cut = self._cut(self.verifying.batch(batch), checked_dim(dim))
         waited = cut.waited or (start, host_now_s())
         number = self.position.step + 1
-        if self._before_step(cut):
-            raise SystemExit(STOPPED_CODE)
         with self.telling_others():
+            if self._before_step(cut):
+                raise Stopped(STOPPED_CODE)
             outcome = self._compute(cut, number, name)
         # The step is done for everybody. The position follows before anything else can fail, or a
         # checkpoint might count the batch as unused.
@@ -303,13 +303,12 @@ class Session:
 
     def _before_step(self, batch: ShardedBatch) -> bool:
         """Save what was put off; return whether the process is to stop, as it was asked to."""
-        with self.telling_others():
-            self.checkpoints.check()
-            self._schedule.check_step(self.position.here)
-            if self._autosave is None:
-                return False
-            self._autosave.check(batch)
-            return self._autosave.before_step(batch)
+        self.checkpoints.check()
+        self._schedule.check_step(self.position.here)
+        if self._autosave is None:
+            return False
+        self._autosave.check(batch)
+        return self._autosave.before_step(batch)
 
     def _after_step(self, batch: ShardedBatch, *, stop: bool) -> bool:
         """Save if a checkpoint is due; return whether the process is to stop."""
