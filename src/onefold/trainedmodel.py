@@ -58,6 +58,26 @@ class TrainedModel:
         with session.telling_others(), session.engine.changing(self.steps + 1):
             yield
 
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """A block in which every device has all parameters; called on every device.
+
+        They always do, unless the run was started with ``--keep span`` and its devices do not share
+        memory (GPUs, several hosts): then each keeps its span, and what is brought for a step goes
+        again with it. Outside of this block the parameters of such a model are NaN, and
+        ``state_dict()`` is refused. The model may be read in the block; what is written to it is
+        lost, and belongs into `changing`.
+
+        Raises:
+            DisagreementError: another device is somewhere else.
+
+        >>> with trainer.whole():
+        ...     largest = max(float(p.detach().abs().max()) for p in model.parameters())
+        """
+        session = self._session
+        with session.telling_others(), session.engine.whole(self.steps + 1):
+            yield
+
     def average(
         self,
         *,
@@ -207,8 +227,12 @@ class TrainedModel:
             yield
 
     def fingerprint(self) -> str:
-        """16 hexadecimal digits over parameters and buffers: the same for the same bits."""
-        return fingerprint_of(tensor_digests(named_tensors(self.model)))
+        """16 hexadecimal digits over parameters and buffers: the same for the same bits.
+
+        Called on every device where each keeps its span (see `whole`); elsewhere on any.
+        """
+        with self.whole():
+            return fingerprint_of(tensor_digests(named_tensors(self.model)))
 
     def save(
         self,

@@ -136,16 +136,17 @@ class Checkpoints:
         self._engine.check_last_step()
         # The writing still reads the rooms of all devices, which `pack` is about to overwrite.
         self._wait_until_written()
-        with self._engine.averaging.training_values() as trained:
-            self._refuse_not_finite(trained)
-        self._engine.follow_parameters()
-        pack(self._engine.update.states(), self._engine.exchange.transport.room)
-        brought = self._engine.exchange.transport.bring()
-        self.lost = False
-        # Copied by the training thread: the thread that writes reads nothing but copies.
-        if self._lead.is_here:
-            copies = self._copies()
-            self._writing.start(partial(self._write, folder, record, copies, brought, keeping))
+        with self._engine.all_parameters():
+            with self._engine.averaging.training_values() as trained:
+                self._refuse_not_finite(trained)
+            self._engine.follow_parameters()
+            pack(self._engine.update.states(), self._engine.exchange.transport.room)
+            brought = self._engine.exchange.transport.bring()
+            self.lost = False
+            # Copied by the training thread: the thread that writes reads nothing but copies.
+            if self._lead.is_here:
+                copies = self._copies()
+                self._writing.start(partial(self._write, folder, record, copies, brought, keeping))
         if wait:
             self._wait_until_written()
         self._position.note_save()
@@ -174,6 +175,7 @@ class Checkpoints:
         self._engine.agree(StepHead(Call.LOAD, self._position.step + 1, arguments=arguments))
         self._wait_until_written()
         with ExitStack() as stack:
+            stack.enter_context(self._engine.all_parameters())
             find = partial(self._find, path, changed, if_any, leave_out, stack)
             told, files = self._lead.do("checking a checkpoint", find) or (None, None)
             stored = self._agree_on(told)
@@ -189,7 +191,8 @@ class Checkpoints:
         self._state.adopt(stored.run, changed)
         # Under the same name, so that pruning sees the checkpoints of both as one run's.
         self._state.run = stored.run["run"]
-        self._check_fingerprint(stored)
+        with self._engine.all_parameters():
+            self._check_fingerprint(stored)
         self._nan_from_the_start = names_with_nan(self._buffers())
         if self._lead.is_here:
             self._state.warn_of_differences(stored)

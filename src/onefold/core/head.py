@@ -56,6 +56,7 @@ class Call(IntEnum):
     UPDATE_BN = 13
     BROADCAST = 14
     GRADIENT = 15
+    WHOLE = 16
 
     @property
     def words(self) -> str:
@@ -79,6 +80,7 @@ _CALLS = {
     Call.UPDATE_BN: "the update_bn of trainer.averaged",
     Call.BROADCAST: "trainer.broadcast",
     Call.GRADIENT: "trainer.gradient",
+    Call.WHOLE: "the beginning of trainer.whole",
 }
 
 

@@ -69,3 +69,8 @@ class StageLayout:
     def place(self, number: int) -> tuple[int, int, torch.dtype]:
         """Where a piece begins and how long it is, in bytes, and its dtype."""
         return self._places[number]
+
+    def in_room(self, number: int, room: torch.Tensor) -> torch.Tensor:
+        """(numel,) view of a piece in memory that holds its stage, (stage_bytes,) uint8."""
+        start, nbytes, dtype = self._places[number]
+        return room[start : start + nbytes].view(dtype)

@@ -100,6 +100,16 @@ class Storage:
             raise ValueError("expected a model that is cut into stages")
         return StageLayout(self.gradients, self.pieces, self.stages)
 
+    def lent_layout(self) -> StageLayout:
+        """Where the parameters of a stage lie in memory that holds it while it is needed.
+
+        Raises:
+            ValueError: whole sums are handed over.
+        """
+        if self.stages is None:
+            raise ValueError("expected a model that is cut into stages")
+        return StageLayout(self.parameters, self.pieces, self.stages)
+
     @property
     def board(self) -> BoardShape:
         """The sizes of the board."""

@@ -66,7 +66,11 @@ class Agreement:
         self._parts = first.parts
         self._with_others = len(replicas) < exchange.board.shape.devices
         self._buffers = Samples([first.buffers.flat])
-        self.guard = ValueGuard(self._parts.named, [first.trained, first.other])
+        # Where this device has its span alone, nobody else can write to what it does not have.
+        lent = exchange.memory.is_lent
+        self.guard = ValueGuard(
+            self._parts.named, [first.other] if lent else [first.trained, first.other]
+        )
         """Remembers the parameters as the last call left them."""
         self.settings = GroupSettings(update.optimizer)
         """Reads the settings of the optimizer's groups."""

@@ -91,7 +91,9 @@ def assemble(
     refuse_clipping(parts.trained.values())
     # After attach: state that the optimizer already has moves to where its parameters now lie.
     trained = list(parts.trained.values())
-    update = SpanOptimizer(optimizer, trained, storage, memory.trained, roster, memory.heap)
+    update = SpanOptimizer(
+        optimizer, trained, storage, memory.trained, roster, memory.heap, lent=memory.is_lent
+    )
     if storage.rounds:
         _hand_out_masters(update, start.trained, roster, exchange, team)
     return Engine(

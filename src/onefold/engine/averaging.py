@@ -15,7 +15,7 @@ have seen.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ class Averaging:
         agreement: meets the other devices.
         siblings: brings what the first device of this process has to the others.
         settle: has masters follow what was changed between steps.
+        whole: a block in which this device has all parameters, given the number of the next step.
     """
 
     def __init__(
@@ -54,7 +55,9 @@ class Averaging:
         agreement: Agreement,
         siblings: Siblings,
         settle: Callable[[], None],
+        whole: Callable[[int], AbstractContextManager[None]],
     ) -> None:
+        self._whole = whole
         self._first = replicas[0]
         self._exchange = exchange
         self._update = update
@@ -147,6 +150,10 @@ class Averaging:
                 "trainer.average(decay=0.999) or trainer.average(mean=True) before the steps"
             )
         self._agreement.refuse_inside(Call.AVERAGED)
+        with self._whole(step):
+            yield from self._showing(step, recomputes)
+
+    def _showing(self, step: int, recomputes: bool) -> Iterator[None]:
         self._first.check_places()
         self._prepare()
         try:

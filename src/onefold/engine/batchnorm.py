@@ -118,7 +118,7 @@ def _sums(
     """
     sums: dict[int, dict[int, torch.Tensor]] = {replica.number: {} for replica in engine.replicas}
     count = shards = 0
-    with engine.evaluating(training=True):
+    with engine.whole(call.step), engine.evaluating(training=True):
         for layer in kept:
             layer.training = False  # put back with the modes of all others
         for number, batch in enumerate(batches):

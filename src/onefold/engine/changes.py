@@ -12,8 +12,8 @@ which stay the same objects; the gradients in their ``.grad`` are each process's
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from onefold.core.head import Call, StepHead
@@ -36,6 +36,7 @@ class Changes:
         update: the optimizer on this process's spans.
         agreement: meets the other devices.
         siblings: brings what the first device of this process has to the others.
+        whole: a block in which this device has all parameters.
     """
 
     def __init__(
@@ -45,7 +46,9 @@ class Changes:
         update: SpanOptimizer,
         agreement: Agreement,
         siblings: Siblings,
+        whole: Callable[[], AbstractContextManager[None]],
     ) -> None:
+        self._whole, self._held = whole, ExitStack()
         self._replicas = replicas
         self._exchange = exchange
         self._update = update
@@ -107,6 +110,7 @@ class Changes:
             copies = [parameter.data.clone() for parameter in named]
         agreement.begin(StepHead(Call.CHANGING, step))
         agreement.changing = True
+        self._held.enter_context(self._whole())
         if self._private:
             for parameter, copy in zip(named, copies, strict=True):
                 parameter.data = copy
@@ -136,6 +140,7 @@ class Changes:
             agreement.settings.adopt(self._settings_of_lead())
         self._siblings.copy_first()
         self._update.follow_parameters()
+        self._held.close()
         agreement.guard.note()
 
     def _settings_of_lead(self) -> list[dict[str, Any]]:

@@ -28,6 +28,7 @@ from onefold.engine.guard import Turns
 from onefold.engine.handover import arriving_states
 from onefold.engine.kernels import Compilers, current_gpu, repeatable_kernels
 from onefold.engine.leftovers import allow_clipping
+from onefold.engine.lending import Lending
 from onefold.engine.modes import in_mode
 from onefold.engine.nonfinite import FiniteCheck, bad_gradient
 from onefold.engine.objective import objectives_of
@@ -95,9 +96,9 @@ class Engine:
         self._guard = self._agreement.guard
         self._siblings = Siblings(replicas, self._guard, self._turns)
         with_all = (replicas, exchange, update, self._agreement, self._siblings)
-        self.changes = Changes(*with_all)
+        self.changes = Changes(*with_all, self.all_parameters)
         """The block in which a script may change the model."""
-        self.averaging = Averaging(*with_all, self.follow_parameters)
+        self.averaging = Averaging(*with_all, self.follow_parameters, self.whole)
         """The averages of the model, if the run keeps any."""
         self._compilers = Compilers(module, *losses.values(), compiles=settings.compile)
         self._rehearsal = Rehearsal(settings, self._outside, notes=not self._compilers.by_user)
@@ -108,6 +109,12 @@ class Engine:
         self._finite = FiniteCheck(settings, self.rules, exchange)
         self._gradients: Gradients = []
         self._together = Together(replicas, exchange)
+        self.lending = (
+            Lending(replicas[0], replicas[0].stages, update, exchange)
+            if exchange.memory.is_lent and replicas[0].stages
+            else None
+        )
+        """Brings parameters that other devices keep; None if this one has all of them."""
         self._whole = WholeGradient(replicas[0], update, exchange)
         self._values = ValueTrade(replicas, exchange)
         self._mode_warning = ModeWarning(module, on_lead=replicas[0].number == 0)
@@ -354,16 +361,17 @@ class Engine:
             # What the user has changed since the last step is the user's affair.
             self._guard.note(values=due)
         watched = due and several  # one shard may do what a plain loop may
-        with self._computing(due=due), self.noting(f"step {number}, the loss", wanted=watched):
-            task = self.fitting.fitted(task, batch)
+        with (
+            self._computing(due=due),
+            self.noting(f"step {number}, the loss", wanted=watched),
+        ):
+            with self._at_hand():
+                task = self.fitting.fitted(task, batch)
             while True:
-                done: dict[int, ShardResult] = {}
-                if objective.gathers and not task.is_plain(batch):
-                    task, done = self._together.prepare(batch, task)
-                elif objective.several_terms and not task.is_plain(batch):
-                    task = replace(task, divisors=self._divisors(batch, task))
-                self._task = task
-                self._gradients = self._run_shards(batch, task, done)
+                with self._at_hand():
+                    task, done = self._prepared(batch, task)
+                    self._task = task
+                    self._gradients = self._run_shards(batch, task, done)
                 board = self.exchange.board
                 weight = total_weight(board.weights.tolist(), batch.sizes, number)
                 if weight.terms == 1 and not weight.gathers and not weight.late:
@@ -374,6 +382,44 @@ class Engine:
                 self.exchange.spread()  # nothing was updated; the board is free again
         return weight
 
+    def _prepared(
+        self, batch: ShardedBatch, task: ShardTask
+    ) -> tuple[ShardTask, dict[int, ShardResult]]:
+        """Find out what a shard must know of the others before its backward can begin."""
+        if self.objective.gathers and not task.is_plain(batch):
+            return self._together.prepare(batch, task)
+        if self.objective.several_terms and not task.is_plain(batch):
+            task = replace(task, divisors=self._divisors(batch, task))
+        return task, {}
+
+    @contextmanager
+    def whole(self, step: int) -> Iterator[None]:
+        """A block in which this device has all parameters; called on all devices alike.
+
+        Args:
+            step: the number of the next step.
+        """
+        if self.lending is not None and not self.lending.is_whole:
+            self.agree(StepHead(Call.WHOLE, step))
+        with self.all_parameters():
+            yield
+
+    def all_parameters(self) -> AbstractContextManager[None]:
+        """What `whole` does, once all devices have agreed on a call that needs it."""
+        return nullcontext() if self.lending is None else self.lending.whole()
+
+    def _at_hand(self) -> AbstractContextManager[None]:
+        """Have all parameters at hand in a step that cannot do with those of one stage."""
+        # Gathering and several terms run shards more than once, outside of the rounds in which
+        # devices bring each other something; compiled code takes parameters as its arguments.
+        by_stages = not (
+            self._compilers.compiled
+            or self.objective.gathers
+            or self.objective.several_terms
+            or self.fitting.trials
+        )
+        return nullcontext() if by_stages else self.all_parameters()
+
     def _run_shards(
         self, batch: ShardedBatch, task: ShardTask, done: Mapping[int, ShardResult]
     ) -> Gradients:
@@ -382,7 +428,11 @@ class Engine:
         before = partial(self._rehearsal.before, batch=batch, task=task, board=exchange.board)
         if exchange.stages is not None:
             early = not self._compilers.compiled
-            run_rounds(self.replicas, self.attached, before, batch, task, exchange, done, early)
+            lending = self.lending
+            if lending is not None and not lending.is_whole:
+                task = replace(task, bringing=lending.bringing)
+            with lending.stage_by_stage() if task.bringing and lending else nullcontext():
+                run_rounds(self.replicas, self.attached, before, batch, task, exchange, done, early)
         for replica in self.replicas if exchange.stages is None else ():
             with self.attached(replica), before(replica):
                 gradients = run_share(replica, batch, task, exchange, done)
@@ -431,7 +481,7 @@ class Engine:
     def _name_bad_gradient(self, batch: ShardedBatch) -> str:
         """Compute the step's shards once more, to name the first gradient that is not finite."""
         task, done = replace(self._task, scale=1.0), dict[int, ShardResult]()
-        with self._computing():
+        with self._computing(), self.all_parameters():
             if self.objective.gathers and not task.is_plain(batch):
                 bad = self._together.spoilt(batch, task)
                 if bad:

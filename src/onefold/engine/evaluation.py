@@ -52,7 +52,7 @@ def evaluate(
     tallies = {replica.number: _Tally() for replica in engine.replicas}
     shards = samples = 0
     batch = None
-    with engine.evaluating():
+    with engine.whole(call.step), engine.evaluating():
         for number, batch in enumerate(batches):
             # Only now: the data's digest is known once the first batch has been read.
             if number == 0:

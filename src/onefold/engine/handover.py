@@ -31,7 +31,7 @@ def arriving_states(
     moving = {n for n in range(before.pieces) if before.owner_of(n) != after.owner_of(n)}
     transport, heap = exchange.transport, exchange.memory.heap
     with_others = len(exchange.memory.trained) < len(after.devices)
-    pack([s for s in update.states() if s.piece in moving], transport.room)
+    pack([s for s in update.states(moving=True) if s.piece in moving], transport.room)
     brought = [state for memory in transport.bring() for state in unpack(memory)]
 
     def make(device: int) -> torch.Tensor:

@@ -43,7 +43,7 @@ def predict(
     own = {replica.number: _Said() for replica in engine.replicas}
     cuts: list[tuple[int, Plan]] = []
     batch = None
-    with engine.evaluating():
+    with engine.whole(call.step), engine.evaluating():
         for number, batch in enumerate(batches):
             # Only now: the data's digest is known once the first batch has been read.
             if number == 0:

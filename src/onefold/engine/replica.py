@@ -107,7 +107,8 @@ class Replica:
         self.trained = trained
         self.other = other
         self.buffers = buffers
-        self._stages = stages
+        self.stages = stages
+        """Those of the model, if gradients are handed over stage by stage."""
         self.watch = Stopwatch(device)
         self.loss_watch = LossWatch()
         self._names = list(parts.trained)
@@ -144,6 +145,10 @@ class Replica:
                 # What is there was computed in the memory of the device before.
                 parameter.grad = None
         self.buffers.attach()
+
+    def note_places(self) -> None:
+        """Take it that parameters lie where they ought to lie."""
+        self._places = list(map(torch.Tensor.data_ptr, self._placed))
 
     def check_places(self) -> None:
         """Refuse parameters that have been moved to other memory, or replaced.
@@ -220,11 +225,14 @@ class Replica:
         with (
             gathering(gatherer) if gatherer else _NOTHING,
             handing.watched() if handing else _NOTHING,
+            task.bringing() if task.bringing else _NOTHING as begin_backward,
         ):
             part, values = self._loss_of(piece, payload, batch, task, where, gatherer)
             middle = self.watch.now()
             if handing:
                 handing.begin_backward()
+            if begin_backward:
+                begin_backward()
             backward(part, batch, task, gatherer.roots if gatherer else ())
         if gatherer is None or not gatherer.takes_turns:
             self.watch.note("forward", f"forward shard {piece.shard}", start, middle)
@@ -260,13 +268,13 @@ class Replica:
     def _handing(
         self, piece: ShardPiece, batch: ShardedBatch, task: ShardTask, where: str
     ) -> Handing | None:
-        if task.give is None or self._stages is None:
+        if task.give is None or self.stages is None:
             return None  # shards keep their gradients
 
         def take(stage: int) -> Gradients:
             return self._taken(self._of_stages[stage], batch, task, where)
 
-        return Handing(self._stages, piece, take, task.give)
+        return Handing(self.stages, piece, take, task.give)
 
     def autocast(self) -> AbstractContextManager[object]:
         """Compute in the run's precision inside this context."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +49,10 @@ class ShardTask:
 
     give: Callable[[Gift], None] | None = None
     """Takes the gradients of a stage as soon as they are complete; None if shards keep them."""
+
+    bringing: Callable[[], AbstractContextManager[Callable[[], None]]] | None = None
+    """Surrounds a forward pass and its backward, and has parameters brought while they are needed;
+    what it yields is called between the two. None where they are at hand."""
 
     def is_plain(self, batch: ShardedBatch) -> bool:
         """Whether one forward pass sees the whole batch, as in a plain loop."""

@@ -72,6 +72,7 @@ class SpanOptimizer:
         roster: who updates what.
         heap: where state, averages and values of higher precision lie; if that is a disk, the model
             is updated one stage after the other.
+        lent: whether there is memory for all parameters only now and then.
     """
 
     def __init__(
@@ -82,6 +83,8 @@ class SpanOptimizer:
         memory: Mapping[int, FlatTensors],
         roster: Roster,
         heap: Heap = ORDINARY,
+        *,
+        lent: bool = False,
     ) -> None:
         self.optimizer = optimizer
         self._heap = heap
@@ -95,6 +98,7 @@ class SpanOptimizer:
         """The averages of these pieces, if the run keeps any."""
         self._users = users
         self._memory = memory
+        self._lent = lent
         self._group_of = {
             id(parameter): number
             for number, group in enumerate(optimizer.param_groups)
@@ -125,6 +129,7 @@ class SpanOptimizer:
         self.owned = [
             before.pop(place) if place in before else self._own_piece(*place) for place in places
         ]
+        self._by_number = {item.number: item for item in self.owned}
         for item in before.values():
             self.optimizer.state.pop(item.values, None)
         # A device whose span is empty has a row as well: all devices must share alike.
@@ -150,13 +155,25 @@ class SpanOptimizer:
         self._whole = Part.of(range(len(values)), values, groups, count)
         self._parts = parts_of(values, groups, count, of or [0] * len(values))
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether there is memory for all parameters, in which models see the pieces."""
+        return all(flat.is_there for flat in self._memory.values())
+
+    def values_of(self, number: int) -> torch.Tensor:
+        """The values of an owned piece as models see them: (numel,) in storage order."""
+        item = self._by_number[number]
+        entry = self.storage.parameters.entries[item.piece.entry]
+        values = item.values.detach().to(self.storage.parameters.dtypes[entry.section])
+        return storage_order(values)
+
     def _own_piece(self, device: int, number: int) -> OwnedPiece:
         piece = self.storage.pieces[number]
         user = self._users[piece.entry]
         values: torch.Tensor = self._memory[device].piece(piece)
         entry = self.storage.masters.entries[piece.entry]
         master = self.storage.masters.dtypes[entry.section]
-        if values.dtype != master:
+        if values.dtype != master or self._lent:
             # A parameter, as optimizers may look for one; its exact values come with the state.
             return OwnedPiece(number, device, piece, user, self._master(values, master), values)
         if piece.whole:
@@ -166,7 +183,8 @@ class SpanOptimizer:
         return OwnedPiece(number, device, piece, user, values)
 
     def _master(self, values: torch.Tensor, dtype: torch.dtype) -> torch.nn.Parameter:
-        return torch.nn.Parameter(self._heap.like(values, dtype).copy_(values))
+        made = self._heap.like(values, dtype)
+        return torch.nn.Parameter(made.copy_(values) if self.is_whole else made)
 
     def take(
         self, totals: Sequence[torch.Tensor | None], gave: Sequence[int], *, shards: int
@@ -256,7 +274,7 @@ class SpanOptimizer:
             with self._draws.watched():
                 for part in parts:
                     self._step(part)
-            self._round()
+            self.show()
         finally:
             # Also when the step fails: a script may catch the error and go on with its groups.
             self._stepping = False
@@ -291,10 +309,13 @@ class SpanOptimizer:
             if isinstance(value, torch.Tensor):
                 state[key] = self._heap.kept(value)
 
-    def states(self) -> list[PieceState]:
+    def states(self, *, moving: bool = False) -> list[PieceState]:
         """List the state of the owned pieces as it is now, masters and averages with it.
 
         The tensors are the optimizer's own.
+
+        Args:
+            moving: whether they go to other owners, who have no values of these pieces.
 
         Raises:
             TypeError: the optimizer keeps state under something other than a parameter.
@@ -306,7 +327,7 @@ class SpanOptimizer:
                 f"parameter, which no checkpoint of onefold holds: expected state by parameter"
             )
         for item in self.owned:
-            if item.rounded is not None:
+            if item.rounded is not None and (moving or self.storage.rounds):
                 laid = laid_out(item.values.detach(), item.rounded.stride())
                 found.append(PieceState(item.number, MASTER, storage_order(laid), True))
             for key, value in self.optimizer.state.get(item.values, {}).items():
@@ -361,8 +382,10 @@ class SpanOptimizer:
                 found.setdefault(values, {})[state.key] = value
         self.optimizer.state.update(found)
 
-    def _round(self) -> None:
+    def show(self) -> None:
         """Have the models see the values of this process's pieces, rounded to their precision."""
+        if not self.is_whole:
+            return
         pairs = [(i.rounded, i.values.data) for i in self.owned if i.rounded is not None]
         if pairs:
             copy_each([shown for shown, _ in pairs], [exact for _, exact in pairs])

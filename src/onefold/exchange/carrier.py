@@ -4,16 +4,17 @@ Note: one event after the other
 -------------------------------
 Devices compute their shards at the same time, and each finishes its stages when it does, perhaps in
 another order than the others, or not all of them. So nothing is taken for granted but this: whoever
-has gradients of a stage, and whoever is done with its shard, makes the same call, `Carrier.carry`,
-and says in a word what it brings. All calls that meet are one *event*. Then everybody knows what is
-on its way from whom to whom, and a round of shards is over when all say that they are done.
+has gradients of a stage, whoever needs the parameters of one that others keep, and whoever is done
+with its shard, makes the same call, `Carrier.carry`, and says in a word what it brings or wants.
+All calls that meet are one *event*. Then everybody knows what is on its way from whom to whom, and
+a round of shards is over when all say that they are done.
 """
 
 from __future__ import annotations
 
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,21 +24,32 @@ from onefold.core.flat import laid_out, storage_order
 from onefold.core.roster import Roster
 from onefold.core.storage import Storage
 
-__all__ = ["DONE", "AtOnce", "Brought", "Carrier", "Gift", "Word"]
+__all__ = ["DONE", "AtOnce", "Brought", "Carrier", "Gift", "Want", "Word"]
 
 _HEAD = struct.Struct("<iiB")
+_DONE, _WANTS = -1, -2
 
 
 class Word(NamedTuple):
     """What a device says of what it brings to an event."""
 
     shard: int
-    """-1 if the device brings nothing, as it is done with its shard."""
+    """-1 if the device brings nothing, as it is done with its shard; -2 if it wants the stage."""
     stage: int
     last: bool
     """Whether nothing more comes of this stage of this shard."""
     gave: tuple[bool, ...]
     """For each parameter of the stage, whether there is a gradient."""
+
+    @property
+    def is_gift(self) -> bool:
+        """Whether the device brings gradients."""
+        return self.shard >= 0
+
+    @property
+    def is_want(self) -> bool:
+        """Whether the device wants the parameters of the stage."""
+        return self.shard == _WANTS
 
     def packed(self, parameters: int) -> bytes:
         """Pack the word into bytes, of one length for up to so many parameters."""
@@ -54,7 +66,7 @@ class Word(NamedTuple):
         return cls(shard, stage, bool(last), tuple(bool(flags >> n & 1) for n in range(count)))
 
 
-DONE = Word(-1, 0, True, ())
+DONE = Word(_DONE, 0, True, ())
 """What a device says that is done with its shard."""
 
 
@@ -74,6 +86,20 @@ class Gift:
         """What is said of it."""
         gave = tuple(gradient is not None for gradient in self.gradients)
         return Word(self.shard, self.stage, self.last, gave)
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """A wish for all parameters of one stage, as the owners of its pieces have them."""
+
+    stage: int
+    room: torch.Tensor
+    """(bytes,) uint8 on this device, where they are to lie: as `StageLayout.place` says."""
+
+    @property
+    def word(self) -> Word:
+        """What is said of it."""
+        return Word(_WANTS, self.stage, True, ())
 
 
 class Brought(NamedTuple):
@@ -101,16 +127,27 @@ class Carrier(ABC):
         self._places = {number: n for numbers in entries for n, number in enumerate(numbers)}
         self.sizes = [len(numbers) for numbers in entries]
         """How many parameters each stage has."""
+        self._values: Callable[[int], torch.Tensor]
 
     @abstractmethod
     def bind(self, roster: Roster) -> None:
         """Adopt a roster: who owns what. Called between steps, and before the first one."""
 
-    @abstractmethod
-    def carry(self, gift: Gift | None) -> list[Brought]:
-        """Bring a gift, or say that this device is done; return what everybody has brought.
+    def lend(self, values: Callable[[int], torch.Tensor]) -> None:
+        """Say how what this device owns of the parameters is found.
 
-        May block, and raise `PeerError`, where other processes take part.
+        Args:
+            values: given the number of a piece, returns (numel,) in storage order, in the dtype in
+                which models compute.
+        """
+        self._values = values
+
+    @abstractmethod
+    def carry(self, gift: Gift | Want | None) -> list[Brought]:
+        """Bring a gift, fill a room, or say that this device is done; return what all have brought.
+
+        May block, and raise `PeerError`, where other processes take part. Nobody asks for rooms to
+        be filled where every device has all parameters.
         """
 
     def gave(self, word: Word, number: int) -> bool:
@@ -153,8 +190,8 @@ class AtOnce(Carrier):
     def bind(self, roster: Roster) -> None:
         self._homes = {n: roster.devices[d] for d, span in enumerate(roster.spans) for n in span}
 
-    def carry(self, gift: Gift | None) -> list[Brought]:
-        if gift is None:
+    def carry(self, gift: Gift | Want | None) -> list[Brought]:
+        if not isinstance(gift, Gift):
             return [Brought(DONE, {}, False)]
         pieces = self.own_pieces(gift, self.layout.pieces[gift.stage])
         # The gradients are nobody else's, so they may take sums.

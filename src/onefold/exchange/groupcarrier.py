@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from onefold.core.flat import storage_order
 from onefold.core.roster import Roster
 from onefold.core.storage import Storage
-from onefold.exchange.carrier import DONE, Brought, Carrier, Gift, Word
+from onefold.exchange.carrier import DONE, Brought, Carrier, Gift, Want, Word
 from onefold.exchange.collective import GroupTransport, Operation
 from onefold.system.heap import Heap
 
@@ -27,6 +29,7 @@ class GroupCarrier(Carrier):
         super().__init__(storage)
         self._heap = heap
         self._transport = transport
+        self._lent = storage.lent_layout()
 
     def bind(self, roster: Roster) -> None:
         spans = [frozenset(span) for span in roster.spans]
@@ -34,7 +37,7 @@ class GroupCarrier(Carrier):
             [[n for n in numbers if n in span] for numbers in self.layout.pieces] for span in spans
         ]
 
-    def carry(self, gift: Gift | None) -> list[Brought]:
+    def carry(self, gift: Gift | Want | None) -> list[Brought]:
         transport = self._transport
         word = DONE if gift is None else gift.word
         words = [
@@ -44,32 +47,52 @@ class GroupCarrier(Carrier):
         # For each pair of devices, what one end sends is listed as the other lists its receipts.
         operations, coming = [], {}
         for peer in transport.peers():
-            if gift is not None:
-                leaving = self.own_pieces(gift, self._owned[peer][gift.stage])
-                operations += [
-                    Operation(True, peer, storage_order(piece)) for piece in leaving.values()
-                ]
+            operations += [
+                Operation(True, peer, part) for part in self._leaving(gift, words[peer], peer)
+            ]
             coming[peer] = self._rooms(words[peer])
-            operations += [Operation(False, peer, room) for room in coming[peer].values()]
+            awaited = [*coming[peer].values(), *self._awaited(gift, peer)]
+            operations += [Operation(False, peer, room) for room in awaited]
         transport.move(operations).finish()
-        brought = []
-        for rank, each in enumerate(words):
-            if each.shard < 0:
-                brought.append(Brought(each, {}, False))
-            elif gift is not None and rank == transport.rank:
-                # Lent: kept, these views would keep all of the gradients they are a part of.
-                mine = self._owned[rank][each.stage]
-                brought.append(Brought(each, self.own_pieces(gift, mine), True))
-            else:
-                pieces = {
-                    number: self.shaped(room, number) for number, room in coming[rank].items()
-                }
-                brought.append(Brought(each, pieces, False))
-        return brought
+        if isinstance(gift, Want):
+            for number in self._owned[transport.rank][gift.stage]:
+                self._lent.in_room(number, gift.room).copy_(self._values(number))
+        return [self._brought(rank, each, gift, coming) for rank, each in enumerate(words)]
+
+    def _leaving(self, gift: Gift | Want | None, word: Word, peer: int) -> list[torch.Tensor]:
+        """What a device is sent: its part of a gift, and then what it wants of this one."""
+        leaving: list[torch.Tensor] = []
+        if isinstance(gift, Gift):
+            own = self.own_pieces(gift, self._owned[peer][gift.stage])
+            leaving += map(storage_order, own.values())
+        if word.is_want:
+            leaving += map(self._values, self._owned[self._transport.rank][word.stage])
+        return leaving
+
+    def _awaited(self, gift: Gift | Want | None, peer: int) -> list[torch.Tensor]:
+        """Where what a device has of the parameters that this one wants is to lie."""
+        if not isinstance(gift, Want):
+            return []
+        return [self._lent.in_room(number, gift.room) for number in self._owned[peer][gift.stage]]
+
+    def _brought(
+        self,
+        rank: int,
+        word: Word,
+        gift: Gift | Want | None,
+        coming: Mapping[int, Mapping[int, torch.Tensor]],
+    ) -> Brought:
+        if not word.is_gift:
+            return Brought(word, {}, False)
+        if rank == self._transport.rank and isinstance(gift, Gift):
+            # Lent: kept, these views would keep all of the gradients they are a part of.
+            return Brought(word, self.own_pieces(gift, self._owned[rank][word.stage]), True)
+        pieces = {number: self.shaped(room, number) for number, room in coming[rank].items()}
+        return Brought(word, pieces, False)
 
     def _rooms(self, word: Word) -> dict[int, torch.Tensor]:
         """Make room for what a device sends: (numel,) for each of this process's pieces."""
-        if word.shard < 0:
+        if not word.is_gift:
             return {}
         rooms = {}
         for number in self._owned[self._transport.rank][word.stage]:

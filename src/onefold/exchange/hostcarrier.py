@@ -17,7 +17,7 @@ import torch
 from onefold.core.flat import storage_order
 from onefold.core.roster import Roster
 from onefold.core.storage import Storage
-from onefold.exchange.carrier import DONE, Brought, Carrier, Gift, Word
+from onefold.exchange.carrier import DONE, Brought, Carrier, Gift, Want, Word
 from onefold.exchange.host import HostTransport
 from onefold.system.compat import copy_each
 
@@ -48,8 +48,8 @@ class HostCarrier(Carrier):
         self._mine = [[n for n in numbers if n in own] for numbers in self.layout.pieces]
         self._others = [[n for n in numbers if n not in own] for numbers in self.layout.pieces]
 
-    def carry(self, gift: Gift | None) -> list[Brought]:
-        if gift is not None:
+    def carry(self, gift: Gift | Want | None) -> list[Brought]:
+        if isinstance(gift, Gift):
             leaving = self.own_pieces(gift, self._others[gift.stage])
             if leaving:
                 targets = [self._in_box(self._rank, number) for number in leaving]
@@ -60,12 +60,12 @@ class HostCarrier(Carrier):
         self._turn = 1 - self._turn
         return brought
 
-    def _read(self, rank: int, packed: bytes, gift: Gift | None) -> Brought:
+    def _read(self, rank: int, packed: bytes, gift: Gift | Want | None) -> Brought:
         word = Word.read(packed, self.sizes)
-        if word.shard < 0:
+        if not word.is_gift:
             return Brought(word, {}, False)
         mine = self._mine[word.stage]
-        if rank == self._rank and gift is not None:
+        if rank == self._rank and isinstance(gift, Gift):
             # Lent: kept, these views would keep all of the gradients that they are a part of.
             return Brought(word, self.own_pieces(gift, mine), True)
         there = [number for number in mine if self.gave(word, number)]
@@ -74,5 +74,4 @@ class HostCarrier(Carrier):
 
     def _in_box(self, rank: int, number: int) -> torch.Tensor:
         """Where a piece lies in a device's box of this event: (numel,)."""
-        start, nbytes, dtype = self.layout.place(number)
-        return self._boxes[rank][self._turn][start : start + nbytes].view(dtype)
+        return self.layout.in_room(number, self._boxes[rank][self._turn])

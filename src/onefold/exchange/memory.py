@@ -60,6 +60,9 @@ class Memory(ABC):
     """Where what is large of this process lies on the host."""
     is_common: bool = False
     """Whether all processes compute with the very same memory of the parameters."""
+    is_lent: bool = False
+    """Whether each device keeps its span of the trained parameters, and has others brought when it
+    needs them: then there is memory for all of them only now and then."""
 
     @abstractmethod
     def bind(self, roster: Roster) -> None:
@@ -115,8 +118,12 @@ class Memory(ABC):
         """
 
 
-def new_flat(layout: Layout, device: torch.device, heap: Heap) -> FlatTensors:
+def new_flat(
+    layout: Layout, device: torch.device, heap: Heap, *, lent: bool = False
+) -> FlatTensors:
     """Make flat memory of zeros on a device: from the heap, if that is the processor."""
+    if lent:
+        return FlatTensors(layout, device=device, lent=True)
     if device.type == "cpu" and layout.nbytes:
         return FlatTensors(layout, memory=heap.zeros(layout.nbytes))
     return FlatTensors(layout, device=device)

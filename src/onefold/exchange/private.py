@@ -84,7 +84,9 @@ class PrivateMemory(Memory):
         self._own: dict[int, Partial] = {}
         self._received: dict[Published, SpanTensors] = {}
         self.board = Board.private(storage.board, device)
-        self.trained = {rank: new_flat(storage.parameters, device, heap)}
+        # A file takes no memory where there is none to spare; all else is with its owners.
+        self.is_lent = storage.stages is not None and not heap.on_disk
+        self.trained = {rank: new_flat(storage.parameters, device, heap, lent=self.is_lent)}
         self.other = {rank: new_flat(storage.other, device, heap)}
         self.trained[rank].write(start.trained)
         self.other[rank].write(start.other)
@@ -139,6 +141,9 @@ class PrivateMemory(Memory):
         return self._received[place]
 
     def hand_on(self) -> None:
+        # While nobody has all parameters, each is with its owner, and stays there.
+        if not self.trained[self._rank].is_there:
+            return
         # Straight into the parameters: each stretch has one owner, so no two messages overlap.
         flat = self.trained[self._rank]
         operations = []

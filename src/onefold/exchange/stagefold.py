@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from onefold.core.roster import Roster
-from onefold.exchange.carrier import Brought, Carrier, Gift
+from onefold.exchange.carrier import DONE, Brought, Carrier, Gift, Want
 from onefold.exchange.stagesums import StageSum, StageSums
 from onefold.system.heap import Heap
 
@@ -66,6 +66,14 @@ class StageFold:
         """
         self._take(self._carrier.carry(gift))
 
+    def lend(self, values: Callable[[int], torch.Tensor]) -> None:
+        """Say how what this process owns of the parameters is found; see `Carrier.lend`."""
+        self._carrier.lend(values)
+
+    def want(self, want: Want) -> None:
+        """Have the parameters of a stage brought; may block until other devices make a call."""
+        self._take(self._carrier.carry(want))
+
     def end_round(self) -> None:
         """Wait until every device has given all of its shard of this round."""
         while not self._take(self._carrier.carry(None)):
@@ -89,7 +97,7 @@ class StageFold:
         """Add up what has come; return whether all are done with their shards."""
         touched = set()
         for word, pieces, lent in brought:
-            if word.shard < 0:
+            if not word.is_gift:
                 continue
             tensors = [pieces.get(number) for number in self._pieces[word.stage]]
             given = StageSum(tensors, set(range(len(tensors))) if lent else set())
@@ -97,4 +105,4 @@ class StageFold:
             touched.add(word.stage)
         for stage in touched:
             self._sums[stage].settle()
-        return not touched
+        return all(word == DONE for word, _, _ in brought)

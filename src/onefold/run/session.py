@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -130,7 +130,8 @@ class Session:
         self._begin_saving()
         self.note_progress()
         watches = {replica.number: replica.watch for replica in self.engine.replicas}
-        self.observers = Observers(self.team, user.module, watches, self.position.step)
+        with self._seen_whole():
+            self.observers = Observers(self.team, user.module, watches, self.position.step)
 
     def _begin_saving(self) -> None:
         """Refuse what could not be saved while nothing is lost yet, and resume what was saved."""
@@ -252,7 +253,8 @@ class Session:
         first = [Span("data", "batch", *waited), *spans[self.team.own[0]]]
         spans[self.team.own[0]] = first
         step = Step(number, cut.samples, cut.epoch, outcome, first, name)
-        self.observers.observe(step, spans)
+        with self._seen_whole():
+            self.observers.observe(step, spans)
         # After the observers, so that the trace has every step that a checkpoint holds.
         if self._after_step(cut, stop=outcome.verdict.stops):
             raise SystemExit(STOPPED_CODE)
@@ -283,8 +285,15 @@ class Session:
         first = [Span("data", "batch", *waited), *spans[self.team.own[0]]]
         step = Step(number, cut.samples, cut.epoch, outcome, first, name)
         if not again:
-            self.observers.observe(step, spans | {self.team.own[0]: first})
+            with self._seen_whole():
+                self.observers.observe(step, spans | {self.team.own[0]: first})
         return step
+
+    def _seen_whole(self) -> AbstractContextManager[None]:
+        """Have all parameters on the devices of a run whose launcher looks at them."""
+        options = self._world.options
+        looked_at = options.trace or options.probe
+        return self.engine.all_parameters() if looked_at else nullcontext()
 
     def _note_gradient(self, batch: ShardedBatch, *, stop: bool) -> None:
         """Count the step of a gradient, whose update is the script's and comes later."""

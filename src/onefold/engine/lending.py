@@ -1,0 +1,220 @@
+"""Has the parameters of a stage brought to this device while they are needed, and not longer.
+
+Note: what autograd keeps
+-------------------------
+Backward needs the parameters of a stage long after its forward pass. What autograd keeps of them,
+and of views of them, is replaced by a note of where it lay in its stage; the stage is brought once
+more when backward asks for it. Nothing is put into the graph, so gradients are added in the order
+of a plain loop.
+
+Note: between uses
+------------------
+A parameter that is not here is a tensor of its own shape, dtype and device in which every element
+is NaN, and which takes no memory. Whoever computes with it gets NaN, and not some older values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from onefold.core.stages import ROOT
+from onefold.engine.gradients import keeping_gradients
+from onefold.engine.replica import Replica
+from onefold.engine.stagemodules import StageModules
+from onefold.engine.update import SpanOptimizer
+from onefold.exchange.carrier import Want
+from onefold.exchange.exchange import Exchange
+
+__all__ = ["Lending"]
+
+_AT_HAND = 2
+"""Stages, besides the root, that are here at one time in backward."""
+
+
+class _Lent(NamedTuple):
+    """Where something that autograd keeps lay in a stage."""
+
+    stage: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    """Of its first element, counted in elements of its dtype."""
+
+
+class Lending:
+    """The parameters of the model on a device that keeps its span of them.
+
+    Args:
+        replica: the model on the only device of this process.
+        modules: the stages.
+        update: has the values of this device's pieces.
+        exchange: with all devices.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        modules: StageModules,
+        update: SpanOptimizer,
+        exchange: Exchange,
+    ) -> None:
+        assert exchange.stages is not None
+        self._replica = replica
+        self._modules = modules
+        self._update = update
+        self._memory = exchange.memory
+        self._flat = exchange.memory.trained[replica.number]
+        self._fold = exchange.stages
+        self._layout = update.storage.lent_layout()
+        self._trained = list(replica.parts.trained.values())
+        self._hollow = [
+            torch.full((), torch.nan, dtype=view.dtype, device=view.device).expand(view.shape)
+            for view in self._flat.views
+        ]
+        self._first_piece = {
+            piece.entry: number
+            for number, piece in reversed(list(enumerate(update.storage.pieces)))
+        }
+        self._rooms: dict[int, torch.Tensor] = {}
+        """The memory of each stage that is here, the latest last."""
+        self._stage_at: dict[int, int] = {}
+        """The stage of which the memory begins at an address."""
+        self._fold.lend(update.values_of)
+        self._blocks = 0
+        self._in_backward = False
+        self._hide()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this device has all parameters just now."""
+        return self._blocks > 0
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """A block in which this device has all parameters; called on all devices alike."""
+        if not self._blocks:
+            self._fetch_all()
+        self._blocks += 1
+        try:
+            yield
+        finally:
+            self._blocks -= 1
+            if not self._blocks:
+                self._hide()
+
+    @contextmanager
+    def stage_by_stage(self) -> Iterator[None]:
+        """Surround the shards of a step, in which all devices take part in rounds."""
+        self._bring(ROOT)
+        try:
+            yield
+        finally:
+            for stage in list(self._rooms):
+                self._take_away(stage)
+
+    @contextmanager
+    def bringing(self) -> Iterator[Callable[[], None]]:
+        """Surround a forward pass and its backward.
+
+        Yields:
+            What is to be called between the two.
+        """
+        self._in_backward = False
+        handles = []
+        for stage, part in enumerate(self._modules.modules, start=ROOT + 1):
+            bring = part.register_forward_pre_hook(
+                lambda *_, stage=stage: self._enter(stage), prepend=True
+            )
+            leave = part.register_forward_hook(
+                lambda *_, stage=stage: self._leave(stage), always_call=True
+            )
+            handles += [bring, leave]
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._packed, self._unpacked):
+                yield self._begin_backward
+        finally:
+            for handle in handles:
+                handle.remove()
+            for stage in [stage for stage in self._rooms if stage != ROOT]:
+                self._take_away(stage)
+
+    def _begin_backward(self) -> None:
+        self._in_backward = True
+
+    def _enter(self, stage: int) -> None:
+        self._bring(stage)
+
+    def _leave(self, stage: int) -> None:
+        # Layers that are computed once more in backward are needed right afterwards.
+        if not self._in_backward and stage in self._rooms:
+            self._take_away(stage)
+
+    def _bring(self, stage: int) -> torch.Tensor:
+        """Have a stage here; returns its memory."""
+        if stage in self._rooms:
+            return self._rooms[stage]
+        here = [each for each in self._rooms if each != ROOT]
+        for each in here[: max(0, len(here) + 1 - _AT_HAND)]:
+            self._take_away(each)
+        nbytes = self._layout.stage_bytes[stage]
+        room = torch.empty(nbytes, dtype=torch.uint8, device=self._flat.device)
+        self._fold.want(Want(stage, room))
+        self._rooms[stage] = room
+        if nbytes:
+            self._stage_at[room.data_ptr()] = stage
+        for number in self._layout.stages.entries[stage]:
+            self._trained[number].data = self._view(number, room)
+        return room
+
+    def _take_away(self, stage: int) -> None:
+        room = self._rooms.pop(stage)
+        self._stage_at.pop(room.data_ptr(), None)
+        for number in self._layout.stages.entries[stage]:
+            self._trained[number].data = self._hollow[number]
+
+    def _view(self, number: int, room: torch.Tensor) -> torch.Tensor:
+        """A parameter in the memory of its stage."""
+        entry = self._flat.layout.entries[number]
+        dtype = self._flat.layout.dtypes[entry.section]
+        # The pieces of a parameter follow each other without gaps.
+        start, _, _ = self._layout.place(self._first_piece[number])
+        stretch = room[start : start + entry.numel * dtype.itemsize].view(dtype)
+        return stretch.as_strided(entry.shape, entry.stride)
+
+    def _packed(self, tensor: torch.Tensor) -> object:
+        """Replace what lies in a stage by a note of where."""
+        stage = self._stage_at.get(tensor.untyped_storage().data_ptr())
+        if stage is None or stage == ROOT or tensor.is_conj() or tensor.is_neg():
+            return tensor
+        return _Lent(
+            stage, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+        )
+
+    def _unpacked(self, kept: Any) -> torch.Tensor:
+        if not isinstance(kept, _Lent):
+            found: torch.Tensor = kept
+            return found
+        room = self._bring(kept.stage)
+        empty = torch.empty(0, dtype=kept.dtype, device=room.device)
+        return empty.set_(room.untyped_storage(), kept.offset, kept.shape, kept.stride)
+
+    def _fetch_all(self) -> None:
+        """Have memory for all parameters, and the values of all owners in it."""
+        self._flat.get_back()
+        self._update.show()
+        self._memory.hand_on()
+        with keeping_gradients(self._replica.parts.named.values()):
+            self._replica.attach()
+        self._replica.note_places()
+
+    def _hide(self) -> None:
+        """Free the memory of all parameters."""
+        for parameter, hollow in zip(self._trained, self._hollow, strict=True):
+            parameter.data = hollow
+        self._replica.note_places()
+        self._flat.let_go()
