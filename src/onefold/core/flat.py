@@ -171,8 +171,6 @@ class FlatTensors:
         memory: (layout.nbytes,) uint8, starting at a multiple of 64 bytes; if absent, zeros are
             allocated on ``device``.
         device: where to allocate them.
-        lent: whether the memory may be let go for a while: see `let_go`. Saving or copying one
-            entry takes all of it along then.
     """
 
     def __init__(
@@ -181,17 +179,18 @@ class FlatTensors:
         *,
         memory: torch.Tensor | None = None,
         device: torch.device | None = None,
-        lent: bool = False,
     ) -> None:
         if memory is None:
             memory = torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
-        self._storage = memory.untyped_storage()
-        self._lent = lent
         self.layout = layout
         self.device = memory.device
+        self._fill(memory)
+
+    def _fill(self, memory: torch.Tensor) -> None:
         # One flat tensor for each dtype, (numel,): views of `memory`, which they keep alive.
         self.sections: list[torch.Tensor] = []
         start = 0
+        layout = self.layout
         for nbytes, numel, dtype in zip(
             layout.section_bytes, layout.numels, layout.dtypes, strict=True
         ):
@@ -201,6 +200,16 @@ class FlatTensors:
             start += nbytes
         # One view of each entry, in its own shape and strides.
         self.views = [self._view(entry) for entry in layout.entries]
+        self.is_there = True
+        """Whether there is memory; without it there are neither sections nor views."""
+
+    def let_go(self) -> None:
+        """Do without memory until `get_back`; it is freed unless somebody else has views of it."""
+        self.sections, self.views, self.is_there = [], [], False
+
+    def get_back(self) -> None:
+        """Allocate memory anew, of any content."""
+        self._fill(torch.empty(self.layout.nbytes, dtype=torch.uint8, device=self.device))
 
     def write(self, values: Sequence[torch.Tensor | None], *, skip: Collection[int] = ()) -> None:
         """Copy one tensor into each entry, zeros for None; leave the entries in ``skip`` alone."""
@@ -217,19 +226,6 @@ class FlatTensors:
         if views:
             copy_each(views, sources)
 
-    @property
-    def is_there(self) -> bool:
-        """Whether there is memory; without it no view may be read."""
-        return self._storage.nbytes() > 0 or not self.layout.nbytes
-
-    def let_go(self) -> None:
-        """Free the memory; views stay what they are, and are of use again after `get_back`."""
-        self._storage.resize_(0)
-
-    def get_back(self) -> None:
-        """Allocate the memory that was let go; its values are lost."""
-        self._storage.resize_(self.layout.nbytes)
-
     def piece(self, piece: Piece) -> torch.Tensor:
         """A view of one piece: in the entry's shape if it is whole, else (numel,)."""
         if piece.whole:
@@ -245,8 +241,6 @@ class FlatTensors:
     def _view(self, entry: Entry) -> torch.Tensor:
         section = self.sections[entry.section]
         stretch = section[entry.offset : entry.offset + entry.numel]
-        if self._lent:
-            return stretch.as_strided(entry.shape, entry.stride)
         # Going through DLPack gives the view a storage of its own size. An ordinary view would
         # share the section's storage, and saving or deep-copying one parameter would take the whole
         # section along. By a capsule: handed over itself, a tensor on a GPU that is not the current

@@ -257,7 +257,7 @@ class Averaging:
     def _shown_pieces(self) -> list[torch.Tensor]:
         """Where models see the pieces of this process."""
         return [
-            (item.values if item.rounded is None else item.rounded).detach()
+            (item.values if item.shown is None else item.shown).detach()
             for item in self._update.owned
         ]
 

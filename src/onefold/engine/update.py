@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -29,36 +28,17 @@ from onefold.engine.gradients import exact_norm
 from onefold.engine.optimizercheck import TAKEN
 from onefold.engine.optimizers import optimizers_in
 from onefold.engine.optimizerstate import PieceState, is_by_element
+from onefold.engine.ownedpiece import OwnedPiece, cut_state
 from onefold.engine.stephooks import explain_state_dict, refuse_own_steps, steps_by_parameter
 from onefold.engine.updatedraws import UpdateDraws
 from onefold.engine.updateparts import Part, parts_of
 from onefold.system.compat import copy_each, multiply_each
 from onefold.system.heap import ORDINARY, Heap
 
-__all__ = ["MASTER", "OwnedPiece", "SpanOptimizer"]
+__all__ = ["MASTER", "SpanOptimizer"]
 
 MASTER = "onefold.master"
 """The key under which a piece's values travel beside its state, where models hold rounded ones."""
-
-
-@dataclass(frozen=True, slots=True)
-class OwnedPiece:
-    """A piece that a device of this process updates."""
-
-    number: int
-    """The piece's number among all pieces of the model."""
-    device: int
-    """Number of the device that updates it."""
-    piece: Piece
-    """Which elements of which parameter it covers."""
-    parameter: torch.nn.Parameter
-    """The user's own parameter that it is cut from; its group and earlier state are found by it."""
-    values: torch.Tensor
-    """The piece's values on its device, which the optimizer updates in place: (numel,), or shaped
-    as the parameter where the piece is whole. Models compute with these very values, unless they
-    hold parameters in a lower precision."""
-    rounded: torch.Tensor | None = None
-    """Where models then see the values, rounded: a view of the device's memory of parameters."""
 
 
 class SpanOptimizer:
@@ -168,23 +148,28 @@ class SpanOptimizer:
         return storage_order(values)
 
     def _own_piece(self, device: int, number: int) -> OwnedPiece:
-        piece = self.storage.pieces[number]
+        piece, home = self.storage.pieces[number], self._memory[device]
         user = self._users[piece.entry]
-        values: torch.Tensor = self._memory[device].piece(piece)
-        entry = self.storage.masters.entries[piece.entry]
-        master = self.storage.masters.dtypes[entry.section]
-        if values.dtype != master or self._lent:
+        if self.storage.rounds or self._lent:
             # A parameter, as optimizers may look for one; its exact values come with the state.
-            return OwnedPiece(number, device, piece, user, self._master(values, master), values)
+            return OwnedPiece(number, device, piece, user, self._master(piece, home), home)
+        values: torch.Tensor = home.piece(piece)
         if piece.whole:
             # Between calls the module, and so the user's parameter, points at the first device's
             # memory. On the others a stand-in must do, or the update would go to the wrong memory.
             values = user if device == next(iter(self._memory)) else torch.nn.Parameter(values)
         return OwnedPiece(number, device, piece, user, values)
 
-    def _master(self, values: torch.Tensor, dtype: torch.dtype) -> torch.nn.Parameter:
-        made = self._heap.like(values, dtype)
-        return torch.nn.Parameter(made.copy_(values) if self.is_whole else made)
+    def _master(self, piece: Piece, home: FlatTensors) -> torch.Tensor:
+        entry = self.storage.masters.entries[piece.entry]
+        dtype = self.storage.masters.dtypes[entry.section]
+        if home.is_there:
+            values = home.piece(piece)
+            return torch.nn.Parameter(self._heap.like(values, dtype).copy_(values))
+        shape, stride = (entry.shape, entry.stride) if piece.whole else ((piece.numel,), (1,))
+        return torch.nn.Parameter(
+            torch.empty_strided(shape, stride, dtype=dtype, device=home.device)
+        )
 
     def take(
         self, totals: Sequence[torch.Tensor | None], gave: Sequence[int], *, shards: int
@@ -327,9 +312,9 @@ class SpanOptimizer:
                 f"parameter, which no checkpoint of onefold holds: expected state by parameter"
             )
         for item in self.owned:
-            if item.rounded is not None and (moving or self.storage.rounds):
-                laid = laid_out(item.values.detach(), item.rounded.stride())
-                found.append(PieceState(item.number, MASTER, storage_order(laid), True))
+            if self.storage.rounds or (moving and self._lent):
+                values = storage_order(item.values.detach())
+                found.append(PieceState(item.number, MASTER, values, True))
             for key, value in self.optimizer.state.get(item.values, {}).items():
                 by_element = is_by_element(key, value, item.values.shape)
                 # In storage order a piece's state joins its neighbours' as their values do. An
@@ -349,8 +334,8 @@ class SpanOptimizer:
         self.averages.pieces.clear()
         # Where the states bring no masters, the models' own values are all that there is.
         for item in self.owned:
-            if item.rounded is not None:
-                item.values.data.copy_(item.rounded)
+            if item.shown is not None:
+                item.values.data.copy_(item.shown)
         self.adopt_states(states)
         self.follow_parameters()
 
@@ -368,7 +353,7 @@ class SpanOptimizer:
             value = state.value
             if state.key == MASTER:
                 # A run whose models have full precision has no use for them.
-                if owned[state.piece].rounded is not None:
+                if owned[state.piece].home is not None:
                     storage_order(values.data).copy_(value)
             elif state.key == AVERAGE:
                 self.averages.adopt(state.piece, values.detach(), value)
@@ -386,7 +371,7 @@ class SpanOptimizer:
         """Have the models see the values of this process's pieces, rounded to their precision."""
         if not self.is_whole:
             return
-        pairs = [(i.rounded, i.values.data) for i in self.owned if i.rounded is not None]
+        pairs = [(i.shown, i.values.data) for i in self.owned if i.shown is not None]
         if pairs:
             copy_each([shown for shown, _ in pairs], [exact for _, exact in pairs])
 
@@ -396,8 +381,8 @@ class SpanOptimizer:
         An element that is still its master, rounded, keeps the master's precision.
         """
         for item in self.owned:
-            if item.rounded is not None:
-                exact, shown = item.values.data, item.rounded
+            if (shown := item.shown) is not None:
+                exact = item.values.data
                 exact.copy_(torch.where(exact.to(shown.dtype) == shown, exact, shown))
 
     def _forget(self) -> None:
@@ -449,22 +434,6 @@ class SpanOptimizer:
             if state:
                 entry = layout.entries[item.piece.entry]
                 self.optimizer.state[item.values] = {
-                    key: _cut_state(value, item, entry.stride) for key, value in state.items()
+                    key: cut_state(value, item, entry.stride) for key, value in state.items()
                 }
                 self._keep(self.optimizer.state[item.values])
-
-
-def _cut_state(value: Any, item: OwnedPiece, stride: tuple[int, ...]) -> Any:
-    """Return one piece's part of a value of a parameter's state, in memory of its own."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    # A count of steps is cloned for each piece: optimizers add to it in place, and pieces that had
-    # one in common would each add to it.
-    if value.shape != item.parameter.shape or value.dim() == 0:
-        return value.clone()
-    # Pieces are stretches of storage order, so the strides of the layout come first.
-    laid = laid_out(value, stride)
-    device = item.values.device
-    if item.piece.whole:
-        return laid.to(device, copy=True)
-    return storage_order(laid)[item.piece.start : item.piece.stop].to(device, copy=True)

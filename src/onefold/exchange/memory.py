@@ -118,12 +118,8 @@ class Memory(ABC):
         """
 
 
-def new_flat(
-    layout: Layout, device: torch.device, heap: Heap, *, lent: bool = False
-) -> FlatTensors:
+def new_flat(layout: Layout, device: torch.device, heap: Heap) -> FlatTensors:
     """Make flat memory of zeros on a device: from the heap, if that is the processor."""
-    if lent:
-        return FlatTensors(layout, device=device, lent=True)
     if device.type == "cpu" and layout.nbytes:
         return FlatTensors(layout, memory=heap.zeros(layout.nbytes))
     return FlatTensors(layout, device=device)

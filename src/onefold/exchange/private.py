@@ -86,7 +86,7 @@ class PrivateMemory(Memory):
         self.board = Board.private(storage.board, device)
         # A file takes no memory where there is none to spare; all else is with its owners.
         self.is_lent = storage.stages is not None and not heap.on_disk
-        self.trained = {rank: new_flat(storage.parameters, device, heap, lent=self.is_lent)}
+        self.trained = {rank: new_flat(storage.parameters, device, heap)}
         self.other = {rank: new_flat(storage.other, device, heap)}
         self.trained[rank].write(start.trained)
         self.other[rank].write(start.other)
