@@ -210,7 +210,8 @@ class Checkpoints:
         Raises:
             TypeError: the model or the optimizer holds a value that no file can.
         """
-        check_model_can_be_saved(self._module)
+        with self._engine.all_parameters():
+            check_model_can_be_saved(self._module)
         self._state.check_settings()
 
     def try_directory(self, directory: Path) -> None:

@@ -9,13 +9,13 @@ of a plain loop.
 
 Note: between uses
 ------------------
-A parameter that is not here is a tensor of its own shape, dtype and device in which every element
-is NaN, and which takes no memory. Whoever computes with it gets NaN, and not some older values.
+A parameter that is not here has its shape, dtype and device, and no values. Whoever computes with
+it in a step, outside of its stage, has the stage brought; outside of a step it is an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ import torch
 
 from onefold.core.stages import ROOT
 from onefold.engine.gradients import keeping_gradients
+from onefold.engine.lentparameter import LentParameters
 from onefold.engine.replica import Replica
 from onefold.engine.stagemodules import StageModules
 from onefold.engine.update import SpanOptimizer
@@ -80,6 +81,12 @@ class Lending:
             piece.entry: number
             for number, piece in reversed(list(enumerate(update.storage.pieces)))
         }
+        self._lent = LentParameters(self._bring_used)
+        self._stage_of = {
+            id(parameter): stage
+            for parameter, stage in zip(self._trained, self._layout.stages.stage_of, strict=True)
+        }
+        self._is_step = False
         self._rooms: dict[int, torch.Tensor] = {}
         """The memory of each stage that is here, the latest last."""
         self._stage_at: dict[int, int] = {}
@@ -110,12 +117,14 @@ class Lending:
     @contextmanager
     def stage_by_stage(self) -> Iterator[None]:
         """Surround the shards of a step, in which all devices take part in rounds."""
-        self._bring(ROOT)
+        self._is_step = True
         try:
+            self._bring(ROOT)
             yield
         finally:
             for stage in list(self._rooms):
                 self._take_away(stage)
+            self._is_step = False
 
     @contextmanager
     def bringing(self) -> Iterator[Callable[[], None]]:
@@ -167,15 +176,32 @@ class Lending:
         self._rooms[stage] = room
         if nbytes:
             self._stage_at[room.data_ptr()] = stage
-        for number in self._layout.stages.entries[stage]:
+        numbers = self._layout.stages.entries[stage]
+        self._lent.show(self._trained[number] for number in numbers)
+        for number in numbers:
             self._trained[number].data = self._view(number, room)
         return room
+
+    def _bring_used(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Bring what somebody is about to compute with, outside of its stage."""
+        if not self._is_step:
+            names = dict(zip(map(id, self._trained), self._replica.parts.trained, strict=True))
+            raise RuntimeError(
+                f"parameter {names[id(parameters[0])]} was read on device {self._replica.number}, "
+                f"which keeps its span of the model alone (--keep span): read the model in `with "
+                f"trainer.whole():`, change it in `with trainer.changing():`, and save it with "
+                f"trainer.save, each on every device"
+            )
+        for stage in {self._stage_of[id(parameter)] for parameter in parameters}:
+            self._bring(stage)
 
     def _take_away(self, stage: int) -> None:
         room = self._rooms.pop(stage)
         self._stage_at.pop(room.data_ptr(), None)
-        for number in self._layout.stages.entries[stage]:
+        numbers = self._layout.stages.entries[stage]
+        for number in numbers:
             self._trained[number].data = self._hollow[number]
+        self._lent.hide(self._trained[number] for number in numbers)
 
     def _view(self, number: int, room: torch.Tensor) -> torch.Tensor:
         """A parameter in the memory of its stage."""
@@ -208,6 +234,7 @@ class Lending:
         self._flat.get_back()
         self._update.show()
         self._memory.hand_on()
+        self._lent.show(self._trained)
         with keeping_gradients(self._replica.parts.named.values()):
             self._replica.attach()
         self._replica.note_places()
@@ -216,5 +243,6 @@ class Lending:
         """Free the memory of all parameters."""
         for parameter, hollow in zip(self._trained, self._hollow, strict=True):
             parameter.data = hollow
+        self._lent.hide(self._trained)
         self._replica.note_places()
         self._flat.let_go()

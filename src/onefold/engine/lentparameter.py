@@ -1,0 +1,111 @@
+"""Notices when somebody computes with a parameter that is not on this device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+__all__ = ["LentParameters"]
+
+_PROPERTIES = (
+    "_version",
+    "device",
+    "dtype",
+    "grad",
+    "grad_fn",
+    "is_cpu",
+    "is_cuda",
+    "is_leaf",
+    "is_sparse",
+    "layout",
+    "ndim",
+    "requires_grad",
+    "shape",
+)
+_METHODS = (
+    "data_ptr",
+    "dim",
+    "element_size",
+    "is_complex",
+    "is_floating_point",
+    "numel",
+    "register_hook",
+    "register_post_accumulate_grad_hook",
+    "requires_grad_",
+    "size",
+)
+_HARMLESS = frozenset(
+    [
+        *(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES),
+        *(getattr(torch.Tensor, name) for name in _METHODS),
+        *(getattr(torch.Tensor, name).__set__ for name in ("data", "grad", "requires_grad")),
+        torch.is_floating_point,
+        torch.is_complex,
+        torch.numel,
+    ]
+)
+"""What does not read the values of a tensor."""
+
+
+class LentParameters:
+    """Makes parameters say when they are used, while their values are elsewhere.
+
+    They stay the very objects that they are; only their class is another one meanwhile, which
+    derives from theirs.
+
+    Args:
+        used: called with the parameters whose values are about to be read; it brings them, or
+            raises an error.
+    """
+
+    def __init__(self, used: Callable[[Sequence[torch.nn.Parameter]], None]) -> None:
+        self._used = used
+        self._classes: dict[type, type] = {}
+        self._plain: dict[type, type] = {}
+
+    def hide(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Have parameters say when they are used from now on."""
+        for parameter in parameters:
+            kind = type(parameter)
+            if kind in self._plain:
+                continue
+            if kind not in self._classes:
+                self._classes[kind] = self._class_like(kind)
+                self._plain[self._classes[kind]] = kind
+            parameter.__class__ = self._classes[kind]
+
+    def show(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Have parameters be plain ones again."""
+        for parameter in parameters:
+            parameter.__class__ = self._plain.get(type(parameter), type(parameter))
+
+    def _class_like(self, kind: type) -> type:
+        own = self
+
+        def torch_function(
+            cls: type,
+            func: Callable[..., Any],
+            types: Sequence[type],
+            args: Sequence[Any] = (),
+            kwargs: Mapping[str, Any] | None = None,
+        ) -> Any:
+            given = kwargs or {}
+            if func not in _HARMLESS:
+                own._used([p for p in _tensors((args, given)) if type(p) in own._plain])
+            return kind.__torch_function__(func, types, args, given)  # type: ignore[attr-defined]
+
+        members = {"__torch_function__": classmethod(torch_function), "__module__": kind.__module__}
+        return type(kind.__name__, (kind,), members)
+
+
+def _tensors(found: Any) -> Iterator[Any]:
+    if isinstance(found, torch.Tensor):
+        yield found
+    elif isinstance(found, list | tuple):
+        for part in found:
+            yield from _tensors(part)
+    elif isinstance(found, Mapping):
+        for part in found.values():
+            yield from _tensors(part)
