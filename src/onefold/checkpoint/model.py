@@ -18,7 +18,14 @@ from onefold.errors import CheckpointError
 from onefold.system.compat import EXTRA_STATE_KEY_SUFFIX
 from onefold.system.tensorfile import DTYPES, TensorParts
 
-__all__ = ["ModelCopy", "ModelFiles", "check_model_can_be_saved", "copy_model", "tensor_parts"]
+__all__ = [
+    "ModelCopy",
+    "ModelFiles",
+    "check_fingerprint",
+    "check_model_can_be_saved",
+    "copy_model",
+    "tensor_parts",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +86,20 @@ def check_model_can_be_saved(module: torch.nn.Module) -> None:
         TypeError: the model holds something that is no tensor, or of a type that no file can hold.
     """
     _sorted_values(module)
+
+
+def check_fingerprint(module: torch.nn.Module, folder: Path, expected: str) -> None:
+    """Check that a model which was loaded from a checkpoint has the bits that were saved.
+
+    Raises:
+        RuntimeError: it has not.
+    """
+    now = fingerprint_of(tensor_digests(named_tensors(module)))
+    if now != expected:
+        raise RuntimeError(
+            f"{folder} was loaded and the model's fingerprint is {now}, {expected} was expected: "
+            f"the model changes the values that are written to it"
+        )
 
 
 def _sorted_values(

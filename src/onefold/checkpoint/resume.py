@@ -39,6 +39,7 @@ from onefold.checkpoint.folder import (
 from onefold.checkpoint.keeping import Checkpoint, Keeping
 from onefold.checkpoint.lead import Lead, told_all
 from onefold.checkpoint.model import (
+    check_fingerprint,
     check_model_can_be_saved,
     copy_model,
 )
@@ -51,7 +52,6 @@ from onefold.checkpoint.states import (
     left_by_shard,
     saved_rule,
 )
-from onefold.core.fingerprint import fingerprint_of, named_tensors, tensor_digests
 from onefold.core.finite import first_not_finite, names_with_nan
 from onefold.core.flat import FlatTensors
 from onefold.core.head import Call, StepHead, digest
@@ -136,7 +136,7 @@ class Checkpoints:
         self._engine.check_last_step()
         # The writing still reads the rooms of all devices, which `pack` is about to overwrite.
         self._wait_until_written()
-        with self._engine.all_parameters():
+        with self._engine.lending.whole():
             with self._engine.averaging.training_values() as trained:
                 self._refuse_not_finite(trained)
             self._engine.follow_parameters()
@@ -175,7 +175,7 @@ class Checkpoints:
         self._engine.agree(StepHead(Call.LOAD, self._position.step + 1, arguments=arguments))
         self._wait_until_written()
         with ExitStack() as stack:
-            stack.enter_context(self._engine.all_parameters())
+            stack.enter_context(self._engine.lending.whole())
             find = partial(self._find, path, changed, if_any, leave_out, stack)
             told, files = self._lead.do("checking a checkpoint", find) or (None, None)
             stored = self._agree_on(told)
@@ -186,13 +186,12 @@ class Checkpoints:
             self._take_optimizer(stored.run["optimizer"], files, changed)
             self._take_average(stored.run, files, changed)
             self._take_carried(files)
+            check_fingerprint(self._module, stored.folder, stored.run["fingerprint"])
         self.schedule.go_on(stored.run, changed)
         self._position.go_to(stored.run, changed)
         self._state.adopt(stored.run, changed)
         # Under the same name, so that pruning sees the checkpoints of both as one run's.
         self._state.run = stored.run["run"]
-        with self._engine.all_parameters():
-            self._check_fingerprint(stored)
         self._nan_from_the_start = names_with_nan(self._buffers())
         if self._lead.is_here:
             self._state.warn_of_differences(stored)
@@ -210,7 +209,7 @@ class Checkpoints:
         Raises:
             TypeError: the model or the optimizer holds a value that no file can.
         """
-        with self._engine.all_parameters():
+        with self._engine.lending.whole():
             check_model_can_be_saved(self._module)
         self._state.check_settings()
 
@@ -443,12 +442,3 @@ class Checkpoints:
         devices = self._team.own if first in self._team.own else (first,)
         owned = chain.from_iterable(self._engine.roster.spans[device] for device in devices)
         return files.pieces(owned)
-
-    def _check_fingerprint(self, stored: StoredCheckpoint) -> None:
-        now = fingerprint_of(tensor_digests(named_tensors(self._module)))
-        if now != stored.run["fingerprint"]:
-            raise RuntimeError(
-                f"{stored.folder} was loaded and the model's fingerprint is {now}, "
-                f"{stored.run['fingerprint']} was expected: the model changes the values that are "
-                f"written to it"
-            )

@@ -20,7 +20,6 @@ from onefold.engine.agreement import Agreement
 from onefold.engine.averaging import Averaging
 from onefold.engine.changes import Changes
 from onefold.engine.compiling import Rehearsal
-from onefold.engine.divisors import trade_divisors
 from onefold.engine.fitting import Fitting
 from onefold.engine.gradientrules import GradientRules
 from onefold.engine.gradients import Gradients, keeping_gradients
@@ -28,19 +27,19 @@ from onefold.engine.guard import Turns
 from onefold.engine.handover import arriving_states
 from onefold.engine.kernels import Compilers, current_gpu, repeatable_kernels
 from onefold.engine.leftovers import allow_clipping
-from onefold.engine.lending import Lending
+from onefold.engine.lending import lending_of
 from onefold.engine.modes import in_mode
 from onefold.engine.nonfinite import FiniteCheck, bad_gradient
 from onefold.engine.objective import objectives_of
 from onefold.engine.optimizers import Optimizers
 from onefold.engine.outcome import Outcome
 from onefold.engine.outside import OutsideModules
+from onefold.engine.preparing import Preparing
 from onefold.engine.replica import LossFunction, Replica, ShardTask
 from onefold.engine.rounds import run_rounds
 from onefold.engine.share import run_share
 from onefold.engine.siblings import Siblings
 from onefold.engine.stepstart import ModeWarning, head_of, refuse_unfrozen
-from onefold.engine.together import Together
 from onefold.engine.update import SpanOptimizer
 from onefold.engine.valuetrade import ValueTrade
 from onefold.engine.verdict import verdict_of
@@ -96,7 +95,7 @@ class Engine:
         self._guard = self._agreement.guard
         self._siblings = Siblings(replicas, self._guard, self._turns)
         with_all = (replicas, exchange, update, self._agreement, self._siblings)
-        self.changes = Changes(*with_all, self.all_parameters)
+        self.changes = Changes(*with_all, lambda: self.lending.whole())
         """The block in which a script may change the model."""
         self.averaging = Averaging(*with_all, self.follow_parameters, self.whole)
         """The averages of the model, if the run keeps any."""
@@ -108,13 +107,9 @@ class Engine:
         """Into pieces of how many samples shards are run."""
         self._finite = FiniteCheck(settings, self.rules, exchange)
         self._gradients: Gradients = []
-        self._together = Together(replicas, exchange)
-        self.lending = (
-            Lending(replicas[0], replicas[0].stages, update, exchange)
-            if exchange.memory.is_lent and replicas[0].stages
-            else None
-        )
-        """Brings parameters that other devices keep; None if this one has all of them."""
+        self._preparing = Preparing(replicas, exchange, self.attached)
+        self.lending = lending_of(replicas, update, exchange)
+        """Brings parameters that other devices keep."""
         self._whole = WholeGradient(replicas[0], update, exchange)
         self._values = ValueTrade(replicas, exchange)
         self._mode_warning = ModeWarning(module, on_lead=replicas[0].number == 0)
@@ -361,15 +356,12 @@ class Engine:
             # What the user has changed since the last step is the user's affair.
             self._guard.note(values=due)
         watched = due and several  # one shard may do what a plain loop may
-        with (
-            self._computing(due=due),
-            self.noting(f"step {number}, the loss", wanted=watched),
-        ):
+        with self._computing(due=due), self.noting(f"step {number}, the loss", wanted=watched):
             with self._at_hand():
                 task = self.fitting.fitted(task, batch)
             while True:
                 with self._at_hand():
-                    task, done = self._prepared(batch, task)
+                    task, done = self._preparing.prepared(objective, batch, task)
                     self._task = task
                     self._gradients = self._run_shards(batch, task, done)
                 board = self.exchange.board
@@ -382,43 +374,21 @@ class Engine:
                 self.exchange.spread()  # nothing was updated; the board is free again
         return weight
 
-    def _prepared(
-        self, batch: ShardedBatch, task: ShardTask
-    ) -> tuple[ShardTask, dict[int, ShardResult]]:
-        """Find out what a shard must know of the others before its backward can begin."""
-        if self.objective.gathers and not task.is_plain(batch):
-            return self._together.prepare(batch, task)
-        if self.objective.several_terms and not task.is_plain(batch):
-            task = replace(task, divisors=self._divisors(batch, task))
-        return task, {}
-
     @contextmanager
     def whole(self, step: int) -> Iterator[None]:
-        """A block in which this device has all parameters; called on all devices alike.
-
-        Args:
-            step: the number of the next step.
-        """
-        if self.lending is not None and not self.lending.is_whole:
+        """A block before a step in which this process has all parameters; called on all devices."""
+        if not self.lending.is_whole:
             self.agree(StepHead(Call.WHOLE, step))
-        with self.all_parameters():
+        with self.lending.whole():
             yield
-
-    def all_parameters(self) -> AbstractContextManager[None]:
-        """What `whole` does, once all devices have agreed on a call that needs it."""
-        return nullcontext() if self.lending is None else self.lending.whole()
 
     def _at_hand(self) -> AbstractContextManager[None]:
         """Have all parameters at hand in a step that cannot do with those of one stage."""
-        # Gathering and several terms run shards more than once, outside of the rounds in which
-        # devices bring each other something; compiled code takes parameters as its arguments.
-        by_stages = not (
-            self._compilers.compiled
-            or self.objective.gathers
-            or self.objective.several_terms
-            or self.fitting.trials
-        )
-        return nullcontext() if by_stages else self.all_parameters()
+        # Gathering and several terms run shards outside of the rounds in which devices bring each
+        # other something; compiled code takes all of its parameters as arguments.
+        known, tries = self.objective, self._compilers.compiled or self.fitting.trials
+        all_of_it = tries or known.gathers or known.several_terms
+        return self.lending.whole() if all_of_it else nullcontext()
 
     def _run_shards(
         self, batch: ShardedBatch, task: ShardTask, done: Mapping[int, ShardResult]
@@ -428,10 +398,7 @@ class Engine:
         before = partial(self._rehearsal.before, batch=batch, task=task, board=exchange.board)
         if exchange.stages is not None:
             early = not self._compilers.compiled
-            lending = self.lending
-            if lending is not None and not lending.is_whole:
-                task = replace(task, bringing=lending.bringing)
-            with lending.stage_by_stage() if task.bringing and lending else nullcontext():
+            with self.lending.rounds(task) as task:
                 run_rounds(self.replicas, self.attached, before, batch, task, exchange, done, early)
         for replica in self.replicas if exchange.stages is None else ():
             with self.attached(replica), before(replica):
@@ -444,14 +411,6 @@ class Engine:
         exchange.collect(batch.plan)
         watch.note("exchange", "collect", start)
         return gradients
-
-    def _divisors(self, batch: ShardedBatch, task: ShardTask) -> tuple[float, ...] | None:
-        """Find the whole batch's weight of each term of the loss; None if it has one term."""
-        found = {}
-        for replica in self.replicas:
-            with self.attached(replica):
-                found[replica.number] = replica.weigh_shards(batch, task)
-        return trade_divisors(self.exchange, batch, found, self.replicas, task.step)
 
     def _gradient(self, batch: ShardedBatch, weight: StepWeight) -> torch.Tensor:
         """Take the totals of the step; return the norm of the gradient, (), alike everywhere."""
@@ -481,10 +440,10 @@ class Engine:
     def _name_bad_gradient(self, batch: ShardedBatch) -> str:
         """Compute the step's shards once more, to name the first gradient that is not finite."""
         task, done = replace(self._task, scale=1.0), dict[int, ShardResult]()
-        with self._computing(), self.all_parameters():
+        with self._computing(), self.lending.whole():
             if self.objective.gathers and not task.is_plain(batch):
-                bad = self._together.spoilt(batch, task)
+                bad = self._preparing.spoilt(batch, task)
                 if bad:
                     return bad
-                task, done = self._together.prepare(batch, task)
+                task, done = self._preparing.prepared(self.objective, batch, task)
             return bad_gradient(self.replicas, self.attached, batch, task, self.exchange, done)

@@ -16,7 +16,8 @@ it in a step, outside of its stage, has the stage brought; outside of a step it 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -25,12 +26,13 @@ from onefold.core.stages import ROOT
 from onefold.engine.gradients import keeping_gradients
 from onefold.engine.lentparameter import LentParameters
 from onefold.engine.replica import Replica
+from onefold.engine.shardtask import ShardTask
 from onefold.engine.stagemodules import StageModules
 from onefold.engine.update import SpanOptimizer
 from onefold.exchange.carrier import Want
 from onefold.exchange.exchange import Exchange
 
-__all__ = ["Lending"]
+__all__ = ["Lending", "lending_of"]
 
 _AT_HAND = 2
 """Stages, besides the root, that are here at one time in backward."""
@@ -48,6 +50,33 @@ class _Lent(NamedTuple):
 
 
 class Lending:
+    """The parameters of the model on devices that always have all of them."""
+
+    is_whole = True
+    """Whether this process has all parameters just now."""
+
+    def whole(self) -> AbstractContextManager[None]:
+        """A block in which this process has all parameters; called on all devices alike."""
+        return nullcontext()
+
+    def rounds(self, task: ShardTask) -> AbstractContextManager[ShardTask]:
+        """Surround the shards of a step, in which all devices take part in rounds.
+
+        Yields:
+            The task, which then has parameters brought while they are needed.
+        """
+        return nullcontext(task)
+
+
+def lending_of(replicas: Sequence[Replica], update: SpanOptimizer, exchange: Exchange) -> Lending:
+    """Find out whether the devices of this process keep all parameters, or their spans."""
+    stages = replicas[0].stages
+    if not exchange.memory.is_lent or stages is None:
+        return Lending()
+    return SpanLending(replicas[0], stages, update, exchange)
+
+
+class SpanLending(Lending):
     """The parameters of the model on a device that keeps its span of them.
 
     Args:
@@ -97,13 +126,11 @@ class Lending:
         self._hide()
 
     @property
-    def is_whole(self) -> bool:
-        """Whether this device has all parameters just now."""
+    def is_whole(self) -> bool:  # type: ignore[override]
         return self._blocks > 0
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """A block in which this device has all parameters; called on all devices alike."""
         if not self._blocks:
             self._fetch_all()
         self._blocks += 1
@@ -115,19 +142,21 @@ class Lending:
                 self._hide()
 
     @contextmanager
-    def stage_by_stage(self) -> Iterator[None]:
-        """Surround the shards of a step, in which all devices take part in rounds."""
+    def rounds(self, task: ShardTask) -> Iterator[ShardTask]:
+        if self.is_whole:
+            yield task
+            return
         self._is_step = True
         try:
             self._bring(ROOT)
-            yield
+            yield replace(task, bringing=self._bringing)
         finally:
             for stage in list(self._rooms):
                 self._take_away(stage)
             self._is_step = False
 
     @contextmanager
-    def bringing(self) -> Iterator[Callable[[], None]]:
+    def _bringing(self) -> Iterator[Callable[[], None]]:
         """Surround a forward pass and its backward.
 
         Yields:

@@ -293,7 +293,7 @@ class Session:
         """Have all parameters on the devices of a run whose launcher looks at them."""
         options = self._world.options
         looked_at = options.trace or options.probe
-        return self.engine.all_parameters() if looked_at else nullcontext()
+        return self.engine.lending.whole() if looked_at else nullcontext()
 
     def _note_gradient(self, batch: ShardedBatch, *, stop: bool) -> None:
         """Count the step of a gradient, whose update is the script's and comes later."""
