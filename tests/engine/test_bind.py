@@ -75,11 +75,13 @@ def test_spans_and_shares_change_hands_in_one_process(
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("exchange", ["shared", "collective"])
-def test_spans_and_shares_change_hands_between_processes(exchange: str) -> None:
+@pytest.mark.parametrize(
+    ("exchange", "keep"), [("shared", "all"), ("collective", "all"), ("collective", "span")]
+)
+def test_spans_and_shares_change_hands_between_processes(exchange: str, keep: str) -> None:
     alone, _ = train(by_element, changes=False)
     moved, generation = onefold.launch(
-        train, devices="cpu:3", args=(by_element,), exchange=exchange
+        train, devices="cpu:3", args=(by_element,), exchange=exchange, keep=keep
     )
     assert moved == alone
     assert generation == len(CUTS)

@@ -121,6 +121,8 @@ class SpanLending(Lending):
         self._stage_at: dict[int, int] = {}
         """The stage of which the memory begins at an address."""
         self._fold.lend(update.values_of)
+        self._left: set[int] = set()
+        """Those of them whose forward pass is over."""
         self._blocks = 0
         self._in_backward = False
         self._hide()
@@ -163,6 +165,7 @@ class SpanLending(Lending):
             What is to be called between the two.
         """
         self._in_backward = False
+        self._left.clear()
         handles = []
         for stage, part in enumerate(self._modules.modules, start=ROOT + 1):
             bring = part.register_forward_pre_hook(
@@ -183,21 +186,24 @@ class SpanLending(Lending):
 
     def _begin_backward(self) -> None:
         self._in_backward = True
+        # The last one is the first that backward needs.
+        self._left.clear()
 
     def _enter(self, stage: int) -> None:
         self._bring(stage)
 
     def _leave(self, stage: int) -> None:
         # Layers that are computed once more in backward are needed right afterwards.
-        if not self._in_backward and stage in self._rooms:
-            self._take_away(stage)
+        if not self._in_backward:
+            self._left.add(stage)
 
     def _bring(self, stage: int) -> torch.Tensor:
         """Have a stage here; returns its memory."""
         if stage in self._rooms:
+            self._left.discard(stage)
             return self._rooms[stage]
         here = [each for each in self._rooms if each != ROOT]
-        for each in here[: max(0, len(here) + 1 - _AT_HAND)]:
+        for each in {*self._left, *here[: max(0, len(here) + 1 - _AT_HAND)]}:
             self._take_away(each)
         nbytes = self._layout.stage_bytes[stage]
         room = torch.empty(nbytes, dtype=torch.uint8, device=self._flat.device)
@@ -225,6 +231,7 @@ class SpanLending(Lending):
             self._bring(stage)
 
     def _take_away(self, stage: int) -> None:
+        self._left.discard(stage)
         room = self._rooms.pop(stage)
         self._stage_at.pop(room.data_ptr(), None)
         numbers = self._layout.stages.entries[stage]

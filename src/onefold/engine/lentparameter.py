@@ -3,44 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import GetSetDescriptorType
 from typing import Any
 
 import torch
 
 __all__ = ["LentParameters"]
 
-_PROPERTIES = (
-    "_version",
-    "device",
-    "dtype",
-    "grad",
-    "grad_fn",
-    "is_cpu",
-    "is_cuda",
-    "is_leaf",
-    "is_sparse",
-    "layout",
-    "ndim",
-    "requires_grad",
-    "shape",
-)
+_VALUES = ("data", "T", "mT", "H", "mH", "real", "imag")
+"""Properties of a tensor that show its values; all others are about it, or belong to it."""
 _METHODS = (
+    "__len__",
     "data_ptr",
     "dim",
     "element_size",
+    "get_device",
     "is_complex",
     "is_floating_point",
+    "nelement",
     "numel",
     "register_hook",
     "register_post_accumulate_grad_hook",
     "requires_grad_",
     "size",
 )
+_PROPERTIES = {
+    name: getattr(torch.Tensor, name)
+    for name in dir(torch.Tensor)
+    if isinstance(getattr(torch.Tensor, name), GetSetDescriptorType)
+}
 _HARMLESS = frozenset(
     [
-        *(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES),
+        *(found.__get__ for name, found in _PROPERTIES.items() if name not in _VALUES),
+        *(_PROPERTIES[name].__set__ for name in ("data", "grad", "requires_grad")),
         *(getattr(torch.Tensor, name) for name in _METHODS),
-        *(getattr(torch.Tensor, name).__set__ for name in ("data", "grad", "requires_grad")),
         torch.is_floating_point,
         torch.is_complex,
         torch.numel,

@@ -1,0 +1,292 @@
+"""Devices that share no memory and keep their spans alone: what a step brings, and what a script
+may do between steps."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import onefold
+from onefold.engine.lentparameter import LentParameters
+from onefold.errors import DisagreementError, LossError
+from onefold.exchange.carrier import Want
+from onefold.exchange.stagefold import StageFold
+
+pytestmark = pytest.mark.processes
+
+FEATURES = 12
+
+
+class Skipping(nn.Module):
+    """Uses parameters of its layers before, in and after the layers that hold them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(FEATURES, FEATURES) for _ in range(4))
+        self.scale = nn.Parameter(torch.ones(FEATURES))
+        self.beside = torch.zeros(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.linear(x, self.layers[3].weight)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x)) * self.scale
+        self.beside = torch.stack([p.square().sum() for p in self.layers[0].parameters()]).sum()
+        return x * torch.cat([self.layers[1].bias[:6], self.layers[2].bias[6:]])
+
+
+def penalised(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    outputs = model(batch).square().mean(dim=1)
+    penalty = sum(p.abs().sum() for p in model.parameters())
+    assert isinstance(model, Skipping)
+    return outputs + 0.01 * penalty + 0.001 * model.beside  # type: ignore[no-any-return]
+
+
+def trainer_of(
+    make: Callable[[], nn.Module] = Skipping,
+    loss: Callable[[Any, Any], Any] = penalised,
+    **settings: Any,
+) -> onefold.Trainer:
+    torch.manual_seed(3)
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return onefold.Trainer(model, optimizer, loss, shards=4, threads=1, **settings)
+
+
+def batches(count: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randn(9, FEATURES, generator=generator) for _ in range(count)]
+
+
+def trained(trainer: onefold.Trainer, steps: int = 4) -> str:
+    for batch in batches(steps):
+        trainer.step(batch)
+    return trainer.fingerprint()
+
+
+def launched(function: Callable[..., Any], *given: Any, devices: int = 2) -> Any:
+    return onefold.launch(
+        function,
+        devices=f"cpu:{devices}",
+        args=given,
+        keep="span",
+        exchange="collective",
+        timeout_s=60,
+    )
+
+
+def with_a_model_that_skips() -> str:
+    return trained(trainer_of())
+
+
+def test_parameters_that_are_used_outside_of_their_stage() -> None:
+    alone = with_a_model_that_skips()
+    assert [launched(with_a_model_that_skips, devices=n) for n in (2, 3)] == [alone] * 2
+
+
+def looked_at_between_steps() -> dict[str, str]:
+    trainer = trainer_of()
+    trained(trainer, 1)
+    model = trainer.model
+    found: dict[str, str] = {}
+    for name, look in {
+        "sum": lambda: model.scale.sum(),
+        "state": model.state_dict,
+        "copy": lambda: copy.deepcopy(model),
+        "data": lambda: model.scale.data,
+        "item": lambda: model.layers[0].weight[0, 0].item(),
+        "call": lambda: model(batches(1)[0]),
+        "numpy": lambda: model.scale.detach().numpy(),
+    }.items():
+        try:
+            look()
+        except RuntimeError as error:
+            found[name] = str(error)
+    assert sum(p.numel() for p in model.parameters()) > 600
+    assert [p.shape[0] for p in model.parameters()] == [FEATURES] * 9
+    assert all(
+        p.requires_grad and p.is_leaf and p.dtype == torch.float32 for p in model.parameters()
+    )
+    assert isinstance(model.scale, nn.Parameter)
+    model.zero_grad()
+    for parameter in model.parameters():
+        parameter.grad = None
+    return found
+
+
+def test_a_script_cannot_read_what_is_not_there() -> None:
+    found = launched(looked_at_between_steps)
+    assert sorted(found) == ["call", "copy", "data", "item", "numpy", "state", "sum"]
+    assert all("with trainer.whole()" in text for text in found.values())
+    assert "parameter scale was read on device 0" in found["sum"]
+
+
+def read_in_the_block() -> tuple[bool, list[float], list[float], str]:
+    trainer = trainer_of()
+    before = trained(trainer, 2)
+    with trainer.whole():
+        array = trainer.model.scale.detach().numpy()
+        values = trainer.model.state_dict()["scale"]
+        same = trainer.fingerprint() == before and values.tolist() == array.tolist()
+        with trainer.whole():
+            copied = copy.deepcopy(trainer.model.layers)
+        trainer.step(batches(1)[0])
+    return same, array.tolist(), copied[0].bias.tolist(), trainer.fingerprint()
+
+
+def test_a_script_reads_and_trains_in_the_block() -> None:
+    assert launched(read_in_the_block) == read_in_the_block()
+
+
+def changed_and_averaged() -> list[Any]:
+    trainer = trainer_of()
+    trainer.average(decay=0.5)
+    trained(trainer, 2)
+    with trainer.changing():
+        trainer.model.scale.data.mul_(0.5)
+    found: list[Any] = [trained(trainer, 1)]
+    with trainer.averaged():
+        found.append(
+            trainer.evaluate(lambda m, b: {"mean": m(b).mean(dim=1)}, batches(1)[0], batch_size=4)
+        )
+        found.append(trainer.fingerprint())
+    return [*found, trained(trainer, 2)]
+
+
+def test_changes_and_averages() -> None:
+    assert launched(changed_and_averaged, devices=3) == changed_and_averaged()
+
+
+def terms(model: nn.Module, batch: torch.Tensor) -> Any:
+    values = model(batch)
+    many = (values > 0).sum()
+    return onefold.Mean(values.clamp_min(0).sum(), many) + onefold.Mean(values.sum(), len(batch))
+
+
+def gathering(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    values = model(batch)
+    return (values @ onefold.gather(values).T).square().mean(dim=1)
+
+
+def with_loss(loss: Callable[[Any, Any], Any], settings: dict[str, Any]) -> str:
+    return trained(trainer_of(loss=loss, **settings))
+
+
+@pytest.mark.parametrize(
+    ("loss", "settings"),
+    [
+        (terms, {}),
+        (gathering, {}),
+        (penalised, {"microbatch": "auto"}),
+        (penalised, {"microbatch": 2, "clip_norm": 0.1}),
+        (penalised, {"precision": "bf16"}),
+        (penalised, {"precision": "bf16-params"}),
+    ],
+    ids=["terms", "gathering", "searching", "pieces", "bf16", "bf16-params"],
+)
+def test_steps_that_are_no_plain_ones(
+    loss: Callable[[Any, Any], Any], settings: dict[str, Any]
+) -> None:
+    assert launched(with_loss, loss, settings) == with_loss(loss, settings)
+
+
+def with_a_spoilt_sample() -> str:
+    trainer = trainer_of()
+    trained(trainer, 1)
+    batch = batches(1)[0]
+    batch[7] = torch.nan
+    try:
+        trainer.step(batch)
+    except LossError as error:
+        return str(error)
+    return ""
+
+
+def test_what_is_not_finite_is_named_as_ever() -> None:
+    found = launched(with_a_spoilt_sample)
+    assert found == with_a_spoilt_sample()
+    assert "shard 3" in found
+
+
+def alone_in_the_block() -> str:
+    trainer = trainer_of(timeout_s=20)
+    trained(trainer, 1)
+    try:
+        if trainer.is_lead:
+            with trainer.whole():
+                pass
+        else:
+            trainer.step(batches(1)[0])
+    except DisagreementError as error:
+        return str(error)
+    return ""
+
+
+def test_one_device_alone_is_told_so() -> None:
+    assert "trainer.whole" in launched(alone_in_the_block)
+
+
+def stages_brought() -> tuple[list[int], int, bool]:
+    """The stages that a step brings to this device, and the most of them at one time."""
+    brought: list[int] = []
+    most = 0
+    want = StageFold.want
+
+    def noting(self: StageFold, wish: Want) -> None:
+        nonlocal most
+        brought.append(wish.stage)
+        most = max(most, 1 + len(lending._rooms))
+        want(self, wish)
+
+    def plain(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).square().mean(dim=1)  # type: ignore[no-any-return]
+
+    def layers() -> nn.Module:
+        return nn.Sequential(*[nn.Linear(FEATURES, FEATURES) for _ in range(5)])
+
+    trainer = trainer_of(layers, plain)
+    lending = trainer._session.engine.lending
+    StageFold.want = noting  # type: ignore[method-assign]
+    trainer.step(batches(1)[0])
+    (flat,) = trainer._session.engine.exchange.memory.trained.values()
+    return brought, most, flat.is_there
+
+
+def test_a_step_brings_one_stage_after_the_other() -> None:
+    brought, most, is_there = launched(stages_brought)
+    # The last is still here when backward begins, and nothing needs the first one's weight then.
+    assert brought == [0, *[1, 2, 3, 4, 5, 4, 3, 2] * 2]
+    assert most == 3  # the root, the stage, and the one before it
+    assert not is_there
+
+
+def test_a_parameter_says_when_it_is_used() -> None:
+    used: list[int] = []
+
+    class Own(nn.Parameter):
+        pass
+
+    parameters = [nn.Parameter(torch.ones(2)), Own(torch.ones(2))]
+    kinds = [type(parameter) for parameter in parameters]
+
+    def bring(found: Any) -> None:
+        used.append(len(found))
+        lent.show(found)
+
+    lent = LentParameters(bring)
+    lent.hide(parameters)
+    assert [p.shape for p in parameters] == [(2,), (2,)]
+    assert used == []
+    total = torch.stack([torch.cat([*parameters]), torch.zeros(4)]).sum()
+    assert used == [2]
+    assert [type(parameter) for parameter in parameters] == kinds
+    total.backward()
+    assert all(p.grad is not None and p.grad.tolist() == [1, 1] for p in parameters)
+    lent.hide(parameters)
+    lent.hide(parameters)
+    lent.show(parameters)
+    assert [type(parameter) for parameter in parameters] == kinds
