@@ -13,7 +13,7 @@ from torch import nn
 
 import onefold
 from onefold.engine.lentparameter import LentParameters
-from onefold.errors import DisagreementError, LossError
+from onefold.errors import DisagreementError, LossError, StateError
 from onefold.exchange.carrier import Want
 from onefold.exchange.stagefold import StageFold
 
@@ -36,7 +36,8 @@ class Skipping(nn.Module):
         for layer in self.layers:
             x = x + torch.tanh(layer(x)) * self.scale
         self.beside = torch.stack([p.square().sum() for p in self.layers[0].parameters()]).sum()
-        return x * torch.cat([self.layers[1].bias[:6], self.layers[2].bias[6:]])
+        biases = torch.stack([layer.bias for layer in self.layers]).sum(dim=0)
+        return x * torch.cat([self.layers[1].bias[:6], self.layers[2].bias[6:]]) + biases
 
 
 def penalised(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -192,6 +193,33 @@ def test_steps_that_are_no_plain_ones(
     loss: Callable[[Any, Any], Any], settings: dict[str, Any]
 ) -> None:
     assert launched(with_loss, loss, settings) == with_loss(loss, settings)
+
+
+class Renormed(nn.Module):
+    """Writes to a parameter in its forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Embedding(5, FEATURES, max_norm=0.1), nn.Linear(3, 3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.layers[0](torch.arange(len(x)) % 5)  # type: ignore[no-any-return]
+
+
+def with_a_write() -> str:
+    def plain(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).square().mean(dim=1)  # type: ignore[no-any-return]
+
+    trainer = trainer_of(Renormed, plain)
+    try:
+        trainer.step(batches(1)[0])
+    except StateError as error:
+        return str(error)
+    return ""
+
+
+def test_a_loss_may_not_write_to_what_was_brought() -> None:
+    assert "layers.0.weight was written to while the loss was" in launched(with_a_write)
 
 
 def with_a_spoilt_sample() -> str:

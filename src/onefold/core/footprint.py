@@ -12,6 +12,8 @@ __all__ = ["Footprint"]
 _OF_A_STAGE = 4
 """Gradients of the largest stage that a device may hold while they are handed over: what backward
 made, what comes in two boxes, what is sent."""
+_STAGES_AT_HAND = 2
+"""Stages of which a device has the parameters at one time, where others keep them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +23,10 @@ class Footprint:
     >>> sizes = Footprint(parameters=100, other=0, gradients=100, state=200, stage=5, shards=8)
     >>> sizes.keeping_all(1, together=True), sizes.keeping_all(4, together=True)
     (700, 375)
-    >>> sizes.keeping_span(4, together=True), sizes.keeping_nothing, sizes.on_disk
-    (145, 20, 700)
+    >>> sizes.keeping_span(4, together=True), sizes.keeping_span(4, together=False)
+    (145, 155)
+    >>> sizes.keeping_nothing, sizes.on_disk
+    (20, 700)
     """
 
     parameters: int
@@ -46,10 +50,12 @@ class Footprint:
         return own + self._values(devices, together=together)
 
     def keeping_span(self, devices: int, *, together: bool) -> int:
-        """The same for devices that keep their spans of gradients and state."""
+        """The same for devices that keep their spans, of parameters as well if not ``together``."""
         sums = self.gradients * (1 + self._levels(self._shards_of(devices)))
         own = (sums + self.state) // devices + _OF_A_STAGE * self.stage
-        return own + self._values(devices, together=together)
+        if together or devices == 1:
+            return own + self._values(devices, together=together)
+        return own + self.parameters // devices + self.other + _STAGES_AT_HAND * self.stage
 
     @property
     def keeping_nothing(self) -> int:

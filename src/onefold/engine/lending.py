@@ -15,7 +15,7 @@ it in a step, outside of its stage, has the stage brought; outside of a step it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -197,13 +197,13 @@ class SpanLending(Lending):
         if not self._in_backward:
             self._left.add(stage)
 
-    def _bring(self, stage: int) -> torch.Tensor:
-        """Have a stage here; returns its memory."""
+    def _bring(self, stage: int, together: Collection[int] = ()) -> torch.Tensor:
+        """Have a stage here, and let others go, but for those to be had together with it."""
         if stage in self._rooms:
             self._left.discard(stage)
             return self._rooms[stage]
         here = [each for each in self._rooms if each != ROOT]
-        for each in {*self._left, *here[: max(0, len(here) + 1 - _AT_HAND)]}:
+        for each in {*self._left, *here[: max(0, len(here) + 1 - _AT_HAND)]} - {*together}:
             self._take_away(each)
         nbytes = self._layout.stage_bytes[stage]
         room = torch.empty(nbytes, dtype=torch.uint8, device=self._flat.device)
@@ -217,18 +217,21 @@ class SpanLending(Lending):
             self._trained[number].data = self._view(number, room)
         return room
 
-    def _bring_used(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+    def _bring_used(self, tensors: Sequence[torch.Tensor]) -> None:
         """Bring what somebody is about to compute with, outside of its stage."""
+        stages = {id(t): self._stage_of[id(t)] for t in tensors if id(t) in self._stage_of}
         if not self._is_step:
             names = dict(zip(map(id, self._trained), self._replica.parts.trained, strict=True))
             raise RuntimeError(
-                f"parameter {names[id(parameters[0])]} was read on device {self._replica.number}, "
+                f"parameter {names[next(iter(stages))]} was read on device {self._replica.number}, "
                 f"which keeps its span of the model alone (--keep span): read the model in `with "
                 f"trainer.whole():`, change it in `with trainer.changing():`, and save it with "
                 f"trainer.save, each on every device"
             )
-        for stage in {self._stage_of[id(parameter)] for parameter in parameters}:
-            self._bring(stage)
+        together = set(stages.values())
+        for stage in sorted(together):
+            # None of them may make room for another.
+            self._bring(stage, together)
 
     def _take_away(self, stage: int) -> None:
         self._left.discard(stage)

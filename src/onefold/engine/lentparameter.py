@@ -52,11 +52,11 @@ class LentParameters:
     derives from theirs.
 
     Args:
-        used: called with the parameters whose values are about to be read; it brings them, or
-            raises an error.
+        used: called with all tensors that somebody is about to compute with, such a parameter
+            among them; it brings the values, or raises an error.
     """
 
-    def __init__(self, used: Callable[[Sequence[torch.nn.Parameter]], None]) -> None:
+    def __init__(self, used: Callable[[Sequence[torch.Tensor]], None]) -> None:
         self._used = used
         self._classes: dict[type, type] = {}
         self._plain: dict[type, type] = {}
@@ -89,7 +89,7 @@ class LentParameters:
         ) -> Any:
             given = kwargs or {}
             if func not in _HARMLESS:
-                own._used([p for p in _tensors((args, given)) if type(p) in own._plain])
+                own._used(list(_tensors((args, given))))
             return kind.__torch_function__(func, types, args, given)  # type: ignore[attr-defined]
 
         members = {"__torch_function__": classmethod(torch_function), "__module__": kind.__module__}
