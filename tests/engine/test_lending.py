@@ -222,6 +222,22 @@ def test_a_loss_may_not_write_to_what_was_brought() -> None:
     assert "layers.0.weight was written to while the loss was" in launched(with_a_write)
 
 
+def with_torch_func() -> str:
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        slope = torch.func.grad(lambda x: model(x).square().sum())(batch)
+        return slope.square().mean(dim=1)  # type: ignore[no-any-return]
+
+    try:
+        trainer_of(loss=loss).step(batches(1)[0])
+    except RuntimeError as error:
+        return "\n".join(error.__notes__)
+    return ""
+
+
+def test_what_cannot_be_used_in_a_loss_is_said() -> None:
+    assert "use torch.autograd.grad in the loss" in launched(with_torch_func)
+
+
 def with_a_spoilt_sample() -> str:
     trainer = trainer_of()
     trained(trainer, 1)

@@ -44,4 +44,10 @@ def advice_on(error: Exception, *, samples: int, shards: int) -> str:
             "Trainer(deterministic=False) allows them: results then differ by rounding, from run "
             "to run as well"
         )
+    if "support saved tensor hooks" in text:
+        return (
+            "with --keep span devices that share no memory bring parameters while backward runs, "
+            "by such hooks, which torch.func does not allow: use torch.autograd.grad in the loss, "
+            "or --keep all"
+        )
     return ""
