@@ -78,18 +78,16 @@ class Engine:
         self.exchange = exchange
         self.roster = roster
         """Who takes part; `bind` sets it."""
-        self.seed = settings.seed
         self.update = update
         self.losses = losses
         """The user's, by name."""
-        self._deterministic, self._frozen = settings.deterministic, frozen
-        self._parts = replicas[0].parts
-        self._module = module = replicas[0].module
+        self.seed, self._deterministic, self._frozen = settings.seed, settings.deterministic, frozen
+        self._parts, self._module = replicas[0].parts, replicas[0].module
         trained = self._parts.trained.values()
         self._objectives = objectives_of(losses, update.optimizer, trained, settings)
         self.objective = next(iter(self._objectives.values()))
         """What the step is made of, or the last one was."""
-        self._outside = OutsideModules(module, *losses.values())
+        self._outside = OutsideModules(self._module, *losses.values())
         self._turns = Turns()
         self._agreement = Agreement(replicas, exchange, update, self._outside, self._turns)
         self._guard = self._agreement.guard
@@ -99,7 +97,7 @@ class Engine:
         """The block in which a script may change the model."""
         self.averaging = Averaging(*with_all, self.follow_parameters, self.whole)
         """The averages of the model, if the run keeps any."""
-        self._compilers = Compilers(module, *losses.values(), compiles=settings.compile)
+        self._compilers = Compilers(self._module, *losses.values(), compiles=settings.compile)
         self._rehearsal = Rehearsal(settings, self._outside, notes=not self._compilers.by_user)
         self.rules = GradientRules(settings, update, exchange)
         """What is done to each gradient."""
@@ -112,7 +110,7 @@ class Engine:
         """Brings parameters that other devices keep."""
         self._whole = WholeGradient(replicas[0], update, exchange)
         self._values = ValueTrade(replicas, exchange)
-        self._mode_warning = ModeWarning(module, on_lead=replicas[0].number == 0)
+        self._mode_warning = ModeWarning(self._module, on_lead=replicas[0].number == 0)
         self._updating = self._torn = False
         self.gradient_ready: Callable[[float], None] | None = None
         """Called before clipping and update with the weight that the gradient is divided by."""

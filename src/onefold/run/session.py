@@ -129,9 +129,12 @@ class Session:
         # May load a checkpoint, so what starts from the step that is done comes after it.
         self._begin_saving()
         self.note_progress()
+        self.observers = self._made_observers(user.module)
+
+    def _made_observers(self, module: torch.nn.Module) -> Observers:
         watches = {replica.number: replica.watch for replica in self.engine.replicas}
         with self._seen_whole():
-            self.observers = Observers(self.team, user.module, watches, self.position.step)
+            return Observers(self.team, module, watches, self.position.step)
 
     def _begin_saving(self) -> None:
         """Refuse what could not be saved while nothing is lost yet, and resume what was saved."""
