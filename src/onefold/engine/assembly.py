@@ -94,8 +94,7 @@ def assemble(
     update = SpanOptimizer(
         optimizer, trained, storage, memory.trained, roster, memory.heap, lent=memory.is_lent
     )
-    if storage.rounds:
-        _hand_out_masters(update, start.trained, roster, exchange, team)
+    _hand_out_masters(update, start.trained, roster, exchange, team)
     return Engine(
         replicas=replicas,
         exchange=exchange,
@@ -173,8 +172,10 @@ def _hand_out_masters(
     exchange: Exchange,
     team: Team,
 ) -> None:
-    """Give the owner of each piece the lead's values of it, which models see rounded."""
+    """Give the owner of each piece the lead's values of it, where models see them rounded."""
     storage = update.storage
+    if not storage.rounds:
+        return
 
     def make(device: int) -> torch.Tensor:
         devices = team.own if device in team.own else (device,)
