@@ -126,7 +126,6 @@ WAITS = """
     exchange/group.py time.sleep: in a loop with a limit
     exchange/lateness.py time.sleep: in a loop with a limit
     exchange/stagefold.py self._carrier.bind: no socket: follows a roster
-    exchange/mailbox.py peer.socket.recv: does not wait
     exchange/mailbox.py poller.poll: for part of the limit
     run/child.py poller.poll: as long as the workers run, signals and stopped ones noticed
     run/child.py self._process.wait: for what the kernel has said to have ended
