@@ -269,8 +269,8 @@ def test_models_hold_low_precision_and_the_optimizer_float32(precision: str) -> 
     for item in trainer._session.engine.update.owned:
         state = trainer._session.engine.update.optimizer.state[item.values]
         assert state["exp_avg"].dtype == item.values.dtype == torch.float32
-        if item.rounded is not None:
-            assert torch.equal(item.values.data.to(low), item.rounded)
+        if item.shown is not None:
+            assert torch.equal(item.values.data.to(low), item.shown)
 
 
 def test_masters_begin_as_the_users_own_values() -> None:
