@@ -108,10 +108,13 @@ class Layout:
             raise ValueError(f"expected dtypes as wide as {self.dtypes} or wider, got {dtypes}")
         return replace(self, dtypes=dtypes)
 
+    def dtype_of(self, number: int) -> torch.dtype:
+        """The dtype of an entry."""
+        return self.dtypes[self.entries[number].section]
+
     def is_large(self, number: int) -> bool:
         """Whether an entry is large enough to be treated alone rather than with its neighbours."""
-        entry = self.entries[number]
-        return entry.numel * self.dtypes[entry.section].itemsize >= _LARGE_BYTES
+        return self.entries[number].numel * self.dtype_of(number).itemsize >= _LARGE_BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ class StageLayout:
         filled = [0] * len(stages)
         for number, piece in enumerate(pieces):
             stage = stages.stage_of[piece.entry]
-            dtype = layout.dtypes[layout.entries[piece.entry].section]
+            dtype = layout.dtype_of(piece.entry)
             nbytes = piece.numel * dtype.itemsize
             self.pieces[stage].append(number)
             self._places.append((filled[stage], nbytes, dtype))

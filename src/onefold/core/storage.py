@@ -79,6 +79,10 @@ class Storage:
         """Whether models compute with other values, rounded ones, than the optimizer updates."""
         return self.masters.dtypes != self.parameters.dtypes
 
+    def rounds_entry(self, number: int) -> bool:
+        """Whether that is so for one trained parameter."""
+        return self.masters.dtype_of(number) != self.parameters.dtype_of(number)
+
     def pieces_of(self, span: Sequence[int]) -> tuple[Piece, ...]:
         """The pieces of a span, which is given by their numbers."""
         return tuple(self.pieces[number] for number in span)

@@ -150,7 +150,7 @@ class SpanOptimizer:
     def _own_piece(self, device: int, number: int) -> OwnedPiece:
         piece, home = self.storage.pieces[number], self._memory[device]
         user = self._users[piece.entry]
-        if self.storage.rounds or self._lent:
+        if self._lent or self.storage.rounds_entry(piece.entry):
             # A parameter, as optimizers may look for one; its exact values come with the state.
             return OwnedPiece(number, device, piece, user, self._master(piece, home), home)
         values: torch.Tensor = home.piece(piece)
