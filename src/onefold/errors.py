@@ -9,6 +9,7 @@
     ├── LossError              a loss of the wrong kind or shape, or one that is not finite
     ├── GradientError          a gradient that cannot be folded (sparse, another dtype)
     ├── StateError             state that cannot be folded, or that must not be saved
+    ├── LineError              a model that a line of devices cannot compute (--keep stages)
     ├── SampleError            a data set item that could not be read
     ├── DataError              files of a data set that cannot be used, found before training
     ├── CheckpointError        a checkpoint or file of weights that is damaged, or does not fit
@@ -28,6 +29,7 @@ __all__ = [
     "DisagreementError",
     "GradientError",
     "LaunchError",
+    "LineError",
     "LossError",
     "OnefoldError",
     "PeerError",
@@ -70,6 +72,10 @@ class GradientError(OnefoldError, ValueError):
 
 class StateError(OnefoldError, ValueError):
     """State that a shard changes outside the fold or as no rule covers, or that is not finite."""
+
+
+class LineError(OnefoldError, ValueError):
+    """A model that a line of devices cannot compute as one device does; the message says where."""
 
 
 class SampleError(OnefoldError):

@@ -14,8 +14,8 @@ DEFAULT_GRACE_S = 60.0
 
 ExchangeName = Literal["auto", "shared", "collective"]
 
-KeepName = Literal["all", "span", "host"]
-"""What a device keeps of a model: all of it, its span, or nothing between uses."""
+KeepName = Literal["all", "span", "host", "stages"]
+"""What a device keeps of a model: all of it, its span, nothing between uses, or some stages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ import torch
 
 from onefold.core.flat import Piece, cut_spans, cut_spans_by_stage
 from onefold.core.shard import Plan
+from onefold.core.stages import Stages
 
 __all__ = ["Roster"]
 
@@ -70,7 +71,7 @@ class Roster:
         plan: Plan,
         pieces: Sequence[Piece],
         hosts: Sequence[int] | None = None,
-        stage_of: Sequence[int] | None = None,
+        stages: Stages | None = None,
     ) -> Roster:
         """Make the roster that a run begins with, with spans of even size.
 
@@ -79,16 +80,14 @@ class Roster:
             plan: how many shards each of them runs.
             pieces: the pieces of the trained parameters.
             hosts: for each device, the number of its host; if absent, all are on one host.
-            stage_of: for each trained parameter the number of its stage, if each device is to have
-                a part of every stage; the devices then take their shards in rounds.
+            stages: of the model, if each device is to have a part of every stage, or the stages
+                that it computes in a line; the devices then take their shards in rounds.
         """
         return cls(
             devices=tuple(devices),
             hosts=tuple(hosts or [0] * len(devices)),
-            plan=replace(plan, in_rounds=stage_of is not None),
-            spans=cut_spans(pieces, len(devices))
-            if stage_of is None
-            else cut_spans_by_stage(pieces, stage_of, len(devices)),
+            plan=replace(plan, in_rounds=stages is not None),
+            spans=_first_spans(pieces, stages, len(devices)),
         )
 
     def next(
@@ -118,3 +117,17 @@ class Roster:
     def owner_of(self, piece: int) -> int:
         """The device that updates a piece."""
         return next(device for device, span in enumerate(self.spans) if piece in span)
+
+
+def _first_spans(
+    pieces: Sequence[Piece], stages: Stages | None, devices: int
+) -> tuple[Sequence[int], ...]:
+    if stages is None:
+        return cut_spans(pieces, devices)
+    if not stages.places:
+        return cut_spans_by_stage(pieces, stages.stage_of, devices)
+    places = [stages.places[stages.stage_of[piece.entry]] for piece in pieces]
+    return tuple(
+        tuple(number for number, place in enumerate(places) if place == device)
+        for device in range(devices)
+    )

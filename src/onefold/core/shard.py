@@ -59,6 +59,8 @@ class Plan:
     """Number of shards of each device; a device with none merely updates its span."""
     in_rounds: bool = False
     """Whether the devices take the shards in turn."""
+    line: int = 1
+    """How many devices compute a shard together, the one that has it and those after it."""
     shards: int = field(init=False, repr=False, compare=False)
     """How many shards every batch is cut into (V)."""
 
@@ -68,6 +70,11 @@ class Plan:
         if not self.counts or any(count < 0 for count in self.counts) or not sum(self.counts):
             raise ValueError(
                 f"a plan gives every device zero or more shards, at least one in all; "
+                f"got {self.counts}"
+            )
+        if any(count for device, count in enumerate(self.counts) if device % self.line):
+            raise ValueError(
+                f"a plan gives shards to the first device of each line of {self.line}; "
                 f"got {self.counts}"
             )
 
@@ -84,6 +91,15 @@ class Plan:
                 f"Use at most {shards} devices, or give Trainer more shards"
             )
         return cls(tuple(stop - start for start, stop in cut_bounds(shards, devices)))
+
+    @classmethod
+    def in_line(cls, *, shards: int, devices: int) -> Plan:
+        """Have all devices compute every shard together: the first one has them all.
+
+        >>> Plan.in_line(shards=4, devices=2).read_by(1)
+        (0, 1, 2, 3)
+        """
+        return cls((shards, *[0] * (devices - 1)), in_rounds=True, line=devices)
 
     @classmethod
     def given(cls, counts: Sequence[int], *, shards: int, devices: int) -> Plan:
@@ -113,9 +129,18 @@ class Plan:
         start = sum(self.counts[:device])
         return range(start, start + self.counts[device])
 
+    def read_by(self, device: int) -> Sequence[int]:
+        """The shards of which ``device`` needs the samples: its own, or those of its line."""
+        return self.shards_of(device // self.line * self.line)
+
     def in_a_row(self) -> Plan:
-        """Make the plan of the same counts in which each device's shards are neighbours."""
-        return Plan(self.counts)
+        """Make the plan in which each device's shards are neighbours, and it has them for itself.
+
+        The counts are the same, except of lines: what goes through those is shared out evenly.
+        """
+        if self.line == 1:
+            return Plan(self.counts)
+        return Plan(tuple(stop - start for start, stop in cut_bounds(self.shards, self.devices)))
 
     def rounds(self) -> tuple[Mapping[int, int], ...]:
         """What runs at the same time: for each round the shard of every device that has one.

@@ -23,6 +23,9 @@ class Stages:
     """What each stage is called in messages, the root included."""
     stage_of: tuple[int, ...]
     """For each trained parameter, in the order of their layout, the number of its stage."""
+    places: tuple[int, ...] = ()
+    """For each stage, the place of the device that computes it, in a line of several devices;
+    empty where every device computes all stages."""
 
     @property
     def entries(self) -> tuple[tuple[int, ...], ...]:

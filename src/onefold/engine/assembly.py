@@ -115,9 +115,8 @@ def _parts(module: torch.nn.Module, held: Container[int]) -> ModelParts:
 
 
 def _roster(storage: Storage, plan: Plan, team: Team) -> Roster:
-    stage_of = None if storage.stages is None else storage.stages.stage_of
     return Roster.first(
-        team.devices, plan=plan, pieces=storage.pieces, hosts=team.hosts, stage_of=stage_of
+        team.devices, plan=plan, pieces=storage.pieces, hosts=team.hosts, stages=storage.stages
     )
 
 
@@ -144,11 +143,12 @@ def _stages(
 ) -> StageModules | None:
     """The stages after each of which gradients are handed over; None if whole sums are."""
     keep = team.world.options.keep
+    line = len(team.devices) if keep == "stages" else 1
     # One shard is added to nothing, so there is nothing to hand over: but perhaps to put away.
-    if keep == "all" or (keep == "span" and settings.shards == 1):
+    if keep == "all" or (keep != "host" and settings.shards == 1 and line == 1):
         return None
     modules = cut_by_itself(parts.module) if given is None else given
-    return StageModules(parts.module, modules, parts.trained)
+    return StageModules(parts.module, modules, parts.trained, line)
 
 
 def _heap(team: Team) -> Heap:

@@ -108,6 +108,16 @@ class BufferSet:
         # and one kernel per section is quicker than one per buffer.
         return ChangedBuffers(indices, [section.clone() for section in self.flat.sections])
 
+    def put(self, changed: ChangedBuffers) -> None:
+        """Go on with what `changed` has returned."""
+        for target, values in zip(self.flat.sections, changed.sections, strict=True):
+            target.copy_(values)
+
+    def view_of(self, changed: ChangedBuffers, number: int) -> torch.Tensor:
+        """The values of one buffer in what `changed` has returned: (numel,)."""
+        entry = self.layout.entries[number]
+        return changed.sections[entry.section][entry.offset : entry.offset + entry.numel]
+
     def end_step(self, board: Board, batch: ShardedBatch, *, due: bool = True) -> None:
         """Give every changed buffer its value after the step; the others have been restored.
 

@@ -28,6 +28,7 @@ from onefold.engine.handover import arriving_states
 from onefold.engine.kernels import Compilers, current_gpu, repeatable_kernels
 from onefold.engine.leftovers import allow_clipping
 from onefold.engine.lending import lending_of
+from onefold.engine.linerun import Line
 from onefold.engine.modes import in_mode
 from onefold.engine.nonfinite import FiniteCheck, bad_gradient
 from onefold.engine.objective import objectives_of
@@ -108,6 +109,7 @@ class Engine:
         self._preparing = Preparing(replicas, exchange, self.attached)
         self.lending = lending_of(replicas, update, exchange)
         """Brings parameters that other devices keep."""
+        self._line = Line(replicas, self.attached, exchange) if exchange.relay else None
         self._whole = WholeGradient(replicas[0], update, exchange)
         self._values = ValueTrade(replicas, exchange)
         self._mode_warning = ModeWarning(self._module, on_lead=replicas[0].number == 0)
@@ -394,7 +396,9 @@ class Engine:
         gradients: Gradients = []
         exchange = self.exchange
         before = partial(self._rehearsal.before, batch=batch, task=task, board=exchange.board)
-        if exchange.stages is not None:
+        if self._line is not None:
+            self._line.run(batch, task)
+        elif exchange.stages is not None:
             early = not self._compilers.compiled
             with self.lending.rounds(task) as task:
                 run_rounds(self.replicas, self.attached, before, batch, task, exchange, done, early)

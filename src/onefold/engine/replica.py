@@ -115,7 +115,7 @@ class Replica:
         self._parameters = list(parts.trained.values())
         strides = [view.stride() for view in trained.views]
         self._all = ParameterSet(self._parameters, strides, self._names)
-        self._of_stages = [self._all.some(n) for n in stages.stages.entries] if stages else []
+        self.of_stages = [self._all.some(n) for n in stages.stages.entries] if stages else []
         self._narrow = [n for n, v in enumerate(trained.views) if added_up_in(v.dtype) != v.dtype]
         self._compute_in = precision.compute
         self._rounds = precision.parameters is not None
@@ -190,7 +190,7 @@ class Replica:
             GradientError: a gradient is sparse, or the loss left one behind by a backward of its
                 own.
         """
-        where = self._begin_shard(shard, task)
+        where = self.begin_shard(shard, task)
         samples = batch.size_of(shard)
         result: PieceResult | None = None
         try:
@@ -200,15 +200,15 @@ class Replica:
                 result = given if result is None else result.plus(given, task.step)
         except Gathers:
             drop_gradients(self._parameters)
-            self._put_back(task)
+            self.put_back(task)
             return ShardResult(self.nothing, None, GATHERS, None)
         except Exception as error:
-            self._put_back(task)
-            self._explain(error, shard, batch, where)
+            self.put_back(task)
+            self.explain(error, shard, batch, where)
             raise
         # Only now: backward may change buffers as well, as checkpointed layers run forward again.
         buffers = self.buffers.changed()
-        self._put_back(task)
+        self.put_back(task)
         assert result is not None  # a shard that runs has samples
         return ShardResult(
             result.gradients, result.total, result.weight, buffers, result.values, result.given
@@ -218,7 +218,7 @@ class Replica:
         self, piece: ShardPiece, batch: ShardedBatch, task: ShardTask, where: str
     ) -> PieceResult:
         """Run a piece of a shard, mostly all of it, forward and backward."""
-        payload = self._on_device(piece, batch)
+        payload = self.on_device(piece, batch)
         gatherer = gatherer_of(piece, batch, task)
         handing = self._handing(piece, batch, task, where)
         start = self.watch.now()
@@ -227,7 +227,7 @@ class Replica:
             handing.watched() if handing else _NOTHING,
             task.bringing() if task.bringing else _NOTHING as begin_backward,
         ):
-            part, values = self._loss_of(piece, payload, batch, task, where, gatherer)
+            part, values = self.loss_of(piece, payload, batch, task, where, gatherer)
             middle = self.watch.now()
             if handing:
                 handing.begin_backward()
@@ -241,14 +241,14 @@ class Replica:
         if handing:
             handing.finish()
         else:
-            gradients = self._taken(self._all, batch, task, where)
+            gradients = self.taken(self._all, batch, task, where)
         # Without divisors backward has not run: the step is begun again once they are known.
         total = None if part.kind == "means" else part.total()
         given = handing.given if handing else ()
         weight = LATE if handing and handing.is_late else code_of(part)
         return PieceResult(gradients, given, total, weight, values)
 
-    def _taken(
+    def taken(
         self, taken: ParameterSet, batch: ShardedBatch, task: ShardTask, where: str
     ) -> Gradients:
         """Take the gradients of some parameters, as they are added up, out of ``.grad``."""
@@ -272,7 +272,7 @@ class Replica:
             return None  # shards keep their gradients
 
         def take(stage: int) -> Gradients:
-            return self._taken(self._of_stages[stage], batch, task, where)
+            return self.taken(self.of_stages[stage], batch, task, where)
 
         return Handing(self.stages, piece, take, task.give)
 
@@ -289,7 +289,7 @@ class Replica:
         """The gradients of a shard without samples: none for any parameter."""
         return [None] * len(self._parameters)
 
-    def _on_device(self, piece: ShardPiece, batch: ShardedBatch) -> Any:
+    def on_device(self, piece: ShardPiece, batch: ShardedBatch) -> Any:
         payload = batch.shards[piece.shard]
         if piece.samples < piece.of:
             payload = rows_of(payload, (piece.start, piece.stop), piece.of, dim=batch.dim)
@@ -300,7 +300,7 @@ class Replica:
         self.watch.note("data", f"move shard {piece.shard}", start)
         return payload
 
-    def _loss_of(
+    def loss_of(
         self,
         piece: ShardPiece,
         payload: Any,
@@ -368,7 +368,7 @@ class Replica:
     ) -> list[Read]:
         """Run a shard's pieces forward, or the first if it is inspected; read what each returns."""
         drop_gradients(self._parameters)
-        where, samples = self._begin_shard(shard, task), batch.size_of(shard)
+        where, samples = self.begin_shard(shard, task), batch.size_of(shard)
         pieces, found = pieces_of(samples, task.microbatch), []
         try:
             for start, stop in pieces[:1] if inspected else pieces:
@@ -377,17 +377,17 @@ class Replica:
                 found.append(read(self._piece_alone(piece, batch, task, where, inspected)))
                 drop_gradients(self._parameters)
         except Exception as error:
-            self._explain(error, shard, batch, where)
+            self.explain(error, shard, batch, where)
             raise
         finally:
             drop_gradients(self._parameters)
-            self._put_back(task)
+            self.put_back(task)
         return found
 
     def _piece_alone(
         self, piece: ShardPiece, batch: ShardedBatch, task: ShardTask, where: str, inspected: bool
     ) -> Contribution:
-        payload = self._on_device(piece, batch)
+        payload = self.on_device(piece, batch)
         # Not under no_grad: a loss that differentiates something itself (a gradient penalty) needs
         # a graph, and would fail here and not in the step proper.
         with gathering(gatherer_of(piece, batch, task)), self.autocast():
@@ -397,7 +397,7 @@ class Replica:
             self.loss_watch.look(loss, samples=piece.samples, due=True, where=where)
         return weigh(loss, piece.samples, f"the loss of {where}")
 
-    def _begin_shard(self, shard: int, task: ShardTask) -> str:
+    def begin_shard(self, shard: int, task: ShardTask) -> str:
         """Reset a shard's surroundings, whatever ran before it; return its name for errors."""
         self.buffers.restore(shard)
         if torch.is_autocast_enabled(self.device.type):
@@ -411,13 +411,13 @@ class Replica:
         seed_generators(seed, self.device, common=common)
         return f"step {task.step}, shard {shard}"
 
-    def _put_back(self, task: ShardTask) -> None:
+    def put_back(self, task: ShardTask) -> None:
         """Restore modes, and which parameters are frozen, where another shard may follow."""
         if task.shards > 1:
             self.parts.modes.restore(task.modes)
             self.parts.restore_frozen(task.trainable)
 
-    def _explain(self, error: Exception, shard: int, batch: ShardedBatch, where: str) -> None:
+    def explain(self, error: Exception, shard: int, batch: ShardedBatch, where: str) -> None:
         """Note where an error was raised; raise its cause instead, if a buffer was resized."""
         error.add_note(f"raised in {where}, on device {self.number} ({self.device})")
         advice = advice_on(error, samples=batch.size_of(shard), shards=batch.plan.shards)

@@ -11,12 +11,13 @@ called several times the first call counts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from onefold.core.line import cut_line
 from onefold.core.stages import ROOT, Stages
 from onefold.core.structure import parts_of
 
@@ -32,10 +33,12 @@ class StageModules:
         module: the model.
         modules: the stages, in the order in which the model uses them.
         trained: the parameters that the optimizer updates, by name.
+        line: how many devices compute the model one after the other, each some of its stages.
 
     Raises:
         TypeError: something that is no module was named as a stage.
-        ValueError: a stage is no part of the model, is named twice, or lies in another one.
+        ValueError: a stage is no part of the model, is named twice, or lies in another one; or
+            there are fewer stages than devices in the line.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class StageModules:
         module: torch.nn.Module,
         modules: Sequence[torch.nn.Module],
         trained: Mapping[str, torch.nn.Parameter],
+        line: int = 1,
     ) -> None:
         names = {id(part): name or "the model" for name, part in module.named_modules()}
         _check(modules, names)
@@ -56,10 +60,12 @@ class StageModules:
             for parameter in part.parameters():
                 homes.setdefault(id(parameter), set()).add(stage)
         found = [homes.get(id(parameter), set()) for parameter in trained.values()]
+        # What several stages use is nobody's alone.
+        stage_of = tuple(min(h) if len(h) == 1 else ROOT for h in found)
         self.stages = Stages(
             names=("the rest of the model", *(names[id(part)] for part in modules)),
-            # What several stages use is nobody's alone.
-            stage_of=tuple(min(h) if len(h) == 1 else ROOT for h in found),
+            stage_of=stage_of,
+            places=_places(trained.values(), stage_of, len(modules), line) if line > 1 else (),
         )
 
     @contextmanager
@@ -130,6 +136,16 @@ def cut_by_itself(module: torch.nn.Module) -> list[torch.nn.Module]:
 
     visit(module, listed=False)
     return found
+
+
+def _places(
+    trained: Iterable[torch.nn.Parameter], stage_of: Sequence[int], stages: int, line: int
+) -> tuple[int, ...]:
+    """The place in a line of each stage, the root with the first device."""
+    sizes = [0] * (stages + 1)
+    for parameter, stage in zip(trained, stage_of, strict=True):
+        sizes[stage] += parameter.numel() * parameter.element_size()
+    return 0, *cut_line(sizes[ROOT + 1 :], line)
 
 
 def _check(modules: Sequence[torch.nn.Module], names: Mapping[int, str]) -> None:

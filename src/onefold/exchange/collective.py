@@ -68,6 +68,7 @@ class GroupTransport(Transport):
         self._lateness = joined.lateness
         self._heap = heap
         self._room: torch.Tensor | None = None
+        self._leaving: list[tuple[torch.Tensor, dist.Work]] = []
 
     def meet(self, word: bytes = b"") -> Sequence[bytes]:
         # torch.frombuffer refuses an empty buffer, so an empty word travels as one byte.
@@ -120,6 +121,30 @@ class GroupTransport(Transport):
             ]
             works = dist.batch_isend_irecv(started) if started else []
         return Moving(ordered, works, self._naming_the_lost)
+
+    def begin_sending(self, peer: int, tensor: torch.Tensor) -> None:
+        """Begin to send a tensor of the host, which must stay as it is until `finish_sending`."""
+        if not tensor.numel():
+            return
+        with self._naming_the_lost():
+            # What has left by now need not be kept any longer.
+            self._leaving = [(t, work) for t, work in self._leaving if not work.is_completed()]
+            work = dist.isend(tensor.view(torch.uint8), group=self._group, group_dst=peer)
+        assert work is not None  # this process is one of the group
+        self._leaving.append((tensor, work))
+
+    def receive(self, peer: int, tensor: torch.Tensor) -> None:
+        """Fill a tensor of the host with what a device has begun to send."""
+        if tensor.numel():
+            with self._naming_the_lost():
+                dist.recv(tensor.view(torch.uint8), group=self._group, group_src=peer)
+
+    def finish_sending(self) -> None:
+        """Wait until everything has left that `begin_sending` was given."""
+        with self._naming_the_lost():
+            for _, work in self._leaving:
+                work.wait()
+        self._leaving = []
 
     def room(self, nbytes: int) -> torch.Tensor:
         self._room = roomy(self._room, nbytes, self.device, self._heap)

@@ -29,6 +29,7 @@ from onefold.core.shard import Plan
 from onefold.core.storage import Storage
 from onefold.exchange.carrier import Carrier
 from onefold.exchange.memory import Memory
+from onefold.exchange.relay import Relay
 from onefold.exchange.spans import SpanFold
 from onefold.exchange.stagefold import StageFold
 from onefold.exchange.transport import Transport
@@ -45,6 +46,7 @@ class Exchange:
         transport: reaches the other processes.
         roster: who takes part.
         carrier: brings gradients stage by stage; None where whole partial sums are published.
+        relay: between the devices of a line; None if each computes whole shards.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Exchange:
         transport: Transport,
         roster: Roster,
         carrier: Carrier | None = None,
+        relay: Relay | None = None,
     ) -> None:
         self.memory = memory
         self.transport = transport
@@ -63,6 +66,8 @@ class Exchange:
             None if carrier is None else StageFold(carrier, list(memory.trained), memory.heap)
         )
         """Takes gradients stage by stage, in place of `publish`; None if they are published."""
+        self.relay = relay
+        """Between the devices of a line; None if each computes whole shards."""
         self._storage = storage
         self._folds: dict[int, SpanFold] = {}
         self.bind(roster)

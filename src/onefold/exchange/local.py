@@ -22,6 +22,7 @@ from onefold.exchange.board import Board
 from onefold.exchange.carrier import AtOnce
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.memory import Arrivals, Memory, Start, new_flat
+from onefold.exchange.relay import LocalRelay
 from onefold.exchange.spans import AsGiven, Partial, Spanned
 from onefold.exchange.transport import Alone
 from onefold.system.heap import ORDINARY, Heap
@@ -40,7 +41,8 @@ def local_exchange(
         else DevicesMemory(storage, start, roster.devices, heap)
     )
     carrier = None if storage.stages is None else AtOnce(storage, lends=heap.on_disk)
-    return Exchange(storage, memory, Alone(first, heap), roster, carrier)
+    relay = LocalRelay() if roster.plan.line > 1 else None
+    return Exchange(storage, memory, Alone(first, heap), roster, carrier, relay)
 
 
 class OneDeviceMemory(Memory):

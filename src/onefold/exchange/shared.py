@@ -25,10 +25,12 @@ from onefold.core.roster import Roster
 from onefold.core.shard import Plan
 from onefold.core.storage import Storage
 from onefold.exchange.board import Board
+from onefold.exchange.carrier import AtOnce
 from onefold.exchange.commonfile import new_file, take_file
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.host import HostTransport
 from onefold.exchange.hostcarrier import HostCarrier
+from onefold.exchange.hostrelay import HostRelay
 from onefold.exchange.mailbox import Mailbox
 from onefold.exchange.memory import Arrivals, Memory, Start
 from onefold.exchange.spans import Partial, Spanned
@@ -52,6 +54,10 @@ def shared_exchange(
         heap: where the model lies.
     """
     memory = HostMemory(storage, start, HostTransport(mailbox, heap), heap)
+    if roster.plan.line > 1:
+        # Each device owns the stages that it computes: their gradients go nowhere.
+        relay = HostRelay(mailbox)
+        return Exchange(storage, memory, memory.transport, roster, AtOnce(storage), relay)
     carrier = (
         None if storage.stages is None else HostCarrier(storage, memory.transport, memory.boxes)
     )

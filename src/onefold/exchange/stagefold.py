@@ -84,8 +84,9 @@ class StageFold:
 
         A piece has None where no shard gave a gradient.
         """
-        found = {stage: self._sums[stage].totals for stage in range(len(self._sums))}
-        places = (self._places[number] for number in self._spans[device])
+        places = [self._places[number] for number in self._spans[device]]
+        # Of a stage of which nothing is this process's, nothing has come, perhaps.
+        found = {stage: self._sums[stage].totals for stage in {stage for stage, _ in places}}
         return [found[stage][place] for stage, place in places]
 
     def release(self) -> None:

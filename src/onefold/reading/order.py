@@ -76,7 +76,7 @@ class SampleOrder:
         shards = {
             shard: batch[bounds[shard][0] : bounds[shard][1]].tolist()
             for device in own
-            for shard in plan.shards_of(device)
+            for shard in plan.read_by(device)
             if bounds[shard][0] < bounds[shard][1]
         }
         starts = {shard: start + bounds[shard][0] for shard in shards} if self.repeats else {}

@@ -300,7 +300,7 @@ class _StreamReader(Dataset[Answer]):
         plan, start = request.plan, request.stop - request.samples
         bounds = cut_bounds(len(samples), plan.shards)
         payloads = {}
-        for shard in (shard for device in self._own for shard in plan.shards_of(device)):
+        for shard in (shard for device in self._own for shard in plan.read_by(device)):
             first, stop = bounds[shard]
             if first < stop:
                 numbers = *self._numbers, start + first

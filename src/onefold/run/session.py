@@ -353,7 +353,7 @@ class Session:
         if isinstance(batch, ShardedBatch):
             cut = replace(self._checked_batch(batch, plan), dim=dim)
         else:
-            own = [s for number in self.team.own for s in plan.shards_of(number)]
+            own = [s for number in self.team.own for s in plan.read_by(number)]
             cut = cut_batch(
                 batch, plan, own, self.position.epoch, digest=self.engine.with_others, dim=dim
             )
@@ -373,6 +373,13 @@ class Session:
 
     def _checked_plan(self, counts: Sequence[int] | None) -> Plan:
         shards, devices = self.settings.shards, len(self.team.devices)
+        if self.team.world.options.keep == "stages":
+            if counts is not None:
+                raise ValueError(
+                    f"expected no plan with --keep stages, where every shard goes through all "
+                    f"devices, got {counts}"
+                )
+            return Plan.in_line(shards=shards, devices=devices)
         if counts is None:
             return Plan.even(shards=shards, devices=devices)
         if not isinstance(counts, Sequence) or not all(isinstance(c, int) for c in counts):

@@ -1,0 +1,208 @@
+"""Tensors that have a shape, a dtype and a device, and no values: another device has those.
+
+A device in the middle of a line runs the script's loss from its beginning, as all the others do.
+What the stages before its own would give is hollow there: it is computed with in shape alone,
+until the device comes to its first stage, where values arrive (see `onefold.engine.passing`).
+Whatever is made of something hollow is hollow as well, and what is made of the batch is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from onefold.core.structure import parts_of, with_parts
+from onefold.errors import LineError
+
+__all__ = ["Hollow", "Reach", "followed", "tensors_of", "with_tensors"]
+
+_META = torch.device("meta")
+_DEVICE_OF: Any = torch.Tensor.device.__get__
+_MOVES = (torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda)
+
+
+@dataclass(slots=True)
+class Reach:
+    """How far a device has come in the loss of a shard."""
+
+    where: str
+    """Step and shard, for errors."""
+    device: torch.device
+    arrived: str = ""
+    """The stage at which values have arrived; empty while what came before is hollow."""
+
+
+class Hollow(torch.Tensor):
+    """What a stage on another device would give: a tensor on the meta device that hides it."""
+
+    reach: Reach
+    plain: torch.Tensor
+    """The same on the meta device, for what is computed of it."""
+
+    @classmethod
+    def like(cls, tensor: torch.Tensor, reach: Reach) -> Hollow:
+        """Make the hollow tensor that is shaped as this one, which may be on the meta device."""
+        if tensor.device != _META:
+            tensor = _on_meta(tensor)
+        made = tensor.as_subclass(cls)
+        made.reach, made.plain = reach, tensor
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        found = next(t for t in tensors_of((args, kwargs)) if isinstance(t, Hollow))
+        reach = found.reach
+        if func == _DEVICE_OF:
+            return reach.device
+        name = getattr(func, "__name__", repr(func))
+        if name == "__set__":  # such as .requires_grad, or .grad
+            return None
+        if _writes(name) and not isinstance(args[0], Hollow):
+            raise LineError(
+                f"{reach.where}: the script writes what a stage on another device gives into a "
+                f"tensor of its own ({name}): a line of devices cannot follow that. Use --keep span"
+            )
+        return _run(func, args, kwargs, reach, name)
+
+
+class _Following(TorchFunctionMode):
+    """Has everything computed in shape alone, whatever it is made of."""
+
+    def __init__(self, reach: Reach) -> None:
+        super().__init__()
+        self._reach = reach
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", repr(func))
+        # Attributes of tensors that have values are theirs.
+        if name in ("__get__", "__set__") and not isinstance(args[0], Hollow):
+            return func(*args, **kwargs)
+        if next(tensors_of((args, kwargs)), None) is None:
+            return func(*args, **kwargs)
+        if func == _DEVICE_OF:
+            return self._reach.device
+        return _run(func, args, kwargs, self._reach, name)
+
+
+@contextmanager
+def followed(reach: Reach) -> Iterator[None]:
+    """A block in which a stage of another device is computed in shape alone."""
+    with _Following(reach):
+        yield
+
+
+def tensors_of(value: object) -> Iterator[torch.Tensor]:
+    """The tensors in nested containers, in their order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    for _, part in parts_of(value) or ():
+        yield from tensors_of(part)
+
+
+def with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Make the same containers with other tensors, in the order of `tensors_of`."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if next(tensors_of(value), None) is None:
+        return value
+    parts = parts_of(value) or ()
+    return with_parts(value, [with_tensors(part, change) for _, part in parts])
+
+
+def _run(
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    reach: Reach,
+    name: str,
+) -> Any:
+    places: dict[int, Hollow] = {}
+
+    def emptied(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, Hollow):
+            return _on_meta(tensor)
+        places[id(tensor.plain)] = tensor
+        return tensor.plain
+
+    if func in _MOVES:
+        # To another dtype, perhaps; the device is hidden in any case.
+        func, args, kwargs = _moved(args, kwargs)
+    given = _on_no_device(with_tensors(args, emptied))
+    named = _on_no_device(with_tensors(kwargs, emptied))
+    try:
+        result = func(*given, **named)
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        raise LineError(
+            f"{reach.where}: the script computes {name} of what a stage on another device gives, "
+            f"before that has arrived, and cannot without its values: a line of devices cannot "
+            f"follow that ({str(error).splitlines()[0]}). Use --keep span"
+        ) from error
+    made = list(tensors_of(result))
+    if made and reach.arrived:
+        raise LineError(
+            f"{reach.where}: the script uses something made before stage {reach.arrived} again "
+            f"after it, in {name}: a line of devices passes on what each stage is called with, and "
+            f"nothing past it. Use --keep span"
+        )
+
+    def hollow(tensor: torch.Tensor) -> torch.Tensor:
+        found = places.get(id(tensor))
+        return Hollow.like(tensor, reach) if found is None else found
+
+    return with_tensors(result, hollow) if made else result
+
+
+def _moved(
+    args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]:
+    """What a move to another device and dtype comes to on the meta device."""
+    kept = [arg for arg in args[1:] if not isinstance(arg, torch.device | str | int)]
+    named = {key: value for key, value in kwargs.items() if key != "device"}
+    return torch.Tensor.to, (args[0], _META, *kept), named
+
+
+def _writes(name: str) -> bool:
+    return (
+        name == "__setitem__"
+        or (name.endswith("_") and not name.endswith("__"))
+        or (name.startswith("__i") and name not in ("__index__", "__int__", "__invert__"))
+    )
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.device == _META:
+        return tensor
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_META)
+    return made.requires_grad_(tensor.requires_grad)
+
+
+def _on_no_device(value: Any) -> Any:
+    """Put the meta device in the place of others."""
+    if isinstance(value, torch.device):
+        return _META
+    if isinstance(value, dict) and isinstance(value.get("device"), str | int):
+        value = {**value, "device": _META}
+    parts = parts_of(value)
+    if not parts or isinstance(value, torch.Size):
+        return value
+    return with_parts(value, [_on_no_device(part) for _, part in parts])

@@ -1,0 +1,445 @@
+"""Computes one device's part of the shards that go through a line of devices."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from onefold.core.batch import ShardedBatch
+from onefold.core.flat import same_bits
+from onefold.core.gathering import Gathers, gathering
+from onefold.core.generatorstates import packed_generators, put_generators
+from onefold.core.line import Move, in_groups, moves
+from onefold.core.mean import Contribution
+from onefold.core.pieces import pieces_of
+from onefold.core.result import ChangedBuffers, ShardResult
+from onefold.core.stages import ROOT
+from onefold.core.values import ShardValues
+from onefold.engine.gradients import Gradients
+from onefold.engine.hollow import Reach
+from onefold.engine.passing import Arrival, Passage, Passed, Passing
+from onefold.engine.replica import Replica
+from onefold.engine.shardloss import backward, code_of, gatherer_of
+from onefold.engine.shardpiece import PieceResult, ShardPiece
+from onefold.engine.shardtask import ShardTask
+from onefold.errors import LineError
+from onefold.exchange.board import Board
+from onefold.exchange.carrier import Gift
+from onefold.exchange.exchange import Exchange
+from onefold.exchange.relay import Message, Relay
+from onefold.exchange.stagefold import StageFold
+
+__all__ = ["LineWorker"]
+
+
+@dataclass(slots=True)
+class _Underway:
+    """A piece of a shard between its way forth and its way back."""
+
+    passage: Passage
+    leaving: list[torch.Tensor] = field(default_factory=list)
+    """What the next device was sent, with the graph that it comes from."""
+    part: Contribution | None = None
+    """The loss, on the last device."""
+    values: ShardValues | None = None
+    buffers: ChangedBuffers | None = None
+    """What the way forth has changed."""
+    generators: torch.Tensor | None = None
+    """Where the generators stood after the loss, on the last device."""
+
+
+@dataclass(slots=True)
+class _Left:
+    """What a piece of a shard leaves to the next one."""
+
+    buffers: ChangedBuffers | None
+    generators: torch.Tensor
+    result: PieceResult
+
+
+class LineWorker:
+    """One device of a line, in one step.
+
+    Args:
+        replica: the model on the device.
+        passing: cuts the model for it.
+        attached: has the module compute on the device.
+        batch: the step's.
+        task: the step's.
+        exchange: with all devices.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        passing: Passing,
+        attached: Callable[[Replica], AbstractContextManager[object]],
+        batch: ShardedBatch,
+        task: ShardTask,
+        exchange: Exchange,
+    ) -> None:
+        assert exchange.relay is not None
+        assert exchange.stages is not None
+        self._replica = replica
+        self._passing = passing
+        self._attached = attached
+        self._batch = batch
+        self._task = task
+        self._relay: Relay = exchange.relay
+        self._fold: StageFold = exchange.stages
+        self._board: Board = exchange.board
+        self._place = replica.number
+        self._devices = batch.plan.devices
+        self._is_last = self._place == self._devices - 1
+        stages = self._fold.stages
+        self._own = [s for s, place in enumerate(stages.places) if place == self._place and s]
+        self._foreign = [s for s, place in enumerate(stages.places) if place != self._place]
+        self._pieces = self._in_order()
+        self._moves = deque(moves(self._place, self._devices, len(self._pieces)))
+        self._underway: dict[int, _Underway] = {}
+        self._left: dict[int, _Left] = {}
+
+    def _in_order(self) -> list[ShardPiece | None]:
+        batch = self._batch
+        shards = [s for s in batch.plan.read_by(self._place) if s in batch.shards]
+        sizes = [batch.size_of(shard) for shard in shards]
+        cuts = [pieces_of(size, self._task.microbatch) for size in sizes]
+        order = in_groups([len(cut) for cut in cuts], self._devices)
+        return [
+            None if at is None else ShardPiece(shards[at[0]], *cuts[at[0]][at[1]], sizes[at[0]])
+            for at in order
+        ]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all shards have been there and back."""
+        return not self._moves
+
+    def can_go(self) -> bool:
+        """Whether what the next move needs has been sent; always where others compute meanwhile."""
+        move, number = self._moves[0]
+        source = self._place + (-1 if move is Move.FORTH else 1)
+        if self._pieces[number] is None or not 0 <= source < self._devices:
+            return True
+        return self._relay.has(self._place, source)
+
+    def go(self) -> None:
+        """Make the next move; waits for what it needs.
+
+        Raises:
+            LineError: the model cannot be computed by a line of devices.
+            LossError, GradientError, StateError: see `Replica.compute`.
+            PeerError: another device is lost or has failed.
+        """
+        move, number = self._moves.popleft()
+        piece = self._pieces[number]
+        if piece is None:
+            return
+        try:
+            if move is Move.FORTH:
+                self._forth(number, piece)
+            else:
+                self._back(number, piece)
+        except Exception as error:
+            self._replica.put_back(self._task)
+            self._replica.explain(error, piece.shard, self._batch, self._where(piece))
+            raise
+
+    def _where(self, piece: ShardPiece) -> str:
+        return f"step {self._task.step}, shard {piece.shard}"
+
+    def _forth(self, number: int, piece: ShardPiece) -> None:
+        """Compute this device's stages of a piece, and send on what the last of them gives."""
+        replica, task, where = self._replica, self._task, self._where(piece)
+        passage = Passage(Reach(where, replica.device), self._arrival())
+        underway = self._underway[number] = _Underway(passage)
+        with self._attached(replica):
+            replica.begin_shard(piece.shard, task)
+            if piece.start:
+                self._go_on(piece.shard, passage)
+            begun = packed_generators(replica.device) if piece.start else None
+            payload = replica.on_device(piece, self._batch)
+            gatherer = gatherer_of(piece, self._batch, task)
+            start = replica.watch.now()
+            try:
+                with gathering(gatherer), self._passing.followed(passage):
+                    underway.part, underway.values = replica.loss_of(
+                        piece, payload, self._batch, task, where, gatherer
+                    )
+            except Passed as passed:
+                self._send_on(underway, passed, begun)
+            except Gathers:
+                raise LineError(
+                    f"{where}: the loss calls onefold.gather (or the model has SyncBatchNorm), "
+                    f"which needs all shards at one time: a line of devices has one after the "
+                    f"other. Use --keep span"
+                ) from None
+            self._check_end(underway, where)
+            replica.watch.note("forward", f"forward shard {piece.shard}", start)
+            if self._is_last:
+                underway.generators = packed_generators(replica.device)
+            underway.buffers = replica.buffers.changed()
+            replica.put_back(task)
+
+    def _go_on(self, shard: int, passage: Passage) -> None:
+        """Begin where the piece before has ended."""
+        left = self._left[shard]
+        if left.buffers is not None:
+            self._replica.buffers.put(left.buffers)
+        arrival = passage.arrival
+        begun = left.generators if arrival is None else arrival.begun
+        assert begun is not None
+        put_generators(begun, self._replica.device)
+
+    def _arrival(self) -> Arrival | None:
+        """Wait for what the device before sends."""
+        if self._place == 0:
+            return None
+        message = self._receive(self._place - 1)
+        stage, with_gradient = message.head
+        generators, begun, *tensors = message.tensors
+        assert generators is not None
+        here = [self._on(tensor) for tensor in tensors if tensor is not None]
+        return Arrival(stage, here, with_gradient, generators, begun)
+
+    def _send_on(self, underway: _Underway, passed: Passed, begun: torch.Tensor | None) -> None:
+        underway.leaving = passed.tensors
+        with_gradient = [tensor.requires_grad for tensor in passed.tensors]
+        generators = packed_generators(self._replica.device)
+        tensors = [generators, begun, *passed.tensors]
+        message = Message([passed.stage, with_gradient], tensors)
+        self._relay.send(self._place, self._place + 1, message)
+
+    def _check_end(self, underway: _Underway, where: str) -> None:
+        """Refuse a loss that did not come to where it should."""
+        passage, part = underway.passage, underway.part
+        if part is None:
+            return
+        if not self._is_last or (passage.arrival is not None and not passage.reach.arrived):
+            raise LineError(
+                f"{where}: the loss came to its end on device {self._place} without a call of a "
+                f"stage of {'this' if self._is_last else 'the next'} device: a line of devices "
+                f"needs every stage in every shard. Use --keep span"
+            )
+        if part.kind == "means":
+            raise LineError(
+                f"{where}: the loss has several terms that are each a mean, whose divisors are "
+                f"known only when all shards have been forward: a line of devices has one after "
+                f"the other. Use --keep span"
+            )
+
+    def _back(self, number: int, piece: ShardPiece) -> None:
+        """Take a piece back through this device's stages, and hand over their gradients."""
+        replica, task = self._replica, self._task
+        underway = self._underway.pop(number)
+        message = None if self._is_last else self._receive(self._place + 1)
+        with self._attached(replica):
+            replica.buffers.restore(piece.shard)
+            if underway.buffers is not None:
+                replica.buffers.put(underway.buffers)
+            start = replica.watch.now()
+            generators = underway.generators if message is None else message.tensors[0]
+            assert generators is not None
+            put_generators(generators, replica.device)
+            passage = underway.passage
+            passage.reach, passage.again = Reach(passage.reach.where, replica.device), True
+            with self._passing.followed(passage):
+                self._differentiate(underway, message)
+            replica.watch.note("backward", f"backward shard {piece.shard}", start)
+            result = self._gather_up(piece, underway, message)
+            buffers = replica.buffers.changed()
+            replica.put_back(task)
+        self._end(piece, result, buffers, underway, message)
+
+    def _differentiate(self, underway: _Underway, message: Message | None) -> None:
+        if message is None:
+            assert underway.part is not None
+            backward(underway.part, self._batch, self._task, ())
+            return
+        count = len(underway.leaving)
+        given = [self._here(tensor) for tensor in message.tensors[1 : 1 + count]]
+        pairs = [
+            (tensor, gradient)
+            for tensor, gradient in zip(underway.leaving, given, strict=True)
+            if gradient is not None
+        ]
+        if pairs:
+            torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+
+    def _gather_up(
+        self, piece: ShardPiece, underway: _Underway, message: Message | None
+    ) -> PieceResult:
+        """Hand over the gradients of own stages; return what the piece has given as far as here."""
+        stages = self._fold.stages
+        given = [False] * len(stages.stage_of)
+        last = piece.stop == piece.of
+        for stage in reversed(self._own):
+            gradients = self._taken(stage, given, piece)
+            self._fold.give(Gift(piece.shard, stage, last, gradients))
+        self._refuse_foreign(piece)
+        root = self._taken(ROOT, given, piece)
+        if message is None:
+            part = underway.part
+            assert part is not None
+            return PieceResult(root, given, part.total(), code_of(part), underway.values)
+        head = message.head
+        count = 1 + len(underway.leaving)
+        total, numbers, *theirs = message.tensors[count : count + 2 + len(root)]
+        values = None
+        if numbers is not None:
+            values = ShardValues(tuple(head["lines"]), self._on(numbers))
+        assert total is not None
+        return PieceResult(
+            [
+                self._only(own, other, place, piece)
+                for place, (own, other) in enumerate(zip(root, theirs, strict=True))
+            ],
+            [one or bool(other) for one, other in zip(given, head["given"], strict=True)],
+            self._on(total),
+            head["weight"],
+            values,
+        )
+
+    def _only(
+        self,
+        own: torch.Tensor | None,
+        theirs: torch.Tensor | None,
+        place: int,
+        piece: ShardPiece,
+    ) -> torch.Tensor | None:
+        """The gradient of a parameter of no stage, which one device of the line may have given."""
+        if own is not None and theirs is not None:
+            name = self._replica.of_stages[ROOT].names[place]
+            raise LineError(
+                f"{self._where(piece)}: parameter {name} is used on device {self._place} and on a "
+                f"later one (its weights are tied, perhaps): a line of devices cannot add up what "
+                f"both give as one device does. Use --keep span"
+            )
+        return own if theirs is None else self._here(theirs)
+
+    def _taken(self, stage: int, given: list[bool], piece: ShardPiece) -> Gradients:
+        numbers = self._fold.stages.entries[stage]
+        gradients = self._replica.taken(
+            self._replica.of_stages[stage], self._batch, self._task, self._where(piece)
+        )
+        for number, gradient in zip(numbers, gradients, strict=True):
+            given[number] = gradient is not None
+        return gradients
+
+    def _refuse_foreign(self, piece: ShardPiece) -> None:
+        for stage in self._foreign:
+            if stage == ROOT:
+                continue
+            taken = self._replica.of_stages[stage]
+            for name, parameter in zip(taken.names, taken.parameters, strict=True):
+                if parameter.grad is not None:
+                    raise LineError(
+                        f"{self._where(piece)}: parameter {name} of stage "
+                        f"{self._fold.stages.names[stage]} is used on device {self._place}, "
+                        f"outside of its stage, which another device computes (in a penalty on all "
+                        f"parameters, perhaps). Use --keep span"
+                    )
+
+    def _end(
+        self,
+        piece: ShardPiece,
+        result: PieceResult,
+        buffers: ChangedBuffers | None,
+        underway: _Underway,
+        message: Message | None,
+    ) -> None:
+        """Send back what the device before needs, or record what the shard has given."""
+        theirs = self._their_buffers(underway, message)
+        merged = self._merged(buffers, theirs, piece)
+        generators = packed_generators(self._replica.device)
+        arrival = underway.passage.arrival
+        last = piece.stop == piece.of
+        if arrival is not None:
+            if not last:
+                self._left[piece.shard] = _Left(buffers, generators, result)
+            self._send_back(arrival, result, merged if last else None, generators)
+            # They hold each other.
+            arrival.entered, arrival.tensors, arrival.gradients = [], (), {}
+            return
+        self._fold.give(Gift(piece.shard, ROOT, last, result.gradients))
+        before = self._left.pop(piece.shard, None)
+        result = result._replace(gradients=[])
+        if before is not None:
+            result = before.result.plus(result, self._task.step)
+        if not last:
+            self._left[piece.shard] = _Left(buffers, generators, result)
+            return
+        self._board.record(
+            self._place,
+            piece.shard,
+            ShardResult([], result.total, result.weight, merged, result.values, result.given),
+        )
+
+    def _send_back(
+        self,
+        arrival: Arrival,
+        result: PieceResult,
+        buffers: ChangedBuffers | None,
+        generators: torch.Tensor,
+    ) -> None:
+        values = result.values
+        views: list[torch.Tensor] = []
+        if buffers is not None:
+            views = [self._replica.buffers.view_of(buffers, n) for n in buffers.indices]
+        head: Mapping[str, Any] = {
+            "weight": result.weight,
+            "given": bytes(result.given),
+            "lines": [] if values is None else list(values.lines),
+            "buffers": [] if buffers is None else list(buffers.indices),
+        }
+        gradients = [arrival.gradients.get(number) for number in range(len(arrival.tensors))]
+        tensors = [generators, *gradients, result.total]
+        tensors += [None if values is None else values.numbers, *result.gradients, *views]
+        self._relay.send(self._place, self._place - 1, Message(head, tensors))
+
+    def _their_buffers(
+        self, underway: _Underway, message: Message | None
+    ) -> dict[int, torch.Tensor]:
+        """What later devices have changed of the buffers, by their numbers."""
+        if message is None:
+            return {}
+        root = self._fold.stages.entries[ROOT]
+        views = message.tensors[3 + len(underway.leaving) + len(root) :]
+        pairs = zip(message.head["buffers"], views, strict=True)
+        return {number: view for number, view in pairs if view is not None}
+
+    def _merged(
+        self, own: ChangedBuffers | None, theirs: Mapping[int, torch.Tensor], piece: ShardPiece
+    ) -> ChangedBuffers | None:
+        if not theirs:
+            return own
+        buffers = self._replica.buffers
+        if own is None:
+            own = ChangedBuffers([], [section.clone() for section in buffers.flat.sections])
+        for number, values in theirs.items():
+            view = buffers.view_of(own, number)
+            if number in own.indices and not same_bits(view, values.to(view.device)):
+                raise LineError(
+                    f"{self._where(piece)}: a buffer of the model is changed on device "
+                    f"{self._place} and on a later one, to other values: a line of devices cannot "
+                    f"follow that. Use --keep span"
+                )
+            view.copy_(values)
+        return ChangedBuffers(sorted({*own.indices, *theirs}), own.sections)
+
+    def _receive(self, source: int) -> Message:
+        start = self._replica.watch.now()
+        message = self._relay.receive(self._place, source)
+        self._replica.watch.note("exchange", f"wait for device {source}", start)
+        return message
+
+    def _on(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._replica.device)
+
+    def _here(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else self._on(tensor)
