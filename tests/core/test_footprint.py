@@ -37,8 +37,13 @@ def test_with_one_shard_there_is_nothing_to_add_up() -> None:
     assert sizes.on_disk == 10 + 3 + 20 + 10
 
 
-def test_devices_apart_have_all_parameters_each() -> None:
+def test_devices_apart_have_their_span_of_the_parameters_and_two_stages() -> None:
     apart = MEASURED.keeping_span(4, together=False) - MEASURED.keeping_span(4, together=True)
+    assert apart == 2 * MEASURED.stage + MEASURED.other - MEASURED.other // 4
+
+
+def test_devices_apart_that_keep_all_have_all_parameters_each() -> None:
+    apart = MEASURED.keeping_all(4, together=False) - MEASURED.keeping_all(4, together=True)
     assert apart == MEASURED.parameters * 3 // 4
 
 
