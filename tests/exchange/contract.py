@@ -101,7 +101,6 @@ def add(
 def roster(sizes: Storage, plan: Plan | None = None) -> Roster:
     """That of a run's begin."""
     plan = plan or Plan.even(shards=SHARDS, devices=sizes.devices)
-    stage_of = None if sizes.stages is None else sizes.stages.stage_of
     return Roster.first([CPU] * sizes.devices, plan=plan, pieces=sizes.pieces, stages=sizes.stages)
 
 

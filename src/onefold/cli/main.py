@@ -49,7 +49,10 @@ Devices = Annotated[
     str, typer.Option(help="N, auto, cpu:N, or a list of GPUs such as cuda:1,cuda:3.")
 ]
 Keep = Annotated[
-    str, typer.Option(help="What a device keeps of the model: all, its span, or nothing (host).")
+    str,
+    typer.Option(
+        help="What a device keeps of the model: all, its span, nothing (host), or stages."
+    ),
 ]
 Home = Annotated[
     Path | None,

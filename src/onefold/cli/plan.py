@@ -104,13 +104,13 @@ def _stages(stages: Sequence[dict[str, Any]]) -> Table:
 
 def _rows(rows: Sequence[dict[str, Any]]) -> Table:
     table = Table(title="Memory of a device, MiB, by --keep")
-    for heading in ("devices", "all", "span", "host", "host: file"):
+    for heading in ("devices", "all", "span", "stages", "host", "host: file"):
         table.add_column(heading, justify="right")
     for row in rows:
-        sizes = [_mebibytes(row[name]) for name in ("all", "span", "host", "disk")]
+        sizes = [_mebibytes(row[name]) for name in ("all", "span", "stages", "host", "disk")]
         table.add_row(str(row["devices"]), *sizes)
     return table
 
 
-def _mebibytes(number: int) -> str:
-    return f"{number / 2**20:,.1f}"
+def _mebibytes(number: int | None) -> str:
+    return "-" if number is None else f"{number / 2**20:,.1f}"

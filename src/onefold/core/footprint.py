@@ -25,8 +25,8 @@ class Footprint:
     (700, 375)
     >>> sizes.keeping_span(4, together=True), sizes.keeping_span(4, together=False)
     (145, 155)
-    >>> sizes.keeping_nothing, sizes.on_disk
-    (20, 700)
+    >>> sizes.keeping_stages(4, 30, together=True), sizes.keeping_nothing, sizes.on_disk
+    (205, 20, 700)
     """
 
     parameters: int
@@ -56,6 +56,12 @@ class Footprint:
         if together or devices == 1:
             return own + self._values(devices, together=together)
         return own + self.parameters // devices + self.other + _STAGES_AT_HAND * self.stage
+
+    def keeping_stages(self, devices: int, share: int, *, together: bool) -> int:
+        """The same for devices of one line, of which one has at most these bytes of gradients."""
+        state = self.state * share // max(self.gradients, 1)
+        sums = share * (1 + self._levels(self.shards))
+        return sums + state + self._values(devices, together=together)
 
     @property
     def keeping_nothing(self) -> int:

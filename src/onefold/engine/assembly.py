@@ -148,6 +148,11 @@ def _stages(
     if keep == "all" or (keep != "host" and settings.shards == 1 and line == 1):
         return None
     modules = cut_by_itself(parts.module) if given is None else given
+    if line > 1 and settings.microbatch == "auto":
+        raise ValueError(
+            "expected a number for microbatch with --keep stages, or None, got 'auto': to find "
+            "one, each device would have to compute a whole shard alone"
+        )
     return StageModules(parts.module, modules, parts.trained, line)
 
 

@@ -109,7 +109,8 @@ class Engine:
         self._preparing = Preparing(replicas, exchange, self.attached)
         self.lending = lending_of(replicas, update, exchange)
         """Brings parameters that other devices keep."""
-        self._line = Line(replicas, self.attached, exchange) if exchange.relay else None
+        compiled = self._compilers.compiled
+        self._line = Line(replicas, self.attached, exchange, compiled) if exchange.relay else None
         self._whole = WholeGradient(replicas[0], update, exchange)
         self._values = ValueTrade(replicas, exchange)
         self._mode_warning = ModeWarning(self._module, on_lead=replicas[0].number == 0)

@@ -149,8 +149,12 @@ def _run(
         func, args, kwargs = _moved(args, kwargs)
     given = _on_no_device(with_tensors(args, emptied))
     named = _on_no_device(with_tensors(kwargs, emptied))
+    tracked = torch.is_grad_enabled() and name != "detach"
+    tracked &= any(tensor.requires_grad for tensor in tensors_of((given, named)))
     try:
-        result = func(*given, **named)
+        # No graph: it would have what layers with checkpoints note of a stage, one time or another.
+        with torch.no_grad():
+            result = func(*given, **named)
     except (RuntimeError, TypeError, NotImplementedError) as error:
         raise LineError(
             f"{reach.where}: the script computes {name} of what a stage on another device gives, "
@@ -166,6 +170,8 @@ def _run(
         )
 
     def hollow(tensor: torch.Tensor) -> torch.Tensor:
+        if tracked and (tensor.is_floating_point() or tensor.is_complex()):
+            tensor.requires_grad_()
         found = places.get(id(tensor))
         return Hollow.like(tensor, reach) if found is None else found
 

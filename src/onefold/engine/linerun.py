@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 from onefold.core.batch import ShardedBatch
+from onefold.core.line import waiting
+from onefold.core.stages import ROOT, Stages
 from onefold.engine.lineworker import LineWorker
 from onefold.engine.passing import Passing
 from onefold.engine.replica import Replica
@@ -13,6 +16,8 @@ from onefold.engine.shardtask import ShardTask
 from onefold.exchange.exchange import Exchange
 
 __all__ = ["Line"]
+
+_log = logging.getLogger("onefold")
 
 
 class Line:
@@ -22,6 +27,10 @@ class Line:
         replicas: the model on each of them.
         attached: has the module compute on one of them.
         exchange: with all devices.
+        compiled: whether ``torch.compile`` has a part in the model or its loss.
+
+    Raises:
+        ValueError: it has.
     """
 
     def __init__(
@@ -29,13 +38,21 @@ class Line:
         replicas: Sequence[Replica],
         attached: Callable[[Replica], AbstractContextManager[object]],
         exchange: Exchange,
+        compiled: bool,
     ) -> None:
+        if compiled:
+            raise ValueError(
+                "expected a model that is not compiled with --keep stages, which leaves the loss "
+                "in its midst: leave out torch.compile and compile=True, or use --keep span"
+            )
         self._replicas = replicas
         self._attached = attached
         self._exchange = exchange
         modules = replicas[0].stages
         assert modules is not None
         self._passings = [Passing(modules, replica.number) for replica in replicas]
+        if replicas[0].number == 0:
+            _tell(modules.stages, exchange.board.shape.shards)
 
     def run(self, batch: ShardedBatch, task: ShardTask) -> None:
         """Compute all shards of a step, and hand over what each stage gave.
@@ -63,3 +80,21 @@ class Line:
         relay.finish()
         for replica in self._replicas:
             replica.end()
+
+
+def _tell(stages: Stages, shards: int) -> None:
+    """Say which device has which stages, and what a line costs."""
+    devices = max(stages.places) + 1
+    parts = []
+    for device in range(devices):
+        own = [n for n, at in zip(stages.names, stages.places, strict=True) if at == device]
+        named = own[ROOT + 1 :] if device == 0 else own
+        parts.append(named[0] if len(named) == 1 else f"{named[0]} to {named[-1]}")
+    _log.warning(
+        "a line of %d devices: %s. With %d shards a step takes %.0f %% longer than the work of one "
+        "device, waiting for others: more shards wait less",
+        devices,
+        " | ".join(parts),
+        shards,
+        100 * waiting(devices, shards),
+    )

@@ -247,7 +247,8 @@ class LineWorker:
             assert generators is not None
             put_generators(generators, replica.device)
             passage = underway.passage
-            passage.reach, passage.again = Reach(passage.reach.where, replica.device), True
+            # What is hollow may be computed with once more, by layers with checkpoints.
+            passage.reach.arrived, passage.again = "", True
             with self._passing.followed(passage):
                 self._differentiate(underway, message)
             replica.watch.note("backward", f"backward shard {piece.shard}", start)

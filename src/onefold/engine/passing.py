@@ -155,8 +155,9 @@ class Passing:
             )
         self._refuse_draws(passage)
         reach.arrived = self._names[stage]
+        # Once more as well: a checkpoint around this stage has noted where they stood before.
+        put_generators(arrival.generators, reach.device)
         if not passage.again:
-            put_generators(arrival.generators, reach.device)
             arrival.entered = [_entered(arrival, number) for number in range(len(arrival.tensors))]
         tensors = iter(arrival.entered)
         given: tuple[Any, Any] = with_tensors((args, kwargs), lambda _: next(tensors))

@@ -127,8 +127,11 @@ def read_message(head: bytes, room: torch.Tensor) -> Message:
         name, shape, stride, count = row
         dtype: torch.dtype = getattr(torch, name)
         nbytes = count * dtype.itemsize
-        flat = room[start : start + nbytes].view(dtype)
-        tensors.append(flat.as_strided(shape, stride) if count else flat.new_empty(shape))
+        # No view: what is one may not be written to in place where autograd looks on.
+        made = torch.empty(0, dtype=dtype)
+        place = (room.storage_offset() + start) // dtype.itemsize
+        made.set_(room.untyped_storage(), place, shape, stride) if count else made.resize_(shape)
+        tensors.append(made)
         start += aligned(nbytes)
     return Message(value, tensors)
 

@@ -49,7 +49,7 @@ __all__ = [
 
 Optimizer = Literal["sgd", "adam", "adamw"]
 Precision = Literal["fp32", "bf16", "fp16"]
-Keep = Literal["all", "span", "host"]
+Keep = Literal["all", "span", "host", "stages"]
 Schedule = Literal["constant", "step", "cosine"]
 ScaleRate = Literal["none", "linear", "sqrt"]
 Augment = Literal["auto", "none", "shift", "crop"]
@@ -103,7 +103,7 @@ class TrainOptions:
     runs: str = option("runs", "Folder of all runs.")
     resume: bool = option(False, "Go on with the run of this name from its last checkpoint.")
     devices: str = option("auto", "N, auto, cpu:N, or a list of GPUs such as cuda:1,cuda:3.")
-    keep: Keep = option("all", "What a device keeps of the model: all, its span, or nothing: host.")
+    keep: Keep = option("all", "What a device keeps of the model: all, its span, host or stages.")
     shards: int = option(
         8, "Parts of every batch: the most devices that may share one.", most=MOST_SHARDS
     )

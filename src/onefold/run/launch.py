@@ -76,7 +76,8 @@ def launch(
             script or notebook, with what it refers to; lambdas and closures may be given, too.
         devices: a number, ``"auto"``, ``"cpu:2"`` or a list such as ``["cuda:1", "cuda:3"]``.
         args: arguments for ``main``.
-        keep: what a device keeps of the model: ``"all"``, ``"span"``, or nothing: ``"host"``.
+        keep: what a device keeps of the model: ``"all"``, ``"span"``, nothing (``"host"``), or some
+            of its stages (``"stages"``).
         home: folder on a disk for the file that has the model if devices do not keep all of it;
             ``ONEFOLD_HOME`` if empty, and then that of temporary files.
         exchange: ``"auto"``, ``"shared"`` or ``"collective"``.

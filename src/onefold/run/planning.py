@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from onefold.core.footprint import Footprint
+from onefold.core.line import cut_line
 from onefold.core.precision import added_up_in
 from onefold.core.settings import Settings
 from onefold.core.world import World
@@ -59,6 +60,7 @@ def plan_instead(
                 "devices": count,
                 "all": sizes.keeping_all(count, together=together),
                 "span": sizes.keeping_span(count, together=together),
+                "stages": _in_line(sizes, stages, count, together=together),
                 "host": sizes.keeping_nothing,
                 "disk": sizes.on_disk,
             }
@@ -67,6 +69,20 @@ def plan_instead(
     }
     replace_file(Path(world.options.plan), json.dumps(found))
     raise SystemExit(0)
+
+
+def _in_line(
+    sizes: Footprint, stages: list[dict[str, Any]], devices: int, *, together: bool
+) -> int | None:
+    """Of a device of a line; None if there are fewer stages than devices."""
+    root, *rest = (stage["bytes"] for stage in stages)
+    if devices > len(rest):
+        return None
+    shares = [0] * devices
+    for place, share in zip(cut_line(rest, devices), rest, strict=True):
+        shares[place] += share
+    shares[0] += root
+    return sizes.keeping_stages(devices, max(shares), together=together)
 
 
 def _measured(

@@ -1,0 +1,64 @@
+"""A line of devices, each of which computes some stages of every shard, has the bits of one."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+import onefold
+from onefold.core.options import RunOptions
+from onefold.core.world import World
+from tests.bits import lined
+from tests.bits.lined import CASES, Case
+
+pytestmark = pytest.mark.xdist_group("bits")
+
+
+@functools.cache
+def reference(case: Case) -> tuple[str, ...]:
+    return lined.run(case, ["cpu"])
+
+
+@pytest.fixture
+def in_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that nobody launched, whose devices are a line."""
+    world = World(options=RunOptions(keep="stages"))
+    monkeypatch.setattr("onefold.trainer.current_world", lambda: world)
+
+
+def differing(found: list[tuple[str, ...]]) -> list[Case]:
+    return [c for c, result in zip(CASES, found, strict=True) if result != reference(c)]
+
+
+def test_the_reference_is_no_special_case() -> None:
+    """Different cases have different bits, or the comparisons below would show nothing."""
+    alike = {"checkpoints", "grouped"}  # a matter of memory
+    different = [case for case in CASES if case.model not in alike]
+    assert len({reference(case) for case in CASES}) == len(different)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3, 4])
+@pytest.mark.usefixtures("in_line")
+def test_devices_of_one_process(devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [lined.run(case, ["cpu"] * devices) for case in CASES]
+    monkeypatch.undo()
+    assert differing(found) == []
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("exchange", "devices"),
+    [("shared", 2), ("shared", 3), ("shared", 4), ("collective", 2), ("collective", 3)],
+)
+def test_devices_of_several_processes(exchange: str, devices: int) -> None:
+    found = onefold.launch(
+        lined.run_all,
+        devices=f"cpu:{devices}",
+        args=(CASES,),
+        keep="stages",
+        exchange=exchange,  # type: ignore[arg-type]
+        timeout_s=60,
+    )
+    assert differing(found) == []
