@@ -398,7 +398,8 @@ class Engine:
         exchange = self.exchange
         before = partial(self._rehearsal.before, batch=batch, task=task, board=exchange.board)
         if self._line is not None:
-            self._line.run(batch, task)
+            with self.lending.in_line():
+                self._line.run(batch, task)
         elif exchange.stages is not None:
             early = not self._compilers.compiled
             with self.lending.rounds(task) as task:

@@ -198,7 +198,11 @@ def _writes(name: str) -> bool:
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.device == _META:
         return tensor
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_META)
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_META)
+    else:
+        # A parameter that is elsewhere has no strides to ask for.
+        made = torch.empty(tensor.shape, dtype=tensor.dtype, device=_META)
     return made.requires_grad_(tensor.requires_grad)
 
 

@@ -29,6 +29,7 @@ from onefold.engine.replica import Replica
 from onefold.engine.shardtask import ShardTask
 from onefold.engine.stagemodules import StageModules
 from onefold.engine.update import SpanOptimizer
+from onefold.errors import LineError
 from onefold.exchange.carrier import Want
 from onefold.exchange.exchange import Exchange
 
@@ -66,6 +67,10 @@ class Lending:
             The task, which then has parameters brought while they are needed.
         """
         return nullcontext(task)
+
+    def in_line(self) -> AbstractContextManager[None]:
+        """Surround the shards of a step that go through a line of devices."""
+        return nullcontext()
 
 
 def lending_of(replicas: Sequence[Replica], update: SpanOptimizer, exchange: Exchange) -> Lending:
@@ -115,7 +120,7 @@ class SpanLending(Lending):
             id(parameter): stage
             for parameter, stage in zip(self._trained, self._layout.stages.stage_of, strict=True)
         }
-        self._is_step = False
+        self._is_step = self._is_line = False
         self._rooms: dict[int, torch.Tensor] = {}
         """The memory of each stage that is here, the latest last."""
         self._stage_at: dict[int, int] = {}
@@ -156,6 +161,25 @@ class SpanLending(Lending):
             for stage in list(self._rooms):
                 self._take_away(stage)
             self._is_step = False
+
+    @contextmanager
+    def in_line(self) -> Iterator[None]:
+        if self.is_whole:
+            yield
+            return
+        places = self._layout.stages.places
+        own = [stage for stage, place in enumerate(places) if place == self._replica.number]
+        self._is_step = self._is_line = True
+        try:
+            # All devices together: the first one has it.
+            self._bring(ROOT)
+            for stage in own:
+                self._bring(stage, own)
+            yield
+        finally:
+            for stage in list(self._rooms):
+                self._take_away(stage)
+            self._is_step = self._is_line = False
 
     @contextmanager
     def _bringing(self) -> Iterator[Callable[[], None]]:
@@ -220,8 +244,15 @@ class SpanLending(Lending):
     def _bring_used(self, tensors: Sequence[torch.Tensor]) -> None:
         """Bring what somebody is about to compute with, outside of its stage."""
         stages = {id(t): self._stage_of[id(t)] for t in tensors if id(t) in self._stage_of}
+        names = dict(zip(map(id, self._trained), self._replica.parts.trained, strict=True))
+        if self._is_line:
+            missing = next(number for number, s in stages.items() if s not in self._rooms)
+            raise LineError(
+                f"parameter {names[missing]} of stage {self._layout.stages.names[stages[missing]]} "
+                f"is used on device {self._replica.number}, outside of its stage, which another "
+                f"device computes (in a penalty on all parameters, perhaps). Use --keep span"
+            )
         if not self._is_step:
-            names = dict(zip(map(id, self._trained), self._replica.parts.trained, strict=True))
             raise RuntimeError(
                 f"parameter {names[next(iter(stages))]} was read on device {self._replica.number}, "
                 f"which keeps its span of the model alone (--keep span): read the model in `with "

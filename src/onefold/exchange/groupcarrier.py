@@ -8,12 +8,13 @@ import torch
 
 from onefold.core.flat import storage_order
 from onefold.core.roster import Roster
+from onefold.core.stages import ROOT
 from onefold.core.storage import Storage
 from onefold.exchange.carrier import DONE, Brought, Carrier, Gift, Want, Word
 from onefold.exchange.collective import GroupTransport, Operation
 from onefold.system.heap import Heap
 
-__all__ = ["GroupCarrier"]
+__all__ = ["GroupCarrier", "LineCarrier"]
 
 
 class GroupCarrier(Carrier):
@@ -106,3 +107,22 @@ class GroupCarrier(Carrier):
         if device.type == "cpu":
             return self._heap.empty(nbytes).view(dtype)
         return torch.empty(nbytes // dtype.itemsize, dtype=dtype, device=device)
+
+
+class LineCarrier(GroupCarrier):
+    """The carrier of one process of a line, which owns the stages that it computes."""
+
+    def carry(self, gift: Gift | Want | None) -> list[Brought]:
+        if gift is None:
+            return super().carry(gift)
+        numbers = self.layout.pieces[gift.stage]
+        own = self._owned[self._transport.rank][gift.stage]
+        if isinstance(gift, Gift):
+            # Lent: kept, these views would keep all of the gradients they are a part of.
+            return [Brought(gift.word, self.own_pieces(gift, own), True)]
+        # What lies in no stage all devices want, and so its owner takes part as well.
+        if gift.stage == ROOT or len(own) < len(numbers):
+            return super().carry(gift)
+        for number in own:
+            self._lent.in_room(number, gift.room).copy_(self._values(number))
+        return []

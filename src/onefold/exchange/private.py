@@ -24,11 +24,10 @@ from onefold.core.roster import Roster
 from onefold.core.shard import Plan, runs_of
 from onefold.core.storage import Storage
 from onefold.exchange.board import Board
-from onefold.exchange.carrier import AtOnce
 from onefold.exchange.collective import GroupTransport, Moving, Operation
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.group import Joined
-from onefold.exchange.groupcarrier import GroupCarrier
+from onefold.exchange.groupcarrier import GroupCarrier, LineCarrier
 from onefold.exchange.grouprelay import GroupRelay
 from onefold.exchange.memory import Arrivals, Memory, Start, new_flat
 from onefold.exchange.spans import Partial, Spanned, SpanTensors
@@ -56,10 +55,10 @@ def collective_exchange(
         heap: where this process has its model, if its device is the processor.
     """
     transport = GroupTransport(roster.devices[joined.group.rank()], joined, timeout_s, heap)
-    memory = PrivateMemory(storage, start, transport, heap, lent=roster.plan.line == 1)
+    memory = PrivateMemory(storage, start, transport, heap)
     if roster.plan.line > 1:
-        # Each device owns the stages that it computes: their gradients go nowhere.
-        return Exchange(storage, memory, transport, roster, AtOnce(storage), GroupRelay(transport))
+        line = LineCarrier(storage, transport, heap)
+        return Exchange(storage, memory, transport, roster, line, GroupRelay(transport))
     carrier = None if storage.stages is None else GroupCarrier(storage, transport, heap)
     return Exchange(storage, memory, transport, roster, carrier)
 
@@ -72,7 +71,6 @@ class PrivateMemory(Memory):
         start: this process's values, replaced by the lead's.
         transport: to the other devices.
         heap: where the model lies, if the device is the processor.
-        lent: whether parameters of stages are with their owners alone, where there is room.
     """
 
     def __init__(
@@ -81,8 +79,6 @@ class PrivateMemory(Memory):
         start: Start,
         transport: GroupTransport,
         heap: Heap = ORDINARY,
-        *,
-        lent: bool = True,
     ) -> None:
         self.heap = heap
         self._storage = storage
@@ -93,7 +89,7 @@ class PrivateMemory(Memory):
         self._received: dict[Published, SpanTensors] = {}
         self.board = Board.private(storage.board, device)
         # A file takes no memory where there is none to spare; all else is with its owners.
-        self.is_lent = lent and storage.stages is not None and not heap.on_disk
+        self.is_lent = storage.stages is not None and not heap.on_disk
         self.trained = {rank: new_flat(storage.parameters, device, heap)}
         self.other = {rank: new_flat(storage.other, device, heap)}
         self.trained[rank].write(start.trained)
