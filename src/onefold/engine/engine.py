@@ -28,7 +28,7 @@ from onefold.engine.handover import arriving_states
 from onefold.engine.kernels import Compilers, current_gpu, repeatable_kernels
 from onefold.engine.leftovers import allow_clipping
 from onefold.engine.lending import lending_of
-from onefold.engine.linerun import Line
+from onefold.engine.linerun import line_of
 from onefold.engine.modes import in_mode
 from onefold.engine.nonfinite import FiniteCheck, bad_gradient
 from onefold.engine.objective import objectives_of
@@ -109,8 +109,7 @@ class Engine:
         self._preparing = Preparing(replicas, exchange, self.attached)
         self.lending = lending_of(replicas, update, exchange)
         """Brings parameters that other devices keep."""
-        compiled = self._compilers.compiled
-        self._line = Line(replicas, self.attached, exchange, compiled) if exchange.relay else None
+        self._line = line_of(replicas, self.attached, exchange, self.lending, self._compilers)
         self._whole = WholeGradient(replicas[0], update, exchange)
         self._values = ValueTrade(replicas, exchange)
         self._mode_warning = ModeWarning(self._module, on_lead=replicas[0].number == 0)
@@ -398,8 +397,7 @@ class Engine:
         exchange = self.exchange
         before = partial(self._rehearsal.before, batch=batch, task=task, board=exchange.board)
         if self._line is not None:
-            with self.lending.in_line():
-                self._line.run(batch, task)
+            self._line.run(batch, task)
         elif exchange.stages is not None:
             early = not self._compilers.compiled
             with self.lending.rounds(task) as task:

@@ -9,13 +9,15 @@ from contextlib import AbstractContextManager
 from onefold.core.batch import ShardedBatch
 from onefold.core.line import waiting
 from onefold.core.stages import ROOT, Stages
+from onefold.engine.kernels import Compilers
+from onefold.engine.lending import Lending
 from onefold.engine.lineworker import LineWorker
 from onefold.engine.passing import Passing
 from onefold.engine.replica import Replica
 from onefold.engine.shardtask import ShardTask
 from onefold.exchange.exchange import Exchange
 
-__all__ = ["Line"]
+__all__ = ["Line", "line_of"]
 
 _log = logging.getLogger("onefold")
 
@@ -27,10 +29,7 @@ class Line:
         replicas: the model on each of them.
         attached: has the module compute on one of them.
         exchange: with all devices.
-        compiled: whether ``torch.compile`` has a part in the model or its loss.
-
-    Raises:
-        ValueError: it has.
+        lending: has the parameters of a device's stages there.
     """
 
     def __init__(
@@ -38,16 +37,12 @@ class Line:
         replicas: Sequence[Replica],
         attached: Callable[[Replica], AbstractContextManager[object]],
         exchange: Exchange,
-        compiled: bool,
+        lending: Lending,
     ) -> None:
-        if compiled:
-            raise ValueError(
-                "expected a model that is not compiled with --keep stages, which leaves the loss "
-                "in its midst: leave out torch.compile and compile=True, or use --keep span"
-            )
         self._replicas = replicas
         self._attached = attached
         self._exchange = exchange
+        self._lending = lending
         modules = replicas[0].stages
         assert modules is not None
         self._passings = [Passing(modules, replica.number) for replica in replicas]
@@ -73,13 +68,36 @@ class Line:
             exchange.board.clear_rows(replica.number, batch.plan.shards_of(replica.number))
             replica.begin(task)
             workers.append(LineWorker(replica, passing, self._attached, batch, task, exchange))
-        while busy := [worker for worker in workers if not worker.is_done]:
-            for worker in busy:
-                while not worker.is_done and worker.can_go():
-                    worker.go()
-        relay.finish()
+        with self._lending.in_line():
+            while busy := [worker for worker in workers if not worker.is_done]:
+                for worker in busy:
+                    while not worker.is_done and worker.can_go():
+                        worker.go()
+            relay.finish()
         for replica in self._replicas:
             replica.end()
+
+
+def line_of(
+    replicas: Sequence[Replica],
+    attached: Callable[[Replica], AbstractContextManager[object]],
+    exchange: Exchange,
+    lending: Lending,
+    compilers: Compilers,
+) -> Line | None:
+    """Make the `Line` of this process's devices; None if each computes whole shards.
+
+    Raises:
+        ValueError: ``torch.compile`` has a part in the model or its loss.
+    """
+    if exchange.relay is None:
+        return None
+    if compilers.compiled:
+        raise ValueError(
+            "expected a model that is not compiled with --keep stages, which leaves the loss in "
+            "its midst: leave out torch.compile and compile=True, or use --keep span"
+        )
+    return Line(replicas, attached, exchange, lending)
 
 
 def _tell(stages: Stages, shards: int) -> None:
