@@ -15,7 +15,7 @@ it in a step, outside of its stage, has the stage brought; outside of a step it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -67,6 +67,15 @@ class Lending:
         """
         return nullcontext(task)
 
+    def visit(self, stages: Iterable[int], look: Callable[[Sequence[int]], None]) -> None:
+        """Have one stage after the other brought, to be read; called on all devices together.
+
+        Args:
+            stages: those that this device reads, which may be others than another one's.
+            look: called while a stage is here, with the numbers of its parameters.
+        """
+        raise RuntimeError("this process has all parameters: expected them to be read at once")
+
 
 def lending_of(replicas: Sequence[Replica], update: SpanOptimizer, exchange: Exchange) -> Lending:
     """Find out whether the devices of this process keep all parameters, or their spans."""
@@ -115,7 +124,7 @@ class SpanLending(Lending):
             id(parameter): stage
             for parameter, stage in zip(self._trained, self._layout.stages.stage_of, strict=True)
         }
-        self._is_step = False
+        self._is_answered = False
         self._rooms: dict[int, torch.Tensor] = {}
         """The memory of each stage that is here, the latest last."""
         self._stage_at: dict[int, int] = {}
@@ -148,14 +157,28 @@ class SpanLending(Lending):
         if self.is_whole:
             yield task
             return
-        self._is_step = True
-        try:
+        with self._answered():
             self._bring(ROOT)
             yield replace(task, bringing=self._bringing)
+
+    def visit(self, stages: Iterable[int], look: Callable[[Sequence[int]], None]) -> None:
+        with self._answered():
+            for stage in stages:
+                self._bring(stage)
+                look(self._layout.stages.entries[stage])
+                self._take_away(stage)
+        self._fold.end_round()
+
+    @contextmanager
+    def _answered(self) -> Iterator[None]:
+        """Surround what has parameters brought, while all devices answer each other."""
+        self._is_answered = True
+        try:
+            yield
         finally:
             for stage in list(self._rooms):
                 self._take_away(stage)
-            self._is_step = False
+            self._is_answered = False
 
     @contextmanager
     def _bringing(self) -> Iterator[Callable[[], None]]:
@@ -220,7 +243,7 @@ class SpanLending(Lending):
     def _bring_used(self, tensors: Sequence[torch.Tensor]) -> None:
         """Bring what somebody is about to compute with, outside of its stage."""
         stages = {id(t): self._stage_of[id(t)] for t in tensors if id(t) in self._stage_of}
-        if not self._is_step:
+        if not self._is_answered:
             names = dict(zip(map(id, self._trained), self._replica.parts.trained, strict=True))
             raise RuntimeError(
                 f"parameter {names[next(iter(stages))]} was read on device {self._replica.number}, "
