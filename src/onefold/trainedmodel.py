@@ -259,7 +259,8 @@ class TrainedModel:
                 What anybody else put there is left alone.
             best: ``"highest NAME"`` or ``"lowest NAME"`` of ``scores``: from here on, of those of
                 this run, the checkpoint with that score stays too.
-            wait: return when all is on the disk; else a failure is raised by the next call.
+            wait: return when all is on the disk; else a failure is raised by the next call. Where
+                devices share no memory and keep their spans, it is waited for all the same.
             extra: None, numbers, text, or lists, tuples and dicts of these; `load` gives it back.
 
         Raises:

@@ -12,7 +12,7 @@ from onefold.core.fingerprint import named_tensors, tensor_digests
 from onefold.core.head import Call, StepHead
 from onefold.engine.engine import Engine
 
-__all__ = ["model_digests"]
+__all__ = ["agreed_digests", "model_digests"]
 
 
 def model_digests(engine: Engine, step: int) -> dict[str, str]:
@@ -27,10 +27,16 @@ def model_digests(engine: Engine, step: int) -> dict[str, str]:
     Raises:
         DisagreementError: another device is somewhere else.
     """
+    if not engine.lending.is_whole:
+        engine.agree(StepHead(Call.WHOLE, step))
+    return agreed_digests(engine)
+
+
+def agreed_digests(engine: Engine) -> dict[str, str]:
+    """What `model_digests` returns, in a call that all devices have agreed on."""
     tensors = named_tensors(engine.replicas[0].module)
     if engine.lending.is_whole:
         return tensor_digests(tensors)
-    engine.agree(StepHead(Call.WHOLE, step))
     numbers = {id(p): n for n, p in enumerate(engine.replicas[0].parts.trained.values())}
     lent = _of_lent(engine)
     here = {name: tensor for name, tensor in tensors.items() if id(tensor) not in numbers}

@@ -36,7 +36,7 @@ from onefold.core.head import Call
 from onefold.core.stages import ROOT
 from onefold.engine.advice import is_about_hooks
 from onefold.engine.gradients import keeping_gradients
-from onefold.engine.lentparameter import LentParameters
+from onefold.engine.lentparameter import Elsewhere, LentParameters
 from onefold.engine.replica import Replica
 from onefold.engine.shardtask import ShardTask
 from onefold.engine.stagemodules import StageModules
@@ -314,7 +314,7 @@ class SpanLending(Lending):
         stages = {id(t): self._stage_of[id(t)] for t in tensors if id(t) in self._stage_of}
         if not self._is_answered:
             names = dict(zip(map(id, self._trained), self._replica.parts.trained, strict=True))
-            raise RuntimeError(
+            raise Elsewhere(
                 f"parameter {names[next(iter(stages))]} was read on device {self._replica.number}, "
                 f"which keeps its span of the model alone (--keep span): read the model in `with "
                 f"trainer.whole():`, change it in `with trainer.changing():`, and save it with "
