@@ -256,6 +256,7 @@ class Engine:
 
     def agree(self, head: StepHead, *, function: object = None, stop: bool = False) -> Said:
         """Wait for all devices to have begun the same call; see `Agreement.begin`."""
+        self.lending.refuse_call(Call(head.call))
         return self._agreement.begin(head, function=function, stop=stop)
 
     def changing(self, step: int) -> AbstractContextManager[None]:
