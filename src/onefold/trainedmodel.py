@@ -11,11 +11,12 @@ import torch
 
 from onefold.checkpoint.keeping import Checkpoint, Keeping
 from onefold.core.averaging import AverageRule
-from onefold.core.fingerprint import fingerprint_of, named_tensors, tensor_digests
+from onefold.core.fingerprint import fingerprint_of
 from onefold.core.head import Call, StepHead
 from onefold.core.jsonvalue import to_json
 from onefold.core.randomness import forked_generators
 from onefold.engine.between import broadcast, gather, written
+from onefold.engine.digests import model_digests
 from onefold.errors import CheckpointError
 from onefold.reading.reader import Collate, SizedDataset
 from onefold.run.session import Session
@@ -55,7 +56,7 @@ class TrainedModel:
         ...     _ = model.weight.data.clamp_(-0.1, 0.1)
         """
         session = self._session
-        with session.telling_others(), session.engine.changing(self.steps + 1):
+        with session.telling_others(), session.engine.changes.block(self.steps + 1):
             yield
 
     @contextmanager
@@ -231,8 +232,9 @@ class TrainedModel:
 
         Called on every device where each keeps its span (see `whole`); elsewhere on any.
         """
-        with self.whole():
-            return fingerprint_of(tensor_digests(named_tensors(self.model)))
+        session = self._session
+        with session.telling_others():
+            return fingerprint_of(model_digests(session.engine, self.steps + 1))
 
     def save(
         self,
@@ -257,7 +259,8 @@ class TrainedModel:
                 What anybody else put there is left alone.
             best: ``"highest NAME"`` or ``"lowest NAME"`` of ``scores``: from here on, of those of
                 this run, the checkpoint with that score stays too.
-            wait: return when all is on the disk; else a failure is raised by the next call.
+            wait: return when all is on the disk; else a failure is raised by the next call. Where
+                devices share no memory and keep their spans, it is waited for all the same.
             extra: None, numbers, text, or lists, tuples and dicts of these; `load` gives it back.
 
         Raises:

@@ -20,6 +20,11 @@ def test_a_program_that_fails_is_told_of() -> None:
         first_step_s([sys.executable, "-c", "exit('out of luck')"])
 
 
+def test_a_program_that_ends_badly_has_trained_its_step() -> None:
+    program = "import sys; open(sys.argv[1], 'w').write('1e12'); exit('a peer has left first')"
+    assert first_step_s([sys.executable, "-c", program]) > 1e11
+
+
 def test_starts_are_compared_round_by_round(capsys: pytest.CaptureFixture[str]) -> None:
     found = summary({"other": [1.0, 4.0], REFERENCE: [2.0, 4.0]}, 0.0)
     assert found["times_the_reference"]["other"] == spread([0.5, 1.0])

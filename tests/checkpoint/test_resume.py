@@ -564,9 +564,9 @@ def test_what_is_saved_is_the_run_as_it_was(tmp_path: Path, monkeypatch: Any) ->
     trainer = odd_trainer(OPTIMIZERS["adam"], 2)
     trainer.step(points(9))
     whole = trainer.save(tmp_path / "whole")
-    write = trainer._session.checkpoints._write
+    write = trainer._session.checkpoints._saving._write
     monkeypatch.setattr(
-        trainer._session.checkpoints, "_write", lambda *args: (gate.wait(60), write(*args))
+        trainer._session.checkpoints._saving, "_write", lambda *args: (gate.wait(60), write(*args))
     )
     folder = trainer.save(tmp_path / "beside", wait=False)
     for _ in range(3):

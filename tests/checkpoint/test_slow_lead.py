@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 
 import onefold
-from onefold.checkpoint import model, resume, states
+from onefold.checkpoint import model, resume, saving, states
 from onefold.errors import RunFailed
 from tests.small import make_trainer, points
 
@@ -30,7 +30,7 @@ def slowly(call: Callable[..., Any]) -> Callable[..., Any]:
 
 def save_twice(directory: Path) -> str:
     """The second one, and a load, wait for the first, which is written beside training."""
-    with mock.patch.object(resume, "write_checkpoint", slowly(resume.write_checkpoint)):
+    with mock.patch.object(saving, "write_checkpoint", slowly(saving.write_checkpoint)):
         trainer = make_trainer(devices=None)
         for wait in (False, False, True):
             trainer.step(points(8))

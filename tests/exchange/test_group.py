@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -27,6 +31,7 @@ from onefold.exchange.group import (
 from onefold.exchange.progress import Progress, _table
 from tests.exchange.together import LIMIT_S, endings, joined, together
 
+SCRIPT = Path(__file__).parents[1] / "scripts" / "connecting.py"
 WORLD = World(run_id="run", launcher="torch", local_size=1)
 
 
@@ -248,6 +253,48 @@ def test_a_group_of_the_script_is_left_alone(joins: HashStore) -> None:
     assert made.group is not theirs
     assert dist.group.WORLD is theirs
     assert group._memberships == [], "the script makes it, and ends it"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("broken", "wrong", "outcome"),
+    [
+        (([], []), ([], []), ["1 attempts, [b'0', b'1'], 20.0 s, leaves 1"] * 2),
+        (([1], []), ([], []), ["2 attempts, [b'0', b'1'], 20.0 s, leaves 1"] * 2),
+        (([2], [1, 3]), ([], []), ["4 attempts, [b'0', b'1'], 20.0 s, leaves 1"] * 2),
+        (
+            ([1, 2, 3, 4], []),
+            ([], []),
+            ["RuntimeError: attempt 4 of device 0 is broken", "RuntimeError: "],
+        ),
+        (
+            ([], []),
+            ([], [1]),
+            [
+                "DisagreementError: device 1 has refused a device",
+                "DisagreementError: device 1 knows somebody",
+            ],
+        ),
+    ],
+)
+def test_connections_that_break_while_they_are_made_are_made_anew(
+    tmp_path: Path,
+    broken: Sequence[Sequence[int]],
+    wrong: Sequence[Sequence[int]],
+    outcome: Sequence[str],
+) -> None:
+    processes = [
+        subprocess.Popen(
+            [sys.executable, SCRIPT, str(rank), json.dumps(broken[rank]), json.dumps(wrong[rank])],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
+        )
+        for rank in range(2)
+    ]
+    came = [process.communicate(timeout=3 * LIMIT_S)[0] for process in processes]
+    for found, expected in zip(came, outcome, strict=True):
+        assert expected in found
 
 
 # Leaving

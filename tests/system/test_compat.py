@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -128,8 +129,19 @@ def test_the_store_of_a_scripts_own_group() -> None:
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        compat.default_store().set("key", "value")
-        assert compat.default_store().get("key") == b"value"
+        compat.Groups.default_store().set("key", "value")
+        assert compat.Groups.default_store().get("key") == b"value"
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_limit_of_a_group_that_is_there() -> None:
+    """Or an attempt to connect that a stranger disturbs would last as long as a step may."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        compat.Groups.set_limit(dist.group.WORLD, timedelta(seconds=0.1))
+        backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+        assert backend.options._timeout == timedelta(seconds=0.1)
     finally:
         dist.destroy_process_group()
 

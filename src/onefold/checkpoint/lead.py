@@ -11,6 +11,7 @@ speaks to the others; the work itself must make no call that they would have to 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -23,15 +24,39 @@ from onefold.core.jsonvalue import to_bytes
 from onefold.core.team import Team
 from onefold.engine.engine import Engine
 
-__all__ = ["Lead", "told_all"]
+__all__ = ["Lead", "Patience", "told_all"]
 
 _log = logging.getLogger("onefold")
 _Result = TypeVar("_Result")
 
 _LOOK_S = 1.0
-"""How often the lead tells the waiting devices that it is still at work."""
 _LOOKS_OF_A_LIMIT = 4
 """How many times it does so, at least, within a device's time limit, however short."""
+
+
+class Patience:
+    """Warns now and then while something takes long.
+
+    Args:
+        what: what it is.
+        every_s: how often to warn.
+    """
+
+    def __init__(self, what: str, every_s: float) -> None:
+        self._what, self._every_s = what, every_s
+        self._began, self._warnings = time.monotonic(), 1
+
+    def look(self) -> None:
+        """Warn if it is time to."""
+        passed_s = time.monotonic() - self._began
+        # As often as a wait would have failed, so that a hung disk does not go unnoticed.
+        if passed_s > self._warnings * self._every_s:
+            self._warnings += 1
+            _log.warning(
+                "%s has taken %.0f s so far, and goes on; the run waits for it",
+                self._what,
+                passed_s,
+            )
 
 
 class Lead:
@@ -47,7 +72,8 @@ class Lead:
         self._engine = engine
         self._team = team
         self._timeout_s = timeout_s
-        self._look_s = min(_LOOK_S, timeout_s / _LOOKS_OF_A_LIMIT)
+        self.look_s = min(_LOOK_S, timeout_s / _LOOKS_OF_A_LIMIT)
+        """How often the lead tells the waiting devices that it is still at work."""
 
     @property
     def is_here(self) -> bool:
@@ -56,25 +82,28 @@ class Lead:
 
     def share(self, number: float) -> float:
         """Return the lead's number on every device; the numbers of the others are ignored."""
+        return float(self._shared(number)[0])
+
+    def least(self, number: float) -> float:
+        """Return the least of the numbers of all devices, on every device."""
+        return float(self._shared(number).min())
+
+    def _shared(self, number: float) -> torch.Tensor:
         devices = self._team.own_devices
         rows = {
             n: torch.tensor([number], dtype=torch.float64, device=d) for n, d in devices.items()
         }
-        return float(self._engine.exchange.transport.share(rows)[0])
+        return self._engine.exchange.transport.share(rows)
 
     def wait_for(self, job: Background) -> None:
         """Wait until the lead has done a job; what the job has raised is raised on the lead."""
-        began, warnings = time.monotonic(), 1
+        patience = self.patience(job)
         while not self._is_done(job):
-            passed_s = time.monotonic() - began
-            # As often as a wait would have failed, so that a hung disk does not go unnoticed.
-            if self.is_here and passed_s > warnings * self._timeout_s:
-                warnings += 1
-                _log.warning(
-                    "%s has taken %.0f s so far, and goes on; the run waits for it",
-                    job.what,
-                    passed_s,
-                )
+            patience.look()
+
+    def patience(self, job: Background) -> Patience:
+        """Begin to wait for a job, and be ready to warn if that takes long."""
+        return Patience(job.what, self._timeout_s if self.is_here else math.inf)
 
     def do(self, what: str, work: Callable[[], _Result] | None) -> _Result | None:
         """Have the lead do work that may take long.
@@ -124,7 +153,7 @@ class Lead:
 
     def _is_done(self, job: Background) -> bool:
         # The others do not sleep: they wait in `share` for as long as the lead waits for the job.
-        done = job.done_within(self._look_s) if self.is_here else True
+        done = job.done_within(self.look_s) if self.is_here else True
         return self.share(float(done)) > 0
 
 

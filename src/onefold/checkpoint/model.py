@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from onefold.core.fingerprint import fingerprint_of, named_tensors, tensor_digests
 from onefold.core.flat import aligned
 from onefold.core.names import own_name
+from onefold.engine.lentparameter import Elsewhere
 from onefold.errors import CheckpointError
 from onefold.system.compat import EXTRA_STATE_KEY_SUFFIX
 from onefold.system.tensorfile import DTYPES, TensorParts
@@ -23,7 +24,9 @@ __all__ = [
     "ModelFiles",
     "check_fingerprint",
     "check_model_can_be_saved",
+    "coming_parts",
     "copy_model",
+    "is_saved_as_it_is",
     "tensor_parts",
 ]
 
@@ -79,22 +82,63 @@ def copy_model(module: torch.nn.Module, room: Callable[[int], torch.Tensor]) -> 
     )
 
 
-def check_model_can_be_saved(module: torch.nn.Module) -> None:
+def check_model_can_be_saved(module: torch.nn.Module, *, keep_vars: bool = False) -> None:
     """Refuse what `copy_model` would refuse, before there is anything to lose.
+
+    Args:
+        module: the user's own model.
+        keep_vars: whether its parameters are elsewhere, and it `is_saved_as_it_is`.
 
     Raises:
         TypeError: the model holds something that is no tensor, or of a type that no file can hold.
     """
-    _sorted_values(module)
+    _sorted_values(module, keep_vars=keep_vars)
 
 
-def check_fingerprint(module: torch.nn.Module, folder: Path, expected: str) -> None:
+def is_saved_as_it_is(module: torch.nn.Module) -> bool:
+    """Whether ``state_dict`` merely names parameters, and does not compute with their values.
+
+    Asked where the trained ones are elsewhere; where all are here it makes no difference.
+    """
+    try:
+        _state_of(module, keep_vars=True)
+    except Elsewhere:
+        return False
+    return True
+
+
+def coming_parts(
+    module: torch.nn.Module,
+    numbers: Mapping[int, int],
+    coming: Callable[[str, int], TensorParts],
+) -> tuple[list[TensorParts], list[TensorParts]]:
+    """What ``state_dict`` names, and what it leaves out, of a model whose parameters are elsewhere.
+
+    Args:
+        module: the user's own model, which `is_saved_as_it_is`.
+        numbers: those of the trained parameters, by their identity.
+        coming: makes what is written of one of them, given its name and number.
+
+    Raises:
+        TypeError: the model holds something that is no tensor, or of a type that no file can hold.
+    """
+    model, rest, _ = _sorted_values(module, keep_vars=True)
+
+    def part(name: str, value: torch.Tensor) -> TensorParts:
+        if id(value) in numbers:
+            return coming(name, numbers[id(value)])
+        here = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        return tensor_parts({name: here})[0]
+
+    return [part(*each) for each in model.items()], [part(*each) for each in rest.items()]
+
+
+def check_fingerprint(now: str, folder: Path, expected: str) -> None:
     """Check that a model which was loaded from a checkpoint has the bits that were saved.
 
     Raises:
         RuntimeError: it has not.
     """
-    now = fingerprint_of(tensor_digests(named_tensors(module)))
     if now != expected:
         raise RuntimeError(
             f"{folder} was loaded and the model's fingerprint is {now}, {expected} was expected: "
@@ -103,10 +147,10 @@ def check_fingerprint(module: torch.nn.Module, folder: Path, expected: str) -> N
 
 
 def _sorted_values(
-    module: torch.nn.Module,
+    module: torch.nn.Module, *, keep_vars: bool = False
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], tuple[str, ...]]:
     """Check and return what ``state_dict`` names, what it leaves out, and the names of all."""
-    model = _state_of(module)
+    model = _state_of(module, keep_vars=keep_vars)
     named = named_tensors(module)
     rest = {name: tensor for name, tensor in named.items() if name not in model}
     for name, value in (*model.items(), *rest.items()):
@@ -139,13 +183,17 @@ class ModelFiles:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def check(self, module: torch.nn.Module) -> None:
+    def check(self, module: torch.nn.Module, *, keep_vars: bool = False) -> None:
         """Compare names, shapes and types with those of a model.
+
+        Args:
+            module: the user's own.
+            keep_vars: whether its parameters are elsewhere, and it `is_saved_as_it_is`.
 
         Raises:
             CheckpointError: a tensor differs, or is in only one of the two; the message names it.
         """
-        wanted = {**_state_of(module), **named_tensors(module)}
+        wanted = {**_state_of(module, keep_vars=keep_vars), **named_tensors(module)}
         for name, tensor in wanted.items():
             if name not in self._files:
                 raise CheckpointError(
@@ -182,16 +230,23 @@ class ModelFiles:
         tensor: torch.Tensor = self._files[name].get_tensor(name)
         return tensor
 
-    def fill(self, module: torch.nn.Module) -> None:
-        """Write the values into a model's parameters and buffers, where these lie."""
+    def fill(self, module: torch.nn.Module, *, but: Collection[int] = ()) -> None:
+        """Write the values into a model's parameters and buffers, where these lie.
+
+        Args:
+            module: the user's own.
+            but: the identities of those that are left alone.
+        """
         # In place: the parameters are views of flat memory that the engine goes on with.
         with torch.no_grad():
             for name, tensor in named_tensors(module).items():
-                tensor.copy_(self.read(name))
+                if id(tensor) not in but:
+                    tensor.copy_(self.read(name))
 
 
-def _state_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {own_name(name): value for name, value in module.state_dict().items()}
+def _state_of(module: torch.nn.Module, *, keep_vars: bool) -> dict[str, torch.Tensor]:
+    state = module.state_dict(keep_vars=keep_vars)
+    return {own_name(name): value for name, value in state.items()}
 
 
 def tensor_parts(tensors: Mapping[str, torch.Tensor]) -> list[TensorParts]:

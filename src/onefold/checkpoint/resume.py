@@ -16,7 +16,7 @@ process needs; an error that it finds is handed out too, so that all devices rai
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain
@@ -26,45 +26,40 @@ from typing import Any
 import torch
 
 from onefold.checkpoint.background import Background
-from onefold.checkpoint.copies import Copies
+from onefold.checkpoint.finite import own_buffers, refuse_not_finite
 from onefold.checkpoint.folder import (
     StoredCheckpoint,
     find_checkpoint,
     folder_of,
     has_checkpoints,
-    prune,
     try_directory,
-    write_checkpoint,
 )
 from onefold.checkpoint.keeping import Checkpoint, Keeping
 from onefold.checkpoint.lead import Lead, told_all
 from onefold.checkpoint.model import (
     check_fingerprint,
     check_model_can_be_saved,
-    copy_model,
 )
 from onefold.checkpoint.record import check_run
 from onefold.checkpoint.runstate import RunState
+from onefold.checkpoint.saving import Saving
 from onefold.checkpoint.states import (
     StoredStates,
-    buffer_parts,
-    carried_parts,
     left_by_shard,
     saved_rule,
 )
-from onefold.core.finite import first_not_finite, names_with_nan
-from onefold.core.flat import FlatTensors
+from onefold.core.fingerprint import fingerprint_of
+from onefold.core.finite import names_with_nan
 from onefold.core.head import Call, StepHead, digest
 from onefold.core.jsonvalue import from_bytes, from_json
-from onefold.core.names import own_name
 from onefold.core.settings import Settings
 from onefold.core.team import Team
 from onefold.engine.carried import Carried
+from onefold.engine.digests import agreed_digests
 from onefold.engine.engine import Engine
-from onefold.engine.optimizerstate import join, pack, unpack
+from onefold.engine.optimizerstate import unpack
 from onefold.engine.schedule import RunSchedule
 from onefold.errors import CheckpointError, StateError
-from onefold.exchange.transport import roomy
 from onefold.reading.position import PROMISES, Position
 
 __all__ = ["Checkpoints"]
@@ -103,9 +98,8 @@ class Checkpoints:
         self._lead = Lead(engine, team, settings.timeout_s)
         self._state = RunState(engine, settings, team, position, schedule)
         self._writing = Background("writing a checkpoint")
-        self._rooms: dict[str, torch.Tensor] = {}
-        """Where copies of the model's values are made, again for every checkpoint."""
-        self._nan_from_the_start = names_with_nan(self._buffers())
+        self._saving = Saving(engine, self._lead, self._writing)
+        self._nan_from_the_start = names_with_nan(own_buffers(self._module))
         self.lost = False
         """Whether the last checkpoint could not be written."""
 
@@ -136,18 +130,13 @@ class Checkpoints:
         self._engine.check_last_step()
         # The writing still reads the rooms of all devices, which `pack` is about to overwrite.
         self._wait_until_written()
-        with self._engine.lending.whole():
-            with self._engine.averaging.training_values() as trained:
-                self._refuse_not_finite(trained)
+        with self._saving.readable():
+            step = self._position.step
+            refuse_not_finite(self._engine, self._lead, step, self._nan_from_the_start)
             self._engine.follow_parameters()
-            pack(self._engine.update.states(), self._engine.exchange.transport.room)
-            brought = self._engine.exchange.transport.bring()
             self.lost = False
-            # Copied by the training thread: the thread that writes reads nothing but copies.
-            if self._lead.is_here:
-                copies = self._copies()
-                self._writing.start(partial(self._write, folder, record, copies, brought, keeping))
-        if wait:
+            waits = self._saving.begin(folder, record, keeping)
+        if wait or waits:
             self._wait_until_written()
         self._position.note_save()
         return folder
@@ -175,7 +164,7 @@ class Checkpoints:
         self._engine.agree(StepHead(Call.LOAD, self._position.step + 1, arguments=arguments))
         self._wait_until_written()
         with ExitStack() as stack:
-            stack.enter_context(self._engine.lending.whole())
+            stack.enter_context(self._saving.readable())
             find = partial(self._find, path, changed, if_any, leave_out, stack)
             told, files = self._lead.do("checking a checkpoint", find) or (None, None)
             stored = self._agree_on(told)
@@ -186,13 +175,14 @@ class Checkpoints:
             self._take_optimizer(stored.run["optimizer"], files, changed)
             self._take_average(stored.run, files, changed)
             self._take_carried(files)
-            check_fingerprint(self._module, stored.folder, stored.run["fingerprint"])
+            now = fingerprint_of(agreed_digests(self._engine))
+            check_fingerprint(now, stored.folder, stored.run["fingerprint"])
         self.schedule.go_on(stored.run, changed)
         self._position.go_to(stored.run, changed)
         self._state.adopt(stored.run, changed)
         # Under the same name, so that pruning sees the checkpoints of both as one run's.
         self._state.run = stored.run["run"]
-        self._nan_from_the_start = names_with_nan(self._buffers())
+        self._nan_from_the_start = names_with_nan(own_buffers(self._module))
         if self._lead.is_here:
             self._state.warn_of_differences(stored)
         return Checkpoint(
@@ -209,8 +199,9 @@ class Checkpoints:
         Raises:
             TypeError: the model or the optimizer holds a value that no file can.
         """
-        with self._engine.lending.whole():
-            check_model_can_be_saved(self._module)
+        with self._saving.readable():
+            keep_vars = not self._engine.lending.is_whole
+            check_model_can_be_saved(self._module, keep_vars=keep_vars)
         self._state.check_settings()
 
     def try_directory(self, directory: Path) -> None:
@@ -258,14 +249,6 @@ class Checkpoints:
     def _carried(self) -> Carried:
         return self._engine.replicas[0].buffers.carried
 
-    def _buffers(self) -> dict[str, torch.Tensor]:
-        return {own_name(name): buffer for name, buffer in self._module.named_buffers()}
-
-    def _room(self, what: str, nbytes: int) -> torch.Tensor:
-        device, heap = self._engine.replicas[0].device, self._engine.exchange.memory.heap
-        self._rooms[what] = roomy(self._rooms.get(what), nbytes, device, heap)
-        return self._rooms[what]
-
     # Saving
 
     def _refuse_torn(self) -> None:
@@ -275,80 +258,6 @@ class Checkpoints:
                 f"updated, so the model is neither before that step nor after it, and no "
                 f"checkpoint is written: go on from the last one with trainer.load"
             )
-
-    def _copies(self) -> Copies:
-        """Copy what the lead saves beside the states of pieces."""
-        averaging = self._engine.averaging
-        shown = None
-        if averaging.is_shown:
-            shown = copy_model(self._module, partial(self._room, "shown"))
-        with averaging.training_values():
-            trained = copy_model(self._module, partial(self._room, "trained"))
-        buffers = self._engine.replicas[0].buffers
-        buffers.note_changes()
-        left = self._carried.left(buffers.places.names)
-        return Copies(trained, shown, averaging.buffers(), carried_parts(left))
-
-    def _refuse_not_finite(self, trained: FlatTensors) -> None:
-        """Have the lead check that all values are finite, and all devices raise if they are not.
-
-        Args:
-            trained: the parameters that the module shows.
-
-        Raises:
-            StateError: a parameter is not finite, or a buffer has become NaN.
-        """
-        parameters = {own_name(n): p for n, p in self._module.named_parameters()}
-        names = [*parameters, *self._buffers()]
-        found = self._first_not_finite(trained, parameters) if self._lead.is_here else None
-        # As a number, which all can be sent: the place of the name in a list that all have.
-        number = int(self._lead.share(0.0 if found is None else 1.0 + names.index(found)))
-        if number:
-            what = "parameter" if number <= len(parameters) else "buffer"
-            raise StateError(
-                f"{what} {names[number - 1]} is not finite after step {self._position.step}: no "
-                f"checkpoint is written, and those that are there stay. The loss was finite and a "
-                f"gradient, or what was computed beside it, was not. Look at the samples of that "
-                f"step, and at square roots, norms and divisions at 0; lower the learning rate, or "
-                f"set clip_norm. The run can go on from the checkpoint before"
-            )
-
-    def _first_not_finite(
-        self, trained: FlatTensors, parameters: Mapping[str, torch.Tensor]
-    ) -> str | None:
-        sections = (*trained.sections, *self._engine.replicas[0].other.sections)
-        found = first_not_finite(sections, parameters)
-        if found is not None:
-            return found
-        # Buffers that were NaN from the start are the model's own affair (masks, unset statistics).
-        spoilt = names_with_nan(self._buffers()) - self._nan_from_the_start
-        return min(spoilt, default=None)
-
-    def _write(
-        self,
-        folder: Path,
-        record: dict[str, Any],
-        copies: Copies,
-        rooms: list[torch.Tensor],
-        keeping: Keeping,
-    ) -> None:
-        """Write a checkpoint in the background, from copies alone: training changes the rest."""
-        storage = self._engine.update.storage
-        states = chain.from_iterable(map(unpack, rooms))
-        joined = join(states, storage.pieces, storage.masters)
-        record["optimizer"] |= {"tensors": joined.keys, "other_state": joined.values}
-        saved, rest = (copies.shown or copies.trained).parts()
-        parts = [*joined.tensors, *buffer_parts(copies.averages), *copies.carried]
-        files = {"model.safetensors": saved, "optimizer.safetensors": parts}
-        if rest:
-            files["buffers.safetensors"] = rest
-        if copies.shown is not None:
-            files["training.safetensors"] = [p for found in copies.trained.parts() for p in found]
-        seal = copies.trained.fingerprint
-        write_checkpoint(folder, files, lambda: {**record, "fingerprint": seal()})
-        # Only now that the new one is on the disk: a failure before leaves all the old ones.
-        if keeping.newest is not None:
-            prune(folder.parent, run=record["run"], keep=keeping.newest)
 
     # Going on
 
@@ -378,7 +287,7 @@ class Checkpoints:
             try:
                 # Before the model, whose parameters have another dtype in another precision.
                 self._state.check_precision(found.run, changed)
-                files.model.check(self._module)
+                files.model.check(self._module, keep_vars=not self._engine.lending.is_whole)
                 self._state.check_fits(found.run, changed)
                 files.check()
             except (CheckpointError, ValueError) as error:
@@ -400,7 +309,10 @@ class Checkpoints:
         # The script may have replaced buffers of the module: take them back into flat memory, which
         # is what the lead fills and the others follow.
         self._engine.replicas[0].buffers.absorb()
-        fill = None if files is None else partial(files.model.fill, self._module)
+        # What is elsewhere goes to its owners, with the state of the optimizer.
+        trained = self._engine.replicas[0].parts.trained.values()
+        but = frozenset() if self._engine.lending.is_whole else frozenset(map(id, trained))
+        fill = None if files is None else partial(files.model.fill, self._module, but=but)
         self._lead.do("reading a model", fill)
         self._engine.exchange.memory.follow_lead(self._engine.replicas[0].buffers.flat)
         self._engine.model_loaded()
@@ -409,8 +321,9 @@ class Checkpoints:
         self, saved: Mapping[str, Any], files: StoredStates | None, changed: Collection[str]
     ) -> None:
         """Adopt states and settings; those that a schedule sets come and go with the schedule."""
-        make = None if files is None else partial(self._pieces_for, files)
-        self._engine.update.take_states(unpack(self._lead.hand_out(make)))
+        make = None if files is None else partial(self._for_owner, files.pieces)
+        shown = None if self._engine.lending.is_whole else self._take_values(files)
+        self._engine.update.take_states(unpack(self._lead.hand_out(make)), shown)
         followed = self.schedule.followed()
         settings = zip(self._optimizer.param_groups, followed, saved["settings"], strict=False)
         for group, follows, values in settings:
@@ -437,8 +350,15 @@ class Checkpoints:
             make = None if files is None else lambda device: files.carried()
             self._carried.go_on(left_by_shard(unpack(self._lead.hand_out(make))))
 
-    def _pieces_for(self, files: StoredStates, first: int) -> torch.Tensor:
-        """Pack the states for the process that has this as its first device."""
+    def _take_values(self, files: StoredStates | None) -> dict[int, torch.Tensor]:
+        """Receive the values of this process's pieces, by number, as models see them."""
+        make = None if files is None else partial(self._for_owner, files.values)
+        # Copied, as what is handed out next may come in the same memory.
+        return {state.piece: state.value.clone() for state in unpack(self._lead.hand_out(make))}
+
+    def _for_owner(
+        self, packed: Callable[[Iterable[int]], torch.Tensor], first: int
+    ) -> torch.Tensor:
+        """Pack what the process has of pieces that has this as its first device."""
         devices = self._team.own if first in self._team.own else (first,)
-        owned = chain.from_iterable(self._engine.roster.spans[device] for device in devices)
-        return files.pieces(owned)
+        return packed(chain.from_iterable(self._engine.roster.spans[device] for device in devices))

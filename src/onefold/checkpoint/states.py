@@ -19,8 +19,17 @@ from onefold.engine.update import MASTER
 from onefold.system.heap import ORDINARY, Heap
 from onefold.system.tensorfile import DTYPES, TensorParts
 
-__all__ = ["StoredStates", "buffer_parts", "carried_parts", "left_by_shard", "saved_rule"]
+__all__ = [
+    "VALUES",
+    "StoredStates",
+    "buffer_parts",
+    "carried_parts",
+    "left_by_shard",
+    "saved_rule",
+]
 
+VALUES = "onefold.values"
+"""The key under which the values of a parameter travel as the optimizer's state does."""
 _SHARD = "onefold.shard"
 """With a shard's number: the key under which what the shard carries in a buffer is saved."""
 
@@ -114,6 +123,17 @@ class StoredStates:
         """Pack the states of some pieces, averages among them, for the process that owns them."""
         storage, read = self._storage, self._files.read
         states = take_apart(self._keys, self._values, read, owned, storage.pieces, storage.masters)
+        return packed(list(states), self._heap)
+
+    def values(self, owned: Iterable[int]) -> torch.Tensor:
+        """Pack the values of some pieces, as models see them, for the process that owns them."""
+        storage = self._storage
+        keys = {entry.name: [VALUES] for entry in storage.parameters.entries}
+
+        def read(name: str) -> torch.Tensor:
+            return self.model.read(own_name(name.removesuffix(f".{VALUES}")))
+
+        states = take_apart(keys, {}, read, owned, storage.pieces, storage.parameters)
         return packed(list(states), self._heap)
 
     def buffers(self) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["advice_on", "is_shortage"]
+__all__ = ["advice_on", "is_about_hooks", "is_shortage"]
 
 _SHORTAGE = ("can't allocate memory", "not enough memory", "ALLOC_FAILED")
 """Words of errors that have no type of their own: PyTorch's on processors, and cuBLAS's."""
@@ -15,6 +15,11 @@ def is_shortage(error: BaseException) -> bool:
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SHORTAGE)
+
+
+def is_about_hooks(error: BaseException) -> bool:
+    """Whether an error says that hooks of saved tensors, by which parameters come, are refused."""
+    return "support saved tensor hooks" in str(error)
 
 
 def advice_on(error: Exception, *, samples: int, shards: int) -> str:
@@ -44,7 +49,7 @@ def advice_on(error: Exception, *, samples: int, shards: int) -> str:
             "Trainer(deterministic=False) allows them: results then differ by rounding, from run "
             "to run as well"
         )
-    if "support saved tensor hooks" in text:
+    if is_about_hooks(error):
         return (
             "with --keep span devices that share no memory bring parameters while backward runs, "
             "by such hooks, which torch.func does not allow: use torch.autograd.grad in the loss, "

@@ -258,15 +258,8 @@ class Engine:
 
     def agree(self, head: StepHead, *, function: object = None, stop: bool = False) -> Said:
         """Wait for all devices to have begun the same call; see `Agreement.begin`."""
+        self.lending.refuse_call(Call(head.call))
         return self._agreement.begin(head, function=function, stop=stop)
-
-    def changing(self, step: int) -> AbstractContextManager[None]:
-        """Open a block in which the lead's changes of model and settings become everybody's.
-
-        Args:
-            step: the number of the next step.
-        """
-        return self.changes.block(step)
 
     def check_last_step(self) -> None:
         """Wait for the last step's loss and gradient where nobody has looked at them yet.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,8 @@ from onefold.core.head import Call, StepHead, plan_number
 from onefold.core.mean import weigh
 from onefold.core.randomness import derive_seed, seed_generators
 from onefold.engine.engine import Engine
+from onefold.engine.kernels import calls_compiled
+from onefold.engine.outside import modules_of
 from onefold.engine.replica import Replica
 from onefold.errors import DisagreementError, LossError
 from onefold.exchange.exchange import Exchange
@@ -52,11 +55,12 @@ def evaluate(
     tallies = {replica.number: _Tally() for replica in engine.replicas}
     shards = samples = 0
     batch = None
-    with engine.whole(call.step), engine.evaluating():
+    with call.at_hand(engine), engine.evaluating(), ExitStack() as during:
         for number, batch in enumerate(batches):
             # Only now: the data's digest is known once the first batch has been read.
             if number == 0:
                 call.agree(engine, batch)
+                score = during.enter_context(engine.lending.passes(score))
             shards = batch.plan.shards
             samples += batch.samples
             with engine.noting("the first batch of an evaluation", wanted=number == 0):
@@ -82,6 +86,13 @@ class DataCall:
     """Samples per batch, over all devices."""
     function: object
     """The user's function that is computed."""
+
+    def at_hand(self, engine: Engine) -> AbstractContextManager[None]:
+        """Have all parameters on this device where those of one stage will not do."""
+        # Compiled code takes all of its parameters as arguments.
+        modules = [engine.replicas[0].module, *modules_of(self.function)]
+        compiled = any(calls_compiled(module, self.function) for module in modules)
+        return engine.whole(self.step) if compiled else nullcontext()
 
     def agree(self, engine: Engine, batch: ShardedBatch) -> None:
         """Wait for all devices to have read their first batch, and compare what they were given.

@@ -30,7 +30,7 @@ from onefold.system.compat import (
     load_compiler,
 )
 
-__all__ = ["Compilers", "current_gpu", "repeatable_kernels"]
+__all__ = ["Compilers", "calls_compiled", "current_gpu", "repeatable_kernels"]
 
 _NOTHING = nullcontext()
 
@@ -121,8 +121,13 @@ def repeatable_kernels(*, deterministic: bool, may_compile: bool = True) -> Iter
             compiler.deterministic = compiled_before
 
 
+def calls_compiled(module: torch.nn.Module, *functions: object) -> bool:
+    """Whether something of a module, or of what functions call, went through ``torch.compile``."""
+    return any(True for _ in _compiled_parts(module, functions))
+
+
 def _compiled_parts(
-    module: torch.nn.Module, functions: Sequence[Callable[..., object]]
+    module: torch.nn.Module, functions: Sequence[object]
 ) -> Iterator[tuple[str, Any]]:
     """List what of the model or its loss went through ``torch.compile``, with a name for each."""
     # There are three ways: module.compile() keeps the compiled call in the module, torch.compile

@@ -11,20 +11,32 @@ Note: between uses
 ------------------
 A parameter that is not here has its shape, dtype and device, and no values. Whoever computes with
 it in a step, outside of its stage, has the stage brought; outside of a step it is an error.
+
+Note: PyTorch's quick paths
+---------------------------
+In evaluation PyTorch computes transformers in another way, with other bits, if no module of them
+has a hook and all parameters are of its own class, as those are not that are elsewhere. So hooks
+are those of all modules, which it does not count, and what it looks at is brought before it does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 
+from onefold.core.head import Call
 from onefold.core.stages import ROOT
+from onefold.engine.advice import is_about_hooks
 from onefold.engine.gradients import keeping_gradients
-from onefold.engine.lentparameter import LentParameters
+from onefold.engine.lentparameter import Elsewhere, LentParameters
 from onefold.engine.replica import Replica
 from onefold.engine.shardtask import ShardTask
 from onefold.engine.stagemodules import StageModules
@@ -37,6 +49,17 @@ __all__ = ["Lending", "lending_of"]
 
 _AT_HAND = 2
 """Stages, besides the root, that are here at one time in backward."""
+
+
+_QUICK = torch.nn.TransformerEncoderLayer, torch.nn.MultiheadAttention
+_WITH_ALL = (
+    "with --keep span devices that share no memory have parameters brought, by such hooks, which "
+    "torch.func does not allow: use torch.autograd.grad, or call trainer.evaluate and "
+    "trainer.predict in `with trainer.whole():`"
+)
+
+Function = Callable[[torch.nn.Module, Any], object]
+"""Takes the model and one shard."""
 
 
 class _Lent(NamedTuple):
@@ -60,6 +83,13 @@ class Lending:
         """A block in which this process has all parameters; called on all devices alike."""
         return nullcontext()
 
+    def refuse_call(self, call: Call) -> None:
+        """Refuse a call of the trainer where other devices wait for other things.
+
+        Raises:
+            RuntimeError: it was made while a shard is computed whose parameters are brought.
+        """
+
     def rounds(self, task: ShardTask) -> AbstractContextManager[ShardTask]:
         """Surround the shards of a step, in which all devices take part in rounds.
 
@@ -71,6 +101,23 @@ class Lending:
     def in_line(self) -> AbstractContextManager[None]:
         """Surround the shards of a step that go through a line of devices."""
         return nullcontext()
+
+    def passes(self, function: Function) -> AbstractContextManager[Function]:
+        """Surround forward passes without a backward, of which each device has as many as it has.
+
+        Yields:
+            The function, which then has parameters brought while they are needed.
+        """
+        return nullcontext(function)
+
+    def visit(self, stages: Iterable[int], look: Callable[[Sequence[int]], None]) -> None:
+        """Have one stage after the other brought, to be read; called on all devices together.
+
+        Args:
+            stages: those that this device reads, which may be others than another one's.
+            look: called while a stage is here, with the numbers of its parameters.
+        """
+        raise RuntimeError("this process has all parameters: expected them to be read at once")
 
 
 def lending_of(replicas: Sequence[Replica], update: SpanOptimizer, exchange: Exchange) -> Lending:
@@ -100,7 +147,9 @@ class SpanLending(Lending):
     ) -> None:
         assert exchange.stages is not None
         self._replica = replica
-        self._modules = modules
+        self._stage_at_module = {
+            part: stage for stage, part in enumerate(modules.modules, start=ROOT + 1)
+        }
         self._update = update
         self._memory = exchange.memory
         self._flat = exchange.memory.trained[replica.number]
@@ -120,7 +169,7 @@ class SpanLending(Lending):
             id(parameter): stage
             for parameter, stage in zip(self._trained, self._layout.stages.stage_of, strict=True)
         }
-        self._is_step = self._is_line = False
+        self._is_answered = self._is_line = False
         self._rooms: dict[int, torch.Tensor] = {}
         """The memory of each stage that is here, the latest last."""
         self._stage_at: dict[int, int] = {}
@@ -135,6 +184,14 @@ class SpanLending(Lending):
     @property
     def is_whole(self) -> bool:  # type: ignore[override]
         return self._blocks > 0
+
+    def refuse_call(self, call: Call) -> None:
+        if self._is_answered:
+            raise RuntimeError(
+                f"{call.words} was called while a shard was computed, for which devices bring each "
+                f"other parameters (--keep span): expected calls of the trainer between shards. "
+                f"trainer.evaluate and trainer.predict allow them in `with trainer.whole():`"
+            )
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -153,14 +210,48 @@ class SpanLending(Lending):
         if self.is_whole:
             yield task
             return
-        self._is_step = True
-        try:
+        with self._answered():
             self._bring(ROOT)
             yield replace(task, bringing=self._bringing)
+
+    @contextmanager
+    def passes(self, function: Function) -> Iterator[Function]:
+        if self.is_whole:
+            yield function
+            return
+
+        def brought(model: torch.nn.Module, batch: Any) -> object:
+            try:
+                with self._bringing():
+                    return function(model, batch)
+            except RuntimeError as error:
+                if is_about_hooks(error):
+                    error.add_note(_WITH_ALL)
+                raise
+
+        with self._answered():
+            self._bring(ROOT)
+            yield brought
+        self._fold.end_round()
+
+    def visit(self, stages: Iterable[int], look: Callable[[Sequence[int]], None]) -> None:
+        with self._answered():
+            for stage in stages:
+                self._bring(stage)
+                look(self._layout.stages.entries[stage])
+                self._take_away(stage)
+        self._fold.end_round()
+
+    @contextmanager
+    def _answered(self) -> Iterator[None]:
+        """Surround what has parameters brought, while all devices answer each other."""
+        self._is_answered = True
+        try:
+            yield
         finally:
             for stage in list(self._rooms):
                 self._take_away(stage)
-            self._is_step = False
+            self._is_answered = False
 
     @contextmanager
     def in_line(self) -> Iterator[None]:
@@ -169,17 +260,16 @@ class SpanLending(Lending):
             return
         places = self._layout.stages.places
         own = [stage for stage, place in enumerate(places) if place == self._replica.number]
-        self._is_step = self._is_line = True
+        self._is_line = True
         try:
-            # All devices together: the first one has it.
-            self._bring(ROOT)
-            for stage in own:
-                self._bring(stage, own)
-            yield
+            with self._answered():
+                # All devices together: the first one has it.
+                self._bring(ROOT)
+                for stage in own:
+                    self._bring(stage, own)
+                yield
         finally:
-            for stage in list(self._rooms):
-                self._take_away(stage)
-            self._is_step = self._is_line = False
+            self._is_line = False
 
     @contextmanager
     def _bringing(self) -> Iterator[Callable[[], None]]:
@@ -190,15 +280,10 @@ class SpanLending(Lending):
         """
         self._in_backward = False
         self._left.clear()
-        handles = []
-        for stage, part in enumerate(self._modules.modules, start=ROOT + 1):
-            bring = part.register_forward_pre_hook(
-                lambda *_, stage=stage: self._enter(stage), prepend=True
-            )
-            leave = part.register_forward_hook(
-                lambda *_, stage=stage: self._leave(stage), always_call=True
-            )
-            handles += [bring, leave]
+        handles = [
+            register_module_forward_pre_hook(lambda part, _: self._enter(part)),
+            register_module_forward_hook(lambda part, *_: self._leave(part), always_call=True),
+        ]
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._packed, self._unpacked):
                 yield self._begin_backward
@@ -213,12 +298,18 @@ class SpanLending(Lending):
         # The last one is the first that backward needs.
         self._left.clear()
 
-    def _enter(self, stage: int) -> None:
-        self._bring(stage)
+    def _enter(self, part: torch.nn.Module) -> None:
+        stage = self._stage_at_module.get(part)
+        if stage is not None:
+            self._bring(stage)
+        looked_at = _looked_at(part)
+        if looked_at:
+            self._bring_used(looked_at)
 
-    def _leave(self, stage: int) -> None:
+    def _leave(self, part: torch.nn.Module) -> None:
         # Layers that are computed once more in backward are needed right afterwards.
-        if not self._in_backward:
+        stage = self._stage_at_module.get(part)
+        if stage is not None and not self._in_backward:
             self._left.add(stage)
 
     def _bring(self, stage: int, together: Collection[int] = ()) -> torch.Tensor:
@@ -244,25 +335,29 @@ class SpanLending(Lending):
     def _bring_used(self, tensors: Sequence[torch.Tensor]) -> None:
         """Bring what somebody is about to compute with, outside of its stage."""
         stages = {id(t): self._stage_of[id(t)] for t in tensors if id(t) in self._stage_of}
-        names = dict(zip(map(id, self._trained), self._replica.parts.trained, strict=True))
         if self._is_line:
-            missing = next(number for number, s in stages.items() if s not in self._rooms)
+            missing = next(each for each, stage in stages.items() if stage not in self._rooms)
+            stage_name = self._layout.stages.names[stages[missing]]
             raise LineError(
-                f"parameter {names[missing]} of stage {self._layout.stages.names[stages[missing]]} "
-                f"is used on device {self._replica.number}, outside of its stage, which another "
-                f"device computes (in a penalty on all parameters, perhaps). Use --keep span"
+                f"parameter {self._name(missing)} of stage {stage_name} is used on device "
+                f"{self._replica.number}, outside of its stage, which another device computes (in "
+                f"a penalty on all parameters, perhaps). Use --keep span"
             )
-        if not self._is_step:
-            raise RuntimeError(
-                f"parameter {names[next(iter(stages))]} was read on device {self._replica.number}, "
-                f"which keeps its span of the model alone (--keep span): read the model in `with "
-                f"trainer.whole():`, change it in `with trainer.changing():`, and save it with "
-                f"trainer.save, each on every device"
+        if not self._is_answered:
+            raise Elsewhere(
+                f"parameter {self._name(next(iter(stages)))} was read on device "
+                f"{self._replica.number}, which keeps a part of the model alone (--keep span or "
+                f"stages): read the model in `with trainer.whole():`, change it in `with "
+                f"trainer.changing():`, and save it with trainer.save, each on every device"
             )
         together = set(stages.values())
         for stage in sorted(together):
             # None of them may make room for another.
             self._bring(stage, together)
+
+    def _name(self, identity: int) -> str:
+        names = dict(zip(map(id, self._trained), self._replica.parts.trained, strict=True))
+        return names[identity]
 
     def _take_away(self, stage: int) -> None:
         self._left.discard(stage)
@@ -316,3 +411,12 @@ class SpanLending(Lending):
         self._lent.hide(self._trained)
         self._replica.note_places()
         self._flat.let_go()
+
+
+def _looked_at(part: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """The parameters that PyTorch looks at before it chooses how to compute; see the head."""
+    if isinstance(part, torch.nn.TransformerEncoder):
+        parts = [*part.layers[:1]]
+    else:
+        parts = [part] if isinstance(part, _QUICK) else []
+    return [p for each in parts if not each.training for p in each.parameters()]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["LentParameters"]
+__all__ = ["Elsewhere", "LentParameters"]
 
 _VALUES = ("data", "T", "mT", "H", "mH", "real", "imag")
 """Properties of a tensor that show its values; all others are about it, or belong to it."""
@@ -43,6 +43,10 @@ _HARMLESS = frozenset(
     ]
 )
 """What does not read the values of a tensor."""
+
+
+class Elsewhere(RuntimeError):
+    """A parameter was used that is not on this device, and cannot be brought now."""
 
 
 class LentParameters:

@@ -24,16 +24,18 @@ import torch
 from onefold.core.flat import Layout, Piece, aligned, laid_out, storage_order
 from onefold.core.jsonvalue import from_bytes, from_json, to_bytes, to_json
 from onefold.system.heap import ORDINARY, Heap
-from onefold.system.tensorfile import DTYPES, TensorParts
+from onefold.system.tensorfile import DTYPES, Bytes, TensorParts
 
 __all__ = [
     "JoinedState",
     "PieceState",
     "check_saved",
+    "described",
     "is_by_element",
     "join",
     "pack",
     "packed",
+    "read_described",
     "take_apart",
     "unpack",
 ]
@@ -91,6 +93,42 @@ def pack(states: Sequence[PieceState], room: Callable[[int], torch.Tensor]) -> N
     Raises:
         TypeError: a value is neither a tensor nor JSON, or of a dtype that a file cannot hold.
     """
+    listed, nbytes = _listed(states)
+    header = to_bytes(listed)
+    first = aligned(len(header))
+    memory = room(first + nbytes)
+    memory[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+    for (_, _, kind, _), state in zip(listed, states, strict=True):
+        if kind is not None and state.value.numel():
+            place = first + kind[3]
+            nbytes = state.value.numel() * state.value.element_size()
+            target = memory[place : place + nbytes].view(state.value.dtype)
+            target.view(state.value.shape).copy_(state.value)
+
+
+def described(states: Sequence[PieceState]) -> bytes:
+    """Describe states, for `read_described`: all but the values of tensors.
+
+    Raises:
+        TypeError: as `pack`.
+    """
+    return to_bytes(_listed(states)[0])
+
+
+def read_described(text: bytes) -> Iterator[PieceState]:
+    """Yield the states that were described; their tensors have no values, and are on no device."""
+    listed, _ = from_bytes(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    for piece, key, kind, value in listed:
+        if kind is None:
+            yield PieceState(piece, key, from_json(value), False)
+            continue
+        name, shape, by_element, _ = kind
+        empty = torch.empty(shape, dtype=_DTYPES[name], device="meta")
+        yield PieceState(piece, key, empty, by_element)
+
+
+def _listed(states: Sequence[PieceState]) -> tuple[list[list[Any]], int]:
+    """List every value for the header, and count the bytes of all tensors."""
     listed: list[list[Any]] = []
     # Places are counted from the end of the header, whose length is known only when it is written.
     start = 0
@@ -105,16 +143,7 @@ def pack(states: Sequence[PieceState], room: Callable[[int], torch.Tensor]) -> N
             listed.append([piece, key, kind, None])
         else:
             listed.append([piece, key, None, to_json(value, f"the optimizer's {key}")])
-    header = to_bytes(listed)
-    first = aligned(len(header))
-    memory = room(first + start)
-    memory[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-    for (_, _, kind, _), state in zip(listed, states, strict=True):
-        if kind is not None and state.value.numel():
-            place = first + kind[3]
-            nbytes = state.value.numel() * state.value.element_size()
-            target = memory[place : place + nbytes].view(state.value.dtype)
-            target.view(state.value.shape).copy_(state.value)
+    return listed, start
 
 
 def packed(states: Sequence[PieceState], heap: Heap = ORDINARY) -> torch.Tensor:
@@ -150,13 +179,20 @@ def unpack(memory: torch.Tensor) -> Iterator[PieceState]:
         yield PieceState(piece, key, tensor, by_element)
 
 
-def join(states: Iterable[PieceState], pieces: Sequence[Piece], layout: Layout) -> JoinedState:
+def join(
+    states: Iterable[PieceState],
+    pieces: Sequence[Piece],
+    layout: Layout,
+    coming: Callable[[int, str], Iterable[Bytes]] | None = None,
+) -> JoinedState:
     """Join the pieces of all devices into whole tensors, without copying any.
 
     Args:
-        states: those of all processes, from `unpack`.
+        states: those of all processes, from `unpack` or `read_described`.
         pieces: the model's.
         layout: the trained parameters'.
+        coming: where only descriptions are at hand, how the bytes of a tensor are found, given the
+            number of its parameter and its key.
     """
     grouped: dict[tuple[int, str], list[PieceState]] = defaultdict(list)
     # By number: pieces of one parameter then follow each other in storage order, whoever sent them.
@@ -175,10 +211,14 @@ def join(states: Iterable[PieceState], pieces: Sequence[Piece], layout: Layout) 
         used = parts if first.by_element else parts[:1]
         shape = entry.shape if first.by_element else tuple(first.value.shape)
         stride = entry.stride if first.by_element else first.value.stride()
-        stretches = [part.value.reshape(-1).view(torch.uint8).numpy() for part in used]
+        stretches = coming(number, key) if coming is not None else _bytes_of(used)
         name = f"{entry.name}.{key}"
         tensors.append(TensorParts(name, first.value.dtype, shape, stride, stretches))
     return JoinedState(tensors, dict(keys), dict(values))
+
+
+def _bytes_of(parts: Iterable[PieceState]) -> list[Bytes]:
+    return [part.value.reshape(-1).view(torch.uint8).numpy() for part in parts]
 
 
 def check_saved(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -19,7 +19,7 @@ from onefold.core.head import checksum
 from onefold.errors import StateError
 from onefold.system.compat import buffers_of, parameters_of, version_of
 
-__all__ = ["OutsideModules"]
+__all__ = ["OutsideModules", "modules_of"]
 
 _LOOKED_AT = 16
 """Values of each tensor of an outside module that are compared between devices."""
@@ -96,10 +96,12 @@ class OutsideModules:
             function: the function, if it is not a loss.
         """
         own = {id(part) for part in self._module.modules()}
+        # What the model trains is compared elsewhere, and may not be on this device.
+        shared = {id(parameter) for parameter in self._module.parameters()}
         functions = self._functions if function is None else (function,)
-        reached = [module for each in functions for module in _modules_of(each)]
+        reached = [module for each in functions for module in modules_of(each)]
         parts = {id(p): p for module in reached for p in module.modules() if id(p) not in own}
-        text = b"".join(map(_sampled, parts.values()))
+        text = b"".join(_sampled(part, shared) for part in parts.values())
         return checksum(text) if text else 0
 
 
@@ -133,18 +135,18 @@ class _Outside:
         return next((f"buffer {name}" for name in now if name not in self._buffers), None)
 
 
-def _sampled(module: torch.nn.Module) -> bytes:
-    """Return the bytes of a few values of each of a module's own tensors."""
+def _sampled(module: torch.nn.Module, but: Collection[int]) -> bytes:
+    """Return the bytes of a few values of each of a module's own tensors, but for those."""
     tensors = [*parameters_of(module).values(), *buffers_of(module).values()]
     parts = [
         t.detach().reshape(-1)[:: max(1, t.numel() // _LOOKED_AT)]
         for t in tensors
-        if t is not None and t.numel()
+        if t is not None and id(t) not in but and t.numel()
     ]
     return b"".join(p.cpu().contiguous().view(torch.uint8).numpy().tobytes() for p in parts)
 
 
-def _modules_of(function: Any) -> list[torch.nn.Module]:
+def modules_of(function: Any) -> list[torch.nn.Module]:
     """List the modules that a function can reach: it closes over, is bound to, or names them."""
     found: dict[int, torch.nn.Module] = {}
     for value in _values_of(function):

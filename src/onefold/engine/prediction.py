@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 from onefold.core.batch import ShardedBatch
@@ -43,11 +44,12 @@ def predict(
     own = {replica.number: _Said() for replica in engine.replicas}
     cuts: list[tuple[int, Plan]] = []
     batch = None
-    with engine.whole(call.step), engine.evaluating():
+    with call.at_hand(engine), engine.evaluating(), ExitStack() as during:
         for number, batch in enumerate(batches):
             # Only now: the data's digest is known once the first batch has been read.
             if number == 0:
                 call.agree(engine, batch)
+                function = during.enter_context(engine.lending.passes(function))
             cuts.append((batch.samples, batch.plan))
             with engine.noting("the first batch of a prediction", wanted=number == 0):
                 for replica in engine.replicas:

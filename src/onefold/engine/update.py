@@ -324,20 +324,23 @@ class SpanOptimizer:
                 found.append(PieceState(item.number, key, value, by_element))
         return found
 
-    def take_states(self, states: Iterable[PieceState]) -> None:
+    def take_states(
+        self, states: Iterable[PieceState], shown: Mapping[int, torch.Tensor] | None = None
+    ) -> None:
         """Replace the state of all owned pieces.
 
         Args:
             states: of the owned pieces; tensors are copied.
+            shown: their values as models see them, (numel,) by number, if these have no memory.
         """
         self._forget()
         self.averages.pieces.clear()
         # Where the states bring no masters, the models' own values are all that there is.
-        for item in self.owned:
-            if item.shown is not None:
-                item.values.data.copy_(item.shown)
+        seen = self._shown() if shown is None else shown
+        for number, values in seen.items():
+            storage_order(self._by_number[number].values.data).copy_(values)
         self.adopt_states(states)
-        self.follow_parameters()
+        self._follow(seen)
 
     def adopt_states(self, states: Iterable[PieceState]) -> None:
         """Add the states of pieces that have none yet.
@@ -380,10 +383,18 @@ class SpanOptimizer:
 
         An element that is still its master, rounded, keeps the master's precision.
         """
-        for item in self.owned:
-            if (shown := item.shown) is not None:
-                exact = item.values.data
-                exact.copy_(torch.where(exact.to(shown.dtype) == shown, exact, shown))
+        self._follow(self._shown())
+
+    def _shown(self) -> dict[int, torch.Tensor]:
+        """Views of the values that models see, (numel,) in storage order, if they lie elsewhere."""
+        pairs = [(item.number, item.shown) for item in self.owned]
+        return {number: storage_order(shown) for number, shown in pairs if shown is not None}
+
+    def _follow(self, seen: Mapping[int, torch.Tensor]) -> None:
+        for number, values in seen.items():
+            exact = storage_order(self._by_number[number].values.data)
+            shown = values.to(exact.device)
+            exact.copy_(torch.where(exact.to(shown.dtype) == shown, exact, shown))
 
     def _forget(self) -> None:
         """Drop the state of all parameters; what is kept under other keys stays."""

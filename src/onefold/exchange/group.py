@@ -15,14 +15,16 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed import (  # type: ignore[attr-defined]  # they are exported
     FileStore,
+    HashStore,
     PrefixStore,
     Store,
 )
@@ -41,7 +43,7 @@ from onefold.exchange.lateness import Lateness
 from onefold.exchange.loopback import gloo_on_loopback
 from onefold.exchange.progress import progress_of
 from onefold.exchange.proof import prove
-from onefold.system.compat import default_store
+from onefold.system.compat import Groups
 from onefold.system.process import LOOK_S
 
 __all__ = [
@@ -60,6 +62,9 @@ _log = logging.getLogger("onefold")
 _FAREWELL = timedelta(seconds=5)
 _SEEN_KEY = "onefold/seen"
 _POLL_S = 0.005
+_ATTEMPTS = 4
+_CONNECTED_S = 2.5
+_JOINED, _REFUSED = "joined", "refused"
 _GOODBYE = timedelta(seconds=2)
 
 
@@ -78,14 +83,7 @@ def agree_on_kind(world: World, kind: str, size: int, timeout_s: float) -> None:
         DisagreementError: a process computes on another kind of device.
         PeerTimeout: a process did not join in time.
     """
-    store = _store(world, size, timeout_s)
-    # Set before waiting for anyone, or all would wait for each other.
-    store.set(_kind_key(world.rank), kind)
-    limit = time.monotonic() + timeout_s
-    ended = watch_for_end(world, size, timeout_s)
-    for rank in range(size):
-        _await(store, _kind_key(rank), rank, limit, timeout_s, ended)
-    kinds = [store.get(_kind_key(rank)).decode() for rank in range(size)]
+    kinds = _trade(world, size, timeout_s, "kind", kind)
     for rank, other in enumerate(kinds):
         if other != kinds[0]:
             raise DisagreementError(
@@ -144,18 +142,16 @@ def join_group(world: World, kind: str, size: int, *, timeout_s: float, trainer:
 
     Raises:
         DisagreementError: a process does not know the secret of the run.
+        PeerError: another process did not join.
+        RuntimeError: the connections broke in every attempt.
     """
     if not world.one_host and not world.secret and world.rank == 0 and trainer == 0:
         _log.warning(
             "this run goes over several hosts without a secret: whoever reaches them may take "
             "part in it. Set ONEFOLD_SECRET to the same long random text for every process"
         )
-    connections = Connections()
-    with noted_connections(connections), gloo_on_loopback(world):
-        group, store = _make_group(world, kind, size, timeout_s, trainer)
+    group, store, connections = _meet(world, kind, size, timeout_s, trainer)
     rank = group.rank()
-    # Ahead of every other message: nothing that a stranger sends is used before its proof.
-    prove(world.proof, rank, lambda word: _gather_alike(group, word))
     here = host_identity()
     found = [json.loads(t) for t in gather_bytes(group, json.dumps([here, os.getpid()]).encode())]
     # A process id means something on its own host and in its own namespace only.
@@ -164,13 +160,74 @@ def join_group(world: World, kind: str, size: int, *, timeout_s: float, trainer:
     return Joined(group, store, connections, PeerWatch(pids, connections, lateness), lateness)
 
 
-def _make_group(
+def _meet(
     world: World, kind: str, size: int, timeout_s: float, trainer: int
+) -> tuple[dist.ProcessGroup, Store, Connections]:
+    """Connect all processes, and have each prove that it belongs to the run.
+
+    gloo takes whoever first sends it the number of a peer for that peer. A stranger who reaches its
+    port while it listens breaks the connections with that, so then all processes make them anew.
+    """
+    for attempt in range(1, _ATTEMPTS + 1):
+        name = f"{trainer}/{attempt}"
+        _trade(world, size, timeout_s, f"begins/{name}", "")  # or the first would listen for long
+        limit_s = min(timeout_s, _CONNECTED_S * 2**attempt) if attempt < _ATTEMPTS else timeout_s
+        found_group, group = dist.is_initialized(), None
+        connections, problem = Connections(), None
+        try:
+            with noted_connections(connections), gloo_on_loopback(world):
+                group, store = _make_group(world, kind, size, limit_s, trainer, attempt)
+            # Ahead of every other message: nothing that a stranger sends is used before its proof.
+            prove(world.proof, group.rank(), partial(_gather_alike, group))
+        except RuntimeError as error:
+            problem = error
+            connections.cut()  # or the others wait for this process
+        except DisagreementError:
+            _tell(world, size, timeout_s, f"ends/{name}", _REFUSED)
+            raise
+        outcomes = _trade(world, size, timeout_s, f"ends/{name}", str(problem or _JOINED))
+        if group is not None and all(outcome == _JOINED for outcome in outcomes):
+            Groups.set_limit(group, timedelta(seconds=timeout_s))
+            return group, store, connections
+        connections.cut()
+        _drop(group, found_group)
+        _refuse(outcomes)
+        _log.info("attempt %d to connect all devices failed: %s", attempt, outcomes)
+    raise problem or RuntimeError(f"the devices could not be connected: {outcomes}")
+
+
+def _refuse(outcomes: Sequence[str]) -> None:
+    """Raise if a process has found one that does not belong to the run."""
+    if _REFUSED in outcomes:
+        raise DisagreementError(
+            f"device {outcomes.index(_REFUSED)} has refused a device that has not shown that it "
+            f"belongs to this run: start every process with the same ONEFOLD_SECRET, or none with "
+            f"any"
+        )
+
+
+def _drop(group: dist.ProcessGroup | None, found_group: bool) -> None:
+    """Forget a group whose connections broke; one that the script has made itself stays."""
+    if found_group:
+        if group is not None:
+            dist.destroy_process_group(group)
+        return
+    _memberships.clear()
+    atexit.unregister(_leave)
+    if group is None:
+        # PyTorch numbers the groups of a process, also one that could not be formed, and the other
+        # processes may have formed it: only the end of a group lets all count from 0 again.
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    dist.destroy_process_group()
+
+
+def _make_group(
+    world: World, kind: str, size: int, timeout_s: float, trainer: int, attempt: int
 ) -> tuple[dist.ProcessGroup, Store]:
     backend = "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl"
     limit = timedelta(seconds=timeout_s)
     if dist.is_initialized():
-        store = default_store()
+        store = Groups.default_store()
         # `break_off` has unregistered it if the script survived a failure. Never registered twice.
         if _memberships:
             atexit.unregister(_leave)
@@ -182,7 +239,7 @@ def _make_group(
     device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else None
     dist.init_process_group(
         backend,
-        store=store,
+        store=PrefixStore(f"attempt/{attempt}", store),
         rank=world.rank,
         world_size=size,
         timeout=limit,
@@ -228,8 +285,19 @@ def _store(world: World, size: int, timeout_s: float) -> Store:
     return _stores[world, size]
 
 
-def _kind_key(rank: int) -> str:
-    return f"kind/{rank}"
+def _tell(world: World, size: int, timeout_s: float, topic: str, word: str) -> None:
+    _store(world, size, timeout_s).set(f"{topic}/{world.rank}", word)
+
+
+def _trade(world: World, size: int, timeout_s: float, topic: str, word: str) -> list[str]:
+    """Tell all processes a word, and wait for theirs, in the order of their ranks."""
+    # Told before waiting for anyone, or all would wait for each other.
+    _tell(world, size, timeout_s, topic, word)
+    store, ended = _store(world, size, timeout_s), watch_for_end(world, size, timeout_s)
+    limit = time.monotonic() + timeout_s
+    for rank in range(size):
+        _await(store, f"{topic}/{rank}", rank, limit, timeout_s, ended)
+    return [store.get(f"{topic}/{rank}").decode() for rank in range(size)]
 
 
 def _rendezvous(world: World, size: int, limit: timedelta) -> Store:

@@ -12,6 +12,7 @@ import re
 import sys
 import sysconfig
 from collections.abc import Callable
+from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -26,6 +27,7 @@ __all__ = [
     "EXTRA_STATE_KEY_SUFFIX",
     "BatchNorm",
     "DropoutNd",
+    "Groups",
     "KernelSettings",
     "TorchDispatchMode",
     "add_each",
@@ -35,7 +37,6 @@ __all__ = [
     "compiler_config",
     "copy_each",
     "count_hooks",
-    "default_store",
     "is_compiled",
     "load_compiler",
     "multiply_each",
@@ -101,9 +102,18 @@ def multiply_each(targets: list[torch.Tensor], factor: float | torch.Tensor) -> 
     torch._foreach_mul_(targets, factor)
 
 
-def default_store() -> Any:
-    """The `torch.distributed.Store` behind the process group that a script has formed."""
-    return torch.distributed.distributed_c10d._get_default_store()
+class Groups:
+    """What torch.distributed keeps to itself about process groups."""
+
+    @staticmethod
+    def default_store() -> Any:
+        """The `torch.distributed.Store` behind the process group that a script has formed."""
+        return torch.distributed.distributed_c10d._get_default_store()
+
+    @staticmethod
+    def set_limit(group: torch.distributed.ProcessGroup, limit: timedelta) -> None:
+        """Change how long whatever begins from now on may wait for other processes."""
+        torch.distributed.distributed_c10d._set_pg_timeout(limit, group)
 
 
 class KernelSettings:

@@ -74,8 +74,9 @@ class TensorParts:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     """Strides in elements, counted through all parts; those of a dense tensor."""
-    parts: Sequence[Bytes]
-    """The bytes of all elements in the order in which they lie in memory, part after part."""
+    parts: Iterable[Bytes]
+    """The bytes of all elements in the order in which they lie in memory, part after part; may be
+    made only when they are asked for, once."""
 
     @property
     def nbytes(self) -> int:
@@ -89,7 +90,7 @@ class TensorParts:
         # Only such a tensor, channels_last for one, is copied. As opaque elements of its width:
         # NumPy lacks some of the dtypes.
         itemsize = self.dtype.itemsize
-        elements = np.concatenate(self.parts).view(f"V{itemsize}")
+        elements = np.concatenate([*self.parts]).view(f"V{itemsize}")
         strides = tuple(step * itemsize for step in self.stride)
         moved = np.lib.stride_tricks.as_strided(elements, self.shape, strides)
         return [np.ascontiguousarray(moved).reshape(-1).view(np.uint8)]

@@ -1,0 +1,276 @@
+"""Checkpoints of devices that keep their spans alone: the same files, and never all at once."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import onefold
+from onefold.checkpoint import saving, stream
+from onefold.errors import CheckpointError, OnefoldError, StateError
+from tests.engine.test_stagewise import Layered, launched, samples, trained, watched
+
+pytestmark = pytest.mark.processes
+
+FEATURES_OF_WIDE, WIDTH = 5, 9000
+WIDEST_BYTES = 4 * WIDTH * (FEATURES_OF_WIDE + 1) + 128  # what is between them included
+OF_ONE_RUN = ("sha256", "run", "time", "devices", "serial", "threads")
+"""What may differ between two runs in their records."""
+
+
+class Odd(Layered):
+    """With other strides, a single number, a layer that is never used, and several pieces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image = nn.Conv2d(3, 5, 2).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.number = nn.Parameter(torch.tensor(1.5))
+        self.unused = nn.Linear(3, 4)
+        self.wide = nn.Linear(FEATURES_OF_WIDE, WIDTH)
+        self.norm = nn.BatchNorm1d(64)
+        self.register_buffer("passing", torch.arange(5), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        image = self.image(x[:, :12].reshape(-1, 3, 2, 2)).flatten(1)
+        wide = self.wide(image).square().mean(dim=1, keepdim=True)
+        return super().forward(self.norm(x)) * self.number + wide
+
+
+def files_of(folder: Path) -> dict[str, Any]:
+    record = json.loads((folder / "run.json").read_text())
+    kept = {key: value for key, value in record.items() if key not in OF_ONE_RUN}
+    # As text: the order of the keys counts as well.
+    return {"run": json.dumps(kept)} | {
+        path.name: path.read_bytes() for path in folder.glob("*.safetensors")
+    }
+
+
+def saved(directory: str, settings: dict[str, Any], average: bool) -> tuple[str, str, int, int]:
+    """Train, save and go on; the folder, the fingerprint, and what of the model was there."""
+    trainer = trained(Odd, **settings)
+    if average:
+        trainer.average(decay=0.5)
+        trainer.step(samples())
+    with watched(trainer) as found:
+        folder = trainer.save(directory, extra={"a": 1}, scores={"loss": 2.0})
+    trainer.step(samples())
+    return str(folder), trainer.fingerprint(), found.whole, found.most_bytes
+
+
+def resumed(directory: str, settings: dict[str, Any], average: bool) -> tuple[str, str, int, int]:
+    """Go on from there."""
+    torch.manual_seed(11)
+    model = Odd()
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=0.5)
+    trainer = onefold.Trainer(model, optimizer, mean_square, shards=4, threads=1, **settings)
+    with watched(trainer) as found:
+        loaded = trainer.load(directory)
+    before = trainer.fingerprint()
+    trainer.step(samples())
+    assert loaded.extra == {"a": 1}
+    return before, trainer.fingerprint(), found.whole, found.most_bytes
+
+
+def mean_square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean(dim=1)  # type: ignore[no-any-return]
+
+
+KINDS: dict[str, tuple[dict[str, Any], bool]] = {
+    "plain": ({}, False),
+    "average": ({}, True),
+    "rounded": ({"precision": "bf16-params"}, False),
+}
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_files_are_those_of_devices_with_all(kind: str, devices: int, tmp_path: Path) -> None:
+    settings, average = KINDS[kind]
+    given = (settings, average)
+    all_of_it = launched(saved, str(tmp_path / "all"), *given, devices=devices, keep="all")
+    spans = launched(saved, str(tmp_path / "span"), *given, devices=devices)
+    assert files_of(Path(spans[0])) == files_of(Path(all_of_it[0]))
+    assert spans[1] == all_of_it[1]
+    assert spans[2] == 0
+    # While the fingerprint is computed, a stage at a time; the widest one is the largest.
+    assert 0 < spans[3] <= WIDEST_BYTES
+    # Either goes on from the other's.
+    for keep, directory in (("span", "all"), ("all", "span"), ("span", "span")):
+        _, after, whole, _ = launched(
+            resumed, str(tmp_path / directory), *given, devices=devices, keep=keep
+        )
+        assert (after, whole) == (spans[1], 0)
+
+
+def biggest_part(directory: str) -> tuple[int, int]:
+    """The most bytes of a tensor that the lead was brought, and those of the model."""
+    trainer = trained(Odd)
+    sizes: list[int] = []
+    transport: Any = trainer._session.engine.exchange.transport
+    bring = transport.bring
+
+    def noting() -> Any:
+        brought = bring()
+        sizes.append(sum(part.numel() for part in brought))
+        return brought
+
+    with mock.patch.object(transport, "bring", noting):
+        trainer.save(directory)
+    return max(sizes), sum(p.nbytes for p in trainer.model.parameters())
+
+
+def test_the_lead_has_one_tensor_at_a_time(tmp_path: Path) -> None:
+    most, model = launched(biggest_part, str(tmp_path))
+    widest = 4 * WIDTH * FEATURES_OF_WIDE
+    # With the heads of what is packed.
+    assert widest < most < widest + 4096
+    assert model > 1.5 * widest
+
+
+class Computing(Layered):
+    """Saves its parameters in another form than it has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_state_dict_post_hook(_doubled)
+
+
+def _doubled(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    state[f"{prefix}scale"] = state[f"{prefix}scale"] + 0.0
+
+
+def saved_by_itself(directory: str) -> tuple[str, int, int]:
+    trainer = trained(Computing)
+    with watched(trainer) as found:
+        folder = trainer.save(directory)
+        saves = found.whole
+        trainer.load(directory)
+    return str(folder), saves, found.whole
+
+
+def test_a_model_that_computes_what_is_saved_has_all_parameters(tmp_path: Path) -> None:
+    folder, saves, both = launched(saved_by_itself, str(tmp_path / "span"))
+    other, _, _ = launched(saved_by_itself, str(tmp_path / "all"), keep="all")
+    assert files_of(Path(folder)) == files_of(Path(other))
+    assert (saves, both) == (1, 2)
+
+
+def spoilt(directory: str, where: str) -> str:
+    trainer = trained()
+    with trainer.changing():
+        named: Any = {**dict(trainer.model.named_parameters()), "seen": trainer.model.seen}
+        named[where].data.view(-1)[-1] = torch.nan
+    try:
+        trainer.save(directory)
+    except StateError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("where", ["layers.3.weight", "frozen.bias", "seen"])
+def test_what_is_not_finite_is_named(where: str, tmp_path: Path) -> None:
+    found = launched(spoilt, str(tmp_path), where)
+    assert found == launched(spoilt, str(tmp_path), where, keep="all")
+    assert f" {where} is not finite" in found
+    assert not list(tmp_path.iterdir())
+
+
+def on_a_full_disk(directory: str) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "no space left on this disk")
+
+    trainer = trained()
+    with mock.patch("onefold.system.tensorfile._write_all", full):
+        trainer.save(directory)
+
+
+def test_a_disk_that_is_full_ends_the_wait_of_all(tmp_path: Path) -> None:
+    with pytest.raises(OnefoldError, match="no space left on this disk"):
+        launched(on_a_full_disk, str(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+def without_an_answer(directory: str) -> None:
+    trainer = trained()
+    if not trainer.is_lead:
+        supply = stream.Stream._supply
+
+        def once(self: stream.Stream, entry: int, key: str) -> None:
+            if entry > 2:
+                raise ZeroDivisionError("of device 1")
+            supply(self, entry, key)
+
+        stream.Stream._supply = once  # type: ignore[method-assign]
+    trainer.save(directory)
+
+
+def test_a_device_that_fails_meanwhile_leaves_no_file(tmp_path: Path) -> None:
+    with pytest.raises(OnefoldError, match="of device 1"):
+        launched(without_an_answer, str(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+def slowly(directory: str) -> str:
+    write = saving.write_checkpoint
+
+    def slow(*given: Any) -> None:
+        time.sleep(3)
+        write(*given)
+
+    trainer = trained(timeout_s=2)
+    with mock.patch.object(saving, "write_checkpoint", slow):
+        trainer.save(directory, wait=False)
+    trainer.step(samples())
+    return trainer.fingerprint()
+
+
+def test_a_slow_disk_is_waited_for(tmp_path: Path) -> None:
+    trainer = trained()
+    trainer.step(samples())
+    assert launched(slowly, str(tmp_path)) == trainer.fingerprint()
+
+
+def damaged(directory: str) -> tuple[str, str, str]:
+    trainer = trained()
+    before = trainer.fingerprint()
+    try:
+        trainer.load(directory)
+    except CheckpointError as error:
+        return str(error), before, trainer.fingerprint()
+    return "", before, ""
+
+
+def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
+    launched(saved, str(tmp_path), {}, False)
+    text, before, after = launched(damaged, str(tmp_path))
+    assert "does not fit" in text
+    assert before == after
+
+
+def blocks(directory: str) -> tuple[str, str]:
+    trainer = trained(Odd)
+    trainer.average(decay=0.5)
+    trainer.step(samples())
+    with trainer.averaged():
+        shown = trainer.save(f"{directory}/shown")
+    with trainer.whole():
+        inside = trainer.save(f"{directory}/inside")
+        trainer.load(f"{directory}/shown")
+        trainer.load(f"{directory}/inside")
+    trainer.step(samples())
+    return str(shown), str(inside)
+
+
+def test_in_blocks_of_the_script(tmp_path: Path) -> None:
+    spans = launched(blocks, str(tmp_path / "span"))
+    others = launched(blocks, str(tmp_path / "all"), keep="all")
+    for ours, theirs in zip(spans, others, strict=True):
+        assert files_of(Path(ours)) == files_of(Path(theirs))
