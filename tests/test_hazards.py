@@ -111,6 +111,7 @@ WAITS = """
     engine/update.py self.bind: no socket: follows a roster
     exchange/collective.py dist.recv: the group's limit; cut when a peer has failed
     exchange/collective.py self._store.wait: for seconds
+    exchange/collective.py work.wait: of a message in a line, the same
     exchange/collective.py works.pop(0).wait: the same
     exchange/connections.py self._end.wait: the pause of a thread that looks at peers
     exchange/dialing.py connection.connect: does not wait; in a loop with a limit

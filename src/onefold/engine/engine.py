@@ -75,8 +75,7 @@ class Engine:
         settings: Settings,
         frozen: Mapping[str, torch.nn.Parameter],
     ) -> None:
-        self.replicas = replicas
-        self.exchange = exchange
+        self.replicas, self.exchange = replicas, exchange
         self.roster = roster
         """Who takes part; `bind` sets it."""
         self.update = update
