@@ -1,0 +1,174 @@
+"""What stages give each other arrives as it was: one contract for all ways that it can go."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+
+from onefold.core.flat import storage_order
+from onefold.errors import PeerError
+from onefold.exchange.collective import GroupTransport
+from onefold.exchange.grouprelay import GroupRelay
+from onefold.exchange.hostrelay import HostRelay
+from onefold.exchange.relay import LocalRelay, Message, Relay
+from tests.exchange.together import CPU, LIMIT_S, endings, joined, mailboxes, together
+
+WAYS = ["local", "host", "group"]
+Ends = Sequence[Relay]
+
+
+@pytest.fixture(params=WAYS)
+def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
+    """The relay of device 0 and of device 1; of one process they are the same."""
+    if request.param == "local":
+        yield [LocalRelay()] * 2
+    elif request.param == "host":
+        with mailboxes(2) as boxes:
+            yield [HostRelay(box) for box in boxes]
+    else:
+        with joined(2) as parts:
+            transports = [GroupTransport(CPU, part, LIMIT_S) for part in parts]
+            yield [GroupRelay(transport) for transport in transports]
+            for transport in transports:
+                transport.close()
+
+
+def counted(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype)
+
+
+TENSORS: dict[str, torch.Tensor] = {
+    "plain": counted(3, 4),
+    "single": torch.tensor(1.5, dtype=torch.float64),
+    "empty": torch.empty(0, 3),
+    "empty, of no size": torch.empty(2, 0, 5, dtype=torch.int64),
+    "transposed": counted(3, 4).t(),
+    "channels last": counted(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "with gaps": counted(6, 7)[::2, 1::3],
+    "from the midst": counted(9)[4:],
+    "expanded": counted(3, 1).expand(3, 5),
+    "expanded from one": torch.tensor(7).expand(4),
+    "bfloat16": counted(5, dtype=torch.bfloat16),
+    "float8": counted(5).to(torch.float8_e4m3fn),
+    "bool": counted(3, 3) > 4,
+    "bytes": counted(5, dtype=torch.uint8),
+    "complex": torch.complex(counted(3), -counted(3)),
+    "conjugate": torch.complex(counted(3), -counted(3)).conj(),
+    "odd values": torch.tensor([-0.0, torch.nan, torch.inf, 1e-45]),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_a_tensor_arrives_as_it_was(ends: Ends, name: str) -> None:
+    sent = TENSORS[name]
+    found = passed(ends, Message([name], [sent]))
+    assert found.head == [name]
+    (tensor,) = found.tensors
+    assert tensor is not None
+    assert (tensor.shape, tensor.dtype) == (sent.shape, sent.dtype)
+    if sent.numel():
+        assert tensor.stride() == sent.stride()
+    assert bits(tensor).equal(bits(sent))
+    assert not tensor._is_view(), "autograd would refuse to have it written to"
+
+
+def test_many_tensors_and_none_at_all(ends: Ends) -> None:
+    several = [TENSORS["bool"], None, TENSORS["plain"], None, TENSORS["empty"], TENSORS["single"]]
+    found = passed(ends, Message({"step": 3, "left": [None, 1.5, "x"]}, several))
+    assert found.head == {"step": 3, "left": [None, 1.5, "x"]}
+    assert [t is None for t in found.tensors] == [t is None for t in several]
+    for tensor, sent in zip(found.tensors, several, strict=True):
+        assert tensor is sent or (tensor is not None and sent is not None and tensor.equal(sent))
+    assert passed(ends, Message("alone")) == Message("alone", [])
+
+
+def test_what_arrived_is_the_receivers_own(ends: Ends) -> None:
+    sent = torch.zeros(1000)
+    ends[0].send(0, 1, Message(1, [sent]))
+    ends[0].send(0, 1, Message(2, [sent + 1]))
+    sent.fill_(5)
+    # Written to, and kept, while the next one arrives.
+    first, second = (ends[1].receive(1, 0).tensors[0] for _ in range(2))
+    assert first is not None
+    assert second is not None
+    first.add_(3)
+    gc.collect()
+    assert (first.unique().tolist(), second.unique().tolist()) == ([3.0], [1.0])
+    assert storage_order(first).numel() == 1000
+
+
+@pytest.mark.parametrize("ends", WAYS[1:], indirect=True)
+def test_nobody_waits_until_it_is_taken(ends: Ends) -> None:
+    """As many messages as a line can have under way, each larger than what a socket holds."""
+    count, numel = 8, 300_000
+
+    def both_ways(rank: int) -> list[float]:
+        for number in range(count):
+            message = Message(number, [torch.full((numel,), number + 10.0 * rank)])
+            ends[rank].send(rank, 1 - rank, message)
+        found = [ends[rank].receive(rank, 1 - rank) for _ in range(count)]
+        assert [message.head for message in found] == list(range(count))
+        ends[rank].finish()
+        return [float(t.max()) for message in found for t in message.tensors if t is not None]
+
+    assert together(2, both_ways) == [[10.0 + n for n in range(count)], [1.0 * n for n in range(8)]]
+
+
+def test_a_process_with_all_devices_receives_what_was_sent() -> None:
+    relay = LocalRelay()
+    relay.send(0, 1, Message(0))
+    assert [relay.has(1, 0), relay.has(0, 1)] == [True, False]
+    relay.clear()
+    assert not relay.has(1, 0)
+
+
+def test_no_file_stays_open() -> None:
+    with mailboxes(2) as boxes:
+        ends = [HostRelay(box) for box in boxes]
+        passed(ends, Message(0, [torch.ones(10)]))
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(20):
+            passed(ends, Message(0, [torch.ones(10), torch.empty(0)]))
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("way", WAYS[1:])
+def test_a_device_that_is_gone_is_named(way: str) -> None:
+    def leaving(rank: int) -> None:
+        if rank == 0:
+            ends[0].send(0, 1, Message("before"))
+            close[0]()
+            return
+        assert ends[1].receive(1, 0).head == "before"
+        ends[1].receive(1, 0)
+
+    if way == "host":
+        with mailboxes(2) as boxes:
+            ends: list[Relay] = [HostRelay(box) for box in boxes]
+            close = [box.close for box in boxes]
+            error = endings(2, leaving)[1]
+    else:
+        with joined(2, timeout_s=2) as parts:
+            transports = [GroupTransport(CPU, part, 2) for part in parts]
+            ends = [GroupRelay(transport) for transport in transports]
+            close = [transport.close for transport in transports]
+            error = endings(2, leaving)[1]
+            close[1]()
+    assert isinstance(error, PeerError)
+    assert "device 0" in str(error)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.resolve_conj().reshape(-1).contiguous().view(torch.uint8)
+
+
+def passed(ends: Ends, message: Message) -> Message:
+    """Send a message from device 0 to device 1."""
+    ends[0].send(0, 1, message)
+    found = ends[1].receive(1, 0)
+    ends[0].finish()
+    return found
