@@ -18,7 +18,7 @@ def step(number: int, **facts: Any) -> dict[str, Any]:
     same: dict[str, Any] = {"skipped": False, "loss": 0.5, "alone": 0.5, "returned": "a scalar"}
     same |= {"loss_difference": 0.0, "gradient_difference": 0.0, "worst_difference": 0.0}
     found = Comparison(4, 10, own_batch=False, **{**same, **facts})
-    causes = [asdict(cause) for cause in causes_of(found, [], [], 1e-9)]
+    causes = [asdict(cause) for cause in causes_of(found, [], [], found.tolerance)]
     return {"step": number, **asdict(found), "causes": causes}
 
 
@@ -89,3 +89,14 @@ def test_what_was_not_as_usual_is_said(facts: dict[str, Any], precision: str, wo
     agree, said = report(step(1, **facts), precision=precision)
     assert agree
     assert words in said
+
+
+def test_rounding_is_told_where_a_part_is_computed_in_a_lower_precision() -> None:
+    differs = {"loss_difference": 3e-7, "tolerance": 1e-4}
+    agree, said = report(step(1), step(2, **differs))
+    assert agree
+    assert "A part of the loss is computed in a lower precision" in said
+    assert (
+        "The mathematics agree: 4 shards and one give the same loss and gradient, to 0.0001" in said
+    )
+    assert "lower precision" not in report(step(1))[1]

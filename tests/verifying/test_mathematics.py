@@ -482,3 +482,40 @@ def test_evaluation_works_in_the_precision_of_the_comparison(compared: Compared)
     trainer = compared.trainer(noisy_model(), of_each)
     scores = trainer.evaluate(lambda m, b: {"loss": of_each(m, b)}, Augmented(), batch_size=8)
     assert scores["loss"] > 0
+
+
+@pytest.mark.parametrize("rounded", [torch.float32, torch.bfloat16])
+def test_a_part_in_a_lower_precision_may_differ_by_rounding(
+    compared: Compared, rounded: torch.dtype
+) -> None:
+    """As many published models compute: their norms, or their loss, always in float32."""
+
+    def loss(model: nn.Module, batch: Any) -> object:
+        return F.cross_entropy(model(batch[0]).to(rounded), batch[1])
+
+    line = compared.step(classifier(), loss, points())
+    assert 1e-9 < line["loss_difference"] <= line["tolerance"] == TOLERANCES[rounded]
+    assert not line["causes"]
+
+
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.2}
+
+
+def test_a_part_in_a_lower_precision_hides_no_other_loss(compared: Compared) -> None:
+    def loss(model: nn.Module, batch: Any) -> object:
+        logits = model(batch[0]).float()
+        return logits.logsumexp(1).mean() + logits.std()
+
+    line = compared.step(classifier(), loss, points())
+    assert line["loss_difference"] > line["tolerance"] == 1e-4
+    assert "depends on the other samples of its batch" in causes(line)
+
+
+def test_what_was_never_in_float64_is_not_rounded(compared: Compared) -> None:
+    def loss(model: nn.Module, batch: Any) -> object:
+        weights = (batch[1] + 1).float()
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="none") * weights
+
+    line = compared.step(classifier(), loss, points())
+    assert line["tolerance"] == 1e-9
+    assert agrees(line)

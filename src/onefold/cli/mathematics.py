@@ -50,12 +50,17 @@ def _report(
     lines: Sequence[dict[str, Any]],
     who: str,
 ) -> bool:
-    limit = about["tolerance"]
+    limit = max(about["tolerance"], *(line["tolerance"] for line in lines))
     console.print(_table(about["shards"], lines, limit))
     if precision != "float64":
         console.print(
             "[yellow]The script does not run in float64[/], so this is in its own precision, and "
             f"differences of up to {limit:g} are taken for rounding."
+        )
+    elif limit > about["tolerance"]:
+        console.print(
+            "[yellow]A part of the loss is computed in a lower precision[/] than the float64 of "
+            f"the rest, so differences of up to {limit:g} are taken for rounding."
         )
     if not all(line["evaluation"] for line in lines):
         console.print(
@@ -88,7 +93,7 @@ def _report_errors(
     first = next(line for line in lines if any(c["kind"] == "error" for c in line["causes"]))
     # Escaped: names from the script may hold brackets, which rich would take for styles.
     function = escape(about["function"])
-    if _largest(first) > about["tolerance"]:
+    if _largest(first) > first["tolerance"]:
         console.print(
             f"[bold red]The mathematics{who} differ[/], first in step {first['step']}: the loss, "
             f"{function}, is {first['loss']:.9g} with {first['shards']} shards and "

@@ -28,7 +28,8 @@ from onefold.reading.reader import Collate
 from onefold.reading.stream import is_stream
 from onefold.system.record import append_line
 from onefold.verifying.causes import causes_of
-from onefold.verifying.mathematics import Mathematics, tolerance_of
+from onefold.verifying.mathematics import Mathematics
+from onefold.verifying.rounding import tolerance_of
 from onefold.verifying.state import StateWatch, place_of, unseeded_generators, watch_unseeded
 from onefold.verifying.whole import (
     KeepingCollate,
@@ -149,9 +150,8 @@ class Verifying:
                 with self._mathematics.step(self._engine, plain, whole, number) as found:
                     yield plain
         if self._mathematics is not None:
-            limit = tolerance_of(self._engine.replicas[0].module)
             state = self._state
-            causes = causes_of(found, state.attributes, state.generators, limit)
+            causes = causes_of(found, state.attributes, state.generators, found.tolerance)
             line: dict[str, Any] = {"step": self._steps, **asdict(found)}
             line["causes"] = [asdict(cause) for cause in causes]
             append_line(self._path("mathematics"), line)

@@ -79,13 +79,15 @@ class Draws:
         self._samples = 0
         self.unmatched: set[str] = set()
         """Names of draws that had no counterpart."""
+        self.rounded: set[torch.dtype] = set()
+        """What numbers in float64 were rounded to on the way, by the script or what it calls."""
 
     @contextmanager
     def recording(self, samples: int) -> Iterator[None]:
         """Record what is drawn inside this context, for the whole batch."""
         self._recorded.clear()
         self._samples = samples
-        with _Recorder(self._recorded):
+        with _Recorder(self._recorded, self.rounded):
             yield
 
     @contextmanager
@@ -129,12 +131,14 @@ class Draws:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, recorded: list[_Draw]) -> None:
+    def __init__(self, recorded: list[_Draw], rounded: set[torch.dtype]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._recorded = recorded
+        self._recorded, self._rounded = recorded, rounded
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if _converts(func) and args[0].dtype == torch.float64 and result.is_floating_point():
+            self._rounded.add(result.dtype)
         if (draw := _read(func, args, result)) is not None:
             self._recorded.append(draw)
         return result
@@ -157,6 +161,10 @@ class _Player(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if known is not None:
                 result.copy_(known)
         return result
+
+
+def _converts(func: Any) -> bool:
+    return bool(func._schema.name == "aten::_to_copy")
 
 
 def _read(func: Any, args: Sequence[Any], result: Any) -> _Draw | None:

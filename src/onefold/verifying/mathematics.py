@@ -37,6 +37,7 @@ from onefold.engine.losscheck import LossFinding, inspect_loss
 from onefold.engine.replica import LossFunction
 from onefold.verifying.draws import Draws, seed_alike, without_dropout
 from onefold.verifying.relation import PARTS, Relation, relation_of, relative_size
+from onefold.verifying.rounding import EXACT, tolerance_of
 from onefold.verifying.surroundings import (
     KeptBuffers,
     TimeFirst,
@@ -45,15 +46,7 @@ from onefold.verifying.surroundings import (
 )
 from onefold.verifying.whole import WholeBatch, second_dimension
 
-__all__ = ["Comparison", "Mathematics", "tolerance_of"]
-
-_EXACT = 1e-9
-_TOLERANCES = {torch.float64: _EXACT, torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.2}
-
-
-def tolerance_of(model: torch.nn.Module) -> float:
-    """Return how far, relatively, two ways of computing the same may differ."""
-    return max((_TOLERANCES.get(p.dtype, 0.2) for p in model.parameters()), default=_EXACT)
+__all__ = ["Comparison", "Mathematics"]
 
 
 @dataclass(slots=True)
@@ -102,6 +95,8 @@ class Comparison:
     """Buffers that differ after the step, with what to do about them."""
     trouble: str = ""
     """Why a closer look failed, if it did."""
+    tolerance: float = EXACT
+    """How far, relatively, rounding may make results differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,9 +192,14 @@ class Mathematics:
             self._start,
             self._buffers_after,
             [stop - start for start, stop in self._bounds],
-            tolerance_of(self._model),
+            self.tolerance,
         )
         self._comparison.unmatched = sorted(self._draws.unmatched)
+
+    @property
+    def tolerance(self) -> float:
+        """How far, relatively, two ways of computing the loss may differ."""
+        return tolerance_of(self._model, self._draws.rounded)
 
     @contextmanager
     def _modes_for_all(self) -> Iterator[None]:
@@ -242,6 +242,7 @@ class Mathematics:
             start.put_back()
             _drop_gradients(self._model)
         self._whole_finding = inspect_loss(found.result, samples)
+        self._comparison.tolerance = self.tolerance
         self._alone = found
         self._comparison.alone = found.loss
         self._comparison.returned = _words_of(found.result)
@@ -272,7 +273,7 @@ class Mathematics:
         found.loss = float(fold_shards(list(totals.unbind()), torch.add)) / weight
         found.loss_difference = self._relative_loss(float(totals.abs().sum()) / weight)
         self._compare_gradients()
-        limit = tolerance_of(self._model)
+        limit = self.tolerance
         differs = not max(found.loss_difference, found.gradient_difference) <= limit
         if not differs and not found.worst_difference > limit:
             return
@@ -351,7 +352,7 @@ class Mathematics:
     def _repeats(self) -> bool:
         with torch.no_grad():
             again = self._evaluate_again(range(self._comparison.samples)).loss
-        return math.isclose(again, self._comparison.alone, rel_tol=tolerance_of(self._model))
+        return math.isclose(again, self._comparison.alone, rel_tol=self.tolerance)
 
     def _evaluate_again(self, rows: Sequence[int]) -> _Evaluation:
         # The evaluation before has changed buffers.
@@ -366,11 +367,11 @@ class Mathematics:
         if values is not None:
             shards = [self._shards[shard].values for shard in self._order]
             joined = torch.cat([each for each in shards if each is not None])
-            return "mean" if _near(joined, values, tolerance_of(self._model)) else "dependent"
+            return "mean" if _near(joined, values, self.tolerance) else "dependent"
         for number, term in enumerate(part.parts):
             shares = [self._shards[shard].part.parts[number] for shard in self._order]
             total = torch.stack([share.total().cpu() for share in shares]).sum()
-            if not _near(total, term.total().cpu(), tolerance_of(self._model)):
+            if not _near(total, term.total().cpu(), self.tolerance):
                 return "dependent"
         return "mean"
 
@@ -390,7 +391,7 @@ class Mathematics:
                 for part in PARTS
             }
         counts = {part: len(each) for part, each in rows.items()}
-        return relation_of(losses, counts, max(1e-7, tolerance_of(self._model)))
+        return relation_of(losses, counts, max(1e-7, self.tolerance))
 
     def _depends_on_order(self) -> bool:
         # A generator of its own: the global ones belong to the run.
@@ -398,7 +399,7 @@ class Mathematics:
         order = torch.randperm(self._comparison.samples, generator=generator).tolist()
         with torch.no_grad():
             mixed = self._evaluate_again(order).loss
-        limit = max(1e-7, tolerance_of(self._model))
+        limit = max(1e-7, self.tolerance)
         return not math.isclose(mixed, self._comparison.alone, rel_tol=limit)
 
 
