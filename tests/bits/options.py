@@ -128,7 +128,12 @@ def _trainer(case: Case, devices: Sequence[str] | None) -> onefold.Trainer:
 
 
 def run_part(
-    case: Case, folder: Path | None, stop_after: int, devices: Sequence[str] | None = None
+    case: Case,
+    folder: Path | None,
+    stop_after: int,
+    devices: Sequence[str] | None = None,
+    *,
+    uneven: bool = True,
 ) -> str:
     """Go on from a folder if there is something in it, save there, and tell the fingerprints.
 
@@ -137,11 +142,12 @@ def run_part(
         folder: of the checkpoint.
         stop_after: this step.
         devices: for this process to drive; None in a launched process.
+        uneven: whether devices have unequal shares, where there are several.
     """
     trainer = _trainer(case, devices)
-    uneven = {2: (3, 1), 3: (1, 3, 0)}.get(len(trainer.devices))
-    if uneven is not None:
-        trainer.plan = uneven
+    plan = {2: (3, 1), 3: (1, 3, 0)}.get(len(trainer.devices)) if uneven else None
+    if plan is not None:
+        trainer.plan = plan
     if folder is not None and folder.is_dir():
         trainer.load(folder)
     for step in range(trainer.steps + 1, stop_after + 1):
@@ -159,9 +165,11 @@ def run_part(
     return found
 
 
-def run_parts(cases: Sequence[Case], folder: Path, stop_after: int) -> list[str]:
+def run_parts(
+    cases: Sequence[Case], folder: Path, stop_after: int, uneven: bool = True
+) -> list[str]:
     """Several runs in the same processes, one after the other."""
-    return [run_part(case, folder / name_of(case), stop_after) for case in cases]
+    return [run_part(case, folder / name_of(case), stop_after, uneven=uneven) for case in cases]
 
 
 def name_of(case: Case) -> str:

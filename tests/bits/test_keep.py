@@ -22,6 +22,9 @@ from tests.bits.options import STEPS, STOP_AFTER
 pytestmark = pytest.mark.xdist_group("bits")
 
 KEEPS: tuple[KeepName, ...] = ("span", "host")
+IN_A_LINE = (), ("bf16-params", "decay"), ("clip-norm", "skip"), ("microbatch", "mean")
+OTHERWISE = (*IN_A_LINE, ("sync-batch-norm", "gather"))
+"""Options of runs that stop and go on."""
 
 
 @functools.cache
@@ -113,29 +116,28 @@ def test_all_else_that_a_run_can_be(exchange: str, devices: int, keep: KeepName)
         (("shared", "span"), ("collective", "span")),
         (("shared", "host"), ("collective", "span")),
         (("collective", "all"), ("shared", "host")),
+        (("shared", "stages"), ("collective", "all")),
+        (("collective", "span"), ("shared", "stages")),
+        (("shared", "host"), ("collective", "stages")),
+        (("collective", "stages"), ("collective", "span")),
     ],
     ids=lambda way: "-".join(word for part in way for word in part),
 )
 def test_a_run_goes_on_with_another_choice(
     way: tuple[tuple[str, KeepName], tuple[str, KeepName]], tmp_path: Path
 ) -> None:
-    """Stopped on three devices, continued on two, with options that are in checkpoints."""
-    chosen = [
-        options.Case("transformer", names)
-        for names in (
-            (),
-            ("bf16-params", "decay"),
-            ("clip-norm", "skip"),
-            ("sync-batch-norm", "gather"),
-            ("microbatch", "mean"),
-        )
-    ]
+    """Stopped on three devices, continued on two, with options that are in checkpoints.
+
+    A line is of two devices: the model has two stages.
+    """
+    in_line = any(keep == "stages" for _, keep in way)
+    chosen = [options.Case("transformer", names) for names in (IN_A_LINE if in_line else OTHERWISE)]
     found: list[str] = []
     for (exchange, keep), devices, stop in zip(way, (3, 2), (STOP_AFTER, STEPS), strict=True):
         found = onefold.launch(
             with_all_in_files,
-            devices=f"cpu:{devices}",
-            args=(options.run_parts, chosen, tmp_path, stop),
+            devices=f"cpu:{2 if keep == 'stages' else devices}",
+            args=(options.run_parts, chosen, tmp_path, stop, keep != "stages"),
             keep=keep,
             exchange=exchange,  # type: ignore[arg-type]
             timeout_s=60,
@@ -146,7 +148,8 @@ def test_a_run_goes_on_with_another_choice(
 def scores_and_values() -> tuple[object, object, str]:
     """Train a little, and then evaluate and predict: what is not trained is as ever."""
     torch.manual_seed(1)
-    model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+    layers = (torch.nn.Linear(wide, 2 * wide) for wide in (3, 6, 12))
+    model = torch.nn.Sequential(*layers, torch.nn.Tanh())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def loss(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -172,9 +175,9 @@ def test_scores_predictions_and_gradients_are_the_same(exchange: str, devices: i
     }
     launched = [
         onefold.launch(with_all_in_files, args=(scores_and_values,), keep=keep, **settings)
-        for keep in ("all", *KEEPS)
+        for keep in ("all", *KEEPS, "stages")
     ]
-    assert launched == [scores_and_values()] * 3
+    assert launched == [scores_and_values()] * 4
 
 
 class Counting(torch.optim.Optimizer):
