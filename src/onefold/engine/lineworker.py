@@ -178,7 +178,6 @@ class LineWorker:
                         piece, payload, self._batch, task, where, gatherer
                     )
             except Passed as passed:
-                self._passing.refuse_written(passage)
                 self._send_on(underway, passed.leaving, begun)
             except Gathers:
                 raise LineError(
@@ -187,6 +186,7 @@ class LineWorker:
                     f"other. Use --keep span"
                 ) from None
             self._check_end(underway, where)
+            self._passing.refuse_written(passage)
             if written != [times_written(tensor) for tensor in tensors_of(payload)]:
                 self._refuse_writing(where)
             replica.watch.note("forward", f"forward shard {piece.shard}", start)
