@@ -91,7 +91,10 @@ class _Known:
 
 def _held(module: torch.nn.Module) -> Iterator[object]:
     for part in module.modules():
-        yield from _leaves(vars(part))
+        for name, value in vars(part).items():
+            # Another one for each shard, while this is looked at: see `onefold.engine.passing`.
+            if name != "forward":
+                yield from _leaves(value)
 
 
 def _alike(one: Sequence[object], other: Sequence[object]) -> bool:

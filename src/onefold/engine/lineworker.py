@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -388,6 +388,7 @@ class LineWorker:
             self._send_back(arrival, result, state)
             # They hold each other.
             arrival.entered, arrival.gradients, passage.watched = [], {}, []
+            arrival.leaving = replace(arrival.leaving, tensors=())
             return
         self._fold.give(Gift(piece.shard, ROOT, last, result.gradients))
         before = self._left.pop(piece.shard, None)
