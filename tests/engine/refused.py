@@ -58,6 +58,18 @@ class Overwriting(Linear):
         return super().forward(x)
 
 
+class Vectorised(Linear):
+    """A layer that takes one sample at a time."""
+
+    def forward(self, x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = torch.vmap(super().forward)(x)
+        return out
+
+
+class Rows(torch.Tensor):
+    """A kind of tensor that a script has made."""
+
+
 def in_order(model: Layers, x: torch.Tensor) -> torch.Tensor:
     for layer in model.layers:
         x = layer(x)
@@ -148,6 +160,25 @@ def with_views(model: Layers, x: torch.Tensor) -> torch.Tensor:
     for number, layer in enumerate(model.layers):
         y = x.detach().clone()
         x = layer(x, y[0], y[0]) if number == 4 else layer(x)
+    return x
+
+
+def with_an_attribute(model: Layers, x: torch.Tensor) -> torch.Tensor:
+    for layer in model.layers:
+        x = layer(x)
+        x.origin = "here"  # type: ignore[attr-defined]
+    return x
+
+
+def of_another_kind(model: Layers, x: torch.Tensor) -> torch.Tensor:
+    for layer in model.layers:
+        x = layer(x, x.detach().as_subclass(Rows))
+    return x
+
+
+def sparse(model: Layers, x: torch.Tensor) -> torch.Tensor:
+    for layer in model.layers:
+        x = layer(x, torch.eye(3).to_sparse())
     return x
 
 
@@ -251,6 +282,10 @@ REFUSED = {
     "terms": Refused("several terms that are each a mean", loss=of_two_terms),
     "grad": Refused("the loss differentiates something itself", loss=differentiating),
     "in place": Refused("writes in place to its batch", loss=normalising, in_processes="-"),
+    "attribute": Refused("a tensor that has an attribute origin", with_an_attribute),
+    "kind": Refused("is called with a Rows", of_another_kind),
+    "sparse": Refused("is called with a tensor of layout torch.sparse_coo", sparse),
+    "vmap": Refused("could not be computed in shape alone", layer=Vectorised),
     "hook": Refused(
         "has a backward hook, and stages on several devices", loss=of_its_gradient, prepare=hooked
     ),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -52,7 +53,7 @@ class HollowStages:
         if known is not None and known.fits(module):
             return with_tensors(known.result, partial(_hollow_of, reach))
         buffers, before = list(module.buffers()), [*_leaves(called)]
-        with followed(reach), forked_generators(reach.device):
+        with self._explained(stage, reach), followed(reach), forked_generators(reach.device):
             result = forward(*called[0], **called[1])
         self._refuse_writing(stage, reach, buffers)
         # What it puts into its arguments it must put there each time.
@@ -62,6 +63,20 @@ class HollowStages:
                 self._known.clear()  # shards of many sizes
             self._known[key] = _Known(with_tensors(result, _emptied), [*_held(module)])
         return with_tensors(result, partial(_hollow_of, reach))
+
+    @contextmanager
+    def _explained(self, stage: int, reach: Reach) -> Iterator[None]:
+        """Say what has failed: with values it has not, or the shard would not have come so far."""
+        try:
+            yield
+        except LineError:
+            raise
+        except Exception as error:
+            raise LineError(
+                f"{reach.where}: stage {self._modules.stages.names[stage]} is another device's, "
+                f"and could not be computed in shape alone ({type(error).__name__}: "
+                f"{str(error).split(chr(10))[0]}), as later devices of a line do. Use --keep span"
+            ) from error
 
     def _refuse_writing(self, stage: int, reach: Reach, buffers: Sequence[torch.Tensor]) -> None:
         written = reach.written()

@@ -39,6 +39,10 @@ from onefold.system.compat import is_in_function, watch_differentiation
 __all__ = ["Arrival", "Leaving", "Passage", "Passed", "Passing"]
 
 
+_OF_PYTORCH = {"_is_buffer", "_is_param"}
+"""Attributes that PyTorch itself gives to tensors."""
+
+
 @dataclass(frozen=True, slots=True)
 class Leaving:
     """What a stage of the next device is called with."""
@@ -310,8 +314,27 @@ class Passing:
         tensors = list({id(tensor): tensor for tensor in found}.values())
         places = {id(tensor): number for number, tensor in enumerate(tensors)}
         order = [places[id(tensor)] for tensor in found]
+        for tensor in tensors:
+            self._refuse_kind(stage, tensor, reach)
         shared = in_common(tensors, [tensor for tensor, _ in passage.watched])
         raise Passed(Leaving(stage, tensors, order, shared))
+
+    def _refuse_kind(self, stage: int, tensor: torch.Tensor, reach: Reach) -> None:
+        """Refuse what would be less on the next device than it is on this one."""
+        kind = type(tensor)
+        if tensor.is_sparse or tensor.layout is not torch.strided or tensor.is_quantized:
+            what = f"a tensor of layout {tensor.layout}"
+        elif kind is not torch.Tensor and not isinstance(tensor, torch.nn.Parameter):
+            what = f"a {kind.__name__}"
+        elif kind is torch.Tensor and vars(tensor).keys() - _OF_PYTORCH:
+            what = f"a tensor that has an attribute {min(vars(tensor).keys() - _OF_PYTORCH)}"
+        else:
+            return
+        raise LineError(
+            f"{reach.where}: stage {self._names[stage]} is called with {what}: a line of devices "
+            f"passes on dense tensors, their values and nothing else of them. Give the stage what "
+            f"it needs as arguments of their own, or use --keep span"
+        )
 
     def _out_of_order(self, stage: int, reach: Reach, expected: int | None = None) -> LineError:
         after = f"after stage {reach.arrived}" if reach.arrived else "first"
