@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,15 +46,16 @@ class Linear(nn.Linear):
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH)
 
-    def forward(self, x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, *others: object) -> torch.Tensor:
         return super().forward(x)
 
 
 class Overwriting(Linear):
     """A layer that writes to what it is given beside its input."""
 
-    def forward(self, x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, *others: object) -> torch.Tensor:
         for other in others:
+            assert isinstance(other, torch.Tensor)
             other.add_(1.0)
         return super().forward(x)
 
@@ -61,13 +63,28 @@ class Overwriting(Linear):
 class Vectorised(Linear):
     """A layer that takes one sample at a time."""
 
-    def forward(self, x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, *others: object) -> torch.Tensor:
         out: torch.Tensor = torch.vmap(super().forward)(x)
         return out
 
 
 class Rows(torch.Tensor):
     """A kind of tensor that a script has made."""
+
+
+class Thinning(Linear):
+    """A layer that draws what it multiplies by, and tells of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 1.0
+
+    def forward(self, x: torch.Tensor, *told: float) -> Any:
+        factor = random.random()
+        if told:
+            return super().forward(x) * factor, factor
+        self.factor = factor
+        return super().forward(x) * factor
 
 
 def in_order(model: Layers, x: torch.Tensor) -> torch.Tensor:
@@ -114,6 +131,20 @@ def looking_at_the_class(model: Layers, x: torch.Tensor) -> torch.Tensor:
     for layer in model.layers:
         x = layer(x, x if type(x) is torch.Tensor else x[:1])
     return x
+
+
+def numbering(model: Layers, x: torch.Tensor) -> torch.Tensor:
+    for layer in model.layers:
+        # Nothing but a line would make a difference.
+        x = layer(x, int(type(x) is torch.Tensor))
+    return x
+
+
+def drawing(model: Layers, x: torch.Tensor) -> torch.Tensor:
+    factor = 1.0
+    for layer in model.layers:
+        x, factor = layer(x, factor)
+    return x * factor
 
 
 def drawing_in_a_hook(model: Layers, x: torch.Tensor) -> torch.Tensor:
@@ -227,6 +258,11 @@ def differentiating(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return losses + gradient.square().mean(dim=1)
 
 
+def one_by_one(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = torch.vmap(lambda x: (model(x[None])[0] - x).square().mean())(batch)
+    return out
+
+
 def normalising(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     batch.mul_(0.5)
     return model(batch.clone()).square().mean(dim=1)
@@ -259,7 +295,11 @@ REFUSED = {
     "skip": Refused("uses something made before stage layers.. again after it", passing_by),
     "argument": Refused("is called with something made before stage", passing_by_in_an_argument),
     "writing": Refused("writes what a stage on another device gives into", writing_down),
-    "shapes": Refused("was called with tensors of the shapes", looking_at_the_class),
+    "shapes": Refused("tensor of shape .* there, and .* here", looking_at_the_class),
+    "numbers": Refused(r"argument .* is 1 there, and argument .* is 0 here", numbering),
+    "drawn": Refused("draws random numbers, and gives a number", drawing, layer=Thinning),
+    "kept": Refused("draws random numbers, and .* keeps one", in_order, layer=Thinning),
+    "one by one": Refused("is called inside of torch.vmap", loss=one_by_one),
     "draws": Refused("draws random numbers between two stages", drawing_in_a_hook, layer=Linear),
     "order": Refused("stage layers.1 is called after stage layers.2", by([0, 2, 1, 3, 4, 5])),
     "backwards": Refused("layers.5 is called first, where layers.2 was", by([5, 4, 3, 2, 1, 0])),
@@ -269,7 +309,7 @@ REFUSED = {
     "reentrant": Refused("use_reentrant=True", reentrant),
     "counting": Refused("changes a buffer of the model before stage", counting),
     "batch": Refused(
-        "writes in place to its batch",
+        "the loss changes its batch",
         with_the_batch,
         layer=Overwriting,
         in_processes="that is not its own",
@@ -281,7 +321,7 @@ REFUSED = {
     "gather": Refused("the loss calls onefold.gather", loss=gathering),
     "terms": Refused("several terms that are each a mean", loss=of_two_terms),
     "grad": Refused("the loss differentiates something itself", loss=differentiating),
-    "in place": Refused("writes in place to its batch", loss=normalising, in_processes="-"),
+    "in place": Refused("the loss changes its batch", loss=normalising, in_processes="-"),
     "attribute": Refused("a tensor that has an attribute origin", with_an_attribute),
     "kind": Refused("is called with a Rows", of_another_kind),
     "sparse": Refused("is called with a tensor of layout torch.sparse_coo", sparse),

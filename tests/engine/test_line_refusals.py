@@ -75,9 +75,8 @@ def test_a_step_after_a_refusal() -> None:
         model = Layers(in_order, Linear)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         losses = {"far": far, "gather": REFUSED["gather"].loss}
-        optimizers = dict.fromkeys(losses, optimizer)
         trainer = onefold.Trainer(
-            model, optimizers, losses, shards=4, threads=1, devices=["cpu"] * DEVICES
+            model, optimizer, losses, shards=4, threads=1, devices=["cpu"] * DEVICES
         )
         for _ in range(2):
             if with_refusal:

@@ -98,6 +98,13 @@ def test_storages_have_addresses_on_the_meta_device() -> None:
     assert places[0] == places[1] != places[2]
 
 
+def test_transformed_tensors_are_known() -> None:
+    """Or a line of devices would try to send what has no memory of its own."""
+    seen: list[bool] = []
+    torch.vmap(lambda x: (seen.append(compat.is_transformed(x)), x)[1])(torch.ones(2))
+    assert [*seen, compat.is_transformed(torch.ones(2))] == [True, False]
+
+
 def test_functions_are_seen_from_inside() -> None:
     """Or a reentrant checkpoint around stages of two devices of a line would lose gradients."""
     seen = []

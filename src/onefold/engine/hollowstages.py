@@ -17,13 +17,23 @@ from typing import Any
 
 import torch
 
+from onefold.core.generatorstates import packed_generators
 from onefold.core.randomness import forked_generators
 from onefold.core.structure import parts_of
-from onefold.engine.hollow import Hollow, Reach, followed, in_common, tensors_of, with_tensors
+from onefold.engine.callwords import is_plain, numbers_in
+from onefold.engine.hollow import (
+    Hollow,
+    Reach,
+    followed,
+    in_common,
+    tensors_of,
+    times_written,
+    with_tensors,
+)
 from onefold.engine.stagemodules import StageModules
 from onefold.errors import LineError
 
-__all__ = ["HollowStages"]
+__all__ = ["HollowStages", "are_left", "marks_of"]
 
 _NO_VALUES = torch.empty(0)
 """Stands for any tensor."""
@@ -53,9 +63,15 @@ class HollowStages:
         if known is not None and known.fits(module):
             return with_tensors(known.result, partial(_hollow_of, reach))
         buffers, before = list(module.buffers()), [*_leaves(called)]
-        with self._explained(stage, reach), followed(reach), forked_generators(reach.device):
-            result = forward(*called[0], **called[1])
+        noted = numbers_in(_tables(module))
+        with self._explained(stage, reach), forked_generators(reach.device):
+            states = packed_generators(reach.device)
+            with followed(reach):
+                result = forward(*called[0], **called[1])
+            draws = not torch.equal(states, packed_generators(reach.device))
         self._refuse_writing(stage, reach, buffers)
+        if draws and (numbers_in(result) or noted != numbers_in(_tables(module))):
+            self._refuse_drawn(stage, reach)
         # What it puts into its arguments it must put there each time.
         is_alone = _alike(before, [*_leaves(called)])
         if key is not None and is_alone and not any(map(reach.has_values, tensors_of(result))):
@@ -90,6 +106,14 @@ class HollowStages:
                     f"that. Write to a clone (x = x.clone()), or use --keep span"
                 )
 
+    def _refuse_drawn(self, stage: int, reach: Reach) -> None:
+        raise LineError(
+            f"{reach.where}: stage {self._modules.stages.names[stage]} draws random numbers, and "
+            f"gives a number that is no tensor, or keeps one in an attribute: other devices of a "
+            f"line draw other ones than the device that has this stage. Make it a tensor, draw it "
+            f"before the model is called, or use --keep span"
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class _Known:
@@ -104,16 +128,39 @@ class _Known:
         return _alike(self.held, [*_held(module)])
 
 
+def _tables(module: torch.nn.Module) -> list[object]:
+    """What the modules of a stage hold."""
+    # Their forward is another one for each shard, while this is looked at: see
+    # `onefold.engine.passing`.
+    return [
+        value
+        for part in module.modules()
+        for name, value in vars(part).items()
+        if name != "forward"
+    ]
+
+
 def _held(module: torch.nn.Module) -> Iterator[object]:
-    for part in module.modules():
-        for name, value in vars(part).items():
-            # Another one for each shard, while this is looked at: see `onefold.engine.passing`.
-            if name != "forward":
-                yield from _leaves(value)
+    yield from _leaves(_tables(module))
 
 
 def _alike(one: Sequence[object], other: Sequence[object]) -> bool:
     return len(one) == len(other) and all(map(operator.is_, one, other))
+
+
+def marks_of(value: object) -> list[tuple[object, int]]:
+    """What containers hold, and how often it was written to in place."""
+    return [
+        (leaf, times_written(leaf) if isinstance(leaf, torch.Tensor) else 0)
+        for leaf in _leaves(value)
+    ]
+
+
+def are_left(marks: Sequence[tuple[object, int]], value: object) -> bool:
+    """Whether containers still hold what they did when `marks_of` was called, as it was."""
+    now = marks_of(value)
+    alike = _alike([leaf for leaf, _ in marks], [leaf for leaf, _ in now])
+    return alike and [times for _, times in marks] == [times for _, times in now]
 
 
 def _leaves(value: object) -> Iterator[object]:
@@ -136,7 +183,7 @@ def _form_of(stage: int, training: bool, args: Any, kwargs: Any) -> object:
 
 def _is_plain(value: object) -> bool:
     """Whether a value is made of nothing but what its text tells."""
-    if value is None or value is _NO_VALUES or isinstance(value, bool | int | float | str):
+    if value is _NO_VALUES or is_plain(value):
         return True
     parts = parts_of(value)
     return parts is not None and all(_is_plain(part) for _, part in parts)

@@ -19,7 +19,8 @@ from onefold.core.result import ShardResult
 from onefold.core.stages import ROOT
 from onefold.core.values import ShardValues
 from onefold.engine.gradients import Gradients
-from onefold.engine.hollow import Hollow, Reach, tensors_of, times_written
+from onefold.engine.hollow import Hollow, Reach
+from onefold.engine.hollowstages import are_left, marks_of
 from onefold.engine.linestate import ShardState
 from onefold.engine.passing import Arrival, Leaving, Passage, Passed, Passing
 from onefold.engine.replica import Replica
@@ -169,7 +170,7 @@ class LineWorker:
             replica.begin_shard(piece.shard, task)
             begun = self._go_on(piece, passage)
             payload = replica.on_device(piece, self._batch)
-            written = [times_written(tensor) for tensor in tensors_of(payload)]
+            marks = marks_of(payload)
             gatherer = gatherer_of(piece, self._batch, task)
             start = replica.watch.now()
             try:
@@ -187,7 +188,7 @@ class LineWorker:
                 ) from None
             self._check_end(underway, where)
             self._passing.refuse_written(passage)
-            if written != [times_written(tensor) for tensor in tensors_of(payload)]:
+            if not are_left(marks, payload):
                 self._refuse_writing(where)
             replica.watch.note("forward", f"forward shard {piece.shard}", start)
             if self._is_last:
@@ -222,7 +223,7 @@ class LineWorker:
         state = ShardState.read(head["state"], tensors)
         begun = None if head["begun"] is None else ShardState.read(head["begun"], tensors)
         here = [self._on(tensor) for tensor in tensors if tensor is not None]
-        leaving = Leaving(head["stage"], here, head["order"], head["shared"])
+        leaving = Leaving(head["stage"], here, head["order"], head["shared"], head["words"])
         return Arrival(leaving, head["with_gradient"], state, begun)
 
     def _send_on(self, underway: _Underway, leaving: Leaving, begun: ShardState | None) -> None:
@@ -232,6 +233,7 @@ class LineWorker:
             "stage": leaving.stage,
             "order": list(leaving.order),
             "shared": list(leaving.shared),
+            "words": list(leaving.words),
             "with_gradient": [tensor.requires_grad for tensor in leaving.tensors],
             "state": list(state.indices),
             "begun": None if begun is None else list(begun.indices),
@@ -244,9 +246,9 @@ class LineWorker:
         """Refuse that all devices of a process write to the same memory."""
         if self._is_one_of_several:
             raise LineError(
-                f"{where}: the loss writes in place to its batch, which all devices of this "
-                f"process have in common: write to a clone (x = x.clone()), launch a process for "
-                f"each device (onefold run --devices), or use --keep span"
+                f"{where}: the loss changes its batch, which all devices of this process have in "
+                f"common: change a copy (x = x.clone(), or dict(batch)), launch a process for each "
+                f"device (onefold run --devices), or use --keep span"
             )
 
     def _check_end(self, underway: _Underway, where: str) -> None:

@@ -20,6 +20,7 @@ import torch
 
 from onefold.core.generatorstates import packed_generators, redo_generators
 from onefold.core.stages import ROOT
+from onefold.engine.callwords import call_in_words, unlike
 from onefold.engine.hollow import (
     Hollow,
     Reach,
@@ -34,7 +35,7 @@ from onefold.engine.linestate import ShardState
 from onefold.engine.replica import Replica
 from onefold.engine.stagemodules import StageModules
 from onefold.errors import LineError
-from onefold.system.compat import is_in_function, watch_differentiation
+from onefold.system.compat import is_in_function, is_transformed, watch_differentiation
 
 __all__ = ["Arrival", "Leaving", "Passage", "Passed", "Passing"]
 
@@ -54,6 +55,8 @@ class Leaving:
     """Which of them is at which place, in the order of `tensors_of`."""
     shared: Sequence[bool]
     """Which of them have memory in common with others."""
+    words: Sequence[str]
+    """All arguments in words, see `onefold.engine.callwords`."""
 
 
 class Passed(BaseException):
@@ -183,13 +186,13 @@ class Passing:
         leaving = arrival.leaving
         if stage != leaving.stage:
             raise self._out_of_order(stage, reach, expected=leaving.stage)
-        shapes = [tensor.shape for tensor in found]
-        came = [leaving.tensors[number].shape for number in leaving.order]
-        if shapes != came:
+        differing = unlike(leaving.words, call_in_words(args, kwargs))
+        if differing is not None:
             raise LineError(
-                f"{reach.where}: stage {self._names[stage]} was called with tensors of the shapes "
-                f"{_listed(came)} on the device before, and is with {_listed(shapes)} on this one: "
-                f"a loss must call it alike on all devices of a line. Use --keep span"
+                f"{reach.where}: stage {self._names[stage]} was called with something else on the "
+                f"device before than on this one: {differing[0]} there, and {differing[1]} here. "
+                f"The values of tensors are passed on; all else must be alike on all devices of a "
+                f"line. Make it a tensor, or use --keep span"
             )
         if passage.again:
             self._redo(stage, passage)
@@ -311,13 +314,19 @@ class Passing:
                 f"stage {reach.arrived}: a line of devices passes on what each stage is called "
                 f"with, and nothing past it. Use --keep span"
             )
+        if any(map(is_transformed, found)):
+            raise LineError(
+                f"{reach.where}: stage {self._names[stage]} is called inside of torch.vmap or a "
+                f"function of torch.func, which a line of devices cannot cut. Call it with whole "
+                f"tensors, or use --keep span"
+            )
         tensors = list({id(tensor): tensor for tensor in found}.values())
         places = {id(tensor): number for number, tensor in enumerate(tensors)}
         order = [places[id(tensor)] for tensor in found]
         for tensor in tensors:
             self._refuse_kind(stage, tensor, reach)
         shared = in_common(tensors, [tensor for tensor, _ in passage.watched])
-        raise Passed(Leaving(stage, tensors, order, shared))
+        raise Passed(Leaving(stage, tensors, order, shared, call_in_words(args, kwargs)))
 
     def _refuse_kind(self, stage: int, tensor: torch.Tensor, reach: Reach) -> None:
         """Refuse what would be less on the next device than it is on this one."""
@@ -402,7 +411,3 @@ def _entered(arrival: Arrival, number: int) -> torch.Tensor:
     handle = torch.empty((), requires_grad=True)
     entered: torch.Tensor = _Entering.apply(handle, arrival, number)  # type: ignore[no-untyped-call]
     return entered
-
-
-def _listed(shapes: Sequence[torch.Size]) -> str:
-    return ", ".join(str(tuple(shape)) for shape in shapes) or "none"

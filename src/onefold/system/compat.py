@@ -44,6 +44,7 @@ __all__ = [
     "hide_backward_hooks",
     "is_compiled",
     "is_in_function",
+    "is_transformed",
     "load_compiler",
     "multiply_each",
     "parameters_of",
@@ -65,6 +66,10 @@ version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 
 address_of: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")
 """A number that is another one for every storage that there is, also on the meta device."""
+
+
+is_transformed: Callable[[torch.Tensor], bool] = _C._functorch.is_functorch_wrapped_tensor
+"""Whether a tensor belongs to a call of torch.vmap, or of a function of torch.func."""
 
 
 def parameters_of(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
