@@ -68,6 +68,21 @@ class Vectorised(Linear):
         return out
 
 
+class Averaging(Linear):
+    """A layer that leaves its mean in a buffer."""
+
+    mean: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        self.mean.copy_(out.detach().mean(dim=0))
+        return out
+
+
 class Rows(torch.Tensor):
     """A kind of tensor that a script has made."""
 
@@ -192,6 +207,12 @@ def with_views(model: Layers, x: torch.Tensor) -> torch.Tensor:
         y = x.detach().clone()
         x = layer(x, y[0], y[0]) if number == 4 else layer(x)
     return x
+
+
+def keeping_a_mean(model: Layers, x: torch.Tensor) -> torch.Tensor:
+    x = model.layers[0](x)
+    mean = model.layers[0].mean.clone()
+    return by([1, 2, 3, 4, 5])(model, x) + mean
 
 
 def with_an_attribute(model: Layers, x: torch.Tensor) -> torch.Tensor:
@@ -324,6 +345,7 @@ REFUSED = {
     "in place": Refused("the loss changes its batch", loss=normalising, in_processes="-"),
     "attribute": Refused("a tensor that has an attribute origin", with_an_attribute),
     "kind": Refused("is called with a Rows", of_another_kind),
+    "mean": Refused("something made before stage", keeping_a_mean, layer=Averaging),
     "sparse": Refused("is called with a tensor of layout torch.sparse_coo", sparse),
     "vmap": Refused("could not be computed in shape alone", layer=Vectorised),
     "hook": Refused(

@@ -23,7 +23,7 @@ old tensor back, so that other names of the same buffer stay right.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -111,6 +111,17 @@ class BufferSet:
         # Copies, whole sections at a time: `restore` overwrites this memory before the next shard,
         # and one kernel per section is quicker than one per buffer.
         return ChangedBuffers(indices, [section.clone() for section in self.flat.sections])
+
+    def replace(
+        self, buffers: Iterable[torch.Tensor], make: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        """Put something else in the place of some buffers, wherever the module has them."""
+        wanted = set(map(id, buffers))
+        for tensor, homes in zip(self.places.tensors, self.places.homes, strict=True):
+            if id(tensor) in wanted:
+                made = make(tensor)
+                for owner, name in homes:
+                    buffers_of(owner)[name] = made
 
     def discard(self, kind: type[torch.Tensor]) -> None:
         """Drop tensors of a class that the module has put in the place of its buffers, unseen."""

@@ -108,6 +108,11 @@ class Hollow(torch.Tensor):
         return made
 
     @classmethod
+    def apart(cls, tensor: torch.Tensor, reach: Reach) -> Hollow:
+        """Make one that is shaped as this one and has no memory in common with it."""
+        return cls.like(_on_meta(tensor), reach)
+
+    @classmethod
     def __torch_function__(
         cls,
         func: Callable[..., Any],
@@ -153,7 +158,7 @@ class _Following(TorchFunctionMode):
         if next(tensors_of((args, kwargs)), None) is None:
             # What is made here may be filled with what is hollow.
             made = func(*args, **kwargs)
-            return with_tensors(made, lambda t: Hollow.like(_on_meta(t), self._reach))
+            return with_tensors(made, lambda t: Hollow.apart(t, self._reach))
         if func == _DEVICE_OF:
             return self._reach.device
         return _run(func, args, kwargs, self._reach, name)

@@ -284,6 +284,7 @@ class LineWorker:
             passage.reach.arrived, passage.backward = "", state
             with self._passing.followed(passage):
                 self._differentiate(underway, back)
+            replica.buffers.discard(Hollow)
             replica.watch.note("backward", f"backward shard {piece.shard}", start)
             result = self._gather_up(piece, underway, back)
             self._end(piece, result, underway.passage)

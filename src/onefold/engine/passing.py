@@ -169,7 +169,11 @@ class Passing:
                 raise self._out_of_order(stage, reach)
             if passage.drawn is None and not passage.again:
                 passage.drawn = packed_generators(reach.device)
-            return self._hollow.given(stage, forward, (args, kwargs), reach)
+            result = self._hollow.given(stage, forward, (args, kwargs), reach)
+            # What it has left there arrives later, with all else.
+            left = self._modules.modules[stage - 1].buffers()
+            passage.replica.buffers.replace(left, partial(Hollow.apart, reach=reach))
+            return result
 
         return call
 
