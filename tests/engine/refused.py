@@ -179,6 +179,16 @@ def reentrant(model: Layers, x: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def redrawing(model: Layers, x: torch.Tensor) -> torch.Tensor:
+    def dropping(y: torch.Tensor) -> torch.Tensor:
+        for layer in model.layers:
+            y = F.dropout(layer(y), 0.3)
+        return y
+
+    out: torch.Tensor = checkpoint(dropping, x, use_reentrant=False, preserve_rng_state=False)
+    return out
+
+
 def counting(model: Layers, x: torch.Tensor) -> torch.Tensor:
     def counted(y: torch.Tensor) -> torch.Tensor:
         model.calls += 1
@@ -328,6 +338,7 @@ REFUSED = {
     "left out": Refused("came to its end on device 1", by([0, 1, 2, 3])),
     "no early stop": Refused("would be computed once more", at_once, stops_early=False),
     "reentrant": Refused("use_reentrant=True", reentrant),
+    "other draws": Refused("once more with other random numbers", redrawing),
     "counting": Refused("changes a buffer of the model before stage", counting),
     "batch": Refused(
         "the loss changes its batch",

@@ -45,9 +45,15 @@ class Reach:
     device: torch.device
     arrived: str = ""
     """The stage at which values have arrived; empty while what came before is hollow."""
+    is_shaped: bool = False
+    """Whether something was computed in shape alone."""
 
     _stands: dict[int, _StandIn] = field(default_factory=dict)
     """For tensors with values that something hollow is made of, by their id."""
+
+    def begin_again(self) -> None:
+        """Begin backward, in which layers with checkpoints are computed once more."""
+        self.arrived, self.is_shaped = "", False
 
     def stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor on the meta device that is computed with in the place of one with values."""
@@ -263,6 +269,7 @@ def _run(
             f"follow that ({str(error).splitlines()[0]}). Use --keep span"
         ) from error
     made = list(tensors_of(result))
+    reach.is_shaped |= bool(made)
     if made and reach.arrived:
         raise LineError(
             f"{reach.where}: the script uses something made before stage {reach.arrived} again "

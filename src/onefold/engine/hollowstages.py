@@ -58,6 +58,7 @@ class HollowStages:
     ) -> Any:
         """What a stage of an earlier device gives, in shape alone."""
         module = self._modules.modules[stage - 1]
+        reach.is_shaped = True
         key = _form_of(stage, module.training, *called)
         known = self._known.get(key)
         if known is not None and known.fits(module):

@@ -280,8 +280,8 @@ class LineWorker:
             state.put(replica, piece.shard)
             start = replica.watch.now()
             passage = underway.passage
-            # What is hollow may be computed with once more, by layers with checkpoints.
-            passage.reach.arrived, passage.backward = "", state
+            passage.reach.begin_again()
+            passage.backward = state
             with self._passing.followed(passage):
                 self._differentiate(underway, back)
             replica.buffers.discard(Hollow)

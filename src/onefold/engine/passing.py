@@ -227,16 +227,25 @@ class Passing:
 
     def _redo(self, stage: int, passage: Passage) -> None:
         """Compute once more with what has arrived."""
-        buffers, backward, arrival = passage.replica.buffers, passage.backward, passage.arrival
+        reach, buffers = passage.reach, passage.replica.buffers
+        backward, arrival = passage.backward, passage.arrival
         assert arrival is not None
         assert backward is not None
         assert passage.noted is not None
+        # What an earlier device computes once more would draw before this one and not after it.
+        if reach.is_shaped and not torch.equal(passage.noted, packed_generators(reach.device)):
+            raise LineError(
+                f"{reach.where}: torch.utils.checkpoint was called with stages of two devices, "
+                f"and computes them once more with other random numbers (those of Python and "
+                f"NumPy, or any with preserve_rng_state=False): a line of devices would draw them "
+                f"in another order. Call it with one stage at a time, or use --keep span"
+            )
         # A checkpoint around this stage has noted where they stood before.
-        redo_generators(passage.noted, arrival.state.generators, passage.reach.device)
+        redo_generators(passage.noted, arrival.state.generators, reach.device)
         buffers.discard(Hollow)
         if backward.differing(buffers, passage.early):
             raise LineError(
-                f"{passage.reach.where}: the script changes a buffer of the model before stage "
+                f"{reach.where}: the script changes a buffer of the model before stage "
                 f"{self._names[stage]}, and once more in backward (inside of "
                 f"torch.utils.checkpoint): a line of devices cannot follow that. Call checkpoint "
                 f"with one stage at a time, or use --keep span"
