@@ -150,6 +150,45 @@ class Noisy(nn.Module):
         return x
 
 
+class Shouting(nn.Module):
+    """A layer that leaves something in a buffer, in an attribute and in a list that it is given."""
+
+    mean: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(10, 10)
+        self.rows = 0
+        self.register_buffer("mean", torch.zeros(10))
+
+    def forward(self, x: torch.Tensor, beside: list[Any], *others: torch.Tensor) -> torch.Tensor:
+        self.rows = x.shape[0]
+        y: torch.Tensor = self.linear(x).tanh() * 0.3 + others[1].sin() * 1.7
+        y = y + (self.linear(others[0]) * others[0]).cos()
+        self.mean.mul_(0.5).add_(y.detach().mean(dim=0))
+        beside.append(y.square().mean())
+        return y
+
+
+class Listening(nn.Module):
+    """Layers that are given the same tensor three times, and a model that looks at what is left."""
+
+    total: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Shouting() for _ in range(5))
+        self.register_buffer("total", torch.zeros(10))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, beside = x.float() / large.TOKENS, [torch.zeros(())]
+        for layer in self.layers:
+            x = layer(x, beside, x, x)
+            self.total = self.total * 0.5 + x.detach().mean(dim=0)
+        rows = sum(layer.rows for layer in self.layers)
+        return x * rows + self.layers[0].mean + self.total + torch.stack(beside).sum()
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "text": Text,
     "checkpoints": Checkpointed,
@@ -157,6 +196,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "resnet": ResNet,
     "lora": LoRA,
     "noisy": Noisy,
+    "listening": Listening,
 }
 
 

@@ -23,8 +23,11 @@ def test_what_nobody_chose() -> None:
         ({"every": 0}, "^expected every of at least 1, got 0"),
         ({"keep_last": 0}, "^expected keep_last of at least 1, got 0"),
         ({"keep_last": -3}, "^expected keep_last of at least 1, got -3"),
-        ({"keep": 3}, "^expected keep to be one of all, span, host, got 3; .* is --keep-last"),
-        ({"keep": "most"}, "^expected keep to be one of all, span, host, got 'most'"),
+        (
+            {"keep": 3},
+            "^expected keep to be one of all, span, host, stages, got 3; .* is --keep-last",
+        ),
+        ({"keep": "most"}, "^expected keep to be one of all, span, host, stages, got 'most'"),
         ({"restarts": -1, "checkpoint": "kept"}, "^expected restarts of at least 0, got -1"),
         ({"restarts": 1}, "^restarts go on from the last checkpoint: name a directory"),
         ({"exchange": "mpi"}, "^expected the exchange to be auto, shared or collective, got 'mpi'"),

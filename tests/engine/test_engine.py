@@ -300,7 +300,7 @@ def test_the_call_is_agreed_on_by_a_device_alone_as_well() -> None:
 @both
 def test_what_was_changed_in_the_block_is_on_every_device(devices: int) -> None:
     engine = engine_of(devices=devices)
-    with engine.changing(1):
+    with engine.changes.block(1):
         engine.replicas[0].module.weight.data.fill_(3.0)
     for replica in engine.replicas:
         assert bool((replica.trained.views[0] == 3.0).all())

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from onefold.core.flat import storage_order
-from onefold.errors import PeerError
+from onefold.errors import PeerError, PeerTimeout
 from onefold.exchange.collective import GroupTransport
 from onefold.exchange.grouprelay import GroupRelay
 from onefold.exchange.hostrelay import HostRelay
@@ -160,6 +160,16 @@ def test_a_device_that_is_gone_is_named(way: str) -> None:
             close[1]()
     assert isinstance(error, PeerError)
     assert "device 0" in str(error)
+
+
+@pytest.mark.parametrize(("device", "source", "beyond"), [(0, 1, 2), (2, 1, 0), (1, 2, None)])
+def test_whoever_is_late_may_wait_for_others(device: int, source: int, beyond: int | None) -> None:
+    with mailboxes(3) as boxes:
+        boxes[device].timeout_s = 0.05
+        with pytest.raises(PeerTimeout, match=f"device {source} .*did not arrive") as caught:
+            HostRelay(boxes[device]).receive(device, source)
+    assert ("may itself have waited" in str(caught.value)) == (beyond is not None)
+    assert beyond is None or str(caught.value).endswith(f"for device {beyond}")
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import onefold
 from onefold.system import compat
@@ -88,6 +89,65 @@ def test_versions_count_what_is_written_in_place() -> None:
     before = compat.version_of(tensor)
     tensor.add_(1)
     assert compat.version_of(tensor) > before
+
+
+def test_storages_have_addresses_on_the_meta_device() -> None:
+    """Or a line of devices would not see that tensors share memory."""
+    one, other = (torch.empty(2, device="meta") for _ in range(2))
+    places = [compat.address_of(t.untyped_storage()) for t in (one, one[1:], other)]
+    assert places[0] == places[1] != places[2]
+
+
+def test_transformed_tensors_are_known() -> None:
+    """Or a line of devices would try to send what has no memory of its own."""
+    seen: list[bool] = []
+    torch.vmap(lambda x: (seen.append(compat.is_transformed(x)), x)[1])(torch.ones(2))
+    assert [*seen, compat.is_transformed(torch.ones(2))] == [True, False]
+
+
+def test_functions_are_seen_from_inside() -> None:
+    """Or a reentrant checkpoint around stages of two devices of a line would lose gradients."""
+    seen = []
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        seen.append(compat.is_in_function())
+        return x * 2
+
+    x = torch.ones(2, requires_grad=True)
+    checkpoint(layer, x, use_reentrant=True)
+    checkpoint(layer, x, use_reentrant=False)
+    with torch.no_grad():
+        layer(x)
+    with torch.inference_mode():
+        layer(x)
+    assert seen == [True, False, False, False]
+
+
+def test_backward_hooks_are_hidden_for_a_while() -> None:
+    """Or a line of devices would have PyTorch call them with tensors that have no values."""
+    layer, called = nn.Linear(2, 2), []
+    assert not compat.has_backward_hooks(layer)
+    layer.register_full_backward_hook(lambda *_: called.append("hook"))
+    layer.register_full_backward_pre_hook(lambda *_: called.append("before"))
+    assert compat.has_backward_hooks(layer)
+    x = torch.ones(1, 2, requires_grad=True)
+    with compat.hide_backward_hooks(layer):
+        assert not compat.has_backward_hooks(layer)
+        layer(x).sum().backward()
+    assert called == []
+    layer(x).sum().backward()
+    assert called == ["before", "hook"]
+
+
+def test_differentiation_is_seen() -> None:
+    """Or a loss that differentiates past a cut of a line of devices would have other gradients."""
+    seen: list[tuple[int, int]] = []
+    x = torch.ones(2, requires_grad=True)
+    with compat.watch_differentiation(lambda outputs, by: seen.append((len(outputs), len(by)))):
+        torch.autograd.grad(x.sum(), x)
+        x.sum().backward()
+    x.sum().backward()
+    assert seen == [(1, 1), (1, 0)]
 
 
 def test_hooks_that_look_at_gradients_are_seen() -> None:

@@ -14,7 +14,7 @@ import torch
 
 from onefold.core.wire import decode, encode
 
-__all__ = ["packed_generators", "put_generators"]
+__all__ = ["packed_generators", "put_generators", "redo_generators"]
 
 
 def packed_generators(device: torch.device) -> torch.Tensor:
@@ -55,6 +55,26 @@ def put_generators(packed: torch.Tensor, device: torch.device) -> None:
     version, words, pending = states["python"]
     random.setstate((version, tuple(words.tolist()), pending))
     np.random.set_state(states["numpy"])
+
+
+def redo_generators(before: torch.Tensor, after: torch.Tensor, device: torch.device) -> None:
+    """Have each generator of PyTorch that stands as before stand as after; for checkpoints.
+
+    A layer that is computed once more in backward draws from where these stood the first time, if
+    the script wants that, and from all others as they are.
+
+    Args:
+        before: what `packed_generators` has returned.
+        after: the same.
+        device: the one whose generator counts as well, if it is a GPU.
+    """
+    found, wanted = decode(before.numpy().tobytes()), decode(after.numpy().tobytes())
+    pairs = [("torch", torch.default_generator)]
+    if device.type == "cuda":
+        pairs.append(("gpu", _of_gpu(device)))
+    for name, generator in pairs:
+        if torch.equal(generator.get_state(), found[name]):
+            generator.set_state(wanted[name])
 
 
 def _of_gpu(device: torch.device) -> torch.Generator:

@@ -23,7 +23,7 @@ old tensor back, so that other names of the same buffer stay right.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -95,28 +95,52 @@ class BufferSet:
         """Note that a checkpoint was put into the buffers, which is no change of a script's."""
         _copy(self._start, self.flat)
 
-    def changed(self) -> ChangedBuffers | None:
-        """Find the buffers that a shard has changed since `restore`, and copy their values."""
+    def changed(self, *, exactly: bool = False) -> ChangedBuffers | None:
+        """Find the buffers that a shard has changed since `restore`, and copy their values.
+
+        Args:
+            exactly: whether a GPU is waited for, to leave out those that have not changed.
+        """
         self.places.check()
         if not self.places.tensors:
             return None
         self.absorb()
-        indices = self._changed()
+        indices = self._changed(exactly=exactly)
         if not indices:
             return None
         # Copies, whole sections at a time: `restore` overwrites this memory before the next shard,
         # and one kernel per section is quicker than one per buffer.
         return ChangedBuffers(indices, [section.clone() for section in self.flat.sections])
 
-    def put(self, changed: ChangedBuffers) -> None:
-        """Go on with what `changed` has returned."""
-        for target, values in zip(self.flat.sections, changed.sections, strict=True):
-            target.copy_(values)
+    def replace(
+        self, buffers: Iterable[torch.Tensor], make: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        """Put something else in the place of some buffers, wherever the module has them."""
+        wanted = set(map(id, buffers))
+        for tensor, homes in zip(self.places.tensors, self.places.homes, strict=True):
+            if id(tensor) in wanted:
+                made = make(tensor)
+                for owner, name in homes:
+                    buffers_of(owner)[name] = made
 
-    def view_of(self, changed: ChangedBuffers, number: int) -> torch.Tensor:
-        """The values of one buffer in what `changed` has returned: (numel,)."""
+    def discard(self, kind: type[torch.Tensor]) -> None:
+        """Drop tensors of a class that the module has put in the place of its buffers, unseen."""
+        for tensor, homes in zip(self.places.tensors, self.places.homes, strict=True):
+            for owner, name in homes:
+                if isinstance(buffers_of(owner).get(name), kind):
+                    buffers_of(owner)[name] = tensor
+
+    def changed_numbers(self) -> list[int]:
+        """Number the buffers that a shard has changed since `restore`; waits for a GPU."""
+        if not self.places.tensors:
+            return []
+        self.absorb()
+        return self._changed(exactly=True)
+
+    def view_of(self, sections: Sequence[torch.Tensor], number: int) -> torch.Tensor:
+        """One buffer in the sections of the layout: (numel,)."""
         entry = self.layout.entries[number]
-        return changed.sections[entry.section][entry.offset : entry.offset + entry.numel]
+        return sections[entry.section][entry.offset : entry.offset + entry.numel]
 
     def end_step(self, board: Board, batch: ShardedBatch, *, due: bool = True) -> None:
         """Give every changed buffer its value after the step; the others have been restored.
@@ -196,13 +220,13 @@ class BufferSet:
                 tensor.data = view
                 self.places.checked(index, came)
 
-    def _changed(self) -> list[int]:
-        """List the buffers that do not have the bits they started with; on a GPU, all of them.
+    def _changed(self, *, exactly: bool) -> list[int]:
+        """List the buffers that do not have the bits they started with; on a GPU, mostly all.
 
         Version counters will not do: batch-norm kernels change their statistics without counting.
         To look at a GPU's values the host would have to wait for it, so there all of them travel.
         """
-        if self.flat.device.type != "cpu":
+        if self.flat.device.type != "cpu" and not exactly:
             return list(range(len(self.places.tensors)))
         sections = zip(self.flat.sections, self._start.sections, strict=True)
         # Whole sections first: mostly nothing has changed, and that takes one comparison. By bits:

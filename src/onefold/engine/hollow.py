@@ -8,18 +8,28 @@ Whatever is made of something hollow is hollow as well, and what is made of the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from onefold.core.structure import parts_of, with_parts
+from onefold.core.structure import has_fields, parts_of, with_parts
 from onefold.errors import LineError
+from onefold.system.compat import address_of, version_of
 
-__all__ = ["Hollow", "Reach", "followed", "tensors_of", "with_tensors"]
+__all__ = [
+    "Hollow",
+    "Reach",
+    "followed",
+    "in_common",
+    "put_tensors",
+    "tensors_of",
+    "times_written",
+    "with_tensors",
+]
 
 _META = torch.device("meta")
 _DEVICE_OF: Any = torch.Tensor.device.__get__
@@ -35,6 +45,56 @@ class Reach:
     device: torch.device
     arrived: str = ""
     """The stage at which values have arrived; empty while what came before is hollow."""
+    is_shaped: bool = False
+    """Whether something was computed in shape alone."""
+
+    _stands: dict[int, _StandIn] = field(default_factory=dict)
+    """For tensors with values that something hollow is made of, by their id."""
+
+    def begin_again(self) -> None:
+        """Begin backward, in which layers with checkpoints are computed once more."""
+        self.arrived, self.is_shaped = "", False
+
+    def stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor on the meta device that is computed with in the place of one with values."""
+        known = self._stands.get(id(tensor))
+        if known is not None and known.fits():
+            return known.meta
+        # Of inference tensors nobody knows whether they were written to.
+        with torch.inference_mode(mode=False):
+            meta = _on_meta(tensor)
+        self._stands[id(tensor)] = _StandIn(tensor, meta)
+        return meta
+
+    def has_values(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor, or one that it is a view of, has values on this device as well."""
+        if not isinstance(tensor, Hollow):
+            return True
+        return any(in_common([tensor.plain], [stand.meta for stand in self._stands.values()]))
+
+    def written(self) -> list[torch.Tensor]:
+        """The tensors with values that were, since the last call, to be written to in place."""
+        found = []
+        for stand in self._stands.values():
+            times = times_written(stand.meta)
+            if times > stand.times:
+                stand.times = times
+                found.append(stand.tensor)
+        return found
+
+
+@dataclass(slots=True)
+class _StandIn:
+    """What is computed with in the place of a tensor with values."""
+
+    tensor: torch.Tensor
+    meta: torch.Tensor
+    times: int = 0
+    """How often it was written to, as far as has been seen."""
+
+    def fits(self) -> bool:
+        form = self.meta.shape, self.meta.requires_grad
+        return form == (self.tensor.shape, self.tensor.requires_grad)
 
 
 class Hollow(torch.Tensor):
@@ -48,10 +108,15 @@ class Hollow(torch.Tensor):
     def like(cls, tensor: torch.Tensor, reach: Reach) -> Hollow:
         """Make the hollow tensor that is shaped as this one, which may be on the meta device."""
         if tensor.device != _META:
-            tensor = _on_meta(tensor)
+            tensor = reach.stand_in(tensor)
         made = tensor.as_subclass(cls)
         made.reach, made.plain = reach, tensor
         return made
+
+    @classmethod
+    def apart(cls, tensor: torch.Tensor, reach: Reach) -> Hollow:
+        """Make one that is shaped as this one and has no memory in common with it."""
+        return cls.like(_on_meta(tensor), reach)
 
     @classmethod
     def __torch_function__(
@@ -70,11 +135,11 @@ class Hollow(torch.Tensor):
         if name == "__set__":  # such as .requires_grad, or .grad
             return None
         if _writes(name) and not isinstance(args[0], Hollow):
-            raise LineError(
-                f"{reach.where}: the script writes what a stage on another device gives into a "
-                f"tensor of its own ({name}): a line of devices cannot follow that. Use --keep span"
-            )
-        return _run(func, args, kwargs, reach, name)
+            raise _written_by_script(reach, name)
+        result = _run(func, args, kwargs, reach, name)
+        if reach.written():
+            raise _written_by_script(reach, name)
+        return result
 
 
 class _Following(TorchFunctionMode):
@@ -97,7 +162,9 @@ class _Following(TorchFunctionMode):
         if name in ("__get__", "__set__") and not isinstance(args[0], Hollow):
             return func(*args, **kwargs)
         if next(tensors_of((args, kwargs)), None) is None:
-            return func(*args, **kwargs)
+            # What is made here may be filled with what is hollow.
+            made = func(*args, **kwargs)
+            return with_tensors(made, lambda t: Hollow.apart(t, self._reach))
         if func == _DEVICE_OF:
             return self._reach.device
         return _run(func, args, kwargs, self._reach, name)
@@ -129,6 +196,46 @@ def with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> 
     return with_parts(value, [with_tensors(part, change) for _, part in parts])
 
 
+def put_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Put other tensors into containers, in the order of `tensors_of`.
+
+    Lists, dicts and objects stay what they are: others who hold them see what is in them now.
+    """
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if next(tensors_of(value), None) is None:
+        return value
+    parts = [put_tensors(part, change) for _, part in parts_of(value) or ()]
+    if isinstance(value, list):
+        value[:] = parts
+    elif isinstance(value, MutableMapping):
+        value.update(zip(list(value), parts, strict=True))
+    elif has_fields(value) and not isinstance(value, tuple | Mapping):
+        for each, part in zip(fields(value), parts, strict=True):
+            object.__setattr__(value, each.name, part)
+    else:
+        return with_parts(value, parts)
+    return value
+
+
+def times_written(tensor: torch.Tensor) -> int:
+    """How often a tensor, or another one that is a view of the same, was written to in place."""
+    return 0 if tensor.is_inference() else version_of(tensor)
+
+
+def in_common(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> list[bool]:
+    """Which tensors have memory in common with each other, or with these others."""
+    places = [_memory(tensor) for tensor in tensors]
+    theirs = {_memory(tensor) for tensor in others}
+    return [place in theirs or places.count(place) > 1 for place in places]
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    storage = tensor.untyped_storage()
+    # On the meta device there are no addresses.
+    return storage.data_ptr() or address_of(storage)
+
+
 def _run(
     func: Callable[..., Any],
     args: Sequence[Any],
@@ -140,7 +247,7 @@ def _run(
 
     def emptied(tensor: torch.Tensor) -> torch.Tensor:
         if not isinstance(tensor, Hollow):
-            return _on_meta(tensor)
+            return reach.stand_in(tensor)
         places[id(tensor.plain)] = tensor
         return tensor.plain
 
@@ -162,6 +269,7 @@ def _run(
             f"follow that ({str(error).splitlines()[0]}). Use --keep span"
         ) from error
     made = list(tensors_of(result))
+    reach.is_shaped |= bool(made)
     if made and reach.arrived:
         raise LineError(
             f"{reach.where}: the script uses something made before stage {reach.arrived} again "
@@ -176,6 +284,13 @@ def _run(
         return Hollow.like(tensor, reach) if found is None else found
 
     return with_tensors(result, hollow) if made else result
+
+
+def _written_by_script(reach: Reach, name: str) -> LineError:
+    return LineError(
+        f"{reach.where}: the script writes what a stage on another device gives into a tensor of "
+        f"its own ({name}): a line of devices cannot follow that. Use --keep span"
+    )
 
 
 def _moved(

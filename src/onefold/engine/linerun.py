@@ -6,6 +6,8 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
+import torch
+
 from onefold.core.batch import ShardedBatch
 from onefold.core.line import waiting
 from onefold.core.stages import ROOT, Stages
@@ -88,7 +90,8 @@ def line_of(
     """Make the `Line` of this process's devices; None if each computes whole shards.
 
     Raises:
-        ValueError: ``torch.compile`` has a part in the model or its loss.
+        ValueError: ``torch.compile`` has a part in the model or its loss, or ``torch.jit`` in one
+            of its stages.
     """
     if exchange.relay is None:
         return None
@@ -97,6 +100,14 @@ def line_of(
             "expected a model that is not compiled with --keep stages, which leaves the loss in "
             "its midst: leave out torch.compile and compile=True, or use --keep span"
         )
+    stages = replicas[0].stages
+    assert stages is not None
+    for name, module in zip(stages.stages.names[ROOT + 1 :], stages.modules, strict=True):
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(
+                f"expected stages that Python calls with --keep stages, got {name}, which "
+                f"torch.jit has compiled: leave out torch.jit, or use --keep span"
+            )
     return Line(replicas, attached, exchange, lending)
 
 

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from onefold.core.batch import ShardedBatch
-from onefold.core.flat import same_bits
 from onefold.core.gathering import Gathers, gathering
-from onefold.core.generatorstates import packed_generators, put_generators
 from onefold.core.line import Move, in_groups, moves
 from onefold.core.mean import Contribution
 from onefold.core.pieces import pieces_of
-from onefold.core.result import ChangedBuffers, ShardResult
+from onefold.core.result import ShardResult
 from onefold.core.stages import ROOT
 from onefold.core.values import ShardValues
 from onefold.engine.gradients import Gradients
-from onefold.engine.hollow import Reach
-from onefold.engine.passing import Arrival, Passage, Passed, Passing
+from onefold.engine.hollow import Hollow, Reach
+from onefold.engine.hollowstages import are_left, marks_of
+from onefold.engine.linestate import ShardState
+from onefold.engine.passing import Arrival, Leaving, Passage, Passed, Passing
 from onefold.engine.replica import Replica
 from onefold.engine.shardloss import backward, code_of, gatherer_of
 from onefold.engine.shardpiece import PieceResult, ShardPiece
@@ -42,23 +42,30 @@ class _Underway:
     """A piece of a shard between its way forth and its way back."""
 
     passage: Passage
-    leaving: list[torch.Tensor] = field(default_factory=list)
+    leaving: Sequence[torch.Tensor] = ()
     """What the next device was sent, with the graph that it comes from."""
     part: Contribution | None = None
     """The loss, on the last device."""
     values: ShardValues | None = None
-    buffers: ChangedBuffers | None = None
-    """What the way forth has changed."""
-    generators: torch.Tensor | None = None
-    """Where the generators stood after the loss, on the last device."""
+    state: ShardState | None = None
+    """That after the loss, on the last device."""
 
 
 @dataclass(slots=True)
 class _Left:
     """What a piece of a shard leaves to the next one."""
 
-    buffers: ChangedBuffers | None
-    generators: torch.Tensor
+    state: ShardState
+    result: PieceResult
+
+
+@dataclass(frozen=True, slots=True)
+class _Back:
+    """What the next device has sent back."""
+
+    state: ShardState
+    gradients: Sequence[torch.Tensor | None]
+    """Of what it was sent."""
     result: PieceResult
 
 
@@ -95,6 +102,7 @@ class LineWorker:
         self._board: Board = exchange.board
         self._place = replica.number
         self._devices = batch.plan.devices
+        self._is_one_of_several = len(exchange.memory.trained) > 1
         self._is_last = self._place == self._devices - 1
         stages = self._fold.stages
         self._own = [s for s, place in enumerate(stages.places) if place == self._place and s]
@@ -156,14 +164,13 @@ class LineWorker:
     def _forth(self, number: int, piece: ShardPiece) -> None:
         """Compute this device's stages of a piece, and send on what the last of them gives."""
         replica, task, where = self._replica, self._task, self._where(piece)
-        passage = Passage(Reach(where, replica.device), self._arrival())
+        passage = Passage(Reach(where, replica.device), self._arrival(), piece.shard, replica)
         underway = self._underway[number] = _Underway(passage)
-        with self._attached(replica):
+        with self._attached(replica), self._discarding():
             replica.begin_shard(piece.shard, task)
-            if piece.start:
-                self._go_on(piece.shard, passage)
-            begun = packed_generators(replica.device) if piece.start else None
+            begun = self._go_on(piece, passage)
             payload = replica.on_device(piece, self._batch)
+            marks = marks_of(payload)
             gatherer = gatherer_of(piece, self._batch, task)
             start = replica.watch.now()
             try:
@@ -172,7 +179,7 @@ class LineWorker:
                         piece, payload, self._batch, task, where, gatherer
                     )
             except Passed as passed:
-                self._send_on(underway, passed, begun)
+                self._send_on(underway, passed.leaving, begun)
             except Gathers:
                 raise LineError(
                     f"{where}: the loss calls onefold.gather (or the model has SyncBatchNorm), "
@@ -180,40 +187,69 @@ class LineWorker:
                     f"other. Use --keep span"
                 ) from None
             self._check_end(underway, where)
+            self._passing.refuse_written(passage)
+            if not are_left(marks, payload):
+                self._refuse_writing(where)
             replica.watch.note("forward", f"forward shard {piece.shard}", start)
             if self._is_last:
-                underway.generators = packed_generators(replica.device)
-            underway.buffers = replica.buffers.changed()
+                underway.state = ShardState.of(replica)
             replica.put_back(task)
 
-    def _go_on(self, shard: int, passage: Passage) -> None:
-        """Begin where the piece before has ended."""
-        left = self._left[shard]
-        if left.buffers is not None:
-            self._replica.buffers.put(left.buffers)
+    @contextmanager
+    def _discarding(self) -> Iterator[None]:
+        """Have no buffer hollow after a failure, which would hide it by one of its own."""
+        try:
+            yield
+        except Exception:
+            self._replica.buffers.discard(Hollow)
+            raise
+
+    def _go_on(self, piece: ShardPiece, passage: Passage) -> ShardState | None:
+        """Begin where the piece before has ended; return where, if there is one."""
+        if not piece.start:
+            return None
         arrival = passage.arrival
-        begun = left.generators if arrival is None else arrival.begun
+        begun = self._left[piece.shard].state if arrival is None else arrival.begun
         assert begun is not None
-        put_generators(begun, self._replica.device)
+        begun.put(self._replica, piece.shard)
+        return begun
 
     def _arrival(self) -> Arrival | None:
         """Wait for what the device before sends."""
         if self._place == 0:
             return None
         message = self._receive(self._place - 1)
-        stage, with_gradient = message.head
-        generators, begun, *tensors = message.tensors
-        assert generators is not None
+        head, tensors = message.head, iter(message.tensors)
+        state = ShardState.read(head["state"], tensors)
+        begun = None if head["begun"] is None else ShardState.read(head["begun"], tensors)
         here = [self._on(tensor) for tensor in tensors if tensor is not None]
-        return Arrival(stage, here, with_gradient, generators, begun)
+        leaving = Leaving(head["stage"], here, head["order"], head["shared"], head["words"])
+        return Arrival(leaving, head["with_gradient"], state, begun)
 
-    def _send_on(self, underway: _Underway, passed: Passed, begun: torch.Tensor | None) -> None:
-        underway.leaving = passed.tensors
-        with_gradient = [tensor.requires_grad for tensor in passed.tensors]
-        generators = packed_generators(self._replica.device)
-        tensors = [generators, begun, *passed.tensors]
-        message = Message([passed.stage, with_gradient], tensors)
-        self._relay.send(self._place, self._place + 1, message)
+    def _send_on(self, underway: _Underway, leaving: Leaving, begun: ShardState | None) -> None:
+        underway.leaving = leaving.tensors
+        state = ShardState.of(self._replica)
+        head = {
+            "stage": leaving.stage,
+            "order": list(leaving.order),
+            "shared": list(leaving.shared),
+            "words": list(leaving.words),
+            "with_gradient": [tensor.requires_grad for tensor in leaving.tensors],
+            "state": list(state.indices),
+            "begun": None if begun is None else list(begun.indices),
+        }
+        before = [] if begun is None else begun.tensors
+        tensors = [*state.tensors, *before, *leaving.tensors]
+        self._relay.send(self._place, self._place + 1, Message(head, tensors))
+
+    def _refuse_writing(self, where: str) -> None:
+        """Refuse that all devices of a process write to the same memory."""
+        if self._is_one_of_several:
+            raise LineError(
+                f"{where}: the loss changes its batch, which all devices of this process have in "
+                f"common: change a copy (x = x.clone(), or dict(batch)), launch a process for each "
+                f"device (onefold run --devices), or use --keep span"
+            )
 
     def _check_end(self, underway: _Underway, where: str) -> None:
         """Refuse a loss that did not come to where it should."""
@@ -237,44 +273,53 @@ class LineWorker:
         """Take a piece back through this device's stages, and hand over their gradients."""
         replica, task = self._replica, self._task
         underway = self._underway.pop(number)
-        message = None if self._is_last else self._receive(self._place + 1)
-        with self._attached(replica):
-            replica.buffers.restore(piece.shard)
-            if underway.buffers is not None:
-                replica.buffers.put(underway.buffers)
+        back = None if self._is_last else self._back_from_next(underway)
+        state = underway.state if back is None else back.state
+        assert state is not None
+        with self._attached(replica), self._discarding():
+            state.put(replica, piece.shard)
             start = replica.watch.now()
-            generators = underway.generators if message is None else message.tensors[0]
-            assert generators is not None
-            put_generators(generators, replica.device)
             passage = underway.passage
-            # What is hollow may be computed with once more, by layers with checkpoints.
-            passage.reach.arrived, passage.again = "", True
+            passage.reach.begin_again()
+            passage.backward = state
             with self._passing.followed(passage):
-                self._differentiate(underway, message)
+                self._differentiate(underway, back)
+            replica.buffers.discard(Hollow)
             replica.watch.note("backward", f"backward shard {piece.shard}", start)
-            result = self._gather_up(piece, underway, message)
-            buffers = replica.buffers.changed()
+            result = self._gather_up(piece, underway, back)
+            self._end(piece, result, underway.passage)
             replica.put_back(task)
-        self._end(piece, result, buffers, underway, message)
 
-    def _differentiate(self, underway: _Underway, message: Message | None) -> None:
-        if message is None:
+    def _back_from_next(self, underway: _Underway) -> _Back:
+        """Wait for what the next device sends back."""
+        message = self._receive(self._place + 1)
+        head, tensors = message.head, iter(message.tensors)
+        state = ShardState.read(head["state"], tensors)
+        gradients = [self._here(next(tensors)) for _ in underway.leaving]
+        total, numbers = next(tensors), next(tensors)
+        assert total is not None
+        values = None
+        if numbers is not None:
+            values = ShardValues(tuple(head["lines"]), self._on(numbers))
+        root = [self._here(tensor) for tensor in tensors]
+        given = [bool(each) for each in head["given"]]
+        result = PieceResult(root, given, self._on(total), head["weight"], values)
+        return _Back(state, gradients, result)
+
+    def _differentiate(self, underway: _Underway, back: _Back | None) -> None:
+        if back is None:
             assert underway.part is not None
             backward(underway.part, self._batch, self._task, ())
             return
-        count = len(underway.leaving)
-        given = [self._here(tensor) for tensor in message.tensors[1 : 1 + count]]
         pairs = [
             (tensor, gradient)
-            for tensor, gradient in zip(underway.leaving, given, strict=True)
+            for tensor, gradient in zip(underway.leaving, back.gradients, strict=True)
             if gradient is not None
         ]
         if pairs:
             torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
 
-    def _gather_up(
-        self, piece: ShardPiece, underway: _Underway, message: Message | None
-    ) -> PieceResult:
+    def _gather_up(self, piece: ShardPiece, underway: _Underway, back: _Back | None) -> PieceResult:
         """Hand over the gradients of own stages; return what the piece has given as far as here."""
         stages = self._fold.stages
         given = [False] * len(stages.stage_of)
@@ -284,26 +329,17 @@ class LineWorker:
             self._fold.give(Gift(piece.shard, stage, last, gradients))
         self._refuse_foreign(piece)
         root = self._taken(ROOT, given, piece)
-        if message is None:
+        if back is None:
             part = underway.part
             assert part is not None
             return PieceResult(root, given, part.total(), code_of(part), underway.values)
-        head = message.head
-        count = 1 + len(underway.leaving)
-        total, numbers, *theirs = message.tensors[count : count + 2 + len(root)]
-        values = None
-        if numbers is not None:
-            values = ShardValues(tuple(head["lines"]), self._on(numbers))
-        assert total is not None
-        return PieceResult(
-            [
+        theirs = back.result
+        return theirs._replace(
+            gradients=[
                 self._only(own, other, place, piece)
-                for place, (own, other) in enumerate(zip(root, theirs, strict=True))
+                for place, (own, other) in enumerate(zip(root, theirs.gradients, strict=True))
             ],
-            [one or bool(other) for one, other in zip(given, head["given"], strict=True)],
-            self._on(total),
-            head["weight"],
-            values,
+            given=[one or other for one, other in zip(given, theirs.given, strict=True)],
         )
 
     def _only(
@@ -321,7 +357,7 @@ class LineWorker:
                 f"later one (its weights are tied, perhaps): a line of devices cannot add up what "
                 f"both give as one device does. Use --keep span"
             )
-        return own if theirs is None else self._here(theirs)
+        return own if theirs is None else theirs
 
     def _taken(self, stage: int, given: list[bool], piece: ShardPiece) -> Gradients:
         numbers = self._fold.stages.entries[stage]
@@ -346,26 +382,16 @@ class LineWorker:
                         f"parameters, perhaps). Use --keep span"
                     )
 
-    def _end(
-        self,
-        piece: ShardPiece,
-        result: PieceResult,
-        buffers: ChangedBuffers | None,
-        underway: _Underway,
-        message: Message | None,
-    ) -> None:
+    def _end(self, piece: ShardPiece, result: PieceResult, passage: Passage) -> None:
         """Send back what the device before needs, or record what the shard has given."""
-        theirs = self._their_buffers(underway, message)
-        merged = self._merged(buffers, theirs, piece)
-        generators = packed_generators(self._replica.device)
-        arrival = underway.passage.arrival
+        state = ShardState.of(self._replica)
+        arrival = passage.arrival
         last = piece.stop == piece.of
         if arrival is not None:
-            if not last:
-                self._left[piece.shard] = _Left(buffers, generators, result)
-            self._send_back(arrival, result, merged if last else None, generators)
+            self._send_back(arrival, result, state)
             # They hold each other.
-            arrival.entered, arrival.tensors, arrival.gradients = [], (), {}
+            arrival.entered, arrival.gradients, passage.watched = [], {}, []
+            arrival.leaving = replace(arrival.leaving, tensors=())
             return
         self._fold.give(Gift(piece.shard, ROOT, last, result.gradients))
         before = self._left.pop(piece.shard, None)
@@ -373,65 +399,28 @@ class LineWorker:
         if before is not None:
             result = before.result.plus(result, self._task.step)
         if not last:
-            self._left[piece.shard] = _Left(buffers, generators, result)
+            self._left[piece.shard] = _Left(state, result)
             return
+        buffers = self._replica.buffers.changed()
         self._board.record(
             self._place,
             piece.shard,
-            ShardResult([], result.total, result.weight, merged, result.values, result.given),
+            ShardResult([], result.total, result.weight, buffers, result.values, result.given),
         )
 
-    def _send_back(
-        self,
-        arrival: Arrival,
-        result: PieceResult,
-        buffers: ChangedBuffers | None,
-        generators: torch.Tensor,
-    ) -> None:
+    def _send_back(self, arrival: Arrival, result: PieceResult, state: ShardState) -> None:
         values = result.values
-        views: list[torch.Tensor] = []
-        if buffers is not None:
-            views = [self._replica.buffers.view_of(buffers, n) for n in buffers.indices]
         head: Mapping[str, Any] = {
+            "state": list(state.indices),
             "weight": result.weight,
             "given": bytes(result.given),
             "lines": [] if values is None else list(values.lines),
-            "buffers": [] if buffers is None else list(buffers.indices),
         }
-        gradients = [arrival.gradients.get(number) for number in range(len(arrival.tensors))]
-        tensors = [generators, *gradients, result.total]
-        tensors += [None if values is None else values.numbers, *result.gradients, *views]
+        count = len(arrival.leaving.tensors)
+        gradients = [arrival.gradients.get(number) for number in range(count)]
+        tensors = [*state.tensors, *gradients, result.total]
+        tensors += [None if values is None else values.numbers, *result.gradients]
         self._relay.send(self._place, self._place - 1, Message(head, tensors))
-
-    def _their_buffers(
-        self, underway: _Underway, message: Message | None
-    ) -> dict[int, torch.Tensor]:
-        """What later devices have changed of the buffers, by their numbers."""
-        if message is None:
-            return {}
-        root = self._fold.stages.entries[ROOT]
-        views = message.tensors[3 + len(underway.leaving) + len(root) :]
-        pairs = zip(message.head["buffers"], views, strict=True)
-        return {number: view for number, view in pairs if view is not None}
-
-    def _merged(
-        self, own: ChangedBuffers | None, theirs: Mapping[int, torch.Tensor], piece: ShardPiece
-    ) -> ChangedBuffers | None:
-        if not theirs:
-            return own
-        buffers = self._replica.buffers
-        if own is None:
-            own = ChangedBuffers([], [section.clone() for section in buffers.flat.sections])
-        for number, values in theirs.items():
-            view = buffers.view_of(own, number)
-            if number in own.indices and not same_bits(view, values.to(view.device)):
-                raise LineError(
-                    f"{self._where(piece)}: a buffer of the model is changed on device "
-                    f"{self._place} and on a later one, to other values: a line of devices cannot "
-                    f"follow that. Use --keep span"
-                )
-            view.copy_(values)
-        return ChangedBuffers(sorted({*own.indices, *theirs}), own.sections)
 
     def _receive(self, source: int) -> Message:
         start = self._replica.watch.now()

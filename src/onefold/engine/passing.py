@@ -18,18 +18,45 @@ from typing import Any
 
 import torch
 
-from onefold.core.generatorstates import packed_generators, put_generators
-from onefold.core.randomness import forked_generators
+from onefold.core.generatorstates import packed_generators, redo_generators
 from onefold.core.stages import ROOT
-from onefold.core.structure import parts_of
-from onefold.engine.hollow import Hollow, Reach, followed, tensors_of, with_tensors
+from onefold.engine.callwords import call_in_words, unlike
+from onefold.engine.hollow import (
+    Hollow,
+    Reach,
+    in_common,
+    put_tensors,
+    tensors_of,
+    times_written,
+)
+from onefold.engine.hollowstages import HollowStages
+from onefold.engine.linehooks import hooks_in_place
+from onefold.engine.linestate import ShardState
+from onefold.engine.replica import Replica
 from onefold.engine.stagemodules import StageModules
 from onefold.errors import LineError
+from onefold.system.compat import is_in_function, is_transformed, watch_differentiation
 
-__all__ = ["Arrival", "Passage", "Passed", "Passing"]
+__all__ = ["Arrival", "Leaving", "Passage", "Passed", "Passing"]
 
-_NO_VALUES = torch.empty(0)
-"""Stands for any tensor."""
+
+_OF_PYTORCH = {"_is_buffer", "_is_param"}
+"""Attributes that PyTorch itself gives to tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """What a stage of the next device is called with."""
+
+    stage: int
+    tensors: Sequence[torch.Tensor]
+    """Those among its arguments, each once."""
+    order: Sequence[int]
+    """Which of them is at which place, in the order of `tensors_of`."""
+    shared: Sequence[bool]
+    """Which of them have memory in common with others."""
+    words: Sequence[str]
+    """All arguments in words, see `onefold.engine.callwords`."""
 
 
 class Passed(BaseException):
@@ -37,25 +64,23 @@ class Passed(BaseException):
 
     # Not an Exception: a loss may well catch those.
 
-    def __init__(self, stage: int, tensors: list[torch.Tensor]) -> None:
+    def __init__(self, leaving: Leaving) -> None:
         super().__init__()
-        self.stage = stage
-        self.tensors = tensors
+        self.leaving = leaving
 
 
 @dataclass(slots=True)
 class Arrival:
     """What the device before has sent: what a stage is called with."""
 
-    stage: int
-    tensors: Sequence[torch.Tensor]
-    """Those among its arguments, in the order of `tensors_of`."""
+    leaving: Leaving
+    """As it left the device before, with tensors that are here."""
     with_gradient: Sequence[bool]
     """Which of them want a gradient."""
-    generators: torch.Tensor
-    """The state in which they go on, as `packed_generators` gives it."""
-    begun: torch.Tensor | None
-    """That in which the loss began, if it is not the one that a shard begins with."""
+    state: ShardState
+    """The one in which they go on."""
+    begun: ShardState | None
+    """The one in which the loss began, if it is not the one that a shard begins with."""
     entered: list[torch.Tensor] = field(default_factory=list)
     """The tensors as the stage is called with them."""
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -69,10 +94,24 @@ class Passage:
     reach: Reach
     arrival: Arrival | None
     """None on the first device of a line."""
+    shard: int
+    replica: Replica
+    """The model on the device."""
     drawn: torch.Tensor | None = None
     """The generators' state before the first stage of another device."""
-    again: bool = False
-    """Whether this is backward, in which layers may be computed once more."""
+    noted: torch.Tensor | None = None
+    """Their state when values arrived."""
+    early: Sequence[int] = ()
+    """The buffers that were changed before values arrived."""
+    backward: ShardState | None = None
+    """The state in which backward begins."""
+    watched: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    """Tensors that must not be written to in place, and how often they have been as they came."""
+
+    @property
+    def again(self) -> bool:
+        """Whether this is backward, in which layers may be computed once more."""
+        return self.backward is not None
 
 
 class Passing:
@@ -88,8 +127,12 @@ class Passing:
         self._names = modules.stages.names
         self._places = modules.stages.places
         self._place = place
-        self._known: dict[object, Any] = {}
-        """What a stage of another device gives, by what it is called with."""
+        self._place_of = {
+            part: self._places[stage]
+            for stage, module in enumerate(modules.modules, start=ROOT + 1)
+            for part in module.modules()
+        }
+        self._hollow = HollowStages(modules)
 
     @contextmanager
     def followed(self, passage: Passage) -> Iterator[None]:
@@ -99,7 +142,11 @@ class Passing:
             Passed: a stage of the next device is called.
             LineError: the model cannot be computed by a line of devices.
         """
+        model, reach = passage.replica.module, passage.reach
         with ExitStack() as put:
+            put.enter_context(hooks_in_place(model, self._place_of, self._place, reach))
+            if passage.arrival is not None and not passage.again:
+                put.enter_context(watch_differentiation(partial(self._refuse_grad, passage)))
             for stage, module in enumerate(self._modules.modules, start=ROOT + 1):
                 place = self._places[stage]
                 if place < self._place:
@@ -114,23 +161,19 @@ class Passing:
 
     def _before(self, stage: int, passage: Passage) -> Callable[..., Any]:
         """What is called in the place of a stage of an earlier device."""
-        module = self._modules.modules[stage - 1]
-        forward = module.forward
+        forward = self._modules.modules[stage - 1].forward
 
         def call(*args: Any, **kwargs: Any) -> Any:
             reach = passage.reach
             if reach.arrived:
                 raise self._out_of_order(stage, reach)
-            key = _form_of(stage, module.training, args, kwargs)
-            result = self._known.get(key)
             if passage.drawn is None and not passage.again:
                 passage.drawn = packed_generators(reach.device)
-            if result is None:
-                with followed(reach), forked_generators(reach.device):
-                    result = forward(*args, **kwargs)
-                if key is not None and all(isinstance(t, Hollow) for t in tensors_of(result)):
-                    self._known[key] = with_tensors(result, _emptied)
-            return with_tensors(result, partial(_hollow_of, reach))
+            result = self._hollow.given(stage, forward, (args, kwargs), reach)
+            # What it has left there arrives later, with all else.
+            left = self._modules.modules[stage - 1].buffers()
+            passage.replica.buffers.replace(left, partial(Hollow.apart, reach=reach))
+            return result
 
         return call
 
@@ -144,29 +187,115 @@ class Passing:
         found = list(tensors_of((args, kwargs)))
         if passage.again and not any(isinstance(tensor, Hollow) for tensor in found):
             return None  # a layer that is computed once more has its own arguments
-        if stage != arrival.stage:
-            raise self._out_of_order(stage, reach, expected=arrival.stage)
-        shapes, came = [t.shape for t in found], [t.shape for t in arrival.tensors]
-        if shapes != came:
+        leaving = arrival.leaving
+        if stage != leaving.stage:
+            raise self._out_of_order(stage, reach, expected=leaving.stage)
+        differing = unlike(leaving.words, call_in_words(args, kwargs))
+        if differing is not None:
             raise LineError(
-                f"{reach.where}: stage {self._names[stage]} was called with tensors of the shapes "
-                f"{_listed(came)} on the device before, and is with {_listed(shapes)} on this one: "
-                f"a loss must call it alike on all devices of a line. Use --keep span"
+                f"{reach.where}: stage {self._names[stage]} was called with something else on the "
+                f"device before than on this one: {differing[0]} there, and {differing[1]} here. "
+                f"The values of tensors are passed on; all else must be alike on all devices of a "
+                f"line. Make it a tensor, or use --keep span"
             )
-        self._refuse_draws(passage)
+        if passage.again:
+            self._redo(stage, passage)
+        else:
+            self._refuse_function(stage, reach)
+            self._enter(passage, arrival, found)
         reach.arrived = self._names[stage]
-        # Once more as well: a checkpoint around this stage has noted where they stood before.
-        put_generators(arrival.generators, reach.device)
-        if not passage.again:
-            arrival.entered = [_entered(arrival, number) for number in range(len(arrival.tensors))]
-        tensors = iter(arrival.entered)
-        given: tuple[Any, Any] = with_tensors((args, kwargs), lambda _: next(tensors))
+        tensors = iter([arrival.entered[number] for number in leaving.order])
+        given: tuple[Any, Any] = put_tensors((args, kwargs), lambda _: next(tensors))
         return given
 
-    def _refuse_draws(self, passage: Passage) -> None:
-        if passage.again or passage.drawn is None:
+    def _enter(self, passage: Passage, arrival: Arrival, found: Sequence[torch.Tensor]) -> None:
+        """Begin to compute with what has arrived."""
+        reach, replica, leaving = passage.reach, passage.replica, arrival.leaving
+        passage.noted = packed_generators(reach.device)
+        self._refuse_draws(passage, passage.noted)
+        replica.buffers.discard(Hollow)
+        passage.early = replica.buffers.changed_numbers()
+        arrival.state.put(replica, passage.shard)
+        arrival.entered = [_entered(arrival, number) for number in range(len(leaving.tensors))]
+        pairs = zip(leaving.order, found, strict=True)
+        watched = {number for number, tensor in pairs if reach.has_values(tensor)}
+        watched |= {number for number, shared in enumerate(leaving.shared) if shared}
+        passage.watched = [
+            (tensor, times_written(tensor))
+            for tensor in (arrival.entered[number] for number in sorted(watched))
+        ]
+
+    def _redo(self, stage: int, passage: Passage) -> None:
+        """Compute once more with what has arrived."""
+        reach, buffers = passage.reach, passage.replica.buffers
+        backward, arrival = passage.backward, passage.arrival
+        assert arrival is not None
+        assert backward is not None
+        assert passage.noted is not None
+        # What an earlier device computes once more would draw before this one and not after it.
+        if reach.is_shaped and not torch.equal(passage.noted, packed_generators(reach.device)):
+            raise LineError(
+                f"{reach.where}: torch.utils.checkpoint was called with stages of two devices, "
+                f"and computes them once more with other random numbers (those of Python and "
+                f"NumPy, or any with preserve_rng_state=False): a line of devices would draw them "
+                f"in another order. Call it with one stage at a time, or use --keep span"
+            )
+        # A checkpoint around this stage has noted where they stood before.
+        redo_generators(passage.noted, arrival.state.generators, reach.device)
+        buffers.discard(Hollow)
+        if backward.differing(buffers, passage.early):
+            raise LineError(
+                f"{reach.where}: the script changes a buffer of the model before stage "
+                f"{self._names[stage]}, and once more in backward (inside of "
+                f"torch.utils.checkpoint): a line of devices cannot follow that. Call checkpoint "
+                f"with one stage at a time, or use --keep span"
+            )
+
+    def refuse_written(self, passage: Passage) -> None:
+        """Refuse what was written to in place where others look at it; after the forward pass.
+
+        Raises:
+            LineError: this is so.
+        """
+        for tensor, version in passage.watched:
+            if times_written(tensor) != version:
+                raise LineError(
+                    f"{passage.reach.where}: a stage, or what follows it, writes in place to a "
+                    f"tensor of shape {tuple(tensor.shape)} that it was called with, and that "
+                    f"shares memory with the batch or with another tensor: a line of devices has "
+                    f"copies of it. Write to a clone (x = x.clone()), or use --keep span"
+                )
+
+    def _refuse_function(self, stage: int, reach: Reach) -> None:
+        if is_in_function():
+            raise LineError(
+                f"{reach.where}: stage {self._names[stage]} is called inside of "
+                f"torch.utils.checkpoint with use_reentrant=True (or another "
+                f"torch.autograd.Function), through which no gradient reaches other devices: use "
+                f"use_reentrant=False, or --keep span"
+            )
+
+    def _refuse_grad(self, passage: Passage, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
+        """Refuse a backward of the script that would have to go on on another device."""
+        # What they are used for lies on this device alone.
+        own = {
+            id(p)
+            for stage, place in enumerate(self._places)
+            if place == self._place and stage
+            for p in passage.replica.of_stages[stage].parameters
+        }
+        if (inputs and all(id(each) in own for each in inputs)) or not _comes_from_before(
+            outputs, inputs
+        ):
             return
-        if not torch.equal(passage.drawn, packed_generators(passage.reach.device)):
+        raise LineError(
+            f"{passage.reach.where}: the loss differentiates something itself (torch.autograd.grad "
+            f"or backward) that comes from stages of other devices: a line of devices goes "
+            f"backward once, after the loss. Use --keep span"
+        )
+
+    def _refuse_draws(self, passage: Passage, now: torch.Tensor) -> None:
+        if passage.drawn is not None and not torch.equal(passage.drawn, now):
             raise LineError(
                 f"{passage.reach.where}: the script draws random numbers between two stages of "
                 f"earlier devices, or before the first stage of this one; they would be others "
@@ -187,15 +316,47 @@ class Passing:
                 f"use --keep span"
             )
         if passage.arrival is not None and not reach.arrived:
-            raise self._out_of_order(stage, reach, expected=passage.arrival.stage)
-        tensors = list(tensors_of((args, kwargs)))
-        if any(isinstance(tensor, Hollow) for tensor in tensors):
+            raise self._out_of_order(stage, reach, expected=passage.arrival.leaving.stage)
+        if self._places[stage] > self._place + 1:
+            raise self._out_of_order(stage, reach, expected=self._places.index(self._place + 1, 1))
+        self._refuse_function(stage, reach)
+        found = list(tensors_of((args, kwargs)))
+        if any(isinstance(tensor, Hollow) for tensor in found):
             raise LineError(
                 f"{reach.where}: stage {self._names[stage]} is called with something made before "
                 f"stage {reach.arrived}: a line of devices passes on what each stage is called "
                 f"with, and nothing past it. Use --keep span"
             )
-        raise Passed(stage, tensors)
+        if any(map(is_transformed, found)):
+            raise LineError(
+                f"{reach.where}: stage {self._names[stage]} is called inside of torch.vmap or a "
+                f"function of torch.func, which a line of devices cannot cut. Call it with whole "
+                f"tensors, or use --keep span"
+            )
+        tensors = list({id(tensor): tensor for tensor in found}.values())
+        places = {id(tensor): number for number, tensor in enumerate(tensors)}
+        order = [places[id(tensor)] for tensor in found]
+        for tensor in tensors:
+            self._refuse_kind(stage, tensor, reach)
+        shared = in_common(tensors, [tensor for tensor, _ in passage.watched])
+        raise Passed(Leaving(stage, tensors, order, shared, call_in_words(args, kwargs)))
+
+    def _refuse_kind(self, stage: int, tensor: torch.Tensor, reach: Reach) -> None:
+        """Refuse what would be less on the next device than it is on this one."""
+        kind = type(tensor)
+        if tensor.is_sparse or tensor.layout is not torch.strided or tensor.is_quantized:
+            what = f"a tensor of layout {tensor.layout}"
+        elif kind is not torch.Tensor and not isinstance(tensor, torch.nn.Parameter):
+            what = f"a {kind.__name__}"
+        elif kind is torch.Tensor and vars(tensor).keys() - _OF_PYTORCH:
+            what = f"a tensor that has an attribute {min(vars(tensor).keys() - _OF_PYTORCH)}"
+        else:
+            return
+        raise LineError(
+            f"{reach.where}: stage {self._names[stage]} is called with {what}: a line of devices "
+            f"passes on dense tensors, their values and nothing else of them. Give the stage what "
+            f"it needs as arguments of their own, or use --keep span"
+        )
 
     def _out_of_order(self, stage: int, reach: Reach, expected: int | None = None) -> LineError:
         after = f"after stage {reach.arrived}" if reach.arrived else "first"
@@ -228,7 +389,7 @@ class _Entering(torch.autograd.Function):
     def forward(ctx: Any, handle: torch.Tensor, arrival: Arrival, number: int) -> torch.Tensor:
         ctx.arrival, ctx.number = arrival, number
         # Not an argument: what is returned may then be written to in place, as in a plain loop.
-        return arrival.tensors[number]
+        return arrival.leaving.tensors[number]
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None]:
@@ -236,45 +397,30 @@ class _Entering(torch.autograd.Function):
         return None, None, None
 
 
+def _comes_from_before(outputs: Sequence[Any], inputs: Sequence[Any]) -> bool:
+    """Whether what has arrived lies between outputs and what they are differentiated by."""
+    nodes = [_node_of(each) for each in outputs]
+    seen = {None, *(_node_of(each) for each in inputs)}
+    while nodes:
+        node = nodes.pop()
+        if node in seen:
+            continue
+        if node.name() == f"{_Entering.__name__}Backward":
+            return True
+        seen.add(node)
+        nodes += [following for following, _ in node.next_functions]
+    return False
+
+
+def _node_of(value: Any) -> Any:
+    """Where a tensor, or an edge of a graph, comes from; None for a leaf."""
+    return value.grad_fn if isinstance(value, torch.Tensor) else value.node
+
+
 def _entered(arrival: Arrival, number: int) -> torch.Tensor:
-    tensor = arrival.tensors[number]
+    tensor = arrival.leaving.tensors[number]
     if not arrival.with_gradient[number]:
         return tensor
     handle = torch.empty((), requires_grad=True)
     entered: torch.Tensor = _Entering.apply(handle, arrival, number)  # type: ignore[no-untyped-call]
     return entered
-
-
-def _form_of(stage: int, training: bool, args: Any, kwargs: Any) -> object:
-    """What the form of a stage's result depends on; None if that cannot be said."""
-    forms = [
-        (tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
-        for tensor in tensors_of((args, kwargs))
-    ]
-    plain = with_tensors((args, kwargs), lambda _: _NO_VALUES)
-    return (stage, training, *forms, repr(plain)) if _is_plain(plain) else None
-
-
-def _is_plain(value: object) -> bool:
-    """Whether a value is made of nothing but what its text tells."""
-    if value is None or value is _NO_VALUES or isinstance(value, bool | int | float | str):
-        return True
-    parts = parts_of(value)
-    return parts is not None and all(_is_plain(part) for _, part in parts)
-
-
-def _emptied(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same form on the meta device."""
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    return made.requires_grad_(tensor.requires_grad)
-
-
-def _hollow_of(reach: Reach, tensor: torch.Tensor) -> torch.Tensor:
-    """What a stage gives this time: anew, as the script may write to it in place."""
-    if isinstance(tensor, Hollow) or tensor.device.type != "meta":
-        return tensor
-    return Hollow.like(_emptied(tensor), reach)
-
-
-def _listed(shapes: Sequence[torch.Size]) -> str:
-    return ", ".join(str(tuple(shape)) for shape in shapes) or "none"

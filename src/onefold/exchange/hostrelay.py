@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from onefold.errors import PeerTimeout
 from onefold.exchange.commonfile import new_file, take_file
 from onefold.exchange.mailbox import Mailbox
 from onefold.exchange.relay import Message, Relay, read_message, room_of, write_message
@@ -33,8 +34,19 @@ class HostRelay(Relay):
             os.close(descriptor)
 
     def receive(self, device: int, source: int) -> Message:
-        head = self._mailbox.receive_note(source)
-        return read_message(head, take_file(self._mailbox, source))
+        try:
+            head = self._mailbox.receive_note(source)
+            return read_message(head, take_file(self._mailbox, source))
+        except PeerTimeout as error:
+            beyond = source + (source - device)
+            if not 0 <= beyond < self._mailbox.size:
+                raise
+            # It does not say for whom it waits itself.
+            raise PeerTimeout(
+                f"{error}. In a line, device {source} may itself have waited for device {beyond}",
+                device=error.device,
+                step=error.step,
+            ) from None
 
     def finish(self) -> None:
         pass  # what was sent lies in files

@@ -11,7 +11,9 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -31,28 +33,43 @@ __all__ = [
     "KernelSettings",
     "TorchDispatchMode",
     "add_each",
+    "address_of",
     "buffers_of",
     "code_compiler",
     "compiled_call_of",
     "compiler_config",
     "copy_each",
     "count_hooks",
+    "has_backward_hooks",
+    "hide_backward_hooks",
     "is_compiled",
+    "is_in_function",
+    "is_transformed",
     "load_compiler",
     "multiply_each",
     "parameters_of",
     "steps_a_schedule",
     "version_of",
+    "watch_differentiation",
     "wrap_clipping",
 ]
 
 _C: Any = torch._C
+_AUTOGRAD: Any = torch.autograd
 _OPTIMIZER: Any = sys.modules["torch.optim.optimizer"]  # torch.optim does not show it
 _COMPILED = "_torchdynamo_orig_callable"
 _CLIP = "_clip_grads_with_norm_"
 
 version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 """The number of times that a tensor was written to in place."""
+
+
+address_of: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")
+"""A number that is another one for every storage that there is, also on the meta device."""
+
+
+is_transformed: Callable[[torch.Tensor], bool] = _C._functorch.is_functorch_wrapped_tensor
+"""Whether a tensor belongs to a call of torch.vmap, or of a function of torch.func."""
 
 
 def parameters_of(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
@@ -80,6 +97,43 @@ def count_hooks(holder: torch.Tensor | torch.nn.Module | torch.optim.Optimizer) 
     of_all = _OPTIMIZER._global_optimizer_pre_hooks, _OPTIMIZER._global_optimizer_post_hooks
     own = holder._optimizer_step_pre_hooks, holder._optimizer_step_post_hooks
     return sum(len(hooks) for hooks in (*of_all, *own))
+
+
+def has_backward_hooks(module: torch.nn.Module) -> bool:
+    """Whether a module has hooks that backward calls."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+@contextmanager
+def hide_backward_hooks(module: torch.nn.Module) -> Iterator[None]:
+    """A block in which calls of a module do not see its backward hooks."""
+    names = ("_backward_hooks", "_backward_pre_hooks")
+    held = {name: vars(module)[name] for name in names}
+    vars(module).update({name: OrderedDict() for name in names})
+    try:
+        yield
+    finally:
+        vars(module).update(held)
+
+
+@contextmanager
+def watch_differentiation(look: Callable[[Sequence[Any], Sequence[Any]], None]) -> Iterator[None]:
+    """A block in which something is called with what is differentiated, and with what by.
+
+    That is with the outputs, and the inputs or nothing if those are all leaves.
+    """
+    # Both torch.autograd.grad and backward call it by this name, wherever they are imported to.
+    inner = _AUTOGRAD._engine_run_backward
+
+    def watched(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        look(outputs, args[3])
+        return inner(outputs, *args, **kwargs)
+
+    _AUTOGRAD._engine_run_backward = watched
+    try:
+        yield
+    finally:
+        _AUTOGRAD._engine_run_backward = inner
 
 
 def steps_a_schedule(step: Callable[..., object]) -> bool:
@@ -218,6 +272,12 @@ def _is_dynamic(part: Any) -> bool:
         held = [cell.cell_contents for cell in cells]
         context = next((each for each in held if hasattr(each, "_dynamic")), None)
     return getattr(context, "_dynamic", None) is True
+
+
+def is_in_function() -> bool:
+    """Whether the caller is called by the forward of a torch.autograd.Function."""
+    # Such a forward has forward-mode derivatives switched off, as torch.no_grad has not.
+    return not _C._is_fwd_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
 def wrap_clipping(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

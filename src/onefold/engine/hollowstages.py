@@ -1,0 +1,203 @@
+"""Has stages of other devices computed in shape alone, where a device of a line comes past them.
+
+Note: what is remembered
+------------------------
+Most stages give the same shapes whenever they are called alike, so they need not be computed again.
+Those that leave something behind, in their arguments or in attributes of their modules, are.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from onefold.core.generatorstates import packed_generators
+from onefold.core.randomness import forked_generators
+from onefold.core.structure import parts_of
+from onefold.engine.callwords import is_plain, numbers_in
+from onefold.engine.hollow import (
+    Hollow,
+    Reach,
+    followed,
+    in_common,
+    tensors_of,
+    times_written,
+    with_tensors,
+)
+from onefold.engine.stagemodules import StageModules
+from onefold.errors import LineError
+
+__all__ = ["HollowStages", "are_left", "marks_of"]
+
+_NO_VALUES = torch.empty(0)
+"""Stands for any tensor."""
+_MOST_KNOWN = 512
+"""Calls of stages whose results are remembered."""
+
+
+class HollowStages:
+    """The stages of a model as other devices see them.
+
+    Args:
+        modules: the stages.
+    """
+
+    def __init__(self, modules: StageModules) -> None:
+        self._modules = modules
+        self._known: dict[object, _Known] = {}
+        """What a stage gives, by what it is called with."""
+
+    def given(
+        self, stage: int, forward: Callable[..., Any], called: tuple[Any, Any], reach: Reach
+    ) -> Any:
+        """What a stage of an earlier device gives, in shape alone."""
+        module = self._modules.modules[stage - 1]
+        reach.is_shaped = True
+        key = _form_of(stage, module.training, *called)
+        known = self._known.get(key)
+        if known is not None and known.fits(module):
+            return with_tensors(known.result, partial(_hollow_of, reach))
+        buffers, before = list(module.buffers()), [*_leaves(called)]
+        noted = numbers_in(_tables(module))
+        with self._explained(stage, reach), forked_generators(reach.device):
+            states = packed_generators(reach.device)
+            with followed(reach):
+                result = forward(*called[0], **called[1])
+            draws = not torch.equal(states, packed_generators(reach.device))
+        self._refuse_writing(stage, reach, buffers)
+        if draws and (numbers_in(result) or noted != numbers_in(_tables(module))):
+            self._refuse_drawn(stage, reach)
+        # What it puts into its arguments it must put there each time.
+        is_alone = _alike(before, [*_leaves(called)])
+        if key is not None and is_alone and not any(map(reach.has_values, tensors_of(result))):
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()  # shards of many sizes
+            self._known[key] = _Known(with_tensors(result, _emptied), [*_held(module)])
+        return with_tensors(result, partial(_hollow_of, reach))
+
+    @contextmanager
+    def _explained(self, stage: int, reach: Reach) -> Iterator[None]:
+        """Say what has failed: with values it has not, or the shard would not have come so far."""
+        try:
+            yield
+        except LineError:
+            raise
+        except Exception as error:
+            raise LineError(
+                f"{reach.where}: stage {self._modules.stages.names[stage]} is another device's, "
+                f"and could not be computed in shape alone ({type(error).__name__}: "
+                f"{str(error).split(chr(10))[0]}), as later devices of a line do. Use --keep span"
+            ) from error
+
+    def _refuse_writing(self, stage: int, reach: Reach, buffers: Sequence[torch.Tensor]) -> None:
+        written = reach.written()
+        alike = in_common(written, buffers)
+        for tensor, is_own in zip(written, alike, strict=True):
+            if not is_own:
+                raise LineError(
+                    f"{reach.where}: stage {self._modules.stages.names[stage]} writes in place to "
+                    f"a tensor of shape {tuple(tensor.shape)} that is not its own (the batch, "
+                    f"perhaps), which other devices have as well: a line of devices cannot follow "
+                    f"that. Write to a clone (x = x.clone()), or use --keep span"
+                )
+
+    def _refuse_drawn(self, stage: int, reach: Reach) -> None:
+        raise LineError(
+            f"{reach.where}: stage {self._modules.stages.names[stage]} draws random numbers, and "
+            f"gives a number that is no tensor, or keeps one in an attribute: other devices of a "
+            f"line draw other ones than the device that has this stage. Make it a tensor, draw it "
+            f"before the model is called, or use --keep span"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What a stage of another device gives when it is called in one way."""
+
+    result: Any
+    held: Sequence[object]
+    """What the stage held afterwards."""
+
+    def fits(self, module: torch.nn.Module) -> bool:
+        """Whether calling the stage would leave it as it is."""
+        return _alike(self.held, [*_held(module)])
+
+
+def _tables(module: torch.nn.Module) -> list[object]:
+    """What the modules of a stage hold."""
+    # Their forward is another one for each shard, while this is looked at: see
+    # `onefold.engine.passing`.
+    return [
+        value
+        for part in module.modules()
+        for name, value in vars(part).items()
+        if name != "forward"
+    ]
+
+
+def _held(module: torch.nn.Module) -> Iterator[object]:
+    yield from _leaves(_tables(module))
+
+
+def _alike(one: Sequence[object], other: Sequence[object]) -> bool:
+    return len(one) == len(other) and all(map(operator.is_, one, other))
+
+
+def marks_of(value: object) -> list[tuple[object, int]]:
+    """What containers hold, and how often it was written to in place."""
+    return [
+        (leaf, times_written(leaf) if isinstance(leaf, torch.Tensor) else 0)
+        for leaf in _leaves(value)
+    ]
+
+
+def are_left(marks: Sequence[tuple[object, int]], value: object) -> bool:
+    """Whether containers still hold what they did when `marks_of` was called, as it was."""
+    now = marks_of(value)
+    alike = _alike([leaf for leaf, _ in marks], [leaf for leaf, _ in now])
+    return alike and [times for _, times in marks] == [times for _, times in now]
+
+
+def _leaves(value: object) -> Iterator[object]:
+    parts = parts_of(value)
+    if parts is None:
+        yield value
+    for _, part in parts or ():
+        yield from _leaves(part)
+
+
+def _form_of(stage: int, training: bool, args: Any, kwargs: Any) -> object:
+    """What the form of a stage's result depends on; None if that cannot be said."""
+    forms = [
+        (tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
+        for tensor in tensors_of((args, kwargs))
+    ]
+    plain = with_tensors((args, kwargs), lambda _: _NO_VALUES)
+    return (stage, training, *forms, repr(plain)) if _is_plain(plain) else None
+
+
+def _is_plain(value: object) -> bool:
+    """Whether a value is made of nothing but what its text tells."""
+    if value is _NO_VALUES or is_plain(value):
+        return True
+    parts = parts_of(value)
+    return parts is not None and all(_is_plain(part) for _, part in parts)
+
+
+def _emptied(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same form on the meta device."""
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return made.requires_grad_(tensor.requires_grad)
+
+
+def _hollow_of(reach: Reach, tensor: torch.Tensor) -> torch.Tensor:
+    """What a stage gives this time: anew, as the script may write to it in place."""
+    if isinstance(tensor, Hollow):
+        return tensor
+    return Hollow.like(_emptied(tensor) if tensor.device.type == "meta" else tensor, reach)
