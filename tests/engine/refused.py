@@ -232,6 +232,12 @@ def with_an_attribute(model: Layers, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def with_its_dtype(model: Layers, x: torch.Tensor) -> torch.Tensor:
+    x = model.layers[0](x)
+    scale = torch.full((1,), 0.37, dtype=x.dtype)  # a linear layer's, in bf16
+    return torch.nn.Sequential(*model.layers[1:])(x) * scale
+
+
 def of_another_kind(model: Layers, x: torch.Tensor) -> torch.Tensor:
     for layer in model.layers:
         x = layer(x, x.detach().as_subclass(Rows))
@@ -317,6 +323,7 @@ class Refused:
     layer: Callable[[], nn.Module] = Linear
     prepare: Callable[[Layers], None] = lambda _: None
     stops_early: bool = True
+    precision: str = "fp32"
     in_processes: str = ""
     """What is said where each device has a process; the same if empty, nothing if "-"."""
 
@@ -357,6 +364,7 @@ REFUSED = {
     "attribute": Refused("a tensor that has an attribute origin", with_an_attribute),
     "kind": Refused("is called with a Rows", of_another_kind),
     "mean": Refused("something made before stage", keeping_a_mean, layer=Averaging),
+    "dtype": Refused("asks for the dtype", with_its_dtype, precision="bf16"),
     "sparse": Refused("is called with a tensor of layout torch.sparse_coo", sparse),
     "vmap": Refused("could not be computed in shape alone", layer=Vectorised),
     "hook": Refused(
@@ -373,7 +381,8 @@ def attempt(name: str, folder: str = "", devices: list[str] | None = None) -> No
     model = Layers(case.forward, case.layer)
     case.prepare(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    trainer = onefold.Trainer(model, optimizer, case.loss, shards=4, threads=1, devices=devices)
+    settings: Any = {"shards": 4, "threads": 1, "precision": case.precision}
+    trainer = onefold.Trainer(model, optimizer, case.loss, devices=devices, **settings)
     batch = F.normalize(torch.randn(9, WIDTH))
     try:
         with set_checkpoint_early_stop(case.stops_early):

@@ -17,6 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from onefold.core.structure import has_fields, parts_of, with_parts
+from onefold.engine.casts import gives_unsure, tells_dtype
 from onefold.errors import LineError
 from onefold.system.compat import address_of, version_of
 
@@ -25,7 +26,9 @@ __all__ = [
     "Reach",
     "followed",
     "in_common",
+    "is_unsure",
     "put_tensors",
+    "shown",
     "tensors_of",
     "times_written",
     "with_tensors",
@@ -47,6 +50,8 @@ class Reach:
     """The stage at which values have arrived; empty while what came before is hollow."""
     is_shaped: bool = False
     """Whether something was computed in shape alone."""
+    is_told: bool = False
+    """Whether the stage that is computed in shape alone was told a dtype that is unsure."""
 
     _stands: dict[int, _StandIn] = field(default_factory=dict)
     """For tensors with values that something hollow is made of, by their id."""
@@ -103,14 +108,16 @@ class Hollow(torch.Tensor):
     reach: Reach
     plain: torch.Tensor
     """The same on the meta device, for what is computed of it."""
+    is_unsure: bool = False
+    """Whether autocast may have given another dtype on the device that has the values."""
 
     @classmethod
-    def like(cls, tensor: torch.Tensor, reach: Reach) -> Hollow:
+    def like(cls, tensor: torch.Tensor, reach: Reach, *, is_unsure: bool = False) -> Hollow:
         """Make the hollow tensor that is shaped as this one, which may be on the meta device."""
         if tensor.device != _META:
             tensor = reach.stand_in(tensor)
         made = tensor.as_subclass(cls)
-        made.reach, made.plain = reach, tensor
+        made.reach, made.plain, made.is_unsure = reach, tensor, is_unsure
         return made
 
     @classmethod
@@ -132,6 +139,8 @@ class Hollow(torch.Tensor):
         if func == _DEVICE_OF:
             return reach.device
         name = getattr(func, "__name__", repr(func))
+        if tells_dtype(func, args, kwargs) and any(map(is_unsure, tensors_of(args))):
+            raise _unsure_dtype(reach)
         if name == "__set__":  # such as .requires_grad, or .grad
             return None
         if _writes(name) and not isinstance(args[0], Hollow):
@@ -167,6 +176,9 @@ class _Following(TorchFunctionMode):
             return with_tensors(made, lambda t: Hollow.apart(t, self._reach))
         if func == _DEVICE_OF:
             return self._reach.device
+        self._reach.is_told |= tells_dtype(func, args, kwargs) and any(
+            map(is_unsure, tensors_of(args))
+        )
         return _run(func, args, kwargs, self._reach, name)
 
 
@@ -175,6 +187,7 @@ def followed(reach: Reach) -> Iterator[None]:
     """A block in which a stage of another device is computed in shape alone."""
     with _Following(reach):
         yield
+    reach.is_told = False
 
 
 def tensors_of(value: object) -> Iterator[torch.Tensor]:
@@ -216,6 +229,16 @@ def put_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
     else:
         return with_parts(value, parts)
     return value
+
+
+def shown(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that may be asked for its form, whether it is hollow or not."""
+    return tensor.plain if isinstance(tensor, Hollow) else tensor
+
+
+def is_unsure(tensor: torch.Tensor) -> bool:
+    """Whether autocast may have given another dtype on the device that has the values."""
+    return isinstance(tensor, Hollow) and tensor.is_unsure
 
 
 def times_written(tensor: torch.Tensor) -> int:
@@ -269,6 +292,8 @@ def _run(
             f"follow that ({str(error).splitlines()[0]}). Use --keep span"
         ) from error
     made = list(tensors_of(result))
+    forms = ((shown(tensor), is_unsure(tensor)) for tensor in tensors_of((args, kwargs)))
+    unsure = reach.is_told or gives_unsure(name, args, kwargs, forms, reach.device.type)
     reach.is_shaped |= bool(made)
     if made and reach.arrived:
         raise LineError(
@@ -281,9 +306,17 @@ def _run(
         if tracked and (tensor.is_floating_point() or tensor.is_complex()):
             tensor.requires_grad_()
         found = places.get(id(tensor))
-        return Hollow.like(tensor, reach) if found is None else found
+        return Hollow.like(tensor, reach, is_unsure=unsure) if found is None else found
 
     return with_tensors(result, hollow) if made else result
+
+
+def _unsure_dtype(reach: Reach) -> LineError:
+    return LineError(
+        f"{reach.where}: the script asks for the dtype of what a stage on another device gives, "
+        f"which autocast decides there: a line of devices does not know it before that has "
+        f"arrived. Name a dtype, ask inside of a stage, or use --keep span"
+    )
 
 
 def _written_by_script(reach: Reach, name: str) -> LineError:

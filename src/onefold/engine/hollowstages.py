@@ -26,6 +26,8 @@ from onefold.engine.hollow import (
     Reach,
     followed,
     in_common,
+    is_unsure,
+    shown,
     tensors_of,
     times_written,
     with_tensors,
@@ -59,10 +61,10 @@ class HollowStages:
         """What a stage of an earlier device gives, in shape alone."""
         module = self._modules.modules[stage - 1]
         reach.is_shaped = True
-        key = _form_of(stage, module.training, *called)
+        key = _form_of(stage, module.training, reach.device.type, *called)
         known = self._known.get(key)
         if known is not None and known.fits(module):
-            return with_tensors(known.result, partial(_hollow_of, reach))
+            return known.given(reach)
         buffers, before = list(module.buffers()), [*_leaves(called)]
         noted = numbers_in(_tables(module))
         with self._explained(stage, reach), forked_generators(reach.device):
@@ -78,7 +80,9 @@ class HollowStages:
         if key is not None and is_alone and not any(map(reach.has_values, tensors_of(result))):
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()  # shards of many sizes
-            self._known[key] = _Known(with_tensors(result, _emptied), [*_held(module)])
+            unsure = [is_unsure(tensor) for tensor in tensors_of(result)]
+            empty = with_tensors(result, _emptied)
+            self._known[key] = _Known(empty, unsure, [*_held(module)])
         return with_tensors(result, partial(_hollow_of, reach))
 
     @contextmanager
@@ -121,8 +125,17 @@ class _Known:
     """What a stage of another device gives when it is called in one way."""
 
     result: Any
+    unsure: Sequence[bool]
+    """Of which of its tensors the dtype is unsure."""
     held: Sequence[object]
     """What the stage held afterwards."""
+
+    def given(self, reach: Reach) -> Any:
+        """The same anew, as the script may write to it in place."""
+        unsure = iter(self.unsure)
+        return with_tensors(
+            self.result, lambda t: Hollow.like(_emptied(t), reach, is_unsure=next(unsure))
+        )
 
     def fits(self, module: torch.nn.Module) -> bool:
         """Whether calling the stage would leave it as it is."""
@@ -172,14 +185,16 @@ def _leaves(value: object) -> Iterator[object]:
         yield from _leaves(part)
 
 
-def _form_of(stage: int, training: bool, args: Any, kwargs: Any) -> object:
+def _form_of(stage: int, training: bool, device: str, args: Any, kwargs: Any) -> object:
     """What the form of a stage's result depends on; None if that cannot be said."""
     forms = [
-        (tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
+        (form.shape, form.stride(), form.dtype, tensor.requires_grad, is_unsure(tensor))
         for tensor in tensors_of((args, kwargs))
+        for form in [shown(tensor)]
     ]
+    casts = torch.is_autocast_enabled(device)
     plain = with_tensors((args, kwargs), lambda _: _NO_VALUES)
-    return (stage, training, *forms, repr(plain)) if _is_plain(plain) else None
+    return (stage, training, casts, *forms, repr(plain)) if _is_plain(plain) else None
 
 
 def _is_plain(value: object) -> bool:
@@ -192,12 +207,11 @@ def _is_plain(value: object) -> bool:
 
 def _emptied(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of the same form on the meta device."""
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    form = shown(tensor)
+    made = torch.empty_strided(form.shape, form.stride(), dtype=form.dtype, device="meta")
     return made.requires_grad_(tensor.requires_grad)
 
 
 def _hollow_of(reach: Reach, tensor: torch.Tensor) -> torch.Tensor:
-    """What a stage gives this time: anew, as the script may write to it in place."""
-    if isinstance(tensor, Hollow):
-        return tensor
-    return Hollow.like(_emptied(tensor) if tensor.device.type == "meta" else tensor, reach)
+    """What a stage gives this time."""
+    return tensor if isinstance(tensor, Hollow) else Hollow.like(tensor, reach)
