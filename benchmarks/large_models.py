@@ -76,7 +76,8 @@ def sides_of(processes: int) -> dict[str, SideSpec]:
         )
         for keep, exchange in (
             *(("all", "shared"), ("span", "shared"), ("host", "shared")),
-            *(("all", "collective"), ("span", "collective")),
+            ("stages", "shared"),
+            *(("all", "collective"), ("span", "collective"), ("stages", "collective")),
         )
     }
     others = {

@@ -53,7 +53,7 @@ _AT_HAND = 2
 
 _QUICK = torch.nn.TransformerEncoderLayer, torch.nn.MultiheadAttention
 _WITH_ALL = (
-    "with --keep span devices that share no memory have parameters brought, by such hooks, which "
+    "with --keep span or stages devices have parameters brought, by such hooks, which "
     "torch.func does not allow: use torch.autograd.grad, or call trainer.evaluate and "
     "trainer.predict in `with trainer.whole():`"
 )
@@ -189,8 +189,8 @@ class SpanLending(Lending):
         if self._is_answered:
             raise RuntimeError(
                 f"{call.words} was called while a shard was computed, for which devices bring each "
-                f"other parameters (--keep span): expected calls of the trainer between shards. "
-                f"trainer.evaluate and trainer.predict allow them in `with trainer.whole():`"
+                f"other parameters (--keep span or stages): expected calls of the trainer between "
+                f"shards. trainer.evaluate and trainer.predict allow them in `with trainer.whole():`"
             )
 
     @contextmanager
