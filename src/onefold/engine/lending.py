@@ -190,7 +190,8 @@ class SpanLending(Lending):
             raise RuntimeError(
                 f"{call.words} was called while a shard was computed, for which devices bring each "
                 f"other parameters (--keep span or stages): expected calls of the trainer between "
-                f"shards. trainer.evaluate and trainer.predict allow them in `with trainer.whole():`"
+                f"shards. trainer.evaluate and trainer.predict allow them in "
+                f"`with trainer.whole():`"
             )
 
     @contextmanager
