@@ -295,7 +295,7 @@ def test_what_was_changed_on_purpose_may_be_said(runs: Runs) -> None:
         (["--checkpoint", "c", "--keep-last", "0"], "expected keep_last of at least 1, got 0"),
         (
             ["--checkpoint", "c", "--keep", "3"],
-            "expected keep to be one of all, span, host, got '3'; how",
+            "expected keep to be one of all, span, host, stages, got '3'; how",
         ),
         (["--home", "."], "--home .: expected --keep host or span with it"),
         (["--keep", "host", "--home", "b"], "--home b: expected a folder that is there"),

@@ -226,7 +226,7 @@ def test_what_devices_keep_is_compared_as_well(tmp_path: Path) -> None:
 def test_what_devices_cannot_keep_is_refused(tmp_path: Path) -> None:
     done = verify(tmp_path, SCRIPTS / "verified.py", "none", keep="all,spam")
     assert done.returncode != 0
-    assert "expected keep to be one of all, span, host, got 'spam'" in done.stderr
+    assert "expected keep to be one of all, span, host, stages, got 'spam'" in done.stderr
 
 
 @pytest.mark.parametrize("devices", ["1", "", "1,x", "0,1"])

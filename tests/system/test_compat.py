@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import onefold
-from onefold.system import compat
+from onefold.system import compat, compilers
 
 SOURCE = Path(onefold.__file__).parent
 TABLES = {"_parameters", "_buffers", "_modules", "_version", "_post_accumulate_grad_hooks"}
@@ -41,13 +41,13 @@ def private_names(text: str) -> set[str]:
     return found
 
 
-def test_private_names_are_used_in_one_place() -> None:
+def test_private_names_are_used_in_one_place_and_those_about_kernels_next_to_it() -> None:
     used = {
         path.relative_to(SOURCE).as_posix(): names
         for path in SOURCE.rglob("*.py")
         if (names := private_names(path.read_text()))
     }
-    assert set(used) == {"system/compat.py"}
+    assert set(used) == {"system/compat.py", "system/compilers.py"}
 
 
 def test_the_search_finds_them() -> None:
@@ -208,10 +208,10 @@ def test_the_limit_of_a_group_that_is_there() -> None:
 
 def test_kernels_that_repeat_their_bits_can_be_chosen_and_put_back() -> None:
     """Or bits would depend on which algorithm was the fastest at the moment."""
-    before = compat.KernelSettings()
+    before = compilers.KernelSettings()
     assert not torch.are_deterministic_algorithms_enabled()
     fill = torch.utils.deterministic.fill_uninitialized_memory
-    compat.KernelSettings.repeat_bits()
+    compilers.KernelSettings.repeat_bits()
     assert torch.are_deterministic_algorithms_enabled()
     assert not torch.utils.deterministic.fill_uninitialized_memory
     assert not torch.backends.cudnn.benchmark
@@ -223,11 +223,11 @@ def test_kernels_that_repeat_their_bits_can_be_chosen_and_put_back() -> None:
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_the_compilers_settings_have_their_names() -> None:
     """Or compiled models would be compiled for shapes that vary, and bits with the devices."""
-    config = compat.load_compiler()
+    config = compilers.load_compiler()
     names = {"automatic_dynamic_shapes", "assume_static_by_default", "recompile_limit"}
     names |= {"accumulated_recompile_limit", "fail_on_recompile_limit_hit"}
     assert all(hasattr(config, name) for name in names)
-    generator = compat.compiler_config(may_load=True)
+    generator = compilers.compiler_config(may_load=True)
     assert generator is None or hasattr(generator, "deterministic")
 
 
@@ -235,17 +235,17 @@ def test_the_compilers_settings_have_their_names() -> None:
 def test_what_is_compiled_is_seen() -> None:
     """Or shapes that vary would not be refused."""
     layer = nn.Linear(2, 2)
-    assert compat.compiled_call_of(layer) is None
-    assert not compat.is_compiled(layer)
+    assert compilers.compiled_call_of(layer) is None
+    assert not compilers.is_compiled(layer)
     wholly = torch.compile(layer, dynamic=True)
-    assert compat.is_compiled(wholly)
-    assert compat.is_compiled(wholly, dynamic=True)
+    assert compilers.is_compiled(wholly)
+    assert compilers.is_compiled(wholly, dynamic=True)
     function = torch.compile(lambda x: x + 1, dynamic=True)
-    assert compat.is_compiled(function)
-    assert compat.is_compiled(function, dynamic=True)
-    assert not compat.is_compiled(torch.compile(lambda x: x + 1), dynamic=True)
+    assert compilers.is_compiled(function)
+    assert compilers.is_compiled(function, dynamic=True)
+    assert not compilers.is_compiled(torch.compile(lambda x: x + 1), dynamic=True)
     layer.compile()
-    assert compat.compiled_call_of(layer) is not None
+    assert compilers.compiled_call_of(layer) is not None
 
 
 def test_clipping_goes_through_a_function_that_can_be_wrapped(

@@ -39,7 +39,7 @@ from onefold.engine.outside import OutsideModules
 from onefold.engine.replica import LossFunction, Replica, ShardTask
 from onefold.errors import LossError
 from onefold.exchange.board import Board
-from onefold.system.compat import code_compiler
+from onefold.system.compilers import code_compiler
 
 __all__ = ["CompiledLoss", "Rehearsal", "check_compiler", "check_layers", "compiled"]
 

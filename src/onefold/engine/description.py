@@ -21,7 +21,7 @@ from onefold.engine.modelparts import ModelParts
 from onefold.engine.optimizers import name_of
 from onefold.engine.schedules import class_of
 from onefold.errors import DisagreementError
-from onefold.system.compat import code_compiler
+from onefold.system.compilers import code_compiler
 
 __all__ = ["compare", "describe"]
 

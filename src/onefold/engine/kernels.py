@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from onefold.system.compat import (
+from onefold.system.compilers import (
     KernelSettings,
     compiled_call_of,
     compiler_config,

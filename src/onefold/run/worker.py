@@ -149,7 +149,7 @@ def _load_torch() -> None:
     """
     gc.disable()
     try:
-        importlib.import_module("onefold.system.compat").load_compiler()
+        importlib.import_module("onefold.system.compilers").load_compiler()
     finally:
         gc.enable()
     gc.freeze()  # these objects stay: no later collection need look at them
