@@ -12,7 +12,7 @@ import struct
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -137,6 +137,9 @@ class Side:
         except TimeoutError:
             raise self._failure(f"no answer within {STEPS_LIMIT_S:.0f} s") from None
         if not answer:
+            # Who launched it says why, once all of its processes have ended.
+            with suppress(subprocess.TimeoutExpired):
+                self._launcher.wait(timeout=END_LIMIT_S)
             raise self._failure("a process ended early")
         done: dict[str, float] = json.loads(answer)
         if not math.isfinite(done["loss"]):

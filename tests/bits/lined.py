@@ -30,7 +30,8 @@ class Text(large.GPT):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
-        y = self.tokens(x) + self.places(torch.arange(x.shape[1], device=x.device)) * self.scale
+        # A table that is read, and not called.
+        y = self.tokens(x) + self.places.weight[: x.shape[1]] * self.scale
         y = F.dropout(y, 0.1, self.training)
         if self.grouped:
             # Several layers in one checkpoint, which a line may cut.

@@ -36,7 +36,8 @@ from onefold.core.head import Call
 from onefold.core.stages import ROOT
 from onefold.engine.advice import is_about_hooks
 from onefold.engine.gradients import keeping_gradients
-from onefold.engine.lentparameter import Elsewhere, LentParameters
+from onefold.engine.hollow import Hollow, Reach
+from onefold.engine.lentparameter import Elsewhere, LentParameters, Replace
 from onefold.engine.replica import Replica
 from onefold.engine.shardtask import ShardTask
 from onefold.engine.stagemodules import StageModules
@@ -100,6 +101,10 @@ class Lending:
 
     def in_line(self) -> AbstractContextManager[None]:
         """Surround the shards of a step that go through a line of devices."""
+        return nullcontext()
+
+    def on_the_way(self, reach: Reach) -> AbstractContextManager[None]:
+        """Surround a shard on a device of a line, which has come so far in the loss."""
         return nullcontext()
 
     def passes(self, function: Function) -> AbstractContextManager[Function]:
@@ -170,6 +175,7 @@ class SpanLending(Lending):
             for parameter, stage in zip(self._trained, self._layout.stages.stage_of, strict=True)
         }
         self._is_answered = self._is_line = False
+        self._reach: Reach | None = None
         self._rooms: dict[int, torch.Tensor] = {}
         """The memory of each stage that is here, the latest last."""
         self._stage_at: dict[int, int] = {}
@@ -273,6 +279,14 @@ class SpanLending(Lending):
             self._is_line = False
 
     @contextmanager
+    def on_the_way(self, reach: Reach) -> Iterator[None]:
+        self._reach = reach
+        try:
+            yield
+        finally:
+            self._reach = None
+
+    @contextmanager
     def _bringing(self) -> Iterator[Callable[[], None]]:
         """Surround a forward pass and its backward.
 
@@ -333,9 +347,15 @@ class SpanLending(Lending):
             self._trained[number].data = self._view(number, room)
         return room
 
-    def _bring_used(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Bring what somebody is about to compute with, outside of its stage."""
+    def _bring_used(self, tensors: Sequence[torch.Tensor]) -> Replace | None:
+        """Bring what somebody is about to compute with, outside of its stage.
+
+        What a device of a line computes before values have arrived is hollow in any case.
+        """
         stages = {id(t): self._stage_of[id(t)] for t in tensors if id(t) in self._stage_of}
+        reach = self._reach
+        if reach is not None and self._replica.number and not reach.arrived:
+            return lambda tensor: Hollow.like(tensor, reach) if id(tensor) in stages else tensor
         if self._is_line:
             missing = next(each for each, stage in stages.items() if stage not in self._rooms)
             stage_name = self._layout.stages.names[stages[missing]]
@@ -355,6 +375,7 @@ class SpanLending(Lending):
         for stage in sorted(together):
             # None of them may make room for another.
             self._bring(stage, together)
+        return None
 
     def _name(self, identity: int) -> str:
         names = dict(zip(map(id, self._trained), self._replica.parts.trained, strict=True))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import GetSetDescriptorType
 from typing import Any
 
 import torch
 
-__all__ = ["Elsewhere", "LentParameters"]
+from onefold.engine.hollow import tensors_of, with_tensors
+
+__all__ = ["Elsewhere", "LentParameters", "Replace"]
+
+Replace = Callable[[torch.Tensor], torch.Tensor]
 
 _VALUES = ("data", "T", "mT", "H", "mH", "real", "imag")
 """Properties of a tensor that show its values; all others are about it, or belong to it."""
@@ -57,10 +61,11 @@ class LentParameters:
 
     Args:
         used: called with all tensors that somebody is about to compute with, such a parameter
-            among them; it brings the values, or raises an error.
+            among them; it brings the values, or raises an error, or returns by what to replace
+            each tensor in this computation.
     """
 
-    def __init__(self, used: Callable[[Sequence[torch.Tensor]], None]) -> None:
+    def __init__(self, used: Callable[[Sequence[torch.Tensor]], Replace | None]) -> None:
         self._used = used
         self._classes: dict[type, type] = {}
         self._plain: dict[type, type] = {}
@@ -93,19 +98,10 @@ class LentParameters:
         ) -> Any:
             given = kwargs or {}
             if func not in _HARMLESS:
-                own._used(list(_tensors((args, given))))
+                replaced = own._used(list(tensors_of((args, given))))
+                if replaced is not None:
+                    return func(*with_tensors(args, replaced), **with_tensors(given, replaced))
             return kind.__torch_function__(func, types, args, given)  # type: ignore[attr-defined]
 
         members = {"__torch_function__": classmethod(torch_function), "__module__": kind.__module__}
         return type(kind.__name__, (kind,), members)
-
-
-def _tensors(found: Any) -> Iterator[Any]:
-    if isinstance(found, torch.Tensor):
-        yield found
-    elif isinstance(found, list | tuple):
-        for part in found:
-            yield from _tensors(part)
-    elif isinstance(found, Mapping):
-        for part in found.values():
-            yield from _tensors(part)

@@ -47,7 +47,7 @@ class Line:
         self._lending = lending
         modules = replicas[0].stages
         assert modules is not None
-        self._passings = [Passing(modules, replica.number) for replica in replicas]
+        self._passings = [Passing(modules, replica.number, lending) for replica in replicas]
         if replicas[0].number == 0:
             _tell(modules.stages, exchange.board.shape.shards)
 

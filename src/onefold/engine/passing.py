@@ -30,6 +30,7 @@ from onefold.engine.hollow import (
     times_written,
 )
 from onefold.engine.hollowstages import HollowStages
+from onefold.engine.lending import Lending
 from onefold.engine.linehooks import hooks_in_place
 from onefold.engine.linestate import ShardState
 from onefold.engine.replica import Replica
@@ -120,9 +121,11 @@ class Passing:
     Args:
         modules: the stages.
         place: of the device, from 0.
+        lending: has the parameters of the device's stages there.
     """
 
-    def __init__(self, modules: StageModules, place: int) -> None:
+    def __init__(self, modules: StageModules, place: int, lending: Lending) -> None:
+        self._lending = lending
         self._modules = modules
         self._names = modules.stages.names
         self._places = modules.stages.places
@@ -144,6 +147,7 @@ class Passing:
         """
         model, reach = passage.replica.module, passage.reach
         with ExitStack() as put:
+            put.enter_context(self._lending.on_the_way(reach))
             put.enter_context(hooks_in_place(model, self._place_of, self._place, reach))
             if passage.arrival is not None and not passage.again:
                 put.enter_context(watch_differentiation(partial(self._refuse_grad, passage)))
