@@ -51,7 +51,8 @@ Devices = Annotated[
 Keep = Annotated[
     str,
     typer.Option(
-        help="What a device keeps of the model: all, its span, nothing (host), or stages."
+        help="What a device keeps of the model: all, its span, nothing (host), or stages "
+        "(stages:2: in lines of two devices)."
     ),
 ]
 Home = Annotated[
@@ -132,7 +133,7 @@ def run(
         raise LaunchError(f"{given}: expected with --checkpoint, which names the directory")
     # Absolute paths: the script may change its folder before a worker uses them.
     options = RunOptions(
-        keep=keep,  # type: ignore[arg-type]  # RunOptions checks it
+        keep=keep,
         home=_folder(home, keep),
         exchange=exchange,  # type: ignore[arg-type]  # likewise
         timeout_s=timeout,

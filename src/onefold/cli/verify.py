@@ -183,7 +183,7 @@ class _Comparison:
         name = str(self._runs)
         options = replace(
             self._options,
-            keep=way.keep,  # type: ignore[arg-type]  # RunOptions checks it
+            keep=way.keep,
             probe=str(self._folder),
             probe_run=name,
             probe_steps=self.steps,
@@ -380,11 +380,35 @@ def _row(run: _Run, trainer: int, found: Difference | None, *, reference: bool) 
 def _read_ways(devices: str, keep: str) -> list[_Way]:
     kept = [part.strip() for part in keep.split(",")]
     for each in kept:
-        RunOptions(keep=each)  # type: ignore[arg-type]  # to be refused before anything runs
+        RunOptions(keep=each)  # to be refused before anything runs
     counts = [part.strip() for part in devices.split(",")]
     usable = all(part.isdecimal() and int(part) > 0 for part in counts)
     if not usable or len(counts) * len(kept) < 2:
         raise ValueError(
             f"--devices {devices!r}: expected two or more device counts, such as 1,2,3"
         )
-    return [_Way(int(count), each, tells_keep=len(kept) > 1) for each in kept for count in counts]
+    # With `stages:2`, an odd number of devices makes no whole lines.
+    ways = [
+        _Way(int(count), each, tells_keep=len(kept) > 1)
+        for each in kept
+        for count in counts
+        if _makes_lines(each, int(count))
+    ]
+    for each in kept:
+        if not any(way.keep == each for way in ways):
+            raise ValueError(
+                f"--keep {each}: expected a multiple of that among --devices {devices}"
+            )
+    if len(ways) < 2:
+        raise ValueError(
+            f"--devices {devices} --keep {keep}: expected two ways to compare, got one"
+        )
+    return ways
+
+
+def _makes_lines(keep: str, devices: int) -> bool:
+    try:
+        RunOptions(keep=keep).line_of(devices)
+    except ValueError:
+        return False
+    return True

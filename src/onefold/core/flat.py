@@ -41,6 +41,7 @@ __all__ = [
     "cut_pieces",
     "cut_spans",
     "cut_spans_by_stage",
+    "cut_spans_in_lines",
     "extent",
     "laid_out",
     "lay_out",
@@ -343,6 +344,28 @@ def cut_spans_by_stage(
         for span, cut in zip(spans, cuts, strict=True):
             span += [numbers[place] for place in cut]
     return tuple(tuple(sorted(span)) for span in spans)
+
+
+def cut_spans_in_lines(
+    pieces: Sequence[Piece], stage_of: Sequence[int], places: Sequence[int], lines: int
+) -> tuple[tuple[int, ...], ...]:
+    """Divide the pieces of every stage between the devices that compute it, one in each line.
+
+    Args:
+        pieces: of the model.
+        stage_of: for each entry, the number of its stage.
+        places: for each stage, the place in its line of a device that computes it.
+        lines: how many there are.
+
+    Returns:
+        For each device, line after line, the numbers of its pieces.
+    """
+    columns = []
+    for place in sorted(set(places)):
+        numbers = [n for n, piece in enumerate(pieces) if places[stage_of[piece.entry]] == place]
+        spans = cut_spans_by_stage([pieces[number] for number in numbers], stage_of, lines)
+        columns.append([tuple(numbers[n] for n in span) for span in spans])
+    return tuple(column[line] for line in range(lines) for column in columns)
 
 
 def cut_chunks(layout: Layout, span: Sequence[Piece]) -> list[Chunk]:

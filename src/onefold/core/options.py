@@ -34,8 +34,9 @@ class RunOptions:
     """Directory of checkpoints: the run continues from the newest, and writes new ones there."""
     every: int = 200
     """Number of steps from one checkpoint to the next."""
-    keep: KeepName = "all"
-    """What of the model's parameters, gradients and optimizer state each device keeps."""
+    keep: str = "all"
+    """What of the model's parameters, gradients and optimizer state each device keeps: a
+    `KeepName`, or ``stages:N`` for lines of N devices side by side."""
     home: str = ""
     """Folder of the file that has the model if devices do not keep all of it; empty for that of
     temporary files."""
@@ -80,10 +81,11 @@ class RunOptions:
             check_whole(name, value, least=least)
         if self.restarts and not self.checkpoint:
             raise ValueError("restarts go on from the last checkpoint: name a directory for them")
-        if self.keep not in get_args(KeepName):
+        if not _is_keep(self.keep):
             raise ValueError(
                 f"expected keep to be one of {', '.join(get_args(KeepName))}, got {self.keep!r}; "
-                f"how many checkpoints are kept is --keep-last"
+                f"how many checkpoints are kept is --keep-last, and lines of 2 devices or more "
+                f"side by side are stages:2 and so on"
             )
         if self.exchange not in ("auto", "shared", "collective"):
             raise ValueError(
@@ -91,6 +93,40 @@ class RunOptions:
             )
 
     @property
+    def keeps(self) -> KeepName:
+        """What each device keeps, without a number behind it."""
+        name: KeepName = self.keep.partition(":")[0]  # type: ignore[assignment]  # checked above
+        return name
+
+    def line_of(self, devices: int) -> int:
+        """How many devices compute a shard together if a run has so many; 1 without lines.
+
+        Raises:
+            ValueError: the devices do not make whole lines.
+
+        >>> RunOptions(keep="stages").line_of(4), RunOptions(keep="stages:2").line_of(4)
+        (4, 2)
+        """
+        name, _, number = self.keep.partition(":")
+        if name != "stages":
+            return 1
+        line = int(number or devices)
+        if devices % line:
+            raise ValueError(
+                f"expected a number of devices that is a multiple of {line} with --keep "
+                f"{self.keep}, which makes lines of {line} devices, got {devices}"
+            )
+        return line
+
+    @property
     def may_stop(self) -> bool:
         """Whether the run saves itself when it is asked to stop."""
         return self.saves or bool(self.checkpoint)
+
+
+def _is_keep(keep: object) -> bool:
+    if not isinstance(keep, str):
+        return False
+    name, colon, number = keep.partition(":")
+    lines = name == "stages" and number.isascii() and number.isdecimal() and int(number) >= 2
+    return name in get_args(KeepName) and (lines or not colon)

@@ -17,7 +17,7 @@ from itertools import chain, pairwise
 
 import torch
 
-from onefold.core.flat import Piece, cut_spans, cut_spans_by_stage
+from onefold.core.flat import Piece, cut_spans, cut_spans_by_stage, cut_spans_in_lines
 from onefold.core.shard import Plan
 from onefold.core.stages import Stages
 
@@ -126,8 +126,5 @@ def _first_spans(
         return cut_spans(pieces, devices)
     if not stages.places:
         return cut_spans_by_stage(pieces, stages.stage_of, devices)
-    places = [stages.places[stages.stage_of[piece.entry]] for piece in pieces]
-    return tuple(
-        tuple(number for number, place in enumerate(places) if place == device)
-        for device in range(devices)
-    )
+    lines = devices // stages.line
+    return cut_spans_in_lines(pieces, stages.stage_of, stages.places, lines)

@@ -93,13 +93,26 @@ class Plan:
         return cls(tuple(stop - start for start, stop in cut_bounds(shards, devices)))
 
     @classmethod
-    def in_line(cls, *, shards: int, devices: int) -> Plan:
-        """Have all devices compute every shard together: the first one has them all.
+    def in_lines(cls, *, shards: int, devices: int, line: int) -> Plan:
+        """Have the devices of each line compute shards together: the first one of it has them.
 
-        >>> Plan.in_line(shards=4, devices=2).read_by(1)
+        Raises:
+            ValueError: there are more lines than shards.
+
+        >>> Plan.in_lines(shards=4, devices=2, line=2).read_by(1)
         (0, 1, 2, 3)
+        >>> Plan.in_lines(shards=5, devices=4, line=2).counts
+        (3, 0, 2, 0)
         """
-        return cls((shards, *[0] * (devices - 1)), in_rounds=True, line=devices)
+        lines = devices // line
+        if lines > shards:
+            raise ValueError(
+                f"{lines} lines of devices cannot share {shards} shards: a shard is never divided. "
+                f"Use at most {shards} lines, or give Trainer more shards"
+            )
+        counts = [0] * devices
+        counts[::line] = [stop - start for start, stop in cut_bounds(shards, lines)]
+        return cls(tuple(counts), in_rounds=True, line=line)
 
     @classmethod
     def given(cls, counts: Sequence[int], *, shards: int, devices: int) -> Plan:
@@ -132,6 +145,14 @@ class Plan:
     def read_by(self, device: int) -> Sequence[int]:
         """The shards of which ``device`` needs the samples: its own, or those of its line."""
         return self.shards_of(device // self.line * self.line)
+
+    def column_of(self, device: int) -> range:
+        """The devices that compute the same as ``device``, one in each line.
+
+        >>> list(Plan.in_lines(shards=4, devices=6, line=2).column_of(3))
+        [1, 3, 5]
+        """
+        return range(device % self.line, self.devices, self.line)
 
     def in_a_row(self) -> Plan:
         """Make the plan in which each device's shards are neighbours, and it has them for itself.

@@ -28,6 +28,11 @@ class Stages:
     empty where every device computes all stages."""
 
     @property
+    def line(self) -> int:
+        """How many devices compute the model together."""
+        return max(self.places, default=0) + 1
+
+    @property
     def entries(self) -> tuple[tuple[int, ...], ...]:
         """For each stage, the numbers of its parameters."""
         return tuple(

@@ -142,8 +142,8 @@ def _stages(
     team: Team,
 ) -> StageModules | None:
     """The stages after each of which gradients are handed over; None if whole sums are."""
-    keep = team.world.options.keep
-    line = len(team.devices) if keep == "stages" else 1
+    keep = team.world.options.keeps
+    line = team.world.options.line_of(len(team.devices))
     # One shard is added to nothing, so there is nothing to hand over: but perhaps to put away.
     if keep == "all" or (keep != "host" and settings.shards == 1 and line == 1):
         return None
@@ -159,7 +159,7 @@ def _stages(
 def _heap(team: Team) -> Heap:
     """Where the model of this process lies on the host."""
     options = team.world.options
-    if options.keep != "host":
+    if options.keeps != "host":
         return ORDINARY
     kind = team.devices[team.own[0]].type
     if kind != "cpu":

@@ -159,6 +159,7 @@ class SpanLending(Lending):
         self._memory = exchange.memory
         self._flat = exchange.memory.trained[replica.number]
         self._fold = exchange.stages
+        self._place = replica.number % self._fold.stages.line
         self._layout = update.storage.lent_layout()
         self._trained = list(replica.parts.trained.values())
         self._hollow = [
@@ -265,16 +266,16 @@ class SpanLending(Lending):
         if self.is_whole:
             yield
             return
-        places = self._layout.stages.places
-        own = [stage for stage, place in enumerate(places) if place == self._replica.number]
+        own = [s for s, place in enumerate(self._layout.stages.places) if place == self._place]
         self._is_line = True
         try:
             with self._answered():
-                # All devices together: the first one has it.
+                # All devices together: the first one of each line has some of it.
                 self._bring(ROOT)
-                for stage in own:
-                    self._bring(stage, own)
-                yield
+                with self._fold.in_line():
+                    for stage in own:
+                        self._bring(stage, own)
+                    yield
         finally:
             self._is_line = False
 
@@ -354,7 +355,7 @@ class SpanLending(Lending):
         """
         stages = {id(t): self._stage_of[id(t)] for t in tensors if id(t) in self._stage_of}
         reach = self._reach
-        if reach is not None and self._replica.number and not reach.arrived:
+        if reach is not None and self._place and not reach.arrived:
             return lambda tensor: Hollow.like(tensor, reach) if id(tensor) in stages else tensor
         if self._is_line:
             missing = next(each for each, stage in stages.items() if stage not in self._rooms)

@@ -47,9 +47,11 @@ class Line:
         self._lending = lending
         modules = replicas[0].stages
         assert modules is not None
-        self._passings = [Passing(modules, replica.number, lending) for replica in replicas]
+        stages = modules.stages
+        self._passings = [Passing(modules, n.number % stages.line, lending) for n in replicas]
         if replicas[0].number == 0:
-            _tell(modules.stages, exchange.board.shape.shards)
+            shape = exchange.board.shape
+            _tell(stages, shape.devices // stages.line, shape.shards)
 
     def run(self, batch: ShardedBatch, task: ShardTask) -> None:
         """Compute all shards of a step, and hand over what each stage gave.
@@ -76,6 +78,7 @@ class Line:
                     while not worker.is_done and worker.can_go():
                         worker.go()
             relay.finish()
+            fold.end_round()
         for replica in self._replicas:
             replica.end()
 
@@ -111,19 +114,21 @@ def line_of(
     return Line(replicas, attached, exchange, lending)
 
 
-def _tell(stages: Stages, shards: int) -> None:
-    """Say which device has which stages, and what a line costs."""
-    devices = max(stages.places) + 1
+def _tell(stages: Stages, lines: int, shards: int) -> None:
+    """Say which device has which stages, and what lines cost."""
     parts = []
-    for device in range(devices):
-        own = [n for n, at in zip(stages.names, stages.places, strict=True) if at == device]
-        named = own[ROOT + 1 :] if device == 0 else own
+    for place in range(stages.line):
+        own = [n for n, at in zip(stages.names, stages.places, strict=True) if at == place]
+        named = own[ROOT + 1 :] if place == 0 else own
         parts.append(named[0] if len(named) == 1 else f"{named[0]} to {named[-1]}")
+    most = -(-shards // lines)
     _log.warning(
-        "a line of %d devices: %s. With %d shards a step takes %.0f %% longer than the work of one "
+        "%s of %d devices: %s. With %d shards%s a step takes %.0f %% longer than the work of one "
         "device, waiting for others: more shards wait less",
-        devices,
+        "a line" if lines == 1 else f"{lines} lines side by side, each",
+        stages.line,
         " | ".join(parts),
-        shards,
-        100 * waiting(devices, shards),
+        most,
+        "" if lines == 1 else " in a line",
+        100 * waiting(stages.line, most),
     )

@@ -100,8 +100,8 @@ class LineWorker:
         self._relay: Relay = exchange.relay
         self._fold: StageFold = exchange.stages
         self._board: Board = exchange.board
-        self._place = replica.number
-        self._devices = batch.plan.devices
+        self._device, self._devices = replica.number, batch.plan.line
+        self._place = self._device % self._devices
         self._is_one_of_several = len(exchange.memory.trained) > 1
         self._is_last = self._place == self._devices - 1
         stages = self._fold.stages
@@ -114,7 +114,7 @@ class LineWorker:
 
     def _in_order(self) -> list[ShardPiece | None]:
         batch = self._batch
-        shards = [s for s in batch.plan.read_by(self._place) if s in batch.shards]
+        shards = [s for s in batch.plan.read_by(self._device) if s in batch.shards]
         sizes = [batch.size_of(shard) for shard in shards]
         cuts = [pieces_of(size, self._task.microbatch) for size in sizes]
         order = in_groups([len(cut) for cut in cuts], self._devices)
@@ -131,10 +131,10 @@ class LineWorker:
     def can_go(self) -> bool:
         """Whether what the next move needs has been sent; always where others compute meanwhile."""
         move, number = self._moves[0]
-        source = self._place + (-1 if move is Move.FORTH else 1)
-        if self._pieces[number] is None or not 0 <= source < self._devices:
+        step = -1 if move is Move.FORTH else 1
+        if self._pieces[number] is None or not 0 <= self._place + step < self._devices:
             return True
-        return self._relay.has(self._place, source)
+        return self._relay.has(self._device, self._device + step)
 
     def go(self) -> None:
         """Make the next move; waits for what it needs.
@@ -218,7 +218,7 @@ class LineWorker:
         """Wait for what the device before sends."""
         if self._place == 0:
             return None
-        message = self._receive(self._place - 1)
+        message = self._receive(self._device - 1)
         head, tensors = message.head, iter(message.tensors)
         state = ShardState.read(head["state"], tensors)
         begun = None if head["begun"] is None else ShardState.read(head["begun"], tensors)
@@ -240,7 +240,7 @@ class LineWorker:
         }
         before = [] if begun is None else begun.tensors
         tensors = [*state.tensors, *before, *leaving.tensors]
-        self._relay.send(self._place, self._place + 1, Message(head, tensors))
+        self._relay.send(self._device, self._device + 1, Message(head, tensors))
 
     def _refuse_writing(self, where: str) -> None:
         """Refuse that all devices of a process write to the same memory."""
@@ -258,7 +258,7 @@ class LineWorker:
             return
         if not self._is_last or (passage.arrival is not None and not passage.reach.arrived):
             raise LineError(
-                f"{where}: the loss came to its end on device {self._place} without a call of a "
+                f"{where}: the loss came to its end on device {self._device} without a call of a "
                 f"stage of {'this' if self._is_last else 'the next'} device: a line of devices "
                 f"needs every stage in every shard. Use --keep span"
             )
@@ -292,7 +292,7 @@ class LineWorker:
 
     def _back_from_next(self, underway: _Underway) -> _Back:
         """Wait for what the next device sends back."""
-        message = self._receive(self._place + 1)
+        message = self._receive(self._device + 1)
         head, tensors = message.head, iter(message.tensors)
         state = ShardState.read(head["state"], tensors)
         gradients = [self._here(next(tensors)) for _ in underway.leaving]
@@ -353,7 +353,7 @@ class LineWorker:
         if own is not None and theirs is not None:
             name = self._replica.of_stages[ROOT].names[place]
             raise LineError(
-                f"{self._where(piece)}: parameter {name} is used on device {self._place} and on a "
+                f"{self._where(piece)}: parameter {name} is used on device {self._device} and on a "
                 f"later one (its weights are tied, perhaps): a line of devices cannot add up what "
                 f"both give as one device does. Use --keep span"
             )
@@ -377,7 +377,7 @@ class LineWorker:
                 if parameter.grad is not None:
                     raise LineError(
                         f"{self._where(piece)}: parameter {name} of stage "
-                        f"{self._fold.stages.names[stage]} is used on device {self._place}, "
+                        f"{self._fold.stages.names[stage]} is used on device {self._device}, "
                         f"outside of its stage, which another device computes (in a penalty on all "
                         f"parameters, perhaps). Use --keep span"
                     )
@@ -403,7 +403,7 @@ class LineWorker:
             return
         buffers = self._replica.buffers.changed()
         self._board.record(
-            self._place,
+            self._device,
             piece.shard,
             ShardResult([], result.total, result.weight, buffers, result.values, result.given),
         )
@@ -420,11 +420,11 @@ class LineWorker:
         gradients = [arrival.gradients.get(number) for number in range(count)]
         tensors = [*state.tensors, *gradients, result.total]
         tensors += [None if values is None else values.numbers, *result.gradients]
-        self._relay.send(self._place, self._place - 1, Message(head, tensors))
+        self._relay.send(self._device, self._device - 1, Message(head, tensors))
 
     def _receive(self, source: int) -> Message:
         start = self._replica.watch.now()
-        message = self._relay.receive(self._place, source)
+        message = self._relay.receive(self._device, source)
         self._replica.watch.note("exchange", f"wait for device {source}", start)
         return message
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -141,6 +142,10 @@ class Carrier(ABC):
                 which models compute.
         """
         self._values = values
+
+    def in_line(self) -> AbstractContextManager[None]:
+        """Surround the shards of a step that go through lines of devices."""
+        return nullcontext()
 
     @abstractmethod
     def carry(self, gift: Gift | Want | None) -> list[Brought]:

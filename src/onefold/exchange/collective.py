@@ -75,6 +75,18 @@ class GroupTransport(Transport):
         own = torch.frombuffer(bytearray(word or b"\0"), dtype=torch.uint8)
         return [bytes(part.numpy())[: len(word)] for part in self.gather(own)]
 
+    def meet_among(self, devices: Sequence[int], word: bytes) -> Sequence[bytes]:
+        """As `meet`, of some devices alone, which are named in ascending order."""
+        if len(devices) == self.size:
+            return self.meet(word)
+        own = torch.frombuffer(bytearray(word), dtype=torch.uint8)
+        words = {peer: torch.empty_like(own) for peer in devices if peer != self.rank}
+        operations = [Operation(True, peer, own) for peer in words]
+        operations += [Operation(False, peer, room) for peer, room in words.items()]
+        self.move(operations).finish()
+        words[self.rank] = own
+        return [words[peer].numpy().tobytes() for peer in devices]
+
     def share(self, rows: Mapping[int, torch.Tensor]) -> torch.Tensor:
         (row,) = rows.values()
         return torch.stack(self.gather(row))

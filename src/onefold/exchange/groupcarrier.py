@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -24,12 +25,18 @@ class GroupCarrier(Carrier):
         storage: the sizes.
         transport: to the other devices.
         heap: where what comes is kept, if the device is the processor.
+        among: the devices that give each other what they have, this one too.
     """
 
-    def __init__(self, storage: Storage, transport: GroupTransport, heap: Heap) -> None:
+    def __init__(
+        self, storage: Storage, transport: GroupTransport, heap: Heap, among: Sequence[int]
+    ) -> None:
         super().__init__(storage)
         self._heap = heap
         self._transport = transport
+        self._among = among
+        # Not all begin with the same one.
+        self._peers = [peer for peer in transport.peers() if peer in among]
         self._lent = storage.lent_layout()
 
     def bind(self, roster: Roster) -> None:
@@ -41,13 +48,16 @@ class GroupCarrier(Carrier):
     def carry(self, gift: Gift | Want | None) -> list[Brought]:
         transport = self._transport
         word = DONE if gift is None else gift.word
-        words = [
-            Word.read(each, self.sizes)
-            for each in transport.meet(word.packed(max(self.sizes, default=0)))
-        ]
+        packed = word.packed(max(self.sizes, default=0))
+        words = {
+            rank: Word.read(each, self.sizes)
+            for rank, each in zip(
+                self._among, transport.meet_among(self._among, packed), strict=True
+            )
+        }
         # For each pair of devices, what one end sends is listed as the other lists its receipts.
         operations, coming = [], {}
-        for peer in transport.peers():
+        for peer in self._peers:
             operations += [
                 Operation(True, peer, part) for part in self._leaving(gift, words[peer], peer)
             ]
@@ -56,9 +66,17 @@ class GroupCarrier(Carrier):
             operations += [Operation(False, peer, room) for room in awaited]
         transport.move(operations).finish()
         if isinstance(gift, Want):
-            for number in self._owned[transport.rank][gift.stage]:
-                self._lent.in_room(number, gift.room).copy_(self._values(number))
-        return [self._brought(rank, each, gift, coming) for rank, each in enumerate(words)]
+            self.fill(gift)
+        return [self._brought(rank, each, gift, coming) for rank, each in words.items()]
+
+    def has_all_of(self, stage: int) -> bool:
+        """Whether a stage has parameters, and all of them are this process's."""
+        return len(self._owned[self._transport.rank][stage]) == len(self.layout.pieces[stage]) > 0
+
+    def fill(self, want: Want) -> None:
+        """Copy what this process has of a stage to where it is wanted."""
+        for number in self._owned[self._transport.rank][want.stage]:
+            self._lent.in_room(number, want.room).copy_(self._values(number))
 
     def _leaving(self, gift: Gift | Want | None, word: Word, peer: int) -> list[torch.Tensor]:
         """What a device is sent: its part of a gift, and then what it wants of this one."""
@@ -86,8 +104,10 @@ class GroupCarrier(Carrier):
         if not word.is_gift:
             return Brought(word, {}, False)
         if rank == self._transport.rank and isinstance(gift, Gift):
+            own = self._owned[rank][word.stage]
             # Lent: kept, these views would keep all of the gradients they are a part of.
-            return Brought(word, self.own_pieces(gift, self._owned[rank][word.stage]), True)
+            lent = len(own) < len(self.layout.pieces[word.stage])
+            return Brought(word, self.own_pieces(gift, own), lent)
         pieces = {number: self.shaped(room, number) for number, room in coming[rank].items()}
         return Brought(word, pieces, False)
 
@@ -109,20 +129,45 @@ class GroupCarrier(Carrier):
         return torch.empty(nbytes // dtype.itemsize, dtype=dtype, device=device)
 
 
-class LineCarrier(GroupCarrier):
-    """The carrier of one process of a line, which owns the stages that it computes."""
+class LineCarrier(Carrier):
+    """The carrier of one process in lines of devices.
+
+    In a step, only those devices hear each other that compute the same stages; see `in_line`.
+
+    Args:
+        everybody: between all devices.
+        column: between those that compute the same.
+    """
+
+    def __init__(self, everybody: GroupCarrier, column: GroupCarrier) -> None:
+        super().__init__(everybody.storage)
+        self._everybody, self._column = everybody, column
+        self._now = everybody
+
+    def bind(self, roster: Roster) -> None:
+        self._everybody.bind(roster)
+        self._column.bind(roster)
+
+    def lend(self, values: Callable[[int], torch.Tensor]) -> None:
+        self._everybody.lend(values)
+        self._column.lend(values)
+
+    @contextmanager
+    def in_line(self) -> Iterator[None]:
+        self._now = self._column
+        try:
+            yield
+        finally:
+            self._now = self._everybody
 
     def carry(self, gift: Gift | Want | None) -> list[Brought]:
-        if gift is None:
-            return super().carry(gift)
-        numbers = self.layout.pieces[gift.stage]
-        own = self._owned[self._transport.rank][gift.stage]
-        if isinstance(gift, Gift):
-            # Lent: kept, these views would keep all of the gradients they are a part of.
-            return [Brought(gift.word, self.own_pieces(gift, own), True)]
-        # What lies in no stage all devices want, and so its owner takes part as well.
-        if gift.stage == ROOT or len(own) < len(numbers):
-            return super().carry(gift)
-        for number in own:
-            self._lent.in_room(number, gift.room).copy_(self._values(number))
-        return []
+        if (
+            isinstance(gift, Want)
+            and self._now is self._everybody
+            # What lies in no stage all devices want, and so its owner takes part as well.
+            and gift.stage != ROOT
+            and self._everybody.has_all_of(gift.stage)
+        ):
+            self._everybody.fill(gift)
+            return []
+        return self._now.carry(gift)

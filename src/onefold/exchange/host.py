@@ -41,6 +41,10 @@ class HostTransport(Transport):
     def meet(self, word: bytes = b"") -> Sequence[bytes]:
         return self.mailbox.meet(word)
 
+    def meet_among(self, devices: Sequence[int], word: bytes) -> Sequence[bytes]:
+        """As `meet`, of some devices alone, which are named in ascending order."""
+        return self.mailbox.meet(word, devices)
+
     def room(self, nbytes: int) -> torch.Tensor:
         # A larger room is a new file; the lead may still have the old one mapped.
         if self._room is None or self._room[1].numel() < nbytes:

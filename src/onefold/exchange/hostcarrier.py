@@ -32,13 +32,19 @@ class HostCarrier(Carrier):
         transport: connects the processes.
         boxes: two for each device, each (nbytes of the largest stage,) uint8, the same memory in
             all processes.
+        among: the devices that give each other what they have computed, this one too.
     """
 
     def __init__(
-        self, storage: Storage, transport: HostTransport, boxes: Sequence[Sequence[torch.Tensor]]
+        self,
+        storage: Storage,
+        transport: HostTransport,
+        boxes: Sequence[Sequence[torch.Tensor]],
+        among: Sequence[int],
     ) -> None:
         super().__init__(storage)
         self._transport = transport
+        self._among = among
         self._boxes = boxes
         self._rank = transport.mailbox.rank
         self._turn = 0
@@ -55,8 +61,9 @@ class HostCarrier(Carrier):
                 targets = [self._in_box(self._rank, number) for number in leaving]
                 copy_each(targets, [storage_order(piece) for piece in leaving.values()])
         word = DONE if gift is None else gift.word
-        words = self._transport.meet(word.packed(max(self.sizes)))
-        brought = [self._read(rank, each, gift) for rank, each in enumerate(words)]
+        words = self._transport.meet_among(self._among, word.packed(max(self.sizes)))
+        pairs = zip(self._among, words, strict=True)
+        brought = [self._read(rank, each, gift) for rank, each in pairs]
         self._turn = 1 - self._turn
         return brought
 

@@ -17,10 +17,12 @@ class HostRelay(Relay):
 
     Args:
         mailbox: connects the processes.
+        line: how many devices a line has.
     """
 
-    def __init__(self, mailbox: Mailbox) -> None:
+    def __init__(self, mailbox: Mailbox, line: int) -> None:
         self._mailbox = mailbox
+        self._line = line
 
     def send(self, device: int, target: int, message: Message) -> None:
         head, nbytes = room_of(message)
@@ -39,7 +41,7 @@ class HostRelay(Relay):
             return read_message(head, take_file(self._mailbox, source))
         except PeerTimeout as error:
             beyond = source + (source - device)
-            if not 0 <= beyond < self._mailbox.size:
+            if beyond // self._line != source // self._line:
                 raise
             # It does not say for whom it waits itself.
             raise PeerTimeout(

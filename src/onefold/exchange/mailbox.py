@@ -23,7 +23,7 @@ import struct
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -91,11 +91,12 @@ class Mailbox:
             raise
         _let_go_in_children(self)
 
-    def meet(self, word: bytes = b"") -> list[bytes]:
+    def meet(self, word: bytes = b"", among: Collection[int] | None = None) -> list[bytes]:
         """Wait for every process to call this, and return the words of all, by rank.
 
         Args:
             word: a short message from this process.
+            among: the ranks of those that meet, in ascending order; all if absent.
 
         Raises:
             PeerLost, PeerFailed, PeerTimeout: a process has ended, failed, or did not call in time.
@@ -105,11 +106,13 @@ class Mailbox:
             raise OnefoldError(LEFT)
         frame = _ARRIVED + word
         # Send to all before waiting for any, or two processes would wait for each other's word.
-        for peer in self._peers.values():
-            self._send(peer, frame)
-        frames = self._await(self._peers.keys(), _ARRIVED)
+        ranks = range(self.size) if among is None else among
+        others = [rank for rank in ranks if rank != self.rank]
+        for rank in others:
+            self._send(self._peers[rank], frame)
+        frames = self._await(others, _ARRIVED)
         frames[self.rank] = frame
-        return [frames[rank][1:] for rank in range(self.size)]
+        return [frames[rank][1:] for rank in ranks]
 
     def send_note(self, rank: int, note: bytes) -> None:
         """Send bytes of any length to one process; it must be receiving."""

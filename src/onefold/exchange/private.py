@@ -24,6 +24,7 @@ from onefold.core.roster import Roster
 from onefold.core.shard import Plan, runs_of
 from onefold.core.storage import Storage
 from onefold.exchange.board import Board
+from onefold.exchange.carrier import Carrier
 from onefold.exchange.collective import GroupTransport, Moving, Operation
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.group import Joined
@@ -56,11 +57,15 @@ def collective_exchange(
     """
     transport = GroupTransport(roster.devices[joined.group.rank()], joined, timeout_s, heap)
     memory = PrivateMemory(storage, start, transport, heap)
-    if roster.plan.line > 1:
-        line = LineCarrier(storage, transport, heap)
-        return Exchange(storage, memory, transport, roster, line, GroupRelay(transport))
-    carrier = None if storage.stages is None else GroupCarrier(storage, transport, heap)
-    return Exchange(storage, memory, transport, roster, carrier)
+    plan = roster.plan
+    carrier: Carrier | None = None
+    if storage.stages is not None:
+        carrier = everybody = GroupCarrier(storage, transport, heap, range(plan.devices))
+        if plan.line > 1:
+            column = GroupCarrier(storage, transport, heap, plan.column_of(transport.rank))
+            carrier = LineCarrier(everybody, column)
+    relay = GroupRelay(transport) if plan.line > 1 else None
+    return Exchange(storage, memory, transport, roster, carrier, relay)
 
 
 class PrivateMemory(Memory):

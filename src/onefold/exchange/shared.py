@@ -25,7 +25,7 @@ from onefold.core.roster import Roster
 from onefold.core.shard import Plan
 from onefold.core.storage import Storage
 from onefold.exchange.board import Board
-from onefold.exchange.carrier import AtOnce
+from onefold.exchange.carrier import AtOnce, Carrier
 from onefold.exchange.commonfile import new_file, take_file
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.host import HostTransport
@@ -54,14 +54,17 @@ def shared_exchange(
         heap: where the model lies.
     """
     memory = HostMemory(storage, start, HostTransport(mailbox, heap), heap)
-    if roster.plan.line > 1:
-        # Each device owns the stages that it computes: their gradients go nowhere.
-        relay = HostRelay(mailbox)
-        return Exchange(storage, memory, memory.transport, roster, AtOnce(storage), relay)
-    carrier = (
-        None if storage.stages is None else HostCarrier(storage, memory.transport, memory.boxes)
-    )
-    return Exchange(storage, memory, memory.transport, roster, carrier)
+    plan = roster.plan
+    relay = HostRelay(mailbox, plan.line) if plan.line > 1 else None
+    carrier: Carrier | None = None
+    if storage.stages is not None:
+        column = plan.column_of(mailbox.rank)
+        # In one line each device owns the stages that it computes: their gradients go nowhere.
+        if len(column) == 1:
+            carrier = AtOnce(storage)
+        else:
+            carrier = HostCarrier(storage, memory.transport, memory.boxes, column)
+    return Exchange(storage, memory, memory.transport, roster, carrier, relay)
 
 
 class HostMemory(Memory):

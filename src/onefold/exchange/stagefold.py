@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -73,6 +74,10 @@ class StageFold:
     def want(self, want: Want) -> None:
         """Have the parameters of a stage brought; may block until other devices make a call."""
         self._take(self._carrier.carry(want))
+
+    def in_line(self) -> AbstractContextManager[None]:
+        """Surround the shards of a step that go through lines of devices; see `Carrier.in_line`."""
+        return self._carrier.in_line()
 
     def end_round(self) -> None:
         """Wait until every device has given all of its shard of this round."""

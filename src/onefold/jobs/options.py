@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import tomllib
 import types
 import typing
@@ -33,7 +34,6 @@ from onefold.system.plainfile import nested_too_deeply, write_whole
 __all__ = [
     "RUN_OPTIONS",
     "Augment",
-    "Keep",
     "Optimizer",
     "Precision",
     "ScaleRate",
@@ -49,7 +49,6 @@ __all__ = [
 
 Optimizer = Literal["sgd", "adam", "adamw"]
 Precision = Literal["fp32", "bf16", "fp16"]
-Keep = Literal["all", "span", "host", "stages"]
 Schedule = Literal["constant", "step", "cosine"]
 ScaleRate = Literal["none", "linear", "sqrt"]
 Augment = Literal["auto", "none", "shift", "crop"]
@@ -103,7 +102,7 @@ class TrainOptions:
     runs: str = option("runs", "Folder of all runs.")
     resume: bool = option(False, "Go on with the run of this name from its last checkpoint.")
     devices: str = option("auto", "N, auto, cpu:N, or a list of GPUs such as cuda:1,cuda:3.")
-    keep: Keep = option("all", "What a device keeps of the model: all, its span, host or stages.")
+    keep: str = option("all", "What a device keeps: all, span, host, stages or stages:N.")
     shards: int = option(
         8, "Parts of every batch: the most devices that may share one.", most=MOST_SHARDS
     )
@@ -175,6 +174,8 @@ class TrainOptions:
             expect(value is None or value > 0, name, value, "more than 0")
         for name in ("weight_decay", "warmup_epochs", "workers"):
             expect(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
+        known = re.fullmatch("all|span|host|stages(:[1-9][0-9]*)?", self.keep) is not None
+        expect(known, "keep", self.keep, "all, span, host, stages, or stages:2 and so on")
         # What both TOML and torch.manual_seed can hold.
         expect(-(2**63) <= self.seed < 2**63, "seed", self.seed, "a number of 64 bits")
         expect(0 <= self.momentum < 1, "momentum", self.momentum, "0 or more and less than 1")

@@ -24,7 +24,6 @@ from onefold.core.options import (
     DEFAULT_GRACE_S,
     DEFAULT_TIMEOUT_S,
     ExchangeName,
-    KeepName,
     RunOptions,
 )
 from onefold.core.world import World
@@ -59,7 +58,7 @@ def launch(
     *,
     devices: int | str | Sequence[str] = "auto",
     args: Sequence[Any] = (),
-    keep: KeepName = "all",
+    keep: str = "all",
     home: str = "",
     exchange: ExchangeName = "auto",
     timeout_s: float = DEFAULT_TIMEOUT_S,
@@ -77,7 +76,7 @@ def launch(
         devices: a number, ``"auto"``, ``"cpu:2"`` or a list such as ``["cuda:1", "cuda:3"]``.
         args: arguments for ``main``.
         keep: what a device keeps of the model: ``"all"``, ``"span"``, nothing (``"host"``), or some
-            of its stages (``"stages"``).
+            of its stages (``"stages"``; ``"stages:2"`` for lines of two devices side by side).
         home: folder on a disk for the file that has the model if devices do not keep all of it;
             ``ONEFOLD_HOME`` if empty, and then that of temporary files.
         exchange: ``"auto"``, ``"shared"`` or ``"collective"``.
@@ -155,7 +154,9 @@ def supervise(
 
     Raises:
         LaunchError: a file would be overwritten that is not one of ours.
+        ValueError: the devices do not make whole lines.
     """
+    options.line_of(len(selection.devices))
     _check_places(options)
     ranks = range(0 if options.quiet else 1, len(selection.devices))
     with StopSignals(saves=options.may_stop) as signals, log_files(options, ranks) as logs:

@@ -373,13 +373,14 @@ class Session:
 
     def _checked_plan(self, counts: Sequence[int] | None) -> Plan:
         shards, devices = self.settings.shards, len(self.team.devices)
-        if self.team.world.options.keep == "stages":
+        options = self.team.world.options
+        if options.keeps == "stages":
             if counts is not None:
                 raise ValueError(
                     f"expected no plan with --keep stages, where every shard goes through all "
                     f"devices, got {counts}"
                 )
-            return Plan.in_line(shards=shards, devices=devices)
+            return Plan.in_lines(shards=shards, devices=devices, line=options.line_of(devices))
         if counts is None:
             return Plan.even(shards=shards, devices=devices)
         if not isinstance(counts, Sequence) or not all(isinstance(c, int) for c in counts):

@@ -56,7 +56,7 @@ def form_team(
     else:
         devices = tuple(_checked(_read(d)) for d in _listed(chosen) or [_default(module)])
         own = tuple(range(len(devices)))
-    _check_together(devices, shards)
+    _check_together(devices, shards, world.options.line_of(len(devices)))
     # Once per process, not per Trainer: descriptors 1 and 2 are replaced.
     if world.launcher == "torch" and world.size > 1 and world not in _hushed:
         _hushed.append(world)
@@ -82,7 +82,7 @@ def settle_process(team: Team, settings: Settings) -> None:
         if threads is not None:
             torch.set_num_threads(threads)
         return
-    if team.world.options.keep == "host":
+    if team.world.options.keeps == "host":
         return_memory()
     else:
         keep_memory()
@@ -179,11 +179,11 @@ def _checked(device: torch.device) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _check_together(devices: Sequence[torch.device], shards: int) -> None:
+def _check_together(devices: Sequence[torch.device], shards: int, line: int) -> None:
     if len({device.type for device in devices}) > 1:
         listed = ", ".join(map(str, devices))
         raise ValueError(f"the devices of a run must be of one kind, got {listed}")
-    if len(devices) > shards:
+    if line == 1 and len(devices) > shards:
         raise ValueError(
             f"{len(devices)} devices cannot share {shards} shards: a shard is never divided. Use "
             f"at most {shards} devices, or give Trainer more shards (that changes the result)"

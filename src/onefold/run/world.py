@@ -92,7 +92,7 @@ def _options(environment: Mapping[str, str]) -> RunOptions:
     keep, home = environment.get(KEEP_VARIABLE, "all"), environment.get(HOME_VARIABLE, "")
     try:
         return RunOptions(
-            keep=keep,  # type: ignore[arg-type]  # RunOptions checks it
+            keep=keep,
             # Absolute: the script may change its folder before it is used.
             home=os.path.abspath(home) if home else "",
         )
