@@ -20,10 +20,9 @@ def reference(case: Case) -> tuple[str, ...]:
     return lined.run(case, ["cpu"])
 
 
-@pytest.fixture
-def in_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that nobody launched, whose devices are a line."""
-    world = World(options=RunOptions(keep="stages"))
+def make_lines(monkeypatch: pytest.MonkeyPatch, keep: str) -> None:
+    """Have the devices of this process, which nobody launched, be lines."""
+    world = World(options=RunOptions(keep=keep))
     monkeypatch.setattr("onefold.trainer.current_world", lambda: world)
 
 
@@ -38,9 +37,16 @@ def test_the_reference_is_no_special_case() -> None:
     assert len({reference(case) for case in CASES}) == len(different)
 
 
-@pytest.mark.parametrize("devices", [1, 2, 3, 4])
-@pytest.mark.usefixtures("in_line")
-def test_devices_of_one_process(devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("keep", "devices"),
+    [
+        *(("stages", devices) for devices in (1, 2, 3, 4)),
+        *(("stages:2", devices) for devices in (2, 4, 6)),
+        *(("stages:3", devices) for devices in (6, 9)),
+    ],
+)
+def test_devices_of_one_process(keep: str, devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_lines(monkeypatch, keep)
     found = [lined.run(case, ["cpu"] * devices) for case in CASES]
     monkeypatch.undo()
     assert differing(found) == []
@@ -49,15 +55,20 @@ def test_devices_of_one_process(devices: int, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.processes
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("exchange", "devices"),
-    [("shared", 2), ("shared", 3), ("shared", 4), ("collective", 2), ("collective", 3)],
+    ("exchange", "keep", "devices"),
+    [
+        *(("shared", "stages", devices) for devices in (2, 3, 4)),
+        *(("shared", "stages:2", devices) for devices in (4, 6)),
+        *(("collective", "stages", devices) for devices in (2, 3)),
+        *(("collective", "stages:2", devices) for devices in (4, 6)),
+    ],
 )
-def test_devices_of_several_processes(exchange: str, devices: int) -> None:
+def test_devices_of_several_processes(exchange: str, keep: str, devices: int) -> None:
     found = onefold.launch(
         lined.run_all,
         devices=f"cpu:{devices}",
         args=(CASES,),
-        keep="stages",
+        keep=keep,
         exchange=exchange,  # type: ignore[arg-type]
         timeout_s=60,
     )
