@@ -123,6 +123,8 @@ WAITS = """
     exchange/exchange.py self.bind: no socket: follows a roster
     exchange/exchange.py self.memory.bind: no socket: follows a roster
     exchange/exchange.py self.stages.bind: no socket: follows a roster
+    exchange/groupcarrier.py self._everybody.bind: no socket: follows a roster
+    exchange/groupcarrier.py self._column.bind: no socket: follows a roster
     exchange/group.py store.wait: a farewell, for seconds
     exchange/group.py time.sleep: in a loop with a limit
     exchange/lateness.py time.sleep: in a loop with a limit

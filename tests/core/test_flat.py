@@ -11,6 +11,7 @@ from onefold.core.flat import (
     cut_pieces,
     cut_spans,
     cut_spans_by_stage,
+    cut_spans_in_lines,
     lay_out,
 )
 
@@ -131,6 +132,27 @@ def test_chunks_cover_every_span_once_and_none_is_of_two_large_tensors(
     assert covered == sorted(covered)
     elements = sum(b - a for a, b in zip(covered[::2], covered[1::2], strict=True))
     assert sum(sizes) <= elements <= sum(layout.numels)
+
+
+@given(sizes=SIZES, lines=st.integers(1, 4), line=st.integers(1, 3), data=st.data())
+def test_a_stage_is_divided_between_the_devices_that_compute_it(
+    sizes: list[int], lines: int, line: int, data: st.DataObject
+) -> None:
+    layout = lay_out({str(n): torch.empty(size, device="meta") for n, size in enumerate(sizes)})
+    pieces = cut_pieces(layout, by_element=True)
+    stage_of = [data.draw(st.integers(0, line)) for _ in sizes]
+    places = (0, *range(line))
+    spans = cut_spans_in_lines(pieces, stage_of, places, lines)
+    assert len(spans) == lines * line
+    assert sorted(n for span in spans for n in span) == list(range(len(pieces)))
+    for device, span in enumerate(spans):
+        assert list(span) == sorted(span)
+        assert {places[stage_of[pieces[n].entry]] for n in span} <= {device % line}
+    for place in range(line):
+        own = [p.numel for p in pieces if places[stage_of[p.entry]] == place]
+        parts = [sum(pieces[n].numel for n in span) for span in spans[place::line]]
+        # Each stage of the place is cut by itself.
+        assert max(parts) <= sum(own) / lines + 2 * max(own, default=0)
 
 
 @given(sizes=SIZES, devices=st.integers(1, 5), data=st.data())

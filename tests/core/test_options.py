@@ -28,6 +28,9 @@ def test_what_nobody_chose() -> None:
             "^expected keep to be one of all, span, host, stages, got 3; .* is --keep-last",
         ),
         ({"keep": "most"}, "^expected keep to be one of all, span, host, stages, got 'most'"),
+        ({"keep": "stages:1"}, "^expected keep .* lines of 2 devices or more"),
+        ({"keep": "stages:"}, "^expected keep to be one of"),
+        ({"keep": "span:2"}, "^expected keep to be one of"),
         ({"restarts": -1, "checkpoint": "kept"}, "^expected restarts of at least 0, got -1"),
         ({"restarts": 1}, "^restarts go on from the last checkpoint: name a directory"),
         ({"exchange": "mpi"}, "^expected the exchange to be auto, shared or collective, got 'mpi'"),
@@ -45,6 +48,7 @@ def test_what_makes_no_sense_is_refused_by_name(chosen: dict[str, Any], words: s
     [
         {"every": 1, "keep_last": 1},
         {"keep": "span"},
+        {"keep": "stages:12"},
         {"restarts": 0},
         {"restarts": 5, "checkpoint": "kept"},
         {"exchange": "shared"},
@@ -74,3 +78,18 @@ def test_options_are_final() -> None:
 def test_what_was_checked_stays_checked_when_it_is_changed() -> None:
     with pytest.raises(ValueError, match="every of at least 1"):
         dataclasses.replace(RunOptions(), every=0)
+
+
+@pytest.mark.parametrize(
+    ("keep", "devices", "line"),
+    [("all", 4, 1), ("span", 3, 1), ("stages", 3, 3), ("stages:2", 6, 2), ("stages:3", 3, 3)],
+)
+def test_how_many_devices_compute_a_shard(keep: str, devices: int, line: int) -> None:
+    assert RunOptions(keep=keep).line_of(devices) == line
+    assert RunOptions(keep=keep).keeps == keep.partition(":")[0]
+
+
+@pytest.mark.parametrize("devices", [1, 3, 5])
+def test_lines_that_would_not_be_whole_are_refused(devices: int) -> None:
+    with pytest.raises(ValueError, match=f"multiple of 2 with --keep stages:2.* got {devices}"):
+        RunOptions(keep="stages:2").line_of(devices)

@@ -28,7 +28,7 @@ def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
         yield [LocalRelay()] * 2
     elif request.param == "host":
         with mailboxes(2) as boxes:
-            yield [HostRelay(box) for box in boxes]
+            yield [HostRelay(box, 2) for box in boxes]
     else:
         with joined(2) as parts:
             transports = [GroupTransport(CPU, part, LIMIT_S) for part in parts]
@@ -128,7 +128,7 @@ def test_a_process_with_all_devices_receives_what_was_sent() -> None:
 
 def test_no_file_stays_open() -> None:
     with mailboxes(2) as boxes:
-        ends = [HostRelay(box) for box in boxes]
+        ends = [HostRelay(box, 2) for box in boxes]
         passed(ends, Message(0, [torch.ones(10)]))
         before = len(os.listdir("/proc/self/fd"))
         for _ in range(20):
@@ -148,7 +148,7 @@ def test_a_device_that_is_gone_is_named(way: str) -> None:
 
     if way == "host":
         with mailboxes(2) as boxes:
-            ends: list[Relay] = [HostRelay(box) for box in boxes]
+            ends: list[Relay] = [HostRelay(box, 2) for box in boxes]
             close = [box.close for box in boxes]
             error = endings(2, leaving)[1]
     else:
@@ -162,12 +162,15 @@ def test_a_device_that_is_gone_is_named(way: str) -> None:
     assert "device 0" in str(error)
 
 
-@pytest.mark.parametrize(("device", "source", "beyond"), [(0, 1, 2), (2, 1, 0), (1, 2, None)])
+@pytest.mark.parametrize(
+    ("device", "source", "beyond"),
+    [(0, 1, 2), (2, 1, 0), (1, 2, None), (3, 4, 5), (5, 4, 3), (4, 3, None)],
+)
 def test_whoever_is_late_may_wait_for_others(device: int, source: int, beyond: int | None) -> None:
-    with mailboxes(3) as boxes:
+    with mailboxes(6) as boxes:
         boxes[device].timeout_s = 0.05
         with pytest.raises(PeerTimeout, match=f"device {source} .*did not arrive") as caught:
-            HostRelay(boxes[device]).receive(device, source)
+            HostRelay(boxes[device], 3).receive(device, source)
     assert ("may itself have waited" in str(caught.value)) == (beyond is not None)
     assert beyond is None or str(caught.value).endswith(f"for device {beyond}")
 
