@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import onefold
-from onefold.system import compat, compilers
+from onefold.system import compat, compilers, hooks
 
 SOURCE = Path(onefold.__file__).parent
 TABLES = {"_parameters", "_buffers", "_modules", "_version", "_post_accumulate_grad_hooks"}
@@ -47,7 +47,7 @@ def test_private_names_are_used_in_one_place_and_those_about_kernels_next_to_it(
         for path in SOURCE.rglob("*.py")
         if (names := private_names(path.read_text()))
     }
-    assert set(used) == {"system/compat.py", "system/compilers.py"}
+    assert set(used) == {"system/compat.py", "system/compilers.py", "system/hooks.py"}
 
 
 def test_the_search_finds_them() -> None:
@@ -126,13 +126,13 @@ def test_functions_are_seen_from_inside() -> None:
 def test_backward_hooks_are_hidden_for_a_while() -> None:
     """Or a line of devices would have PyTorch call them with tensors that have no values."""
     layer, called = nn.Linear(2, 2), []
-    assert not compat.has_backward_hooks(layer)
+    assert not hooks.has_backward_hooks(layer)
     layer.register_full_backward_hook(lambda *_: called.append("hook"))
     layer.register_full_backward_pre_hook(lambda *_: called.append("before"))
-    assert compat.has_backward_hooks(layer)
+    assert hooks.has_backward_hooks(layer)
     x = torch.ones(1, 2, requires_grad=True)
-    with compat.hide_backward_hooks(layer):
-        assert not compat.has_backward_hooks(layer)
+    with hooks.hide_backward_hooks(layer):
+        assert not hooks.has_backward_hooks(layer)
         layer(x).sum().backward()
     assert called == []
     layer(x).sum().backward()
@@ -143,7 +143,7 @@ def test_differentiation_is_seen() -> None:
     """Or a loss that differentiates past a cut of a line of devices would have other gradients."""
     seen: list[tuple[int, int]] = []
     x = torch.ones(2, requires_grad=True)
-    with compat.watch_differentiation(lambda outputs, by: seen.append((len(outputs), len(by)))):
+    with hooks.watch_differentiation(lambda outputs, by: seen.append((len(outputs), len(by)))):
         torch.autograd.grad(x.sum(), x)
         x.sum().backward()
     x.sum().backward()
@@ -153,9 +153,12 @@ def test_differentiation_is_seen() -> None:
 def test_hooks_that_look_at_gradients_are_seen() -> None:
     """Or what a hook keeps of a gradient would be changed by the fold."""
     parameter = nn.Parameter(torch.zeros(2))
-    assert compat.count_hooks(parameter) == 0
-    parameter.register_post_accumulate_grad_hook(lambda p: None)
-    assert compat.count_hooks(parameter) == 1
+    other = nn.Parameter(torch.zeros(2))
+    assert hooks.hooked([other, parameter]) == []
+    handle = parameter.register_post_accumulate_grad_hook(lambda p: None)
+    assert hooks.hooked([other, parameter]) == [1]
+    handle.remove()
+    assert hooks.hooked([other, parameter]) == []
 
 
 def test_a_schedule_shows_at_its_optimizer() -> None:

@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn import functional
 
 from onefold.core.shard import cut_bounds
-from onefold.system.compat import count_hooks
+from onefold.system.hooks import count_hooks
 
 __all__ = ["Sliced"]
 

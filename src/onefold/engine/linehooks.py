@@ -15,7 +15,7 @@ import torch
 
 from onefold.engine.hollow import Hollow, Reach, tensors_of
 from onefold.errors import LineError
-from onefold.system.compat import has_backward_hooks, hide_backward_hooks
+from onefold.system.hooks import has_backward_hooks, hide_backward_hooks
 
 __all__ = ["hooks_in_place"]
 

@@ -36,7 +36,8 @@ from onefold.engine.linestate import ShardState
 from onefold.engine.replica import Replica
 from onefold.engine.stagemodules import StageModules
 from onefold.errors import LineError
-from onefold.system.compat import is_in_function, is_transformed, watch_differentiation
+from onefold.system.compat import is_in_function, is_transformed
+from onefold.system.hooks import watch_differentiation
 
 __all__ = ["Arrival", "Leaving", "Passage", "Passed", "Passing"]
 

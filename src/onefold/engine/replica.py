@@ -63,7 +63,7 @@ from onefold.engine.shardpiece import PieceResult, ShardPiece
 from onefold.engine.shardtask import LossFunction, ShardTask
 from onefold.engine.stagemodules import StageModules
 from onefold.errors import GradientError
-from onefold.system.compat import count_hooks
+from onefold.system.hooks import hooked
 from onefold.watch.timing import Stopwatch
 
 __all__ = ["LossFunction", "Replica", "ShardTask", "Weighed"]
@@ -328,7 +328,7 @@ class Replica:
 
     def _hooked(self) -> list[int]:
         """Number the parameters with hooks that may put a tensor of their own into ``.grad``."""
-        return [n for n, p in enumerate(self._parameters) if count_hooks(p)]
+        return hooked(self._parameters)
 
     def weigh_shards(self, batch: ShardedBatch, task: ShardTask) -> Weighed:
         """Compute the kind and weight of each term of the loss, for each of this device's shards.

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from onefold.system.compat import count_hooks, steps_a_schedule
+from onefold.system.compat import steps_a_schedule
+from onefold.system.hooks import count_hooks
 
 __all__ = ["explain_state_dict", "refuse_own_steps", "steps_by_parameter"]
 

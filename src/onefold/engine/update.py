@@ -110,6 +110,7 @@ class SpanOptimizer:
             before.pop(place) if place in before else self._own_piece(*place) for place in places
         ]
         self._by_number = {item.number: item for item in self.owned}
+        self._apart = [(item, item.home) for item in self.owned if item.home is not None]
         for item in before.values():
             self.optimizer.state.pop(item.values, None)
         # A device whose span is empty has a row as well: all devices must share alike.
@@ -232,13 +233,13 @@ class SpanOptimizer:
         """
         # A norm for each piece and never for a span: pieces do not depend on the number of devices,
         # so neither does the order in which a piece's squares, and then the pieces, are added up.
-        pairs = list(zip(self.owned, self.gradients, strict=True))
-        for device, slots in self._slots.items():
-            own = (gradient for item, gradient in pairs if item.device == device)
+        # The pieces lie in the order of the devices.
+        gradients = iter(self.gradients)
+        for slots in self._slots.values():
             for slot, pieces in slots:
                 norms = [
                     slot.new_zeros(()) if gradient is None else exact_norm(gradient)
-                    for gradient in islice(own, pieces)
+                    for gradient in islice(gradients, pieces)
                 ]
                 torch.stack(norms, out=slot).square_()
         return self._rows
@@ -275,8 +276,9 @@ class SpanOptimizer:
         """Call the optimizer for a part of the pieces, for some of them or for all."""
         for group, pieces in zip(self.optimizer.param_groups, part.divided, strict=True):
             group["params"] = pieces
+        owned, gradients = self.owned, self.gradients
         for place in part.places:
-            values, gradient = self.owned[place].values, self.gradients[place]
+            values, gradient = owned[place].values, gradients[place]
             # Rounded only now, for a model that is all in low precision: scaling and clipping are
             # done in the precision of the sum.
             values.grad = None if gradient is None else gradient.to(values.dtype)
@@ -372,11 +374,9 @@ class SpanOptimizer:
 
     def show(self) -> None:
         """Have the models see the values of this process's pieces, rounded to their precision."""
-        if not self.is_whole:
-            return
-        pairs = [(i.shown, i.values.data) for i in self.owned if i.shown is not None]
-        if pairs:
-            copy_each([shown for shown, _ in pairs], [exact for _, exact in pairs])
+        if self.is_whole and self._apart:
+            exact = [item.values.data for item, _ in self._apart]
+            copy_each([home.piece(item.piece) for item, home in self._apart], exact)
 
     def follow_parameters(self) -> None:
         """Adopt what was written to parameters that models hold in a lower precision.

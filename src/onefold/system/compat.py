@@ -1,17 +1,14 @@
 """Every private name of PyTorch that onefold uses all the same, in one place.
 
-Only those that decide which kernels run are next door, in ``compilers.py``. Any of them may
-disappear with the next release of PyTorch. ``tests/system/test_compat.py`` says for each what would
-break, and is the first to fail.
+Only those about hooks are next door, in ``hooks.py``, and those that decide which kernels run, in
+``compilers.py``. Any of them may disappear with the next release of PyTorch.
+``tests/system/test_compat.py`` says for each what would break, and is the first to fail.
 """
 
 from __future__ import annotations
 
 import operator
-import sys
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -32,22 +29,16 @@ __all__ = [
     "address_of",
     "buffers_of",
     "copy_each",
-    "count_hooks",
-    "has_backward_hooks",
-    "hide_backward_hooks",
     "is_in_function",
     "is_transformed",
     "multiply_each",
     "parameters_of",
     "steps_a_schedule",
     "version_of",
-    "watch_differentiation",
     "wrap_clipping",
 ]
 
 _C: Any = torch._C
-_AUTOGRAD: Any = torch.autograd
-_OPTIMIZER: Any = sys.modules["torch.optim.optimizer"]  # torch.optim does not show it
 _CLIP = "_clip_grads_with_norm_"
 
 version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
@@ -72,58 +63,6 @@ def parameters_of(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | Non
 def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     """The table in which a module holds its own buffers."""
     return module._buffers
-
-
-def count_hooks(holder: torch.Tensor | torch.nn.Module | torch.optim.Optimizer) -> int:
-    """How many hooks there are on a parameter's accumulated gradient, a module's call or a step.
-
-    Those on the steps of all optimizers are counted with each.
-    """
-    if isinstance(holder, torch.Tensor):
-        return len(holder._post_accumulate_grad_hooks or ())
-    if isinstance(holder, torch.nn.Module):
-        forward = len(holder._forward_hooks) + len(holder._forward_pre_hooks)
-        return forward + len(holder._backward_hooks) + len(holder._backward_pre_hooks)
-    of_all = _OPTIMIZER._global_optimizer_pre_hooks, _OPTIMIZER._global_optimizer_post_hooks
-    own = holder._optimizer_step_pre_hooks, holder._optimizer_step_post_hooks
-    return sum(len(hooks) for hooks in (*of_all, *own))
-
-
-def has_backward_hooks(module: torch.nn.Module) -> bool:
-    """Whether a module has hooks that backward calls."""
-    return bool(module._backward_hooks or module._backward_pre_hooks)
-
-
-@contextmanager
-def hide_backward_hooks(module: torch.nn.Module) -> Iterator[None]:
-    """A block in which calls of a module do not see its backward hooks."""
-    names = ("_backward_hooks", "_backward_pre_hooks")
-    held = {name: vars(module)[name] for name in names}
-    vars(module).update({name: OrderedDict() for name in names})
-    try:
-        yield
-    finally:
-        vars(module).update(held)
-
-
-@contextmanager
-def watch_differentiation(look: Callable[[Sequence[Any], Sequence[Any]], None]) -> Iterator[None]:
-    """A block in which something is called with what is differentiated, and with what by.
-
-    That is with the outputs, and the inputs or nothing if those are all leaves.
-    """
-    # Both torch.autograd.grad and backward call it by this name, wherever they are imported to.
-    inner = _AUTOGRAD._engine_run_backward
-
-    def watched(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        look(outputs, args[3])
-        return inner(outputs, *args, **kwargs)
-
-    _AUTOGRAD._engine_run_backward = watched
-    try:
-        yield
-    finally:
-        _AUTOGRAD._engine_run_backward = inner
 
 
 def steps_a_schedule(step: Callable[..., object]) -> bool:
