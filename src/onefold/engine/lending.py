@@ -12,6 +12,11 @@ Note: between uses
 A parameter that is not here has its shape, dtype and device, and no values. Whoever computes with
 it in a step, outside of its stage, has the stage brought; outside of a step it is an error.
 
+Note: ahead of use
+------------------
+While a stage is computed, the one that followed it the last time is brought. If another one follows
+this time, that one is waited for, and what came in vain is dropped.
+
 Note: PyTorch's quick paths
 ---------------------------
 In evaluation PyTorch computes transformers in another way, with other bits, if no module of them
@@ -22,8 +27,9 @@ are those of all modules, which it does not count, and what it looks at is broug
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +41,8 @@ from torch.nn.modules.module import (
 from onefold.core.head import Call
 from onefold.core.stages import ROOT
 from onefold.engine.advice import is_about_hooks
+from onefold.engine.athand import Function, Lending
+from onefold.engine.course import Course
 from onefold.engine.gradients import keeping_gradients
 from onefold.engine.hollow import Hollow, Reach
 from onefold.engine.lentparameter import Elsewhere, LentParameters, Replace
@@ -46,10 +54,10 @@ from onefold.errors import LineError
 from onefold.exchange.carrier import Want
 from onefold.exchange.exchange import Exchange
 
-__all__ = ["Lending", "lending_of"]
+__all__ = ["SpanLending", "lending_of"]
 
 _AT_HAND = 2
-"""Stages, besides the root, that are here at one time in backward."""
+"""Stages, besides the root, that are in use at one time in backward; one more is on its way."""
 
 
 _QUICK = torch.nn.TransformerEncoderLayer, torch.nn.MultiheadAttention
@@ -58,9 +66,6 @@ _WITH_ALL = (
     "torch.func does not allow: use torch.autograd.grad, or call trainer.evaluate and "
     "trainer.predict in `with trainer.whole():`"
 )
-
-Function = Callable[[torch.nn.Module, Any], object]
-"""Takes the model and one shard."""
 
 
 class _Lent(NamedTuple):
@@ -72,57 +77,6 @@ class _Lent(NamedTuple):
     stride: tuple[int, ...]
     offset: int
     """Of its first element, counted in elements of its dtype."""
-
-
-class Lending:
-    """The parameters of the model on devices that always have all of them."""
-
-    is_whole = True
-    """Whether this process has all parameters just now."""
-
-    def whole(self) -> AbstractContextManager[None]:
-        """A block in which this process has all parameters; called on all devices alike."""
-        return nullcontext()
-
-    def refuse_call(self, call: Call) -> None:
-        """Refuse a call of the trainer where other devices wait for other things.
-
-        Raises:
-            RuntimeError: it was made while a shard is computed whose parameters are brought.
-        """
-
-    def rounds(self, task: ShardTask) -> AbstractContextManager[ShardTask]:
-        """Surround the shards of a step, in which all devices take part in rounds.
-
-        Yields:
-            The task, which then has parameters brought while they are needed.
-        """
-        return nullcontext(task)
-
-    def in_line(self) -> AbstractContextManager[None]:
-        """Surround the shards of a step that go through a line of devices."""
-        return nullcontext()
-
-    def on_the_way(self, reach: Reach) -> AbstractContextManager[None]:
-        """Surround a shard on a device of a line, which has come so far in the loss."""
-        return nullcontext()
-
-    def passes(self, function: Function) -> AbstractContextManager[Function]:
-        """Surround forward passes without a backward, of which each device has as many as it has.
-
-        Yields:
-            The function, which then has parameters brought while they are needed.
-        """
-        return nullcontext(function)
-
-    def visit(self, stages: Iterable[int], look: Callable[[Sequence[int]], None]) -> None:
-        """Have one stage after the other brought, to be read; called on all devices together.
-
-        Args:
-            stages: those that this device reads, which may be others than another one's.
-            look: called while a stage is here, with the numbers of its parameters.
-        """
-        raise RuntimeError("this process has all parameters: expected them to be read at once")
 
 
 def lending_of(replicas: Sequence[Replica], update: SpanOptimizer, exchange: Exchange) -> Lending:
@@ -182,6 +136,11 @@ class SpanLending(Lending):
         self._stage_at: dict[int, int] = {}
         """The stage of which the memory begins at an address."""
         self._fold.lend(update.values_of)
+        self._coming: dict[int, torch.Tensor] = {}
+        """The memory of the stage that is brought ahead of its use, if one is."""
+        self._steps, self._passes = Course(), Course()
+        self._course: Course | None = None
+        """Of the shard that is computed, if one is."""
         self._left: set[int] = set()
         """Those of them whose forward pass is over."""
         self._blocks = 0
@@ -220,7 +179,7 @@ class SpanLending(Lending):
             return
         with self._answered():
             self._bring(ROOT)
-            yield replace(task, bringing=self._bringing)
+            yield replace(task, bringing=partial(self._bringing, self._steps))
 
     @contextmanager
     def passes(self, function: Function) -> Iterator[Function]:
@@ -230,7 +189,7 @@ class SpanLending(Lending):
 
         def brought(model: torch.nn.Module, batch: Any) -> object:
             try:
-                with self._bringing():
+                with self._bringing(self._passes):
                     return function(model, batch)
             except RuntimeError as error:
                 if is_about_hooks(error):
@@ -288,14 +247,19 @@ class SpanLending(Lending):
             self._reach = None
 
     @contextmanager
-    def _bringing(self) -> Iterator[Callable[[], None]]:
+    def _bringing(self, course: Course) -> Iterator[Callable[[], None]]:
         """Surround a forward pass and its backward.
+
+        Args:
+            course: in which order stages are wanted.
 
         Yields:
             What is to be called between the two.
         """
         self._in_backward = False
         self._left.clear()
+        self._course = course
+        course.begin()
         handles = [
             register_module_forward_pre_hook(lambda part, _: self._enter(part)),
             register_module_forward_hook(lambda part, *_: self._leave(part), always_call=True),
@@ -306,6 +270,8 @@ class SpanLending(Lending):
         finally:
             for handle in handles:
                 handle.remove()
+            self._course = None
+            self._coming.clear()
             for stage in [stage for stage in self._rooms if stage != ROOT]:
                 self._take_away(stage)
 
@@ -336,17 +302,34 @@ class SpanLending(Lending):
         here = [each for each in self._rooms if each != ROOT]
         for each in {*self._left, *here[: max(0, len(here) + 1 - _AT_HAND)]} - {*together}:
             self._take_away(each)
-        nbytes = self._layout.stage_bytes[stage]
-        room = torch.empty(nbytes, dtype=torch.uint8, device=self._flat.device)
-        self._fold.want(Want(stage, room))
+        room = self._coming.pop(stage, None)
+        if room is None:
+            room = self._room_for(stage)
+            self._fold.want(Want(stage, room))
+        else:
+            self._fold.await_rooms()
         self._rooms[stage] = room
-        if nbytes:
+        if room.numel():
             self._stage_at[room.data_ptr()] = stage
+        if self._course is not None:
+            self._look_ahead(self._course, stage)
         numbers = self._layout.stages.entries[stage]
         self._lent.show(self._trained[number] for number in numbers)
         for number in numbers:
             self._trained[number].data = self._view(number, room)
         return room
+
+    def _look_ahead(self, course: Course, stage: int) -> None:
+        """Have the stage brought that is likely to be the next one after this."""
+        following = course.after(stage, self._in_backward)
+        if following is None or following in self._rooms or following in self._coming:
+            return
+        self._coming = {following: self._room_for(following)}
+        self._fold.want(Want(following, self._coming[following], ahead=True))
+
+    def _room_for(self, stage: int) -> torch.Tensor:
+        nbytes = self._layout.stage_bytes[stage]
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._flat.device)
 
     def _bring_used(self, tensors: Sequence[torch.Tensor]) -> Replace | None:
         """Bring what somebody is about to compute with, outside of its stage.

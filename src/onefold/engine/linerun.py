@@ -11,8 +11,8 @@ import torch
 from onefold.core.batch import ShardedBatch
 from onefold.core.line import waiting
 from onefold.core.stages import ROOT, Stages
+from onefold.engine.athand import Lending
 from onefold.engine.kernels import Compilers
-from onefold.engine.lending import Lending
 from onefold.engine.lineworker import LineWorker
 from onefold.engine.passing import Passing
 from onefold.engine.replica import Replica

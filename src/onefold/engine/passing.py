@@ -20,6 +20,7 @@ import torch
 
 from onefold.core.generatorstates import packed_generators, redo_generators
 from onefold.core.stages import ROOT
+from onefold.engine.athand import Lending
 from onefold.engine.callwords import call_in_words, unlike
 from onefold.engine.hollow import (
     Hollow,
@@ -30,7 +31,6 @@ from onefold.engine.hollow import (
     times_written,
 )
 from onefold.engine.hollowstages import HollowStages
-from onefold.engine.lending import Lending
 from onefold.engine.linehooks import hooks_in_place
 from onefold.engine.linestate import ShardState
 from onefold.engine.replica import Replica

@@ -28,14 +28,15 @@ from onefold.core.storage import Storage
 __all__ = ["DONE", "AtOnce", "Brought", "Carrier", "Gift", "Want", "Word"]
 
 _HEAD = struct.Struct("<iiB")
-_DONE, _WANTS = -1, -2
+_DONE, _WANTS, _WANTS_AHEAD = -1, -2, -3
 
 
 class Word(NamedTuple):
     """What a device says of what it brings to an event."""
 
     shard: int
-    """-1 if the device brings nothing, as it is done with its shard; -2 if it wants the stage."""
+    """-1 if the device brings nothing, as it is done with its shard; -2 if it wants the stage, and
+    -3 if it wants the stage later."""
     stage: int
     last: bool
     """Whether nothing more comes of this stage of this shard."""
@@ -50,7 +51,12 @@ class Word(NamedTuple):
     @property
     def is_want(self) -> bool:
         """Whether the device wants the parameters of the stage."""
-        return self.shard == _WANTS
+        return self.shard in (_WANTS, _WANTS_AHEAD)
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the device goes on without the parameters that it wants, until it needs them."""
+        return self.shard == _WANTS_AHEAD
 
     def packed(self, parameters: int) -> bytes:
         """Pack the word into bytes, of one length for up to so many parameters."""
@@ -96,11 +102,13 @@ class Want:
     stage: int
     room: torch.Tensor
     """(bytes,) uint8 on this device, where they are to lie: as `StageLayout.place` says."""
+    ahead: bool = False
+    """Whether they may still be on their way until `Carrier.await_rooms`."""
 
     @property
     def word(self) -> Word:
         """What is said of it."""
-        return Word(_WANTS, self.stage, True, ())
+        return Word(_WANTS_AHEAD if self.ahead else _WANTS, self.stage, True, ())
 
 
 class Brought(NamedTuple):
@@ -155,6 +163,10 @@ class Carrier(ABC):
         be filled where every device has all parameters.
         """
 
+    @abstractmethod
+    def await_rooms(self) -> None:
+        """Wait until what was wanted ahead of its use is there, and what others wanted has left."""
+
     def gave(self, word: Word, number: int) -> bool:
         """Whether there is a gradient for the piece of this number, of the stage of the word."""
         return word.gave[self._places[self.storage.pieces[number].entry]]
@@ -202,3 +214,6 @@ class AtOnce(Carrier):
         # The gradients are nobody else's, so they may take sums.
         at_home = {n: piece.to(self._homes[n], non_blocking=True) for n, piece in pieces.items()}
         return [Brought(gift.word, at_home, self._lends)]
+
+    def await_rooms(self) -> None:
+        pass  # nothing is on its way

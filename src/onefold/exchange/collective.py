@@ -333,7 +333,7 @@ class Operation(NamedTuple):
 
 
 class Moving:
-    """Tensors that are on their way; they must live, and stay as they are, until `finish`.
+    """Tensors that are on their way; they must stay as they are until `finish`.
 
     Args:
         operations: what was started, in this order.
@@ -348,6 +348,7 @@ class Moving:
         naming: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         self._naming = naming
+        self._parts = [operation.part for operation in operations]
         self._left: list[dist.Work] = []
         self._coming: dict[int, list[dist.Work]] = {}
         # NCCL fuses a batch into one work, so a single chunk cannot be waited for by itself.
@@ -373,6 +374,7 @@ class Moving:
         for chunk in list(self._coming):
             self._wait_once(self._coming.pop(chunk))
         self._wait_once(self._left)
+        self._parts = []
 
     def _wait_once(self, works: list[dist.Work]) -> None:
         """Wait for each and forget it: gloo never returns from a second wait for a receipt."""

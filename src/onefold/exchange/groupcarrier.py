@@ -12,7 +12,7 @@ from onefold.core.roster import Roster
 from onefold.core.stages import ROOT
 from onefold.core.storage import Storage
 from onefold.exchange.carrier import DONE, Brought, Carrier, Gift, Want, Word
-from onefold.exchange.collective import GroupTransport, Operation
+from onefold.exchange.collective import GroupTransport, Moving, Operation
 from onefold.system.heap import Heap
 
 __all__ = ["GroupCarrier", "LineCarrier"]
@@ -38,6 +38,8 @@ class GroupCarrier(Carrier):
         # Not all begin with the same one.
         self._peers = [peer for peer in transport.peers() if peer in among]
         self._lent = storage.lent_layout()
+        self._underway: list[Moving] = []
+        """Parameters that were wanted ahead of their use, here or elsewhere."""
 
     def bind(self, roster: Roster) -> None:
         spans = [frozenset(span) for span in roster.spans]
@@ -56,18 +58,29 @@ class GroupCarrier(Carrier):
             )
         }
         # For each pair of devices, what one end sends is listed as the other lists its receipts.
-        operations, coming = [], {}
+        at_once: list[Operation] = []
+        ahead: list[Operation] = []
+        coming = {}
         for peer in self._peers:
-            operations += [
-                Operation(True, peer, part) for part in self._leaving(gift, words[peer], peer)
-            ]
             coming[peer] = self._rooms(words[peer])
-            awaited = [*coming[peer].values(), *self._awaited(gift, peer)]
-            operations += [Operation(False, peer, room) for room in awaited]
-        transport.move(operations).finish()
+            at_once += [Operation(True, peer, part) for part in self._given(gift, peer)]
+            at_once += [Operation(False, peer, room) for room in coming[peer].values()]
+            asked = ahead if words[peer].is_ahead else at_once
+            asked += [Operation(True, peer, part) for part in self._asked(words[peer])]
+            awaited = ahead if word.is_ahead else at_once
+            awaited += [Operation(False, peer, room) for room in self._awaited(gift, peer)]
+        # In one order everywhere, and begun before anything is waited for.
+        moving = [transport.move(operations) for operations in (at_once, ahead)]
+        if ahead:
+            self._underway.append(moving[1])
         if isinstance(gift, Want):
             self.fill(gift)
+        moving[0].finish()
         return [self._brought(rank, each, gift, coming) for rank, each in words.items()]
+
+    def await_rooms(self) -> None:
+        while self._underway:
+            self._underway.pop(0).finish()
 
     def has_all_of(self, stage: int) -> bool:
         """Whether a stage has parameters, and all of them are this process's."""
@@ -78,15 +91,18 @@ class GroupCarrier(Carrier):
         for number in self._owned[self._transport.rank][want.stage]:
             self._lent.in_room(number, want.room).copy_(self._values(number))
 
-    def _leaving(self, gift: Gift | Want | None, word: Word, peer: int) -> list[torch.Tensor]:
-        """What a device is sent: its part of a gift, and then what it wants of this one."""
-        leaving: list[torch.Tensor] = []
-        if isinstance(gift, Gift):
-            own = self.own_pieces(gift, self._owned[peer][gift.stage])
-            leaving += map(storage_order, own.values())
-        if word.is_want:
-            leaving += map(self._values, self._owned[self._transport.rank][word.stage])
-        return leaving
+    def _given(self, gift: Gift | Want | None, peer: int) -> list[torch.Tensor]:
+        """What a device is sent of a gift."""
+        if not isinstance(gift, Gift):
+            return []
+        own = self.own_pieces(gift, self._owned[peer][gift.stage])
+        return [storage_order(piece) for piece in own.values()]
+
+    def _asked(self, word: Word) -> list[torch.Tensor]:
+        """What a device wants that is this one's."""
+        if not word.is_want:
+            return []
+        return [self._values(number) for number in self._owned[self._transport.rank][word.stage]]
 
     def _awaited(self, gift: Gift | Want | None, peer: int) -> list[torch.Tensor]:
         """Where what a device has of the parameters that this one wants is to lie."""
@@ -147,6 +163,10 @@ class LineCarrier(Carrier):
     def bind(self, roster: Roster) -> None:
         self._everybody.bind(roster)
         self._column.bind(roster)
+
+    def await_rooms(self) -> None:
+        self._everybody.await_rooms()
+        self._column.await_rooms()
 
     def lend(self, values: Callable[[int], torch.Tensor]) -> None:
         self._everybody.lend(values)

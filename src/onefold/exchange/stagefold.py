@@ -75,6 +75,10 @@ class StageFold:
         """Have the parameters of a stage brought; may block until other devices make a call."""
         self._take(self._carrier.carry(want))
 
+    def await_rooms(self) -> None:
+        """Wait for what was wanted ahead of its use; see `Carrier.await_rooms`."""
+        self._carrier.await_rooms()
+
     def in_line(self) -> AbstractContextManager[None]:
         """Surround the shards of a step that go through lines of devices; see `Carrier.in_line`."""
         return self._carrier.in_line()
@@ -83,6 +87,7 @@ class StageFold:
         """Wait until every device has given all of its shard of this round."""
         while not self._take(self._carrier.carry(None)):
             pass
+        self._carrier.await_rooms()
 
     def totals(self, device: int) -> list[torch.Tensor | None]:
         """The summed gradient of each piece of an own device's span, shaped as it.
