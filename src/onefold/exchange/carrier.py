@@ -119,7 +119,9 @@ class Brought(NamedTuple):
     """Those that are for this process, by their numbers, each shaped as the piece; those of
     parameters without a gradient are missing."""
     lent: bool
-    """Whether they must be copied, or used up, before the next event."""
+    """Whether they must be copied, or used up, before the next event, if they are not late."""
+    arrive: Callable[[], None] | None = None
+    """Waits for the pieces, if they are late: still on their way when the event is over."""
 
 
 class Carrier(ABC):

@@ -75,8 +75,12 @@ class GroupCarrier(Carrier):
             self._underway.append(moving[1])
         if isinstance(gift, Want):
             self.fill(gift)
-        moving[0].finish()
-        return [self._brought(rank, each, gift, coming) for rank, each in words.items()]
+        if isinstance(gift, Want) and not gift.ahead:
+            moving[0].finish()
+        return [
+            self._brought(rank, each, gift, coming)._replace(arrive=moving[0].finish)
+            for rank, each in words.items()
+        ]
 
     def await_rooms(self) -> None:
         while self._underway:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 
@@ -13,6 +14,10 @@ from onefold.exchange.stagesums import StageSum, StageSums
 from onefold.system.heap import Heap
 
 __all__ = ["StageFold"]
+
+_EVENTS_UNDERWAY = 2
+"""Of which gradients may be late. Between the gifts of two stages there is a want, so they have the
+time in which one stage is computed."""
 
 
 class StageFold:
@@ -32,6 +37,8 @@ class StageFold:
         """Of the model."""
         self._carrier = carrier
         self._own = own
+        self._late: deque[list[Brought]] = deque()
+        """What may still be on its way, of one event after the other."""
         self._sums = [StageSums(carrier.storage.shards, heap) for _ in range(len(self.stages))]
 
     def bind(self, roster: Roster) -> None:
@@ -55,6 +62,9 @@ class StageFold:
         Args:
             empty: the shards without samples, which nobody runs.
         """
+        # Of a step that failed something may still be on its way to memory that is in use.
+        self._arrived()
+        self.await_rooms()
         self.release()
         for shard in empty:
             for sums, numbers in zip(self._sums, self._pieces, strict=True):
@@ -87,7 +97,8 @@ class StageFold:
         """Wait until every device has given all of its shard of this round."""
         while not self._take(self._carrier.carry(None)):
             pass
-        self._carrier.await_rooms()
+        self._add(self._arrived())
+        self.await_rooms()
 
     def totals(self, device: int) -> list[torch.Tensor | None]:
         """The summed gradient of each piece of an own device's span, shaped as it.
@@ -105,9 +116,28 @@ class StageFold:
             sums.clear()
 
     def _take(self, brought: Sequence[Brought]) -> bool:
-        """Add up what has come; return whether all are done with their shards."""
+        """Add up what has come; return whether all are done with their shards.
+
+        What is late is added up some events later, or at the end of the round.
+        """
+        self._late.append([each for each in brought if each.arrive is not None])
+        come = self._arrived(but=_EVENTS_UNDERWAY)
+        self._add([*come, *(each for each in brought if each.arrive is None)])
+        return all(each.word == DONE for each in brought)
+
+    def _arrived(self, but: int = 0) -> list[Brought]:
+        """Wait for what was still on its way, but for the latest events, and take it out."""
+        come: list[Brought] = []
+        while len(self._late) > but:
+            for each in self._late.popleft():
+                assert each.arrive is not None
+                each.arrive()
+                come.append(each)
+        return come
+
+    def _add(self, brought: Sequence[Brought]) -> None:
         touched = set()
-        for word, pieces, lent in brought:
+        for word, pieces, lent, _ in brought:
             if not word.is_gift:
                 continue
             tensors = [pieces.get(number) for number in self._pieces[word.stage]]
@@ -116,4 +146,3 @@ class StageFold:
             touched.add(word.stage)
         for stage in touched:
             self._sums[stage].settle()
-        return all(word == DONE for word, _, _ in brought)
