@@ -229,7 +229,8 @@ class SpanLending(Lending):
     @contextmanager
     def in_line(self) -> Iterator[None]:
         if self.is_whole:
-            yield
+            with self._fold.in_line():
+                yield
             return
         own = [s for s, place in enumerate(self._stages.places) if place == self._place]
         self._is_line = True
