@@ -53,6 +53,8 @@ class Lendable:
             _hollow(self.layout.layout.dtype_of(n), device).expand(e.shape) for n, e in entries
         ]
         self._elsewhere = LentParameters(used)
+        self._places = [0] * len(self.parameters)
+        """Where each of them was shown last."""
         self._written: int | None = None
 
     def stage_of(self, tensor: torch.Tensor) -> int | None:
@@ -81,7 +83,9 @@ class Lendable:
         """Have the parameters of a stage lie in memory for it."""
         for number in self.layout.stages.entries[stage]:
             self._elsewhere.show([self.parameters[number]])
-            self.parameters[number].data = self._view(number, stage, room)
+            view = self._view(number, stage, room)
+            self.parameters[number].data = view
+            self._places[number] = view.data_ptr()
 
     def hide(self, numbers: Iterable[int]) -> None:
         """Have parameters be hollow."""
@@ -110,25 +114,29 @@ class Lendable:
                 view.copy_(self.parameters[number].detach())
 
     def look(self, stage: int, room: torch.Tensor) -> None:
-        """Look whether frozen parameters were written to while they were in memory for a stage."""
-        if self.frozen is not None and self._written is None:
-            self._written = self.frozen.written(stage, room)
+        """Look, before a stage goes, whether its parameters were given other memory, and whether
+        frozen ones were written to."""
+        numbers = self.layout.stages.entries[stage]
+        moved = (n for n in numbers if self.parameters[n].data_ptr() != self._places[n])
+        found = next(moved, None)
+        if found is None and self.frozen is not None:
+            found = self.frozen.written(stage, room)
+        self._written = found if self._written is None else self._written
 
     def refuse_written(self) -> None:
-        """Refuse what was written to frozen parameters where it is not kept.
+        """Refuse what was written where it is not kept.
 
         Raises:
-            StateError: `look` has found such a parameter, or there is one where all are here.
+            StateError: `look` has found a parameter, or frozen ones differ where all are here.
         """
         if self.frozen is not None and self.frozen.flat.is_there:
             self._written = self.frozen.written_in_flat()
         written, self._written = self._written, None
         if written is not None:
             raise StateError(
-                f"parameter {self._names[written]}, which the optimizer does not train, was "
-                f"written to where it is brought from the devices that keep it, and they would not "
-                f"follow (a momentum encoder does so): write to it between steps, in `with "
-                f"trainer.changing():`, or use --keep all"
+                f"parameter {self._names[written]} was written to where it is brought from the "
+                f"devices that keep it, and they would not follow (a momentum encoder does so): "
+                f"write to it between steps, in `with trainer.changing():`, or use --keep all"
             )
 
     def _view(self, number: int, stage: int, room: torch.Tensor) -> torch.Tensor:

@@ -366,9 +366,9 @@ class SpanLending(Lending):
         self._left.discard(stage)
         room = self._rooms.pop(stage)
         self._stage_at.pop(room.data_ptr(), None)
-        self._lent.hide(self._stages.entries[stage])
         if self._is_due:
             self._lent.look(stage, room)
+        self._lent.hide(self._stages.entries[stage])
 
     def _packed(self, tensor: torch.Tensor) -> object:
         """Replace what lies in a stage by a note of where."""
