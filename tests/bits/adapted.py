@@ -35,7 +35,7 @@ class Layer(nn.Module):
 
 
 class Adapted(nn.Module):
-    """Stages that are frozen in part and as a whole, and frozen parameters in no stage."""
+    """Stages that are frozen in part and as a whole, and frozen parameters in none or in two."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,13 +44,15 @@ class Adapted(nn.Module):
         kinds = torch.bfloat16, torch.float64, torch.float32
         self.layers = nn.ModuleList(map(Layer, kinds))
         self.scale = nn.Parameter(torch.full((WIDTH,), 0.5), requires_grad=False)
-        self.head = nn.Linear(WIDTH, 3)
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.again = nn.Linear(WIDTH, TOKENS, bias=False)
+        self.again.weight = self.tokens.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.tokens(x)
         for part in (*self.frozen, *self.layers):
             y = part(y)
-        return self.head(y * self.scale).flatten(1)
+        return self.again(self.head(y * self.scale)).flatten(1)  # type: ignore[no-any-return]
 
 
 def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:

@@ -70,12 +70,6 @@ def assemble(
     first = buffers[team.own[0]]
     first.attach()
     modules = _stages(parts, stages, settings, team)
-    if (
-        modules is not None
-        and team.world.options.keeps != "host"
-        and not has_memory_in_common(team)
-    ):
-        parts.lend(frozen_in_stages(parts.other, modules))
     storage = _storage(parts, first, optimizer, settings, team, modules)
     start = _start(parts, first)
     roster = _roster(storage, plan, team)
@@ -148,7 +142,10 @@ def _stages(
     settings: Settings,
     team: Team,
 ) -> StageModules | None:
-    """The stages after each of which gradients are handed over; None if whole sums are."""
+    """The stages after each of which gradients are handed over; None if whole sums are.
+
+    Where devices share no memory, frozen parameters that lie in one are set apart.
+    """
     keep = team.world.options.keeps
     line = team.world.options.line_of(len(team.devices))
     # One shard is added to nothing, so there is nothing to hand over: but perhaps to put away.
@@ -160,7 +157,10 @@ def _stages(
             "expected a number for microbatch with --keep stages, or None, got 'auto': to find "
             "one, each device would have to compute a whole shard alone"
         )
-    return StageModules(parts.module, modules, parts.trained, line)
+    found = StageModules(parts.module, modules, parts.trained, line)
+    if keep != "host" and not has_memory_in_common(team):
+        parts.lend(frozen_in_stages(parts.other, found))
+    return found
 
 
 def _heap(team: Team) -> Heap:
