@@ -80,7 +80,8 @@ def _in_line(
     if devices > len(rest):
         return None
     shares = [0] * devices
-    for place, share in zip(cut_line(rest, devices), rest, strict=True):
+    _, *held = (stage["held"] for stage in stages)
+    for place, share in zip(cut_line(held, devices), rest, strict=True):
         shares[place] += share
     shares[0] += root
     return sizes.keeping_stages(devices, max(shares), together=together)
@@ -107,8 +108,9 @@ def _measured(
             "name": name,
             "parameters": sum(kept[number].numel() for number in entries),
             "bytes": sum(gradients[number] for number in entries),
+            "held": sum(kept[number].nbytes for number in entries) + still,
         }
-        for name, entries in zip(stages.names, stages.entries, strict=True)
+        for name, entries, still in zip(stages.names, stages.entries, frozen, strict=True)
     ]
     masters = torch.float32 if settings.precision.parameters else None
     state, known = _state_bytes(optimizer, parts.trained, masters=masters)
