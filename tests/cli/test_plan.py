@@ -46,7 +46,8 @@ def test_stages_and_memory_are_shown(tmp_path: Path) -> None:
     ]
     p, stage, disk = 4 * NUMBERS, 16 * wide, 6 * 4 * NUMBERS + FROZEN_BYTES
     part = (p + FROZEN_BYTES) / 4
-    in_line = 4 * (wide + 512)  # the last of four devices computes a wide layer and the norm
+    # Of four devices the last has the frozen layer and the norm, the first a wide one and its own.
+    in_line = 4 * (wide + 17 * 256)
     expected = {
         "1": (disk, disk + stage, disk, stage, disk),
         "4": (part + 2.5 * p, part + 0.75 * p + stage, part + 5 * in_line, stage, disk),

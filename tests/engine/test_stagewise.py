@@ -48,7 +48,8 @@ def watched(trainer: onefold.Trainer) -> Iterator[AtHand]:
         want(self, wish)
 
     def noting_whole(self: FlatTensors) -> None:
-        found.whole += 1
+        # Frozen parameters come back with the others.
+        found.whole += self is lending._flat
         get_back(self)
 
     StageFold.want = noting_want  # type: ignore[method-assign]

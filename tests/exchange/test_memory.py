@@ -43,4 +43,9 @@ def test_the_values_of_the_start_are_not_exchanged_for_others() -> None:
     begun = start(0, storage(1))
     with pytest.raises(dataclasses.FrozenInstanceError):
         begun.trained = []  # type: ignore[misc]
-    assert {field.name for field in dataclasses.fields(Start)} == {"trained", "other", "buffers"}
+    assert {field.name for field in dataclasses.fields(Start)} == {
+        "trained",
+        "other",
+        "frozen",
+        "buffers",
+    }

@@ -59,19 +59,24 @@ def _of_span(engine: Engine) -> Iterator[str]:
     """Name what is not finite of the pieces that this device keeps, if it has no more."""
     if engine.lending.is_whole:
         return
-    entries = engine.update.storage.parameters.entries
+    entries = engine.update.storage.lent_layout().layout.entries
     for item in engine.update.owned:
         if not all_finite(engine.update.values_of(item.number)):
             yield own_name(entries[item.piece.entry].name)
+    frozen = engine.exchange.memory.frozen
+    if frozen is not None:
+        spoilt = (n for n in frozen.numbers if not all_finite(frozen.part(n)))
+        yield from (own_name(entries[frozen.entry_of(number)].name) for number in spoilt)
 
 
 def _of_lead(engine: Engine, nan_before: Collection[str]) -> Iterator[str]:
     """Name the first value that is not finite of all that the lead has."""
-    first = engine.replicas[0]
+    first, frozen = engine.replicas[0], engine.exchange.memory.frozen
+    of_all = [] if frozen is None else frozen.flat.sections
     with engine.averaging.training_values() as trained:
         here = first.parts.named if engine.lending.is_whole else first.parts.other
         named = {own_name(name): parameter for name, parameter in here.items()}
-        found = first_not_finite((*trained.sections, *first.other.sections), named)
+        found = first_not_finite((*trained.sections, *first.other.sections, *of_all), named)
         # Buffers that were NaN from the start are the model's own affair (masks, unset statistics).
         spoilt = names_with_nan(own_buffers(first.module)) - {*nan_before}
         yield from [name for name in (found, min(spoilt, default=None)) if name is not None]

@@ -98,7 +98,7 @@ def check_model_can_be_saved(module: torch.nn.Module, *, keep_vars: bool = False
 def is_saved_as_it_is(module: torch.nn.Module) -> bool:
     """Whether ``state_dict`` merely names parameters, and does not compute with their values.
 
-    Asked where the trained ones are elsewhere; where all are here it makes no difference.
+    Asked where some are elsewhere; where all are here it makes no difference.
     """
     try:
         _state_of(module, keep_vars=True)
@@ -116,7 +116,7 @@ def coming_parts(
 
     Args:
         module: the user's own model, which `is_saved_as_it_is`.
-        numbers: those of the trained parameters, by their identity.
+        numbers: those of the parameters that are elsewhere, by their identity.
         coming: makes what is written of one of them, given its name and number.
 
     Raises:

@@ -16,7 +16,7 @@ process needs; an error that it finds is handed out too, so that all devices rai
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain
@@ -310,8 +310,8 @@ class Checkpoints:
         # is what the lead fills and the others follow.
         self._engine.replicas[0].buffers.absorb()
         # What is elsewhere goes to its owners, with the state of the optimizer.
-        trained = self._engine.replicas[0].parts.trained.values()
-        but = frozenset() if self._engine.lending.is_whole else frozenset(map(id, trained))
+        lending = self._engine.lending
+        but = frozenset() if lending.is_whole else frozenset(map(id, lending.parameters))
         fill = None if files is None else partial(files.model.fill, self._module, but=but)
         self._lead.do("reading a model", fill)
         self._engine.exchange.memory.follow_lead(self._engine.replicas[0].buffers.flat)
@@ -321,7 +321,8 @@ class Checkpoints:
         self, saved: Mapping[str, Any], files: StoredStates | None, changed: Collection[str]
     ) -> None:
         """Adopt states and settings; those that a schedule sets come and go with the schedule."""
-        make = None if files is None else partial(self._for_owner, files.pieces)
+        spans = self._engine.roster.spans
+        make = None if files is None else partial(self._for_owner, files.pieces, spans)
         shown = None if self._engine.lending.is_whole else self._take_values(files)
         self._engine.update.take_states(unpack(self._lead.hand_out(make)), shown)
         followed = self.schedule.followed()
@@ -351,14 +352,26 @@ class Checkpoints:
             self._carried.go_on(left_by_shard(unpack(self._lead.hand_out(make))))
 
     def _take_values(self, files: StoredStates | None) -> dict[int, torch.Tensor]:
-        """Receive the values of this process's pieces, by number, as models see them."""
-        make = None if files is None else partial(self._for_owner, files.values)
-        # Copied, as what is handed out next may come in the same memory.
-        return {state.piece: state.value.clone() for state in unpack(self._lead.hand_out(make))}
+        """Receive the values that this process keeps; return those that it trains, by piece."""
+        engine = self._engine
+        storage, frozen = engine.update.storage, engine.exchange.memory.frozen
+        kept = storage.kept(engine.roster.spans)
+        make = None if files is None else partial(self._for_owner, files.values, kept)
+        trained = {}
+        for state in unpack(self._lead.hand_out(make)):
+            if frozen is not None and state.piece >= len(storage.pieces):
+                frozen.adopt(state.piece, state.value)
+            else:
+                # Copied, as what is handed out next may come in the same memory.
+                trained[state.piece] = state.value.clone()
+        return trained
 
     def _for_owner(
-        self, packed: Callable[[Iterable[int]], torch.Tensor], first: int
+        self,
+        packed: Callable[[Iterable[int]], torch.Tensor],
+        spans: Sequence[Sequence[int]],
+        first: int,
     ) -> torch.Tensor:
         """Pack what the process has of pieces that has this as its first device."""
         devices = self._team.own if first in self._team.own else (first,)
-        return packed(chain.from_iterable(self._engine.roster.spans[device] for device in devices))
+        return packed(chain.from_iterable(spans[device] for device in devices))

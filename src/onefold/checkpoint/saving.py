@@ -92,7 +92,7 @@ class Saving:
         buffers.note_changes()
         left = carried_parts(buffers.carried.left(buffers.places.names))
         averages = buffer_parts(self._engine.averaging.buffers())
-        numbers = {id(p): n for n, p in enumerate(self._parts.trained.values())}
+        numbers = {id(p): n for n, p in enumerate(self._engine.lending.parameters)}
         saved, rest = coming_parts(self._parts.module, numbers, stream.parameter)
         files: dict[str, Sequence[TensorParts]] = {
             "model.safetensors": saved,

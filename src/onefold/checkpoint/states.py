@@ -126,15 +126,14 @@ class StoredStates:
         return packed(list(states), self._heap)
 
     def values(self, owned: Iterable[int]) -> torch.Tensor:
-        """Pack the values of some pieces, as models see them, for the process that owns them."""
-        storage = self._storage
-        keys = {entry.name: [VALUES] for entry in storage.parameters.entries}
+        """Pack the values of some of `Storage.lent_pieces`, for the process that keeps them."""
+        layout, pieces = self._storage.lent_layout().layout, self._storage.lent_pieces()
+        keys = {entry.name: [VALUES] for entry in layout.entries}
 
         def read(name: str) -> torch.Tensor:
             return self.model.read(own_name(name.removesuffix(f".{VALUES}")))
 
-        states = take_apart(keys, {}, read, owned, storage.pieces, storage.parameters)
-        return packed(list(states), self._heap)
+        return packed(list(take_apart(keys, {}, read, owned, pieces, layout)), self._heap)
 
     def buffers(self) -> torch.Tensor:
         """Pack the averages of all buffers, by number; of none if the average does not go on."""

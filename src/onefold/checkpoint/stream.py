@@ -32,7 +32,7 @@ _NOTHING, _ENDED = -1, -2
 
 
 class Stream:
-    """The trained parameters, and the optimizer's state, of devices that keep their spans of them.
+    """The parameters and the optimizer's state of devices that keep their parts of them alone.
 
     All devices make one together, and then call `feed`.
 
@@ -57,17 +57,17 @@ class Stream:
         self._own: dict[tuple[int, str], list[PieceState]] = defaultdict(list)
         for state in own:
             self._own[self._place(state)].append(state)
-        values = [(number, VALUES) for number in range(len(storage.parameters.entries))]
+        self._lent, self._pieces = storage.lent_layout().layout, storage.lent_pieces()
+        self._frozen = engine.exchange.memory.frozen
+        values = [(number, VALUES) for number in range(len(self._lent.entries))]
         self._places = [*values, *dict.fromkeys(map(self._place, states))]
         self._numbers = {place: number for number, place in enumerate(self._places)}
         self._asked: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[list[Bytes] | None] = queue.SimpleQueue()
 
     def parameter(self, name: str, number: int) -> TensorParts:
-        """The values of a trained parameter, under a name; they come when they are asked for."""
-        layout = self._storage.parameters
-        entry = layout.entries[number]
-        dtype = layout.dtypes[entry.section]
+        """The values of a parameter that is elsewhere; they come when they are asked for."""
+        entry, dtype = self._lent.entries[number], self._lent.dtype_of(number)
         return TensorParts(
             own_name(name), dtype, entry.shape, entry.stride, self._coming(number, VALUES)
         )
@@ -116,16 +116,19 @@ class Stream:
         brought = self._transport.bring()
         if self._lead.is_here:
             states = chain.from_iterable(map(unpack, brought))
-            (tensor,) = join(states, self._storage.pieces, self._storage.masters).tensors
+            (tensor,) = join(states, self._pieces, self._lent).tensors
             self._answers.put([*tensor.parts])
 
     def _states(self, entry: int, key: str) -> list[PieceState]:
         if key != VALUES:
             return self._own.get((entry, key), [])
+        update, frozen = self._update, self._frozen
+        values = {item.number: update.values_of for item in update.owned}
+        values |= {} if frozen is None else dict.fromkeys(frozen.numbers, frozen.part)
         return [
-            PieceState(item.number, VALUES, self._update.values_of(item.number), True)
-            for item in self._update.owned
-            if item.piece.entry == entry
+            PieceState(number, VALUES, value_of(number), True)
+            for number, value_of in values.items()
+            if self._pieces[number].entry == entry
         ]
 
     def _coming(self, entry: int, key: str) -> Iterator[Bytes]:

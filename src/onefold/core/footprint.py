@@ -32,7 +32,7 @@ class Footprint:
     parameters: int
     """Those that are trained."""
     other: int
-    """Frozen parameters and buffers."""
+    """Frozen parameters, but those in `frozen`, and buffers."""
     gradients: int
     """One gradient for each trained parameter, in the dtype in which they are added up."""
     state: int
@@ -40,6 +40,10 @@ class Footprint:
     stage: int
     """The gradients of the largest stage."""
     shards: int
+    frozen: int = 0
+    """Frozen parameters that lie in stages."""
+    frozen_stage: int = 0
+    """Those of the stage that has most of them."""
 
     def keeping_all(self, devices: int, *, together: bool) -> int:
         """Of each of so many devices; ``together`` if all of them use the same parameters."""
@@ -55,7 +59,8 @@ class Footprint:
         own = (sums + self.state) // devices + _OF_A_STAGE * self.stage
         if together or devices == 1:
             return own + self._values(devices, together=together)
-        return own + self.parameters // devices + self.other + _STAGES_AT_HAND * self.stage
+        kept = (self.parameters + self.frozen) // devices + self.other
+        return own + kept + _STAGES_AT_HAND * (self.stage + self.frozen_stage)
 
     def keeping_stages(self, devices: int, share: int, *, together: bool) -> int:
         """The same for devices of one line, of which one has at most these bytes of gradients."""
@@ -72,10 +77,10 @@ class Footprint:
     def on_disk(self) -> int:
         """Of that file."""
         sums = self.gradients * (1 + self._levels(self.shards))
-        return self.parameters + self.other + self.state + sums
+        return self.parameters + self.frozen + self.other + self.state + sums
 
     def _values(self, devices: int, *, together: bool) -> int:
-        return (self.parameters + self.other) // (devices if together else 1)
+        return (self.parameters + self.frozen + self.other) // (devices if together else 1)
 
     def _shards_of(self, devices: int) -> int:
         return -(-self.shards // devices)

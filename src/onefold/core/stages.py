@@ -1,4 +1,4 @@
-"""Where a model may be cut: which of its trained parameters lie in which stage. Pure."""
+"""Where a model may be cut: which of its parameters lie in which stage. Pure."""
 
 from __future__ import annotations
 
@@ -54,16 +54,19 @@ class StageLayout:
     """
 
     def __init__(self, layout: Layout, pieces: Sequence[Piece], stages: Stages) -> None:
+        self.layout = layout
         self.stages = stages
         self.pieces: list[list[int]] = [[] for _ in stages.names]
         """For each stage, the numbers of its pieces."""
         self._places: list[tuple[int, int, torch.dtype]] = []
+        self._starts: dict[int, int] = {}
         filled = [0] * len(stages)
         for number, piece in enumerate(pieces):
             stage = stages.stage_of[piece.entry]
             dtype = layout.dtype_of(piece.entry)
             nbytes = piece.numel * dtype.itemsize
             self.pieces[stage].append(number)
+            self._starts.setdefault(piece.entry, filled[stage])
             self._places.append((filled[stage], nbytes, dtype))
             filled[stage] += aligned(nbytes)
         self.stage_bytes = tuple(filled)
@@ -77,6 +80,14 @@ class StageLayout:
     def place(self, number: int) -> tuple[int, int, torch.dtype]:
         """Where a piece begins and how long it is, in bytes, and its dtype."""
         return self._places[number]
+
+    def whole(self, entry: int, room: torch.Tensor, *, begins: int = 0) -> torch.Tensor:
+        """View of an entry, in its shape, in memory that holds its stage from some byte on."""
+        found, dtype = self.layout.entries[entry], self.layout.dtype_of(entry)
+        # The pieces of an entry follow each other without gaps.
+        start = self._starts[entry] - begins
+        stretch = room[start : start + found.numel * dtype.itemsize].view(dtype)
+        return stretch.as_strided(found.shape, found.stride)
 
     def in_room(self, number: int, room: torch.Tensor) -> torch.Tensor:
         """(numel,) view of a piece in memory that holds its stage, (stage_bytes,) uint8."""

@@ -9,6 +9,7 @@ import torch
 
 from onefold.core.flat import Layout, Piece, aligned
 from onefold.core.fold import max_blocks
+from onefold.core.frozen import Frozen, side_by_side
 from onefold.core.precision import added_up_in
 from onefold.core.stages import StageLayout, Stages
 from onefold.core.values import MOST
@@ -42,6 +43,8 @@ class Storage:
     """How many devices take part."""
     stages: Stages | None = None
     """The stages after each of which gradients are handed over; None if whole sums are."""
+    frozen: Frozen | None = None
+    """Frozen parameters of which each device keeps a part; they are not among the other ones."""
 
     @classmethod
     def alike(
@@ -54,6 +57,7 @@ class Storage:
         shards: int,
         devices: int,
         stages: Stages | None = None,
+        frozen: Frozen | None = None,
     ) -> Storage:
         """Update the very values that models compute with."""
         return cls(
@@ -66,6 +70,7 @@ class Storage:
             shards=shards,
             devices=devices,
             stages=stages,
+            frozen=frozen,
         )
 
     def with_masters(self, dtype: torch.dtype | None) -> Storage:
@@ -107,12 +112,35 @@ class Storage:
     def lent_layout(self) -> StageLayout:
         """Where the parameters of a stage lie in memory that holds it while it is needed.
 
+        The trained ones come first, and then the frozen ones of which devices keep parts.
+
         Raises:
             ValueError: whole sums are handed over.
         """
         if self.stages is None:
             raise ValueError("expected a model that is cut into stages")
-        return StageLayout(self.parameters, self.pieces, self.stages)
+        if self.frozen is None:
+            return StageLayout(self.parameters, self.pieces, self.stages)
+        layout = side_by_side(self.parameters, self.frozen.layout)
+        return StageLayout(layout, self.lent_pieces(), self.frozen.after(self.stages))
+
+    def lent_pieces(self) -> tuple[Piece, ...]:
+        """The pieces of what `lent_layout` lays out."""
+        if self.frozen is None:
+            return self.pieces
+        return self.pieces + self.frozen.counted_on(len(self.parameters.entries))
+
+    def kept(self, spans: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+        """For each device, which pieces of `lent_pieces` it keeps.
+
+        Args:
+            spans: for each device, the pieces of the trained parameters that it updates.
+        """
+        if self.frozen is None:
+            return [tuple(span) for span in spans]
+        first = len(self.pieces)
+        pairs = zip(spans, self.frozen.spans, strict=True)
+        return [(*span, *(first + number for number in frozen)) for span, frozen in pairs]
 
     @property
     def board(self) -> BoardShape:

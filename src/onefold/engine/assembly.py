@@ -21,6 +21,7 @@ from onefold.engine.bufferplaces import BufferPlaces
 from onefold.engine.buffers import BufferSet
 from onefold.engine.description import compare, describe
 from onefold.engine.engine import Engine
+from onefold.engine.frozenparts import frozen_in_stages, frozen_of
 from onefold.engine.leftovers import refuse_clipping
 from onefold.engine.lowprecision import held_in
 from onefold.engine.modelparts import ModelParts
@@ -30,7 +31,7 @@ from onefold.engine.replica import LossFunction, Replica
 from onefold.engine.stagemodules import StageModules, cut_by_itself
 from onefold.engine.update import MASTER, SpanOptimizer
 from onefold.exchange.exchange import Exchange
-from onefold.exchange.joining import join
+from onefold.exchange.joining import has_memory_in_common, join
 from onefold.exchange.memory import Memory, Start
 from onefold.system.heap import ORDINARY, DiskHeap, Heap
 
@@ -102,7 +103,7 @@ def assemble(
         update=update,
         losses=losses,
         settings=settings,
-        frozen={n: p for n, p in parts.other.items() if id(p) in held},
+        frozen={n: p for n, p in {**parts.other, **parts.frozen}.items() if id(p) in held},
     )
 
 
@@ -141,7 +142,10 @@ def _stages(
     settings: Settings,
     team: Team,
 ) -> StageModules | None:
-    """The stages after each of which gradients are handed over; None if whole sums are."""
+    """The stages after each of which gradients are handed over; None if whole sums are.
+
+    Where devices share no memory, frozen parameters that lie in one are set apart.
+    """
     keep = team.world.options.keeps
     line = team.world.options.line_of(len(team.devices))
     # One shard is added to nothing, so there is nothing to hand over: but perhaps to put away.
@@ -153,7 +157,10 @@ def _stages(
             "expected a number for microbatch with --keep stages, or None, got 'auto': to find "
             "one, each device would have to compute a whole shard alone"
         )
-    return StageModules(parts.module, modules, parts.trained, line)
+    found = StageModules(parts.module, modules, parts.trained, line)
+    if keep != "host" and not has_memory_in_common(team):
+        parts.lend(frozen_in_stages(parts.other, found))
+    return found
 
 
 def _heap(team: Team) -> Heap:
@@ -197,7 +204,8 @@ def _hand_out_masters(
 
 def _start(parts: ModelParts, buffers: BufferSet) -> Start:
     trained = [p.detach() for p in parts.trained.values()]
-    return Start(trained, [p.detach() for p in parts.other.values()], buffers.flat)
+    other, frozen = ([p.detach() for p in some.values()] for some in (parts.other, parts.frozen))
+    return Start(trained, other, buffers.flat, frozen)
 
 
 def _storage(
@@ -210,12 +218,14 @@ def _storage(
 ) -> Storage:
     # By the names that the model has when it is not compiled, so that a checkpoint fits both.
     layout = lay_out({own_name(name): p for name, p in held_in(settings.precision, parts).items()})
+    devices = len(team.devices)
     return Storage.alike(
         layout,
         other=lay_out(parts.other),
         buffers=buffers.layout,
         pieces=cut_pieces(layout, by_element=updates_by_element(optimizer)),
         shards=settings.shards,
-        devices=len(team.devices),
+        devices=devices,
         stages=None if modules is None else modules.stages,
+        frozen=None if modules is None else frozen_of(parts.frozen, modules, devices),
     ).with_masters(torch.float32 if settings.precision.parameters else None)

@@ -24,6 +24,11 @@ class Lending:
     is_whole = True
     """Whether this process has all parameters just now."""
 
+    @property
+    def parameters(self) -> Sequence[torch.nn.Parameter]:
+        """Those that this process does not always have, as `Storage.lent_layout` numbers them."""
+        return ()
+
     def whole(self) -> AbstractContextManager[None]:
         """A block in which this process has all parameters; called on all devices alike."""
         return nullcontext()

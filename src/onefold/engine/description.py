@@ -62,7 +62,11 @@ def describe(
     }
     if settings.compile:
         described["what compiles"] = code_compiler(team.devices[team.own[0]])
-    for kind, parameters in (("trained", parts.trained), ("other", parts.other)):
+    for kind, parameters in (
+        ("trained", parts.trained),
+        ("other", parts.other),
+        ("other", parts.frozen),
+    ):
         for name, p in parameters.items():
             # With strides: they decide the order of elements in flat memory.
             described[f"parameter {name}"] = f"{kind} {p.dtype} {tuple(p.shape)} {p.stride()}"

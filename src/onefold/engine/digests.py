@@ -37,7 +37,7 @@ def agreed_digests(engine: Engine) -> dict[str, str]:
     tensors = named_tensors(engine.replicas[0].module)
     if engine.lending.is_whole:
         return tensor_digests(tensors)
-    numbers = {id(p): n for n, p in enumerate(engine.replicas[0].parts.trained.values())}
+    numbers = {id(p): n for n, p in enumerate(engine.lending.parameters)}
     lent = _of_lent(engine)
     here = {name: tensor for name, tensor in tensors.items() if id(tensor) not in numbers}
     digests = tensor_digests(here)
@@ -48,10 +48,10 @@ def agreed_digests(engine: Engine) -> dict[str, str]:
 
 
 def _of_lent(engine: Engine) -> dict[int, str]:
-    """Digest the trained parameters, each on one device; return all digests by number."""
+    """Digest the parameters that are elsewhere, each on one device; return digests by number."""
     first, exchange = engine.replicas[0], engine.exchange
     assert exchange.stages is not None
-    parameters = list(first.parts.trained.values())
+    parameters = engine.lending.parameters
     own: dict[str, str] = {}
 
     def look(numbers: Sequence[int]) -> None:

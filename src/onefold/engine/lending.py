@@ -45,7 +45,8 @@ from onefold.engine.athand import Function, Lending
 from onefold.engine.course import Course
 from onefold.engine.gradients import keeping_gradients
 from onefold.engine.hollow import Hollow, Reach
-from onefold.engine.lentparameter import Elsewhere, LentParameters, Replace
+from onefold.engine.lendable import Lendable
+from onefold.engine.lentparameter import Elsewhere, Replace
 from onefold.engine.replica import Replica
 from onefold.engine.shardtask import ShardTask
 from onefold.engine.stagemodules import StageModules
@@ -114,28 +115,17 @@ class SpanLending(Lending):
         self._flat = exchange.memory.trained[replica.number]
         self._fold = exchange.stages
         self._place = replica.number % self._fold.stages.line
-        self._layout = update.storage.lent_layout()
-        self._trained = list(replica.parts.trained.values())
-        self._hollow = [
-            torch.full((), torch.nan, dtype=view.dtype, device=view.device).expand(view.shape)
-            for view in self._flat.views
-        ]
-        self._first_piece = {
-            piece.entry: number
-            for number, piece in reversed(list(enumerate(update.storage.pieces)))
-        }
-        self._lent = LentParameters(self._bring_used)
-        self._stage_of = {
-            id(parameter): stage
-            for parameter, stage in zip(self._trained, self._layout.stages.stage_of, strict=True)
-        }
+        self._lent = Lendable(
+            replica.parts, update, self._memory.frozen, self._flat.device, self._bring_used
+        )
+        self._stages = self._lent.layout.stages
         self._is_answered = self._is_line = False
         self._reach: Reach | None = None
         self._rooms: dict[int, torch.Tensor] = {}
         """The memory of each stage that is here, the latest last."""
         self._stage_at: dict[int, int] = {}
         """The stage of which the memory begins at an address."""
-        self._fold.lend(update.values_of)
+        self._fold.lend(self._lent.values_of)
         self._coming: dict[int, torch.Tensor] = {}
         """The memory of the stage that is brought ahead of its use, if one is."""
         self._steps, self._passes = Course(), Course()
@@ -144,8 +134,12 @@ class SpanLending(Lending):
         self._left: set[int] = set()
         """Those of them whose forward pass is over."""
         self._blocks = 0
-        self._in_backward = False
+        self._in_backward = self._is_due = False
         self._hide()
+
+    @property
+    def parameters(self) -> Sequence[torch.nn.Parameter]:
+        return self._lent.parameters
 
     @property
     def is_whole(self) -> bool:  # type: ignore[override]
@@ -167,6 +161,8 @@ class SpanLending(Lending):
         self._blocks += 1
         try:
             yield
+            if self._blocks == 1:
+                self._lent.refuse_written()
         finally:
             self._blocks -= 1
             if not self._blocks:
@@ -177,7 +173,7 @@ class SpanLending(Lending):
         if self.is_whole:
             yield task
             return
-        with self._answered():
+        with self._answered(look=task.due):
             self._bring(ROOT)
             yield replace(task, bringing=partial(self._bringing, self._steps))
 
@@ -196,7 +192,7 @@ class SpanLending(Lending):
                     error.add_note(_WITH_ALL)
                 raise
 
-        with self._answered():
+        with self._answered(look=True):
             self._bring(ROOT)
             yield brought
         self._fold.end_round()
@@ -205,30 +201,41 @@ class SpanLending(Lending):
         with self._answered():
             for stage in stages:
                 self._bring(stage)
-                look(self._layout.stages.entries[stage])
+                look(self._stages.entries[stage])
                 self._take_away(stage)
         self._fold.end_round()
 
     @contextmanager
-    def _answered(self) -> Iterator[None]:
-        """Surround what has parameters brought, while all devices answer each other."""
-        self._is_answered = True
+    def _answered(self, *, look: bool = False) -> Iterator[None]:
+        """Surround what has parameters brought, while all devices answer each other.
+
+        Args:
+            look: whether to look at what was brought before it goes, to find what was written.
+        """
+        self._is_answered, self._is_due = True, look
         try:
             yield
+            self._take_all_away()
+            self._lent.refuse_written()
         finally:
-            for stage in list(self._rooms):
-                self._take_away(stage)
+            self._is_due = False
+            self._take_all_away()
             self._is_answered = False
+
+    def _take_all_away(self) -> None:
+        for stage in list(self._rooms):
+            self._take_away(stage)
 
     @contextmanager
     def in_line(self) -> Iterator[None]:
         if self.is_whole:
-            yield
+            with self._fold.in_line():
+                yield
             return
-        own = [s for s, place in enumerate(self._layout.stages.places) if place == self._place]
+        own = [s for s, place in enumerate(self._stages.places) if place == self._place]
         self._is_line = True
         try:
-            with self._answered():
+            with self._answered(look=True):
                 # All devices together: the first one of each line has some of it.
                 self._bring(ROOT)
                 with self._fold.in_line():
@@ -304,7 +311,7 @@ class SpanLending(Lending):
             self._take_away(each)
         room = self._coming.pop(stage, None)
         if room is None:
-            room = self._room_for(stage)
+            room = self._lent.room_for(stage)
             self._fold.want(Want(stage, room))
         else:
             self._fold.await_rooms()
@@ -313,10 +320,7 @@ class SpanLending(Lending):
             self._stage_at[room.data_ptr()] = stage
         if self._course is not None:
             self._look_ahead(self._course, stage)
-        numbers = self._layout.stages.entries[stage]
-        self._lent.show(self._trained[number] for number in numbers)
-        for number in numbers:
-            self._trained[number].data = self._view(number, room)
+        self._lent.show(stage, room)
         return room
 
     def _look_ahead(self, course: Course, stage: int) -> None:
@@ -324,64 +328,47 @@ class SpanLending(Lending):
         following = course.after(stage, self._in_backward)
         if following is None or following in self._rooms or following in self._coming:
             return
-        self._coming = {following: self._room_for(following)}
+        self._coming = {following: self._lent.room_for(following)}
         self._fold.want(Want(following, self._coming[following], ahead=True))
-
-    def _room_for(self, stage: int) -> torch.Tensor:
-        nbytes = self._layout.stage_bytes[stage]
-        return torch.empty(nbytes, dtype=torch.uint8, device=self._flat.device)
 
     def _bring_used(self, tensors: Sequence[torch.Tensor]) -> Replace | None:
         """Bring what somebody is about to compute with, outside of its stage.
 
         What a device of a line computes before values have arrived is hollow in any case.
         """
-        stages = {id(t): self._stage_of[id(t)] for t in tensors if id(t) in self._stage_of}
+        found = [(t, stage) for t in tensors if (stage := self._lent.stage_of(t)) is not None]
         reach = self._reach
         if reach is not None and self._place and not reach.arrived:
-            return lambda tensor: Hollow.like(tensor, reach) if id(tensor) in stages else tensor
+            stage_of = self._lent.stage_of
+            return lambda t: t if stage_of(t) is None else Hollow.like(t, reach)
         if self._is_line:
-            missing = next(each for each, stage in stages.items() if stage not in self._rooms)
-            stage_name = self._layout.stages.names[stages[missing]]
+            missing, stage = next(each for each in found if each[1] not in self._rooms)
+            stage_name = self._stages.names[stage]
             raise LineError(
-                f"parameter {self._name(missing)} of stage {stage_name} is used on device "
+                f"parameter {self._lent.name_of(missing)} of stage {stage_name} is used on device "
                 f"{self._replica.number}, outside of its stage, which another device computes (in "
                 f"a penalty on all parameters, perhaps). Use --keep span"
             )
         if not self._is_answered:
             raise Elsewhere(
-                f"parameter {self._name(next(iter(stages)))} was read on device "
+                f"parameter {self._lent.name_of(found[0][0])} was read on device "
                 f"{self._replica.number}, which keeps a part of the model alone (--keep span or "
                 f"stages): read the model in `with trainer.whole():`, change it in `with "
                 f"trainer.changing():`, and save it with trainer.save, each on every device"
             )
-        together = set(stages.values())
+        together = {stage for _, stage in found}
         for stage in sorted(together):
             # None of them may make room for another.
             self._bring(stage, together)
         return None
 
-    def _name(self, identity: int) -> str:
-        names = dict(zip(map(id, self._trained), self._replica.parts.trained, strict=True))
-        return names[identity]
-
     def _take_away(self, stage: int) -> None:
         self._left.discard(stage)
         room = self._rooms.pop(stage)
         self._stage_at.pop(room.data_ptr(), None)
-        numbers = self._layout.stages.entries[stage]
-        for number in numbers:
-            self._trained[number].data = self._hollow[number]
-        self._lent.hide(self._trained[number] for number in numbers)
-
-    def _view(self, number: int, room: torch.Tensor) -> torch.Tensor:
-        """A parameter in the memory of its stage."""
-        entry = self._flat.layout.entries[number]
-        dtype = self._flat.layout.dtypes[entry.section]
-        # The pieces of a parameter follow each other without gaps.
-        start, _, _ = self._layout.place(self._first_piece[number])
-        stretch = room[start : start + entry.numel * dtype.itemsize].view(dtype)
-        return stretch.as_strided(entry.shape, entry.stride)
+        if self._is_due:
+            self._lent.look(stage, room)
+        self._lent.hide(self._stages.entries[stage])
 
     def _packed(self, tensor: torch.Tensor) -> object:
         """Replace what lies in a stage by a note of where."""
@@ -405,16 +392,21 @@ class SpanLending(Lending):
         self._flat.get_back()
         self._update.show()
         self._memory.hand_on()
-        self._lent.show(self._trained)
+        self._fetch_frozen()
         with keeping_gradients(self._replica.parts.named.values()):
+            self._lent.show_all()
             self._replica.attach()
         self._replica.note_places()
 
+    def _fetch_frozen(self) -> None:
+        """Have memory for all frozen parameters, and the values of all devices in it."""
+        if self._memory.frozen is not None:
+            self._memory.frozen.flat.get_back()
+            self.visit(self._memory.frozen.stages, self._lent.copy_frozen)
+
     def _hide(self) -> None:
         """Free the memory of all parameters."""
-        for parameter, hollow in zip(self._trained, self._hollow, strict=True):
-            parameter.data = hollow
-        self._lent.hide(self._trained)
+        self._lent.hide_all()
         self._replica.note_places()
         self._flat.let_go()
 

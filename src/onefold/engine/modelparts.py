@@ -45,7 +45,13 @@ class ModelParts:
         self.modes = Modes(module)
         self.trained = {name: self.named[name] for name in trained_names}
         self.other = {name: p for name, p in self.named.items() if name not in self.trained}
+        self.frozen: dict[str, torch.nn.Parameter] = {}
+        """Those of the rest that `lend` has set apart."""
         self._tensors = self._ids()
+
+    def lend(self, names: Sequence[str]) -> None:
+        """Set those frozen parameters apart of which each device is to keep a part."""
+        self.frozen = {name: self.other.pop(name) for name in names}
 
     def check_held(self) -> None:
         """Refuse parameters that have been replaced since Trainer was made.

@@ -123,6 +123,7 @@ class Replica:
         views = [*zip(parts.trained, trained.views, strict=True)]
         views += zip(parts.other, other.views, strict=True)
         # A tensor without elements may report any address, so it has no place to compare.
+        views += parts.frozen.items()
         self._placed_names = [name for name, view in views if view.numel()]
         self._placed = [parts.named[name] for name in self._placed_names]
         self._places = [view.data_ptr() for _, view in views if view.numel()]
@@ -178,7 +179,7 @@ class Replica:
         """Clean up after the last shard of a step."""
         # Those of trained parameters were taken shard by shard. These nobody takes: they would hold
         # memory between steps, and parameters unfrozen since Trainer was made would go on adding.
-        drop_gradients(self.parts.other.values())
+        drop_gradients([*self.parts.other.values(), *self.parts.frozen.values()])
 
     def compute(self, shard: int, batch: ShardedBatch, task: ShardTask) -> ShardResult:
         """Run one shard forward and backward; called between `begin` and `end`.

@@ -11,7 +11,7 @@ called several times the first call counts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -55,18 +55,28 @@ class StageModules:
         self.last = {ROOT}
         """Stages that are handed over after all of backward: something uses their parameters
         before they run."""
-        homes: dict[int, set[int]] = {}
+        self._homes: dict[int, set[int]] = {}
         for stage, part in enumerate(modules, start=ROOT + 1):
             for parameter in part.parameters():
-                homes.setdefault(id(parameter), set()).add(stage)
-        found = [homes.get(id(parameter), set()) for parameter in trained.values()]
-        # What several stages use is nobody's alone.
-        stage_of = tuple(min(h) if len(h) == 1 else ROOT for h in found)
+                self._homes.setdefault(id(parameter), set()).add(stage)
         self.stages = Stages(
             names=("the rest of the model", *(names[id(part)] for part in modules)),
-            stage_of=stage_of,
-            places=_places(trained.values(), stage_of, len(modules), line) if line > 1 else (),
+            stage_of=tuple(map(self.stage_of, trained.values())),
+            places=self._places(module, line) if line > 1 else (),
         )
+
+    def stage_of(self, parameter: torch.nn.Parameter) -> int:
+        """The number of the stage that a parameter of the model lies in."""
+        homes = self._homes.get(id(parameter), set())
+        # What several stages use is nobody's alone.
+        return min(homes) if len(homes) == 1 else ROOT
+
+    def _places(self, module: torch.nn.Module, line: int) -> tuple[int, ...]:
+        """The place in a line of each stage, the root with the first device."""
+        sizes = [0] * (len(self.modules) + 1)
+        for parameter in module.parameters():
+            sizes[self.stage_of(parameter)] += parameter.numel() * parameter.element_size()
+        return 0, *cut_line(sizes[ROOT + 1 :], line)
 
     @contextmanager
     def watched(self, done: Callable[[Sequence[int]], None]) -> Iterator[Callable[[], None]]:
@@ -136,16 +146,6 @@ def cut_by_itself(module: torch.nn.Module) -> list[torch.nn.Module]:
 
     visit(module, listed=False)
     return found
-
-
-def _places(
-    trained: Iterable[torch.nn.Parameter], stage_of: Sequence[int], stages: int, line: int
-) -> tuple[int, ...]:
-    """The place in a line of each stage, the root with the first device."""
-    sizes = [0] * (stages + 1)
-    for parameter, stage in zip(trained, stage_of, strict=True):
-        sizes[stage] += parameter.numel() * parameter.element_size()
-    return 0, *cut_line(sizes[ROOT + 1 :], line)
 
 
 def _check(modules: Sequence[torch.nn.Module], names: Mapping[int, str]) -> None:

@@ -101,7 +101,8 @@ class Want:
 
     stage: int
     room: torch.Tensor
-    """(bytes,) uint8 on this device, where they are to lie: as `StageLayout.place` says."""
+    """(bytes,) uint8 on this device, where they are to lie: as `StageLayout.place` says. It may
+    end where the trained ones do, if this device keeps all frozen ones of the stage."""
     ahead: bool = False
     """Whether they may still be on their way until `Carrier.await_rooms`."""
 
@@ -148,8 +149,8 @@ class Carrier(ABC):
         """Say how what this device owns of the parameters is found.
 
         Args:
-            values: given the number of a piece, returns (numel,) in storage order, in the dtype in
-                which models compute.
+            values: given the number of a piece, frozen ones counted on from the trained ones,
+                returns (numel,) in storage order, in the dtype in which models compute.
         """
         self._values = values
 

@@ -46,6 +46,11 @@ class GroupCarrier(Carrier):
         self._owned = [
             [[n for n in numbers if n in span] for numbers in self.layout.pieces] for span in spans
         ]
+        # Frozen parameters with them.
+        kept = map(frozenset, self.storage.kept(roster.spans))
+        self._kept = [
+            [[n for n in numbers if n in own] for numbers in self._lent.pieces] for own in kept
+        ]
 
     def carry(self, gift: Gift | Want | None) -> list[Brought]:
         transport = self._transport
@@ -88,12 +93,15 @@ class GroupCarrier(Carrier):
 
     def has_all_of(self, stage: int) -> bool:
         """Whether a stage has parameters, and all of them are this process's."""
-        return len(self._owned[self._transport.rank][stage]) == len(self.layout.pieces[stage]) > 0
+        return len(self._kept[self._transport.rank][stage]) == len(self._lent.pieces[stage]) > 0
 
     def fill(self, want: Want) -> None:
         """Copy what this process has of a stage to where it is wanted."""
-        for number in self._owned[self._transport.rank][want.stage]:
-            self._lent.in_room(number, want.room).copy_(self._values(number))
+        for number in self._kept[self._transport.rank][want.stage]:
+            place = self._lent.in_room(number, want.room)
+            # What there is no room for is at hand, where it is kept.
+            if place.numel():
+                place.copy_(self._values(number))
 
     def _given(self, gift: Gift | Want | None, peer: int) -> list[torch.Tensor]:
         """What a device is sent of a gift."""
@@ -106,13 +114,13 @@ class GroupCarrier(Carrier):
         """What a device wants that is this one's."""
         if not word.is_want:
             return []
-        return [self._values(number) for number in self._owned[self._transport.rank][word.stage]]
+        return [self._values(number) for number in self._kept[self._transport.rank][word.stage]]
 
     def _awaited(self, gift: Gift | Want | None, peer: int) -> list[torch.Tensor]:
         """Where what a device has of the parameters that this one wants is to lie."""
         if not isinstance(gift, Want):
             return []
-        return [self._lent.in_room(number, gift.room) for number in self._owned[peer][gift.stage]]
+        return [self._lent.in_room(number, gift.room) for number in self._kept[peer][gift.stage]]
 
     def _brought(
         self,

@@ -29,7 +29,7 @@ from onefold.exchange.private import collective_exchange
 from onefold.exchange.shared import shared_exchange
 from onefold.system.heap import ORDINARY, Heap
 
-__all__ = ["join"]
+__all__ = ["has_memory_in_common", "join"]
 
 Compare = Callable[[Sequence[bytes]], None]
 
@@ -65,13 +65,12 @@ def join(
     if len(team.own) == len(team.devices):
         return local_exchange(storage, start, roster, heap)
     kind, world, size = team.devices[team.own[0]].type, team.world, len(team.devices)
-    can_share = kind == "cpu" and world.one_host
-    shares = can_share and world.options.exchange != "collective"
+    shares = has_memory_in_common(team)
     if world.launcher == "torch" or not shares:
         # Under PyTorch's launcher each process has chosen its device by itself. Compared before the
         # branch below, or processes of two kinds would wait in two different exchanges.
         agree_on_kind(world, kind, size, timeout_s)
-    if world.options.exchange == "shared" and not can_share:
+    if world.options.exchange == "shared" and not shares:
         raise ValueError(
             "the shared exchange is for CPU processes of one host; use --exchange collective"
         )
@@ -92,6 +91,14 @@ def join(
     except BaseException:
         joined.watch.close()
         raise
+
+
+def has_memory_in_common(team: Team) -> bool:
+    """Whether all devices of a run use the same memory."""
+    if len(team.own) == len(team.devices):
+        return True
+    can_share = team.devices[team.own[0]].type == "cpu" and team.world.one_host
+    return can_share and team.world.options.exchange != "collective"
 
 
 def _mailbox(team: Team, timeout_s: float) -> Mailbox:

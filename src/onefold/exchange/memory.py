@@ -14,6 +14,7 @@ from onefold.core.fold import Published
 from onefold.core.roster import Roster
 from onefold.core.shard import Plan
 from onefold.exchange.board import Board
+from onefold.exchange.frozenmemory import FrozenMemory
 from onefold.exchange.spans import Spanned
 from onefold.system.heap import ORDINARY, Heap
 
@@ -30,6 +31,8 @@ class Start:
     """The other parameters."""
     buffers: FlatTensors
     """The module's buffers; overwritten unless this process is the lead."""
+    frozen: Sequence[torch.Tensor] = ()
+    """The frozen parameters of which each device is to keep a part."""
 
 
 class Arrivals(Protocol):
@@ -56,6 +59,8 @@ class Memory(ABC):
     """The trained parameters, by number of this process's devices."""
     other: dict[int, FlatTensors]
     """The other parameters, by number of this process's devices."""
+    frozen: FrozenMemory | None = None
+    """What this process's device keeps of the frozen parameters, if it does not have all."""
     heap: Heap = ORDINARY
     """Where what is large of this process lies on the host."""
     is_common: bool = False

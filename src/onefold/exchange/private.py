@@ -27,6 +27,7 @@ from onefold.exchange.board import Board
 from onefold.exchange.carrier import Carrier
 from onefold.exchange.collective import GroupTransport, Moving, Operation
 from onefold.exchange.exchange import Exchange
+from onefold.exchange.frozenmemory import FrozenMemory
 from onefold.exchange.group import Joined
 from onefold.exchange.groupcarrier import GroupCarrier, LineCarrier
 from onefold.exchange.grouprelay import GroupRelay
@@ -99,6 +100,8 @@ class PrivateMemory(Memory):
         self.other = {rank: new_flat(storage.other, device, heap)}
         self.trained[rank].write(start.trained)
         self.other[rank].write(start.other)
+        if storage.frozen is not None:
+            self.frozen = FrozenMemory(storage, storage.frozen, start.frozen, rank, device)
         self.follow_lead(start.buffers)
 
     def bind(self, roster: Roster) -> None:
@@ -111,8 +114,12 @@ class PrivateMemory(Memory):
         self._received = {}
 
     def follow_lead(self, buffers: FlatTensors) -> None:
-        flats = (self.trained[self._rank], self.other[self._rank], buffers)
+        flats = [self.trained[self._rank], self.other[self._rank], buffers]
+        if self.frozen is not None:
+            flats.append(self.frozen.flat)
         self._transport.follow_lead(section for flat in flats for section in flat.sections)
+        if self.frozen is not None and self.frozen.flat.is_there:
+            self.frozen.keep()
 
     def publish(self, device: int, slot: int, gradients: Sequence[torch.Tensor | None]) -> None:
         self._slot(slot).write(gradients)

@@ -14,6 +14,7 @@ from onefold.core.line import cut_line
 from onefold.core.precision import added_up_in
 from onefold.core.settings import Settings
 from onefold.core.world import World
+from onefold.engine.frozenparts import frozen_in_stages
 from onefold.engine.lowprecision import held_in
 from onefold.engine.modelparts import ModelParts
 from onefold.engine.optimizers import name_of, optimizers_in
@@ -79,7 +80,8 @@ def _in_line(
     if devices > len(rest):
         return None
     shares = [0] * devices
-    for place, share in zip(cut_line(rest, devices), rest, strict=True):
+    _, *held = (stage["held"] for stage in stages)
+    for place, share in zip(cut_line(held, devices), rest, strict=True):
         shares[place] += share
     shares[0] += root
     return sizes.keeping_stages(devices, max(shares), together=together)
@@ -93,7 +95,12 @@ def _measured(
     trained = [n for n, p in user.module.named_parameters() if id(p) in held and p.requires_grad]
     parts = ModelParts(user.module, trained)
     modules = cut_by_itself(user.module) if user.stages is None else user.stages
-    stages = StageModules(user.module, modules, parts.trained).stages
+    found = StageModules(user.module, modules, parts.trained)
+    stages = found.stages
+    parts.lend(frozen_in_stages(parts.other, found))
+    frozen = [0] * len(stages)
+    for parameter in parts.frozen.values():
+        frozen[found.stage_of(parameter)] += parameter.nbytes
     kept = list(held_in(settings.precision, parts).values())
     gradients = [each.numel() * added_up_in(each.dtype).itemsize for each in kept]
     shown: list[dict[str, Any]] = [
@@ -101,8 +108,9 @@ def _measured(
             "name": name,
             "parameters": sum(kept[number].numel() for number in entries),
             "bytes": sum(gradients[number] for number in entries),
+            "held": sum(kept[number].nbytes for number in entries) + still,
         }
-        for name, entries in zip(stages.names, stages.entries, strict=True)
+        for name, entries, still in zip(stages.names, stages.entries, frozen, strict=True)
     ]
     masters = torch.float32 if settings.precision.parameters else None
     state, known = _state_bytes(optimizer, parts.trained, masters=masters)
@@ -114,6 +122,8 @@ def _measured(
         state=state,
         stage=max(stage["bytes"] for stage in shown),
         shards=settings.shards,
+        frozen=sum(frozen),
+        frozen_stage=max(frozen),
     )
     return shown, sizes, known
 

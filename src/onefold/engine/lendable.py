@@ -1,0 +1,151 @@
+"""The parameters that a device has only while it needs them: all trained ones, and frozen ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from onefold.core.stages import StageLayout
+from onefold.core.storage import Storage
+from onefold.engine.lentparameter import LentParameters
+from onefold.engine.modelparts import ModelParts
+from onefold.engine.update import SpanOptimizer
+from onefold.errors import StateError
+from onefold.exchange.frozenmemory import FrozenMemory
+
+__all__ = ["Lendable"]
+
+
+class Lendable:
+    """Parameters that come in memory for their stage, and are hollow otherwise.
+
+    They are numbered as `Storage.lent_layout` numbers them.
+
+    Args:
+        parts: the model.
+        update: has what this device keeps of the trained ones.
+        frozen: has what it keeps of the frozen ones, if it does not have all of them.
+        device: where it computes.
+        used: see `LentParameters`.
+    """
+
+    def __init__(
+        self,
+        parts: ModelParts,
+        update: SpanOptimizer,
+        frozen: FrozenMemory | None,
+        device: torch.device,
+        used: Callable[[Sequence[torch.Tensor]], Any],
+    ) -> None:
+        storage: Storage = update.storage
+        self.layout: StageLayout = storage.lent_layout()
+        self.parameters = [*parts.trained.values(), *parts.frozen.values()]
+        self.trained = len(parts.trained)
+        """How many of them are trained; these are the first."""
+        self._names = [*parts.trained, *parts.frozen]
+        self._numbers = {id(parameter): n for n, parameter in enumerate(self.parameters)}
+        self._pieces = len(storage.pieces)
+        self._update, self.frozen, self._device = update, frozen, device
+        entries = enumerate(self.layout.layout.entries)
+        self._hollow = [
+            _hollow(self.layout.layout.dtype_of(n), device).expand(e.shape) for n, e in entries
+        ]
+        self._elsewhere = LentParameters(used)
+        self._places = [0] * len(self.parameters)
+        """Where each of them was shown last."""
+        self._written: int | None = None
+
+    def stage_of(self, tensor: torch.Tensor) -> int | None:
+        """The stage of a parameter, if the tensor is one of these."""
+        number = self._numbers.get(id(tensor))
+        return None if number is None else self.layout.stages.stage_of[number]
+
+    def name_of(self, tensor: torch.Tensor) -> str:
+        """The name of one of them."""
+        return self._names[self._numbers[id(tensor)]]
+
+    def values_of(self, number: int) -> torch.Tensor:
+        """(numel,) a piece that this device keeps, as models see it."""
+        if number < self._pieces or self.frozen is None:
+            return self._update.values_of(number)
+        return self.frozen.part(number)
+
+    def room_for(self, stage: int) -> torch.Tensor:
+        """(bytes,) uint8 memory for what this device does not keep as it is needed, of a stage."""
+        nbytes = self.layout.stage_bytes[stage]
+        if self.frozen is not None and self.frozen.has_all_of(stage):
+            nbytes = self.frozen.bytes_before(stage)
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def show(self, stage: int, room: torch.Tensor) -> None:
+        """Have the parameters of a stage lie in memory for it."""
+        for number in self.layout.stages.entries[stage]:
+            self._elsewhere.show([self.parameters[number]])
+            view = self._view(number, stage, room)
+            self.parameters[number].data = view
+            self._places[number] = view.data_ptr()
+
+    def hide(self, numbers: Iterable[int]) -> None:
+        """Have parameters be hollow."""
+        for number in numbers:
+            self.parameters[number].data = self._hollow[number]
+            self._elsewhere.hide([self.parameters[number]])
+
+    def hide_all(self) -> None:
+        """Have all be hollow, and free the memory of the frozen ones."""
+        self.hide(range(len(self.parameters)))
+        if self.frozen is not None:
+            self.frozen.flat.let_go()
+
+    def show_all(self) -> None:
+        """Have all be plain parameters again, the frozen ones in the memory for all of them."""
+        self._elsewhere.show(self.parameters)
+        views = [] if self.frozen is None else self.frozen.flat.views
+        for parameter, view in zip(self.parameters[self.trained :], views, strict=True):
+            parameter.data = view
+
+    def copy_frozen(self, numbers: Iterable[int]) -> None:
+        """Copy frozen ones, which are here, to the memory for all of them."""
+        for number in numbers:
+            if number >= self.trained and self.frozen is not None:
+                view = self.frozen.flat.views[number - self.trained]
+                view.copy_(self.parameters[number].detach())
+
+    def look(self, stage: int, room: torch.Tensor) -> None:
+        """Look, before a stage goes, whether its parameters were given other memory, and whether
+        frozen ones were written to."""
+        numbers = self.layout.stages.entries[stage]
+        moved = (n for n in numbers if self.parameters[n].data_ptr() != self._places[n])
+        found = next(moved, None)
+        if found is None and self.frozen is not None:
+            found = self.frozen.written(stage, room)
+        self._written = found if self._written is None else self._written
+
+    def refuse_written(self) -> None:
+        """Refuse what was written where it is not kept.
+
+        Raises:
+            StateError: `look` has found a parameter, or frozen ones differ where all are here.
+        """
+        if self.frozen is not None and self.frozen.flat.is_there:
+            self._written = self.frozen.written_in_flat()
+        written, self._written = self._written, None
+        if written is not None:
+            raise StateError(
+                f"parameter {self._names[written]} was written to where it is brought from the "
+                f"devices that keep it, and they would not follow (a momentum encoder does so): "
+                f"write to it between steps, in `with trainer.changing():`, or use --keep all"
+            )
+
+    def _view(self, number: int, stage: int, room: torch.Tensor) -> torch.Tensor:
+        if number >= self.trained and self.frozen is not None and self.frozen.has_all_of(stage):
+            return self.frozen.view(number)
+        return self.layout.whole(number, room)
+
+
+def _hollow(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """() of a dtype, not a number where there is such a value."""
+    unknown = torch.nan if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.tensor(unknown, device=device).to(dtype)
