@@ -41,7 +41,7 @@ OUTER = {"models", "data", "jobs", "integrations", "cli"}
 OPEN_TO_OUTER = {"errors", "losses", "system", "weights", "onefold", *OUTER}
 
 
-OF_SYSTEM_FOR_CORE = {"onefold.system.compat"}
+OF_SYSTEM_FOR_CORE = {"onefold.system.compat", "onefold.system.hooks"}
 """The core is pure: it opens nothing, but uses PyTorch."""
 
 LIMIT_LINES = 450

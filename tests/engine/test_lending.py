@@ -274,16 +274,16 @@ def test_one_device_alone_is_told_so() -> None:
     assert "trainer.whole" in launched(alone_in_the_block)
 
 
-def stages_brought() -> tuple[list[int], int, bool]:
+def stages_brought() -> tuple[list[int], list[bool], int, bool]:
     """The stages that a step brings to this device, and the most of them at one time."""
-    brought: list[int] = []
+    wishes: list[Want] = []
     most = 0
     want = StageFold.want
 
     def noting(self: StageFold, wish: Want) -> None:
         nonlocal most
-        brought.append(wish.stage)
-        most = max(most, 1 + len(lending._rooms))
+        wishes.append(wish)
+        most = max(most, len({*lending._rooms, *lending._coming, wish.stage}))
         want(self, wish)
 
     def plain(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -297,14 +297,17 @@ def stages_brought() -> tuple[list[int], int, bool]:
     StageFold.want = noting  # type: ignore[method-assign]
     trainer.step(batches(1)[0])
     (flat,) = trainer._session.engine.exchange.memory.trained.values()
-    return brought, most, flat.is_there
+    return [w.stage for w in wishes], [w.ahead for w in wishes], most, flat.is_there
 
 
 def test_a_step_brings_one_stage_after_the_other() -> None:
-    brought, most, is_there = launched(stages_brought)
+    brought, ahead, most, is_there = launched(stages_brought)
     # The last is still here when backward begins, and nothing needs the first one's weight then.
     assert brought == [0, *[1, 2, 3, 4, 5, 4, 3, 2] * 2]
-    assert most == 3  # the root, the stage, and the one before it
+    # Nobody knows what the first shard needs next. Later ones begin with a stage that is waited
+    # for, as nothing is computed before it.
+    assert ahead == [False] * (1 + 8 + 1) + [True] * 7
+    assert most == 4  # the root, the stage, the one before it, and the one after it
     assert not is_there
 
 

@@ -169,8 +169,8 @@ def test_forward_passes_bring_a_stage_at_a_time(devices: int, batch_size: int) -
     found = launched(evaluated, Layered, scored, batch_size, devices=devices)
     assert found[:2] == expected[:2]
     assert found[-1] == 0
-    # The root, and one layer after the other.
-    assert found[-2] == LAYER_BYTES + 4 * FEATURES
+    # The root, one layer after the other, and the next one on its way.
+    assert found[-2] == 2 * LAYER_BYTES + 4 * FEATURES
     assert found[2][: 1 + LAYERS] == list(range(1 + LAYERS))
 
 
