@@ -1,4 +1,4 @@
-"""Models that lie in a file from the start."""
+"""Models whose values are drawn where they are kept."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import onefold
-from onefold.core.options import KeepName, RunOptions
+from onefold.core.options import ExchangeName, KeepName, RunOptions
 from onefold.core.world import World
 from onefold.system import heap
 
@@ -124,28 +124,109 @@ def test_a_model_of_the_meta_device_stays_there() -> None:
     assert onefold.build(make).weight.device.type == "meta"
 
 
-def trained() -> str:
+class Layers(nn.Module):
+    """A row of layers of which one is frozen, and values that are drawn in many ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(5))
+        nn.init.trunc_normal_(self.layers[1].weight, std=0.02)
+        self.layers[2].requires_grad_(requires_grad=False)
+        self.norm = nn.BatchNorm1d(64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        y: torch.Tensor = self.norm(x)
+        return y
+
+
+def trained(precision: str | None = None) -> tuple[str, float]:
+    """The fingerprint of a run, and a number that is drawn after the model."""
     torch.manual_seed(5)
-    model = onefold.build(nn.Sequential, nn.Linear(40, 64), nn.Tanh(), nn.Linear(64, 3))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model = onefold.build(Layers)
+    after = torch.rand(1).item()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
 
     def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         return model(batch).square().mean(dim=1)
 
-    trainer = onefold.Trainer(model, optimizer, loss, shards=4, threads=1)
+    trainer = onefold.Trainer(model, optimizer, loss, shards=4, threads=1, precision=precision)
     for number in range(2):
-        trainer.step(torch.full((9, 40), 0.5 + number))
-    return trainer.fingerprint()
+        trainer.step(torch.full((9, 64), 0.5 + number))
+    return trainer.fingerprint(), after
+
+
+WAYS: list[tuple[str, ExchangeName]] = [
+    ("span", "shared"),
+    ("span", "collective"),
+    ("host", "shared"),
+    ("stages", "shared"),
+]
+WAYS += [("stages", "collective"), ("host", "collective")]
 
 
 @pytest.mark.processes
-def test_a_run_with_it_is_the_same(tmp_path: Path) -> None:
-    found = [
-        onefold.launch(trained, devices="cpu:2", keep=keep, home=home)
-        for keep, home in (("all", ""), ("span", str(tmp_path)), ("host", str(tmp_path)))
-    ]
-    assert len(set(found)) == 1
+@pytest.mark.parametrize("precision", [None, "bf16-params"])
+def test_a_run_with_it_is_the_same(tmp_path: Path, precision: str | None) -> None:
+    alone = onefold.launch(trained, args=(precision,), devices="cpu:1")
+    for keep, exchange in WAYS:
+        found = onefold.launch(
+            trained,
+            args=(precision,),
+            devices="cpu:2",
+            keep=keep,
+            exchange=exchange,
+            home=str(tmp_path),
+        )
+        assert found == alone, (keep, exchange)
     assert not list(tmp_path.iterdir())
+
+
+class Wide(nn.Module):
+    """64 MiB in 16 layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(1024, 1024, bias=False) for _ in range(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def status_bytes(name: str) -> int:
+    """A number of /proc/self/status, which are in KiB there."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+def taken_until_built() -> float:
+    """The most that a process takes until it has its Trainer, as a part of the model."""
+    # What the first layer, the first update and the first message load is none of the model's.
+    small = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    torch.optim.SGD(small.parameters(), lr=0.1).step()
+    onefold.Trainer(
+        small, torch.optim.SGD(small.parameters()), lambda model, x: model(x), shards=4, threads=1
+    )
+    Path("/proc/self/clear_refs").write_text("5")  # the most so far is forgotten
+    before = status_bytes("VmHWM")
+    model = onefold.build(Wide)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = onefold.Trainer(
+        model, optimizer, lambda model, x: model(x).mean(dim=1), shards=4, threads=1
+    )
+    most: int = max(trainer.gather(status_bytes("VmHWM") - before))
+    return most / (64 << 20)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("keep", ["span", "stages"])
+def test_no_device_has_more_than_its_part(keep: KeepName) -> None:
+    found = onefold.launch(taken_until_built, devices="cpu:4", keep=keep, exchange="collective")
+    # A quarter, and a layer while it is drawn; all of the model would be 1.
+    assert found < 0.6
 
 
 # Where it lies.

@@ -175,6 +175,7 @@ class FlatTensors:
         memory: (layout.nbytes,) uint8, starting at a multiple of 64 bytes; if absent, zeros are
             allocated on ``device``.
         device: where to allocate them.
+        there: whether there is memory from the beginning; see `get_back`.
     """
 
     def __init__(
@@ -183,12 +184,16 @@ class FlatTensors:
         *,
         memory: torch.Tensor | None = None,
         device: torch.device | None = None,
+        there: bool = True,
     ) -> None:
         if memory is None:
-            memory = torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
+            memory = torch.zeros(layout.nbytes * there, dtype=torch.uint8, device=device)
         self.layout = layout
         self.device = memory.device
-        self._fill(memory)
+        if there:
+            self._fill(memory)
+        else:
+            self.let_go()
 
     def _fill(self, memory: torch.Tensor) -> None:
         # One flat tensor for each dtype, (numel,): views of `memory`, which they keep alive.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Container, Mapping, Sequence
+from functools import lru_cache
 from itertools import chain
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from onefold.core.flat import cut_pieces, laid_out, lay_out, storage_order
+from onefold.core.flat import cut_pieces, lay_out
 from onefold.core.names import own_name
 from onefold.core.precision import Precision
 from onefold.core.roster import Roster
@@ -21,6 +22,8 @@ from onefold.engine.bufferplaces import BufferPlaces
 from onefold.engine.buffers import BufferSet
 from onefold.engine.description import compare, describe
 from onefold.engine.engine import Engine
+from onefold.engine.firstparts import hand_out_entries, values_of_entry
+from onefold.engine.firstvalues import reveal, undrawn_of
 from onefold.engine.frozenparts import frozen_in_stages, frozen_of
 from onefold.engine.leftovers import refuse_clipping
 from onefold.engine.lowprecision import held_in
@@ -32,7 +35,7 @@ from onefold.engine.stagemodules import StageModules, cut_by_itself
 from onefold.engine.update import MASTER, SpanOptimizer
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.joining import has_memory_in_common, join
-from onefold.exchange.memory import Memory, Start
+from onefold.exchange.memory import FirstValues, Memory, Start
 from onefold.system.heap import ORDINARY, DiskHeap, Heap
 
 __all__ = ["assemble"]
@@ -91,11 +94,9 @@ def assemble(
     replicas[0].attach()
     refuse_clipping(parts.trained.values())
     # After attach: state that the optimizer already has moves to where its parameters now lie.
-    trained = list(parts.trained.values())
-    update = SpanOptimizer(
-        optimizer, trained, storage, memory.trained, roster, memory.heap, lent=memory.is_lent
-    )
-    _hand_out_masters(update, start.trained, roster, exchange, team)
+    update = _update(optimizer, parts, storage, roster, memory)
+    _hand_out(update, start, roster, exchange, team)
+    reveal(parts.named.values())  # their values are where they belong
     return Engine(
         replicas=replicas,
         exchange=exchange,
@@ -134,6 +135,19 @@ def _replicas(
         Replica(n, device, parts, trained[n], other[n], buffers[n], precision, modules)
         for n, device in team.own_devices.items()
     ]
+
+
+def _update(
+    optimizer: torch.optim.Optimizer,
+    parts: ModelParts,
+    storage: Storage,
+    roster: Roster,
+    memory: Memory,
+) -> SpanOptimizer:
+    trained = list(parts.trained.values())
+    return SpanOptimizer(
+        optimizer, trained, storage, memory.trained, roster, memory.heap, lent=memory.is_lent
+    )
 
 
 def _stages(
@@ -177,25 +191,35 @@ def _heap(team: Team) -> Heap:
     return DiskHeap.at(options.home)
 
 
+def _hand_out(
+    update: SpanOptimizer, start: Start, roster: Roster, exchange: Exchange, team: Team
+) -> None:
+    """Give owners the lead's values of their pieces, where models have none, or rounded ones."""
+    if exchange.memory.is_lent:
+        hand_out_entries(start, update, exchange, leads=team.has_lead)
+    elif update.storage.rounds:
+        _hand_out_masters(update, start.trained, roster, exchange, team)
+
+
 def _hand_out_masters(
     update: SpanOptimizer,
-    trained: Sequence[torch.Tensor],
+    trained: Sequence[torch.Tensor | FirstValues],
     roster: Roster,
     exchange: Exchange,
     team: Team,
 ) -> None:
-    """Give the owner of each piece the lead's values of it, where models see them rounded."""
     storage = update.storage
-    if not storage.rounds:
-        return
+
+    @lru_cache(maxsize=1)  # the pieces of a parameter follow each other
+    def drawn(entry: int) -> torch.Tensor:
+        return values_of_entry(trained[entry], storage.masters, entry)
 
     def make(device: int) -> torch.Tensor:
         devices = team.own if device in team.own else (device,)
         states = []
         for number in chain.from_iterable(roster.spans[each] for each in devices):
             piece = storage.pieces[number]
-            laid = laid_out(trained[piece.entry], storage.masters.entries[piece.entry].stride)
-            values = storage_order(laid)[piece.start : piece.stop]
+            values = drawn(piece.entry)[piece.start : piece.stop]
             states.append(PieceState(number, MASTER, values, True))
         return packed(states, exchange.memory.heap)
 
@@ -203,8 +227,10 @@ def _hand_out_masters(
 
 
 def _start(parts: ModelParts, buffers: BufferSet) -> Start:
-    trained = [p.detach() for p in parts.trained.values()]
-    other, frozen = ([p.detach() for p in some.values()] for some in (parts.other, parts.frozen))
+    trained, other, frozen = (
+        [undrawn_of(p) or p.detach() for p in some.values()]
+        for some in (parts.trained, parts.other, parts.frozen)
+    )
     return Start(trained, other, buffers.flat, frozen)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import GetSetDescriptorType
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 
 from onefold.engine.hollow import tensors_of, with_tensors
 
-__all__ = ["Elsewhere", "LentParameters", "Replace"]
+__all__ = ["Elsewhere", "LentParameters", "Replace", "is_harmless"]
 
 Replace = Callable[[torch.Tensor], torch.Tensor]
 
@@ -49,6 +49,11 @@ _HARMLESS = frozenset(
 """What does not read the values of a tensor."""
 
 
+def is_harmless(function: object) -> bool:
+    """Whether a function does not read the values of a tensor it is given."""
+    return function in _HARMLESS
+
+
 class Elsewhere(RuntimeError):
     """A parameter was used that is not on this device, and cannot be brought now."""
 
@@ -63,10 +68,17 @@ class LentParameters:
         used: called with all tensors that somebody is about to compute with, such a parameter
             among them; it brings the values, or raises an error, or returns by what to replace
             each tensor in this computation.
+        harmless: functions that do not count as a use, beside those that never do.
     """
 
-    def __init__(self, used: Callable[[Sequence[torch.Tensor]], Replace | None]) -> None:
+    def __init__(
+        self,
+        used: Callable[[Sequence[torch.Tensor]], Replace | None],
+        *,
+        harmless: Collection[object] = (),
+    ) -> None:
         self._used = used
+        self._harmless = _HARMLESS.union(harmless)
         self._classes: dict[type, type] = {}
         self._plain: dict[type, type] = {}
 
@@ -97,7 +109,7 @@ class LentParameters:
             kwargs: Mapping[str, Any] | None = None,
         ) -> Any:
             given = kwargs or {}
-            if func not in _HARMLESS:
+            if func not in own._harmless:
                 replaced = own._used(list(tensors_of((args, given))))
                 if replaced is not None:
                     return func(*with_tensors(args, replaced), **with_tensors(given, replaced))

@@ -113,20 +113,22 @@ class Replica:
         self.loss_watch = LossWatch()
         self._names = list(parts.trained)
         self._parameters = list(parts.trained.values())
-        strides = [view.stride() for view in trained.views]
+        layout = trained.layout
+        strides = [entry.stride for entry in layout.entries]
         self._all = ParameterSet(self._parameters, strides, self._names)
         self.of_stages = [self._all.some(n) for n in stages.stages.entries] if stages else []
-        self._narrow = [n for n, v in enumerate(trained.views) if added_up_in(v.dtype) != v.dtype]
+        dtypes = map(layout.dtype_of, range(len(layout.entries)))
+        self._narrow = [n for n, dtype in enumerate(dtypes) if added_up_in(dtype) != dtype]
         self._compute_in = precision.compute
         self._rounds = precision.parameters is not None
         self._watched = [parameter for parameter in parts.other.values() if parameter.requires_grad]
-        views = [*zip(parts.trained, trained.views, strict=True)]
-        views += zip(parts.other, other.views, strict=True)
         # A tensor without elements may report any address, so it has no place to compare.
-        views += parts.frozen.items()
-        self._placed_names = [name for name, view in views if view.numel()]
+        placed = (*parts.trained, *parts.other, *parts.frozen)
+        self._placed_names = [name for name in placed if parts.named[name].numel()]
         self._placed = [parts.named[name] for name in self._placed_names]
-        self._places = [view.data_ptr() for _, view in views if view.numel()]
+        views = [*trained.views, *other.views, *parts.frozen.values()]
+        # Where parameters come and go, `note_places` is called whenever they have.
+        self._places = [view.data_ptr() for view in views if view.numel()]
 
     @property
     def module(self) -> torch.nn.Module:
@@ -139,7 +141,8 @@ class Replica:
             (self.parts.trained, self.trained),
             (self.parts.other, self.other),
         ):
-            for parameter, view in zip(parameters.values(), flat.views, strict=True):
+            views = flat.views if flat.is_there else ()
+            for parameter, view in zip(parameters.values(), views, strict=flat.is_there):
                 # Through .data, so that the optimizer, hooks and other modules that hold this very
                 # Parameter follow. The memory stays ours: the parameter is only a window onto it.
                 parameter.data = view

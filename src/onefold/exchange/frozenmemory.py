@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from onefold.core.flat import FlatTensors, same_bits, storage_order
@@ -22,7 +20,6 @@ class FrozenMemory:
     Args:
         storage: the sizes.
         frozen: those of frozen parameters in it.
-        values: this process's, of all of them.
         rank: the device's number.
         device: where it computes.
     """
@@ -31,13 +28,11 @@ class FrozenMemory:
         self,
         storage: Storage,
         frozen: Frozen,
-        values: Sequence[torch.Tensor],
         rank: int,
         device: torch.device,
     ) -> None:
-        self.flat = FlatTensors(frozen.layout, device=device)
-        """All of them, until it is let go."""
-        self.flat.write(values)
+        self.flat = FlatTensors(frozen.layout, device=device, there=False)
+        """All of them, now and then."""
         self._first_piece, self._first = len(storage.pieces), len(storage.parameters.entries)
         self._pieces = frozen.pieces
         layout = storage.lent_layout()
@@ -86,6 +81,13 @@ class FrozenMemory:
         """Keep what lies in the memory of all of them."""
         for number in self.numbers:
             self.part(number).copy_(self._in_flat(number))
+
+    def adopt_entry(self, entry: int, values: torch.Tensor) -> None:
+        """Keep this device's part of a parameter: (numel,) in storage order, on any device."""
+        for number in self.numbers:
+            piece = self._pieces[number - self._first_piece]
+            if piece.entry == entry:
+                self.adopt(number, values[piece.start : piece.stop])
 
     def adopt(self, number: int, values: torch.Tensor) -> None:
         """Keep other values of a piece: (numel,), on any device."""

@@ -21,7 +21,7 @@ from onefold.core.storage import Storage
 from onefold.exchange.board import Board
 from onefold.exchange.carrier import AtOnce
 from onefold.exchange.exchange import Exchange
-from onefold.exchange.memory import Arrivals, Memory, Start, new_flat
+from onefold.exchange.memory import Arrivals, Memory, Start, new_flat, write_first
 from onefold.exchange.relay import LocalRelay
 from onefold.exchange.spans import AsGiven, Partial, Spanned
 from onefold.exchange.transport import Alone
@@ -60,6 +60,9 @@ class OneDeviceMemory(Memory):
         pass  # the device owns every span
 
     def follow_lead(self, buffers: FlatTensors) -> None:
+        pass  # it is the lead
+
+    def adopt_lead(self, values: torch.Tensor) -> None:
         pass  # it is the lead
 
     def publish(self, device: int, slot: int, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -118,6 +121,9 @@ class DevicesMemory(Memory):
     def follow_lead(self, buffers: FlatTensors) -> None:
         pass  # copies of the first device's model follow it at the next step
 
+    def adopt_lead(self, values: torch.Tensor) -> None:
+        pass  # one process has all of the lead's values
+
     def publish(self, device: int, slot: int, gradients: Sequence[torch.Tensor | None]) -> None:
         self.partial(Published(device, slot)).write(gradients)
 
@@ -164,7 +170,10 @@ def _own_flats(
         {number: new_flat(layout, device, heap) for number, device in enumerate(devices)}
         for layout in (storage.parameters, storage.other)
     )
-    for number in trained:
-        trained[number].write(start.trained)
-        other[number].write(start.other)
+    for flats, values in ((trained, start.trained), (other, start.other)):
+        first, *rest = flats.values()
+        write_first(first, values)
+        for flat in rest:
+            for section, source in zip(flat.sections, first.sections, strict=True):
+                section.copy_(source)
     return trained, other

@@ -18,20 +18,27 @@ from onefold.exchange.frozenmemory import FrozenMemory
 from onefold.exchange.spans import Spanned
 from onefold.system.heap import ORDINARY, Heap
 
-__all__ = ["Arrivals", "Memory", "Start", "new_flat"]
+__all__ = ["Arrivals", "FirstValues", "Memory", "Start", "new_flat", "write_first"]
+
+
+class FirstValues(Protocol):
+    """Values of a tensor that are drawn when they are needed."""
+
+    def write_to(self, view: torch.Tensor) -> None:
+        """Draw them into a tensor of their shape, on any device."""
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
     """The values that a process starts with; the lead's replace those of all others."""
 
-    trained: Sequence[torch.Tensor]
+    trained: Sequence[torch.Tensor | FirstValues]
     """The trained parameters, in the order of the layout."""
-    other: Sequence[torch.Tensor]
+    other: Sequence[torch.Tensor | FirstValues]
     """The other parameters."""
     buffers: FlatTensors
     """The module's buffers; overwritten unless this process is the lead."""
-    frozen: Sequence[torch.Tensor] = ()
+    frozen: Sequence[torch.Tensor | FirstValues] = ()
     """The frozen parameters of which each device is to keep a part."""
 
 
@@ -121,6 +128,22 @@ class Memory(ABC):
         Args:
             buffers: those of this process's first device; overwritten unless it is the lead.
         """
+
+    @abstractmethod
+    def adopt_lead(self, values: torch.Tensor) -> None:
+        """Overwrite a tensor of every process with the lead's, where `is_lent`.
+
+        Called on all devices; may block. Elsewhere all parameters are the lead's from the start.
+        """
+
+
+def write_first(flat: FlatTensors, values: Sequence[torch.Tensor | FirstValues]) -> None:
+    """Write the first values to flat memory: what is not drawn yet, one tensor after the other."""
+    there = [value if isinstance(value, torch.Tensor) else None for value in values]
+    flat.write(there, skip={number for number, value in enumerate(there) if value is None})
+    for view, value in zip(flat.views, values, strict=True):
+        if not isinstance(value, torch.Tensor):
+            value.write_to(view)
 
 
 def new_flat(layout: Layout, device: torch.device, heap: Heap) -> FlatTensors:

@@ -31,7 +31,7 @@ from onefold.exchange.frozenmemory import FrozenMemory
 from onefold.exchange.group import Joined
 from onefold.exchange.groupcarrier import GroupCarrier, LineCarrier
 from onefold.exchange.grouprelay import GroupRelay
-from onefold.exchange.memory import Arrivals, Memory, Start, new_flat
+from onefold.exchange.memory import Arrivals, Memory, Start, new_flat, write_first
 from onefold.exchange.spans import Partial, Spanned, SpanTensors
 from onefold.system.heap import ORDINARY, Heap
 
@@ -96,12 +96,16 @@ class PrivateMemory(Memory):
         self.board = Board.private(storage.board, device)
         # A file takes no memory where there is none to spare; all else is with its owners.
         self.is_lent = storage.stages is not None and not heap.on_disk
-        self.trained = {rank: new_flat(storage.parameters, device, heap)}
         self.other = {rank: new_flat(storage.other, device, heap)}
-        self.trained[rank].write(start.trained)
-        self.other[rank].write(start.other)
+        write_first(self.other[rank], start.other)
+        if self.is_lent:
+            # Their owners are given the first values one parameter after the other.
+            self.trained = {rank: FlatTensors(storage.parameters, device=device, there=False)}
+        else:
+            self.trained = {rank: new_flat(storage.parameters, device, heap)}
+            write_first(self.trained[rank], start.trained)
         if storage.frozen is not None:
-            self.frozen = FrozenMemory(storage, storage.frozen, start.frozen, rank, device)
+            self.frozen = FrozenMemory(storage, storage.frozen, rank, device)
         self.follow_lead(start.buffers)
 
     def bind(self, roster: Roster) -> None:
@@ -120,6 +124,9 @@ class PrivateMemory(Memory):
         self._transport.follow_lead(section for flat in flats for section in flat.sections)
         if self.frozen is not None and self.frozen.flat.is_there:
             self.frozen.keep()
+
+    def adopt_lead(self, values: torch.Tensor) -> None:
+        self._transport.follow_lead([values])
 
     def publish(self, device: int, slot: int, gradients: Sequence[torch.Tensor | None]) -> None:
         self._slot(slot).write(gradients)

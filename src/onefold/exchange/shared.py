@@ -32,7 +32,7 @@ from onefold.exchange.host import HostTransport
 from onefold.exchange.hostcarrier import HostCarrier
 from onefold.exchange.hostrelay import HostRelay
 from onefold.exchange.mailbox import Mailbox
-from onefold.exchange.memory import Arrivals, Memory, Start
+from onefold.exchange.memory import Arrivals, Memory, Start, write_first
 from onefold.exchange.spans import Partial, Spanned
 from onefold.system.heap import ORDINARY, Heap
 
@@ -117,8 +117,8 @@ class HostMemory(Memory):
         (bytes of the largest stage,) uint8."""
         # The lead alone: the memory is everybody's. `follow_lead` makes the others wait for it.
         if self._rank == 0:
-            self.trained[0].write(start.trained)
-            self.other[0].write(start.other)
+            write_first(self.trained[0], start.trained)
+            write_first(self.other[0], start.other)
         self.follow_lead(start.buffers)
 
     def bind(self, roster: Roster) -> None:
@@ -142,6 +142,9 @@ class HostMemory(Memory):
         self.transport.meet()
         buffers.write(row.views)
         self.transport.meet()
+
+    def adopt_lead(self, values: torch.Tensor) -> None:
+        pass  # all compute with the lead's values
 
     def publish(self, device: int, slot: int, gradients: Sequence[torch.Tensor | None]) -> None:
         self._own[slot].write(gradients)

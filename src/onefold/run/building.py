@@ -1,13 +1,11 @@
-"""Makes models that lie in a file from the start."""
+"""Makes models whose values are drawn where they are kept."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
-import torch
-from torch.overrides import TorchFunctionMode
-
+from onefold.run.recording import Recording
 from onefold.run.world import current_world
 from onefold.system.heap import DiskHeap
 
@@ -16,17 +14,24 @@ __all__ = ["build"]
 Given = ParamSpec("Given")
 Model = TypeVar("Model")
 
+_LEAST_BYTES = 4096
+"""Smaller tensors have their values at once."""
+
 
 def build(make: Callable[Given, Model], *args: Given.args, **kwargs: Given.kwargs) -> Model:
-    """Make a model without having all of it in memory, where devices keep less than all of it.
+    """Make a model without its values, where devices keep less than all of them.
 
-    Under ``--keep span`` and ``--keep host`` PyTorch's functions that make tensors (``empty``,
-    ``randn``, ``clone`` and the like) make those on the processor in a file meanwhile; the system
-    keeps as much of it in memory as there is room. The bits are those of ``make(*args, **kwargs)``,
-    which this is with ``--keep all``.
+    With ``--keep span``, ``host`` and ``stages`` PyTorch's functions that make and fill tensors
+    (``empty``, ``randn``, ``normal_``, those of ``torch.nn.init`` and the like) note what they
+    would do, and the Trainer has it done where each value is kept, a parameter at a time. What
+    computes with a parameter before that, also after this call, gets its values: then it lies in a
+    file, of which the system keeps in memory what there is room for. The bits are those of
+    ``make(*args, **kwargs)``, which this is with ``--keep all``, and random numbers go on as they
+    do after that.
 
     Args:
-        make: the class of a model, or a function that makes one.
+        make: the class of a model, or a function that makes one, several in a list or a dict, or a
+            model and what belongs to it.
         args: its arguments.
         kwargs: its arguments with names.
 
@@ -39,62 +44,13 @@ def build(make: Callable[Given, Model], *args: Given.args, **kwargs: Given.kwarg
     options = current_world().options
     if options.keep == "all":
         return make(*args, **kwargs)
-    with _InFile(DiskHeap.at(options.home)):
-        return make(*args, **kwargs)
-
-
-class _InFile(TorchFunctionMode):
-    """Has PyTorch's functions make their tensors in a file.
-
-    They are moved before anybody else refers to them: later, views that a script has made would be
-    of other memory than the parameter.
-
-    Args:
-        heap: the file.
-    """
-
-    def __init__(self, heap: DiskHeap) -> None:
-        super().__init__()
-        self._heap = heap
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if (
-            func in _MAKING
-            and isinstance(result, torch.Tensor)
-            and result.device.type == "cpu"
-            and result.layout == torch.strided
-            and not _is_of(result, args)
-        ):
-            result.data = self._heap.kept(result.data)
-        return result
-
-
-def _is_of(result: torch.Tensor, args: Sequence[Any]) -> bool:
-    """Whether a conversion gave what it was given, or has to do nothing but name it anew."""
-    address = result.untyped_storage().data_ptr()
-    given = [each for each in args if isinstance(each, torch.Tensor)]
-    return any(
-        each.layout == torch.strided and each.untyped_storage().data_ptr() == address
-        for each in given
-    )
-
-
-_MAKING = frozenset(
-    {
-        *(torch.empty, torch.zeros, torch.ones, torch.full, torch.eye, torch.tensor),
-        *(torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like),
-        *(torch.rand, torch.randn, torch.randint, torch.rand_like, torch.randn_like, torch.normal),
-        *(torch.empty_strided, torch.arange, torch.linspace, torch.cat, torch.stack, torch.clone),
-        *(torch.Tensor.clone, torch.Tensor.contiguous, torch.Tensor.to, torch.Tensor.new_empty),
-        *(torch.Tensor.new_zeros, torch.Tensor.new_ones, torch.Tensor.new_full),
-        *(torch.Tensor.float, torch.Tensor.double, torch.Tensor.half, torch.Tensor.bfloat16),
-    }
-)
-"""What makes tensors that nobody else refers to, unless they are among what it was given."""
+    recording = Recording(DiskHeap.at(options.home, sure=False), _LEAST_BYTES)
+    try:
+        with recording.noting():
+            made = make(*args, **kwargs)
+    except BaseException:
+        # A script may have kept some of it.
+        recording.draw_all()
+        raise
+    recording.finish(made)
+    return made

@@ -8,7 +8,8 @@ Only those about hooks are next door, in ``hooks.py``, and those that decide whi
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.dropout import _DropoutNd as DropoutNd
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE_KEY_SUFFIX
 from torch.nn.utils import clip_grad
+from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
@@ -27,13 +29,17 @@ __all__ = [
     "TorchDispatchMode",
     "add_each",
     "address_of",
+    "asking_for_truncated_normal",
     "buffers_of",
     "copy_each",
+    "fits_in_place",
+    "holders_of",
     "is_in_function",
     "is_transformed",
     "multiply_each",
     "parameters_of",
     "steps_a_schedule",
+    "truncated_normal",
     "version_of",
     "wrap_clipping",
 ]
@@ -47,6 +53,39 @@ version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 
 address_of: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")
 """A number that is another one for every storage that there is, also on the meta device."""
+
+
+fits_in_place: Callable[[torch.Tensor, torch.Tensor], bool] = (
+    torch._has_compatible_shallow_copy_type
+)
+"""Asks whether a tensor can be put into a parameter's ``.data``, as ``Module.to`` does."""
+
+
+truncated_normal: Callable[..., Any] = torch.nn.init._no_grad_trunc_normal_
+"""What draws for ``torch.nn.init.trunc_normal_``: again and again, by what it has drawn so far."""
+
+
+@contextmanager
+def asking_for_truncated_normal() -> Iterator[None]:
+    """Have modes of PyTorch's functions be asked for `truncated_normal` as a whole inside this."""
+    before = torch.nn.init._no_grad_trunc_normal_
+
+    def asking(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if has_torch_function((tensor,)):
+            return handle_torch_function(truncated_normal, (tensor,), tensor, *args, **kwargs)
+        return before(tensor, *args, **kwargs)
+
+    torch.nn.init._no_grad_trunc_normal_ = asking
+    try:
+        yield
+    finally:
+        torch.nn.init._no_grad_trunc_normal_ = before
+
+
+def holders_of(storage: torch.UntypedStorage) -> int:
+    """How many tensors there are that lie in a storage."""
+    # Each of Python's own objects for a storage counts as well, and here there is this one.
+    return int(_C._storage_Use_Count(address_of(storage))) - 1
 
 
 is_transformed: Callable[[torch.Tensor], bool] = _C._functorch.is_functorch_wrapped_tensor

@@ -1,0 +1,89 @@
+"""Parameters whose first values nobody has drawn yet: `onefold.build` knows how to.
+
+Note: who draws them
+--------------------
+A Trainer has the values drawn where they are kept, a parameter at a time. Whoever else computes
+with such a parameter has it drawn then, in the file that its memory is a part of: a parameter that
+has no values yet says when it is used, as one does that is elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from onefold.core.recipe import Recipe, View
+from onefold.engine.lentparameter import LentParameters
+from onefold.system.heap import DiskHeap
+
+__all__ = ["Undrawn", "put_off", "reveal", "undrawn_of"]
+
+_NAME = "onefold_undrawn"
+_ABOUT_MEMORY = frozenset(
+    [torch.Tensor.stride, torch.Tensor.is_contiguous, torch.Tensor.storage_offset]
+)
+"""What a parameter without values knows of its memory, which is there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Undrawn:
+    """The values of one parameter, which has its memory to itself."""
+
+    recipe: Recipe
+    view: View
+    """How the parameter lies in the memory."""
+    memory: torch.Tensor
+    """(bytes,) uint8 of the heap's, without room on the disk."""
+    heap: DiskHeap
+
+    def write_to(self, view: torch.Tensor) -> None:
+        """Draw the values, into a tensor of the parameter's shape on any device."""
+        self.recipe.fill_view(view, self.view)
+
+    def settle(self) -> None:
+        """Draw the values, into the parameter's own memory.
+
+        Raises:
+            OSError: the disk has no room.
+        """
+        self.heap.provide(self.memory)
+        self.recipe.fill(self.memory)
+
+
+def put_off(parameter: torch.nn.Parameter, values: Undrawn) -> None:
+    """Have a parameter's values be drawn when somebody needs them."""
+    setattr(parameter, _NAME, values)
+    _PARAMETERS.hide([parameter])
+
+
+def undrawn_of(parameter: torch.Tensor) -> Undrawn | None:
+    """The values of a parameter, if they are not drawn yet."""
+    found: Undrawn | None = getattr(parameter, _NAME, None)
+    return found
+
+
+def reveal(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Have parameters be plain ones, whose memory is another one now or has its values."""
+    for parameter in parameters:
+        if undrawn_of(parameter) is not None:
+            _PARAMETERS.show([parameter])
+            delattr(parameter, _NAME)
+
+
+def _settle(tensors: Sequence[torch.Tensor]) -> None:
+    for tensor in tensors:
+        values = undrawn_of(tensor)
+        if values is not None:
+            # Plain first: drawing is a use as well.
+            assert isinstance(tensor, torch.nn.Parameter)
+            reveal([tensor])
+            try:
+                values.settle()
+            except BaseException:
+                put_off(tensor, values)
+                raise
+
+
+_PARAMETERS = LentParameters(_settle, harmless=_ABOUT_MEMORY)

@@ -1,0 +1,257 @@
+"""Models whose making is noted: what is drawn later has the bits of the plain way."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from onefold.engine.firstvalues import undrawn_of
+from onefold.models.resnet import resnet18
+from onefold.run.recording import Recording
+from onefold.system.heap import DiskHeap
+
+
+class Drawn(nn.Module):
+    """Layers as they are, drawn anew, in parts, by generators of their own, and from each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(50, 32, padding_idx=3)
+        layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+        self.recurrent = nn.LSTM(32, 32, 2)
+        self.pictures = nn.Conv2d(3, 40, 5).to(memory_format=torch.channels_last)
+        self.drawn = nn.Parameter(torch.randn(64, 33))
+        self.truncated = nn.Parameter(torch.zeros(64, 33))
+        nn.init.trunc_normal_(self.truncated, std=0.02)
+        nn.init.trunc_normal_(self.words.weight, a=1.0, b=2.0)
+        self.apply(self.draw)
+        for name, parameter in self.named_parameters():
+            if name.endswith("linear2.weight"):
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(6))
+        self.low = nn.Linear(64, 50).to(torch.bfloat16)
+        with torch.no_grad():
+            own = torch.Generator().manual_seed(3)
+            self.words.weight[2:].copy_(torch.empty(48, 32).normal_(generator=own))
+            self.recurrent.weight_ih_l0[:32] *= 2
+            self.recurrent.weight_ih_l0[32:64] = torch.tensor(1.5)
+        self.twin = copy.deepcopy(self.pictures)
+        nn.init.xavier_uniform_(self.pictures.weight)
+        self.head = nn.Linear(32, 50, bias=False)
+        self.head.weight = self.words.weight
+
+    def draw(self, part: nn.Module) -> None:
+        if isinstance(part, nn.Linear):
+            part.weight.data.normal_(0, 0.02)
+            part.bias.data.zero_()
+
+
+def in_double() -> nn.Module:
+    """Made in another default dtype than the one in which it is drawn."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = nn.Sequential(nn.Linear(30, 40), nn.BatchNorm1d(40))
+        model.register_parameter("more", nn.Parameter(torch.rand(30, 30)))
+        return model
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def halved() -> nn.Module:
+    return nn.Sequential(nn.Linear(30, 40), nn.Linear(40, 30)).half().float()
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "drawn": Drawn,
+    "resnet18": lambda: resnet18(in_channels=3),
+    "attention": lambda: nn.MultiheadAttention(32, 4),
+    "double": in_double,
+    "halved": halved,
+}
+
+
+def share_undrawn(model: nn.Module) -> float:
+    """Of all bytes of parameters."""
+    every = list(model.parameters())
+    waiting = [each for each in every if undrawn_of(each) is not None]
+    return sum(each.nbytes for each in waiting) / sum(each.nbytes for each in every)
+
+
+def noted(make: Callable[[], object], folder: Path, least_bytes: int = 1) -> object:
+    recording = Recording(DiskHeap(folder), least_bytes)
+    with recording.noting():
+        made = make()
+    recording.finish(made)
+    return made
+
+
+def check_alike(make: Callable[[], nn.Module], folder: Path, least_bytes: int = 1) -> float:
+    """Compare with the plain way; return how much was left without values."""
+    torch.manual_seed(4)
+    plain = make()
+    after = torch.rand(3)
+    torch.manual_seed(4)
+    model = noted(make, folder, least_bytes)
+    assert isinstance(model, nn.Module)
+    assert torch.equal(torch.rand(3), after), "the generator goes on as it does"
+    share = share_undrawn(model)
+    for name, parameter in model.named_parameters():
+        values, expected = undrawn_of(parameter), plain.get_parameter(name)
+        assert parameter.requires_grad == expected.requires_grad
+        if values is not None:
+            there = torch.full_like(expected, 7).detach()
+            values.write_to(there)
+            assert torch.equal(there, expected), name
+    found = model.state_dict()
+    for name, value in plain.state_dict().items():
+        assert torch.equal(value, found[name]), name
+        assert (value.stride(), value.dtype) == (found[name].stride(), found[name].dtype), name
+    return share
+
+
+@pytest.mark.parametrize("least_bytes", [1, 4096])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_bits_are_those_of_the_plain_way(name: str, least_bytes: int, tmp_path: Path) -> None:
+    share = check_alike(MODELS[name], tmp_path, least_bytes)
+    assert share == pytest.approx(1, abs=0.02 if least_bytes == 1 else 0.2)
+
+
+@pytest.mark.parametrize("kind", ["GPT2", "Bert", "Llama", "T5", "ViT", "Mixtral"])
+def test_models_of_transformers_wait_for_their_values(kind: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="needs the extra [transformers]")
+    small = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    small |= {"intermediate_size": 128, "vocab_size": 300}
+    small |= {"GPT2": {"n_embd": 64, "n_layer": 2, "n_head": 4}}.get(kind, {})
+    small |= {"T5": {"d_model": 64, "d_ff": 128, "num_layers": 2, "num_heads": 4}}.get(kind, {})
+    small |= {"ViT": {"image_size": 32, "patch_size": 8}}.get(kind, {})
+    small |= {"Mixtral": {"num_local_experts": 2, "num_key_value_heads": 4}}.get(kind, {})
+    config = getattr(transformers, f"{kind}Config")(**small)
+    model = getattr(transformers, f"{kind}Model")
+    assert check_alike(lambda: model(config), tmp_path, 1024) > 0.9
+
+
+class Kept(nn.Module):
+    """Keeps views of a parameter, a parameter that is none of its own, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(60, 20).normal_())
+        self.part = self.weight.data[5:10]
+        self.own = [nn.Parameter(torch.randn(30, 30))]
+        self.register_buffer("mask", torch.ones(70, 70).tril())
+        self.alone = nn.Parameter(torch.empty(60, 20).uniform_())
+
+
+def test_what_others_look_at_has_its_values(tmp_path: Path) -> None:
+    torch.manual_seed(4)
+    plain = Kept()
+    torch.manual_seed(4)
+    model = noted(Kept, tmp_path)
+    assert isinstance(model, Kept)
+    assert torch.equal(model.part, plain.part)
+    assert torch.equal(model.own[0], plain.own[0])
+    assert torch.equal(model.get_buffer("mask"), plain.get_buffer("mask"))
+    assert undrawn_of(model.weight) is None
+    assert undrawn_of(model.alone) is not None
+    assert torch.equal(model.alone, plain.alone)
+    model.part.zero_()
+    assert not model.weight[5:10].any()
+
+
+class Reading(nn.Module):
+    """Looks at values while it is made."""
+
+    def __init__(self, read: Callable[[nn.Parameter], object]) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.empty(40, 30).normal_())
+        self.read = read(self.first)
+        self.second = nn.Parameter(torch.empty(40, 30).normal_())
+
+
+READS: dict[str, Callable[[nn.Parameter], object]] = {
+    "a norm": lambda p: p.norm().item(),
+    "a choice": lambda p: p[[1, 2]].sum().item(),
+    "a flag": lambda p: p[p > 0].sum().item(),
+    "numpy": lambda p: p.detach().numpy().sum(),
+    "a decomposition": lambda p: torch.linalg.svd(p)[1].tolist(),
+    "a small copy": lambda p: p.detach()[0, :2].clone().tolist(),
+    "a graph": lambda p: (p.double().sum() * 2).item(),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_what_is_read_is_drawn(read: str, tmp_path: Path) -> None:
+    torch.manual_seed(4)
+    plain = Reading(READS[read])
+    torch.manual_seed(4)
+    model = noted(lambda: Reading(READS[read]), tmp_path)
+    assert isinstance(model, Reading)
+    assert model.read == plain.read
+    assert torch.equal(model.first, plain.first)
+    assert undrawn_of(model.second) is not None
+    assert torch.equal(model.second, plain.second)
+
+
+def test_arguments_that_are_changed_later_are_kept_as_they_were(tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        row, factor = torch.arange(30.0), torch.tensor(2.0)
+        listed = [[1.0, 2.0]] * 40
+        model = nn.Module()
+        model.copied = nn.Parameter(torch.zeros(40, 30).copy_(row))
+        model.scaled = nn.Parameter(torch.ones(40, 30).mul_(factor))
+        model.listed = nn.Parameter(torch.tensor(listed))
+        row.zero_()
+        factor.fill_(5.0)
+        listed[0][0] = 9.0
+        return model
+
+    check_alike(make, tmp_path)
+
+
+def test_a_conversion_with_a_graph_keeps_it(tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        model = nn.Module()
+        model.weight = nn.Parameter(torch.ones(40, 30))
+        model.low = [model.weight.to(torch.bfloat16), model.weight.clone()]
+        return model
+
+    model = noted(make, tmp_path)
+    assert isinstance(model, nn.Module)
+    for each in model.low:
+        each.float().sum().backward()
+    assert torch.equal(model.weight.grad, torch.full((40, 30), 2.0))
+
+
+def test_several_models_in_containers_wait(tmp_path: Path) -> None:
+    made = noted(lambda: {"a": nn.Linear(30, 30), "b": [nn.Linear(30, 30), 5]}, tmp_path)
+    assert isinstance(made, dict)
+    assert share_undrawn(made["a"]) == share_undrawn(made["b"][0]) == 1
+
+
+def test_what_a_failed_function_leaves_has_values(tmp_path: Path) -> None:
+    kept: list[nn.Module] = []
+
+    def make() -> nn.Module:
+        kept.append(nn.Linear(30, 40))
+        raise ArithmeticError
+
+    torch.manual_seed(4)
+    expected = nn.Linear(30, 40)
+    torch.manual_seed(4)
+    recording = Recording(DiskHeap(tmp_path), 1)
+    with pytest.raises(ArithmeticError), recording.noting():
+        make()
+    recording.draw_all()
+    assert torch.equal(kept[0].weight, expected.weight)
+
+
+def test_nothing_of_pytorch_stays_replaced(tmp_path: Path) -> None:
+    before = vars(nn.init).copy()
+    noted(Drawn, tmp_path)
+    assert vars(nn.init) == before
