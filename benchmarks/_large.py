@@ -131,7 +131,7 @@ def onefolded(size: Size) -> Loop:
     """onefold, as its launcher says."""
     import onefold
 
-    model = filled(onefold.build(GPT, size))
+    model = onefold.build(lambda: filled(GPT(size)))
     trainer = onefold.Trainer(model, adamw(model), losses, shards=size.shards, threads=1)
     return Loop(step=onefold_step(trainer), batches=[batch_of(size)], devices=CPU)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from onefold.core.stages import StageLayout
+from onefold.core.stages import ROOT, StageLayout
 from onefold.core.storage import Storage
 from onefold.engine.lentparameter import LentParameters
 from onefold.engine.modelparts import ModelParts
@@ -56,6 +56,8 @@ class Lendable:
         self._places = [0] * len(self.parameters)
         """Where each of them was shown last."""
         self._written: int | None = None
+        self._kept_rooms: dict[int, torch.Tensor | None] | None = None
+        """Of the stages that `kept_room` is about; None until it is asked first."""
 
     def stage_of(self, tensor: torch.Tensor) -> int | None:
         """The stage of a parameter, if the tensor is one of these."""
@@ -78,6 +80,32 @@ class Lendable:
         if self.frozen is not None and self.frozen.has_all_of(stage):
             nbytes = self.frozen.bytes_before(stage)
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def kept_room(self, stage: int) -> torch.Tensor | None:
+        """The memory of a stage that this device of a line keeps, of which nobody has a part.
+
+        The very values that the optimizer updates lie there, so that there are none beside them.
+        """
+        if self._kept_rooms is None:
+            self._kept_rooms = dict.fromkeys(self._kept_stages())
+        if stage in self._kept_rooms and self._kept_rooms[stage] is None:
+            room = self._kept_rooms[stage] = self.room_for(stage)
+            for item in self._update.owned:
+                if item.number in self.layout.pieces[stage]:
+                    place = self.layout.in_room(item.number, room)
+                    values = item.values.detach()
+                    item.values.data = place.as_strided(values.shape, values.stride()).copy_(values)
+        return self._kept_rooms.get(stage)
+
+    def _kept_stages(self) -> list[int]:
+        # Where lines are side by side, the other devices of a column must hear of each stage.
+        if self._update.storage.devices != self.layout.stages.line:
+            return []
+        rounds = self._update.storage.rounds_entry
+        own = {item.number for item in self._update.owned if not rounds(item.piece.entry)}
+        own |= set() if self.frozen is None else set(self.frozen.numbers)
+        numbers = enumerate(self.layout.pieces)
+        return [stage for stage, of in numbers if stage != ROOT and own.issuperset(of)]
 
     def show(self, stage: int, room: torch.Tensor) -> None:
         """Have the parameters of a stage lie in memory for it."""

@@ -309,13 +309,7 @@ class SpanLending(Lending):
         here = [each for each in self._rooms if each != ROOT]
         for each in {*self._left, *here[: max(0, len(here) + 1 - _AT_HAND)]} - {*together}:
             self._take_away(each)
-        room = self._coming.pop(stage, None)
-        if room is None:
-            room = self._lent.room_for(stage)
-            self._fold.want(Want(stage, room))
-        else:
-            self._fold.await_rooms()
-        self._rooms[stage] = room
+        self._rooms[stage] = room = self._brought(stage)
         if room.numel():
             self._stage_at[room.data_ptr()] = stage
         if self._course is not None:
@@ -323,10 +317,25 @@ class SpanLending(Lending):
         self._lent.show(stage, room)
         return room
 
+    def _brought(self, stage: int) -> torch.Tensor:
+        """The memory of a stage, with its parameters."""
+        room = self._lent.kept_room(stage)
+        if room is not None:
+            return room
+        room = self._coming.pop(stage, None)
+        if room is None:
+            room = self._lent.room_for(stage)
+            self._fold.want(Want(stage, room))
+        else:
+            self._fold.await_rooms()
+        return room
+
     def _look_ahead(self, course: Course, stage: int) -> None:
         """Have the stage brought that is likely to be the next one after this."""
         following = course.after(stage, self._in_backward)
         if following is None or following in self._rooms or following in self._coming:
+            return
+        if self._lent.kept_room(following) is not None:
             return
         self._coming = {following: self._lent.room_for(following)}
         self._fold.want(Want(following, self._coming[following], ahead=True))
