@@ -34,7 +34,8 @@ from measure import (
     record,
     spread,
 )
-from onefold.core.flat import FlatTensors, cut_pieces, lay_out
+from onefold.core.cutting import cut_pieces
+from onefold.core.flat import FlatTensors, lay_out
 from onefold.core.roster import Roster
 from onefold.core.shard import Plan
 from onefold.core.storage import Storage

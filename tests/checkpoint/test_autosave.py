@@ -297,7 +297,7 @@ def test_what_was_changed_on_purpose_may_be_said(runs: Runs) -> None:
             ["--checkpoint", "c", "--keep", "3"],
             "expected keep to be one of all, span, host, stages, got '3'; how",
         ),
-        (["--home", "."], "--home .: expected --keep host or span with it"),
+        (["--home", "."], "--home .: expected --keep host, span or stages with it"),
         (["--keep", "host", "--home", "b"], "--home b: expected a folder that is there"),
         (["--keep", "host", "--home", "a-file"], "--home a-file: expected a folder that is"),
         (["--checkpoint", "c", "--grace", "0"], "expected the grace to be more than 0, got 0.0"),

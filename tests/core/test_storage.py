@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onefold.core.flat import cut_pieces, lay_out
+from onefold.core.cutting import cut_pieces
+from onefold.core.flat import lay_out
 from onefold.core.fold import blocks_of
 from onefold.core.precision import added_up_in
 from onefold.core.storage import BoardShape, Storage
@@ -105,6 +106,6 @@ def test_rows_of_a_board_do_not_touch() -> None:
 
 def test_a_model_without_buffers_has_an_empty_row() -> None:
     shape = BoardShape(2, 4, 3, lay_out({}))
-    assert shape.host_bytes == (64, 64, 0, 64)
+    assert shape.host_bytes == (256, 256, 0, 256)
     assert shape.device_bytes == 64 + 4 * 32 * 16
     assert Board.private(shape, torch.device("cpu")).changed.shape == (4, 0)

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from onefold.core.flat import cut_pieces, lay_out
+from onefold.core.cutting import cut_pieces
+from onefold.core.flat import lay_out
 from onefold.core.head import Call, Said, StepHead
 from onefold.core.roster import Roster
 from onefold.core.shard import Plan

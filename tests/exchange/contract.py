@@ -9,7 +9,8 @@ from itertools import pairwise, permutations
 import torch
 import torch.distributed as dist
 
-from onefold.core.flat import FlatTensors, cut_pieces, lay_out
+from onefold.core.cutting import cut_pieces
+from onefold.core.flat import FlatTensors, lay_out
 from onefold.core.fold import Block, blocks_of, fold, fold_shards
 from onefold.core.precision import added_up_in
 from onefold.core.roster import Roster

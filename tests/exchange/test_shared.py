@@ -8,7 +8,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from onefold.core.flat import FlatTensors, cut_chunks
+from onefold.core.cutting import cut_chunks
+from onefold.core.flat import FlatTensors
 from onefold.core.fold import Published, blocks_of, published_by
 from onefold.core.shard import Plan
 from onefold.core.storage import Storage

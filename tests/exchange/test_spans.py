@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from onefold.core.flat import FlatTensors, Layout, Piece, cut_chunks, cut_pieces, cut_spans, lay_out
+from onefold.core.cutting import cut_chunks, cut_pieces, cut_spans
+from onefold.core.flat import FlatTensors, Layout, Piece, lay_out
 from onefold.core.fold import Published
 from onefold.core.shard import Plan
 from onefold.exchange.spans import Partial, SpanFold, SpanTensors

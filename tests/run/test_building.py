@@ -233,7 +233,7 @@ def test_no_device_has_more_than_its_part(keep: KeepName) -> None:
 
 
 def test_a_home_that_nothing_would_use_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r'expected keep="host" or "span" with home='):
+    with pytest.raises(ValueError, match=r'expected keep="host", "span" or "stages" with home='):
         onefold.launch(trained, devices="cpu:1", home=str(tmp_path))
 
 

@@ -361,7 +361,8 @@ def _folder(home: Path | None, keep: str) -> str:
         home = Path(named)
     if keep == "all":
         raise LaunchError(
-            f"--home {home}: expected --keep host or span with it, which have a file there"
+            f"--home {home}: expected --keep host, span or stages with it, which may have a file "
+            f"there"
         )
     if not home.is_dir():
         raise LaunchError(f"--home {home}: expected a folder that is there")

@@ -10,13 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from onefold.core.flat import (
-    Layout,
-    Piece,
-    cut_pieces,
-    cut_spans_by_stage,
-    cut_spans_in_lines,
-)
+from onefold.core.cutting import cut_pieces, cut_spans_by_stage, cut_spans_in_lines
+from onefold.core.flat import Layout, Piece
 from onefold.core.stages import Stages
 
 __all__ = ["Frozen", "side_by_side"]

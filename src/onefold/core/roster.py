@@ -17,7 +17,8 @@ from itertools import chain, pairwise
 
 import torch
 
-from onefold.core.flat import Piece, cut_spans, cut_spans_by_stage, cut_spans_in_lines
+from onefold.core.cutting import cut_spans, cut_spans_by_stage, cut_spans_in_lines
+from onefold.core.flat import Piece
 from onefold.core.shard import Plan
 from onefold.core.stages import Stages
 

@@ -10,7 +10,8 @@ from itertools import chain
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from onefold.core.flat import cut_pieces, lay_out
+from onefold.core.cutting import cut_pieces
+from onefold.core.flat import lay_out
 from onefold.core.names import own_name
 from onefold.core.precision import Precision
 from onefold.core.roster import Roster
@@ -32,6 +33,7 @@ from onefold.engine.optimizercheck import updates_by_element
 from onefold.engine.optimizerstate import PieceState, packed, unpack
 from onefold.engine.replica import LossFunction, Replica
 from onefold.engine.stagemodules import StageModules, cut_by_itself
+from onefold.engine.stagesizes import refuse_large_stages
 from onefold.engine.update import MASTER, SpanOptimizer
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.joining import has_memory_in_common, join
@@ -245,7 +247,7 @@ def _storage(
     # By the names that the model has when it is not compiled, so that a checkpoint fits both.
     layout = lay_out({own_name(name): p for name, p in held_in(settings.precision, parts).items()})
     devices = len(team.devices)
-    return Storage.alike(
+    storage = Storage.alike(
         layout,
         other=lay_out(parts.other),
         buffers=buffers.layout,
@@ -255,3 +257,6 @@ def _storage(
         stages=None if modules is None else modules.stages,
         frozen=None if modules is None else frozen_of(parts.frozen, modules, devices),
     ).with_masters(torch.float32 if settings.precision.parameters else None)
+    on_disk = team.world.options.keeps == "host"
+    refuse_large_stages(storage, team.devices[team.own[0]], on_disk=on_disk)
+    return storage

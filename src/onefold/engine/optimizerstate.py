@@ -6,8 +6,8 @@ goes on from a file, the lead packs the pieces that the process owns now.
 
 Note: a packed stretch
 ----------------------
-First a header of JSON that lists every value, then the tensors' bytes, each at a multiple of 64, so
-that `unpack` can view them in place in any dtype. Nothing is pickled: a stretch may come over a
+First a header of JSON that lists every value, then the tensors' bytes, each aligned, so that
+`unpack` can view them in place in any dtype. Nothing is pickled: a stretch may come over a
 network. The memory may be a transport's that is used again, so whoever keeps what `unpack` yields
 must copy it.
 """

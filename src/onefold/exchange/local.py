@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 import torch
 
-from onefold.core.flat import Chunk, FlatTensors, cut_chunks
+from onefold.core.cutting import cut_chunks
+from onefold.core.flat import Chunk, FlatTensors
 from onefold.core.fold import Published
 from onefold.core.roster import Roster
 from onefold.core.shard import Plan

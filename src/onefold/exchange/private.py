@@ -18,7 +18,8 @@ from collections.abc import Sequence
 
 import torch
 
-from onefold.core.flat import Chunk, FlatTensors, cut_chunks
+from onefold.core.cutting import cut_chunks
+from onefold.core.flat import Chunk, FlatTensors
 from onefold.core.fold import Published, blocks_of
 from onefold.core.roster import Roster
 from onefold.core.shard import Plan, runs_of

@@ -19,7 +19,8 @@ from itertools import accumulate, chain
 
 import torch
 
-from onefold.core.flat import FlatTensors, cut_chunks
+from onefold.core.cutting import cut_chunks
+from onefold.core.flat import FlatTensors
 from onefold.core.fold import Published
 from onefold.core.roster import Roster
 from onefold.core.shard import Plan

@@ -23,7 +23,8 @@ from typing import Protocol
 
 import torch
 
-from onefold.core.flat import Chunk, FlatTensors, Layout, Piece, cut_chunks, laid_out, storage_order
+from onefold.core.cutting import cut_chunks
+from onefold.core.flat import Chunk, FlatTensors, Layout, Piece, laid_out, storage_order
 from onefold.core.fold import Block, Published, fold, published_by
 from onefold.core.shard import Plan
 from onefold.system.compat import copy_each

@@ -101,7 +101,9 @@ def launch(
     from onefold.run.handover import pack_call
 
     if home and keep == "all":
-        raise ValueError(f'expected keep="host" or "span" with home={home!r}, got keep="all"')
+        raise ValueError(
+            f'expected keep="host", "span" or "stages" with home={home!r}, got keep="all"'
+        )
     if not home and keep != "all":
         home = os.environ.get(HOME_VARIABLE, "")
     call = pack_call(main, args)

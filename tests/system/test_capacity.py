@@ -1,0 +1,48 @@
+"""How much memory a device has."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from onefold.system.capacity import capacity_bytes
+
+CPU = torch.device("cpu")
+
+
+def host_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, None),
+        ({"/proc/self/cgroup": "0::/a/b\n", "/sys/fs/cgroup/a/memory.max": "5000\n"}, 5000),
+        (
+            {
+                "/proc/self/cgroup": "12:cpu:/x\n0::/a/b\n",
+                "/sys/fs/cgroup/a/memory.max": "max\n",
+                "/sys/fs/cgroup/a/b/memory.max": "7000\n",
+                "/sys/fs/cgroup/memory.max": "9000\n",
+            },
+            7000,
+        ),
+        ({"/proc/self/cgroup": "4:memory:/x\n", "/sys/fs/cgroup/memory.max": "6000\n"}, 6000),
+    ],
+)
+def test_limits_of_control_groups_count(
+    files: dict[str, str], expected: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(path: Path) -> str:
+        if str(path) in files:
+            return files[str(path)]
+        raise FileNotFoundError(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", read)
+        found = capacity_bytes(CPU)
+    assert found == (expected or host_bytes())
