@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -212,6 +214,57 @@ def test_arguments_that_are_changed_later_are_kept_as_they_were(tmp_path: Path) 
         return model
 
     check_alike(make, tmp_path)
+
+
+def test_what_is_gone_takes_no_room(tmp_path: Path) -> None:
+    heap = DiskHeap(tmp_path)
+
+    def make() -> nn.Module:
+        model = nn.Linear(300, 300).to(torch.bfloat16).to(torch.float32)
+        with torch.no_grad():
+            model.weight.copy_(torch.empty(300, 300).normal_())
+        return model
+
+    recording = Recording(heap, 1)
+    with recording.noting():
+        made = make()
+    recording.finish(made)
+    assert os.fstat(heap._descriptor).st_blocks == 0
+    assert share_undrawn(made) == 1
+
+
+def test_another_default_device_changes_nothing(tmp_path: Path) -> None:
+    torch.manual_seed(4)
+    expected = torch.randn(40, 30)
+    torch.manual_seed(4)
+    model = noted(lambda: nn.ParameterList([nn.Parameter(torch.randn(40, 30))]), tmp_path)
+    assert isinstance(model, nn.ParameterList)
+    values = undrawn_of(model[0])
+    assert values is not None
+    with torch.device("meta"):
+        found = torch.empty(40, 30, device="cpu")
+        values.write_to(found)
+    assert torch.equal(found, expected)
+
+
+def test_what_is_scripted_has_its_values(tmp_path: Path) -> None:
+    torch.manual_seed(4)
+    expected = nn.Linear(30, 40).weight.sum()
+    torch.manual_seed(4)
+    script: Callable[[nn.Module], nn.Module] = torch.jit.script
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        model = noted(lambda: script(nn.Linear(30, 40)), tmp_path)
+    assert isinstance(model, nn.Module)
+    assert share_undrawn(model) == 0
+    assert torch.equal(model.weight.sum(), expected)
+
+
+def test_an_optimizer_that_makes_its_state_at_once_draws_nothing(tmp_path: Path) -> None:
+    model = noted(lambda: nn.Linear(30, 40), tmp_path)
+    assert isinstance(model, nn.Module)
+    torch.optim.Adagrad(model.parameters(), initial_accumulator_value=0.5)
+    assert share_undrawn(model) == 1
 
 
 def test_a_conversion_with_a_graph_keeps_it(tmp_path: Path) -> None:

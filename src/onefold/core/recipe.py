@@ -74,7 +74,9 @@ class Around:
         torch.set_default_dtype(self.default_dtype)
         torch.set_num_threads(self.threads)
         try:
-            yield
+            # Whatever the script has set since: what is made elsewhere is not noted.
+            with torch.device("cpu"):
+                yield
         finally:
             torch.set_default_dtype(dtype)
             torch.set_num_threads(threads)

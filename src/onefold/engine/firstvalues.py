@@ -22,9 +22,13 @@ __all__ = ["Undrawn", "put_off", "reveal", "undrawn_of"]
 
 _NAME = "onefold_undrawn"
 _ABOUT_MEMORY = frozenset(
-    [torch.Tensor.stride, torch.Tensor.is_contiguous, torch.Tensor.storage_offset]
+    [
+        *(torch.Tensor.stride, torch.Tensor.is_contiguous, torch.Tensor.storage_offset),
+        # Some optimizers make their state of such as soon as they are made.
+        *(torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like),
+    ]
 )
-"""What a parameter without values knows of its memory, which is there."""
+"""What asks a parameter for its shape and its place alone, both of which it has."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,12 +95,14 @@ class Recording(TorchFunctionMode):
 
     def finish(self, made: object) -> None:
         """Leave the parameters of what was made without values, and draw all the rest."""
-        parameters = [p for module in _modules_in(made) for p in module.parameters()]
+        parameters = [p for module in _modules_in(made) for p in _parameters_of(module)]
         kept = {address: p for p in parameters if (address := self._alone(p)) is not None}
         # Views that a function has left behind in a cycle are gone afterwards.
         if any(self._has_others(address) for address in kept):
             gc.collect()
         for address, waiting in list(self._waiting.items()):
+            if self._is_gone(address):
+                continue
             if address in kept and not self._has_others(address):
                 view = View.of(kept[address])
                 values = Undrawn(waiting.recipe, view, waiting.memory, self._heap)
@@ -254,7 +256,7 @@ class Recording(TorchFunctionMode):
         but = set(map(id, waiting))
         others = [each for each in tensors_of((args, kwargs)) if id(each) not in but]
         small = all(each.device.type == "cpu" and each.nbytes <= _SMALL_BYTES for each in others)
-        return small and all(g.device.type == "cpu" for g in _generators(args, kwargs))
+        return small and _can_be_kept((args, kwargs))
 
     def _in_file(self, func: Callable[..., Any], args: Sequence[Any], result: Any) -> Any:
         """Have a tensor with values lie in the file, if this call has made it."""
@@ -283,6 +285,10 @@ class Recording(TorchFunctionMode):
         address = waiting.memory.data_ptr()
         return address if whole and start == address else None
 
+    def _is_gone(self, address: int) -> bool:
+        waiting = self._waiting[address]
+        return holders_of(waiting.memory.untyped_storage()) <= waiting.holders
+
     def _has_others(self, address: int) -> bool:
         waiting = self._waiting[address]
         return holders_of(waiting.memory.untyped_storage()) > waiting.holders + 1
@@ -305,6 +311,23 @@ def _modules_in(made: object) -> Iterator[torch.nn.Module]:
         return
     for _, part in parts_of(made) or ():
         yield from _modules_in(part)
+
+
+def _parameters_of(module: torch.nn.Module) -> Iterable[torch.nn.Parameter]:
+    """The parameters of a module that say when they are used."""
+    # What is scripted computes with them beyond Python.
+    scripted = any(isinstance(part, torch.jit.ScriptModule) for part in module.modules())
+    return () if scripted else module.parameters()
+
+
+def _can_be_kept(value: object) -> bool:
+    """Whether an argument is still the same later, or can be copied."""
+    if isinstance(value, torch.Generator):
+        return value.device.type == "cpu"
+    parts = None if isinstance(value, torch.Tensor) else parts_of(value)
+    if parts is None:
+        return isinstance(value, _LASTING)
+    return all(_can_be_kept(part) for _, part in parts)
 
 
 def _first_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -345,6 +368,11 @@ def _is_of(result: torch.Tensor, args: Sequence[Any]) -> bool:
     )
 
 
+_LASTING = (
+    *(bool, int, float, complex, str, slice, NoneType, EllipsisType, torch.Tensor),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+"""Kinds of arguments that nobody changes, and tensors, which are copied."""
 _T = torch.Tensor
 _EMPTY = frozenset({torch.empty, torch.empty_strided, torch.empty_like, _T.new_empty})
 """What makes tensors of any content."""
