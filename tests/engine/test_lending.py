@@ -13,7 +13,7 @@ from torch import nn
 
 import onefold
 from onefold.engine.lentparameter import LentParameters
-from onefold.errors import DisagreementError, LossError, StateError
+from onefold.errors import DisagreementError, LossError, RunFailed, StateError
 from onefold.exchange.carrier import Want
 from onefold.exchange.stagefold import StageFold
 
@@ -69,12 +69,14 @@ def trained(trainer: onefold.Trainer, steps: int = 4) -> str:
     return trainer.fingerprint()
 
 
-def launched(function: Callable[..., Any], *given: Any, devices: int = 2) -> Any:
+def launched(
+    function: Callable[..., Any], *given: Any, devices: int = 2, keep: str = "span"
+) -> Any:
     return onefold.launch(
         function,
         devices=f"cpu:{devices}",
         args=given,
-        keep="span",
+        keep=keep,
         exchange="collective",
         timeout_s=60,
     )
@@ -220,6 +222,35 @@ def with_a_write() -> str:
 
 def test_a_loss_may_not_write_to_what_was_brought() -> None:
     assert "layers.0.weight was written to while the loss was" in launched(with_a_write)
+
+
+class Masked(nn.Module):
+    """Writes to a parameter in its forward pass, so that PyTorch does not count it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(FEATURES, FEATURES) for _ in range(3))
+        self.layers[1].register_forward_pre_hook(self.mask)
+
+    @staticmethod
+    def mask(layer: nn.Module, _: Any) -> None:
+        layer.weight.data[:, 5].zero_()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def with_a_hidden_write() -> None:
+    trainer_of(Masked, lambda model, batch: model(batch).square().mean(dim=1)).step(batches(1)[0])
+
+
+@pytest.mark.parametrize("keep", ["span", "stages"])
+def test_what_is_written_past_pytorch_is_named(keep: str) -> None:
+    words = "StateError: parameter layers.1.weight was written to while .* in a buffer"
+    with pytest.raises(RunFailed, match=words):
+        launched(with_a_hidden_write, keep=keep)
 
 
 def with_torch_func() -> str:

@@ -48,8 +48,12 @@ class Lending:
         """
         return nullcontext(task)
 
-    def in_line(self) -> AbstractContextManager[None]:
-        """Surround the shards of a step that go through a line of devices."""
+    def in_line(self, *, due: bool) -> AbstractContextManager[None]:
+        """Surround the shards of a step that go through a line of devices.
+
+        Args:
+            due: whether costly checks are due in this step.
+        """
         return nullcontext()
 
     def on_the_way(self, reach: Reach) -> AbstractContextManager[None]:

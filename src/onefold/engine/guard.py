@@ -16,12 +16,12 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from onefold.core.flat import FlatTensors
+from onefold.core.flat import FlatTensors, storage_order
 from onefold.core.head import checksum
 from onefold.errors import StateError
 from onefold.system.compat import version_of
 
-__all__ = ["Samples", "Turns", "ValueGuard"]
+__all__ = ["Samples", "Turns", "ValueGuard", "as_words", "sum_of"]
 
 _SPREAD = 192
 """Values looked at in each section, spread evenly over it."""
@@ -85,7 +85,7 @@ class Samples:
 
     def add_up(self) -> bytes:
         """Return the sums of all values, read as whole numbers; on a GPU this waits as well."""
-        return b"".join(_sum_of(words) for words in self._words)
+        return b"".join(sum_of(words) for words in self._words)
 
     def read(self) -> bytes:
         """Return the bytes of the few values; on a GPU this waits for the work under way."""
@@ -95,7 +95,13 @@ class Samples:
         return b"".join(parts)
 
 
-def _sum_of(words: torch.Tensor) -> bytes:
+def as_words(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor's elements, read as whole numbers: all bits count, and NaN is like NaN."""
+    return storage_order(tensor).view(_WORDS[min(8, tensor.element_size())])
+
+
+def sum_of(words: torch.Tensor) -> bytes:
+    """Add up whole numbers; on a GPU this waits for the work under way."""
     # Whole numbers wrap around, and so add up to the same in any order, on any device. In slices,
     # as the sum of small ones would convert all of them to large ones first.
     starts = range(0, max(len(words), 1), _SLICE)

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
+from onefold.core.flat import same_bits
 from onefold.core.stages import ROOT, StageLayout
 from onefold.core.storage import Storage
+from onefold.engine.guard import as_words, sum_of
 from onefold.engine.lentparameter import LentParameters
 from onefold.engine.modelparts import ModelParts
 from onefold.engine.update import SpanOptimizer
@@ -56,6 +58,8 @@ class Lendable:
         self._places = [0] * len(self.parameters)
         """Where each of them was shown last."""
         self._written: int | None = None
+        self._sums: dict[int, dict[int, bytes]] = {}
+        """Of stages that this device keeps, the sums of their trained parameters, by number."""
         self._kept_rooms: dict[int, torch.Tensor | None] | None = None
         """Of the stages that `kept_room` is about; None until it is asked first."""
 
@@ -141,15 +145,46 @@ class Lendable:
                 view = self.frozen.flat.views[number - self.trained]
                 view.copy_(self.parameters[number].detach())
 
-    def look(self, stage: int, room: torch.Tensor) -> None:
-        """Look, before a stage goes, whether its parameters were given other memory, and whether
-        frozen ones were written to."""
+    def note(self, stage: int) -> None:
+        """Note the values of a stage that has just been shown, for `look` to compare with."""
+        if self.kept_room(stage) is not None:
+            self._sums[stage] = self._sums_of(stage)
+
+    def look(self, stage: int, room: torch.Tensor, *, trained: bool) -> None:
+        """Look, before a stage goes, whether somebody else has written to what is kept elsewhere.
+
+        Args:
+            stage: its number.
+            room: its memory.
+            trained: whether to look at trained parameters as well as at frozen ones.
+        """
         numbers = self.layout.stages.entries[stage]
         moved = (n for n in numbers if self.parameters[n].data_ptr() != self._places[n])
         found = next(moved, None)
         if found is None and self.frozen is not None:
             found = self.frozen.written(stage, room)
+        if found is None and trained:
+            found = self._trained_written(stage, room)
         self._written = found if self._written is None else self._written
+
+    def _trained_written(self, stage: int, room: torch.Tensor) -> int | None:
+        """Find a trained parameter that was written to, by what this device keeps of it."""
+        if stage in self._sums:
+            before, now = self._sums.pop(stage), self._sums_of(stage)
+            return next((number for number in now if now[number] != before[number]), None)
+        own = (item for item in self._update.owned if item.number in self.layout.pieces[stage])
+        written = (
+            item.piece.entry
+            for item in own
+            if not same_bits(
+                self.layout.in_room(item.number, room), self._update.values_of(item.number)
+            )
+        )
+        return next(written, None)
+
+    def _sums_of(self, stage: int) -> dict[int, bytes]:
+        numbers = [n for n in self.layout.stages.entries[stage] if n < self.trained]
+        return {n: sum_of(as_words(self.parameters[n].detach())) for n in numbers}
 
     def refuse_written(self) -> None:
         """Refuse what was written where it is not kept.
@@ -161,10 +196,15 @@ class Lendable:
             self._written = self.frozen.written_in_flat()
         written, self._written = self._written, None
         if written is not None:
+            trained = written < self.trained
+            what = "a masked weight" if trained else "a momentum encoder"
+            instead = (
+                "keep what changes with every batch in a buffer" if trained else "use --keep all"
+            )
             raise StateError(
-                f"parameter {self._names[written]} was written to where it is brought from the "
-                f"devices that keep it, and they would not follow (a momentum encoder does so): "
-                f"write to it between steps, in `with trainer.changing():`, or use --keep all"
+                f"parameter {self._names[written]} was written to while it was computed with "
+                f"({what} does so): other devices keep it or compute with it, and would not follow. "
+                f"Write to it between steps, in `with trainer.changing():`, or {instead}"
             )
 
     def _view(self, number: int, stage: int, room: torch.Tensor) -> torch.Tensor:

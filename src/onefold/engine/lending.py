@@ -227,7 +227,7 @@ class SpanLending(Lending):
             self._take_away(stage)
 
     @contextmanager
-    def in_line(self) -> Iterator[None]:
+    def in_line(self, *, due: bool) -> Iterator[None]:
         if self.is_whole:
             with self._fold.in_line():
                 yield
@@ -235,7 +235,7 @@ class SpanLending(Lending):
         own = [s for s, place in enumerate(self._stages.places) if place == self._place]
         self._is_line = True
         try:
-            with self._answered(look=True):
+            with self._answered(look=due):
                 # All devices together: the first one of each line has some of it.
                 self._bring(ROOT)
                 with self._fold.in_line():
@@ -277,10 +277,10 @@ class SpanLending(Lending):
         finally:
             for handle in handles:
                 handle.remove()
-            self._course = None
             self._coming.clear()
             for stage in [stage for stage in self._rooms if stage != ROOT]:
                 self._take_away(stage)
+            self._course = None
 
     def _begin_backward(self) -> None:
         self._in_backward = True
@@ -315,6 +315,8 @@ class SpanLending(Lending):
         if self._course is not None:
             self._look_ahead(self._course, stage)
         self._lent.show(stage, room)
+        if self._is_due:
+            self._lent.note(stage)
         return room
 
     def _brought(self, stage: int) -> torch.Tensor:
@@ -376,7 +378,7 @@ class SpanLending(Lending):
         room = self._rooms.pop(stage)
         self._stage_at.pop(room.data_ptr(), None)
         if self._is_due:
-            self._lent.look(stage, room)
+            self._lent.look(stage, room, trained=self._course is not self._passes)
         self._lent.hide(self._stages.entries[stage])
 
     def _packed(self, tensor: torch.Tensor) -> object:

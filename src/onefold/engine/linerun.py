@@ -72,7 +72,7 @@ class Line:
             exchange.board.clear_rows(replica.number, batch.plan.shards_of(replica.number))
             replica.begin(task)
             workers.append(LineWorker(replica, passing, self._attached, batch, task, exchange))
-        with self._lending.in_line():
+        with self._lending.in_line(due=task.due):
             while busy := [worker for worker in workers if not worker.is_done]:
                 for worker in busy:
                     while not worker.is_done and worker.can_go():
