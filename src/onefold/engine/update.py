@@ -276,17 +276,17 @@ class SpanOptimizer:
         """Call the optimizer for a part of the pieces, for some of them or for all."""
         for group, pieces in zip(self.optimizer.param_groups, part.divided, strict=True):
             group["params"] = pieces
-        owned, gradients = self.owned, self.gradients
-        for place in part.places:
-            values, gradient = owned[place].values, gradients[place]
-            # Rounded only now, for a model that is all in low precision: scaling and clipping are
-            # done in the precision of the sum.
-            values.grad = None if gradient is None else gradient.to(values.dtype)
+        gradients = self.gradients
+        for place, values in zip(part.places, part.values, strict=True):
+            gradient = gradients[place]
+            # Rounded only now: scaling and clipping are done in the precision of the sum.
+            if gradient is not None and gradient.dtype is not values.dtype:
+                gradient = gradient.to(values.dtype)
+            values.grad = gradient
         self.optimizer.step()
         if self._heap.on_disk:
-            for place in part.places:
-                values = self.owned[place].values
-                values.grad = self.gradients[place] = None
+            for place, values in zip(part.places, part.values, strict=True):
+                values.grad = gradients[place] = None
                 self._keep(self.optimizer.state.get(values, {}))
             self._heap.trim()
 

@@ -20,6 +20,8 @@ class Part:
 
     places: Sequence[int]
     """Among the pieces of this process."""
+    values: Sequence[torch.Tensor]
+    """Of each of them."""
     divided: Sequence[Sequence[torch.Tensor]]
     """For each group of the optimizer, the values of those that lie in it."""
 
@@ -42,7 +44,7 @@ class Part:
         divided: list[list[torch.Tensor]] = [[] for _ in range(count)]
         for place in places:
             divided[groups[place]].append(values[place])
-        return cls(places, divided)
+        return cls(places, [values[place] for place in places], divided)
 
 
 def parts_of(
