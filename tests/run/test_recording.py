@@ -69,12 +69,23 @@ def halved() -> nn.Module:
     return nn.Sequential(nn.Linear(30, 40), nn.Linear(40, 30)).half().float()
 
 
+def from_meta() -> nn.Module:
+    """A model without memory, which is given some and filled."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(30, 40), nn.Linear(40, 30))
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.02)
+    return model
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "drawn": Drawn,
     "resnet18": lambda: resnet18(in_channels=3),
     "attention": lambda: nn.MultiheadAttention(32, 4),
     "double": in_double,
     "halved": halved,
+    "from meta": from_meta,
 }
 
 

@@ -78,7 +78,7 @@ class Recording(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         given: dict[str, Any] = dict(kwargs or {})
-        if isinstance(func, FunctionType):
+        if isinstance(func, FunctionType) and not args and "tensor" in given:
             func = _INIT.get(func.__name__, func)
         waiting = [each for each in tensors_of((args, given)) if self._of(each) is not None]
         if waiting:
@@ -114,7 +114,8 @@ class Recording(TorchFunctionMode):
     def draw_all(self) -> None:
         """Draw what has no values yet."""
         for address in list(self._waiting):
-            self._draw(address)
+            if not self._is_gone(address):
+                self._draw(address)
 
     def _of_waiting(
         self,
@@ -255,8 +256,7 @@ class Recording(TorchFunctionMode):
             return False
         but = set(map(id, waiting))
         others = [each for each in tensors_of((args, kwargs)) if id(each) not in but]
-        small = all(each.device.type == "cpu" and each.nbytes <= _SMALL_BYTES for each in others)
-        return small and _can_be_kept((args, kwargs))
+        return all(map(_can_be_copied, others)) and _can_be_kept((args, kwargs))
 
     def _in_file(self, func: Callable[..., Any], args: Sequence[Any], result: Any) -> Any:
         """Have a tensor with values lie in the file, if this call has made it."""
@@ -299,9 +299,10 @@ class Recording(TorchFunctionMode):
             self._draw(waiting.memory.data_ptr())
 
     def _draw(self, address: int) -> None:
-        waiting = self._waiting.pop(address)
+        waiting = self._waiting[address]
         self._heap.provide(waiting.memory)
         waiting.recipe.fill(waiting.memory)
+        del self._waiting[address]
 
 
 def _modules_in(made: object) -> Iterator[torch.nn.Module]:
@@ -318,6 +319,11 @@ def _parameters_of(module: torch.nn.Module) -> Iterable[torch.nn.Parameter]:
     # What is scripted computes with them beyond Python.
     scripted = any(isinstance(part, torch.jit.ScriptModule) for part in module.modules())
     return () if scripted else module.parameters()
+
+
+def _can_be_copied(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is small, or takes no memory at all."""
+    return tensor.is_meta or (tensor.device.type == "cpu" and tensor.nbytes <= _SMALL_BYTES)
 
 
 def _can_be_kept(value: object) -> bool:
