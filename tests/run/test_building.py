@@ -12,6 +12,7 @@ from torch import nn
 import onefold
 from onefold.core.options import ExchangeName, KeepName, RunOptions
 from onefold.core.world import World
+from onefold.engine.firstvalues import undrawn_of
 from onefold.system import heap
 
 KEEPS: list[KeepName] = ["all", "span", "host"]
@@ -69,6 +70,13 @@ def test_the_values_are_those_of_the_plain_way(keep: KeepName) -> None:
         p.requires_grad for p in plain.parameters()
     ]
     assert {lies_in_a_file(each) for each in built.parameters()} == {keep != "all"}
+
+
+def test_a_plan_needs_no_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(options=RunOptions(plan="plan.json"))
+    monkeypatch.setattr("onefold.run.building.current_world", lambda: world)
+    built = onefold.build(nn.Linear, 300, 400)
+    assert undrawn_of(built.weight) is not None
 
 
 class Halves(nn.Module):

@@ -27,7 +27,7 @@ def build(make: Callable[Given, Model], *args: Given.args, **kwargs: Given.kwarg
     computes with a parameter before that, also after this call, gets its values: then it lies in a
     file, of which the system keeps in memory what there is room for. The bits are those of
     ``make(*args, **kwargs)``, which this is with ``--keep all``, and random numbers go on as they
-    do after that.
+    do after that. `onefold plan` needs no values at all.
 
     Args:
         make: the class of a model, or a function that makes one, several in a list or a dict, or a
@@ -42,7 +42,8 @@ def build(make: Callable[Given, Model], *args: Given.args, **kwargs: Given.kwarg
     torch.Size([2, 3])
     """
     options = current_world().options
-    if options.keep == "all":
+    # A plan looks at sizes alone, perhaps at those of a model that fits nowhere.
+    if options.keep == "all" and not options.plan:
         return make(*args, **kwargs)
     recording = Recording(DiskHeap.at(options.home, sure=False), _LEAST_BYTES)
     try:
