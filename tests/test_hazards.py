@@ -56,6 +56,8 @@ WRITES_OR_REMOVES = """
     jobs/runlock.py os.open: for its owner alone, through no link
     jobs/runlock.py path.unlink: while it is held, and is still that file
     run/launch.py tempfile.TemporaryFile: without a name
+    system/bare.py os.ftruncate: memory without a name
+    system/bare.py os.memfd_create: memory without a name
     system/heap.py os.ftruncate: longer, of our own file without a name
     system/heap.py tempfile.TemporaryFile: without a name, in the home that was named
     run/membership.py os.fdopen: a copy of stderr

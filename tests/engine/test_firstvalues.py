@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import ctypes
 import errno
 import os
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,16 +15,16 @@ import torch
 from torch import nn
 
 from onefold.core.recipe import Around, Made, Recipe, Reference, View
-from onefold.engine.firstvalues import Undrawn, put_off, reveal, undrawn_of
-from onefold.system.heap import DiskHeap
+from onefold.engine.firstvalues import Undrawn, put_off, reveal, revealed, undrawn_of
+from onefold.system.bare import BareMemory
 
 SHAPE = (40, 50)
 
 
 @pytest.fixture
 def parameter(tmp_path: Path) -> nn.Parameter:
-    heap = DiskHeap(tmp_path)
-    memory = heap.bare(4 * 40 * 50)
+    heap = BareMemory(tmp_path)
+    memory = heap.room(4 * 40 * 50)
     view = View(torch.float32, SHAPE, (50, 1), 0)
     torch.manual_seed(3)
     call = Made(
@@ -43,6 +46,12 @@ USES: dict[str, Callable[[nn.Parameter], torch.Tensor]] = {
     "a product": lambda p: nn.functional.linear(torch.eye(50), p).T.detach(),
     "a copy": lambda p: torch.empty(SHAPE).copy_(p.detach()),
     "numpy": lambda p: torch.from_numpy(p.detach().numpy()),
+    "an address": lambda p: torch.tensor((ctypes.c_float * 2000).from_address(p.data_ptr())).view(
+        SHAPE
+    ),
+    "a deep copy": lambda p: copy.deepcopy(p).detach(),
+    "a pickle": lambda p: pickle.loads(pickle.dumps(p)).detach(),
+    "a vmap": lambda p: torch.vmap(lambda x: x * p)(torch.ones(1))[0].detach(),
     "a list": lambda p: torch.tensor(p.tolist()),
 }
 
@@ -53,6 +62,35 @@ def test_whoever_uses_one_gets_its_values(parameter: nn.Parameter, use: str) -> 
     assert torch.equal(found, expected())
     assert type(parameter) is nn.Parameter
     assert undrawn_of(parameter) is None
+
+
+def test_a_copy_is_a_plain_parameter(parameter: nn.Parameter) -> None:
+    assert type(copy.deepcopy(parameter)) is nn.Parameter
+    assert type(parameter) is nn.Parameter
+
+
+def test_what_is_put_in_its_place_counts(parameter: nn.Parameter) -> None:
+    parameter.data = torch.full(SHAPE, 2.0)
+    assert undrawn_of(parameter) is None
+    assert torch.equal(parameter, torch.full(SHAPE, 2.0))
+
+
+def test_what_goes_past_pytorch_finds_no_number(parameter: nn.Parameter) -> None:
+    other = nn.Parameter(torch.ones(SHAPE))
+    other.data = parameter
+    assert bool(other.isnan().all())
+
+
+def test_after_an_error_it_still_says_when_it_is_used(parameter: nn.Parameter) -> None:
+    def fail() -> None:
+        with revealed([parameter]):
+            assert type(parameter) is nn.Parameter
+            raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        fail()
+    assert undrawn_of(parameter) is not None
+    assert torch.equal(parameter, expected())
 
 
 def test_who_asks_about_it_draws_nothing(parameter: nn.Parameter) -> None:

@@ -13,7 +13,7 @@ import onefold
 from onefold.core.options import ExchangeName, KeepName, RunOptions
 from onefold.core.world import World
 from onefold.engine.firstvalues import undrawn_of
-from onefold.system import heap
+from onefold.run import building
 
 KEEPS: list[KeepName] = ["all", "span", "host"]
 
@@ -22,7 +22,7 @@ KEEPS: list[KeepName] = ["all", "span", "host"]
 def keep(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> KeepName:
-    monkeypatch.setattr(heap, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(building, "_LEAST_BYTES", 1)
     world = World(options=RunOptions(keep=request.param, home=str(tmp_path)))
     monkeypatch.setattr("onefold.run.building.current_world", lambda: world)
     return request.param

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import ctypes
 import math
-import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,7 +18,7 @@ from torch import nn
 from onefold.engine.firstvalues import undrawn_of
 from onefold.models.resnet import resnet18
 from onefold.run.recording import Recording
-from onefold.system.heap import DiskHeap
+from onefold.system.bare import BareMemory
 
 
 class Drawn(nn.Module):
@@ -97,7 +99,7 @@ def share_undrawn(model: nn.Module) -> float:
 
 
 def noted(make: Callable[[], object], folder: Path, least_bytes: int = 1) -> object:
-    recording = Recording(DiskHeap(folder), least_bytes)
+    recording = Recording(BareMemory(folder), least_bytes)
     with recording.noting():
         made = make()
     recording.finish(made)
@@ -227,21 +229,19 @@ def test_arguments_that_are_changed_later_are_kept_as_they_were(tmp_path: Path) 
     check_alike(make, tmp_path)
 
 
-def test_what_is_gone_takes_no_room(tmp_path: Path) -> None:
-    heap = DiskHeap(tmp_path)
-
+def test_what_is_gone_takes_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def make() -> nn.Module:
         model = nn.Linear(300, 300).to(torch.bfloat16).to(torch.float32)
         with torch.no_grad():
             model.weight.copy_(torch.empty(300, 300).normal_())
         return model
 
-    recording = Recording(heap, 1)
-    with recording.noting():
-        made = make()
-    recording.finish(made)
-    assert os.fstat(heap._descriptor).st_blocks == 0
+    provided: list[torch.Tensor] = []
+    monkeypatch.setattr(BareMemory, "provide", lambda _, memory: provided.append(memory))
+    made = noted(make, tmp_path)
+    assert isinstance(made, nn.Module)
     assert share_undrawn(made) == 1
+    assert not provided
 
 
 def test_another_default_device_changes_nothing(tmp_path: Path) -> None:
@@ -308,7 +308,7 @@ def test_what_a_failed_function_leaves_has_values(tmp_path: Path) -> None:
     torch.manual_seed(4)
     expected = nn.Linear(30, 40)
     torch.manual_seed(4)
-    recording = Recording(DiskHeap(tmp_path), 1)
+    recording = Recording(BareMemory(tmp_path), 1)
     with pytest.raises(ArithmeticError), recording.noting():
         make()
     recording.draw_all()
@@ -319,3 +319,132 @@ def test_nothing_of_pytorch_stays_replaced(tmp_path: Path) -> None:
     before = vars(nn.init).copy()
     noted(Drawn, tmp_path)
     assert vars(nn.init) == before
+
+
+class Row(nn.Module):
+    """One parameter, which a function has made or changed."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(value)
+
+
+def steps_by_a_tensor() -> nn.Module:
+    w, n = torch.zeros(100, 30), torch.tensor(0)
+    for i in range(4):
+        w[n : n + 2] = i + 1.0
+        n += 2
+    return Row(w)
+
+
+def by_a_number_without_values() -> nn.Module:
+    t, w = torch.arange(2000), torch.empty(60, 30).normal_()
+    part = torch.narrow(w, 0, t[5], 20) + w.select(0, t[7])
+    return Row(part * torch.arange(t[30].float(), 60.0))
+
+
+def by_a_generator() -> nn.Module:
+    own, w = torch.Generator().manual_seed(3), torch.empty(60, 300).normal_()
+    a = torch.normal(w[0, :3], 1.0, generator=own)
+    b = torch.empty(40, 30).normal_(generator=own)
+    return Row(b * a.sum())
+
+
+def scaled() -> nn.Module:
+    drawn = 0.02 * torch.randn(40, 30) / 3 - 1
+    return Row(torch.rand(40, 30).sub(0.5).mul(2) + 1 if drawn is None else drawn)
+
+
+def of_an_out() -> nn.Module:
+    big = torch.ones(100, 100) * 0
+    v = big[:50]
+    torch.full((50, 100), 3.0, out=v)
+    v.mul_(2)
+    nn.init.eye_(big[50:])
+    return Row(big)
+
+
+def of_an_array() -> nn.Module:
+    array = np.ones((40, 30), dtype=np.float32)
+    x, w = torch.from_numpy(array), torch.empty(40, 30)
+    y = x.to(w)
+    array[:] = 5
+    return Row(y)
+
+
+def after_an_error() -> nn.Module:
+    model = Row(torch.empty(40, 30).normal_())
+    for attempt in (
+        lambda: model.weight.data.copy_(torch.ones(7, 7)),
+        lambda: model.weight.data.__setitem__(200, 1),
+        lambda: model.weight.fill_(3.0),
+    ):
+        with contextlib.suppress(RuntimeError, IndexError):
+            attempt()
+            model.weight.data.zero_()
+    return model
+
+
+def lazy() -> nn.Module:
+    return nn.Sequential(nn.Linear(30, 40), nn.LazyLinear(5))
+
+
+ODD: dict[str, Callable[[], nn.Module]] = {
+    each.__name__: each
+    for each in (
+        *(steps_by_a_tensor, by_a_number_without_values, by_a_generator, scaled, of_an_out),
+        *(of_an_array, after_an_error),
+    )
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_ways_have_the_bits_of_the_plain_way(name: str, tmp_path: Path) -> None:
+    check_alike(ODD[name], tmp_path)
+
+
+def test_values_by_numbers_wait(tmp_path: Path) -> None:
+    assert check_alike(scaled, tmp_path) == 1
+
+
+def test_layers_without_a_shape_yet_are_let_through(tmp_path: Path) -> None:
+    torch.manual_seed(4)
+    plain = lazy()(torch.ones(2, 30))
+    torch.manual_seed(4)
+    model = noted(lazy, tmp_path)
+    assert isinstance(model, nn.Module)
+    assert torch.equal(model(torch.ones(2, 30)), plain)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda w, p: w.mul_(p),
+        lambda w, p: w.__setitem__(0, p),
+        lambda w, p: w.copy_(p),
+        lambda w, p: torch.cat([w, p[None]]),
+    ],
+)
+def test_graphs_are_kept(
+    use: Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None], tmp_path: Path
+) -> None:
+    def make() -> torch.Tensor:
+        w, small = torch.empty(40, 30).normal_(), torch.ones(30, requires_grad=True)
+        found = use(w, small)
+        return w if found is None else found
+
+    found = noted(make, tmp_path)
+    assert isinstance(found, torch.Tensor)
+    assert found.requires_grad
+
+
+def test_addresses_are_those_of_values(tmp_path: Path) -> None:
+    read: list[float] = []
+
+    def make() -> nn.Module:
+        model = Row(torch.full((40, 30), 3.0))
+        read.append(ctypes.c_float.from_address(model.weight.data_ptr()).value)
+        return model
+
+    noted(make, tmp_path)
+    assert read == [3.0]

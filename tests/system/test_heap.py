@@ -225,43 +225,14 @@ def test_a_folder_that_is_no_disk_is_said(
             return listed.format(line) if is_list else read_text(path)
 
         monkeypatch.setattr(Path, "read_text", read)
-        unsure = DiskHeap.at(str(tmp_path), sure=False)
-        assert not caplog.text
         DiskHeap.at(str(tmp_path))
         assert ("which is itself in memory (tmpfs)" in caplog.text) == said
-        caplog.clear()
-        for _ in range(2):
-            unsure.empty(5000)
-        assert caplog.text.count("which is itself in memory (tmpfs)") == said
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this system has no /dev/shm")
 def test_memory_of_the_system_is_known(caplog: pytest.LogCaptureFixture) -> None:
     DiskHeap.at("/dev/shm")
     assert "in /dev/shm, which is itself in memory (tmpfs)" in caplog.text
-
-
-def test_a_bare_place_takes_no_room_until_it_is_provided(heap: DiskHeap) -> None:
-    before = used(heap)
-    bare = heap.bare(5 << 20)
-    assert used(heap) == before
-    # Neither it nor what comes after it is given away while it is in use.
-    other = heap.zeros(5 << 20).fill_(3)
-    heap.provide(bare)
-    assert not bare.any()
-    bare.fill_(7)
-    assert int(other.min()) == int(other.max()) == 3
-    assert used(heap) >= before + (10 << 20)
-
-
-def test_a_bare_place_that_is_gone_is_not_used_again(heap: DiskHeap) -> None:
-    bare = heap.bare(5000)
-    address = bare.data_ptr()
-    del bare
-    places = [heap.empty(5000) for _ in range(3)]
-    assert address not in [each.data_ptr() for each in places]
-    for each in places:
-        each.fill_(1)
 
 
 def test_many_tensors_take_few_descriptors_and_mappings(heap: DiskHeap) -> None:

@@ -39,6 +39,10 @@ class View(NamedTuple):
         shape, stride = tuple(tensor.shape), tuple(tensor.stride())
         return cls(tensor.dtype, shape, stride, int(tensor.storage_offset()))
 
+    def on_meta(self) -> torch.Tensor:
+        """A tensor of this form without memory."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+
     def within(self, memory: torch.Tensor) -> torch.Tensor:
         """The tensor that lies there in (bytes,) uint8 memory."""
         begins = int(memory.storage_offset()) // self.dtype.itemsize

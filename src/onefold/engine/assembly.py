@@ -24,7 +24,7 @@ from onefold.engine.buffers import BufferSet
 from onefold.engine.description import compare, describe
 from onefold.engine.engine import Engine
 from onefold.engine.firstparts import hand_out_entries, values_of_entry
-from onefold.engine.firstvalues import reveal, undrawn_of
+from onefold.engine.firstvalues import revealed, undrawn_of
 from onefold.engine.frozenparts import frozen_in_stages, frozen_of
 from onefold.engine.leftovers import refuse_clipping
 from onefold.engine.lowprecision import held_in
@@ -91,23 +91,23 @@ def assemble(
     )
     joined(exchange)
     memory = exchange.memory
-    replicas = _replicas(team, parts, memory, buffers, settings.precision, modules)
-    # From here on the model's values lie in the run's memory: the lead's, everywhere.
-    replicas[0].attach()
-    refuse_clipping(parts.trained.values())
-    # After attach: state that the optimizer already has moves to where its parameters now lie.
-    update = _update(optimizer, parts, storage, roster, memory)
-    _hand_out(update, start, roster, exchange, team)
-    reveal(parts.named.values())  # their values are where they belong
-    return Engine(
-        replicas=replicas,
-        exchange=exchange,
-        roster=roster,
-        update=update,
-        losses=losses,
-        settings=settings,
-        frozen={n: p for n, p in {**parts.other, **parts.frozen}.items() if id(p) in held},
-    )
+    with revealed(parts.named.values()):
+        replicas = _replicas(team, parts, memory, buffers, settings.precision, modules)
+        # From here on the model's values lie in the run's memory: the lead's, everywhere.
+        replicas[0].attach()
+        refuse_clipping(parts.trained.values())
+        # After attach: state that the optimizer already has moves to where its parameters now lie.
+        update = _update(optimizer, parts, storage, roster, memory)
+        _hand_out(update, start, roster, exchange, team)
+        return Engine(
+            replicas=replicas,
+            exchange=exchange,
+            roster=roster,
+            update=update,
+            losses=losses,
+            settings=settings,
+            frozen={n: p for n, p in {**parts.other, **parts.frozen}.items() if id(p) in held},
+        )
 
 
 def _parts(module: torch.nn.Module, held: Container[int]) -> ModelParts:

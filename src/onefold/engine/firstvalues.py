@@ -9,16 +9,18 @@ has no values yet says when it is used, as one does that is elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from onefold.core.recipe import Recipe, View
 from onefold.engine.lentparameter import LentParameters
-from onefold.system.heap import DiskHeap
+from onefold.system.bare import BareMemory
 
-__all__ = ["Undrawn", "put_off", "reveal", "undrawn_of"]
+__all__ = ["Undrawn", "put_off", "reveal", "revealed", "undrawn_of"]
 
 _NAME = "onefold_undrawn"
 _ABOUT_MEMORY = frozenset(
@@ -40,7 +42,7 @@ class Undrawn:
     """How the parameter lies in the memory."""
     memory: torch.Tensor
     """(bytes,) uint8 of the heap's, without room on the disk."""
-    heap: DiskHeap
+    heap: BareMemory
 
     def write_to(self, view: torch.Tensor) -> None:
         """Draw the values, into a tensor of the parameter's shape on any device."""
@@ -53,7 +55,9 @@ class Undrawn:
             OSError: the disk has no room.
         """
         self.heap.provide(self.memory)
-        self.recipe.fill(self.memory)
+        # Whoever is asking may be in a mode in which nothing can be drawn: these are a thread's.
+        with ThreadPoolExecutor(1) as alone:
+            alone.submit(self.recipe.fill, self.memory).result()
 
 
 def put_off(parameter: torch.nn.Parameter, values: Undrawn) -> None:
@@ -76,6 +80,20 @@ def reveal(parameters: Iterable[torch.nn.Parameter]) -> None:
             delattr(parameter, _NAME)
 
 
+@contextmanager
+def revealed(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
+    """Have parameters be plain ones, but after an error those that still have no values."""
+    waiting = [(each, values) for each in parameters if (values := undrawn_of(each)) is not None]
+    reveal(parameter for parameter, _ in waiting)
+    try:
+        yield
+    except BaseException:
+        for parameter, values in waiting:
+            if parameter.data_ptr() == values.memory.data_ptr():
+                put_off(parameter, values)
+        raise
+
+
 def _settle(tensors: Sequence[torch.Tensor]) -> None:
     for tensor in tensors:
         values = undrawn_of(tensor)
@@ -90,4 +108,12 @@ def _settle(tensors: Sequence[torch.Tensor]) -> None:
                 raise
 
 
-_PARAMETERS = LentParameters(_settle, harmless=_ABOUT_MEMORY)
+_PARAMETERS = LentParameters(
+    _settle,
+    harmless=_ABOUT_MEMORY,
+    uses=[
+        torch.Tensor.data_ptr,
+        # What is put in the place of the values must not be taken for ours any more.
+        torch.Tensor.data.__set__,  # type: ignore[attr-defined]
+    ],
+)

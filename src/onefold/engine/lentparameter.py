@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import GetSetDescriptorType
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 
@@ -69,6 +69,7 @@ class LentParameters:
             among them; it brings the values, or raises an error, or returns by what to replace
             each tensor in this computation.
         harmless: functions that do not count as a use, beside those that never do.
+        uses: functions that do count, of those.
     """
 
     def __init__(
@@ -76,9 +77,10 @@ class LentParameters:
         used: Callable[[Sequence[torch.Tensor]], Replace | None],
         *,
         harmless: Collection[object] = (),
+        uses: Collection[object] = (),
     ) -> None:
         self._used = used
-        self._harmless = _HARMLESS.union(harmless)
+        self._harmless = _HARMLESS.union(harmless).difference(uses)
         self._classes: dict[type, type] = {}
         self._plain: dict[type, type] = {}
 
@@ -115,5 +117,19 @@ class LentParameters:
                     return func(*with_tensors(args, replaced), **with_tensors(given, replaced))
             return kind.__torch_function__(func, types, args, given)  # type: ignore[attr-defined]
 
-        members = {"__torch_function__": classmethod(torch_function), "__module__": kind.__module__}
+        # PyTorch's own copies ask for the class first, and for the values then.
+        def deepcopy(self: torch.Tensor, memo: dict[int, Any]) -> Any:
+            own._used([self])
+            return kind.__deepcopy__(self, memo)  # type: ignore[attr-defined]
+
+        def reduce(self: torch.Tensor, protocol: SupportsIndex) -> Any:
+            own._used([self])
+            return kind.__reduce_ex__(self, protocol)  # type: ignore[call-arg]
+
+        members = {
+            "__torch_function__": classmethod(torch_function),
+            "__module__": kind.__module__,
+            "__deepcopy__": deepcopy,
+            "__reduce_ex__": reduce,
+        }
         return type(kind.__name__, (kind,), members)

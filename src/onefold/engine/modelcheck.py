@@ -6,6 +6,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from onefold.core.flat import extent
+from onefold.engine.firstvalues import undrawn_of
 
 __all__ = ["check_model"]
 
@@ -62,6 +63,8 @@ def _check_memory(model: torch.nn.Module) -> None:
     # By identity, so that one tensor under two names, a tied parameter, counts once.
     named = {id(t): (name, t) for name, t in (*model.named_buffers(), *model.named_parameters())}
     held = [(name, t) for name, t in named.values() if t.numel() and t.layout is torch.strided]
+    # What has no values yet has its memory to itself.
+    held = [(name, tensor) for name, tensor in held if undrawn_of(tensor) is None]
     ranges = sorted((*extent(tensor), name, tensor) for name, tensor in held)
     for place, (_, stop, name, tensor) in enumerate(ranges):
         # Sorted by their starts, so the first range that begins behind this one ends the search.

@@ -7,7 +7,8 @@ from typing import ParamSpec, TypeVar
 
 from onefold.run.recording import Recording
 from onefold.run.world import current_world
-from onefold.system.heap import DiskHeap
+from onefold.system.bare import BareMemory
+from onefold.system.heap import home_of
 
 __all__ = ["build"]
 
@@ -45,7 +46,7 @@ def build(make: Callable[Given, Model], *args: Given.args, **kwargs: Given.kwarg
     # A plan looks at sizes alone, perhaps at those of a model that fits nowhere.
     if options.keep == "all" and not options.plan:
         return make(*args, **kwargs)
-    recording = Recording(DiskHeap.at(options.home, sure=False), _LEAST_BYTES)
+    recording = Recording(BareMemory(home_of(options.home)), _LEAST_BYTES)
     try:
         with recording.noting():
             made = make(*args, **kwargs)

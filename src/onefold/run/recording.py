@@ -19,30 +19,47 @@ import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import EllipsisType, FunctionType, NoneType
+from types import FunctionType
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from onefold.core.flat import extent
 from onefold.core.recipe import Around, Generation, Made, Recipe, Reference, View, replaced
 from onefold.core.structure import parts_of
 from onefold.engine.firstvalues import Undrawn, put_off
-from onefold.engine.hollow import tensors_of
 from onefold.engine.lentparameter import is_harmless
+from onefold.run.calls import (
+    ABOUT,
+    ADDRESSES,
+    DRAWING,
+    EMPTY,
+    FILLING,
+    INIT,
+    LIKE,
+    MAKING,
+    OF_LISTS,
+    can_be_copied,
+    can_be_kept,
+    first_of,
+    generators,
+    has_a_graph,
+    is_of,
+    is_own,
+    is_possible,
+    reads_all,
+    takes_a_view,
+    tensors_in,
+)
+from onefold.system.bare import BareMemory
 from onefold.system.compat import (
     asking_for_truncated_normal,
-    fits_in_place,
     holders_of,
-    truncated_normal,
 )
-from onefold.system.heap import DiskHeap
 
 __all__ = ["Recording"]
-
-_SMALL_BYTES = 64 << 10
-"""A tensor with values of up to this size is copied where a call that is noted was given it."""
 
 
 @dataclass(slots=True)
@@ -60,11 +77,11 @@ class Recording(TorchFunctionMode):
     """Has PyTorch's functions make large tensors without values, as far as that is possible.
 
     Args:
-        heap: the file in which they lie if they are drawn after all.
+        heap: where they lie, in files if they are drawn after all.
         least_bytes: smaller tensors are ordinary.
     """
 
-    def __init__(self, heap: DiskHeap, least_bytes: int) -> None:
+    def __init__(self, heap: BareMemory, least_bytes: int) -> None:
         super().__init__()
         self._heap, self._least_bytes = heap, least_bytes
         self._waiting: dict[int, _Waiting] = {}
@@ -79,11 +96,11 @@ class Recording(TorchFunctionMode):
     ) -> Any:
         given: dict[str, Any] = dict(kwargs or {})
         if isinstance(func, FunctionType) and not args and "tensor" in given:
-            func = _INIT.get(func.__name__, func)
-        waiting = [each for each in tensors_of((args, given)) if self._of(each) is not None]
+            func = INIT.get(func.__name__, func)
+        waiting = [each for each in tensors_in((args, given)) if self._of(each) is not None]
         if waiting:
             return self._of_waiting(func, args, given, waiting)
-        if func not in _MAKING:
+        if func not in MAKING:
             return func(*args, **given)
         return self._made(func, args, given)
 
@@ -125,20 +142,20 @@ class Recording(TorchFunctionMode):
         waiting: Sequence[torch.Tensor],
     ) -> Any:
         """Make a call that was given tensors without values."""
-        if is_harmless(func) or func in _ABOUT or _takes_a_view(func, args):
+        is_about = (is_harmless(func) and func not in ADDRESSES) or func in ABOUT
+        if is_about or takes_a_view(func, args, kwargs):
             return func(*args, **kwargs)
-        noted = None
-        if self._can_note(args, kwargs, waiting):
-            if func in _FILLING and _first_of(args, kwargs) is waiting[0]:
-                return self._filled(func, args, kwargs, waiting[0])
-            if func in _MAKING and not _has_a_graph(waiting):
+        if self._can_note(func, args, kwargs, waiting):
+            is_first = first_of(args, kwargs) is waiting[0]
+            if is_first and func in FILLING and self._filled(func, args, kwargs, waiting[0]):
+                return None if func is torch.Tensor.__setitem__ else waiting[0]
+            if reads_all(func, args, kwargs):
                 noted = self._derived(func, args, kwargs)
-        if noted is not None:
-            return noted
+                if noted is not None:
+                    return noted
         for tensor in waiting:
             self._draw_that_of(tensor)
-        result = func(*args, **kwargs)
-        return self._in_file(func, args, result)
+        return self._in_file(func, args, kwargs, func(*args, **kwargs))
 
     def _filled(
         self,
@@ -146,32 +163,34 @@ class Recording(TorchFunctionMode):
         args: Sequence[Any],
         kwargs: dict[str, Any],
         target: torch.Tensor,
-    ) -> Any:
-        """Note a call that writes to its first argument."""
+    ) -> bool:
+        """Note a call that writes to its first argument; return whether that is possible."""
         into = self._of(target)
         assert into is not None
         around = Around.now()
-        if func not in _DRAWING:
+        if func not in DRAWING:
             around = replace(around, state=None)
         noted = self._noted((tuple(args), kwargs), into)
-        if func in _DRAWING:
+        if func in DRAWING:
             # For the generator's sake, where each tensor lies as it does.
             scratch = Recipe(into.recipe.nbytes).made()
             rehearsed = replaced(noted, Reference, lambda each: each.tensor(scratch))
-            given = iter(_generators(args, kwargs))
+            given = iter(generators(args, kwargs))
             rehearsed = replaced(rehearsed, Generation, lambda _: next(given))
             with torch.no_grad():
                 func(*rehearsed[0], **rehearsed[1])
+        elif not is_possible(func, noted):
+            return False
         call = Made(function=func, args=noted[0], kwargs=noted[1], around=around)
         into.recipe = into.recipe.then(call)
-        return None if func is torch.Tensor.__setitem__ else target
+        return True
 
     def _derived(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> torch.Tensor | None:
         """Note a call that makes a tensor of others; None if that is not possible."""
         around = Around.now()
-        noted = self._noted((tuple(args), kwargs), None, read=func not in _LIKE)
+        noted = self._noted((tuple(args), kwargs), None, read=func not in LIKE)
         scratches: dict[int, torch.Tensor] = {}
 
         def scratch(tensor: torch.Tensor) -> torch.Tensor:
@@ -189,23 +208,22 @@ class Recording(TorchFunctionMode):
         if not isinstance(result, torch.Tensor) or not self._is_large(result):
             torch.set_rng_state(_known(around.state))
             return None
-        address = result.untyped_storage().data_ptr()
-        if any(address == each.untyped_storage().data_ptr() for each in scratches.values()):
+        if is_of(result, rehearsed):
             # A conversion that has nothing to do: it returns what it was given.
             return func(*args, **kwargs)  # type: ignore[no-any-return]
-        return self._put_off(None if func in _EMPTY else func, noted, around, result)
+        return self._put_off(None if func in EMPTY else func, noted, around, result)
 
     def _made(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Make a call that makes a tensor, of which no argument waits for values."""
         around = Around.now()
         noted = None
-        if func not in _OF_LISTS and self._can_note(args, kwargs, ()):
+        if func not in OF_LISTS and self._can_note(func, args, kwargs, ()):
             noted = self._noted((tuple(args), kwargs), None)
         result = func(*args, **kwargs)
         large = isinstance(result, torch.Tensor) and self._is_large(result)
-        if noted is None or not large or _is_of(result, args):
-            return self._in_file(func, args, result)
-        return self._put_off(None if func in _EMPTY else func, noted, around, result)
+        if noted is None or not large or is_of(result, (args, kwargs)):
+            return self._in_file(func, args, kwargs, result)
+        return self._put_off(None if func in EMPTY else func, noted, around, result)
 
     def _put_off(
         self,
@@ -216,7 +234,7 @@ class Recording(TorchFunctionMode):
     ) -> torch.Tensor:
         """Note how a tensor was made, and let its values go; those of None are of no matter."""
         start, stop = extent(result)
-        memory = self._heap.bare(stop - start)
+        memory = self._heap.room(stop - start)
         recipe = Recipe(memory.numel())
         view = View(result.dtype, tuple(result.shape), tuple(result.stride()), 0)
         if func is not None:
@@ -249,20 +267,31 @@ class Recording(TorchFunctionMode):
         return replaced(noted, torch.Generator, lambda each: Generation(each.get_state()))
 
     def _can_note(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], waiting: Sequence[torch.Tensor]
+        self,
+        func: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        waiting: Sequence[torch.Tensor],
     ) -> bool:
         """Whether all arguments can be kept for a second call."""
-        if kwargs.get("out") is not None:
+        every = list(tensors_in((args, kwargs)))
+        if kwargs.get("out") is not None or (has_a_graph(every) and not is_own(func)):
             return False
         but = set(map(id, waiting))
-        others = [each for each in tensors_of((args, kwargs)) if id(each) not in but]
-        return all(map(_can_be_copied, others)) and _can_be_kept((args, kwargs))
+        others = [each for each in every if id(each) not in but]
+        return all(map(can_be_copied, others)) and can_be_kept((args, kwargs))
 
-    def _in_file(self, func: Callable[..., Any], args: Sequence[Any], result: Any) -> Any:
-        """Have a tensor with values lie in the file, if this call has made it."""
-        is_new = func in _MAKING and isinstance(result, torch.Tensor) and not _is_of(result, args)
-        if is_new and result.device.type == "cpu" and result.layout == torch.strided:
-            result.data = self._heap.kept(result.data)
+    def _in_file(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+    ) -> Any:
+        """Have a large tensor with values lie in a file, if this call has made it."""
+        is_large = isinstance(result, torch.Tensor) and self._is_large(result)
+        if is_large and func in MAKING and not is_of(result, (args, kwargs)):
+            start, stop = extent(result)
+            memory = self._heap.room(stop - start)
+            self._heap.provide(memory)
+            view = View(result.dtype, tuple(result.shape), tuple(result.stride()), 0)
+            result.data = view.within(memory).copy_(result.detach())
         return result
 
     def _is_large(self, tensor: torch.Tensor) -> bool:
@@ -271,7 +300,8 @@ class Recording(TorchFunctionMode):
 
     def _of(self, tensor: torch.Tensor) -> _Waiting | None:
         """The memory without values that a tensor lies in, if it does."""
-        if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+        is_plain = tensor.device.type == "cpu" and tensor.layout == torch.strided
+        if not self._waiting or not is_plain or is_lazy(tensor):
             return None
         return self._waiting.get(tensor.untyped_storage().data_ptr())
 
@@ -321,123 +351,6 @@ def _parameters_of(module: torch.nn.Module) -> Iterable[torch.nn.Parameter]:
     return () if scripted else module.parameters()
 
 
-def _can_be_copied(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is small, or takes no memory at all."""
-    return tensor.is_meta or (tensor.device.type == "cpu" and tensor.nbytes <= _SMALL_BYTES)
-
-
-def _can_be_kept(value: object) -> bool:
-    """Whether an argument is still the same later, or can be copied."""
-    if isinstance(value, torch.Generator):
-        return value.device.type == "cpu"
-    parts = None if isinstance(value, torch.Tensor) else parts_of(value)
-    if parts is None:
-        return isinstance(value, _LASTING)
-    return all(_can_be_kept(part) for _, part in parts)
-
-
-def _first_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The first argument: functions of torch.nn.init name theirs."""
-    return args[0] if args else kwargs.get("tensor")
-
-
-def _has_a_graph(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether autograd would note what is made of tensors."""
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-
-
-def _generators(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterable[torch.Generator]:
-    return [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Generator)]
-
-
 def _known(state: torch.Tensor | None) -> torch.Tensor:
     assert state is not None
     return state
-
-
-def _takes_a_view(func: Callable[..., Any], args: Sequence[Any]) -> bool:
-    """Whether a call gives a view of its first argument, and looks at nothing in it."""
-    if func is torch.Tensor.__getitem__:
-        place = args[1] if isinstance(args[1], tuple) else (args[1],)
-        kinds = int, slice, NoneType, EllipsisType
-        return all(isinstance(each, kinds) and not isinstance(each, bool) for each in place)
-    return func in _VIEWING
-
-
-def _is_of(result: torch.Tensor, args: Sequence[Any]) -> bool:
-    """Whether a conversion gave what it was given, or has to do nothing but name it anew."""
-    address = result.untyped_storage().data_ptr()
-    given = [each for each in args if isinstance(each, torch.Tensor)]
-    return any(
-        each.layout == torch.strided and each.untyped_storage().data_ptr() == address
-        for each in given
-    )
-
-
-_LASTING = (
-    *(bool, int, float, complex, str, slice, NoneType, EllipsisType, torch.Tensor),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
-)
-"""Kinds of arguments that nobody changes, and tensors, which are copied."""
-_T = torch.Tensor
-_EMPTY = frozenset({torch.empty, torch.empty_strided, torch.empty_like, _T.new_empty})
-"""What makes tensors of any content."""
-_OF_LISTS = frozenset({torch.tensor})
-"""What is given values that the script may change."""
-_LIKE = frozenset(
-    {
-        *(torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like),
-        *(torch.randn_like, _T.new_empty, _T.new_zeros, _T.new_ones, _T.new_full),
-    }
-)
-"""What makes tensors by the shape of another one."""
-_MAKING = frozenset(
-    {
-        *_EMPTY,
-        *_OF_LISTS,
-        *_LIKE,
-        *(torch.zeros, torch.ones, torch.full, torch.eye, torch.arange, torch.linspace),
-        *(torch.rand, torch.randn, torch.randint, torch.normal, torch.cat, torch.stack),
-        *(torch.clone, _T.clone, _T.contiguous, _T.to),
-        *(_T.float, _T.double, _T.half, _T.bfloat16),
-    }
-)
-"""What makes tensors that nobody else refers to, unless they are among what it was given."""
-_INIT: dict[str, Callable[..., Any]] = {
-    each.__name__: each
-    for each in (
-        *(torch.nn.init.uniform_, torch.nn.init.normal_, torch.nn.init.constant_),
-        torch.nn.init.kaiming_uniform_,
-    )
-}
-"""Functions that ask a mode what to do, by name: they name themselves as their module does then,
-where a library may have put others in their places meanwhile."""
-_DRAWING = frozenset(
-    {
-        *(_T.uniform_, _T.normal_, _T.random_, _T.bernoulli_, _T.exponential_, _T.cauchy_),
-        *(_T.log_normal_, _T.geometric_, truncated_normal),
-        *(each for name, each in _INIT.items() if name != "constant_"),
-    }
-)
-"""What draws random numbers for its first argument."""
-_FILLING = frozenset(
-    {
-        *_DRAWING,
-        _INIT["constant_"],
-        *(_T.zero_, _T.fill_, _T.mul_, _T.add_, _T.sub_, _T.div_, _T.clamp_, _T.erfinv_),
-        *(_T.copy_, _T.__setitem__, _T.__imul__, _T.__iadd__, _T.__isub__, _T.__itruediv__),
-    }
-)
-"""What writes to its first argument, and returns it."""
-_VIEWING = frozenset(
-    {
-        *(_T.data.__get__, _T.T.__get__, _T.mT.__get__),  # type: ignore[attr-defined]
-        *(_T.detach, _T.view, _T.narrow, _T.select, _T.chunk, _T.split, _T.transpose, _T.t),
-        *(_T.permute, _T.unsqueeze, _T.squeeze, _T.as_strided, _T.expand, _T.unbind, _T.view_as),
-        *(torch.detach, torch.narrow, torch.select, torch.chunk, torch.split, torch.transpose),
-        *(torch.permute, torch.unsqueeze, torch.squeeze, torch.unbind),
-    }
-)
-"""What gives views of its first argument, and looks at nothing in it."""
-_ABOUT = frozenset({_T.stride, _T.storage_offset, _T.is_contiguous, fits_in_place})
-"""What looks at the place and the kind of a tensor alone."""

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["ORDINARY", "DiskHeap", "Heap", "new_disk_file"]
+__all__ = ["ORDINARY", "DiskHeap", "Heap", "home_of", "new_disk_file", "warn_of_memory"]
 
 _log = logging.getLogger("onefold")
 _IN_MEMORY = ("tmpfs", "ramfs")
@@ -97,22 +97,16 @@ class DiskHeap(Heap):
         """The part that is mapped last."""
         self._free: dict[int, list[memoryview]] = defaultdict(list)
         self._live: set[int] = set()
-        self._bare: dict[int, tuple[int, int]] = {}
-        """Where in the file a place begins that has no room on the disk yet, and how long it is, by
-        its address."""
-        self._warned = False
 
     @classmethod
-    def at(cls, folder: str, *, sure: bool = True) -> DiskHeap:
-        """Make one in a folder, and warn if that is no disk.
+    def at(cls, folder: str) -> DiskHeap:
+        """Make one in a folder; in that of temporary files if none is named.
 
-        Args:
-            folder: that of temporary files if it is empty.
-            sure: whether the file will be used; if not, the warning comes when it is.
+        Says so if that is no disk.
         """
-        made = cls(Path(folder or tempfile.gettempdir()))
-        if sure:
-            made._warn()
+        place = home_of(folder)
+        made = cls(place)
+        warn_of_memory(place)
         return made
 
     @property
@@ -122,13 +116,14 @@ class DiskHeap(Heap):
     def empty(self, nbytes: int) -> torch.Tensor:
         if nbytes < _LEAST_BYTES:
             return super().empty(nbytes)
-        size = _whole_pages(nbytes)
+        size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         free = self._free[size]
         return self._tensor(free.pop() if free else self._grown(size), nbytes)
 
     def zeros(self, nbytes: int) -> torch.Tensor:
         # A new place: the pages of one that was used before would all have to be written.
-        return self._tensor(self._grown(_whole_pages(nbytes)), nbytes)
+        size = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+        return self._tensor(self._grown(size), nbytes)
 
     def like(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         # On the meta device nothing is allocated, and the rules for strides are PyTorch's own.
@@ -143,44 +138,12 @@ class DiskHeap(Heap):
             return tensor
         return self.copy(tensor.detach())
 
-    def bare(self, nbytes: int) -> torch.Tensor:
-        """(nbytes,) uint8 without room on the disk: nobody may touch it before `provide` has."""
-        size = _whole_pages(nbytes)
-        return self._tensor(self._grown(size, bare=True), nbytes)
-
-    def provide(self, memory: torch.Tensor) -> None:
-        """Make room on the disk for what `bare` has returned; it holds zeros.
-
-        Raises:
-            OSError: the disk has no room.
-        """
-        address = memory.data_ptr()
-        start, size = self._bare[address]
-        self._reserve(start, size)
-        del self._bare[address]
-
     def trim(self) -> None:
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
             trim(0)
 
-    def _reserve(self, start: int, size: int) -> None:
-        self._warn()
-        _reserve(self._descriptor, start, size, self.folder)
-
-    def _warn(self) -> None:
-        """Warn once if the file is in memory itself."""
-        kind = "" if self._warned else _kind_of_file_system(self.folder)
-        self._warned = True
-        if kind in _IN_MEMORY:
-            _log.warning(
-                "the model is to lie in a file in %s, which is itself in memory (%s): nothing is "
-                "saved by that. Name a folder on a disk by --home or ONEFOLD_HOME",
-                self.folder,
-                kind,
-            )
-
-    def _grown(self, size: int, *, bare: bool = False) -> memoryview:
+    def _grown(self, size: int) -> memoryview:
         """A new place, of zeros."""
         if self._newest is None or self._mapped - self._nbytes < size:
             # What was left of the part before has no room on the disk yet, and takes none.
@@ -189,15 +152,10 @@ class DiskHeap(Heap):
             os.ftruncate(self._descriptor, self._nbytes + span)
             part = mmap.mmap(self._descriptor, span, offset=self._nbytes)
             self._newest, self._mapped = memoryview(part), self._nbytes + span
-        if not bare:
-            self._reserve(self._nbytes, size)
+        _reserve(self._descriptor, self._nbytes, size, self.folder)
         self._nbytes += size
         stop = len(self._newest) - (self._mapped - self._nbytes)
-        place = self._newest[stop - size : stop]
-        if bare:
-            address = torch.frombuffer(place, dtype=torch.uint8).data_ptr()
-            self._bare[address] = self._nbytes - size, size
-        return place
+        return self._newest[stop - size : stop]
 
     def _tensor(self, place: memoryview, nbytes: int) -> torch.Tensor:
         # A view of its own, which the tensor keeps alive, and nobody else: so it is known when the
@@ -205,10 +163,26 @@ class DiskHeap(Heap):
         view = place[:]
         memory = torch.frombuffer(view, dtype=torch.uint8)
         self._live.add(memory.data_ptr())
-        tables = self._free, self._live, self._bare
-        gone = weakref.finalize(view, _let_go, *tables, place, memory.data_ptr())
+        gone = weakref.finalize(view, _let_go, self._free, self._live, place, memory.data_ptr())
         gone.atexit = False
         return memory[:nbytes]
+
+
+def home_of(folder: str) -> Path:
+    """The folder of a model's files; that of temporary files if none is named."""
+    return Path(folder or tempfile.gettempdir())
+
+
+def warn_of_memory(folder: Path) -> None:
+    """Warn if files in a folder are in memory themselves."""
+    kind = _kind_of_file_system(folder)
+    if kind in _IN_MEMORY:
+        _log.warning(
+            "the model is to lie in a file in %s, which is itself in memory (%s): nothing is "
+            "saved by that. Name a folder on a disk by --home or ONEFOLD_HOME",
+            folder,
+            kind,
+        )
 
 
 def new_disk_file(folder: Path, nbytes: int) -> int:
@@ -259,18 +233,8 @@ def _reserve(descriptor: int, start: int, nbytes: int, folder: Path) -> None:
         ) from error
 
 
-def _whole_pages(nbytes: int) -> int:
-    return -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
-
-
 def _let_go(
-    free: dict[int, list[memoryview]],
-    live: set[int],
-    bare: dict[int, tuple[int, int]],
-    place: memoryview,
-    address: int,
+    free: dict[int, list[memoryview]], live: set[int], place: memoryview, address: int
 ) -> None:
     live.discard(address)
-    # A place without room costs addresses alone, and nobody could tell it from one with room.
-    if bare.pop(address, None) is None:
-        free[len(place)].append(place)
+    free[len(place)].append(place)
