@@ -31,7 +31,15 @@ def host_bytes() -> int:
             },
             7000,
         ),
-        ({"/proc/self/cgroup": "4:memory:/x\n", "/sys/fs/cgroup/memory.max": "6000\n"}, 6000),
+        (
+            {
+                "/proc/self/cgroup": "4:cpu,memory:/x/y\n3:pids:/\n",
+                "/sys/fs/cgroup/memory/x/memory.limit_in_bytes": "6000\n",
+                "/sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+            },
+            6000,
+        ),
+        ({"/proc/self/cgroup": "4:pids:/x\n", "/sys/fs/cgroup/memory.max": "6000\n"}, None),
     ],
 )
 def test_limits_of_control_groups_count(

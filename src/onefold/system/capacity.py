@@ -9,6 +9,8 @@ import torch
 
 __all__ = ["capacity_bytes"]
 
+_ROOT = Path("/sys/fs/cgroup")
+
 
 def capacity_bytes(device: torch.device) -> int:
     """All memory of a device: of the host, what this process may take of it."""
@@ -20,18 +22,28 @@ def capacity_bytes(device: torch.device) -> int:
 
 def _limits() -> list[int]:
     """The limits of the control groups that this process is in; none where they are not used."""
-    root = Path("/sys/fs/cgroup")
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
         return []
-    # Of version 2 alone, whose line has no number and no names: 0::/path
-    own = next((line[3:] for line in lines if line.startswith("0::")), "/")
-    folders = [root / own.lstrip("/"), *(root / own.lstrip("/")).parents]
     found = []
-    for folder in folders:
+    for line in lines:
+        # Number, what is controlled, path; of version 2 the number is 0 and the second is empty.
+        _, controlled, path = line.split(":", 2)
+        if not controlled:
+            found += _read_limits(_ROOT, path, "memory.max")
+        elif "memory" in controlled.split(","):
+            found += _read_limits(_ROOT / "memory", path, "memory.limit_in_bytes")
+    return found
+
+
+def _read_limits(root: Path, path: str, name: str) -> list[int]:
+    """The limits of a group and of all that it is in."""
+    own = root / path.lstrip("/")
+    found = []
+    for folder in (own, *own.parents):
         try:
-            text = (folder / "memory.max").read_text().strip()
+            text = (folder / name).read_text().strip()
         except OSError:
             continue
         if text.isdigit():
