@@ -184,6 +184,9 @@ class SpanOptimizer:
             shards: how many shards the batch is cut into; where fewer gave a gradient, the missing
                 ones count as zeros.
         """
+        if gave.count(shards) == len(gave):  # as nearly always
+            self.gradients = list(totals)
+            return
         for number, (entry, total) in enumerate(zip(self._entries, totals, strict=True)):
             given = gave[entry]
             # Flat memory holds zeros where no shard gave a gradient, and zeros are not "none":
@@ -422,12 +425,8 @@ class SpanOptimizer:
         Raises:
             ValueError: a group was added or removed, or has another number of parameters.
         """
-        groups = self.optimizer.param_groups
-        same = len(groups) == len(self._held) and all(
-            len(group["params"]) == len(held)
-            for group, held in zip(groups, self._held, strict=True)
-        )
-        if not same:
+        sizes = [len(group["params"]) for group in self.optimizer.param_groups]
+        if sizes != list(map(len, self._held)):
             raise ValueError(
                 "the optimizer's parameter groups were changed after Trainer was made: expected "
                 "all before. To train a group later, give it to the optimizer, make Trainer, and "
