@@ -20,7 +20,7 @@ from tests.engine.test_stagewise import Layered, launched, samples, trained, wat
 pytestmark = pytest.mark.processes
 
 FEATURES_OF_WIDE, WIDTH = 5, 9000
-WIDEST_BYTES = 4 * WIDTH * (FEATURES_OF_WIDE + 1) + 128  # what is between them included
+WIDEST_BYTES = 4 * WIDTH * (FEATURES_OF_WIDE + 1) + 2 * 256  # what is between them included
 OF_ONE_RUN = ("sha256", "run", "time", "devices", "serial", "threads")
 """What may differ between two runs in their records."""
 

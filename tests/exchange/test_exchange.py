@@ -109,6 +109,9 @@ class NotedMemory(Memory):
     def follow_lead(self, buffers: FlatTensors) -> None:
         raise NotImplementedError
 
+    def adopt_lead(self, values: torch.Tensor) -> None:
+        raise NotImplementedError
+
 
 class Noted:
     """An exchange, and what it asks for in turn."""
