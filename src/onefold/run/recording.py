@@ -233,10 +233,8 @@ class Recording(TorchFunctionMode):
         result: torch.Tensor,
     ) -> torch.Tensor:
         """Note how a tensor was made, and let its values go; those of None are of no matter."""
-        start, stop = extent(result)
-        memory = self._heap.room(stop - start)
+        memory, view = self._room_for(result)
         recipe = Recipe(memory.numel())
-        view = View(result.dtype, tuple(result.shape), tuple(result.stride()), 0)
         if func is not None:
             if torch.equal(torch.get_rng_state(), _known(around.state)):
                 around = replace(around, state=None)
@@ -287,12 +285,16 @@ class Recording(TorchFunctionMode):
         """Have a large tensor with values lie in a file, if this call has made it."""
         is_large = isinstance(result, torch.Tensor) and self._is_large(result)
         if is_large and func in MAKING and not is_of(result, (args, kwargs)):
-            start, stop = extent(result)
-            memory = self._heap.room(stop - start)
+            memory, view = self._room_for(result)
             self._heap.provide(memory)
-            view = View(result.dtype, tuple(result.shape), tuple(result.stride()), 0)
             result.data = view.within(memory).copy_(result.detach())
         return result
+
+    def _room_for(self, tensor: torch.Tensor) -> tuple[torch.Tensor, View]:
+        """(bytes,) uint8 without room for a tensor alone, and where it lies in that."""
+        start, stop = extent(tensor)
+        view = View(tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), 0)
+        return self._heap.room(stop - start), view
 
     def _is_large(self, tensor: torch.Tensor) -> bool:
         ordinary = tensor.device.type == "cpu" and tensor.layout == torch.strided
