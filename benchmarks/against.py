@@ -2,15 +2,20 @@
 
     git worktree add ../before COMMIT
     python benchmarks/against.py ../before/src [--workload lenet ...] [--sides onefold-1 ...]
-        [--repeats 9] [--seconds 1] [--output FILE]
+        [--starts 4] [--repeats 3] [--seconds 1] [--output FILE]
 
 Both versions run the loops of this checkout; a ratio above 1 says that this version is the faster.
+
+What is to be shown is smaller than what chance gives a process for as long as it lives (where its
+memory came to lie) and than what the second place in a row is worth. So both versions are started
+anew several times, each of them first in turn, and every measurement is this, other, other, this.
+`--starts` has to be even.
 """
 
 import argparse
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -44,9 +49,7 @@ def main() -> None:
     results = []
     for workload in args.workload:
         print(f"measuring {WORKLOADS[workload].title} ...", file=sys.stderr)
-        for side in args.sides:
-            with started(workload, side, args.source) as versions:
-                results.append(measured(workload, side, versions, args))
+        results += [measured(workload, side, args) for side in args.sides]
     rows = [
         [WORKLOADS[found["workload"]].title, found["side"], found["ratio"].text(3)]
         for found in results
@@ -56,7 +59,7 @@ def main() -> None:
     )
     for found in results:
         print_disturbance(found["others_cores"].high, f"{found['workload']}, {found['side']}")
-    settings = {"repeats": args.repeats, "seconds": args.seconds}
+    settings = {"starts": args.starts, "repeats": args.repeats, "seconds": args.seconds}
     deliver(record("against", settings=settings, results=results), args.output)
 
 
@@ -70,20 +73,24 @@ def arguments() -> argparse.Namespace:
         "--workload", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), metavar="NAME"
     )
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(COMPARED), metavar="NAME")
-    parser.add_argument("--repeats", type=int, default=9, help="measurements of each version")
-    parser.add_argument("--seconds", type=float, default=1.0, help="about how long each takes")
+    parser.add_argument("--starts", type=int, default=4, help="how often both are started")
+    parser.add_argument("--repeats", type=int, default=3, help="measurements after each start")
+    parser.add_argument("--seconds", type=float, default=1.0, help="about how long a quarter takes")
     add_output(parser)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.starts < 2 or args.starts % 2:
+        parser.error(f"--starts: expected an even number, got {args.starts}")
+    if not (args.source / "onefold").is_dir():
+        parser.error(f"{args.source}: expected the folder that holds the package onefold")
+    return args
 
 
 @contextmanager
-def started(workload: str, side: str, source: Path) -> Iterator[dict[str, Side]]:
-    """A side in both versions, running and warmed up."""
-    if not (source / "onefold").is_dir():
-        raise SystemExit(f"{source}: expected the folder that holds the package onefold")
+def started(workload: str, side: str, sources: Mapping[str, Path]) -> Iterator[dict[str, Side]]:
+    """A side in both versions, running and warmed up, started in the order of `sources`."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as running:
         versions = {}
-        for name, path in (("this", OURS), ("other", source.resolve())):
+        for name, path in sources.items():
             version = Side(
                 name,
                 command_of(side, workload),
@@ -96,24 +103,36 @@ def started(workload: str, side: str, source: Path) -> Iterator[dict[str, Side]]
         yield versions
 
 
-def measured(
-    workload: str, side: str, versions: Mapping[str, Side], args: argparse.Namespace
-) -> dict[str, Any]:
-    """Both versions in turn, over the same number of steps."""
-    steps = steps_for(args.seconds, step_time_s(versions["other"]))
-    taken = in_turn(
-        {name: partial(version.train, steps) for name, version in versions.items()},
-        rounds=args.repeats,
-    )
-    seconds = {name: [one.seconds for one in ones] for name, ones in taken.items()}
+def measured(workload: str, side: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Both versions over the same number of steps, after each of `args.starts` starts."""
+    sources = [("this", OURS), ("other", args.source.resolve())]
+    steps = 0
+    seconds: dict[str, list[float]] = {"this": [], "other": []}
+    others_cores: list[float] = []
+    for number in range(args.starts):
+        order = dict(reversed(sources) if number % 2 else sources)
+        with started(workload, side, order) as versions:
+            steps = steps or steps_for(args.seconds, step_time_s(versions["other"]))
+            taken = in_turn(
+                {name: partial(version.train, steps) for name, version in versions.items()},
+                rounds=2 * args.repeats,
+            )
+        for name, ones in taken.items():
+            seconds[name] += there_and_back([one.seconds for one in ones])
+            others_cores += [one.others_cores for one in ones]
     return {
         "workload": workload,
         "side": side,
         "steps": steps,
-        "step_ms": {n: spread(1e3 * s / steps for s in ss) for n, ss in seconds.items()},
+        "step_ms": {n: spread(1e3 * s / (2 * steps) for s in ss) for n, ss in seconds.items()},
         "ratio": ratio(seconds["other"], seconds["this"]),
-        "others_cores": spread(one.others_cores for ones in taken.values() for one in ones),
+        "others_cores": spread(others_cores),
     }
+
+
+def there_and_back(seconds: Sequence[float]) -> list[float]:
+    """What every two rounds that follow each other took together: one of them in each order."""
+    return [there + back for there, back in zip(seconds[::2], seconds[1::2], strict=True)]
 
 
 if __name__ == "__main__":

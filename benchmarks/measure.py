@@ -1,8 +1,8 @@
 """What the benchmarks share: measuring in turn, medians, the table and the JSON record.
 
 Nothing here knows what is measured. A benchmark hands over named measurements; they are taken in
-turn (A B C A B C ...), so that whatever else the machine does meets all of them alike, and
-compared round by round.
+turn, there and back (A B C C B A ...), so that whatever else the machine does meets all of them
+alike and none has the better place in the row, and compared round by round.
 """
 
 import argparse
@@ -84,12 +84,13 @@ def ratio(over: Sequence[float], under: Sequence[float]) -> Spread:
 
 
 def in_turn(measurements: Mapping[K, Callable[[], T]], *, rounds: int) -> dict[K, list[T]]:
-    """Take every measurement once a round, in the order given, `rounds` times over."""
+    """Take every measurement once a round, in the order given and, every second time, backwards."""
     if rounds < 1:
         raise ValueError(f"expected at least one round, got {rounds}")
     taken: dict[K, list[T]] = {name: [] for name in measurements}
-    for _ in range(rounds):
-        for name, measure in measurements.items():
+    for number in range(rounds):
+        row = list(measurements.items())
+        for name, measure in reversed(row) if number % 2 else row:
             taken[name].append(measure())
     return taken
 

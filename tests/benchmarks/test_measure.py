@@ -73,7 +73,7 @@ def test_ratio_needs_as_many_rounds_on_both_sides() -> None:
         ratio([1.0, 2.0], [1.0])
 
 
-def test_measurements_are_taken_in_turn() -> None:
+def test_measurements_are_taken_in_turn_and_every_second_time_backwards() -> None:
     calls: list[str] = []
 
     def measure(name: str) -> int:
@@ -81,8 +81,8 @@ def test_measurements_are_taken_in_turn() -> None:
         return len(calls)
 
     taken = in_turn({"a": lambda: measure("a"), "b": lambda: measure("b")}, rounds=3)
-    assert calls == ["a", "b", "a", "b", "a", "b"]
-    assert taken == {"a": [1, 3, 5], "b": [2, 4, 6]}
+    assert calls == ["a", "b", "b", "a", "a", "b"]
+    assert taken == {"a": [1, 4, 5], "b": [2, 3, 6]}
 
 
 def test_no_rounds_are_refused() -> None:
