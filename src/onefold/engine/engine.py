@@ -413,7 +413,8 @@ class Engine:
         self.rules.take(batch, weight, numbers, self._task)
         if self.gradient_ready is not None:
             self.gradient_ready(weight.value)
-        norm = self.rules.norm(batch.plan.shards, self._gradients)
+        widened = self.update.storage.rounds or not self._task.is_plain(batch)
+        norm = self.rules.norm(batch.plan.shards, self._gradients, widened=widened)
         self.replicas[0].watch.note("exchange", "norm", start)
         return norm
 

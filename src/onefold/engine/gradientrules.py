@@ -20,6 +20,7 @@ from onefold.core.lossscale import LossScale
 from onefold.core.settings import Settings
 from onefold.core.weights_of_step import StepWeight
 from onefold.engine.gradients import Gradients, exact_norm
+from onefold.engine.norms import exact_total, plain_norm
 from onefold.engine.replica import ShardTask
 from onefold.engine.update import SpanOptimizer
 from onefold.errors import LossError
@@ -79,24 +80,30 @@ class GradientRules:
         if factor != 1.0:
             update.scale(factor)
 
-    def norm(self, shards: int, last_block: Gradients) -> torch.Tensor:
+    def norm(self, shards: int, last_block: Gradients, *, widened: bool) -> torch.Tensor:
         """Compute the norm of the whole gradient, (), the same on every device.
 
         Args:
             shards: how many shards every batch is cut into.
-            last_block: with one shard, the gradients of the whole batch.
+            last_block: with one shard, the gradients of the whole batch, if they are published.
+            widened: whether gradients are in the dtype in which sums are.
         """
-        if shards == 1:  # as torch.nn.utils.clip_grad_norm_ does, to the last bit
-            given = [gradient for gradient in last_block if gradient is not None]
-            norm = torch.nn.utils.get_total_norm(given) if given else torch.zeros(())
-            # Of large gradients in low precision the norm itself overflows: then it is exact.
-            if norm.device.type == "cpu" and not math.isfinite(norm.item()):
-                squares = [exact_norm(gradient).square() for gradient in given]
-                norm = torch.stack(squares).sum().sqrt()
-            return norm
-        norms = self._exchange.transport.share(self._update.squared_norms())
-        # A piece has one owner: adding zeros is exact.
-        return (norms.sum(dim=0) if len(norms) > 1 else norms[0]).sum().sqrt()
+        update, exchange = self._update, self._exchange
+        share = exchange.transport.share
+        if shards > 1:
+            return update.norms.squared(update.gradients, share).sqrt()
+        # As torch.nn.utils.clip_grad_norm_ does, to the last bit.
+        if exchange.stages is not None:
+            gave = exchange.board.gave.sum(axis=0).tolist()
+            return update.norms.of_one_shard(
+                update.owned, update.gradients, gave, share, widened=widened
+            )
+        given = [gradient for gradient in last_block if gradient is not None]
+        norm = plain_norm(given)
+        # Of large gradients in low precision the norm itself overflows: then it is exact.
+        if given and norm.device.type == "cpu" and not math.isfinite(norm.item()):
+            return exact_total([*map(exact_norm, given)])
+        return norm
 
     def clip(self, norm: torch.Tensor) -> None:
         """Limit the gradient, whose norm is given, in norm and then in the size of its elements."""

@@ -14,17 +14,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import islice
 from typing import Any
 
 import torch
 
 from onefold.core.flat import FlatTensors, Layout, Piece, laid_out, storage_order
 from onefold.core.roster import Roster
-from onefold.core.shard import runs_of
 from onefold.core.storage import Storage
 from onefold.engine.averages import AVERAGE, Averages
-from onefold.engine.gradients import exact_norm
+from onefold.engine.norms import PieceNorms
 from onefold.engine.optimizercheck import TAKEN
 from onefold.engine.optimizers import optimizers_in
 from onefold.engine.optimizerstate import PieceState, is_by_element
@@ -113,17 +111,7 @@ class SpanOptimizer:
         self._apart = [(item, item.home) for item in self.owned if item.home is not None]
         for item in before.values():
             self.optimizer.state.pop(item.values, None)
-        # A device whose span is empty has a row as well: all devices must share alike.
-        self._rows = {
-            device: torch.zeros(len(self.storage.pieces), dtype=torch.float64, device=flat.device)
-            for device, flat in self._memory.items()
-        }
-        # In slices: a list of their numbers would have to be copied to a GPU, and where scripts ask
-        # for deterministic kernels, waited for.
-        self._slots = {
-            device: [(row[run], run.stop - run.start) for run in runs_of(roster.spans[device])]
-            for device, row in self._rows.items()
-        }
+        self.norms = PieceNorms(self.storage, self._memory, roster.spans)
         self.averages.keep({item.number for item in self.owned})
         self.gradients = [None] * len(self.owned)
         self._entries = [item.piece.entry for item in self.owned]
@@ -226,26 +214,6 @@ class SpanOptimizer:
         for gradient in self.gradients:
             if gradient is not None:
                 gradient.clamp_(-magnitude, magnitude)
-
-    def squared_norms(self) -> dict[int, torch.Tensor]:
-        """Compute each own device's row of squared norms, one number per piece of the model.
-
-        Returns:
-            For each device of this process (pieces,) float64; 0 where another device owns the
-            piece.
-        """
-        # A norm for each piece and never for a span: pieces do not depend on the number of devices,
-        # so neither does the order in which a piece's squares, and then the pieces, are added up.
-        # The pieces lie in the order of the devices.
-        gradients = iter(self.gradients)
-        for slots in self._slots.values():
-            for slot, pieces in slots:
-                norms = [
-                    slot.new_zeros(()) if gradient is None else exact_norm(gradient)
-                    for gradient in islice(gradients, pieces)
-                ]
-                torch.stack(norms, out=slot).square_()
-        return self._rows
 
     def drop(self) -> None:
         """Let go of the gradients taken, of a step that is skipped."""
