@@ -68,6 +68,18 @@ def test_devices_of_one_process(devices: int, monkeypatch: pytest.MonkeyPatch) -
     assert differing(found) == []
 
 
+@pytest.mark.parametrize("alone", ["host"], indirect=True)
+@pytest.mark.parametrize("option", [name for name in options.OPTIONS if name != "compile"])
+@pytest.mark.usefixtures("alone")
+def test_a_single_shard(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which has nothing to add up, and whose gradient is clipped as PyTorch does."""
+    monkeypatch.setattr(options, "SHARDS", 1)
+    case = options.Case("transformer", ("clip-norm", option))
+    found = options.run_part(case, None, STEPS, ["cpu"])
+    monkeypatch.setattr("onefold.trainer.current_world", World)
+    assert found == options.run_part(case, None, STEPS, ["cpu"])
+
+
 @pytest.mark.processes
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("keep", KEEPS)

@@ -123,7 +123,7 @@ class PieceNorms:
         share: Share,
         norm_of: Callable[[torch.Tensor], torch.Tensor],
     ) -> dict[int, torch.Tensor]:
-        """The norm of each parameter's gradient, () float64, by the parameter's number."""
+        """The norm of each parameter's gradient, () float64, by the parameter's number, in order."""
         for row in self._rows.values():
             row.zero_()
         for number, device, gradient in self._whole(owned, gradients):
@@ -133,7 +133,8 @@ class PieceNorms:
         firsts: dict[int, int] = {}
         for number, piece in enumerate(self._storage.pieces):
             firsts.setdefault(piece.entry, number)
-        return {entry: norms[first] for entry, first in firsts.items() if gave[entry]}
+        # Pieces lie in the order of memory, where parameters of one dtype are together.
+        return {entry: norms[firsts[entry]] for entry in sorted(firsts) if gave[entry]}
 
     def _whole(
         self, owned: Sequence[OwnedPiece], gradients: Gradients
