@@ -133,10 +133,15 @@ def test_the_model_lies_in_a_file_only_if_devices_keep_nothing(
     assert not isinstance(heap, DiskHeap) or heap.folder == tmp_path
 
 
-def test_a_gpu_cannot_keep_nothing() -> None:
-    """Its parameters do not lie in memory of the host, which a file could be."""
-    team = team_on("cuda:0", RunOptions(keep="host"))
-    with pytest.raises(
-        ValueError, match=r"expected CPU devices for keep=host, .* got cuda: use --k"
-    ):
+def test_a_gpu_that_keeps_nothing_has_memory_of_its_own(tmp_path: Path) -> None:
+    options = RunOptions(keep="host", home=str(tmp_path))
+    assert assembly._heap(team_on("cuda:0", options)).apart
+    assert not assembly._heap(team_on("cpu", options)).apart
+
+
+def test_several_gpus_of_one_process_keep_all() -> None:
+    world = World(options=RunOptions(keep="host"))
+    gpus = torch.device("cuda:0"), torch.device("cuda:1")
+    team = Team(devices=gpus, own=(0, 1), world=world, trainer=0)
+    with pytest.raises(ValueError, match=r"expected one cuda device .* onefold run --devices"):
         assembly._heap(team)

@@ -266,10 +266,13 @@ def extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of one shape and dtype have the same bits; a NaN equals itself."""
+    """Whether two tensors of one shape and dtype have the same bits; a NaN equals itself.
+
+    They may be on different devices.
+    """
     # Compared as bytes: `==` finds 0.0 equal to -0.0, and no NaN equal to any.
     first, second = one.contiguous().reshape(-1), other.contiguous().reshape(-1)
-    return torch.equal(first.view(torch.uint8), second.view(torch.uint8))
+    return torch.equal(first.view(torch.uint8), second.view(torch.uint8).to(first.device))
 
 
 def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -74,8 +74,9 @@ def assemble(
     buffers = {number: BufferSet(places, device) for number, device in team.own_devices.items()}
     first = buffers[team.own[0]]
     first.attach()
-    modules = _stages(parts, stages, settings, team)
-    storage = _storage(parts, first, optimizer, settings, team, modules)
+    heap = _heap(team)
+    modules = _stages(parts, stages, settings, team, heap)
+    storage = _storage(parts, first, optimizer, settings, team, modules, heap)
     start = _start(parts, first)
     roster = _roster(storage, plan, team)
     described = describe(parts, optimizer, settings, team, plan, schedule, storage.stages)
@@ -87,7 +88,7 @@ def assemble(
         description=json.dumps(described).encode(),
         compare=compare,
         timeout_s=settings.timeout_s,
-        heap=_heap(team),
+        heap=heap,
     )
     joined(exchange)
     memory = exchange.memory
@@ -157,10 +158,11 @@ def _stages(
     given: Sequence[torch.nn.Module] | None,
     settings: Settings,
     team: Team,
+    heap: Heap,
 ) -> StageModules | None:
     """The stages after each of which gradients are handed over; None if whole sums are.
 
-    Where devices share no memory, frozen parameters that lie in one are set apart.
+    Where devices have parameters brought, frozen ones that lie in a stage are set apart.
     """
     keep = team.world.options.keeps
     line = team.world.options.line_of(len(team.devices))
@@ -174,7 +176,7 @@ def _stages(
             "one, each device would have to compute a whole shard alone"
         )
     found = StageModules(parts.module, modules, parts.trained, line)
-    if keep != "host" and not has_memory_in_common(team):
+    if heap.apart or (keep != "host" and not has_memory_in_common(team)):
         parts.lend(frozen_in_stages(parts.other, found))
     return found
 
@@ -185,12 +187,12 @@ def _heap(team: Team) -> Heap:
     if options.keeps != "host":
         return ORDINARY
     kind = team.devices[team.own[0]].type
-    if kind != "cpu":
+    if kind != "cpu" and len(team.own) > 1:
         raise ValueError(
-            f"expected CPU devices for keep=host, which has a model in a file of this host, got "
-            f"{kind}: use --keep span"
+            f"expected one {kind} device in each process for keep=host, got {len(team.own)} of "
+            f"Trainer(devices=...): leave them out, and start the script by onefold run --devices"
         )
-    return DiskHeap.at(options.home)
+    return DiskHeap.at(options.home, apart=kind != "cpu")
 
 
 def _hand_out(
@@ -243,6 +245,7 @@ def _storage(
     settings: Settings,
     team: Team,
     modules: StageModules | None,
+    heap: Heap,
 ) -> Storage:
     # By the names that the model has when it is not compiled, so that a checkpoint fits both.
     layout = lay_out({own_name(name): p for name, p in held_in(settings.precision, parts).items()})
@@ -257,6 +260,6 @@ def _storage(
         stages=None if modules is None else modules.stages,
         frozen=None if modules is None else frozen_of(parts.frozen, modules, devices),
     ).with_masters(torch.float32 if settings.precision.parameters else None)
-    on_disk = team.world.options.keeps == "host"
+    on_disk = heap.on_disk and not heap.apart
     refuse_large_stages(storage, team.devices[team.own[0]], on_disk=on_disk)
     return storage

@@ -420,8 +420,9 @@ class Engine:
 
     def follow_parameters(self) -> None:
         """Have masters follow what one device alone, which may, has changed between steps."""
-        # They are not to follow averages that the model shows.
-        if self._alone and self.update.storage.rounds and not self.averaging.is_shown:
+        # They are not to follow averages that the model shows, nor parameters that are not here.
+        follows = self._alone and self.lending.is_whole and not self.averaging.is_shown
+        if follows and self.update.storage.rounds:
             self.update.follow_parameters()
 
     def _update(self, norm: torch.Tensor) -> None:

@@ -103,7 +103,7 @@ class Lendable:
 
     def _kept_stages(self) -> list[int]:
         # Where lines are side by side, the other devices of a column must hear of each stage.
-        if self._update.storage.devices != self.layout.stages.line:
+        if self._update.storage.devices != self.layout.stages.line or self._update.is_apart:
             return []
         rounds = self._update.storage.rounds_entry
         own = {item.number for item in self._update.owned if not rounds(item.piece.entry)}

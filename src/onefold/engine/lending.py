@@ -63,7 +63,7 @@ _AT_HAND = 2
 
 _QUICK = torch.nn.TransformerEncoderLayer, torch.nn.MultiheadAttention
 _WITH_ALL = (
-    "with --keep span or stages devices have parameters brought, by such hooks, which "
+    "devices that do not keep all parameters (--keep) have them brought by such hooks, which "
     "torch.func does not allow: use torch.autograd.grad, or call trainer.evaluate and "
     "trainer.predict in `with trainer.whole():`"
 )
@@ -149,7 +149,7 @@ class SpanLending(Lending):
         if self._is_answered:
             raise RuntimeError(
                 f"{call.words} was called while a shard was computed, for which devices bring each "
-                f"other parameters (--keep span or stages): expected calls of the trainer between "
+                f"other parameters (--keep): expected calls of the trainer between "
                 f"shards. trainer.evaluate and trainer.predict allow them in "
                 f"`with trainer.whole():`"
             )
@@ -363,8 +363,8 @@ class SpanLending(Lending):
         if not self._is_answered:
             raise Elsewhere(
                 f"parameter {self._lent.name_of(found[0][0])} was read on device "
-                f"{self._replica.number}, which keeps a part of the model alone (--keep span or "
-                f"stages): read the model in `with trainer.whole():`, change it in `with "
+                f"{self._replica.number}, which has it only while it computes with it (--keep): "
+                f"read the model in `with trainer.whole():`, change it in `with "
                 f"trainer.changing():`, and save it with trainer.save, each on every device"
             )
         together = {stage for _, stage in found}

@@ -123,7 +123,7 @@ class PieceNorms:
         share: Share,
         norm_of: Callable[[torch.Tensor], torch.Tensor],
     ) -> dict[int, torch.Tensor]:
-        """The norm of each parameter's gradient, () float64, by the parameter's number, in order."""
+        """The norm of each parameter's gradient, () float64, by the number, in order."""
         for row in self._rows.values():
             row.zero_()
         for number, device, gradient in self._whole(owned, gradients):

@@ -13,7 +13,8 @@ piece, the very same object must stand for it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from onefold.engine.ownedpiece import OwnedPiece, cut_state
 from onefold.engine.stephooks import explain_state_dict, refuse_own_steps, steps_by_parameter
 from onefold.engine.updatedraws import UpdateDraws
 from onefold.engine.updateparts import Part, parts_of
+from onefold.engine.visits import change_at, updating_at
 from onefold.system.compat import copy_each, multiply_each
 from onefold.system.heap import ORDINARY, Heap
 
@@ -49,7 +51,8 @@ class SpanOptimizer:
         memory: the trained parameters on each device of this process, by the device's number.
         roster: who updates what.
         heap: where state, averages and values of higher precision lie; if that is a disk, the model
-            is updated one stage after the other.
+            is updated one stage after the other, and if it is apart, as `onefold.engine.visits`
+            says.
         lent: whether there is memory for all parameters only now and then.
     """
 
@@ -86,6 +89,7 @@ class SpanOptimizer:
         self._held = [list(group["params"]) for group in optimizer.param_groups]
         self._each = optimizers_in(optimizer).values()
         TAKEN.update(self._each)
+        self._device = next(iter(memory.values())).device
         self._draws = UpdateDraws(self._each, {flat.device for flat in memory.values()})
         self._stepping = False
         # First the pieces, then the state that is cut as they are.
@@ -125,6 +129,11 @@ class SpanOptimizer:
         self._parts = parts_of(values, groups, count, of or [0] * len(values))
 
     @property
+    def is_apart(self) -> bool:
+        """Whether pieces are kept in other memory than that in which the device computes."""
+        return self._heap.apart
+
+    @property
     def is_whole(self) -> bool:
         """Whether there is memory for all parameters, in which models see the pieces."""
         return all(flat.is_there for flat in self._memory.values())
@@ -156,6 +165,9 @@ class SpanOptimizer:
             values = home.piece(piece)
             return torch.nn.Parameter(self._heap.like(values, dtype).copy_(values))
         shape, stride = (entry.shape, entry.stride) if piece.whole else ((piece.numel,), (1,))
+        if self.is_apart:
+            flat = self._heap.empty(piece.numel * dtype.itemsize).view(dtype)
+            return torch.nn.Parameter(flat.as_strided(shape, stride))
         return torch.nn.Parameter(
             torch.empty_strided(shape, stride, dtype=dtype, device=home.device)
         )
@@ -194,26 +206,19 @@ class SpanOptimizer:
         Args:
             factor: a number, or a () tensor, which the host does not read.
         """
-        gradients = [gradient for gradient in self.gradients if gradient is not None]
-        if not gradients:
-            return  # no parameter of this span got one
-        if isinstance(factor, float):
-            multiply_each(gradients, factor)
-            return
-        # A list on several devices or of several dtypes falls back to a kernel for each tensor.
-        alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-        for gradient in gradients:
-            alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-        # The factor keeps its own dtype, as in clip_grad_norm_: rounded to bfloat16 it would be
-        # coarse.
-        for (device, _), group in alike.items():
-            multiply_each(group, factor.to(device))
+        self._change(partial(_scale, factor=factor))
 
     def limit(self, magnitude: float) -> None:
         """Limit each element of all gradients of this process's pieces to a magnitude."""
-        for gradient in self.gradients:
-            if gradient is not None:
-                gradient.clamp_(-magnitude, magnitude)
+        self._change(partial(_limit, magnitude=magnitude))
+
+    def _change(self, change: Callable[[list[torch.Tensor]], None]) -> None:
+        """Change the gradients in place, where the device computes."""
+        gradients = [gradient for gradient in self.gradients if gradient is not None]
+        if self.is_apart:
+            change_at(self._device, gradients, change)
+        elif gradients:  # no parameter of this span may have got one
+            change(gradients)
 
     def drop(self) -> None:
         """Let go of the gradients taken, of a step that is skipped."""
@@ -247,19 +252,25 @@ class SpanOptimizer:
         """Call the optimizer for a part of the pieces, for some of them or for all."""
         for group, pieces in zip(self.optimizer.param_groups, part.divided, strict=True):
             group["params"] = pieces
-        gradients = self.gradients
-        for place, values in zip(part.places, part.values, strict=True):
-            gradient = gradients[place]
-            # Rounded only now: scaling and clipping are done in the precision of the sum.
-            if gradient is not None and gradient.dtype is not values.dtype:
-                gradient = gradient.to(values.dtype)
-            values.grad = gradient
-        self.optimizer.step()
+        if self.is_apart:
+            with updating_at(self._device, self.optimizer, part.divided, self._heap):
+                self._update(part)
+        else:
+            self._update(part)
         if self._heap.on_disk:
             for place, values in zip(part.places, part.values, strict=True):
-                values.grad = gradients[place] = None
+                values.grad = self.gradients[place] = None
                 self._keep(self.optimizer.state.get(values, {}))
             self._heap.trim()
+
+    def _update(self, part: Part) -> None:
+        for place, values in zip(part.places, part.values, strict=True):
+            gradient = self.gradients[place]
+            # Rounded only now: scaling and clipping are done in the precision of the sum.
+            if gradient is not None and (self.is_apart or gradient.dtype is not values.dtype):
+                gradient = gradient.to(values.device, values.dtype)
+            values.grad = gradient
+        self.optimizer.step()
 
     def _keep(self, state: dict[str, Any]) -> None:
         """Have what is large in the state of a piece lie where it is kept."""
@@ -415,3 +426,21 @@ class SpanOptimizer:
                     key: cut_state(value, item, entry.stride) for key, value in state.items()
                 }
                 self._keep(self.optimizer.state[item.values])
+
+
+def _scale(gradients: list[torch.Tensor], factor: float | torch.Tensor) -> None:
+    if isinstance(factor, float):
+        multiply_each(gradients, factor)
+        return
+    # A list on several devices or of several dtypes falls back to a kernel for each tensor.
+    alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for gradient in gradients:
+        alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    # The factor keeps its own dtype, as in clip_grad_norm_: rounded to bfloat16 it would be coarse.
+    for (device, _), group in alike.items():
+        multiply_each(group, factor.to(device))
+
+
+def _limit(gradients: list[torch.Tensor], magnitude: float) -> None:
+    for gradient in gradients:
+        gradient.clamp_(-magnitude, magnitude)

@@ -140,6 +140,8 @@ class Carrier(ABC):
         self.sizes = [len(numbers) for numbers in entries]
         """How many parameters each stage has."""
         self._values: Callable[[int], torch.Tensor]
+        self.lent = storage.lent_layout()
+        """Where parameters of a stage lie in a room for it."""
 
     @abstractmethod
     def bind(self, roster: Roster) -> None:
@@ -170,6 +172,14 @@ class Carrier(ABC):
     def await_rooms(self) -> None:
         """Wait until what was wanted ahead of its use is there, and what others wanted has left."""
 
+    def fill(self, want: Want, numbers: Sequence[int]) -> None:
+        """Copy pieces of a stage that this process keeps to where they are wanted."""
+        for number in numbers:
+            place = self.lent.in_room(number, want.room)
+            # What there is no room for is at hand, where it is kept.
+            if place.numel():
+                place.copy_(self._values(number))
+
     def gave(self, word: Word, number: int) -> bool:
         """Whether there is a gradient for the piece of this number, of the stage of the word."""
         return word.gave[self._places[self.storage.pieces[number].entry]]
@@ -196,7 +206,7 @@ class Carrier(ABC):
 
 
 class AtOnce(Carrier):
-    """Where one process drives all devices, each gift is there at once.
+    """Where one process drives all devices, each gift is there at once, and so are parameters.
 
     Args:
         storage: the sizes.
@@ -211,7 +221,10 @@ class AtOnce(Carrier):
         self._homes = {n: roster.devices[d] for d, span in enumerate(roster.spans) for n in span}
 
     def carry(self, gift: Gift | Want | None) -> list[Brought]:
-        if not isinstance(gift, Gift):
+        if isinstance(gift, Want):
+            self.fill(gift, self.lent.pieces[gift.stage])
+            return [Brought(gift.word, {}, False)]
+        if gift is None:
             return [Brought(DONE, {}, False)]
         pieces = self.own_pieces(gift, self.layout.pieces[gift.stage])
         # The gradients are nobody else's, so they may take sums.

@@ -8,6 +8,7 @@ from onefold.core.flat import FlatTensors, same_bits, storage_order
 from onefold.core.frozen import Frozen
 from onefold.core.stages import StageLayout
 from onefold.core.storage import Storage
+from onefold.system.heap import ORDINARY, Heap
 
 __all__ = ["FrozenMemory"]
 
@@ -22,6 +23,7 @@ class FrozenMemory:
         frozen: those of frozen parameters in it.
         rank: the device's number.
         device: where it computes.
+        heap: where its part lies, if that is other memory.
     """
 
     def __init__(
@@ -30,7 +32,9 @@ class FrozenMemory:
         frozen: Frozen,
         rank: int,
         device: torch.device,
+        heap: Heap = ORDINARY,
     ) -> None:
+        self._heap = heap
         self.flat = FlatTensors(frozen.layout, device=device, there=False)
         """All of them, now and then."""
         self._first_piece, self._first = len(storage.pieces), len(storage.parameters.entries)
@@ -45,8 +49,9 @@ class FrozenMemory:
         self._layout = layout
         self.stages = sorted(set(frozen.stage_of))
         """Those in which there are any."""
+        # Nobody computes with what lies in other memory.
         self._is_all = [
-            len(mine) == sum(number >= self._first_piece for number in numbers)
+            not heap.apart and len(mine) == sum(number >= self._first_piece for number in numbers)
             for mine, numbers in zip(self._own, layout.pieces, strict=True)
         ]
 
@@ -59,7 +64,10 @@ class FrozenMemory:
         nbytes = places[-1][0] + places[-1][1] - begins if places else 0
         self._own.append(own)
         self._begins.append(begins)
-        self._kept.append(torch.empty(nbytes, dtype=torch.uint8, device=device))
+        if self._heap.apart:
+            self._kept.append(self._heap.empty(nbytes))
+        else:
+            self._kept.append(torch.empty(nbytes, dtype=torch.uint8, device=device))
 
     @property
     def numbers(self) -> list[int]:
@@ -94,7 +102,10 @@ class FrozenMemory:
         self.part(number).copy_(values)
 
     def has_all_of(self, stage: int) -> bool:
-        """Whether this device keeps all frozen parameters of a stage; also where there are none."""
+        """Whether all frozen parameters of a stage lie where this device computes.
+
+        Also where there are none.
+        """
         return self._is_all[stage]
 
     def bytes_before(self, stage: int) -> int:

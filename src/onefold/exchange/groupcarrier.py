@@ -37,7 +37,6 @@ class GroupCarrier(Carrier):
         self._among = among
         # Not all begin with the same one.
         self._peers = [peer for peer in transport.peers() if peer in among]
-        self._lent = storage.lent_layout()
         self._underway: list[Moving] = []
         """Parameters that were wanted ahead of their use, here or elsewhere."""
 
@@ -49,7 +48,7 @@ class GroupCarrier(Carrier):
         # Frozen parameters with them.
         kept = map(frozenset, self.storage.kept(roster.spans))
         self._kept = [
-            [[n for n in numbers if n in own] for numbers in self._lent.pieces] for own in kept
+            [[n for n in numbers if n in own] for numbers in self.lent.pieces] for own in kept
         ]
 
     def carry(self, gift: Gift | Want | None) -> list[Brought]:
@@ -79,7 +78,7 @@ class GroupCarrier(Carrier):
         if ahead:
             self._underway.append(moving[1])
         if isinstance(gift, Want):
-            self.fill(gift)
+            self.fill(gift, self.kept(gift.stage))
         if isinstance(gift, Want) and not gift.ahead:
             moving[0].finish()
         return [
@@ -93,15 +92,11 @@ class GroupCarrier(Carrier):
 
     def has_all_of(self, stage: int) -> bool:
         """Whether a stage has parameters, and all of them are this process's."""
-        return len(self._kept[self._transport.rank][stage]) == len(self._lent.pieces[stage]) > 0
+        return len(self.kept(stage)) == len(self.lent.pieces[stage]) > 0
 
-    def fill(self, want: Want) -> None:
-        """Copy what this process has of a stage to where it is wanted."""
-        for number in self._kept[self._transport.rank][want.stage]:
-            place = self._lent.in_room(number, want.room)
-            # What there is no room for is at hand, where it is kept.
-            if place.numel():
-                place.copy_(self._values(number))
+    def kept(self, stage: int) -> list[int]:
+        """The pieces of a stage that are this process's, frozen ones with them."""
+        return self._kept[self._transport.rank][stage]
 
     def _given(self, gift: Gift | Want | None, peer: int) -> list[torch.Tensor]:
         """What a device is sent of a gift."""
@@ -114,13 +109,14 @@ class GroupCarrier(Carrier):
         """What a device wants that is this one's."""
         if not word.is_want:
             return []
-        return [self._values(number) for number in self._kept[self._transport.rank][word.stage]]
+        device = self._transport.device
+        return [self._values(number).to(device) for number in self.kept(word.stage)]
 
     def _awaited(self, gift: Gift | Want | None, peer: int) -> list[torch.Tensor]:
         """Where what a device has of the parameters that this one wants is to lie."""
         if not isinstance(gift, Want):
             return []
-        return [self._lent.in_room(number, gift.room) for number in self._kept[peer][gift.stage]]
+        return [self.lent.in_room(number, gift.room) for number in self._kept[peer][gift.stage]]
 
     def _brought(
         self,
@@ -200,6 +196,6 @@ class LineCarrier(Carrier):
             and gift.stage != ROOT
             and self._everybody.has_all_of(gift.stage)
         ):
-            self._everybody.fill(gift)
+            self._everybody.fill(gift, self._everybody.kept(gift.stage))
             return []
         return self._now.carry(gift)

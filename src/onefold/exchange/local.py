@@ -22,7 +22,8 @@ from onefold.core.storage import Storage
 from onefold.exchange.board import Board
 from onefold.exchange.carrier import AtOnce
 from onefold.exchange.exchange import Exchange
-from onefold.exchange.memory import Arrivals, Memory, Start, new_flat, write_first
+from onefold.exchange.frozenmemory import FrozenMemory
+from onefold.exchange.memory import Arrivals, FirstValues, Memory, Start, new_flat, write_first
 from onefold.exchange.relay import LocalRelay
 from onefold.exchange.spans import AsGiven, Partial, Spanned
 from onefold.exchange.transport import Alone
@@ -47,13 +48,24 @@ def local_exchange(
 
 
 class OneDeviceMemory(Memory):
-    """One device: the gradients are used where backward left them."""
+    """One device: the gradients are used where backward left them.
+
+    Args:
+        storage: the sizes.
+        start: the values of the model.
+        device: which one.
+        heap: where the model lies, if the device is the processor, or keeps nothing.
+    """
 
     def __init__(
         self, storage: Storage, start: Start, device: torch.device, heap: Heap = ORDINARY
     ) -> None:
         self.heap = heap
-        self.trained, self.other = _own_flats(storage, start, [device], heap)
+        self.is_lent = heap.apart
+        trained = None if self.is_lent else start.trained
+        self.trained, self.other = _own_flats(storage, trained, start.other, [device], heap)
+        if storage.frozen is not None:
+            self.frozen = FrozenMemory(storage, storage.frozen, 0, device, heap)
         self.board = Board.private(storage.board, device)
         self._given = AsGiven(storage.gradients)
 
@@ -61,7 +73,9 @@ class OneDeviceMemory(Memory):
         pass  # the device owns every span
 
     def follow_lead(self, buffers: FlatTensors) -> None:
-        pass  # it is the lead
+        # It is the lead; but what it keeps of frozen parameters is not what it computes with.
+        if self.frozen is not None and self.frozen.flat.is_there:
+            self.frozen.keep()
 
     def adopt_lead(self, values: torch.Tensor) -> None:
         pass  # it is the lead
@@ -106,7 +120,7 @@ class DevicesMemory(Memory):
         heap: Heap = ORDINARY,
     ) -> None:
         self.heap = heap
-        self.trained, self.other = _own_flats(storage, start, devices, heap)
+        self.trained, self.other = _own_flats(storage, start.trained, start.other, devices, heap)
         self.board = Board.private(storage.board, devices[0])
         self._storage = storage
         self._devices = devices
@@ -164,17 +178,28 @@ class DevicesMemory(Memory):
 
 
 def _own_flats(
-    storage: Storage, start: Start, devices: Sequence[torch.device], heap: Heap
+    storage: Storage,
+    trained: Sequence[torch.Tensor | FirstValues] | None,
+    other: Sequence[torch.Tensor | FirstValues],
+    devices: Sequence[torch.device],
+    heap: Heap,
 ) -> tuple[dict[int, FlatTensors], dict[int, FlatTensors]]:
-    """The start values in flat memory of each device: trained parameters, and other ones."""
-    trained, other = (
-        {number: new_flat(layout, device, heap) for number, device in enumerate(devices)}
-        for layout in (storage.parameters, storage.other)
-    )
-    for flats, values in ((trained, start.trained), (other, start.other)):
+    """The start values in flat memory of each device: trained parameters, and other ones.
+
+    Where no trained ones are given, there is no memory for them yet.
+    """
+    found = []
+    for layout, values in ((storage.parameters, trained), (storage.other, other)):
+        if values is None:
+            found.append(
+                {n: FlatTensors(layout, device=d, there=False) for n, d in enumerate(devices)}
+            )
+            continue
+        flats = {number: new_flat(layout, device, heap) for number, device in enumerate(devices)}
         first, *rest = flats.values()
         write_first(first, values)
         for flat in rest:
             for section, source in zip(flat.sections, first.sections, strict=True):
                 section.copy_(source)
-    return trained, other
+        found.append(flats)
+    return found[0], found[1]

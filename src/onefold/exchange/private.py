@@ -55,7 +55,7 @@ def collective_exchange(
         joined: the process group, whose ranks are the devices' numbers.
         roster: who takes part.
         timeout_s: the limit of the group, for error messages.
-        heap: where this process has its model, if its device is the processor.
+        heap: where this process has its model, if its device is the processor, or keeps nothing.
     """
     transport = GroupTransport(roster.devices[joined.group.rank()], joined, timeout_s, heap)
     memory = PrivateMemory(storage, start, transport, heap)
@@ -77,7 +77,7 @@ class PrivateMemory(Memory):
         storage: the sizes.
         start: this process's values, replaced by the lead's.
         transport: to the other devices.
-        heap: where the model lies, if the device is the processor.
+        heap: where the model lies, if the device is the processor, or keeps nothing.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class PrivateMemory(Memory):
         self._received: dict[Published, SpanTensors] = {}
         self.board = Board.private(storage.board, device)
         # A file takes no memory where there is none to spare; all else is with its owners.
-        self.is_lent = storage.stages is not None and not heap.on_disk
+        self.is_lent = storage.stages is not None and (heap.apart or not heap.on_disk)
         self.other = {rank: new_flat(storage.other, device, heap)}
         write_first(self.other[rank], start.other)
         if self.is_lent:
@@ -106,7 +106,7 @@ class PrivateMemory(Memory):
             self.trained = {rank: new_flat(storage.parameters, device, heap)}
             write_first(self.trained[rank], start.trained)
         if storage.frozen is not None:
-            self.frozen = FrozenMemory(storage, storage.frozen, rank, device)
+            self.frozen = FrozenMemory(storage, storage.frozen, rank, device, heap)
         self.follow_lead(start.buffers)
 
     def bind(self, roster: Roster) -> None:

@@ -37,6 +37,7 @@ class StageFold:
         """Of the model."""
         self._carrier = carrier
         self._own = own
+        self._heap = heap
         self._late: deque[list[Brought]] = deque()
         """What may still be on its way, of one event after the other."""
         self._sums = [StageSums(carrier.storage.shards, heap) for _ in range(len(self.stages))]
@@ -141,6 +142,8 @@ class StageFold:
             if not word.is_gift:
                 continue
             tensors = [pieces.get(number) for number in self._pieces[word.stage]]
+            if self._heap.apart:
+                tensors, lent = [None if t is None else self._heap.copy(t) for t in tensors], False
             given = StageSum(tensors, set(range(len(tensors))) if lent else set())
             self._sums[word.stage].put(word.shard, given, last=word.last)
             touched.add(word.stage)

@@ -33,6 +33,9 @@ _LEAST_BYTES = mmap.PAGESIZE
 class Heap:
     """PyTorch's own memory."""
 
+    apart: bool = False
+    """Whether devices compute in other memory than this, so that what is kept here is a copy."""
+
     @property
     def on_disk(self) -> bool:
         """Whether what is large lies in a file."""
@@ -72,7 +75,7 @@ ORDINARY = Heap()
 
 
 class DiskHeap(Heap):
-    """A file without a name. What is small, or on a GPU, is PyTorch's all the same.
+    """A file without a name. What is small is PyTorch's all the same.
 
     A tensor's place in the file is used again once nothing refers to its memory any more. The file
     is mapped in few parts, each as large as all before it: a process may have so many mappings,
@@ -80,13 +83,15 @@ class DiskHeap(Heap):
 
     Args:
         folder: where the file is; on a file system that is itself in memory nothing is gained.
+        apart: whether what is on a GPU is copied here when it is to be kept; otherwise it stays
+            there.
 
     Raises:
         OSError: no file can be made there.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, *, apart: bool = False) -> None:
+        self.folder, self.apart = folder, apart
         self._descriptor = new_disk_file(folder, 0)
         weakref.finalize(self, os.close, self._descriptor)
         self._nbytes = 0
@@ -99,13 +104,13 @@ class DiskHeap(Heap):
         self._live: set[int] = set()
 
     @classmethod
-    def at(cls, folder: str) -> DiskHeap:
+    def at(cls, folder: str, *, apart: bool = False) -> DiskHeap:
         """Make one in a folder; in that of temporary files if none is named.
 
         Says so if that is no disk.
         """
         place = home_of(folder)
-        made = cls(place)
+        made = cls(place, apart=apart)
         warn_of_memory(place)
         return made
 
@@ -128,15 +133,23 @@ class DiskHeap(Heap):
     def like(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         # On the meta device nothing is allocated, and the rules for strides are PyTorch's own.
         shape = torch.empty_like(tensor, dtype=dtype, device="meta", requires_grad=False)
-        if tensor.device.type != "cpu" or shape.nbytes < _LEAST_BYTES:
+        if not self._is_for(tensor):
             return super().like(tensor, dtype)
+        if shape.nbytes < _LEAST_BYTES:
+            return torch.empty_like(shape, device="cpu")
         return self.empty(shape.nbytes).view(shape.dtype).as_strided(shape.shape, shape.stride())
 
     def kept(self, tensor: torch.Tensor) -> torch.Tensor:
-        small = tensor.device.type != "cpu" or tensor.nbytes < _LEAST_BYTES
-        if small or tensor.untyped_storage().data_ptr() in self._live:
-            return tensor
-        return self.copy(tensor.detach())
+        if tensor.device.type == "cpu":
+            is_here = tensor.untyped_storage().data_ptr() in self._live
+            stays = is_here or tensor.nbytes < _LEAST_BYTES
+        else:
+            stays = not self.apart
+        return tensor if stays else self.copy(tensor.detach())
+
+    def _is_for(self, tensor: torch.Tensor) -> bool:
+        """Whether what is like a tensor lies on the host."""
+        return self.apart or tensor.device.type == "cpu"
 
     def trim(self) -> None:
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
