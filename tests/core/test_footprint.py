@@ -28,7 +28,7 @@ def test_a_file_is_large_enough() -> None:
     """1,682 MiB were measured for a model of 280."""
     sizes = Footprint(parameters=280, other=0, gradients=280, state=560, stage=12, shards=8)
     assert 1682 <= sizes.on_disk <= 1.2 * 1682
-    assert sizes.keeping_nothing == 48
+    assert sizes.keeping_nothing(together=True) == 48
 
 
 def test_with_one_shard_there_is_nothing_to_add_up() -> None:
@@ -40,6 +40,11 @@ def test_with_one_shard_there_is_nothing_to_add_up() -> None:
 def test_devices_apart_have_their_span_of_the_parameters_and_two_stages() -> None:
     apart = MEASURED.keeping_span(4, together=False) - MEASURED.keeping_span(4, together=True)
     assert apart == 2 * MEASURED.stage + MEASURED.other - MEASURED.other // 4
+
+
+def test_devices_apart_that_keep_nothing_have_two_stages() -> None:
+    apart = MEASURED.keeping_nothing(together=False) - MEASURED.keeping_nothing(together=True)
+    assert apart == 2 * MEASURED.stage + MEASURED.other
 
 
 def test_devices_apart_that_keep_all_have_all_parameters_each() -> None:

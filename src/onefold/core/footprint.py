@@ -25,8 +25,10 @@ class Footprint:
     (700, 375)
     >>> sizes.keeping_span(4, together=True), sizes.keeping_span(4, together=False)
     (145, 155)
-    >>> sizes.keeping_stages(4, 30, together=True), sizes.keeping_nothing, sizes.on_disk
-    (205, 20, 700)
+    >>> sizes.keeping_stages(4, 30, together=True), sizes.on_disk
+    (205, 700)
+    >>> sizes.keeping_nothing(together=True), sizes.keeping_nothing(together=False)
+    (20, 30)
     """
 
     parameters: int
@@ -68,10 +70,12 @@ class Footprint:
         sums = share * (1 + self._levels(self.shards))
         return sums + state + self._values(devices, together=together)
 
-    @property
-    def keeping_nothing(self) -> int:
-        """The same for devices whose model is in a file."""
-        return _OF_A_STAGE * self.stage
+    def keeping_nothing(self, *, together: bool) -> int:
+        """The same for devices whose model is in a file, or, if not ``together``, is brought."""
+        needed = _OF_A_STAGE * self.stage
+        if together:
+            return needed
+        return needed + self.other + _STAGES_AT_HAND * (self.stage + self.frozen_stage)
 
     @property
     def on_disk(self) -> int:

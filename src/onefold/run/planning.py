@@ -62,7 +62,7 @@ def plan_instead(
                 "all": sizes.keeping_all(count, together=together),
                 "span": sizes.keeping_span(count, together=together),
                 "stages": _in_line(sizes, stages, count, together=together),
-                "host": sizes.keeping_nothing,
+                "host": sizes.keeping_nothing(together=together),
                 "disk": sizes.on_disk,
             }
             for count in world.options.plan_devices
