@@ -4,6 +4,7 @@ behind there."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +14,20 @@ import torch.nn.functional as F
 from torch import nn
 
 import onefold
-from onefold.core.options import RunOptions
+from onefold.core.options import KeepName, RunOptions
 from onefold.core.world import World
+from onefold.engine.lending import SpanLending
 from onefold.engine.update import SpanOptimizer
-from onefold.engine.visits import change_at, updating_at
+from onefold.engine.visits import Visits, change_at
 from onefold.system import heap
 from onefold.system.heap import DiskHeap
 from tests.apart import TwoMemories, apart
 from tests.bits.large import GPT, TOKENS
 
 CPU = torch.device("cpu")
-EXACT = {"_foreach_add_", "add", "add_", "sum", "clone"}
-"""What the host may compute: sums of two have the same bits everywhere, and the others look whether
-values are finite, or copy them."""
+EXACT = {"_foreach_add_", "add", "add_", "_foreach_mul_", "clamp_", "sum", "clone"}
+"""What the host may compute: sums of two, and products with one number, have the same bits
+everywhere; the others look whether values are finite, or copy them."""
 SEEN_ON_THE_HOST = {"equal", "where", "eq"}
 """What comes to the host to be compared, by ``.to``, which cannot be told on a machine without a
 GPU."""
@@ -122,7 +124,7 @@ def test_that_a_mixture_would_be_seen(
     monkeypatch.setattr(SpanOptimizer, "is_apart", False)
     with TwoMemories(home_of(trainer)) as seen:
         trainer.step(LONG)
-    assert seen.at_home >= {"_foreach_mul_", "addcmul_", "lerp_"}
+    assert seen.at_home >= {"addcmul_", "lerp_"}
 
 
 def test_between_steps_the_device_has_nothing(trainer: onefold.Trainer) -> None:
@@ -164,10 +166,11 @@ def test_an_update_on_a_visit_is_the_plain_one(
     plain, away = nn.Parameter(first.clone()), nn.Parameter(home.copy(first))
     stays = away.data_ptr()
     optimizers = [kinds()[kind]([p]) for p in (plain, away)]
+    visits = Visits(CPU, home)
     for _ in range(3):
         gradient = torch.randn(6, 5, generator=generator).t()
         plain.grad = gradient.clone()
-        with updating_at(CPU, optimizers[1], [[away]], home):
+        with visits.updating(optimizers[1], [[away]]):
             assert away.data_ptr() != stays
             away.grad = gradient.clone()
             optimizers[1].step()
@@ -192,7 +195,7 @@ def test_values_come_home_when_an_update_fails(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD([parameter], lr=0.1)
 
     def failing() -> None:
-        with updating_at(CPU, optimizer, [[parameter]], home):
+        with Visits(CPU, home).updating(optimizer, [[parameter]]):
             parameter.data.fill_(2)
             raise ArithmeticError
 
@@ -200,6 +203,82 @@ def test_values_come_home_when_an_update_fails(tmp_path: Path) -> None:
         failing()
     assert parameter.data_ptr() == stays
     assert bool((parameter == 2).all())
+
+
+def test_all_go_home_when_one_cannot_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = DiskHeap(tmp_path, apart=True)
+    parameters = [nn.Parameter(home.copy(torch.ones(2000))) for _ in range(3)]
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    for parameter in parameters:
+        parameter.grad = torch.ones(2000)
+    optimizer.step()
+
+    def places() -> list[int]:
+        state = [optimizer.state[parameter]["momentum_buffer"] for parameter in parameters]
+        return [tensor.data_ptr() for tensor in (*parameters, *state)]
+
+    stay = places()
+    moved = torch.Tensor.to
+    calls = 0
+
+    def full(tensor: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 4:  # the state of the second
+            raise torch.OutOfMemoryError
+        return moved(tensor, *given, **named)
+
+    monkeypatch.setattr(torch.Tensor, "to", full)
+    with (
+        pytest.raises(torch.OutOfMemoryError),
+        Visits(CPU, home).updating(optimizer, [parameters]),
+    ):
+        pytest.fail("one could not come")
+    assert places() == stay
+
+
+class Counting(torch.optim.Optimizer):
+    """Keeps a count of one dimension beside the values, and notes where it finds it."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+        self.found: list[int] = []
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if not state:
+                state["step"] = parameter.new_zeros(1)
+            self.found.append(state["step"].data_ptr())
+            state["step"] += 1
+            parameter -= 0.1 * parameter.grad / state["step"]
+
+
+def test_state_comes_along_if_it_was_on_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heap, "_LEAST_BYTES", 1)
+    home = DiskHeap(tmp_path, apart=True)
+    parameter = nn.Parameter(home.copy(torch.ones(2000)))
+    optimizer, visits = Counting([parameter]), Visits(CPU, home)
+
+    def update() -> int:
+        with visits.updating(optimizer, [[parameter]]):
+            parameter.grad = torch.ones(2000)
+            optimizer.step()
+        kept: int = optimizer.state[parameter]["step"].data_ptr()
+        return kept
+
+    update()
+    kept = update()
+    assert optimizer.found[1] != kept
+    # As if the optimizer had had it on the host: there it stays.
+    visits._came[parameter] = frozenset()
+    assert update() == kept == optimizer.found[2]
+    assert optimizer.state[parameter]["step"].item() == 3
+    visits.forget(parameter)
+    assert parameter not in visits._came
 
 
 def test_gradients_are_changed_where_they_are_kept() -> None:
@@ -214,3 +293,125 @@ def test_gradients_are_changed_where_they_are_kept() -> None:
     change_at(CPU, tensors, change)
     assert alone == [1, 1]
     assert [tensor.tolist() for tensor in tensors] == [[2.0] * 3, [10.0] * 2]
+
+
+# What one device alone may do, it may do here as well.
+
+
+def make_trainer(
+    keep: KeepName, monkeypatch: pytest.MonkeyPatch, **settings: Any
+) -> onefold.Trainer:
+    world = World(options=RunOptions(keep=keep))
+    monkeypatch.setattr("onefold.trainer.current_world", lambda: world)
+    torch.manual_seed(1)
+    model = GPT(tied=False)
+    model.blocks[0].requires_grad_(False)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    settings = {"shards": 4, "clip_norm": 0.1, "loss": next_token, **settings}
+    make = settings.pop("optimizer", lambda p: torch.optim.AdamW(p, lr=0.01))
+    return onefold.Trainer(model, make(trained), threads=1, **settings)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("precision", [None, "bf16-params"])
+def test_what_a_script_changes_while_all_is_there_is_kept(
+    precision: Any, inside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    with apart():
+        for keep in ("all", "host"):
+            trainer = make_trainer(keep, monkeypatch, precision=precision)
+            trainer.step(LONG)
+            with trainer.whole():
+                with torch.no_grad():
+                    for parameter in trainer.model.parameters():
+                        parameter.mul_(1.5)
+                if inside:
+                    trainer.step(LONG)
+            trainer.step(LONG)
+            found.append(trainer.fingerprint())
+            trainer.close()
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("shards", [1, 4])
+def test_what_a_loss_writes_to_a_parameter_is_refused_at_any_step(
+    shards: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    masks = False
+
+    def masked(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+        if masks:
+            with torch.no_grad():
+                model.get_parameter("head.weight").mul_(1.5)
+        return next_token(model, tokens)
+
+    with apart():
+        trainer = make_trainer("host", monkeypatch, loss=masked, shards=shards)
+        for _ in range(5):
+            trainer.step(LONG)
+        masks = True
+        with pytest.raises(onefold.errors.StateError, match=r"head\.weight"):
+            trainer.step(LONG)
+        trainer.close()
+
+
+@pytest.mark.parametrize("kind", kinds())
+@pytest.mark.parametrize(
+    "settings",
+    [{"shards": 1}, {"precision": "bf16-params"}, {"precision": "fp16", "on_nonfinite": "skip"}],
+    ids=["one shard", "bf16-params", "fp16"],
+)
+def test_optimizers_and_precisions(
+    kind: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    with apart():
+        for keep in ("all", "host"):
+            trainer = make_trainer(keep, monkeypatch, optimizer=kinds()[kind], **settings)
+            seen: Any = TwoMemories(home_of(trainer)) if keep == "host" else nullcontext()
+            with seen:
+                for _ in range(3):
+                    trainer.step(LONG)
+            found.append(trainer.fingerprint())
+            trainer.close()
+    assert found[0] == found[1]
+    assert seen.mixed <= SEEN_ON_THE_HOST
+    assert seen.at_home <= EXACT
+
+
+def test_the_whole_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    with apart():
+        for keep in ("all", "host"):
+            trainer = make_trainer(keep, monkeypatch)
+            seen: Any = TwoMemories(home_of(trainer)) if keep == "host" else nullcontext()
+            with seen:
+                trainer.gradient(LONG)
+            given = [p.grad for p in trainer.model.parameters() if p.requires_grad]
+            found.append([grad.clone() for grad in given if grad is not None])
+            trainer.close()
+    assert all(map(torch.equal, *found))
+    assert seen.mixed <= SEEN_ON_THE_HOST
+    assert seen.at_home <= EXACT
+
+
+def test_what_is_packed_for_a_checkpoint_is_not_pinned(trainer: onefold.Trainer) -> None:
+    room = trainer._session.engine.exchange.transport.room(5000)
+    assert room.untyped_storage().data_ptr() in home_of(trainer)._live
+
+
+def test_a_gradient_is_refused_also_where_no_room_is_to_name_it(
+    trainer: onefold.Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer.step(LONG)
+
+    def full(_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(SpanLending, "_fetch_all", full)
+    weight: Any = trainer.model.get_parameter("head.weight")
+    hook = weight.register_hook(lambda gradient: gradient * torch.nan)
+    with pytest.raises(onefold.errors.GradientError, match=r"of step 2 is not finite .*room for"):
+        trainer.step(LONG)
+    hook.remove()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -30,7 +30,7 @@ from onefold.engine.leftovers import allow_clipping
 from onefold.engine.lending import lending_of
 from onefold.engine.linerun import line_of
 from onefold.engine.modes import in_mode
-from onefold.engine.nonfinite import FiniteCheck, bad_gradient
+from onefold.engine.nonfinite import FiniteCheck, bad_gradient, named_if_room
 from onefold.engine.objective import objectives_of
 from onefold.engine.optimizers import Optimizers
 from onefold.engine.outcome import Outcome
@@ -112,6 +112,7 @@ class Engine:
         self._whole = WholeGradient(replicas[0], update, exchange)
         self._values = ValueTrade(replicas, exchange)
         self._mode_warning = ModeWarning(self._module, on_lead=replicas[0].number == 0)
+        self._is_lent = exchange.memory.is_lent
         self._updating = self._torn = False
         self.gradient_ready: Callable[[float], None] | None = None
         """Called before clipping and update with the weight that the gradient is divided by."""
@@ -237,7 +238,7 @@ class Engine:
         failure, norm = self._finite.of_loss(batch, number, now=now), None
         if weight.value > 0 and not failure:
             norm = self._gradient(batch, weight)
-            bad = partial(self._name_bad_gradient, batch)
+            bad = partial(named_if_room, self._name_bad_gradient, batch, number, alone=self._alone)
             # Whoever compares gradients reports what is not finite in them as well.
             if self.gradient_ready is None:
                 failure = self._finite.of_gradient(norm, number, bad)
@@ -344,7 +345,7 @@ class Engine:
             due=due,
             left_out=objective.left_out,
         )
-        if self._alone and several:
+        if self._alone and (several or self._is_lent):
             # What the user has changed since the last step is the user's affair.
             self._guard.note(values=due)
         watched = due and several  # one shard may do what a plain loop may
@@ -371,7 +372,8 @@ class Engine:
         """A block before a step in which this process has all parameters; called on all devices."""
         if not self.lending.is_whole:
             self.agree(StepHead(Call.WHOLE, step))
-        with self.lending.whole():
+        with self.lending.whole(), ExitStack() as leaving:
+            leaving.callback(self.follow_parameters)
             yield
 
     def _at_hand(self) -> AbstractContextManager[None]:
@@ -397,7 +399,7 @@ class Engine:
         for replica in self.replicas if exchange.stages is None else ():
             with self.attached(replica), before(replica):
                 gradients = run_share(replica, batch, task, exchange, done)
-        if task.shards > 1:
+        if task.shards > 1 or self._is_lent:
             # Before `collect`: no process must update with what was computed of such parameters.
             self._guard.refuse_writing(task.step, values=self._turns.due)
         watch = self.replicas[0].watch
@@ -419,11 +421,12 @@ class Engine:
         return norm
 
     def follow_parameters(self) -> None:
-        """Have masters follow what one device alone, which may, has changed between steps."""
+        """Have what is kept follow what one device alone, which may, changed between steps."""
         # They are not to follow averages that the model shows, nor parameters that are not here.
-        follows = self._alone and self.lending.is_whole and not self.averaging.is_shown
-        if follows and self.update.storage.rounds:
+        here = self.lending.is_whole and not self.averaging.is_shown
+        if self._alone and here and (self._is_lent or self.update.storage.rounds):
             self.update.follow_parameters()
+            self.exchange.memory.follow_lead(self.replicas[0].buffers.flat)
 
     def _update(self, norm: torch.Tensor) -> None:
         start = self.replicas[0].watch.now()

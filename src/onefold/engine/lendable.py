@@ -203,7 +203,7 @@ class Lendable:
             )
             raise StateError(
                 f"parameter {self._names[written]} was written to while it was computed with "
-                f"({what} does so): other devices have it as well, and would not follow. "
+                f"({what} does so), and not where it is kept: other shards would not follow. "
                 f"Write to it between steps, in `with trainer.changing():`, or {instead}"
             )
 

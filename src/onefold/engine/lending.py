@@ -148,8 +148,8 @@ class SpanLending(Lending):
     def refuse_call(self, call: Call) -> None:
         if self._is_answered:
             raise RuntimeError(
-                f"{call.words} was called while a shard was computed, for which devices bring each "
-                f"other parameters (--keep): expected calls of the trainer between "
+                f"{call.words} was called while a shard was computed, for which parameters are "
+                f"brought to each device (--keep): expected calls of the trainer between "
                 f"shards. trainer.evaluate and trainer.predict allow them in "
                 f"`with trainer.whole():`"
             )
@@ -334,6 +334,8 @@ class SpanLending(Lending):
 
     def _look_ahead(self, course: Course, stage: int) -> None:
         """Have the stage brought that is likely to be the next one after this."""
+        if not self._fold.brings_ahead:
+            return
         following = course.after(stage, self._in_backward)
         if following is None or following in self._rooms or following in self._coming:
             return

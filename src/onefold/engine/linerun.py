@@ -123,12 +123,13 @@ def _tell(stages: Stages, lines: int, shards: int) -> None:
         parts.append(named[0] if len(named) == 1 else f"{named[0]} to {named[-1]}")
     most = -(-shards // lines)
     _log.warning(
-        "%s of %d devices: %s. With %d shards%s a step takes %.0f %% longer than the work of one "
+        "%s of %d devices: %s. With %d shard%s%s a step takes %.0f %% longer than the work of one "
         "device, waiting for others: more shards wait less",
         "a line" if lines == 1 else f"{lines} lines side by side, each",
         stages.line,
         " | ".join(parts),
         most,
+        "" if most == 1 else "s",
         "" if lines == 1 else " in a line",
         100 * waiting(stages.line, most),
     )

@@ -31,7 +31,7 @@ from onefold.engine.replica import Replica, ShardTask
 from onefold.errors import GradientError, LossError
 from onefold.exchange.exchange import Exchange
 
-__all__ = ["FiniteCheck", "bad_gradient"]
+__all__ = ["FiniteCheck", "bad_gradient", "named_if_room"]
 
 _ADVICE = (
     "Look at these samples: a mean over nothing (targets that are all ignored, an empty mask) is "
@@ -187,6 +187,28 @@ def _bad_loss(totals: torch.Tensor, batch: ShardedBatch, step: int) -> str:
                 f"{batch.describe(shard)}"
             )
     return ""
+
+
+def named_if_room(
+    name: Callable[[ShardedBatch], str], batch: ShardedBatch, step: int, *, alone: bool
+) -> str:
+    """Describe the first gradient that is not finite, as far as there is room to find it.
+
+    Args:
+        name: finds it, for which it takes all parameters at once.
+        batch: the step's.
+        step: number of the step.
+        alone: whether this is the only device: others would wait for one that gives up.
+    """
+    try:
+        return name(batch)
+    except torch.OutOfMemoryError:
+        if not alone:
+            raise
+        return (
+            f"the gradient of step {step} is not finite (to name the shard takes room for all "
+            f"parameters on the device, which there is not)"
+        )
 
 
 def bad_gradient(

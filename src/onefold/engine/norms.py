@@ -106,7 +106,7 @@ class PieceNorms:
             widened: whether gradients are in the dtype in which sums are.
         """
         layout = self._storage.gradients if widened else self._storage.parameters
-        norms = self._by_parameter(owned, gradients, gave, share, torch.linalg.vector_norm)
+        norms = self._by_parameter(owned, gradients, gave, share, lambda each: plain_norm([each]))
         # Norms of one number each are that number: what remains is the norm of the norms, in the
         # order in which PyTorch goes through gradients of several dtypes.
         norm = plain_norm([norms[n].to(layout.dtype_of(n)).reshape(1) for n in norms])

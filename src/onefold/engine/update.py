@@ -13,7 +13,7 @@ piece, the very same object must stand for it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,7 +31,7 @@ from onefold.engine.ownedpiece import OwnedPiece, cut_state
 from onefold.engine.stephooks import explain_state_dict, refuse_own_steps, steps_by_parameter
 from onefold.engine.updatedraws import UpdateDraws
 from onefold.engine.updateparts import Part, parts_of
-from onefold.engine.visits import change_at, updating_at
+from onefold.engine.visits import Visits, change_at
 from onefold.system.compat import copy_each, multiply_each
 from onefold.system.heap import ORDINARY, Heap
 
@@ -90,6 +90,7 @@ class SpanOptimizer:
         self._each = optimizers_in(optimizer).values()
         TAKEN.update(self._each)
         self._device = next(iter(memory.values())).device
+        self._visits = Visits(self._device, heap)
         self._draws = UpdateDraws(self._each, {flat.device for flat in memory.values()})
         self._stepping = False
         # First the pieces, then the state that is cut as they are.
@@ -115,6 +116,7 @@ class SpanOptimizer:
         self._apart = [(item, item.home) for item in self.owned if item.home is not None]
         for item in before.values():
             self.optimizer.state.pop(item.values, None)
+            self._visits.forget(item.values)
         self.norms = PieceNorms(self.storage, self._memory, roster.spans)
         self.averages.keep({item.number for item in self.owned})
         self.gradients = [None] * len(self.owned)
@@ -206,19 +208,21 @@ class SpanOptimizer:
         Args:
             factor: a number, or a () tensor, which the host does not read.
         """
-        self._change(partial(_scale, factor=factor))
+        gradients = [gradient for gradient in self.gradients if gradient is not None]
+        if not gradients:
+            return  # no parameter of this span got one
+        if isinstance(factor, float):
+            multiply_each(gradients, factor)
+        elif self.is_apart:
+            change_at(self._device, gradients, partial(_scale, factor=factor))
+        else:
+            _scale(gradients, factor)
 
     def limit(self, magnitude: float) -> None:
         """Limit each element of all gradients of this process's pieces to a magnitude."""
-        self._change(partial(_limit, magnitude=magnitude))
-
-    def _change(self, change: Callable[[list[torch.Tensor]], None]) -> None:
-        """Change the gradients in place, where the device computes."""
-        gradients = [gradient for gradient in self.gradients if gradient is not None]
-        if self.is_apart:
-            change_at(self._device, gradients, change)
-        elif gradients:  # no parameter of this span may have got one
-            change(gradients)
+        for gradient in self.gradients:
+            if gradient is not None:
+                gradient.clamp_(-magnitude, magnitude)
 
     def drop(self) -> None:
         """Let go of the gradients taken, of a step that is skipped."""
@@ -253,7 +257,7 @@ class SpanOptimizer:
         for group, pieces in zip(self.optimizer.param_groups, part.divided, strict=True):
             group["params"] = pieces
         if self.is_apart:
-            with updating_at(self._device, self.optimizer, part.divided, self._heap):
+            with self._visits.updating(self.optimizer, self._visitors(part)):
                 self._update(part)
         else:
             self._update(part)
@@ -262,6 +266,14 @@ class SpanOptimizer:
                 values.grad = self.gradients[place] = None
                 self._keep(self.optimizer.state.get(values, {}))
             self._heap.trim()
+
+    def _visitors(self, part: Part) -> Sequence[Sequence[torch.Tensor]]:
+        """For each group, the pieces that the optimizer looks at."""
+        pairs = zip(part.places, part.values, strict=True)
+        # PyTorch's own look at none without a gradient.
+        idle = {id(values) for place, values in pairs if self.gradients[place] is None}
+        idle = idle if steps_by_parameter(self._each) else set()
+        return [[each for each in pieces if id(each) not in idle] for pieces in part.divided]
 
     def _update(self, part: Part) -> None:
         for place, values in zip(part.places, part.values, strict=True):
@@ -428,10 +440,7 @@ class SpanOptimizer:
                 self._keep(self.optimizer.state[item.values])
 
 
-def _scale(gradients: list[torch.Tensor], factor: float | torch.Tensor) -> None:
-    if isinstance(factor, float):
-        multiply_each(gradients, factor)
-        return
+def _scale(gradients: list[torch.Tensor], factor: torch.Tensor) -> None:
     # A list on several devices or of several dtypes falls back to a kernel for each tensor.
     alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for gradient in gradients:
@@ -439,8 +448,3 @@ def _scale(gradients: list[torch.Tensor], factor: float | torch.Tensor) -> None:
     # The factor keeps its own dtype, as in clip_grad_norm_: rounded to bfloat16 it would be coarse.
     for (device, _), group in alike.items():
         multiply_each(group, factor.to(device))
-
-
-def _limit(gradients: list[torch.Tensor], magnitude: float) -> None:
-    for gradient in gradients:
-        gradient.clamp_(-magnitude, magnitude)

@@ -2,34 +2,25 @@
 
 Note: what is computed where
 ----------------------------
-Where a device keeps nothing, sums of gradients are added up in the memory of the host: an addition
-of two numbers has the same bits everywhere. All else is computed on the device, one piece or one
-stage at a time, as processors and GPUs order the additions of a norm differently, and round a
-product that is added at once in another place.
+Where a device keeps nothing, gradients are added up in the memory of the host: a sum of two numbers
+has the same bits everywhere, and so has a product with one number that the host knows. (A script
+that flushes denormal numbers on the host has others there.) All else is computed on the device, one
+piece or one stage at a time, as processors and GPUs order the additions of a norm differently, and
+round a product that is added at once in another place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 
 from onefold.system.heap import Heap
 
-__all__ = ["change_at", "updating_at"]
-
-
-class _Visitor(NamedTuple):
-    """A piece that is on a device for a while."""
-
-    values: torch.Tensor
-    """What the optimizer knows the piece by."""
-    stays: torch.Tensor
-    """Where its values are kept."""
-    state: dict[str, torch.Tensor]
-    """Where what came along of its state is kept, by key."""
+__all__ = ["Visits", "change_at"]
 
 
 def change_at(
@@ -50,63 +41,89 @@ def change_at(
         tensor.copy_(there)
 
 
-@contextmanager
-def updating_at(
-    device: torch.device,
-    optimizer: torch.optim.Optimizer,
-    divided: Sequence[Sequence[torch.Tensor]],
-    heap: Heap,
-) -> Iterator[None]:
-    """Have pieces and their state on a device inside this context, and keep what becomes of them.
+class Visits:
+    """Brings pieces and their state to a device while they are updated.
 
     Args:
         device: where.
-        optimizer: whose state it is.
-        divided: for each group of the optimizer, the values of those of its pieces that are wanted.
         heap: where they are kept otherwise.
     """
-    visitors = []
-    for group, pieces in zip(optimizer.param_groups, divided, strict=True):
-        # A count of steps is read on the host, but by kernels that want it on the device.
-        counts = bool(group.get("capturable") or group.get("fused"))
-        visitors += [_come(values, device, optimizer, counts=counts) for values in pieces]
-    try:
-        yield
-    finally:
-        for visitor in visitors:
-            _leave(visitor, optimizer, heap)
 
+    def __init__(self, device: torch.device, heap: Heap) -> None:
+        self._device = device
+        self._heap = heap
+        self._came: dict[torch.Tensor, frozenset[str]] = {}
+        """For each piece that has been updated, what of its state the optimizer had there."""
 
-def _come(
-    values: torch.Tensor, device: torch.device, optimizer: torch.optim.Optimizer, *, counts: bool
-) -> _Visitor:
-    stays: torch.Tensor = values.data
-    state: dict[str, Any] = optimizer.state.get(values, {})
-    along = {
-        key: value
-        for key, value in state.items()
-        if isinstance(value, torch.Tensor) and (key != "step" or counts)
-    }
-    # Through .data, as the optimizer finds the state by this very object.
-    values.data = stays.to(device, copy=True)
-    state.update({key: value.to(device, copy=True) for key, value in along.items()})
-    return _Visitor(values, stays, along)
+    def forget(self, values: torch.Tensor) -> None:
+        """Forget a piece, which another process owns now."""
+        self._came.pop(values, None)
 
+    @contextmanager
+    def updating(
+        self, optimizer: torch.optim.Optimizer, divided: Sequence[Collection[torch.Tensor]]
+    ) -> Iterator[None]:
+        """Have pieces on the device inside this context; what becomes of them is kept.
 
-def _leave(visitor: _Visitor, optimizer: torch.optim.Optimizer, heap: Heap) -> None:
-    values, stays, along = visitor
-    values.grad = None
-    stays.copy_(values.data)
-    values.data = stays
-    state: dict[str, Any] = optimizer.state.get(values, {})
-    for key, value in state.items():
-        if not isinstance(value, torch.Tensor):
-            continue
-        before = along.get(key)
-        if before is not None and _are_alike(before, value):
-            state[key] = before.copy_(value)
-        else:
-            state[key] = heap.kept(value)
+        Args:
+            optimizer: whose pieces they are.
+            divided: for each group of the optimizer, the values of those of its pieces that come.
+        """
+        # Each leaves, whatever happens to others, and also if some cannot come.
+        with ExitStack() as leaving:
+            for group, pieces in zip(optimizer.param_groups, divided, strict=True):
+                # Of a state that was loaded: counts of steps are read on the host, but by kernels
+                # that want them on the device.
+                counts = bool(group.get("capturable") or group.get("fused"))
+                for values in pieces:
+                    self._come(values, optimizer, leaving, counts=counts)
+            yield
+
+    def _come(
+        self,
+        values: torch.Tensor,
+        optimizer: torch.optim.Optimizer,
+        leaving: ExitStack,
+        *,
+        counts: bool,
+    ) -> None:
+        stays: torch.Tensor = values.data
+        state: dict[str, Any] = optimizer.state.get(values, {})
+        known = self._came.get(values)
+        along = {
+            key: value
+            for key, value in state.items()
+            if isinstance(value, torch.Tensor)
+            and (key in known if known is not None else key != "step" or counts)
+        }
+        leaving.callback(partial(self._leave, values, stays, along, optimizer))
+        # Through .data, as the optimizer finds the state by this very object.
+        values.data = stays.to(self._device, copy=True)
+        for key, value in along.items():
+            state[key] = value.to(self._device, copy=True)
+
+    def _leave(
+        self,
+        values: torch.Tensor,
+        stays: torch.Tensor,
+        along: dict[str, torch.Tensor],
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        values.grad = None
+        if values.data_ptr() != stays.data_ptr():
+            stays.copy_(values.data)
+            values.data = stays
+        state: dict[str, Any] = optimizer.state.get(values, {})
+        tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+        self._came[values] = frozenset(
+            key for key, value in tensors.items() if value.device == self._device
+        )
+        for key, value in tensors.items():
+            before = along.get(key)
+            if before is not None and _are_alike(before, value):
+                state[key] = before.copy_(value)
+            else:
+                state[key] = self._heap.kept(value)
 
 
 def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -168,6 +168,11 @@ class Carrier(ABC):
         be filled where every device has all parameters.
         """
 
+    @property
+    def brings_ahead(self) -> bool:
+        """Whether parameters that are wanted ahead of their use come while others are used."""
+        return True
+
     @abstractmethod
     def await_rooms(self) -> None:
         """Wait until what was wanted ahead of its use is there, and what others wanted has left."""
@@ -230,6 +235,10 @@ class AtOnce(Carrier):
         # The gradients are nobody else's, so they may take sums.
         at_home = {n: piece.to(self._homes[n], non_blocking=True) for n, piece in pieces.items()}
         return [Brought(gift.word, at_home, self._lends)]
+
+    @property
+    def brings_ahead(self) -> bool:
+        return False
 
     def await_rooms(self) -> None:
         pass  # nothing is on its way

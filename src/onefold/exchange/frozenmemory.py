@@ -104,7 +104,7 @@ class FrozenMemory:
     def has_all_of(self, stage: int) -> bool:
         """Whether all frozen parameters of a stage lie where this device computes.
 
-        Also where there are none.
+        Also where there are none, but not if this device's part is in other memory.
         """
         return self._is_all[stage]
 

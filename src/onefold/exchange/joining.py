@@ -55,7 +55,8 @@ def join(
         description: what must be the same in every process, in bytes that can be compared.
         compare: raises if the descriptions of all processes differ.
         timeout_s: the longest wait for another device.
-        heap: where the model of this process lies, if its devices are the processor.
+        heap: where the model of this process lies, if its devices are the processor or keep
+            nothing.
 
     Raises:
         DisagreementError: another device has another description, or is of another kind.

@@ -86,6 +86,11 @@ class StageFold:
         """Have the parameters of a stage brought; may block until other devices make a call."""
         self._take(self._carrier.carry(want))
 
+    @property
+    def brings_ahead(self) -> bool:
+        """See `Carrier.brings_ahead`."""
+        return self._carrier.brings_ahead
+
     def await_rooms(self) -> None:
         """Wait for what was wanted ahead of its use; see `Carrier.await_rooms`."""
         self._carrier.await_rooms()

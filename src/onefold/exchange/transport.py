@@ -168,10 +168,13 @@ class Alone(Transport):
 def roomy(
     memory: torch.Tensor | None, nbytes: int, device: torch.device, heap: Heap
 ) -> torch.Tensor:
-    """Return ``memory`` if it is large enough, or new host memory that ``device`` can copy to."""
+    """Return ``memory`` if it is large enough, or new host memory that ``device`` can copy to.
+
+    What is kept apart from the device lies on the host already, and so goes to the same place.
+    """
     if memory is not None and memory.numel() >= nbytes:
         return memory
-    if device.type != "cuda":
+    if device.type != "cuda" or heap.apart:
         return heap.empty(nbytes)
     # Pinned for a GPU, which otherwise copies through a buffer of the driver's, and slower.
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
