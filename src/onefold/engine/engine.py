@@ -78,7 +78,7 @@ class Engine:
         self.replicas, self.exchange = replicas, exchange
         self.roster = roster
         """Who takes part; `bind` sets it."""
-        self.update = update
+        self.update, self._is_lent = update, exchange.memory.is_lent
         self.losses = losses
         """The user's, by name."""
         self.seed, self._deterministic, self._frozen = settings.seed, settings.deterministic, frozen
@@ -112,7 +112,6 @@ class Engine:
         self._whole = WholeGradient(replicas[0], update, exchange)
         self._values = ValueTrade(replicas, exchange)
         self._mode_warning = ModeWarning(self._module, on_lead=replicas[0].number == 0)
-        self._is_lent = exchange.memory.is_lent
         self._updating = self._torn = False
         self.gradient_ready: Callable[[float], None] | None = None
         """Called before clipping and update with the weight that the gradient is divided by."""
