@@ -259,6 +259,60 @@ def test_in_blocks_of_the_script() -> None:
     assert found[0][0] == found[0][1] == found[0][2] != found[0][3]
 
 
+class Row(nn.Module):
+    """Layers that a line of devices can share out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(FEATURES, FEATURES) for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def changed_in_a_block(how: str, factors: tuple[float, ...] = (2.0,)) -> str:
+    """What the error says of a change to one parameter, or the fingerprint."""
+    trainer = trained(Row, timeout_s=20)
+    model: Any = trainer.model
+    weight = model.layers[2].weight
+    try:
+        with trainer.whole():
+            for factor in factors:
+                with torch.no_grad():
+                    (weight.data if "data" in how else weight).mul_(factor)
+            if "step" in how:
+                trainer.step(samples())
+        trainer.step(samples())
+    except onefold.errors.OnefoldError as error:
+        return str(error)
+    return trainer.fingerprint()
+
+
+@pytest.mark.parametrize("keep", ["span", "stages"])
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("in place", "layers.2.weight was written to in `with trainer.whole():`"),
+        ("data", "layers.2.weight was written to in `with trainer.whole():`"),
+        ("step in place", "layers.2.weight changed since the call before"),
+        ("step data", "parameters (through .data) changed since the call before"),
+    ],
+)
+def test_what_is_changed_where_the_model_is_read_is_refused(
+    how: str, words: str, keep: Any
+) -> None:
+    assert words in launched(changed_in_a_block, how, keep=keep)
+
+
+@pytest.mark.parametrize("how", ["data", "step data"])
+def test_what_is_as_it_was_is_no_change(how: str) -> None:
+    found = launched(changed_in_a_block, how, (-1.0, -1.0))
+    assert found == launched(changed_in_a_block, how, ())
+    assert len(found) == 16
+
+
 def compiled_score() -> Callable[[Any, Any], Any]:
     return torch.compile(scored, backend="eager")
 

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from onefold.core.head import Call, Said, StepHead, checksum, read_said
 from onefold.engine.guard import Samples, Turns, ValueGuard
 from onefold.engine.outside import OutsideModules
+from onefold.engine.ownedpiece import shown_otherwise
 from onefold.engine.replica import Replica
 from onefold.engine.settings import GroupSettings
 from onefold.engine.update import SpanOptimizer
@@ -167,7 +168,16 @@ class Agreement:
         """Find a parameter changed since the last call; compute a checksum of sampled values."""
         # In common memory all processes read the very same values, and cannot drift apart.
         of_all = not self._exchange.memory.is_common
-        return self.guard.look(also=self._buffers, due=due, of_all=of_all)
+        changed, values = self.guard.look(also=self._buffers, due=due, of_all=of_all)
+        return changed or self._look_where_lent(), values
+
+    def _look_where_lent(self) -> int:
+        """Find a change that nobody counts, where all parameters are here for a while."""
+        update = self._update
+        if not self._exchange.memory.is_lent or not update.is_whole or self.averaged:
+            return 0
+        found = shown_otherwise(update.owned, update.values_of)
+        return 0 if found is None else len(self._parts.named) + 1
 
     def _words_of_change(self, said: Said, head: StepHead) -> str:
         """Say which parameter was changed, and by whom."""

@@ -29,8 +29,15 @@ class Lending:
         """Those that this process does not always have, as `Storage.lent_layout` numbers them."""
         return ()
 
-    def whole(self) -> AbstractContextManager[None]:
-        """A block in which this process has all parameters; called on all devices alike."""
+    def whole(self, *, look: bool = False) -> AbstractContextManager[None]:
+        """A block in which this process has all parameters; called on all devices alike.
+
+        Args:
+            look: whether to look, when it ends, for what was written to trained parameters.
+
+        Raises:
+            StateError: parameters were written to, which is not kept.
+        """
         return nullcontext()
 
     def refuse_call(self, call: Call) -> None:

@@ -371,7 +371,7 @@ class Engine:
         """A block before a step in which this process has all parameters; called on all devices."""
         if not self.lending.is_whole:
             self.agree(StepHead(Call.WHOLE, step))
-        with self.lending.whole(), ExitStack() as leaving:
+        with self.lending.whole(look=True), ExitStack() as leaving:
             leaving.callback(self.follow_parameters)
             yield
 

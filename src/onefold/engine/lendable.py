@@ -13,6 +13,7 @@ from onefold.core.storage import Storage
 from onefold.engine.guard import as_words, sum_of
 from onefold.engine.lentparameter import LentParameters
 from onefold.engine.modelparts import ModelParts
+from onefold.engine.ownedpiece import shown_otherwise
 from onefold.engine.update import SpanOptimizer
 from onefold.errors import StateError
 from onefold.exchange.frozenmemory import FrozenMemory
@@ -205,6 +206,20 @@ class Lendable:
                 f"parameter {self._names[written]} was written to while it was computed with "
                 f"({what} does so), and not where it is kept: other shards would not follow. "
                 f"Write to it between steps, in `with trainer.changing():`, or {instead}"
+            )
+
+    def refuse_changed(self) -> None:
+        """Refuse what a script has written to trained parameters while all of them were here.
+
+        Raises:
+            StateError: one that this device keeps a part of has other values than that.
+        """
+        found = shown_otherwise(self._update.owned, self._update.values_of)
+        if found is not None:
+            raise StateError(
+                f"parameter {self._names[found.piece.entry]} was written to in `with "
+                f"trainer.whole():`, in which the model is read: other devices would not follow. "
+                f"Change it in `with trainer.changing():`"
             )
 
     def _view(self, number: int, stage: int, room: torch.Tensor) -> torch.Tensor:

@@ -155,7 +155,7 @@ class SpanLending(Lending):
             )
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
+    def whole(self, *, look: bool = False) -> Iterator[None]:
         if not self._blocks:
             self._fetch_all()
         self._blocks += 1
@@ -163,6 +163,8 @@ class SpanLending(Lending):
             yield
             if self._blocks == 1:
                 self._lent.refuse_written()
+            if self._blocks == 1 and look:
+                self._lent.refuse_changed()
         finally:
             self._blocks -= 1
             if not self._blocks:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from onefold.core.flat import FlatTensors, Piece, laid_out, storage_order
+from onefold.core.flat import FlatTensors, Piece, laid_out, same_bits, storage_order
 
-__all__ = ["OwnedPiece", "cut_state"]
+__all__ = ["OwnedPiece", "cut_state", "shown_otherwise"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,28 @@ class OwnedPiece:
     def shown(self) -> torch.Tensor | None:
         """Where models see the values, if that is elsewhere; there must be memory for it."""
         return None if self.home is None else self.home.piece(self.piece)
+
+
+def shown_otherwise(
+    owned: Iterable[OwnedPiece], values_of: Callable[[int], torch.Tensor]
+) -> OwnedPiece | None:
+    """Find a piece of which models see other values than its owner keeps.
+
+    Args:
+        owned: pieces that are kept elsewhere than models see them; there is memory for both.
+        values_of: given the number of a piece, returns what is kept, as models ought to see it.
+    """
+    for item in owned:
+        assert item.shown is not None
+        shown = storage_order(item.shown.detach())
+        kept = values_of(item.number)
+        if same_bits(shown, kept):
+            continue
+        # A zero of the other sign is no other value: owners keep their own when they follow.
+        kept = kept.to(shown.device)
+        if bool(((shown != kept) & ~(shown.isnan() & kept.isnan())).any()):
+            return item
+    return None
 
 
 def cut_state(value: Any, item: OwnedPiece, stride: tuple[int, ...]) -> Any:
