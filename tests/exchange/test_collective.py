@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, cast
 
 import pytest
@@ -20,6 +22,7 @@ from onefold.errors import (
 )
 from onefold.exchange import collective
 from onefold.exchange.collective import GroupTransport, Moving, Operation
+from onefold.system.compat import Groups
 from tests.exchange.together import CPU, LIMIT_S, joined, together
 
 Pair = list[GroupTransport]
@@ -38,6 +41,73 @@ def transports(size: int, *, timeout_s: float = LIMIT_S) -> Iterator[Pair]:
 def pair() -> Iterator[Pair]:
     with transports(2) as ends:
         yield ends
+
+
+# Limits
+
+
+CALLS: dict[str, Callable[[GroupTransport], object]] = {
+    "meet": lambda end: end.meet(b"word"),
+    "meet among": lambda end: end.meet_among([0, 1], b"word"),
+    "share": lambda end: end.share({end.rank: torch.ones(3, dtype=torch.float64)}),
+    "gather": lambda end: end.gather(torch.ones(3)),
+    "gather bytes": lambda end: end.gather_bytes({end.rank: b"some"}),
+    "follow the lead": lambda end: end.follow_lead([torch.ones(3)]),
+    "move": lambda end: exchanged(end).finish(),
+    "move a chunk": lambda end: by_chunks(exchanged(end)),
+    "send and receive": lambda end: sent_and_received(end),
+    "bring": lambda end: brought(end),
+    "hand out": lambda end: end.hand_out(
+        (lambda _: torch.ones(LONG, dtype=torch.uint8)) if end.rank == 0 else None
+    ),
+}
+LONG = 50_000_000
+"""Bytes that do not leave before somebody takes them."""
+
+
+def exchanged(end: GroupTransport) -> Moving:
+    parts = [torch.ones(LONG // 4), torch.empty(LONG // 4)]
+    return end.move(
+        [
+            Operation(sends, 1 - end.rank, p, 0)
+            for sends, p in zip((True, False), parts, strict=True)
+        ]
+    )
+
+
+def by_chunks(moving: Moving) -> None:
+    moving.wait_for(0)
+    moving.finish()
+
+
+def sent_and_received(end: GroupTransport) -> None:
+    end.begin_sending(1 - end.rank, torch.ones(LONG // 4))
+    end.receive(1 - end.rank, torch.empty(LONG // 4))
+    end.finish_sending()
+
+
+def brought(end: GroupTransport) -> None:
+    end.room(LONG)
+    end.bring()
+
+
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_wait_has_the_limit_of_the_run_and_not_that_of_connecting(name: str, late: int) -> None:
+    connecting_s, late_s = 0.4, 1.5
+    with joined(2, timeout_s=connecting_s) as parts:
+        for part in parts:
+            Groups.set_limit(part.group, timedelta(seconds=LIMIT_S))
+        ends = [GroupTransport(CPU, part, LIMIT_S) for part in parts]
+
+        def call(rank: int) -> None:
+            if rank == late:
+                time.sleep(late_s)
+            CALLS[name](ends[rank])
+
+        together(2, call)
+        for end in ends:
+            end.close()
 
 
 # Words and numbers
@@ -324,7 +394,7 @@ class Work:
         self._name = name
         self._waited = waited
 
-    def wait(self) -> None:
+    def wait(self, limit: timedelta | None = None) -> None:
         assert self._name not in self._waited
         self._waited.append(self._name)
 
@@ -347,7 +417,7 @@ def operations() -> list[Operation]:
 def test_each_is_waited_for_once(names: list[str], after_first_chunk: list[str]) -> None:
     waited: list[str] = []
     works = cast(Any, [Work(name, waited) for name in names])
-    moving = Moving(operations(), works)
+    moving = Moving(operations(), works, timedelta(seconds=LIMIT_S))
     moving.wait_for(0)
     assert waited == after_first_chunk
     moving.wait_for(0)

@@ -10,6 +10,12 @@ Nothing names a message: between two devices the n-th send meets the n-th receip
 what they trade in the same order (see `PrivateMemory._partials_to_move`), and the sort in `move` is
 stable and goes by chunk, which both ends number alike.
 
+Note: every wait says its limit
+-------------------------------
+gloo waits for a message as long as was said when the group was made, which is the limit of that
+attempt to connect, and not of the run; what is said later holds for collective calls alone. So a
+wait for a tensor of the host names the limit. On a GPU a wait only has the stream wait.
+
 Note: the order of a failure
 ----------------------------
 A device that fails first writes why into the store, then cuts its connections. Whoever is woken by
@@ -24,6 +30,7 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -61,6 +68,7 @@ class GroupTransport(Transport):
         self.size = joined.group.size()
         self.device = device
         self._timeout_s = timeout_s
+        self._limit = timedelta(seconds=timeout_s)
         self._joined: dist.ProcessGroup | None = joined.group
         self._store = joined.store
         self._connections = joined.connections
@@ -132,7 +140,7 @@ class GroupTransport(Transport):
                 for op in ordered
             ]
             works = dist.batch_isend_irecv(started) if started else []
-        return Moving(ordered, works, self._naming_the_lost)
+        return Moving(ordered, works, self._limit, self._naming_the_lost)
 
     def begin_sending(self, peer: int, tensor: torch.Tensor) -> None:
         """Begin to send a tensor of the host, which must stay as it is until `finish_sending`."""
@@ -149,13 +157,13 @@ class GroupTransport(Transport):
         """Fill a tensor of the host with what a device has begun to send."""
         if tensor.numel():
             with self._naming_the_lost():
-                dist.recv(tensor.view(torch.uint8), group=self._group, group_src=peer)
+                self._receive(tensor.view(torch.uint8), peer)
 
     def finish_sending(self) -> None:
         """Wait until everything has left that `begin_sending` was given."""
         with self._naming_the_lost():
             for _, work in self._leaving:
-                work.wait()
+                work.wait(self._limit)
         self._leaving = []
 
     def room(self, nbytes: int) -> torch.Tensor:
@@ -181,18 +189,30 @@ class GroupTransport(Transport):
     def _send_sized(self, tensor: torch.Tensor, peer: int) -> None:
         # The length first: a receiver must know the size of what it receives.
         with self._naming_the_lost():
-            dist.send(torch.tensor([tensor.numel()]), group=self._group, group_dst=peer)
+            self._send(torch.tensor([tensor.numel()]), peer)
             if tensor.numel():
-                dist.send(tensor, group=self._group, group_dst=peer)
+                self._send(tensor, peer)
 
     def _receive_sized(self, peer: int) -> torch.Tensor:
         size = torch.empty(1, dtype=torch.int64)
         with self._naming_the_lost():
-            dist.recv(size, group=self._group, group_src=peer)
+            self._receive(size, peer)
             tensor = torch.empty(int(size), dtype=torch.uint8)
             if tensor.numel():
-                dist.recv(tensor, group=self._group, group_src=peer)
+                self._receive(tensor, peer)
         return tensor
+
+    def _send(self, tensor: torch.Tensor, peer: int) -> None:
+        """Send a tensor of the host, and wait until it has left."""
+        work = dist.isend(tensor, group=self._group, group_dst=peer)
+        assert work is not None  # this process is one of the group
+        work.wait(self._limit)
+
+    def _receive(self, tensor: torch.Tensor, peer: int) -> None:
+        """Fill a tensor of the host."""
+        work = dist.irecv(tensor, group=self._group, group_src=peer)
+        assert work is not None
+        work.wait(self._limit)
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -338,6 +358,7 @@ class Moving:
     Args:
         operations: what was started, in this order.
         works: one for each of them, or a single one for all (NCCL).
+        limit: how long to wait for each tensor of the host.
         naming: makes the context in which to wait, which explains errors.
     """
 
@@ -345,22 +366,25 @@ class Moving:
         self,
         operations: Sequence[Operation],
         works: Sequence[dist.Work],
+        limit: timedelta,
         naming: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         self._naming = naming
         self._parts = [operation.part for operation in operations]
-        self._left: list[dist.Work] = []
-        self._coming: dict[int, list[dist.Work]] = {}
+        self._left: list[Callable[[], object]] = []
+        self._coming: dict[int, list[Callable[[], object]]] = {}
         # NCCL fuses a batch into one work, so a single chunk cannot be waited for by itself.
         self._as_one = len(works) != len(operations)
         if self._as_one:
-            self._left = list(works)
+            self._left = [work.wait for work in works]
             return
         for operation, work in zip(operations, works, strict=True):
+            on_host = operation.part.device.type == "cpu"
+            wait = partial(work.wait, limit) if on_host else work.wait
             if not operation.sends and operation.chunk is not None:
-                self._coming.setdefault(operation.chunk, []).append(work)
+                self._coming.setdefault(operation.chunk, []).append(wait)
             else:
-                self._left.append(work)
+                self._left.append(wait)
 
     def wait_for(self, chunk: int) -> None:
         """Wait until the chunk of this number has come from all peers."""
@@ -376,8 +400,8 @@ class Moving:
         self._wait_once(self._left)
         self._parts = []
 
-    def _wait_once(self, works: list[dist.Work]) -> None:
+    def _wait_once(self, waits: list[Callable[[], object]]) -> None:
         """Wait for each and forget it: gloo never returns from a second wait for a receipt."""
         with self._naming():
-            while works:
-                works.pop(0).wait()
+            while waits:
+                waits.pop(0)()
