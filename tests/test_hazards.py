@@ -111,10 +111,8 @@ WAITS = """
     engine/engine.py self.update.bind: no socket: follows a roster
     engine/shardthread.py self._thread.join: it ends at its next stop, for this process computes it
     engine/update.py self.bind: no socket: follows a roster
-    exchange/collective.py dist.recv: the group's limit; cut when a peer has failed
     exchange/collective.py self._store.wait: for seconds
-    exchange/collective.py work.wait: of a message in a line, the same
-    exchange/collective.py works.pop(0).wait: the same
+    exchange/collective.py work.wait: for the limit of the run; cut when a peer has failed
     exchange/connections.py self._end.wait: the pause of a thread that looks at peers
     exchange/dialing.py connection.connect: does not wait; in a loop with a limit
     exchange/dialing.py connection.recv: the socket has a limit
