@@ -3,7 +3,6 @@ are those of devices that keep all. See tests/apart.py for what stands for a GPU
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from tests.apart import apart
 from tests.bits import large, options
 from tests.bits.large import CASES
 from tests.bits.options import STEPS, STOP_AFTER
-from tests.bits.test_keep import OTHERWISE, Counting, with_a_rate_of_the_scripts
+from tests.bits.test_keep import OTHERWISE, Counting, reference, with_a_rate_of_the_scripts
 
 pytestmark = pytest.mark.xdist_group("bits")
 
@@ -51,11 +50,6 @@ def with_memory_apart(call: Callable[..., Any], *given: object) -> Any:
     """In a launched process."""
     with apart():
         return call(*given)
-
-
-@functools.cache
-def reference(case: large.Case) -> tuple[str, str]:
-    return large.run(case, ["cpu"])
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -12,7 +12,8 @@ values that every run has alike. So the bits of the averages do not depend on it
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch.optim.swa_utils import get_ema_multi_avg_fn
@@ -20,6 +21,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from onefold.core.averaging import AverageRule, averaged_in
 from onefold.core.flat import FlatTensors, storage_order
 from onefold.engine.optimizerstate import PieceState
+from onefold.engine.visits import change_at
 from onefold.system.heap import ORDINARY, Heap
 
 __all__ = ["AVERAGE", "Averages"]
@@ -90,22 +92,15 @@ class Averages:
         if self.steps % self.rule.every:
             return
         kept = self.rule.kept(self.steps // self.rule.every)
-        for averages, newest in self._at(buffers.device, values):
-            _move(averages, newest, kept)
+        if self._heap.apart:
+            for number, value in values.items():
+                newest = [value.to(buffers.device)]
+                move = partial(_move, values=newest, kept=kept)
+                change_at(buffers.device, [self.pieces[number]], move)
+        else:
+            _move([self.pieces[number] for number in values], list(values.values()), kept)
         for average, section in zip(self.buffers.sections, buffers.sections, strict=True):
             _move_buffers(average, section, kept)
-
-    def _at(
-        self, device: torch.device, values: Mapping[int, torch.Tensor]
-    ) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-        """Yield averages and values where the device computes, and keep what becomes of them."""
-        if not self._heap.apart:
-            yield [self.pieces[number] for number in values], list(values.values())
-            return
-        for number, value in values.items():
-            there = self.pieces[number].to(device, copy=True)
-            yield [there], [value.to(device)]
-            self.pieces[number].copy_(there)
 
     def states(self) -> list[PieceState]:
         """List the averages of the pieces as states that travel."""

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from onefold.core.cutting import cut_chunks
-from onefold.core.flat import Chunk, FlatTensors
+from onefold.core.flat import Chunk, FlatTensors, Layout
 from onefold.core.fold import Published
 from onefold.core.roster import Roster
 from onefold.core.shard import Plan
@@ -62,8 +62,11 @@ class OneDeviceMemory(Memory):
     ) -> None:
         self.heap = heap
         self.is_lent = heap.apart
-        trained = None if self.is_lent else start.trained
-        self.trained, self.other = _own_flats(storage, trained, start.other, [device], heap)
+        if self.is_lent:
+            self.trained = {0: FlatTensors(storage.parameters, device=device, there=False)}
+        else:
+            self.trained = _own_flats(storage.parameters, start.trained, [device], heap)
+        self.other = _own_flats(storage.other, start.other, [device], heap)
         if storage.frozen is not None:
             self.frozen = FrozenMemory(storage, storage.frozen, 0, device, heap)
         self.board = Board.private(storage.board, device)
@@ -120,7 +123,8 @@ class DevicesMemory(Memory):
         heap: Heap = ORDINARY,
     ) -> None:
         self.heap = heap
-        self.trained, self.other = _own_flats(storage, start.trained, start.other, devices, heap)
+        self.trained = _own_flats(storage.parameters, start.trained, devices, heap)
+        self.other = _own_flats(storage.other, start.other, devices, heap)
         self.board = Board.private(storage.board, devices[0])
         self._storage = storage
         self._devices = devices
@@ -178,28 +182,16 @@ class DevicesMemory(Memory):
 
 
 def _own_flats(
-    storage: Storage,
-    trained: Sequence[torch.Tensor | FirstValues] | None,
-    other: Sequence[torch.Tensor | FirstValues],
+    layout: Layout,
+    values: Sequence[torch.Tensor | FirstValues],
     devices: Sequence[torch.device],
     heap: Heap,
-) -> tuple[dict[int, FlatTensors], dict[int, FlatTensors]]:
-    """The start values in flat memory of each device: trained parameters, and other ones.
-
-    Where no trained ones are given, there is no memory for them yet.
-    """
-    found = []
-    for layout, values in ((storage.parameters, trained), (storage.other, other)):
-        if values is None:
-            found.append(
-                {n: FlatTensors(layout, device=d, there=False) for n, d in enumerate(devices)}
-            )
-            continue
-        flats = {number: new_flat(layout, device, heap) for number, device in enumerate(devices)}
-        first, *rest = flats.values()
-        write_first(first, values)
-        for flat in rest:
-            for section, source in zip(flat.sections, first.sections, strict=True):
-                section.copy_(source)
-        found.append(flats)
-    return found[0], found[1]
+) -> dict[int, FlatTensors]:
+    """Flat memory of each device, with the first values of the parameters in it."""
+    flats = {number: new_flat(layout, device, heap) for number, device in enumerate(devices)}
+    first, *rest = flats.values()
+    write_first(first, values)
+    for flat in rest:
+        for section, source in zip(flat.sections, first.sections, strict=True):
+            section.copy_(source)
+    return flats

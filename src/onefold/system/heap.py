@@ -133,7 +133,7 @@ class DiskHeap(Heap):
     def like(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         # On the meta device nothing is allocated, and the rules for strides are PyTorch's own.
         shape = torch.empty_like(tensor, dtype=dtype, device="meta", requires_grad=False)
-        if not self._is_for(tensor):
+        if tensor.device.type != "cpu" and not self.apart:
             return super().like(tensor, dtype)
         if shape.nbytes < _LEAST_BYTES:
             return torch.empty_like(shape, device="cpu")
@@ -146,10 +146,6 @@ class DiskHeap(Heap):
         else:
             stays = not self.apart
         return tensor if stays else self.copy(tensor.detach())
-
-    def _is_for(self, tensor: torch.Tensor) -> bool:
-        """Whether what is like a tensor lies on the host."""
-        return self.apart or tensor.device.type == "cpu"
 
     def trim(self) -> None:
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
