@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-import onefold
 from onefold.core.options import KeepName, RunOptions
 from onefold.core.world import World
 from tests.apart import apart
@@ -17,6 +16,7 @@ from tests.bits import large, options
 from tests.bits.large import CASES
 from tests.bits.options import STEPS, STOP_AFTER
 from tests.bits.test_keep import OTHERWISE, Counting, reference, with_a_rate_of_the_scripts
+from tests.engine.test_lending import launched
 
 pytestmark = pytest.mark.xdist_group("bits")
 
@@ -33,17 +33,6 @@ def keeping(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[KeepName], No
 
     with apart():
         yield keep
-
-
-def launched(function: Callable[..., Any], *given: Any, devices: int, keep: KeepName) -> Any:
-    return onefold.launch(
-        function,
-        devices=f"cpu:{devices}",
-        args=given,
-        keep=keep,
-        exchange="collective",
-        timeout_s=60,
-    )
 
 
 def with_memory_apart(call: Callable[..., Any], *given: object) -> Any:
