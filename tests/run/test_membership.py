@@ -129,9 +129,9 @@ exec(sys.argv[2])
 class Ended:
     """A process of three, and what it left."""
 
-    def __init__(self, folder: Path, rank: int, last_line: str) -> None:
+    def __init__(self, folder: Path, rank: int, last_line: str, program: str = PROGRAM) -> None:
         done = subprocess.run(
-            [sys.executable, "-c", PROGRAM, str(rank), last_line, str(folder / "told")],
+            [sys.executable, "-c", program, str(rank), last_line, str(folder / "told")],
             capture_output=True,
             text=True,
             timeout=60,
@@ -140,7 +140,8 @@ class Ended:
         )
         self.code, self.output, self.errors = done.returncode, done.stdout, done.stderr
         self.told = (folder / "told").read_text()
-        self.logs = [path.read_text() for path in folder.glob(f"onefold-device-{rank}-*/*.log")]
+        self.paths = list(folder.glob(f"onefold-device-{rank}-*/*.log"))
+        self.logs = [path.read_text() for path in self.paths]
         self.folders = len(list(folder.glob("onefold-device-*")))
 
 
@@ -167,11 +168,21 @@ def test_who_fails_shows_its_traceback_and_tells_the_others(tmp_path: Path, rank
     ended = Ended(tmp_path, rank, "raise ArithmeticError('over the top')")
     assert ended.code == 1
     assert ended.errors.count("Traceback (most recent call last)") == 1
-    assert ended.errors.endswith("ArithmeticError: over the top\n")
+    trace, _, after = ended.errors.partition("ArithmeticError: over the top\n")
+    assert "Traceback" in trace
+    assert after == "".join(f"onefold: output of device {rank}: {path}\n" for path in ended.paths)
     assert ended.told.startswith("ArithmeticError('over the top')")
     assert [sorted(log.splitlines(keepends=True)) for log in ended.logs] == (
         [sorted(LINES)] if rank else []
     )
+
+
+@pytest.mark.processes
+def test_no_log_is_kept_that_says_nothing(tmp_path: Path) -> None:
+    silent = PROGRAM.replace('print("a line of the script")', "")
+    silent = silent.replace('os.write(2, b"a line of a library\\n")', "")
+    ended = Ended(tmp_path, 1, "raise PeerLost('a device is lost', device=2)", silent)
+    assert (ended.code, ended.errors, ended.folders) == (1, "", 0)
 
 
 @pytest.mark.processes
@@ -183,6 +194,8 @@ def test_one_device_says_that_another_is_lost(
 ) -> None:
     ended = Ended(tmp_path, rank, f"raise PeerLost('a device is lost', device={lost})")
     assert ended.code == 1
-    assert ended.errors.replace(LINES[1], "") == "onefold: a device is lost\n" * speaks
+    places = "".join(f"onefold: output of device {rank}: {path}\n" for path in ended.paths)
+    said = "onefold: a device is lost\n" * speaks
+    assert ended.errors.replace(LINES[1], "") == said + places
     assert "Traceback" not in ended.errors
     assert ended.told.startswith("PeerLost('a device is lost')")

@@ -18,6 +18,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
@@ -100,9 +101,9 @@ def hush_and_report(world: World) -> None:
     def report(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        _keep_logs()
         # Tell the others before printing, which may block: they are waiting.
         abandon(error)
+        kept = _keep_logs()
         if not isinstance(error, PeerError):
             sys.stderr.flush()
             os.dup2(screen.fileno(), 2)
@@ -112,17 +113,20 @@ def hush_and_report(world: World) -> None:
                 print(f"onefold: {advice}", file=screen, flush=True)
         elif world.rank == (1 if error.device == 0 else 0):  # one of them is enough to say so
             print(f"onefold: {error}", file=screen, flush=True)
+        for path in kept:
+            print(f"onefold: output of device {world.rank}: {path}", file=screen, flush=True)
 
     sys.excepthook = report
 
 
+_LOG = "output.log"
 _log_folders: list[PrivateFolder] = []
 
 
 def _write_to_log(rank: int) -> None:
     folder = PrivateFolder(f"onefold-device-{rank}-")
     _log_folders.append(folder)
-    descriptor = create_file(folder.path / "output.log", append=True)
+    descriptor = create_file(folder.path / _LOG, append=True)
     # What is buffered belongs to the screen; and the descriptors themselves are replaced, as
     # libraries in C and children write to them, not to sys.stdout.
     sys.stdout.flush()
@@ -134,8 +138,18 @@ def _write_to_log(rank: int) -> None:
     atexit.register(_remove_logs)
 
 
-def _keep_logs() -> None:
-    atexit.unregister(_remove_logs)
+def _keep_logs() -> list[Path]:
+    """Leave logs that say anything to the user, and return where they are."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    kept = []
+    for folder in list(_log_folders):
+        path = folder.path / _LOG
+        if folder.is_there() and path.stat().st_size > 0:
+            kept.append(path)
+            _log_folders.remove(folder)
+            folder.keep()
+    return kept
 
 
 def _remove_logs() -> None:
