@@ -295,6 +295,31 @@ def test_parameters_that_the_forward_pass_writes_to_are_refused(
         trainer.step(points(8))
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("call", ["evaluate", "predict"])
+@pytest.mark.parametrize(
+    ("how", "name"),
+    [
+        ("max_norm", "parameter table.weight"),
+        ("mask", "parameter line.weight"),
+        ("data", r"parameters \(through .data\)"),
+    ],
+)
+def test_so_are_those_that_an_evaluation_writes_to(
+    how: str, name: str, call: str, devices: int
+) -> None:
+    model = Written(how)
+    trainer = make_trainer(model, devices=devices)
+    inputs, targets = points(8)
+
+    def score(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str, object]:
+        return {"sum": model(batch[0]).sum(dim=1)}
+
+    data = torch.utils.data.TensorDataset(inputs, targets)
+    with pytest.raises(StateError, match=f"an evaluation: {name} was written to while scores"):
+        getattr(trainer, call)(score, data, batch_size=8)
+
+
 def test_with_one_shard_they_may_be_written_to_as_in_a_plain_loop() -> None:
     torch.manual_seed(0)
     ours = Written("max_norm")

@@ -39,6 +39,8 @@ def tells_dtype(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
     """Whether what a call gives to Python depends on the dtype of a tensor."""
     if func == torch.Tensor.type:
         return len(args) == 1 and not kwargs
+    if func == torch.Tensor.to:
+        return any(isinstance(value, torch.Tensor) for value in (*args[1:], *kwargs.values()))
     return func in _ASKING
 
 

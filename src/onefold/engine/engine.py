@@ -285,6 +285,8 @@ class Engine:
             self._computing(),
             in_mode(self._module, training=training),
             torch.no_grad(),
+            # What is lent is written to when it comes and goes.
+            nullcontext() if self._is_lent else self._guard.refusing_writing(),
         ):
             yield
 

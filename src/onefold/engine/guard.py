@@ -12,7 +12,8 @@ are added up when a check is due, so that even a difference in a single one does
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -185,13 +186,33 @@ class ValueGuard:
         """
         changed = self.changed(values=values)
         if changed:
-            raise StateError(
-                f"step {step}: {self.name_of(changed)} was written to while the loss was "
-                f"computed (max_norm of an embedding, a masked weight, a momentum encoder do so): "
-                f"the shards that follow on the same device would see it, and others would not. "
-                f"Write to parameters between steps, in `with trainer.changing():`, or keep what "
-                f"changes with every batch in a buffer"
-            )
+            raise self._written(changed, f"step {step}", "the loss was")
+
+    @contextmanager
+    def refusing_writing(self) -> Iterator[None]:
+        """Refuse changes to parameters inside this context, in which scores are computed.
+
+        What is remembered of the last `note` stays.
+
+        Raises:
+            StateError: a parameter was changed in it.
+        """
+        noted = self._versions, self._values
+        self.note()
+        yield
+        changed = self.changed()
+        self._versions, self._values = noted
+        if changed:
+            raise self._written(changed, "an evaluation", "scores were")
+
+    def _written(self, number: int, where: str, what: str) -> StateError:
+        return StateError(
+            f"{where}: {self.name_of(number)} was written to while {what} computed (max_norm of an "
+            f"embedding, a masked weight, a momentum encoder, weights that a model scales for "
+            f"evaluation do so): the shards that follow on the same device would see it, and "
+            f"others would not. Write to parameters between steps, in `with trainer.changing():`, "
+            f"or keep what changes with every batch in a buffer"
+        )
 
     def look(
         self, *, also: Samples | None = None, due: bool, of_all: bool = False

@@ -139,7 +139,7 @@ class Hollow(torch.Tensor):
         if func == _DEVICE_OF:
             return reach.device
         name = getattr(func, "__name__", repr(func))
-        if tells_dtype(func, args, kwargs) and any(map(is_unsure, tensors_of(args))):
+        if tells_dtype(func, args, kwargs) and any(map(is_unsure, tensors_of((args, kwargs)))):
             raise _unsure_dtype(reach)
         if name == "__set__":  # such as .requires_grad, or .grad
             return None
@@ -177,7 +177,7 @@ class _Following(TorchFunctionMode):
         if func == _DEVICE_OF:
             return self._reach.device
         self._reach.is_told |= tells_dtype(func, args, kwargs) and any(
-            map(is_unsure, tensors_of(args))
+            map(is_unsure, tensors_of((args, kwargs)))
         )
         return _run(func, args, kwargs, self._reach, name)
 
@@ -330,8 +330,11 @@ def _moved(
     args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]:
     """What a move to another device and dtype comes to on the meta device."""
-    kept = [arg for arg in args[1:] if not isinstance(arg, torch.device | str | int)]
-    named = {key: value for key, value in kwargs.items() if key != "device"}
+    like = kwargs.get("other")
+    # Of a tensor to be like, the dtype is left.
+    given = (arg.dtype if isinstance(arg, torch.Tensor) else arg for arg in (*args[1:], like))
+    kept = [arg for arg in given if isinstance(arg, torch.dtype | torch.memory_format)]
+    named = {key: value for key, value in kwargs.items() if key not in ("device", "other")}
     return torch.Tensor.to, (args[0], _META, *kept), named
 
 
