@@ -78,3 +78,35 @@ def test_stages_of_other_devices_are_computed_in_shape_once(step: Callable[[], o
     computed.clear()
     step()
     assert computed == {"values": LAYERS * SHARDS}
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_the_dtype_of_what_another_device_gives_may_be_taken(
+    by_name: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`x.to(tensor)` between stages needs no values of the other tensor."""
+
+    def fingerprint(keep: str, devices: int) -> str:
+        world = World(options=RunOptions(keep=keep))  # type: ignore[arg-type]
+        monkeypatch.setattr("onefold.trainer.current_world", lambda: world)
+        torch.manual_seed(1)
+        model = nn.Sequential(*[nn.Linear(5, 5) for _ in range(4)])
+        places = torch.randn(5, dtype=torch.float64)
+
+        def loss(model: nn.Sequential, batch: torch.Tensor) -> torch.Tensor:
+            first = model[0](batch)
+            x = first + (places.to(tensor=first) if by_name else places.to(first, False))
+            for layer in model[1:]:
+                x = layer(x)
+            return x.square().mean(dim=1)
+
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = onefold.Trainer(
+            model, optimizer, loss, shards=4, threads=1, devices=["cpu"] * devices
+        )
+        trainer.step(torch.ones(8, 5))
+        found = trainer.fingerprint()
+        trainer.close()
+        return found
+
+    assert fingerprint("stages", 2) == fingerprint("all", 1)

@@ -330,11 +330,11 @@ def _moved(
     args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]:
     """What a move to another device and dtype comes to on the meta device."""
-    like = kwargs.get("other")
+    like = kwargs.get("tensor")
     # Of a tensor to be like, the dtype is left.
     given = (arg.dtype if isinstance(arg, torch.Tensor) else arg for arg in (*args[1:], like))
     kept = [arg for arg in given if isinstance(arg, torch.dtype | torch.memory_format)]
-    named = {key: value for key, value in kwargs.items() if key not in ("device", "other")}
+    named = {key: value for key, value in kwargs.items() if key not in ("device", "tensor")}
     return torch.Tensor.to, (args[0], _META, *kept), named
 
 
