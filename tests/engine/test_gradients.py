@@ -320,6 +320,14 @@ def test_so_are_those_that_an_evaluation_writes_to(
         getattr(trainer, call)(score, data, batch_size=8)
 
 
+def test_with_one_shard_an_evaluation_may_write_as_in_a_plain_loop() -> None:
+    trainer = make_trainer(Written("max_norm"), shards=1)
+    trainer.step(points(8))
+    data = torch.utils.data.TensorDataset(*points(8))
+    trainer.evaluate(lambda model, batch: {"sum": model(batch[0]).sum(dim=1)}, data, batch_size=8)
+    trainer.step(points(8))
+
+
 def test_with_one_shard_they_may_be_written_to_as_in_a_plain_loop() -> None:
     torch.manual_seed(0)
     ours = Written("max_norm")

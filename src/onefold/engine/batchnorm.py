@@ -24,7 +24,7 @@ from onefold.core.fold import fold_shards
 from onefold.core.randomness import derive_seed, seed_generators
 from onefold.core.syncbatchnorm import SyncBatchNorm
 from onefold.engine.engine import Engine
-from onefold.engine.evaluation import DataCall
+from onefold.engine.evaluation import DataCall, scoring
 from onefold.engine.replica import Replica
 from onefold.system.compat import BatchNorm
 
@@ -126,7 +126,7 @@ def _sums(
             if number == 0:
                 call.agree(engine, batch)
             count, shards = number + 1, batch.plan.shards
-            with engine.noting("the first batch of update_bn", wanted=number == 0):
+            with scoring(engine, batch, "the first batch of update_bn", first=number == 0):
                 for replica in engine.replicas:
                     with engine.attached(replica):
                         _add_shards(engine, replica, batch, number, places, sums[replica.number])

@@ -90,8 +90,8 @@ class Engine:
         self._outside = OutsideModules(self._module, *losses.values())
         self._turns = Turns()
         self._agreement = Agreement(replicas, exchange, update, self._outside, self._turns)
-        self._guard = self._agreement.guard
-        self._siblings = Siblings(replicas, self._guard, self._turns)
+        self.guard = self._agreement.guard
+        self._siblings = Siblings(replicas, self.guard, self._turns)
         with_all = (replicas, exchange, update, self._agreement, self._siblings)
         self.changes = Changes(*with_all, lambda: self.lending.whole())
         """The block in which a script may change the model."""
@@ -187,7 +187,7 @@ class Engine:
         self.exchange.spread()  # from here on the board is no longer ours to read
         self.replicas[0].watch.note("exchange", "spread", start)
         if not self._alone:
-            self._guard.note()
+            self.guard.note()
         return outcome
 
     def gradient(
@@ -211,7 +211,7 @@ class Engine:
             self.exchange.spread()
         self.replicas[0].watch.note("exchange", "share the gradient", start)
         if not self._alone:
-            self._guard.note()
+            self.guard.note()
         return outcome
 
     def _computed(
@@ -285,8 +285,6 @@ class Engine:
             self._computing(),
             in_mode(self._module, training=training),
             torch.no_grad(),
-            # What is lent is written to when it comes and goes.
-            nullcontext() if self._is_lent else self._guard.refusing_writing(),
         ):
             yield
 
@@ -313,7 +311,7 @@ class Engine:
         self._torn = self._updating = False
         self.replicas[0].buffers.note_loaded()
         self._siblings.copy_first()
-        self._guard.note()
+        self.guard.note()
         self._turns.restart()
 
     @contextmanager
@@ -348,7 +346,7 @@ class Engine:
         )
         if self._alone and (several or self._is_lent):
             # What the user has changed since the last step is the user's affair.
-            self._guard.note(values=due)
+            self.guard.note(values=due)
         watched = due and several  # one shard may do what a plain loop may
         with self._computing(due=due), self.noting(f"step {number}, the loss", wanted=watched):
             with self._at_hand():
@@ -402,7 +400,7 @@ class Engine:
                 gradients = run_share(replica, batch, task, exchange, done)
         if task.shards > 1 or self._is_lent:
             # Before `collect`: no process must update with what was computed of such parameters.
-            self._guard.refuse_writing(task.step, values=self._turns.due)
+            self.guard.refuse_writing(task.step, values=self._turns.due)
         watch = self.replicas[0].watch
         start = watch.now()
         exchange.collect(batch.plan)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from onefold.engine.replica import Replica
 from onefold.errors import DisagreementError, LossError
 from onefold.exchange.exchange import Exchange
 
-__all__ = ["DataCall", "ScoreFunction", "agree_on_lines", "evaluate", "values_of_shard"]
+__all__ = ["DataCall", "ScoreFunction", "agree_on_lines", "evaluate", "scoring", "values_of_shard"]
 
 _UNDIVIDED = " (not divided)"
 _GATHERED = (
@@ -63,7 +63,7 @@ def evaluate(
                 score = during.enter_context(engine.lending.passes(score))
             shards = batch.plan.shards
             samples += batch.samples
-            with engine.noting("the first batch of an evaluation", wanted=number == 0):
+            with scoring(engine, batch, "the first batch of an evaluation", first=number == 0):
                 for replica in engine.replicas:
                     with engine.attached(replica):
                         _score_shards(
@@ -71,6 +71,16 @@ def evaluate(
                         )
     call.agree_on_end(engine, samples, batch)
     return _combine(engine.exchange, tallies, shards)
+
+
+@contextmanager
+def scoring(engine: Engine, batch: ShardedBatch, where: str, *, first: bool) -> Iterator[None]:
+    """Refuse writing to parameters in this context; in the first batch, to other modules, too."""
+    # One shard may write, as in a plain loop; what is lent is written to as it comes and goes.
+    free = batch.plan.shards == 1 or engine.exchange.memory.is_lent
+    guarded = nullcontext() if free else engine.guard.refusing_writing(values=first)
+    with engine.noting(where, wanted=first), guarded:
+        yield
 
 
 @dataclass(frozen=True, slots=True)

@@ -189,19 +189,24 @@ class ValueGuard:
             raise self._written(changed, f"step {step}", "the loss was")
 
     @contextmanager
-    def refusing_writing(self) -> Iterator[None]:
+    def refusing_writing(self, *, values: bool) -> Iterator[None]:
         """Refuse changes to parameters inside this context, in which scores are computed.
 
         What is remembered of the last `note` stays.
+
+        Args:
+            values: as for `changed`.
 
         Raises:
             StateError: a parameter was changed in it.
         """
         noted = self._versions, self._values
-        self.note()
-        yield
-        changed = self.changed()
-        self._versions, self._values = noted
+        self.note(values=values)
+        try:
+            yield
+            changed = self.changed(values=values)
+        finally:
+            self._versions, self._values = noted
         if changed:
             raise self._written(changed, "an evaluation", "scores were")
 

@@ -17,7 +17,13 @@ from onefold.engine.columns import (
     write_columns,
 )
 from onefold.engine.engine import Engine
-from onefold.engine.evaluation import DataCall, ScoreFunction, agree_on_lines, values_of_shard
+from onefold.engine.evaluation import (
+    DataCall,
+    ScoreFunction,
+    agree_on_lines,
+    scoring,
+    values_of_shard,
+)
 from onefold.engine.replica import Replica
 from onefold.errors import DisagreementError
 from onefold.exchange.exchange import Exchange
@@ -51,7 +57,7 @@ def predict(
                 call.agree(engine, batch)
                 function = during.enter_context(engine.lending.passes(function))
             cuts.append((batch.samples, batch.plan))
-            with engine.noting("the first batch of a prediction", wanted=number == 0):
+            with scoring(engine, batch, "the first batch of a prediction", first=number == 0):
                 for replica in engine.replicas:
                     with engine.attached(replica):
                         _predict_shards(replica, function, batch, number, own, engine.seed)

@@ -103,7 +103,6 @@ def hush_and_report(world: World) -> None:
     ) -> None:
         # Tell the others before printing, which may block: they are waiting.
         abandon(error)
-        kept = _keep_logs()
         if not isinstance(error, PeerError):
             sys.stderr.flush()
             os.dup2(screen.fileno(), 2)
@@ -113,7 +112,7 @@ def hush_and_report(world: World) -> None:
                 print(f"onefold: {advice}", file=screen, flush=True)
         elif world.rank == (1 if error.device == 0 else 0):  # one of them is enough to say so
             print(f"onefold: {error}", file=screen, flush=True)
-        for path in kept:
+        for path in _keep_logs():
             print(f"onefold: output of device {world.rank}: {path}", file=screen, flush=True)
 
     sys.excepthook = report
