@@ -99,3 +99,12 @@ def test_all_values_are_added_up_where_they_are_due() -> None:
     assert guard.look(due=True)[1] == sampled
     assert guard.look(due=False, of_all=True)[1] == sampled
     assert guard.look(due=True, of_all=True)[1] != whole
+
+
+def test_a_failed_evaluation_hides_no_change_that_was_made_before_it() -> None:
+    parameter, guard = guarded(3)
+    with torch.no_grad():
+        parameter[0] = 5
+    with pytest.raises(ArithmeticError), guard.refusing_writing(values=True):
+        raise ArithmeticError
+    assert guard.name_of(guard.changed()) == "parameter value"
