@@ -73,7 +73,7 @@ def test_what_was_brought_once_is_no_change_any_more(change: Callable[[Engine], 
     made = engine()
     change(made)
     made._siblings.follow_first()
-    assert made._guard.changed() == 0
+    assert made.guard.changed() == 0
 
 
 def test_a_single_value_is_seen_where_it_is_due() -> None:
@@ -100,7 +100,7 @@ def test_buffers_of_a_step_are_those_of_the_first() -> None:
 def test_one_device_has_nobody_to_bring_anything_to() -> None:
     made = engine_of(Restless())
     trained(made)
-    changed = made._guard.changed()
+    changed = made.guard.changed()
     made._siblings.follow_first()
     made._siblings.copy_first()
-    assert made._guard.changed() == changed > 0
+    assert made.guard.changed() == changed > 0
