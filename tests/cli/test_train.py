@@ -197,6 +197,15 @@ def test_the_command_line_goes_before_the_file(
 
 
 @each_job
+def test_the_environment_decides_what_is_kept_where_the_command_does_not(
+    asked: Train, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ONEFOLD_KEEP", "span")
+    assert asked(job.name, "--data", "here").keep == "span"
+    assert asked(job.name, "--data", "here", "--keep", "host").keep == "host"
+
+
+@each_job
 def test_the_options_of_a_run_can_be_given_again_as_a_file(asked: Train, job: Job) -> None:
     first = asked(job.name, "--data", "x", "--name", "one", "--freeze", "a,b", "--lr", "1e-4")
     write_config(first, job.name, Path("c.toml"))

@@ -145,6 +145,42 @@ def test_a_script_reads_and_trains_in_the_block() -> None:
     assert launched(read_in_the_block) == read_in_the_block()
 
 
+def distilled() -> tuple[str, str]:
+    """A student learns from a model that another Trainer of the run has trained."""
+    first = trainer_of()
+    trained(first, 2)
+    teacher = first.model
+
+    def distil(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            goal = teacher(batch)
+        return (model(batch) - goal).square().mean(dim=1)
+
+    second = trainer_of(lambda: nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Tanh()), distil)
+    with first.whole():
+        for batch in batches(2):
+            second.step(batch)
+    second.barrier()
+    return first.fingerprint(), second.fingerprint()
+
+
+def test_a_model_of_another_trainer_is_a_teacher_in_the_block() -> None:
+    assert launched(distilled) == distilled()
+
+
+def distilled_without_the_block() -> None:
+    first = trainer_of()
+    second = trainer_of(loss=lambda model, batch: (model(batch) - first.model(batch)).mean(dim=1))
+    second.step(batches(1)[0])
+
+
+def test_a_teacher_that_is_not_there_is_named_where_it_is_used() -> None:
+    words = r"parameter layers.3.weight was read on device \d, .* `with trainer\.whole\(\):`"
+    with pytest.raises(RunFailed, match=words) as caught:
+        launched(distilled_without_the_block)
+    assert "raised in step 1, shard" in str(caught.value)
+
+
 def changed_and_averaged() -> list[Any]:
     trainer = trainer_of()
     trainer.average(decay=0.5)

@@ -46,20 +46,39 @@ def test_a_parameter_that_was_replaced_is_named() -> None:
         parts.check_held()
 
 
+EACH_LOOK = pytest.mark.parametrize("look", [ModelParts.check_held, ModelParts.check_parts])
+
+
+@EACH_LOOK
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         (lambda m: m.append(nn.Linear(3, 1)), r"^parameter 2\.weight of the model was put in"),
         (lambda m: m.register_buffer("new", torch.ones(1)), "^buffer new of the model was put in"),
+        (lambda m: m.insert(0, nn.Linear(3, 3)), "^parameter 0.weight of the model was put in"),
+        (lambda m: m[1].register_parameter("new", nn.Parameter(torch.ones(1))), "new of the model"),
+        (lambda m: setattr(m, "1", nn.Linear(3, 3)), r"^parameter 1\.weight of the model was"),
         (lambda m: m.pop(1), r"^parameter 1\.weight of the model was put in, taken out"),
     ],
 )
 def test_a_model_that_was_given_other_parts_is_refused(
-    change: Callable[[nn.Sequential], object], words: str
+    change: Callable[[nn.Sequential], object], words: str, look: Callable[[ModelParts], None]
 ) -> None:
     model = tied()
     parts = ModelParts(model, ["0.weight", "0.bias"])
-    parts.check_parts()
+    look(parts)
     change(model)
     with pytest.raises(StateError, match=words):
-        parts.check_parts()
+        look(parts)
+
+
+@EACH_LOOK
+def test_parts_without_parameters_may_come_and_go(look: Callable[[ModelParts], None]) -> None:
+    model = tied().append(nn.ModuleList())
+    parts = ModelParts(model, ["0.weight", "0.bias"])
+    model.append(nn.Dropout())
+    look(parts)
+    model[3] = nn.ReLU()
+    del model[2]
+    look(parts)
+    assert len(parts.modes.read()) == len([*model.modules()])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,7 +15,8 @@ import torch
 
 import onefold
 from onefold.core.options import RunOptions
-from onefold.errors import RunFailed
+from onefold.core.world import World
+from onefold.errors import LaunchError, RunFailed
 
 pytestmark = pytest.mark.timeout(120)
 processes = pytest.mark.processes
@@ -138,6 +140,51 @@ def test_bad_arguments_are_refused_before_any_work(
 def test_launch_options_are_checked() -> None:
     with pytest.raises(ValueError, match="auto, shared or collective"):
         RunOptions(exchange="pigeon")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("command", "devices"), [("run", "3"), ("verify", "3,5")])
+def test_the_environment_decides_what_is_kept_where_the_command_does_not(
+    command: str, devices: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "x.py").write_text("raise SystemExit('the script was started')")
+    monkeypatch.setenv("ONEFOLD_KEEP", "stages:2")
+    refused = cli(command, "--devices", devices, "x.py", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert re.search("expected a (number of devices that is a )?multiple of", refused.stderr)
+    started = cli("run", "--keep", "all", "--devices", "cpu:1", "x.py", cwd=tmp_path)
+    assert "the script was started" in started.stderr
+    monkeypatch.setenv("ONEFOLD_KEEP", "some")
+    refused = cli(command, "--devices", devices, "x.py", cwd=tmp_path)
+    assert "expected keep to be one of all, span, host, stages, got 'some'" in refused.stderr
+
+
+def test_launch_keeps_what_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ONEFOLD_KEEP", "stages:2")
+    with pytest.raises(ValueError, match=r"a multiple of 2 with --keep stages:2, .* got 3"):
+        onefold.launch(ranks, devices="cpu:3", args=(0,))
+    with pytest.raises(ValueError, match=r"a multiple of 4 with --keep stages:4, .* got 3"):
+        onefold.launch(ranks, devices="cpu:3", args=(0,), keep="stages:4")
+
+
+@pytest.mark.parametrize(
+    ("asked", "said", "launcher"),
+    [("span", "all", "onefold"), ("span", "host", "torch"), (None, "all", "torch")],
+)
+def test_the_command_decides_what_is_kept(
+    asked: str | None, said: str, launcher: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(size=2, launcher=launcher, options=RunOptions(keep=said))
+    monkeypatch.setattr("onefold.run.launch.current_world", lambda: world)
+    assert onefold.launch(lambda: 42, keep=asked) == 42
+
+
+def test_what_another_launcher_was_not_asked_to_keep_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(size=2, launcher="torch")
+    monkeypatch.setattr("onefold.run.launch.current_world", lambda: world)
+    with pytest.raises(LaunchError, match="Set ONEFOLD_KEEP=span for all of its processes"):
+        onefold.launch(lambda: 42, keep="span")
 
 
 @processes

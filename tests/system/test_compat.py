@@ -78,6 +78,8 @@ def test_tables_of_a_module_are_its_own() -> None:
     """Or a parameter or buffer that was replaced would not be seen, and trained by nobody."""
     layer = nn.BatchNorm1d(2)
     assert compat.parameters_of(layer)["weight"] is layer.weight
+    model = nn.Sequential(layer)
+    assert compat.children_of(model)["0"] is layer
     buffer = torch.ones(2)
     compat.buffers_of(layer)["running_mean"] = buffer
     assert layer.running_mean is buffer

@@ -48,11 +48,13 @@ Module = Annotated[
 Devices = Annotated[
     str, typer.Option(help="N, auto, cpu:N, or a list of GPUs such as cuda:1,cuda:3.")
 ]
+_KEEP_VARIABLE = "ONEFOLD_KEEP"
 Keep = Annotated[
     str,
     typer.Option(
+        envvar=_KEEP_VARIABLE,
         help="What a device keeps of the model: all, its span, nothing (host), or stages "
-        "(stages:2: in lines of two devices)."
+        "(stages:2: in lines of two devices).",
     ),
 ]
 Home = Annotated[
@@ -157,7 +159,10 @@ def verify(
     devices: Annotated[str, typer.Option(help="Device counts to compare, such as 1,2,3.")] = "1,2",
     steps: Annotated[int, typer.Option(help="Steps of each Trainer to compare.")] = 5,
     keep: Annotated[
-        str, typer.Option(help="What devices keep, each with every count, such as all,span.")
+        str,
+        typer.Option(
+            envvar=_KEEP_VARIABLE, help="What devices keep, each with every count: all,span."
+        ),
     ] = "all",
     home: Home = None,
     exchange: Exchange = "auto",

@@ -98,6 +98,7 @@ def _parameter(field: dataclasses.Field[Any], hint: Any, job: Job) -> inspect.Pa
     note = f" [default: {default}]" if default else ""
     described = typer.Option(
         help=escape(f"{field.metadata['help']}{note}"),
+        envvar=field.metadata["variable"],
         rich_help_panel="Options of all jobs" if field.name in _COMMON else f"{job.name}",
     )
     return _keyword(field.name, Annotated[_asked(hint), described])

@@ -26,7 +26,10 @@ def model_digests(engine: Engine, step: int) -> dict[str, str]:
 
     Raises:
         DisagreementError: another device is somewhere else.
+        StateError, ValueError: the model holds other parts than when Trainer was made.
     """
+    # Or they would be those of a part that was not trained.
+    engine.replicas[0].parts.check_held()
     if not engine.lending.is_whole:
         engine.agree(StepHead(Call.WHOLE, step))
     return agreed_digests(engine)

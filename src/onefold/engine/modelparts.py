@@ -10,7 +10,7 @@ import torch
 
 from onefold.engine.modes import Modes
 from onefold.errors import StateError
-from onefold.system.compat import parameters_of
+from onefold.system.compat import buffers_of, children_of, parameters_of
 
 __all__ = ["ModelParts"]
 
@@ -36,12 +36,8 @@ class ModelParts:
             if parameter is not None
         ]
         """Where modules hold them: full name, the module's own table, name in it, parameter."""
-        # The tables themselves are kept: `check_held` runs in every step, and walking the module
-        # tree or asking for attributes would cost more than a small layer.
-        tables = [parameters_of(m) for m in module.modules() if isinstance(parameters_of(m), dict)]
-        self._tables = [table for table in tables if table]
-        self._held = self._in_tables()
         self.module = module
+        self._list_tables()
         self.modes = Modes(module)
         self.trained = {name: self.named[name] for name in trained_names}
         self.other = {name: p for name, p in self.named.items() if name not in self.trained}
@@ -54,15 +50,19 @@ class ModelParts:
         self.frozen = {name: self.other.pop(name) for name in names}
 
     def check_held(self) -> None:
-        """Refuse parameters that have been replaced since Trainer was made.
+        """Refuse a model that holds other parts than when Trainer was made.
+
+        Quick where no module holds others than at the last call. Modules without parameters and
+        buffers, such as a dropout, may come and go.
 
         Raises:
             ValueError: a module holds another tensor in the place of one of its parameters.
+            StateError: a parameter or buffer came, went, or was replaced with its module.
         """
         held = self._in_tables()
-        if len(held) == len(self._held) and all(map(operator.is_, held, self._held)):
+        alike = len(held) == len(self._held) and all(map(operator.is_, held, self._held))
+        if alike and self._buffer_names() == self._names_held:
             return
-        # Additions come this far and are let through here: `check_parts` names them when it is due.
         for full_name, table, name, parameter in self.homes:
             if table.get(name) is not parameter:
                 raise ValueError(
@@ -70,9 +70,27 @@ class ModelParts:
                     f"made, which no optimizer updates. Change values in place "
                     f"(parameter.copy_(...) in trainer.changing()), or make Trainer afterwards"
                 )
+        self.check_parts()
+        self.modes.refresh()
+        self._list_tables()
 
-    def _in_tables(self) -> list[torch.nn.Parameter | None]:
+    def _list_tables(self) -> None:
+        """Note which parameters and modules the modules hold."""
+        # The tables themselves are kept: `check_held` runs in every step, and walking the module
+        # tree or asking for attributes would cost more than a small layer.
+        parts = list(self.module.modules())
+        tables = [*map(parameters_of, parts), *map(children_of, parts)]
+        # Of a scripted module they are made anew when asked.
+        self._tables = [table for table in tables if isinstance(table, dict)]
+        self._held = self._in_tables()
+        self._buffers = [table for table in map(buffers_of, parts) if isinstance(table, dict)]
+        self._names_held = self._buffer_names()
+
+    def _in_tables(self) -> list[torch.nn.Parameter | torch.nn.Module | None]:
         return list(chain.from_iterable(map(dict.values, self._tables)))
+
+    def _buffer_names(self) -> list[str]:
+        return list(chain.from_iterable(self._buffers))
 
     def trainable(self) -> list[bool]:
         """Whether each parameter requires a gradient, in the order of `named`."""

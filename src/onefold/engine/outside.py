@@ -16,6 +16,7 @@ import torch
 
 from onefold.core.flat import same_bits
 from onefold.core.head import checksum
+from onefold.engine.lentparameter import Elsewhere
 from onefold.errors import StateError
 from onefold.system.compat import buffers_of, parameters_of, version_of
 
@@ -137,12 +138,13 @@ class _Outside:
 
 def _sampled(module: torch.nn.Module, but: Collection[int]) -> bytes:
     """Return the bytes of a few values of each of a module's own tensors, but for those."""
-    tensors = [*parameters_of(module).values(), *buffers_of(module).values()]
-    parts = [
-        t.detach().reshape(-1)[:: max(1, t.numel() // _LOOKED_AT)]
-        for t in tensors
-        if t is not None and id(t) not in but and t.numel()
-    ]
+    parts = []
+    for tensor in [*parameters_of(module).values(), *buffers_of(module).values()]:
+        if tensor is None or id(tensor) in but or not tensor.numel():
+            continue
+        # What another Trainer has lent to somebody else just now is compared by that one.
+        with suppress(Elsewhere):
+            parts.append(tensor.detach().reshape(-1)[:: max(1, tensor.numel() // _LOOKED_AT)])
     return b"".join(p.cpu().contiguous().view(torch.uint8).numpy().tobytes() for p in parts)
 
 

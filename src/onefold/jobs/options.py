@@ -69,7 +69,14 @@ _SHOWN_CHARACTERS = 30
 _Options = TypeVar("_Options", bound="TrainOptions")
 
 
-def option(default: Any, help: str, *, shown: str | None = None, most: float | None = None) -> Any:
+def option(
+    default: Any,
+    help: str,
+    *,
+    shown: str | None = None,
+    most: float | None = None,
+    variable: str | None = None,
+) -> Any:
     """Declare an option, as the field of a dataclass.
 
     Args:
@@ -77,8 +84,9 @@ def option(default: Any, help: str, *, shown: str | None = None, most: float | N
         help: one line of text.
         shown: how the help describes the default; None shows the value itself.
         most: the largest number that the option takes.
+        variable: what in the environment counts as if it were given on the command line.
     """
-    notes = {"help": help, "shown": shown, "most": most}
+    notes = {"help": help, "shown": shown, "most": most, "variable": variable}
     return dataclasses.field(default=default, metadata=notes)
 
 
@@ -102,7 +110,9 @@ class TrainOptions:
     runs: str = option("runs", "Folder of all runs.")
     resume: bool = option(False, "Go on with the run of this name from its last checkpoint.")
     devices: str = option("auto", "N, auto, cpu:N, or a list of GPUs such as cuda:1,cuda:3.")
-    keep: str = option("all", "What a device keeps: all, span, host, stages or stages:N.")
+    keep: str = option(
+        "all", "What a device keeps: all, span, host, stages or stages:N.", variable="ONEFOLD_KEEP"
+    )
     shards: int = option(
         8, "Parts of every batch: the most devices that may share one.", most=MOST_SHARDS
     )

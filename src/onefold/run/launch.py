@@ -35,7 +35,12 @@ from onefold.run.outcome import Outcome
 from onefold.run.requests import Requests, StoppedAtOnce
 from onefold.run.restarts import checkpoints_to_leave_out, words_of_restart
 from onefold.run.rundir import Board
-from onefold.run.world import HOME_VARIABLE, current_world, worker_environment
+from onefold.run.world import (
+    KEEP_VARIABLE,
+    current_world,
+    options_of,
+    worker_environment,
+)
 from onefold.system.interrupt import StopSignals, ctrl_c_later
 from onefold.system.ownfiles import PrivateFolder
 from onefold.system.record import check_trace
@@ -58,7 +63,7 @@ def launch(
     *,
     devices: int | str | Sequence[str] = "auto",
     args: Sequence[Any] = (),
-    keep: str = "all",
+    keep: str | None = None,
     home: str = "",
     exchange: ExchangeName = "auto",
     timeout_s: float = DEFAULT_TIMEOUT_S,
@@ -76,7 +81,8 @@ def launch(
         devices: a number, ``"auto"``, ``"cpu:2"`` or a list such as ``["cuda:1", "cuda:3"]``.
         args: arguments for ``main``.
         keep: what a device keeps of the model: ``"all"``, ``"span"``, nothing (``"host"``), or some
-            of its stages (``"stages"``; ``"stages:2"`` for lines of two devices side by side).
+            of its stages (``"stages"``; ``"stages:2"`` for lines of two devices side by side);
+            by default what ``ONEFOLD_KEEP`` says, and all without it.
         home: folder on a disk for the file that has the model if devices do not keep all of it;
             ``ONEFOLD_HOME`` if empty, and then that of temporary files.
         exchange: ``"auto"``, ``"shared"`` or ``"collective"``.
@@ -87,25 +93,30 @@ def launch(
 
     Raises:
         RunFailed: a device failed, or the run was stopped; the message carries the first traceback.
-        LaunchError: a chosen device does not exist.
+        LaunchError: a chosen device does not exist, or this process was started by another launcher
+            (torchrun, srun), without the ``ONEFOLD_KEEP`` that ``keep`` asks for.
         TypeError, ValueError: an argument is of a wrong type or value, or ``main`` refers to what
             cannot be sent to another process.
 
     >>> onefold.launch(lambda: 6 * 7, devices="cpu:1")
     42
     """
-    if current_world().launched:
+    world = current_world()
+    if world.launched:
+        _refuse_other_keep(world, keep)
         return main(*args)
     import cloudpickle
 
     from onefold.run.handover import pack_call
 
+    around = options_of(os.environ)
+    keep = keep or around.keep
     if home and keep == "all":
         raise ValueError(
             f'expected keep="host", "span" or "stages" with home={home!r}, got keep="all"'
         )
     if not home and keep != "all":
-        home = os.environ.get(HOME_VARIABLE, "")
+        home = around.home
     call = pack_call(main, args)
     selection = select_devices(devices)
     options = RunOptions(
@@ -136,6 +147,20 @@ def launch(
             raise RunFailed("device 0 ended the program (SystemExit) before the function returned")
         with mmap.mmap(result.fileno(), 0, access=mmap.ACCESS_READ) as returned:
             return cloudpickle.loads(returned)
+
+
+def _refuse_other_keep(world: World, keep: str | None) -> None:
+    """Refuse to keep all of a model on devices of another launcher where less was asked for.
+
+    Raises:
+        LaunchError: the environment says nothing of it. What it says takes precedence.
+    """
+    if world.launcher != "onefold" and keep not in (None, "all") and world.options.keep == "all":
+        raise LaunchError(
+            f"keep={keep!r} was asked for in a process that another launcher has started: there "
+            f"the environment decides. Set {KEEP_VARIABLE}={keep} for all of its processes, or "
+            f'ask for keep="all"'
+        )
 
 
 def supervise(

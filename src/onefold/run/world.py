@@ -24,11 +24,12 @@ from onefold.errors import LaunchError
 from onefold.run.slurm import SlurmTask, slurm_task
 
 __all__ = [
-    "HOME_VARIABLE",
+    "KEEP_VARIABLE",
     "allocator_chosen",
     "current_world",
     "have_cublas_repeat",
     "is_launched",
+    "options_of",
     "read_world",
     "take_world",
     "visible_gpus",
@@ -56,7 +57,7 @@ def read_world(environment: Mapping[str, str]) -> World:
     task = slurm_task(environment)
     if task is not None:
         return _read_slurm(environment, task)
-    return World(options=_options(environment))
+    return World(options=options_of(environment))
 
 
 def _read_torch(environment: Mapping[str, str]) -> World:
@@ -82,12 +83,12 @@ def _read_torch(environment: Mapping[str, str]) -> World:
         local_rank=_number(environment, "LOCAL_RANK", 0),
         local_size=local_size,
         secret=_checked_secret(environment.get(SECRET_VARIABLE, "")),
-        options=_options(environment),
+        options=options_of(environment),
         agent_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 
 
-def _options(environment: Mapping[str, str]) -> RunOptions:
+def options_of(environment: Mapping[str, str]) -> RunOptions:
     """What the environment chooses where no command line of onefold's does."""
     keep, home = environment.get(KEEP_VARIABLE, "all"), environment.get(HOME_VARIABLE, "")
     try:
@@ -128,7 +129,7 @@ def _read_slurm(environment: Mapping[str, str], task: SlurmTask) -> World:
         local_rank=task.local_rank,
         local_size=task.local_size,
         secret=_checked_secret(environment.get(SECRET_VARIABLE, "")),
-        options=_options(environment),
+        options=options_of(environment),
         address=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
     )
 

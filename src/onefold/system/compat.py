@@ -31,6 +31,7 @@ __all__ = [
     "address_of",
     "asking_for_truncated_normal",
     "buffers_of",
+    "children_of",
     "copy_each",
     "fits_in_place",
     "holders_of",
@@ -97,6 +98,12 @@ def parameters_of(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | Non
     # `named_parameters()` walks the whole tree, skips None, and leaves out the second name of a
     # tied parameter; whoever replaces parameters needs every place.
     return module._parameters
+
+
+def children_of(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
+    """The table in which a module holds the modules that are its own."""
+    table: dict[str, torch.nn.Module | None] = module._modules
+    return table
 
 
 def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
