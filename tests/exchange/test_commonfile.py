@@ -91,7 +91,7 @@ def test_memory_that_is_refused_is_named_with_its_limits(
     with pytest.raises(OSError, match=words) as caught:
         new_file(12_345)
     assert caught.value.errno == errno.ENOMEM
-    assert "ulimit -f" in str(caught.value)
+    assert "ulimit -v" in str(caught.value)
 
 
 def test_a_limit_of_files_holds_for_memory() -> None:

@@ -17,6 +17,7 @@ import torch
 
 from onefold.exchange.mailbox import Mailbox
 from onefold.system.heap import ORDINARY, DiskHeap, Heap, new_disk_file
+from onefold.system.limits import naming_limits
 
 __all__ = ["memory_of", "new_file", "take_file"]
 
@@ -35,16 +36,10 @@ def new_file(size_bytes: int, heap: Heap = ORDINARY) -> tuple[int, torch.Tensor]
     else:
         descriptor = os.memfd_create("onefold", os.MFD_CLOEXEC)
     try:
-        # At least a byte: an empty file cannot be mapped.
-        os.ftruncate(descriptor, max(size_bytes, 1))
-        return descriptor, memory_of(descriptor)
-    except OSError as error:
-        os.close(descriptor)
-        raise OSError(
-            error.errno,
-            f"expected {size_bytes:,} bytes of memory that all devices of this host share, got: "
-            f"{error.strerror}. The limits for files (ulimit -f) and for memory hold for it",
-        ) from error
+        with naming_limits(f"{size_bytes:,} bytes of memory that all devices of this host share"):
+            # At least a byte: an empty file cannot be mapped.
+            os.ftruncate(descriptor, max(size_bytes, 1))
+            return descriptor, memory_of(descriptor)
     except BaseException:
         os.close(descriptor)
         raise

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from onefold.system.heap import new_disk_file, warn_of_memory
+from onefold.system.limits import naming_limits
 
 __all__ = ["BareMemory"]
 
@@ -40,7 +41,8 @@ class BareMemory:
         self.folder = folder
         self._unknown = os.memfd_create("onefold", os.MFD_CLOEXEC)
         weakref.finalize(self, os.close, self._unknown)
-        os.ftruncate(self._unknown, _PIECE_BYTES)
+        with naming_limits(f"{_PIECE_BYTES:,} bytes of memory without values"):
+            os.ftruncate(self._unknown, _PIECE_BYTES)
         with mmap.mmap(self._unknown, _PIECE_BYTES) as piece:
             piece[:] = b"\xff" * _PIECE_BYTES
         self._warned = False
@@ -49,10 +51,11 @@ class BareMemory:
         """(nbytes,) uint8 of 0xFF, to be read and written by nobody before `provide`.
 
         Raises:
-            OSError: this process may have no more mappings.
+            OSError: this process may have no more memory, or mappings.
         """
         size = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
-        memory = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+        with naming_limits(f"{size:,} bytes for a tensor without values"):
+            memory = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
         for start in range(0, size, _PIECE_BYTES):
             length = min(_PIECE_BYTES, size - start)
             _map_over(memory.data_ptr() + start, length, mmap.MAP_PRIVATE, self._unknown)
@@ -87,7 +90,5 @@ def _map_over(address: int, nbytes: int, kind: int, descriptor: int) -> None:
     found = library.mmap(address, nbytes, access, kind | _MAP_FIXED, descriptor, 0)
     if found == _FAILED:
         number = ctypes.get_errno()
-        raise OSError(
-            number,
-            f"expected {nbytes:,} bytes of a file to be mapped, got: {os.strerror(number)}",
-        )
+        with naming_limits(f"{nbytes:,} bytes of a file to be mapped"):
+            raise OSError(number, os.strerror(number))

@@ -21,6 +21,8 @@ from pathlib import Path
 
 import torch
 
+from onefold.system.limits import naming_limits
+
 __all__ = ["ORDINARY", "DiskHeap", "Heap", "home_of", "new_disk_file", "warn_of_memory"]
 
 _log = logging.getLogger("onefold")
@@ -157,14 +159,25 @@ class DiskHeap(Heap):
         if self._newest is None or self._mapped - self._nbytes < size:
             # What was left of the part before has no room on the disk yet, and takes none.
             self._nbytes = self._mapped
-            span = max(_LEAST_PART_BYTES, size, self._nbytes)
-            os.ftruncate(self._descriptor, self._nbytes + span)
-            part = mmap.mmap(self._descriptor, span, offset=self._nbytes)
-            self._newest, self._mapped = memoryview(part), self._nbytes + span
+            self._newest = self._next_part(size)
+            self._mapped = self._nbytes + len(self._newest)
         _reserve(self._descriptor, self._nbytes, size, self.folder)
         self._nbytes += size
         stop = len(self._newest) - (self._mapped - self._nbytes)
         return self._newest[stop - size : stop]
+
+    def _next_part(self, size: int) -> memoryview:
+        """Map the file from where it ends: much of it, or as little as must be."""
+        try:
+            return self._part(max(_LEAST_PART_BYTES, size, self._nbytes))
+        except OSError:
+            # A limit of the process may leave room for what is needed, and for no more.
+            with naming_limits(_words_of(size, self._nbytes, self.folder)):
+                return self._part(size)
+
+    def _part(self, span: int) -> memoryview:
+        os.ftruncate(self._descriptor, self._nbytes + span)
+        return memoryview(mmap.mmap(self._descriptor, span, offset=self._nbytes))
 
     def _tensor(self, place: memoryview, nbytes: int) -> torch.Tensor:
         # A view of its own, which the tensor keeps alive, and nobody else: so it is known when the
@@ -232,14 +245,13 @@ def _kind_of_file_system(folder: Path) -> str:
 
 
 def _reserve(descriptor: int, start: int, nbytes: int, folder: Path) -> None:
-    try:
+    with naming_limits(_words_of(nbytes, start, folder)):
         os.posix_fallocate(descriptor, start, nbytes)
-    except OSError as error:
-        raise OSError(
-            error.errno,
-            f"expected room for {nbytes:,} more bytes of the model in {folder}, got: "
-            f"{error.strerror}. Name a folder on a larger disk by --home or ONEFOLD_HOME",
-        ) from error
+
+
+def _words_of(nbytes: int, before: int, folder: Path) -> str:
+    beside = f", beside {before:,} that it has there" if before else ""
+    return f"room for {nbytes:,} more bytes of the model in {folder}{beside}"
 
 
 def _let_go(
