@@ -53,11 +53,12 @@ WRITES_OR_REMOVES = """
     jobs/runfolder.py os.fdopen: appends to the metrics, through no link
     jobs/runfolder.py os.open: the same
     jobs/runfolder.py tempfile.TemporaryFile: without a name, to try the folder
-    jobs/runlock.py os.open: for its owner alone, through no link
-    jobs/runlock.py path.unlink: while it is held, and is still that file
     run/launch.py tempfile.TemporaryFile: without a name
     system/bare.py os.ftruncate: memory without a name
     system/bare.py os.memfd_create: memory without a name
+    system/folderlock.py os.open: for its owner alone, through no link
+    system/folderlock.py path.unlink: a stranger's lock, while it is still that file
+    system/folderlock.py self._path.unlink: our lock, while it is held, and is still that file
     system/heap.py os.ftruncate: longer, of our own file without a name
     system/heap.py tempfile.TemporaryFile: without a name, in the home that was named
     run/membership.py os.fdopen: a copy of stderr
@@ -96,7 +97,7 @@ LOCKS = """
     data/fetch.py threading.Lock: held for a few lines
     data/pictures.py threading.Lock: held for a line
     jobs/progress.py threading.Lock: held for a line
-    jobs/runlock.py fcntl.lockf: on a file of its owner alone; never waits
+    system/folderlock.py fcntl.lockf: on a file of its owner alone; never waits
     system/ownfiles.py fcntl.flock: on the private folder, so that cleaners leave it; never waits
 """
 
@@ -128,6 +129,7 @@ WAITS = """
     exchange/group.py store.wait: a farewell, for seconds
     exchange/group.py time.sleep: in a loop with a limit
     exchange/lateness.py time.sleep: in a loop with a limit
+    system/folderlock.py time.sleep: in a loop with a limit
     exchange/stagefold.py self._carrier.bind: no socket: follows a roster
     exchange/mailbox.py poller.poll: for part of the limit
     run/child.py poller.poll: as long as the workers run, signals and stopped ones noticed

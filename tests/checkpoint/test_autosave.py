@@ -335,3 +335,35 @@ def test_an_average_goes_on_without_the_script_knowing(tmp_path: Path) -> None:
     for devices, last in (("cpu:2", 2), ("cpu:3", 3)):
         run(devices, last, "--checkpoint", folder)
     assert run("cpu:2", 4, "--checkpoint", folder) == whole
+
+
+def test_a_directory_belongs_to_one_run_at_a_time(runs: Runs, tmp_path: Path) -> None:
+    first = runs.start("steps", "0.05", "1000")
+    first.wait_until_ready()
+    (tmp_path / "other").mkdir()
+    other = Runs(tmp_path / "other")
+    other.directory = runs.directory
+    code, _, errors = other.start("steps", "0", "3", options="--grace 1").finish()
+    assert code == 2
+    at, who = re.escape(str(runs.directory)), r"process \d+"
+    assert re.fullmatch(
+        rf"{who} is at work in {at}: waiting\n"
+        rf"onefold: {at}: another process is at work in this folder \({who}\); wait for its end, "
+        rf"or give this run another --checkpoint; waited for 1 s\n",
+        errors,
+    )
+    first.process.send_signal(signal.SIGTERM)
+    # Before that has saved itself, perhaps.
+    code, _, errors = other.start("steps", "0", "3").finish()
+    assert code == 0, errors
+    assert first.finish()[0] == 75
+    assert not (runs.directory / ".lock").exists()
+
+
+def test_a_run_that_was_killed_holds_nothing_up(runs: Runs) -> None:
+    first = runs.start("steps", "0.05", "1000")
+    first.wait_until_ready()
+    os.killpg(first.process.pid, signal.SIGKILL)
+    first.process.wait(30)
+    code, _, errors = runs.start("steps", "0", "3").finish()
+    assert code == 0, errors

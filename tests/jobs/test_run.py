@@ -183,7 +183,7 @@ def test_a_full_disk_is_one_line_and_the_run_can_go_on(
 
 HOLD = """
 import fcntl, sys
-lock = open(sys.argv[1], "r+")
+lock = open(sys.argv[1], "w")
 fcntl.lockf(lock, fcntl.LOCK_EX)
 print("held", flush=True)
 sys.stdin.read()

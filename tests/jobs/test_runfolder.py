@@ -365,7 +365,7 @@ def test_the_events_are_whole_before_others_may_write(
 
     class Events:
         def close(self) -> None:
-            held.append(folder._locked is not None)
+            held.append((tmp_path / ".lock").exists())
             if failure is not None:
                 raise failure
 
@@ -375,7 +375,7 @@ def test_the_events_are_whole_before_others_may_write(
     assert held == [True]
     # Closing again does nothing, and whoever comes next finds the lock free.
     folder.close()
-    assert folder._locked is None
+    assert not (tmp_path / ".lock").exists()
     again = RunFolder(tmp_path, is_lead=True)
     again.go_on(OPTIONS, "classify", steps=0, epochs=0)
     again.close()

@@ -12,6 +12,7 @@ from onefold.core.batch import ShardedBatch
 from onefold.core.team import Team
 from onefold.exchange.progress import Progress
 from onefold.reading.position import Position
+from onefold.system.folderlock import FolderLock, lock_of_checkpoints
 
 __all__ = ["Autosave"]
 
@@ -37,6 +38,7 @@ class Autosave:
         keep: how many of the newest stay.
         checkpoints: saves and loads the trainer.
         position: where the trainer is.
+        lock: of the directory; the lead's process holds it.
     """
 
     def __init__(
@@ -47,8 +49,10 @@ class Autosave:
         keep: int,
         checkpoints: Checkpoints,
         position: Position,
+        lock: FolderLock,
     ) -> None:
         self._directory = directory
+        self._lock = lock
         self._every = every
         self._keeping = Keeping(keep)
         self._checkpoints = checkpoints
@@ -83,6 +87,7 @@ class Autosave:
             ValueError: the script makes a second trainer, or the directory is itself a checkpoint.
             CheckpointError: what was saved does not fit this run, or cannot be used.
             OSError: no checkpoint could be written there.
+            LaunchError: another run saves itself there.
         """
         world = team.world
         if not world.options.checkpoint or progress is None:
@@ -100,6 +105,9 @@ class Autosave:
             )
         # Now, as a full or read-only disk is better found before the first hours of training.
         checkpoints.try_directory(directory)
+        lock = lock_of_checkpoints(directory)
+        if team.has_lead:
+            lock.take()
         found = checkpoints.load(
             directory,
             changed=world.options.changed,
@@ -114,6 +122,7 @@ class Autosave:
             keep=world.options.keep_last,
             checkpoints=checkpoints,
             position=position,
+            lock=lock,
         )
 
     def check(self, batch: ShardedBatch) -> None:
@@ -204,6 +213,10 @@ class Autosave:
         if self._position.step > self._saved or self._checkpoints.lost:
             self._stop = True
             self._save()
+
+    def leave(self) -> None:
+        """Let another run save itself in the directory, once everything is written."""
+        self._lock.let_go()
 
     def _save(self) -> None:
         self._write()

@@ -32,7 +32,7 @@ import msgspec
 
 from onefold.errors import DataError, LaunchError, OnefoldError
 from onefold.jobs.options import TrainOptions, write_config
-from onefold.jobs.runlock import open_lock
+from onefold.system.folderlock import FolderLock
 from onefold.system.plainfile import open_plain, parse_json, read_plain, write_whole
 
 __all__ = [
@@ -54,7 +54,7 @@ CHECKPOINTS = "checkpoints"
 CONFIG = "config.toml"
 RUN = "run.json"
 SCAN = "scan.json"
-LOCK = ".lock"
+_INSTEAD = "give this run another --name"
 MOST_JSON_BYTES = 1 << 26
 """The largest ``run.json`` that is read."""
 
@@ -129,11 +129,7 @@ def require_room(folder: Path) -> None:
     require_writable(folder / CHECKPOINTS, "mend it, or give this run another --name")
     # Only a look, which is given up at once: the data are read first, and the lock that lasts is
     # taken by the lead's process.
-    try:
-        lock = open_lock(folder / LOCK, make=False)
-    except FileNotFoundError:
-        return
-    os.close(lock)
+    FolderLock(folder, instead=_INSTEAD).look()
 
 
 def check_folder_is_free(folder: Path) -> None:
@@ -212,7 +208,7 @@ class RunFolder:
         self.path = path
         self._is_lead = is_lead
         self._events: Any = None
-        self._locked: int | None = None
+        self._locked = FolderLock(path, instead=_INSTEAD)
         self._said: dict[str, Any] = {}
 
     def create(self, options: TrainOptions, job: str, files: Mapping[str, str]) -> None:
@@ -262,7 +258,7 @@ class RunFolder:
 
     def _lock(self) -> None:
         """Keep other processes out of this run until `close`, or until this process ends."""
-        self._locked = open_lock(self.path / LOCK, make=True)
+        self._locked.take()
 
     def close(self) -> None:
         """Write out all events, and let other processes resume the run."""
@@ -272,9 +268,7 @@ class RunFolder:
                 events.close()
         finally:
             # Last of all: from here on another process may write into this folder.
-            if self._locked is not None:
-                os.close(self._locked)
-                self._locked = None
+            self._locked.let_go()
 
     def say(self, **facts: Any) -> None:
         """Record facts in ``run.json``, besides those that it has."""

@@ -41,6 +41,7 @@ from onefold.run.world import (
     options_of,
     worker_environment,
 )
+from onefold.system.folderlock import lock_of_checkpoints
 from onefold.system.interrupt import StopSignals, ctrl_c_later
 from onefold.system.ownfiles import PrivateFolder
 from onefold.system.record import check_trace
@@ -207,8 +208,12 @@ def _check_places(options: RunOptions) -> None:
     """Refuse to overwrite what is not ours, before any work is done.
 
     Raises:
-        LaunchError: the place for the trace or the timeline holds something else.
+        LaunchError: the place for the trace or the timeline holds something else, or another run
+            saves itself in the folder for checkpoints.
     """
+    if options.checkpoint:
+        # Only a look: the lead takes the lock, and keeps it.
+        lock_of_checkpoints(Path(options.checkpoint)).look_in_time(options.grace_s)
     try:
         if options.trace:
             check_trace(Path(options.trace))

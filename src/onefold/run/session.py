@@ -347,6 +347,8 @@ class Session:
                 self._autosave.finish()
         with self.telling_others():
             self.checkpoints.finish()
+        if self._autosave is not None:
+            self._autosave.leave()
 
     def _cut(self, batch: object, dim: int) -> ShardedBatch:
         plan = self.engine.roster.plan
