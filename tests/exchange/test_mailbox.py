@@ -134,6 +134,31 @@ def test_who_hangs_up_without_reading_is_named(pair: Pair, call: Wait) -> None:
         call(pair[0])
 
 
+@pytest.mark.parametrize("unread", [False, True])
+@pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
+def test_who_leaves_in_order_is_not_said_to_be_killed(
+    pair: Pair, wait: Wait, *, unread: bool
+) -> None:
+    if unread:
+        pair[0].send_note(1, b"never read")
+    pair[1].tell_end()
+    pair[1].close()
+    words = r"^device 1 \(process \d+\) ended: its script came to an end before the others'"
+    with pytest.raises(PeerLost, match=words) as caught:
+        wait(pair[0])
+    assert caught.value.device == 1
+
+
+def test_what_was_sent_before_leaving_is_still_read(pair: Pair) -> None:
+    pair[1].send_note(0, b"one")
+    pair[1].send_note(0, b"two")
+    pair[1].tell_end()
+    pair[1].close()
+    assert [pair[0].receive_note(1) for _ in range(2)] == [b"one", b"two"]
+    with pytest.raises(PeerLost, match="its script came to an end"):
+        pair[0].receive_note(1)
+
+
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_who_fails_is_quoted(pair: Pair, call: Wait) -> None:
     pair[1].step = 5

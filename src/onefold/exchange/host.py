@@ -81,6 +81,8 @@ class HostTransport(Transport):
         # The reason first: once the sockets are closed nobody can be told.
         if failure is not None:
             self.mailbox.tell_failure(failure)
+        else:
+            self.mailbox.tell_end()
         self.mailbox.close()
         self._drop_room()
 

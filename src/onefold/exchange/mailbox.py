@@ -34,7 +34,7 @@ from onefold.system.process import LOOK_S, Stillness
 
 __all__ = ["Mailbox"]
 
-_ARRIVED, _NOTE, _MORE, _FAILED = b"A", b"N", b"M", b"F"
+_ARRIVED, _NOTE, _MORE, _FAILED, _LEAVING = b"A", b"N", b"M", b"F", b"L"
 _SPIN_S = 60e-6
 _CHUNK_BYTES = 32 * 1024
 _FRAME_BYTES = 64 * 1024
@@ -47,6 +47,8 @@ class _Peer:
     pid: int
     pidfd: int | None
     stillness: Stillness
+    has_left: bool = False
+    """Whether it has said that it comes to its end in order."""
     frames: deque[bytes] = field(default_factory=deque)
 
 
@@ -157,7 +159,8 @@ class Mailbox:
             return descriptors[0]
         if message.startswith(_FAILED):
             self._raise_failed(peer, message)
-        if not message:
+        peer.has_left |= message == _LEAVING
+        if not message or peer.has_left:
             self._raise_ended(peer)
         raise self._elsewhere(peer)
 
@@ -171,10 +174,17 @@ class Mailbox:
                 "disagreement": isinstance(failure, DisagreementError),
             }
         )
+        self._tell(_FAILED + text.encode())
+
+    def tell_end(self) -> None:
+        """Tell every peer that this process leaves in order, and has not been killed."""
+        self._tell(_LEAVING)
+
+    def _tell(self, frame: bytes) -> None:
         for peer in self._peers.values():
             # Never block here: a peer that is gone or has a full queue must not delay the others.
             with contextlib.suppress(OSError):
-                peer.socket.send(_FAILED + text.encode(), socket.MSG_DONTWAIT)
+                peer.socket.send(frame, socket.MSG_DONTWAIT)
 
     def close(self) -> None:
         """Close every connection. May be called again."""
@@ -233,6 +243,9 @@ class Mailbox:
             return False
         if frame.startswith(_FAILED):
             self._raise_failed(peer, frame)
+        if frame == _LEAVING:
+            peer.has_left = True
+            return self._drain(peer)
         # End of stream. Frames already queued are still valid, so raise only once they are used.
         if not frame:
             if not peer.frames:
@@ -289,10 +302,15 @@ class Mailbox:
             raise PeerLost.stopped(peer.number, peer.pid, waiting=self.rank, step=self.step)
 
     def _raise_ended(self, peer: _Peer) -> NoReturn:
+        how = (
+            "ended: its script came to an end before the others', or closed its Trainer"
+            if peer.has_left
+            else "ended without saying why: it was killed (by somebody, or by the system for lack "
+            "of memory), or has ended itself by os._exit"
+        )
         raise PeerLost(
-            f"device {peer.number} (process {peer.pid}) ended without saying why: it was killed "
-            f"(by somebody, or by the system for lack of memory), or its script came to an end "
-            f"before the others'; device {self.rank} waits for it in step {self.step}",
+            f"device {peer.number} (process {peer.pid}) {how}; device {self.rank} waits for it in "
+            f"step {self.step}",
             device=peer.number,
             step=self.step,
         )
