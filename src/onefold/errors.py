@@ -77,6 +77,16 @@ class StateError(OnefoldError, ValueError):
 class LineError(OnefoldError, ValueError):
     """A model that a line of devices cannot compute as one device does; the message says where."""
 
+    @classmethod
+    def outside_of_stage(cls, parameter: str, stage: str, device: int) -> LineError:
+        """The error where a device computes with a parameter whose stage another device has."""
+        return cls(
+            f"parameter {parameter} of stage {stage} is used on device {device}, outside of its "
+            f"stage, which another device computes: in a part of it that is called alone, perhaps, "
+            f"or in a penalty on all parameters. Name that part as a stage "
+            f"(Trainer(stages=[...])), or use --keep span"
+        )
+
 
 class SampleError(OnefoldError):
     """Reading a sample of a data set raised, and is named; or workers gave none in time."""

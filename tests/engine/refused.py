@@ -102,6 +102,35 @@ class Thinning(Linear):
         return super().forward(x) * factor
 
 
+class Choosing(Linear):
+    """A layer that computes with some of its rows, as experts do."""
+
+    def forward(self, x: torch.Tensor, *others: object) -> torch.Tensor:
+        out = x.clone()
+        chosen = x.sum(dim=1) > 0
+        out[chosen] = super().forward(x[chosen])
+        return out
+
+
+class Wrapped(nn.Module):
+    """A layer with a part that can be called alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Linear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.inner(x).tanh()
+        return out
+
+
+def by_parts(model: Layers, x: torch.Tensor) -> torch.Tensor:
+    for number, layer in enumerate(model.layers):
+        assert isinstance(layer, Wrapped)
+        x = layer.inner(x) if number == 2 else layer(x)
+    return x
+
+
 def in_order(model: Layers, x: torch.Tensor) -> torch.Tensor:
     for layer in model.layers:
         x = layer(x)
@@ -340,6 +369,19 @@ REFUSED = {
     "one by one": Refused("is called inside of torch.vmap", loss=one_by_one),
     "draws": Refused("draws random numbers between two stages", drawing_in_a_hook, layer=Linear),
     "order": Refused("stage layers.1 is called after stage layers.2", by([0, 2, 1, 3, 4, 5])),
+    "dropped": Refused(
+        r"stage layers.4 is called .*, where layers.2 was expected: .* must be called all the same",
+        by([0, 1, 4, 5]),
+    ),
+    "experts": Refused(
+        r"stage layers.0 is another device's, and computes __getitem__, .* depends on values",
+        layer=Choosing,
+    ),
+    "a part": Refused(
+        r"parameter layers.2.inner.weight .* outside of its stage, .*: in a part of it that is called",
+        by_parts,
+        layer=Wrapped,
+    ),
     "backwards": Refused("layers.5 is called first, where layers.2 was", by([5, 4, 3, 2, 1, 0])),
     "twice": Refused("stage layers.0 is called after stage layers", loss=twice),
     "left out": Refused("came to its end on device 1", by([0, 1, 2, 3])),

@@ -50,8 +50,10 @@ class Reach:
     """The stage at which values have arrived; empty while what came before is hollow."""
     is_shaped: bool = False
     """Whether something was computed in shape alone."""
+    inside: str = ""
+    """The stage that is computed in shape alone just now, if one is."""
     is_told: bool = False
-    """Whether the stage that is computed in shape alone was told a dtype that is unsure."""
+    """Whether that stage was told a dtype that is unsure."""
 
     _stands: dict[int, _StandIn] = field(default_factory=dict)
     """For tensors with values that something hollow is made of, by their id."""
@@ -183,11 +185,12 @@ class _Following(TorchFunctionMode):
 
 
 @contextmanager
-def followed(reach: Reach) -> Iterator[None]:
-    """A block in which a stage of another device is computed in shape alone."""
+def followed(reach: Reach, stage: str) -> Iterator[None]:
+    """A block in which a stage of another device, of this name, is computed in shape alone."""
+    reach.inside = stage
     with _Following(reach):
         yield
-    reach.is_told = False
+    reach.is_told, reach.inside = False, ""
 
 
 def tensors_of(value: object) -> Iterator[torch.Tensor]:
@@ -286,11 +289,7 @@ def _run(
         with torch.no_grad():
             result = func(*given, **named)
     except (RuntimeError, TypeError, NotImplementedError) as error:
-        raise LineError(
-            f"{reach.where}: the script computes {name} of what a stage on another device gives, "
-            f"before that has arrived, and cannot without its values: a line of devices cannot "
-            f"follow that ({str(error).splitlines()[0]}). Use --keep span"
-        ) from error
+        raise _without_values(reach, name, error) from error
     made = list(tensors_of(result))
     forms = ((shown(tensor), is_unsure(tensor)) for tensor in tensors_of((args, kwargs)))
     unsure = reach.is_told or gives_unsure(name, args, kwargs, forms, reach.device.type)
@@ -309,6 +308,21 @@ def _run(
         return Hollow.like(tensor, reach, is_unsure=unsure) if found is None else found
 
     return with_tensors(result, hollow) if made else result
+
+
+def _without_values(reach: Reach, name: str, error: Exception) -> LineError:
+    why = str(error).splitlines()[0]
+    if reach.inside:
+        return LineError(
+            f"{reach.where}: stage {reach.inside} is another device's, and computes {name}, of "
+            f"which the shape depends on values ({why}), so that later devices of a line cannot "
+            f"follow it. Use --keep span"
+        )
+    return LineError(
+        f"{reach.where}: the script computes {name} of what a stage on another device gives, "
+        f"before that has arrived, and cannot without its values: a line of devices cannot follow "
+        f"that ({why}). Use --keep span"
+    )
 
 
 def _unsure_dtype(reach: Reach) -> LineError:

@@ -69,7 +69,7 @@ class HollowStages:
         noted = numbers_in(_tables(module))
         with self._explained(stage, reach), forked_generators(reach.device):
             states = packed_generators(reach.device)
-            with followed(reach):
+            with followed(reach, self._modules.stages.names[stage]):
                 result = forward(*called[0], **called[1])
             draws = not torch.equal(states, packed_generators(reach.device))
         self._refuse_writing(stage, reach, buffers)

@@ -358,12 +358,8 @@ class SpanLending(Lending):
             return lambda t: t if stage_of(t) is None else Hollow.like(t, reach)
         if self._is_line:
             missing, stage = next(each for each in found if each[1] not in self._rooms)
-            stage_name = self._stages.names[stage]
-            raise LineError(
-                f"parameter {self._lent.name_of(missing)} of stage {stage_name} is used on device "
-                f"{self._replica.number}, outside of its stage, which another device computes (in "
-                f"a penalty on all parameters, perhaps). Use --keep span"
-            )
+            name, stage_name = self._lent.name_of(missing), self._stages.names[stage]
+            raise LineError.outside_of_stage(name, stage_name, self._replica.number)
         if not self._is_answered:
             raise Elsewhere(
                 f"parameter {self._lent.name_of(found[0][0])} was read on device "

@@ -375,12 +375,8 @@ class LineWorker:
             taken = self._replica.of_stages[stage]
             for name, parameter in zip(taken.names, taken.parameters, strict=True):
                 if parameter.grad is not None:
-                    raise LineError(
-                        f"{self._where(piece)}: parameter {name} of stage "
-                        f"{self._fold.stages.names[stage]} is used on device {self._device}, "
-                        f"outside of its stage, which another device computes (in a penalty on all "
-                        f"parameters, perhaps). Use --keep span"
-                    )
+                    stage_name = self._fold.stages.names[stage]
+                    raise LineError.outside_of_stage(name, stage_name, self._device)
 
     def _end(self, piece: ShardPiece, result: PieceResult, passage: Passage) -> None:
         """Send back what the device before needs, or record what the shard has given."""

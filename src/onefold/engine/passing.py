@@ -366,10 +366,17 @@ class Passing:
     def _out_of_order(self, stage: int, reach: Reach, expected: int | None = None) -> LineError:
         after = f"after stage {reach.arrived}" if reach.arrived else "first"
         wanted = "" if expected is None else f", where {self._names[expected]} was expected"
+        instead = "List them in the order of their calls (Trainer(stages=[...]))"
+        if expected is not None and expected < stage:
+            instead = (
+                "A layer that is left out in some shards must be called all the same, and give "
+                "back what it is called with; one that is called elsewhere is listed there "
+                "(Trainer(stages=[...]))"
+            )
         return LineError(
             f"{reach.where}: stage {self._names[stage]} is called {after}{wanted}: a line of "
-            f"devices needs stages that follow each other as they are listed, each once. List them "
-            f"in the order of their calls (Trainer(stages=[...])), or use --keep span"
+            f"devices needs stages that follow each other as they are listed, each once. "
+            f"{instead}; or use --keep span"
         )
 
 
