@@ -68,6 +68,7 @@ WRITES_OR_REMOVES = """
     run/slurm.py os.open: the terminal of this process, only to learn whether there is one
     run/worker.py os.fdopen: what the function returned, into the launcher's file without a name
     system/ownfiles.py aside.unlink: the file that was just made
+    reading/sending.py os.open: the null device, to learn its number
     system/ownfiles.py os.fdopen: the same
     system/ownfiles.py os.open: new files, through no link; a folder just made; or for looking
     system/ownfiles.py os.replace: the place of an output that was found to be ours or free

@@ -378,7 +378,7 @@ REFUSED = {
         layer=Choosing,
     ),
     "a part": Refused(
-        r"parameter layers.2.inner.weight .* outside of its stage, .*: in a part of it that is called",
+        r"parameter layers.2.inner.weight .* outside of its stage, .*: in a part of it that is",
         by_parts,
         layer=Wrapped,
     ),

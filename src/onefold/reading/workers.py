@@ -11,20 +11,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.multiprocessing import get_sharing_strategy
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from onefold.core.numbers import check_whole
-from onefold.reading.reader import Answer, as_it_is
+from onefold.reading.reader import Answer
 from onefold.reading.requests import Requests
+from onefold.reading.sending import Sending, allow_open_files, sends_by_socket
 from onefold.system.interrupt import ctrl_c_as_before
+from onefold.system.ownfiles import LONGEST_TEMPORARY_PATH
 from onefold.system.process import die_with_parent
 
 __all__ = ["Workers", "disown"]
-
-# In bytes: the room in the address of a Unix socket, less what multiprocessing appends to the path
-# of the temporary folder.
-_LONGEST_TEMPORARY_PATH = 107 - len("/pymp-12345678/listener-12345678")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +48,8 @@ class Workers:
         self, reader: Dataset[Answer], requests: Requests, *, pin_memory: bool, timeout_s: float
     ) -> Iterator[Answer]:
         """Start the processes, and return the iterator over their answers, which ends them."""
+        # Of this process, which has all that they send open; the workers inherit it.
+        allow_open_files()
         return iter(
             DataLoader(
                 reader,
@@ -58,7 +57,8 @@ class Workers:
                 batch_size=None,
                 sampler=requests,
                 num_workers=self.number,
-                collate_fn=as_it_is,
+                # What is called with each answer before it is sent.
+                collate_fn=Sending(),  # type: ignore[arg-type]  # of answers, not of lists
                 worker_init_fn=_Tied(self.context, self.init),
                 # Persistent workers would keep the data set as it was in the first pass.
                 persistent_workers=False,
@@ -128,10 +128,9 @@ def _check_temporary_path(workers: int) -> None:
     In a worker this would fail in a thread of its queue, and the answer would simply never arrive.
     """
     folder = os.fsencode(tempfile.gettempdir())
-    by_socket = get_sharing_strategy() == "file_descriptor"  # type: ignore[no-untyped-call]
-    if by_socket and len(folder) > _LONGEST_TEMPORARY_PATH:
+    if sends_by_socket() and len(folder) > LONGEST_TEMPORARY_PATH:
         raise ValueError(
             f"workers={workers}: worker processes send tensors through sockets in the temporary "
-            f"folder, so expected its path to have at most {_LONGEST_TEMPORARY_PATH} bytes, got "
+            f"folder, so expected its path to have at most {LONGEST_TEMPORARY_PATH} bytes, got "
             f"{len(folder)}: {os.fsdecode(folder)}; set TMPDIR to a shorter path, or use workers=0"
         )

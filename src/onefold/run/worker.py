@@ -45,6 +45,7 @@ from onefold.run.onefile import advice_on_one_file
 from onefold.run.rundir import Report, write_report
 from onefold.run.world import current_world
 from onefold.system.interrupt import STOP_SIGNALS, STOPPED_CODE
+from onefold.system.ownfiles import gather_sockets_in
 from onefold.system.process import die_with_parent
 
 __all__ = ["main"]
@@ -156,10 +157,14 @@ def _load_torch() -> None:
 
 
 def _prepare() -> None:
-    if current_world().options.probe:
+    world = current_world()
+    # Or what loader workers put there would outlive them if they are killed.
+    if world.directory:
+        gather_sockets_in(world.directory)
+    if world.options.probe:
         from onefold.verifying import prepare_process
 
-        prepare_process(current_world())
+        prepare_process(world)
 
 
 def _run_script(command: list[str]) -> None:

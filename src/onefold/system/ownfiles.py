@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import multiprocessing.util
 import os
 import shutil
 import stat
@@ -24,7 +25,19 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, Self
 
-__all__ = ["PrivateFolder", "aside_of", "create_file", "open_regular", "replace_file"]
+__all__ = [
+    "LONGEST_TEMPORARY_PATH",
+    "PrivateFolder",
+    "aside_of",
+    "create_file",
+    "gather_sockets_in",
+    "open_regular",
+    "replace_file",
+]
+
+LONGEST_TEMPORARY_PATH = 107 - len("/pymp-12345678/listener-12345678")
+"""In bytes: the room in the address of a Unix socket, less what multiprocessing appends to the path
+of the temporary folder."""
 
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _AS_A_LINK = frozenset({errno.ELOOP, errno.ENXIO})
@@ -72,6 +85,22 @@ class PrivateFolder:
     def keep(self) -> None:
         """Leave the folder to the user, and let go of it."""
         os.close(self._descriptor)
+
+
+def gather_sockets_in(folder: str) -> None:
+    """Have processes that this one makes by `multiprocessing` put their sockets into a folder.
+
+    They remove them when they end, unless they are killed. Where the folder's path would make those
+    of sockets too long, they stay where they would be.
+    """
+    if len(os.fsencode(folder)) > LONGEST_TEMPORARY_PATH:
+        return
+    before, tempfile.tempdir = tempfile.tempdir, folder
+    try:
+        # Made at the first call, and handed on to all processes.
+        multiprocessing.util.get_temp_dir()
+    finally:
+        tempfile.tempdir = before
 
 
 def create_file(path: Path, *, append: bool = False) -> int:

@@ -1,0 +1,129 @@
+"""What a worker may send: each tensor takes a descriptor, and a process may have so many."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from onefold.core.shard import Plan
+from onefold.reading.reader import Answer, BadSample, Request
+from onefold.reading.sending import Sending, allow_open_files
+
+REQUEST = Request(0, 2, 8, 24, Plan((1,)), 0, None, {0: [*range(8)]}, {}, -1)
+
+
+@pytest.fixture
+def _limits() -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def limited(soft: int) -> None:
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (soft, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    )
+
+
+def answer_of(tensors: int) -> Answer:
+    values = [torch.zeros(2) for _ in range(tensors)]
+    return Answer(REQUEST, {0: {"images": values[0], "boxes": values[1:], "names": "x"}})
+
+
+@pytest.mark.usefixtures("_limits")
+def test_what_cannot_be_sent_is_said_with_the_limit() -> None:
+    limited(256)
+    sending = Sending()
+    fits = answer_of(20)
+    assert sending(fits) is fits
+    found = sending(answer_of(200)).payloads
+    assert isinstance(found, BadSample)
+    assert (found.index, found.epoch, found.kind) == (24, 2, "OSError")
+    assert "expected room for 456 more open files in a worker process, which has" in found.text
+    assert "of 256: each of the 200 tensors of a batch" in found.text
+    # Those before may not be sent yet.
+    assert isinstance(sending(fits).payloads, BadSample)
+    assert sending(fits) is fits
+
+
+@pytest.mark.usefixtures("_limits")
+def test_what_could_not_be_read_is_handed_on() -> None:
+    limited(64)
+    bad = Answer(REQUEST, BadSample(3, 0, "ValueError", "no", ""))
+    assert Sending()(bad) is bad
+
+
+@pytest.mark.usefixtures("_limits")
+def test_a_process_allows_itself_what_the_system_does() -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limited(300)
+    allow_open_files()
+    soft, now = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert soft == min(hard, 1 << 16)
+    assert now == hard
+    allow_open_files()
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (soft, hard)
+
+
+SCRIPT = """
+import os, resource, signal, torch, onefold
+resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+trainer = onefold.Trainer(
+    model, optimizer, lambda m, b: m(b[0]).square().mean(1), shards=4, timeout_s=30
+)
+data = torch.utils.data.TensorDataset(*[torch.ones(64, 4) for _ in range(20)])
+for batch in trainer.loader(data, batch_size=16, workers=2):
+    step = trainer.step(batch)
+    if step.number == 2 and os.environ["RANK"] == {killed!r}:
+        os.kill(os.getpid(), signal.SIGKILL)
+print("trained", step.number)
+"""
+
+
+def run(folder: Path, *, soft: int, hard: int, killed: str = "") -> tuple[str, str]:
+    (folder / "train.py").write_text(SCRIPT.format(soft=soft, hard=hard, killed=killed))
+    done = subprocess.run(
+        [sys.executable, "-m", "onefold", "run", "--devices", "2", str(folder / "train.py")],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    return done.stdout, done.stderr
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(170)
+def test_too_few_open_files_end_the_run_with_a_word(tmp_path: Path) -> None:
+    _, errors = run(tmp_path, soft=100, hard=100)
+    assert "SampleError: sending the batch up to sample 16 in epoch 0 failed: OSError" in errors
+    assert "(ulimit -n)" in errors
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(170)
+def test_a_low_limit_that_may_be_raised_is_no_hindrance(tmp_path: Path) -> None:
+    assert run(tmp_path, soft=100, hard=1000) == ("trained 4\n", "")
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(170)
+def test_sockets_of_workers_do_not_outlive_a_device_that_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The path of a socket has room for a short one alone.
+    with tempfile.TemporaryDirectory(dir="/tmp") as temporary:
+        monkeypatch.setenv("TMPDIR", temporary)
+        _, errors = run(tmp_path, soft=1000, hard=1000, killed="1")
+        assert "was killed by SIGKILL" in errors
+        assert [each for each in os.listdir(temporary) if each.startswith("pymp-")] == []
