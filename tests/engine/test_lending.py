@@ -289,6 +289,39 @@ def test_what_is_written_past_pytorch_is_named(keep: str) -> None:
         launched(with_a_hidden_write, keep=keep)
 
 
+class Scaling(Masked):
+    """Halves a weight when it is evaluated first, as models for mixed precision do."""
+
+    counted = False
+
+    def mask(self, layer: nn.Module, _: Any) -> None:  # type: ignore[override]
+        if not self.training and not hasattr(self, "is_scaled"):
+            self.is_scaled = True
+            with torch.no_grad():
+                (layer.weight if self.counted else layer.weight.data).mul_(0.5)
+
+
+class ScalingInSight(Scaling):
+    """The same where PyTorch counts it."""
+
+    counted = True
+
+
+def with_a_write_in_an_evaluation(make: type[Scaling], call: str) -> None:
+    trainer = trainer_of(make, lambda model, batch: model(batch).square().mean(dim=1))
+    trained(trainer, 1)
+    getattr(trainer, call)(lambda m, b: {"mean": m(b).mean(dim=1)}, batches(1)[0], batch_size=9)
+
+
+@pytest.mark.parametrize("call", ["evaluate", "predict"])
+@pytest.mark.parametrize("make", [Scaling, ScalingInSight])
+@pytest.mark.parametrize("keep", ["span", "stages"])
+def test_what_an_evaluation_writes_to_is_named(keep: str, make: type[Scaling], call: str) -> None:
+    words = r"StateError: .*parameter layers\.1\.weight was written to while"
+    with pytest.raises(RunFailed, match=words):
+        launched(with_a_write_in_an_evaluation, make, call, keep=keep)
+
+
 def with_torch_func() -> str:
     def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         slope = torch.func.grad(lambda x: model(x).square().sum())(batch)

@@ -76,8 +76,8 @@ def evaluate(
 @contextmanager
 def scoring(engine: Engine, batch: ShardedBatch, where: str, *, first: bool) -> Iterator[None]:
     """Refuse writing to parameters in this context; in the first batch, to other modules, too."""
-    # One shard may write, as in a plain loop; what is lent is written to as it comes and goes.
-    free = batch.plan.shards == 1 or engine.exchange.memory.is_lent
+    # One shard may write, as in a plain loop; but what is written to what is lent is lost.
+    free = batch.plan.shards == 1 and not engine.exchange.memory.is_lent
     guarded = nullcontext() if free else engine.guard.refusing_writing(values=first)
     with engine.noting(where, wanted=first), guarded:
         yield

@@ -134,7 +134,7 @@ class SpanLending(Lending):
         self._left: set[int] = set()
         """Those of them whose forward pass is over."""
         self._blocks = 0
-        self._in_backward = self._is_due = False
+        self._in_backward = self._is_due = self._looks_at_trained = False
         self._hide()
 
     @property
@@ -193,7 +193,12 @@ class SpanLending(Lending):
                 if is_about_hooks(error):
                     error.add_note(_WITH_ALL)
                 raise
+            finally:
+                # A model that writes when it is evaluated does so at once; to look costs as much as
+                # reading all that this device keeps.
+                self._looks_at_trained = False
 
+        self._looks_at_trained = True
         with self._answered(look=True):
             self._bring(ROOT)
             yield brought
@@ -378,7 +383,8 @@ class SpanLending(Lending):
         room = self._rooms.pop(stage)
         self._stage_at.pop(room.data_ptr(), None)
         if self._is_due:
-            self._lent.look(stage, room, trained=self._course is not self._passes)
+            trained = self._looks_at_trained or self._course is not self._passes
+            self._lent.look(stage, room, trained=trained)
         self._lent.hide(self._stages.entries[stage])
 
     def _packed(self, tensor: torch.Tensor) -> object:
