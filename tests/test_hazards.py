@@ -133,6 +133,7 @@ WAITS = """
     system/folderlock.py time.sleep: in a loop with a limit
     exchange/stagefold.py self._carrier.bind: no socket: follows a roster
     exchange/mailbox.py poller.poll: for part of the limit
+    reading/sending.py time.sleep: until the batch before is taken, for which there is a limit
     run/child.py poller.poll: as long as the workers run, signals and stopped ones noticed
     run/child.py self._process.wait: for what the kernel has said to have ended
     run/crew.py poll: for part of a limit, or as long as the workers run

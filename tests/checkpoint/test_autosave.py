@@ -360,6 +360,20 @@ def test_a_directory_belongs_to_one_run_at_a_time(runs: Runs, tmp_path: Path) ->
     assert not (runs.directory / ".lock").exists()
 
 
+def test_two_runs_that_start_at_once_follow_each_other(runs: Runs, tmp_path: Path) -> None:
+    """Both look before either has the lock: the one that comes later waits for the other one."""
+    (tmp_path / "other").mkdir()
+    other = Runs(tmp_path / "other")
+    other.directory = runs.directory
+    options = "--every 5 --grace 60 --restarts 2"
+    both = [each.start("steps", "0.02", "20", options=options) for each in (runs, other)]
+    ends = [run.finish() for run in both]
+    assert [code for code, *_ in ends] == [0, 0], ends
+    assert [errors.count("going on after step 20:") for *_, errors in ends] in ([0, 1], [1, 0])
+    assert not any("starting again" in errors for *_, errors in ends)
+    assert any("is at work in" in errors for *_, errors in ends)
+
+
 def test_a_run_that_was_killed_holds_nothing_up(runs: Runs) -> None:
     first = runs.start("steps", "0.05", "1000")
     first.wait_until_ready()

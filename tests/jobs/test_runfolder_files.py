@@ -15,6 +15,7 @@ import pytest
 from onefold.errors import DataError, LaunchError
 from onefold.jobs.options import TrainOptions, read_config
 from onefold.jobs.runfolder import RunFolder, read_run, require_room
+from onefold.system.folderlock import lock_of_checkpoints
 from onefold.system.plainfile import RECORD_BYTES
 from tests.somebody import NOBODY, needs_root, somebody_else
 
@@ -123,6 +124,43 @@ def test_a_strangers_lock_that_cannot_be_removed_is_told(
         begun(tmp_path)
     monkeypatch.undo()
     assert descriptors() == before
+
+
+@needs_root
+def test_checkpoints_of_a_file_server_may_belong_to_somebody_else(tmp_path: Path) -> None:
+    (tmp_path / ".lock").touch()
+    os.chown(tmp_path / ".lock", NOBODY, NOBODY)
+    lock = lock_of_checkpoints(tmp_path)
+    lock.look()
+    lock.take()
+    lock.let_go()
+    assert not (tmp_path / ".lock").exists()
+
+
+@pytest.mark.skipif(not Path("/proc/locks").exists(), reason="the system does not list its locks")
+def test_a_lock_that_was_lost_is_taken_again(tmp_path: Path) -> None:
+    """A script that copies the folder reads the file, which gives up the lock."""
+    lock = lock_of_checkpoints(tmp_path)
+    lock.take()
+    (tmp_path / ".lock").read_bytes()
+    assert is_free(tmp_path)
+    lock.keep()
+    assert not is_free(tmp_path)
+    lock.let_go()
+    lock.keep()  # and nothing is taken that was let go of
+    assert not (tmp_path / ".lock").exists()
+
+
+def is_free(folder: Path) -> bool:
+    """Whether another process could take the lock."""
+    child = os.fork()
+    if not child:
+        try:
+            lock_of_checkpoints(folder).look()
+        except LaunchError:
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(child, 0)[1] == 0
 
 
 @needs_root

@@ -7,6 +7,8 @@ import resource
 import subprocess
 import sys
 import tempfile
+import types
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +17,7 @@ import torch
 
 from onefold.core.shard import Plan
 from onefold.reading.reader import Answer, BadSample, Request
-from onefold.reading.sending import Sending, allow_open_files
+from onefold.reading.sending import Sending, allow_open_files, count_tensors
 
 REQUEST = Request(0, 2, 8, 24, Plan((1,)), 0, None, {0: [*range(8)]}, {}, -1)
 
@@ -47,11 +49,42 @@ def test_what_cannot_be_sent_is_said_with_the_limit() -> None:
     found = sending(answer_of(200)).payloads
     assert isinstance(found, BadSample)
     assert (found.index, found.epoch, found.kind) == (24, 2, "OSError")
-    assert "expected room for 456 more open files in a worker process, which has" in found.text
-    assert "of 256: each of the 200 tensors of a batch" in found.text
-    # Those before may not be sent yet.
-    assert isinstance(sending(fits).payloads, BadSample)
-    assert sending(fits) is fits
+    assert "expected room for 416 more open files in a worker process, which may have" in found.text
+    assert "256 and has" in found.text
+    assert "each of the 200 tensors of a batch" in found.text
+
+
+@pytest.mark.usefixtures("_limits")
+def test_what_fits_once_others_are_taken_waits_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    limited(256)
+    sending = Sending()
+    sending(answer_of(100))
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(180)]
+
+    def pause(_: float) -> None:
+        for _ in range(60):
+            if held:
+                os.close(held.pop())
+
+    monkeypatch.setattr("onefold.reading.sending.time.sleep", pause)
+    after = answer_of(100)
+    assert sending(after) is after
+    assert held == []
+
+
+@pytest.mark.parametrize("limit", [64, 4000])
+@pytest.mark.usefixtures("_limits")
+def test_batches_of_numbers_and_texts_pass(limit: int) -> None:
+    limited(limit)
+    own: list[object] = [[1, "x", None, 2.5]] * 1000
+    own.append(own)
+    answer = Answer(REQUEST, {0: own})
+    assert Sending()(answer) is answer
+
+
+def test_tensors_are_found_wherever_they_are() -> None:
+    sample = types.SimpleNamespace(boxes=deque([torch.zeros(1)]), names={"x"})
+    assert count_tensors({"a": [sample, (torch.zeros(2), 3)], "b": "text"}) == 2
 
 
 @pytest.mark.usefixtures("_limits")

@@ -107,7 +107,7 @@ class Autosave:
         checkpoints.try_directory(directory)
         lock = lock_of_checkpoints(directory)
         if team.has_lead:
-            lock.take()
+            lock.take(world.options.grace_s)
         found = checkpoints.load(
             directory,
             changed=world.options.changed,
@@ -225,4 +225,5 @@ class Autosave:
         self._saved = self._position.step
 
     def _write(self) -> None:
+        self._lock.keep()
         self._checkpoints.save(self._directory, keeping=self._keeping, wait=self._stop)

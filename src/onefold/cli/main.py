@@ -161,7 +161,9 @@ def verify(
     keep: Annotated[
         str,
         typer.Option(
-            envvar=_KEEP_VARIABLE, help="What devices keep, each with every count: all,span."
+            envvar=_KEEP_VARIABLE,
+            show_envvar=False,  # it names one, and this may be several
+            help="What devices keep, each with every count: all,span.",
         ),
     ] = "all",
     home: Home = None,

@@ -306,7 +306,7 @@ class Mailbox:
             "ended: its script came to an end before the others', or closed its Trainer"
             if peer.has_left
             else "ended without saying why: it was killed (by somebody, or by the system for lack "
-            "of memory), or has ended itself by os._exit"
+            "of memory), has ended itself by os._exit, or dropped its Trainer"
         )
         raise PeerLost(
             f"device {peer.number} (process {peer.pid}) {how}; device {self.rank} waits for it in "

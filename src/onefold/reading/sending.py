@@ -12,20 +12,25 @@ from __future__ import annotations
 
 import os
 import resource
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch.multiprocessing import get_sharing_strategy
 
-from onefold.core.structure import parts_of
 from onefold.reading.reader import Answer, BadSample
 
-__all__ = ["Sending", "allow_open_files", "sends_by_socket"]
+__all__ = ["Sending", "allow_open_files", "count_tensors", "sends_by_socket"]
 
 _MOST_OPEN_FILES = 1 << 16
 """Programs that a script starts may look through all descriptors that they could have."""
 _EACH = 2
 """Descriptors of a tensor that waits to be sent: that of its memory, and the one to be sent."""
+_PLENTY = 1 << 14
+_PAUSE_S = 0.02
+_PLAIN = frozenset({int, float, str, bytes, bool, complex, type(None)})
 _SPARE = 16
 """Those of connections, and of what the data set opens to read a sample."""
 
@@ -45,26 +50,43 @@ def allow_open_files() -> None:
 
 
 class Sending:
-    """Looks, in a worker, whether an answer can be sent; hands on what says so if it cannot."""
+    """Looks, in a worker, whether an answer can be sent; hands on what says so if it cannot.
+
+    It waits until earlier answers have been taken, if that is what is missing: whoever wants this
+    one takes those first, and has a limit for its wait.
+    """
 
     def __init__(self) -> None:
-        self._tensors = 0
-        """Those of the answer before, which may not be sent yet."""
+        self._first: int | None = None
+        """The files that this process has open while nothing waits to be sent."""
+        self._before = 0
+        """The tensors of the answer before, which may not be on its way yet."""
 
     def __call__(self, answer: Answer) -> Answer:
-        before, self._tensors = self._tensors, _tensors_in(answer.payloads)
-        needed = _EACH * (before + self._tensors) + _SPARE
         most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if not sends_by_socket() or most == resource.RLIM_INFINITY:
-            return answer
         used = _open_files()
-        if used + needed <= most:
+        if self._first is None:
+            self._first = used
+        # To count takes time, and so many tensors nobody has in a batch.
+        if not sends_by_socket() or most == resource.RLIM_INFINITY or most - used > _PLENTY:
             return answer
+        before, self._before = self._before, count_tensors(answer.payloads)
+        needed = _EACH * self._before + _SPARE
+        if used + needed + _EACH * before <= most:
+            return answer
+        if self._first + needed > most:
+            return self._refused(answer, needed, most)
+        time.sleep(_PAUSE_S)  # by now the one before is on its way, and counted
+        while _open_files() + needed > most:
+            time.sleep(_PAUSE_S)
+        return answer
+
+    def _refused(self, answer: Answer, needed: int, most: int) -> Answer:
         text = (
-            f"expected room for {needed} more open files in a worker process, which has {used} of "
-            f"{most}: each of the {self._tensors} tensors of a batch takes one until it is used. "
-            f"Raise the limit (ulimit -n), have fewer and larger tensors in a batch, read fewer "
-            f"batches ahead (prefetch_factor), or use workers=0"
+            f"expected room for {needed} more open files in a worker process, which may have "
+            f"{most} and has {self._first} from the start: each of the {self._before} tensors of a "
+            f"batch takes {_EACH} until it is used. Raise the limit (ulimit -n), have fewer and "
+            f"larger tensors in a batch, or use workers=0"
         )
         request = answer.request
         bad = BadSample(
@@ -73,10 +95,33 @@ class Sending:
         return answer._replace(payloads=bad)
 
 
-def _tensors_in(value: Any) -> int:
-    if isinstance(value, torch.Tensor):
-        return 1
-    return sum(_tensors_in(part) for _, part in parts_of(value) or ())
+def count_tensors(value: Any) -> int:
+    """Count the tensors in containers and in attributes of objects, however nested.
+
+    >>> count_tensors({"images": torch.zeros(2), "boxes": [torch.zeros(1), torch.zeros(1)]})
+    3
+    """
+    found, rest, seen = 0, [value], set()
+    while rest:
+        each = rest.pop()
+        if isinstance(each, torch.Tensor):
+            found += 1
+            continue
+        parts = _parts_of(each)
+        if parts is not None and id(each) not in seen:
+            seen.add(id(each))
+            # Of numbers and texts there may be very many.
+            rest += [part for part in parts if type(part) not in _PLAIN]
+    return found
+
+
+def _parts_of(value: Any) -> Iterable[Any] | None:
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return value
+    attributes = getattr(value, "__dict__", None)
+    return attributes.values() if isinstance(attributes, dict) else None
 
 
 def _open_files() -> int:

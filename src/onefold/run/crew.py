@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+from onefold.errors import LaunchError
 from onefold.run.child import Worker, poll
 from onefold.run.outcome import Outcome
 from onefold.run.requests import Requests
@@ -178,7 +179,8 @@ class Crew:
         if report.caused_by_peer:  # the text names the peer; where this device was is no help
             return Outcome(1, report.text)
         text = f"{worker} failed in step {step}: {report.kind}: {report.text}"
-        return Outcome(1, text, report.traceback)
+        # What a device refuses before it begins, it would refuse again.
+        return Outcome(1, text, report.traceback, final=report.kind == LaunchError.__name__)
 
     def _step_text(self, rank: int) -> str:
         step = self._board.progress.step_of(rank)

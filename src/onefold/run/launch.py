@@ -213,7 +213,7 @@ def _check_places(options: RunOptions) -> None:
     """
     if options.checkpoint:
         # Only a look: the lead takes the lock, and keeps it.
-        lock_of_checkpoints(Path(options.checkpoint)).look_in_time(options.grace_s)
+        lock_of_checkpoints(Path(options.checkpoint)).look(options.grace_s)
     try:
         if options.trace:
             check_trace(Path(options.trace))

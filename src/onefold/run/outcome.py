@@ -23,7 +23,7 @@ class Outcome:
     timeline: str = ""
     """The timeline's file, if one was asked for and a step was done."""
     final: bool = False
-    """It ended well, or as the user asked, so it is not started again."""
+    """It ended well, as the user asked, or by a refusal: it is not started again."""
     failed: bool = False
     """A device failed; the run was not just stopped."""
     stopped_by: signal.Signals | None = None

@@ -90,7 +90,7 @@ def _read_torch(environment: Mapping[str, str]) -> World:
 
 def options_of(environment: Mapping[str, str]) -> RunOptions:
     """What the environment chooses where no command line of onefold's does."""
-    keep, home = environment.get(KEEP_VARIABLE, "all"), environment.get(HOME_VARIABLE, "")
+    keep, home = environment.get(KEEP_VARIABLE) or "all", environment.get(HOME_VARIABLE, "")
     try:
         return RunOptions(
             keep=keep,

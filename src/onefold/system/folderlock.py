@@ -6,7 +6,8 @@ Linux has two. One by ``flock`` belongs to the open file: every process that was
 such as a loader's worker, holds it too, and may outlive the run. One by ``lockf`` belongs to the
 process and ends with it, and the kernel tells who holds it, so the error can name a process. Its
 trap: it is lost as soon as the process closes any descriptor of the file. So the file is opened
-here and nowhere else, and the early look at it is over before the lock is taken.
+here and nowhere else, and the early look at it is over before the lock is taken. A script may open
+it all the same, to copy the folder: so the lock is taken again with every checkpoint (`keep`).
 
 Note: strangers
 ---------------
@@ -31,6 +32,7 @@ import os
 import stat
 import struct
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from onefold.errors import LaunchError
@@ -54,55 +56,50 @@ class FolderLock:
     Args:
         folder: the folder.
         instead: what the user may do if another one has it, for errors.
+        strict: whether to refuse a file of another user; not where several users may work in turn,
+            or where the system gives all files to somebody else.
     """
 
-    def __init__(self, folder: Path, *, instead: str) -> None:
+    def __init__(self, folder: Path, *, instead: str, strict: bool = True) -> None:
         self._path = folder / LOCK
         self._instead = instead
+        self._strict = strict
         self._descriptor: int | None = None
         self._process = 0
 
-    def look(self) -> None:
-        """Refuse a folder in which another process is at work; several may look at once.
+    def look(self, within_s: float = 0.0) -> None:
+        """Refuse a folder in which another process is at work; locks nothing.
+
+        Args:
+            within_s: how long to wait for its end. It may be near: a run that was stopped saves
+                itself while the next one starts.
 
         Raises:
             LaunchError: another process is working in the folder, or the file is not ours.
         """
-        try:
-            descriptor = self._locked(fcntl.LOCK_SH, make=False)
-        except FileNotFoundError:
-            return
-        os.close(descriptor)
+        self._in_time(self._look, within_s)
 
-    def look_in_time(self, limit_s: float) -> None:
-        """Do as `look`, and wait for another process that is at work for so many seconds.
-
-        It may be about to end: a run that was stopped saves itself while the next one starts.
-
-        Raises:
-            LaunchError: it has not ended by then, or the file is not ours.
-        """
-        end_s, said = time.monotonic() + limit_s, False
-        while True:
-            try:
-                return self.look()
-            except _Held as held:
-                if time.monotonic() >= end_s:
-                    raise LaunchError(f"{held}; waited for {limit_s:g} s") from held
-                if not said:
-                    _log.warning("%s is at work in %s: waiting", held.who, self._path.parent)
-                said = True
-            time.sleep(_PAUSE_S)
-
-    def take(self) -> None:
+    def take(self, within_s: float = 0.0) -> None:
         """Take the lock, until `let_go` or until this process ends; shut out everybody else.
 
-        Raises:
-            LaunchError: another process is working in the folder, or the file is not ours.
+        Arguments and errors are those of `look`.
         """
-        self._descriptor = self._locked(fcntl.LOCK_EX, make=True)
-        self._process = os.getpid()
-        atexit.register(self.let_go)
+        self._in_time(self._take, within_s)
+
+    def keep(self) -> None:
+        """Take the lock again, if it was lost; see the head of this file."""
+        if self._descriptor is None or os.getpid() != self._process:
+            return
+        try:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                _log.warning(
+                    "%s: another run has begun there, as this process has read the file %s, which "
+                    "gives up its lock: leave that file out where a script copies the folder",
+                    self._path.parent,
+                    LOCK,
+                )
 
     def let_go(self) -> None:
         """Remove the file and let others take the lock, if this process holds it."""
@@ -117,26 +114,54 @@ class FolderLock:
                 self._path.unlink()
         os.close(descriptor)
 
-    def _locked(self, kind: int, *, make: bool) -> int:
-        """Return a descriptor that holds the lock until it is closed."""
+    def _in_time(self, action: Callable[[], None], within_s: float) -> None:
+        end_s, said = time.monotonic() + within_s, False
+        while True:
+            try:
+                return action()
+            except _Held as held:
+                if time.monotonic() >= end_s:
+                    waited = f"; waited for {within_s:g} s" if within_s else ""
+                    raise LaunchError(f"{held}{waited}") from None
+                if not said:
+                    _log.warning("%s is at work in %s: waiting", held.who, self._path.parent)
+                said = True
+            time.sleep(_PAUSE_S)
+
+    def _look(self) -> None:
+        try:
+            descriptor = self._open_own(make=False)
+        except FileNotFoundError:
+            return
+        try:
+            holder = _holder(descriptor)
+            if holder is not None and not self._is_a_strangers(holder):
+                raise self._held(holder)
+        finally:
+            os.close(descriptor)
+
+    def _take(self) -> None:
         # With a limit, or somebody who keeps exchanging the file would keep us here for ever.
         for _ in range(_TRIES):
-            descriptor = self._open_own(make=make)
+            descriptor = self._open_own(make=True)
             try:
-                if self._lock(descriptor, kind):
-                    return descriptor
+                if self._lock(descriptor):
+                    break
             except BaseException:
                 os.close(descriptor)
                 raise
             os.close(descriptor)
-        raise LaunchError(
-            f"{self._path}: expected a file that stays where it is, got another one each time"
-        )
+        else:
+            raise LaunchError(
+                f"{self._path}: expected a file that stays where it is, got another one each time"
+            )
+        self._descriptor, self._process = descriptor, os.getpid()
+        atexit.register(self.let_go)
 
-    def _lock(self, descriptor: int, kind: int) -> bool:
+    def _lock(self, descriptor: int) -> bool:
         """Lock an open file; return whether it is locked, and still the one at the path."""
         try:
-            fcntl.lockf(descriptor, kind | fcntl.LOCK_NB)
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in _NO_LOCKS:
                 _log.warning(
@@ -145,7 +170,13 @@ class FolderLock:
                     self._path.parent,
                 )
                 return True
-            self._replace_if_a_strangers(descriptor, error)
+            holder = _holder(descriptor)
+            if holder is None:  # let go of meanwhile
+                time.sleep(_PAUSE_S / 10)
+                return False
+            if not self._is_a_strangers(holder):
+                raise self._held(holder) from error
+            self._replace(descriptor, holder)
             return False
         # Another process may have removed the file between its opening and the lock. It would then
         # lock a new one, and both would believe that they are alone.
@@ -179,6 +210,8 @@ class FolderLock:
                 f"{self._path}: expected a file, got a FIFO or a device: remove it, or "
                 f"{self._instead}"
             )
+        if not self._strict:
+            return
         if there.st_uid != os.geteuid():
             raise LaunchError(
                 f"{self._path}: expected a file of user {os.geteuid()}, got one of user "
@@ -193,28 +226,31 @@ class FolderLock:
                 f"{error.strerror}: choose a folder on another file system"
             ) from error
 
-    def _replace_if_a_strangers(self, descriptor: int, error: OSError) -> None:
-        """Remove a lock's file that a stranger holds; refuse any other holder."""
-        holder = _holder(descriptor)
-        if holder and _user_of(holder) not in (None, 0, os.geteuid()):
-            path = self._path
-            _log.warning("%s was held by process %d of another user: it is replaced", path, holder)
-            try:
-                # Unless somebody else has done the same: the new file is not a stranger's.
-                if _is_at(descriptor, path):
-                    path.unlink(missing_ok=True)
-            except OSError as failure:
-                raise LaunchError(
-                    f"{path}: process {holder} of another user holds this file, and it cannot be "
-                    f"removed ({failure.strerror}): {self._instead}"
-                ) from failure
-            return
-        who = f"process {holder}" if holder else f"{error.strerror}; after a crash, remove {LOCK}"
-        raise _Held(
+    def _is_a_strangers(self, holder: int) -> bool:
+        return self._strict and holder > 0 and _user_of(holder) not in (None, 0, os.geteuid())
+
+    def _replace(self, descriptor: int, holder: int) -> None:
+        """Remove a lock's file that a stranger holds."""
+        path = self._path
+        _log.warning("%s was held by process %d of another user: it is replaced", path, holder)
+        try:
+            # Unless somebody else has done the same: the new file is not a stranger's.
+            if _is_at(descriptor, path):
+                path.unlink(missing_ok=True)
+        except OSError as failure:
+            raise LaunchError(
+                f"{path}: process {holder} of another user holds this file, and it cannot be "
+                f"removed ({failure.strerror}): {self._instead}"
+            ) from failure
+
+    def _held(self, holder: int) -> _Held:
+        who = f"process {holder}" if holder > 0 else "a process on another host"
+        crashed = "" if holder > 0 else f" (if that has crashed, remove {self._path})"
+        return _Held(
             who,
             f"{self._path.parent}: another process is at work in this folder ({who}); wait for its "
-            f"end, or {self._instead}",
-        ) from error
+            f"end{crashed}, or {self._instead}",
+        )
 
 
 class _Held(LaunchError):
@@ -227,7 +263,8 @@ class _Held(LaunchError):
 
 def lock_of_checkpoints(directory: Path) -> FolderLock:
     """The lock of a directory in which one run saves itself (``--checkpoint``)."""
-    return FolderLock(directory, instead="give this run another --checkpoint")
+    # Several users may go on with a run in turn, and a file server may give files to one user.
+    return FolderLock(directory, instead="give this run another --checkpoint", strict=False)
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
@@ -237,16 +274,16 @@ def _is_at(descriptor: int, path: Path) -> bool:
         return False
 
 
-def _holder(descriptor: int) -> int:
-    """Find the process that keeps us from locking; 0 if the system does not know."""
+def _holder(descriptor: int) -> int | None:
+    """Find the process that keeps us from locking: None if none does, 0 if it is not known."""
     # Asking for an exclusive lock finds the holders of both kinds. It is a struct flock of 64-bit
     # Linux: type, whence, start, length, process.
     asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     try:
         kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))
-    except OSError:
-        return 0
-    return pid if kind != fcntl.F_UNLCK and pid > 0 else 0
+    except OSError as error:
+        return None if error.errno in _NO_LOCKS else 0
+    return None if kind == fcntl.F_UNLCK else max(pid, 0)
 
 
 def _user_of(pid: int) -> int | None:
