@@ -236,7 +236,7 @@ def test_a_finished_run_is_left_alone(tmp_path: Path) -> None:
 
 HOLD = """
 import fcntl, sys
-lock = open(sys.argv[1], "r+")
+lock = open(sys.argv[1], "w")
 fcntl.lockf(lock, fcntl.LOCK_EX)
 print("held", flush=True)
 sys.stdin.read()

@@ -47,7 +47,8 @@ def test_private_names_are_used_in_one_place_and_those_about_kernels_next_to_it(
         for path in SOURCE.rglob("*.py")
         if (names := private_names(path.read_text()))
     }
-    assert set(used) == {"system/compat.py", "system/compilers.py", "system/hooks.py"}
+    rooms = ("compat", "compilers", "hooks", "tables")
+    assert set(used) == {f"system/{name}.py" for name in rooms}
 
 
 def test_the_search_finds_them() -> None:
@@ -72,17 +73,6 @@ def test_extra_state_has_its_name() -> None:
         def set_extra_state(self, state: int) -> None: ...
 
     assert list(Layer().state_dict()) == [compat.EXTRA_STATE_KEY_SUFFIX]
-
-
-def test_tables_of_a_module_are_its_own() -> None:
-    """Or a parameter or buffer that was replaced would not be seen, and trained by nobody."""
-    layer = nn.BatchNorm1d(2)
-    assert compat.parameters_of(layer)["weight"] is layer.weight
-    model = nn.Sequential(layer)
-    assert compat.children_of(model)["0"] is layer
-    buffer = torch.ones(2)
-    compat.buffers_of(layer)["running_mean"] = buffer
-    assert layer.running_mean is buffer
 
 
 def test_versions_count_what_is_written_in_place() -> None:

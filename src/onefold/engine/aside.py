@@ -17,7 +17,7 @@ import torch
 from onefold.core.randomness import GeneratorStates
 from onefold.engine.gradients import gradients_of
 from onefold.engine.replica import Replica
-from onefold.system.compat import buffers_of
+from onefold.system.tables import buffers_of
 
 __all__ = ["put_aside"]
 

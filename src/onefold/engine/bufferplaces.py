@@ -11,7 +11,7 @@ import torch
 from onefold.core.flat import lay_out
 from onefold.core.settings import BufferRule
 from onefold.errors import StateError
-from onefold.system.compat import buffers_of
+from onefold.system.tables import buffers_of
 
 __all__ = ["BufferPlaces"]
 

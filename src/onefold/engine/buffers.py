@@ -37,7 +37,7 @@ from onefold.engine.bufferplaces import BufferPlaces
 from onefold.engine.carried import Carried
 from onefold.errors import StateError
 from onefold.exchange.board import Board
-from onefold.system.compat import buffers_of
+from onefold.system.tables import buffers_of
 
 __all__ = ["BufferSet"]
 

@@ -10,7 +10,7 @@ import torch
 
 from onefold.engine.modes import Modes
 from onefold.errors import StateError
-from onefold.system.compat import buffers_of, children_of, parameters_of
+from onefold.system.tables import buffers_of, children_of, parameters_of
 
 __all__ = ["ModelParts"]
 

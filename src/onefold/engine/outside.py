@@ -18,7 +18,8 @@ from onefold.core.flat import same_bits
 from onefold.core.head import checksum
 from onefold.engine.lentparameter import Elsewhere
 from onefold.errors import StateError
-from onefold.system.compat import buffers_of, parameters_of, version_of
+from onefold.system.compat import version_of
+from onefold.system.tables import buffers_of, parameters_of
 
 __all__ = ["OutsideModules", "modules_of"]
 

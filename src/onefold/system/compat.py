@@ -1,8 +1,9 @@
 """Every private name of PyTorch that onefold uses all the same, in one place.
 
-Only those about hooks are next door, in ``hooks.py``, and those that decide which kernels run, in
-``compilers.py``. Any of them may disappear with the next release of PyTorch.
-``tests/system/test_compat.py`` says for each what would break, and is the first to fail.
+Only those about hooks are next door, in ``hooks.py``, those that decide which kernels run, in
+``compilers.py``, and the tables of modules, in ``tables.py``. Any of them may disappear with the
+next release of PyTorch. ``tests/system/test_compat.py`` says for each what would break, and is the
+first to fail.
 """
 
 from __future__ import annotations
@@ -30,15 +31,12 @@ __all__ = [
     "add_each",
     "address_of",
     "asking_for_truncated_normal",
-    "buffers_of",
-    "children_of",
     "copy_each",
     "fits_in_place",
     "holders_of",
     "is_in_function",
     "is_transformed",
     "multiply_each",
-    "parameters_of",
     "steps_a_schedule",
     "truncated_normal",
     "version_of",
@@ -91,24 +89,6 @@ def holders_of(storage: torch.UntypedStorage) -> int:
 
 is_transformed: Callable[[torch.Tensor], bool] = _C._functorch.is_functorch_wrapped_tensor
 """Whether a tensor belongs to a call of torch.vmap, or of a function of torch.func."""
-
-
-def parameters_of(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
-    """The table in which a module holds its own parameters."""
-    # `named_parameters()` walks the whole tree, skips None, and leaves out the second name of a
-    # tied parameter; whoever replaces parameters needs every place.
-    return module._parameters
-
-
-def children_of(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
-    """The table in which a module holds the modules that are its own."""
-    table: dict[str, torch.nn.Module | None] = module._modules
-    return table
-
-
-def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
-    """The table in which a module holds its own buffers."""
-    return module._buffers
 
 
 def steps_a_schedule(step: Callable[..., object]) -> bool:

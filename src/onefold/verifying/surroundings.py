@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from onefold.system.compat import BatchNorm, DropoutNd, buffers_of
+from onefold.system.compat import BatchNorm, DropoutNd
+from onefold.system.tables import buffers_of
 
 __all__ = ["KeptBuffers", "TimeFirst", "norms_of_the_batch", "quiet_modes"]
 
