@@ -6,7 +6,7 @@ import inspect
 import itertools
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -70,8 +70,8 @@ class Case:
             yield {name: piece[number] for name, piece in pieces.items()}
 
 
-def make_cases() -> dict[str, Case]:
-    generator = torch.Generator().manual_seed(3)
+def make_cases(seed: int = 3) -> dict[str, Case]:
+    generator = torch.Generator().manual_seed(seed)
 
     def real(*shape: int) -> torch.Tensor:
         return torch.randn(SAMPLES, *shape, generator=generator, dtype=torch.float64)
@@ -398,3 +398,148 @@ def test_tokens_of_sequences_of_unequal_length_count_alike(shards: int) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     step = onefold.Trainer(model, optimizer, loss, shards=shards).step((tokens, targets))
     assert float(step.loss) == pytest.approx(expected, rel=1e-12)
+
+
+class Held(torch.nn.Module):
+    """What a model might have computed, as parameters."""
+
+    def __init__(self, leaves: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
+        super().__init__()
+        for name, leaf in leaves.items():
+            self.register_parameter(f"of_{name}", torch.nn.Parameter(leaf.detach().to(dtype)))
+        self.scale = torch.nn.Parameter(torch.tensor(0.7, dtype=dtype))
+
+    def leaves(self) -> dict[str, torch.Tensor]:
+        return {n.removeprefix("of_"): p for n, p in self.named_parameters() if n != "scale"}
+
+
+def of_dtype(value: Any, dtype: torch.dtype) -> Any:
+    floats = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.to(dtype) if floats else value
+
+
+def assert_bits_of_plain_loop(
+    case: Case, dtype: torch.dtype, ours: Any, theirs: Any, steps: int = 3
+) -> None:
+    """Train twice: with a loss of onefold in one shard, and with PyTorch's own in a plain loop."""
+    cut = {name: of_dtype(value, dtype) for name, value in case.cut.items()}
+    fixed = {name: of_dtype(value, dtype) for name, value in case.fixed.items()}
+    here = Case(case.name, cut, fixed)
+    model, plain = Held(here.leaves(), dtype), Held(here.leaves(), dtype)
+    optimizer, other = (torch.optim.SGD(m.parameters(), lr=1e-4) for m in (model, plain))
+    trainer = onefold.Trainer(model, optimizer, lambda m, _: ours(here, m), shards=1, threads=1)
+    torch.set_num_threads(1)
+    for _ in range(steps):
+        step = trainer.step(torch.zeros(SAMPLES))
+        other.zero_grad()
+        expected = theirs(here, plain)
+        expected.backward()
+        other.step()
+        assert step.loss.to(dtype).item() == expected.item()
+        for mine, their in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(mine, their)
+    trainer.close()
+
+
+DTYPES = (torch.float32, torch.float64)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", losses.__all__)
+def test_one_shard_has_the_bits_of_pytorchs_loss(name: str, dtype: torch.dtype) -> None:
+    """Of every loss, with every option: the value and the weights."""
+    for case in (case for case in CASES.values() if case.name == name):
+        kinds = ["mean", "batchmean"] if name == "kl_div" else ["mean"]
+        for kind in [*kinds, "sum"]:
+            assert_bits_of_plain_loop(
+                case,
+                dtype,
+                lambda here, m, kind=kind: here.ours(kind, **m.leaves()),
+                lambda here, m, kind=kind: here.theirs(kind, **m.leaves()),
+            )
+
+
+def penalty(m: Any) -> torch.Tensor:
+    return m.scale.square() * 3 + m.scale
+
+
+COMBINED: dict[str, tuple[Any, Any]] = {
+    "scaled": (lambda a, b, m: 0.3 * a, lambda a, b, m: 0.3 * a),
+    "divided": (lambda a, b, m: a / 3, lambda a, b, m: a / 3),
+    "learned": (lambda a, b, m: a * m.scale, lambda a, b, m: a * m.scale),
+    "added": (lambda a, b, m: a + 0.3 * b, lambda a, b, m: a + 0.3 * b),
+    "subtracted": (lambda a, b, m: 2 * a - b / 7, lambda a, b, m: 2 * a - b / 7),
+    "summed": (lambda a, b, m: sum([a, b, a]), lambda a, b, m: sum([a, b, a])),
+    "scaled together": (lambda a, b, m: (a + 0.3 * b) / 3, lambda a, b, m: (a + 0.3 * b) / 3),
+    "in brackets": (lambda a, b, m: a + (b + 0.7 * a), lambda a, b, m: a + (b + 0.7 * a)),
+    "a penalty": (
+        lambda a, b, m: a + 0.01 * onefold.Mean(penalty(m), 1),
+        lambda a, b, m: a + 0.01 * penalty(m),
+    ),
+    "a sum": (
+        lambda a, b, m: 0.1 * (onefold.Sum(penalty(m)) - a),
+        lambda a, b, m: 0.1 * (penalty(m) - a),
+    ),
+    "one of its own": (
+        lambda a, b, m: 0.1 * (onefold.Mean(penalty(m), 7) + b),
+        lambda a, b, m: 0.1 * (penalty(m) / 7 + b),
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["mean", "sum"])
+@pytest.mark.parametrize("name", COMBINED)
+def test_one_shard_has_the_bits_of_an_expression_of_losses(
+    name: str, kind: str, dtype: torch.dtype
+) -> None:
+    ours, theirs = COMBINED[name]
+    logits = CASES["cross_entropy classes (5, 4) weights -100 0.2"]
+
+    def expression(combine: Any, of: str, kit: Any) -> Any:
+        def loss(here: Case, m: Any) -> Any:
+            x = m.leaves()["input"]
+            return combine(getattr(here, of)(kind, input=x), kit.mse_loss(x, x * m.scale), m)
+
+        return loss
+
+    one, other = expression(ours, "ours", losses), expression(theirs, "theirs", F)
+    assert_bits_of_plain_loop(logits, dtype, one, other)
+
+
+@pytest.mark.parametrize("change", ["written to", "replaced", "made anew"])
+def test_a_total_that_the_script_changes_is_the_one_that_counts(change: str) -> None:
+    def loss(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> onefold.Mean:
+        mean = losses.mse_loss(model(batch[0]), batch[1])
+        if change == "written to":
+            mean.total.mul_(2)
+            return mean
+        if change == "replaced":
+            return replace(mean, total=mean.total * 2)
+        return onefold.Mean(mean.total * 2, mean.weight)
+
+    model = torch.nn.Linear(3, 2)
+    x, y = torch.randn(5, 3), torch.randn(5, 2)
+    expected = 2 * F.mse_loss(model(x), y).item()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = onefold.Trainer(model, optimizer, loss, shards=1).step((x, y))
+    assert float(step.loss) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("empty", [False, True], ids=["ignored", "empty"])
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside another"])
+def test_one_shard_in_which_a_mean_has_nothing_to_count(empty: bool, beside: bool) -> None:
+    """PyTorch's mean is NaN there; as with several shards, the term counts for nothing."""
+
+    def loss(model: torch.nn.Module, x: torch.Tensor) -> Any:
+        out = model(x)
+        targets = torch.full((len(x),), -100)
+        nothing = losses.mse_loss(out[:0], out[:0]) if empty else losses.cross_entropy(out, targets)
+        assert float(nothing.total) == 0
+        return losses.l1_loss(out, out + 2) + nothing if beside else nothing
+
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = onefold.Trainer(model, optimizer, loss, shards=1).step(torch.randn(5, 3))
+    assert bool(step.skipped) is not beside
+    assert step.loss.isnan() if not beside else float(step.loss) == pytest.approx(2)

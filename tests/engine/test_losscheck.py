@@ -286,17 +286,112 @@ def test_a_sum_that_would_be_eight_times_too_small_is_refused() -> None:
     assert "as many times too small as the batch has shards" in finding.reading
 
 
+def one(v: Values) -> Values:
+    """The first sample alone."""
+    return {n: t[:1] if len(t) == SAMPLES else t for n, t in v.items()}
+
+
+OF_ONE_SAMPLE: dict[str, tuple[str | None, Loss]] = {
+    "one value, added up": ("maybe-sum", lambda v: squares(v)[:, :1].sum()),
+    "one value, taken": (None, lambda v: squares(v)[0, 0]),
+    "one loss, taken out of its row": (
+        None,
+        lambda v: F.cross_entropy(v["x"], v["y"], reduction="none").squeeze(),
+    ),
+    "losses, added up": (
+        "maybe-sum",
+        lambda v: F.cross_entropy(v["x"], v["y"], reduction="none").sum(),
+    ),
+    "a sum of the sample's values, their mean": (None, lambda v: squares(v).sum(1).mean()),
+    "a sum of the sample's values, a mean by hand": (
+        None,
+        lambda v: squares(v).sum(1).sum() / len(v["x"]),
+    ),
+    "a sum over the elements": (None, lambda v: squares(v).sum() / v["x"].numel()),
+    "a sum over the samples": (
+        None,
+        lambda v: F.mse_loss(v["x"], v["soft"], reduction="sum") / len(v["x"]),
+    ),
+    "a sum over the samples, halved": (
+        None,
+        lambda v: 0.5 * F.mse_loss(v["x"], v["soft"], reduction="sum") / len(v["x"]),
+    ),
+    "a sum over the samples as a tensor": (
+        None,
+        lambda v: F.mse_loss(v["x"], v["soft"], reduction="sum") / torch.tensor(len(v["x"])),
+    ),
+    "a sum times one, a scale or a count": (
+        "maybe-sum",
+        lambda v: 1.0 * F.mse_loss(v["x"], v["soft"], reduction="sum"),
+    ),
+    "batchmean": (
+        None,
+        lambda v: F.kl_div(v["x"].log_softmax(1), v["soft"], reduction="batchmean"),
+    ),
+    "a sum of two means": (None, lambda v: squares(v).mean() + v["x"].square().mean()),
+    "a mean beside a penalty": (
+        None,
+        lambda v: squares(v).mean() + 0.1 * v["parameter"].square().sum(),
+    ),
+    "the mean of one mean": (None, lambda v: squares(v).mean().mean()),
+    "the sum of one mean": (None, lambda v: squares(v).mean().sum()),
+}
+# Apart from counts: of one sample, any number of tokens is a multiple.
+LIKE_SEVERAL = {
+    name: loss for name, (kind, loss) in FOUND.items() if kind in ("sum", "maybe-sum")
+} | {name: loss for name, loss in NOT_FOUND.items() if "a sum times one over" not in name}
+
+
+@pytest.mark.parametrize(("kind", "loss"), OF_ONE_SAMPLE.values(), ids=OF_ONE_SAMPLE.keys())
+def test_one_sample_is_no_excuse(values: Values, kind: str | None, loss: Loss) -> None:
+    finding = inspect_loss(loss(one(values)), 1)
+    assert (finding and finding.kind) == kind
+
+
+@pytest.mark.parametrize("name", LIKE_SEVERAL)
+def test_a_loss_of_one_sample_is_what_it_is_of_several(values: Values, name: str) -> None:
+    loss = LIKE_SEVERAL[name]
+    of_several, of_one = inspect_loss(loss(values), SAMPLES), inspect_loss(loss(one(values)), 1)
+    assert (of_one and of_one.kind) == (of_several and of_several.kind)
+
+
+@pytest.mark.parametrize("microbatch", [None, 1], ids=["shards of one", "pieces of one"])
+@pytest.mark.parametrize("kind", ["mean", "sum", "sum, divided", "each, added up"])
+def test_shards_of_one_sample_are_the_plain_loop_or_refused(
+    kind: str, microbatch: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    def loss(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        out, y = model(batch[0]), batch[1]
+        if kind == "each, added up":
+            return F.mse_loss(out, y, reduction="none").sum()
+        total = F.mse_loss(out, y, reduction=kind.partition(",")[0])
+        return total / len(y) if "divided" in kind else total
+
+    x, y = torch.randn(4, 3, dtype=torch.float64), torch.randn(4, 1, dtype=torch.float64)
+    model = torch.nn.Linear(3, 1, dtype=torch.float64)
+    expected = loss(model, (x, y)).item()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    shards = 4 if microbatch is None else 1
+    trainer = onefold.Trainer(model, optimizer, loss, shards=shards, microbatch=microbatch)
+    if kind == "sum":
+        with pytest.raises(onefold.errors.LossError, match="is a sum over the shard"):
+            trainer.step((x, y))
+        return
+    assert (float(trainer.step((x, y)).loss) == pytest.approx(expected)) is (kind[0] != "e")
+    said = [text for text in caplog.messages if "a scalar that was added up" in text]
+    assert len(said) == (kind[0] == "e")
+
+
 @pytest.mark.parametrize(
     ("samples", "loss"),
     [
-        (1, lambda x, y: F.mse_loss(x[:1], y[:1], reduction="sum") / 1),
         (SAMPLES, lambda x, y: F.mse_loss(x, y, reduction="sum") * (0.3 / len(x))),
         (
             SAMPLES,
             lambda x, y: F.mse_loss(x, y) + 1e-4 * F.mse_loss(x[0], y[0] * 0, reduction="sum"),
         ),
     ],
-    ids=["one sample", "a scale over a count", "a penalty beside a mean"],
+    ids=["a scale over a count", "a penalty beside a mean"],
 )
 def test_what_may_be_right_is_not_called_a_sum(values: Values, samples: int, loss: Loss) -> None:
     value = loss(values["x"], values["soft"])
@@ -308,10 +403,6 @@ def test_many_targets_in_sixteen_bits_are_counted_exactly() -> None:
     logits = torch.zeros(301, 3, dtype=torch.bfloat16, requires_grad=True)
     loss = F.cross_entropy(logits, torch.zeros(301, dtype=torch.int64))
     assert inspect_loss(loss, 301) is None
-
-
-def test_one_sample_of_one_value_may_be_added_up() -> None:
-    assert inspect_loss((torch.ones(1, requires_grad=True) * 2).sum(), 1) is None
 
 
 def test_a_graph_that_backward_has_been_through_tells_nothing(values: Values) -> None:

@@ -11,6 +11,11 @@ A run with one shard must give the bits of an ordinary training loop that calls 
 mean. So a shard's root is what the user returned, not a sum that we computed from it, and the
 division happens in the gradient that backward starts from, computed the way autograd's own formula
 for a mean computes it. Dividing the finished gradients instead would round every element once more.
+
+Where one pass sees the whole batch (`seeing_whole_batch`), `onefold.losses` have PyTorch itself
+compute the mean, and a `Mean` keeps it beside its total. Arithmetic is applied to both, so that a
+sum of several terms is also the expression of scalars that a plain loop has; its bits are the
+root's. Whoever makes a `Mean` of a total and a weight has those alone.
 """
 
 from __future__ import annotations
@@ -18,18 +23,53 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from numbers import Real
-from typing import ClassVar, Literal, NoReturn, Self
+from typing import ClassVar, Literal, NoReturn, Self, TypeVar
 
 import torch
 
 from onefold.errors import LossError
 
-__all__ = ["Contribution", "Kind", "Mean", "Means", "Sum", "weigh"]
+__all__ = [
+    "Contribution",
+    "Kind",
+    "Mean",
+    "Means",
+    "Sum",
+    "mean_of_whole",
+    "seeing_whole_batch",
+    "sees_whole_batch",
+    "weigh",
+]
 
 Kind = Literal["mean", "sum", "means"]
+
+
+class _Pass:
+    """What the forward pass that is under way sees; one at a time in a process."""
+
+    whole = False
+
+
+_pass = _Pass()
+
+
+@contextmanager
+def seeing_whole_batch(sees: bool) -> Iterator[None]:
+    """Have losses know whether the pass inside this context sees the whole batch."""
+    _pass.whole = sees
+    try:
+        yield
+    finally:
+        _pass.whole = False
+
+
+def sees_whole_batch() -> bool:
+    """Whether the loss that is being computed is that of a whole batch, as in a plain loop."""
+    return _pass.whole
 
 
 class _Arithmetic(ABC):
@@ -49,10 +89,15 @@ class _Arithmetic(ABC):
     def _changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
         """Apply ``change`` to every total, and keep the weights."""
 
+    @abstractmethod
+    def _plain(self) -> torch.Tensor:
+        """() the scalar that a plain loop has in its place, if this is of the whole batch."""
+
     def __add__(self, other: object) -> Means:
         if not isinstance(other, _Arithmetic):
             raise self._cannot_add(other)
-        return Means(self.terms + other.terms)
+        added = Means(self.terms + other.terms)
+        return _with_whole(added, self._plain() + other._plain()) if _pass.whole else added
 
     def __radd__(self, other: object) -> Self:
         # The built-in sum() begins with 0. Any other number has no weight, and is refused.
@@ -114,6 +159,8 @@ class Mean(_Arithmetic):
     """() any floating dtype: the sum over the shard."""
     weight: torch.Tensor | float
     """What the total is divided by: () tensor without gradient, or a number; not negative."""
+    # Not for `__init__`: `dataclasses.replace` of a total must not keep the mean of another one.
+    _whole: torch.Tensor | None = field(init=False, default=None, repr=False, compare=False)
 
     @property
     def terms(self) -> tuple[Mean | Sum, ...]:
@@ -121,7 +168,10 @@ class Mean(_Arithmetic):
         return (self,)
 
     def _changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Mean:
-        return Mean(change(self.total), self.weight)
+        return _with_whole(Mean(change(self.total), self.weight), _changed_whole(self, change))
+
+    def _plain(self) -> torch.Tensor:
+        return self.total / self.weight if self._whole is None else self._whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +197,9 @@ class Sum(_Arithmetic):
     def _changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Sum:
         return Sum(change(self.total))
 
+    def _plain(self) -> torch.Tensor:
+        return self.total
+
 
 @dataclass(frozen=True, slots=True)
 class Means(_Arithmetic):
@@ -161,9 +214,46 @@ class Means(_Arithmetic):
 
     terms: tuple[Mean | Sum, ...]
     """The terms, added up from left to right."""
+    _whole: torch.Tensor | None = field(init=False, default=None, repr=False, compare=False)
 
     def _changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Means:
-        return Means(tuple(term._changed(change) for term in self.terms))
+        changed = Means(tuple(term._changed(change) for term in self.terms))
+        return _with_whole(changed, _changed_whole(self, change))
+
+    def _plain(self) -> torch.Tensor:
+        if self._whole is not None:
+            return self._whole
+        return functools.reduce(torch.add, [term._plain() for term in self.terms])
+
+
+_Whole = TypeVar("_Whole", Mean, Means)
+
+
+def mean_of_whole(value: torch.Tensor, weight: torch.Tensor | float) -> Mean:
+    """Make a `Mean` of what PyTorch has divided already; for a pass that sees the whole batch.
+
+    Args:
+        value: () the mean; NaN where the weight is 0.
+        weight: what PyTorch divided by.
+    """
+    # In float32 or better, as totals are; and 0 where there is nothing to count.
+    wide = value.to(torch.promote_types(value.dtype, torch.float32))
+    if isinstance(weight, torch.Tensor):
+        total = (wide * weight).where(weight != 0, 0.0)
+    else:
+        total = wide * weight if weight else torch.zeros_like(wide)
+    return _with_whole(Mean(total, weight), value)
+
+
+def _with_whole(term: _Whole, value: torch.Tensor | None) -> _Whole:
+    object.__setattr__(term, "_whole", value)
+    return term
+
+
+def _changed_whole(
+    term: Mean | Means, change: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor | None:
+    return None if term._whole is None else change(term._whole)
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,7 +389,9 @@ def weigh(result: object, samples: int, what: str) -> Contribution:
     if result.shape == (samples,):
         return Contribution(root=result, share=1.0, weight=float(samples))
     if result.dim() == 0:
-        return Contribution(root=result, share=float(samples), weight=float(samples))
+        # Of the whole batch it is the loss: in float64, times n and by n would round it.
+        count = 1.0 if _pass.whole else float(samples)
+        return Contribution(root=result, share=count, weight=count)
     if result.shape == (samples, 1):
         return Contribution(root=result.squeeze(1), share=1.0, weight=float(samples))
     raise LossError(
@@ -322,8 +414,20 @@ def _weigh_terms(means: Means, what: str) -> Contribution:
     parts = [
         _weigh_term(term, f"{what}, term {number}") for number, term in enumerate(means.terms, 1)
     ]
+    whole = _untouched(means)
+    if whole is not None and all(part.weight for part in parts):
+        return Contribution(whole, share=1.0, weight=1.0, kind="sum")
     root = functools.reduce(torch.add, (part.root for part in parts))
     return Contribution(root, share=1.0, weight=math.nan, kind="means", terms=tuple(parts))
+
+
+def _untouched(term: Mean | Means) -> torch.Tensor | None:
+    """The value over the whole batch, where it is known and still that of the totals."""
+    # A total that the script has written to says something else now.
+    totals = [each.total for each in term.terms]
+    if term._whole is None or any(total._version for total in totals):
+        return None
+    return term._whole
 
 
 def _weigh_term(term: Mean | Sum, what: str) -> Contribution:
@@ -337,6 +441,9 @@ def _weigh_term(term: Mean | Sum, what: str) -> Contribution:
     weight = _number(term.weight, what)
     if not 0 <= weight < float("inf"):
         raise LossError(f"{what}: the weight of onefold.Mean must be finite and >= 0, got {weight}")
+    whole = _untouched(term) if weight else None
+    if whole is not None:
+        return Contribution(root=whole, share=1.0, weight=1.0)
     return Contribution(root=term.total, share=1.0, weight=weight)
 
 

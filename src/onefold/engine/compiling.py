@@ -188,8 +188,8 @@ class Rehearsal:
             LossError: the loss is certainly not the one that the script means.
             StateError: the loss changes a module that is no part of the model.
         """
-        # One shard may do what a plain loop may.
-        if not self._on or not task.due or task.shards == 1:
+        # What sees the whole batch may do what a plain loop may.
+        if not self._on or not task.due or task.is_plain(batch):
             return nullcontext()
         shards = [n for n in batch.plan.shards_of(replica.number) if n in batch.shards]
         return self._rehearsed(shards[0], replica, batch, task, board) if shards else nullcontext()
@@ -199,7 +199,8 @@ class Rehearsal:
         self, shard: int, replica: Replica, batch: ShardedBatch, task: ShardTask, board: Board
     ) -> Iterator[None]:
         where = f"step {task.step}, shard {shard}"
-        with self._outside.refusing_changes(f"{where}, the loss") if self._notes else nullcontext():
+        notes = self._notes and task.shards > 1
+        with self._outside.refusing_changes(f"{where}, the loss") if notes else nullcontext():
             part = replica.rehearse(shard, batch, task)
         yield
         whole = task.microbatch is None or batch.size_of(shard) <= task.microbatch

@@ -6,6 +6,9 @@ ignored, gives the same bits on any number of devices and a loss that nobody int
 autograd that made the tensor often knows: `inspect_loss` looks at it, and reports only what it is
 sure of. Sums that were written out by hand can only be guessed at (``maybe-sum``).
 
+One sample is its own sum and its own mean. A division by 1 leaves a node all the same, so a sum
+over one sample that nothing divides is still known for what it is over two.
+
 The attributes of nodes that begin with ``_saved_`` are not promised by PyTorch. Where one is
 missing, nothing is found, and ``tests/test_losscheck.py`` fails.
 """
@@ -89,7 +92,8 @@ class _Place:
     whole: bool = True
     """Whether it is the result itself, and not one of several terms that are added up."""
     divisor: float | None = None
-    """What it was divided by, if it was; NaN where only a GPU knows."""
+    """What it was divided by, if it was; NaN where only a GPU knows, infinity where a factor may
+    be a scale as well as one over a count."""
 
 
 def inspect_loss(result: object, samples: int) -> LossFinding | None:
@@ -138,7 +142,7 @@ def _places(node: Any, samples: int, *, scalar: bool) -> Iterator[_Place]:
         place = waiting.pop()
         name = place.node.name()
         inner = [child for child, _ in place.node.next_functions if child is not None]
-        if _keeps_values(place.node, scalar=scalar):
+        if _keeps_values(place.node, samples, scalar=scalar):
             waiting += [replace(place, node=child) for child in inner]
         elif name.startswith(_ADDING) or (scalar and _adds_losses(place.node, samples)):
             waiting += [replace(place, node=child, whole=False) for child in reversed(inner)]
@@ -146,18 +150,21 @@ def _places(node: Any, samples: int, *, scalar: bool) -> Iterator[_Place]:
             number = _number_beside(place.node)
             # With a graph on both sides it is a product of two results, and no mere factor.
             if number is not None and len(inner) == 1:
-                divisor = number if name.startswith("Div") else _inverse(number, samples)
-                waiting.append(replace(place, node=inner[0], divisor=_times(place, divisor)))
+                by = number if name.startswith("Div") else _inverse(number, samples)
+                waiting.append(replace(place, node=inner[0], divisor=_times(place, by, samples)))
         else:
             yield place
 
 
-def _keeps_values(node: Any, *, scalar: bool) -> bool:
+def _keeps_values(node: Any, samples: int, *, scalar: bool) -> bool:
     """Whether a node only changes signs or shapes, or averages each sample's own values."""
     name = node.name()
     if not scalar:
         return name in _SAME_VALUES or name == "MeanBackward1"
-    return name in _SAME_VALUES or (name in _REDUCED and _numel_of(node) == 1)
+    if name in _REDUCED and _numel_of(node) == 1:
+        # What reduces a single sample reduces the batch of a plain loop; a scalar stays a scalar.
+        return samples > 1 or not _saved(node, "self_sym_sizes")
+    return name in _SAME_VALUES
 
 
 def _adds_losses(node: Any, samples: int) -> bool:
@@ -169,27 +176,26 @@ def _adds_losses(node: Any, samples: int) -> bool:
     return len(inner.next_functions) == _numel_of(node) != samples
 
 
-def _times(place: _Place, divisor: float) -> float | None:
-    # A divisor of at most 1 scales; it cannot be a count.
-    if abs(divisor) <= 1.0:
+def _times(place: _Place, divisor: float, samples: int) -> float | None:
+    # A divisor of less than 1 scales; it cannot be a count, and 1 is that of a single sample.
+    if abs(divisor) < 1.0 or (abs(divisor) == 1.0 and samples > 1):
         return place.divisor
     return divisor if place.divisor is None else divisor * place.divisor
 
 
 def _inverse(factor: float, samples: int) -> float:
-    """Return what a factor divides by; NaN where it may be a scale as well as a count."""
+    """Return what a factor divides by; infinity where it may be a scale as well as a count."""
     divisor = 1 / abs(factor) if factor else math.nan
-    if math.isnan(divisor) or _is_multiple(divisor, samples):
+    # Of one sample every whole number is a multiple.
+    if math.isnan(divisor) or (samples > 1 and _is_multiple(divisor, samples)):
         return divisor
-    return 1.0 if divisor <= 2.0 or divisor in _SCALES else math.nan
+    is_scale = divisor <= 2.0 or divisor in _SCALES
+    return 0.0 if is_scale and (samples > 1 or factor != 1.0) else math.inf
 
 
 def _inspect_scalar(place: _Place, samples: int) -> LossFinding | None:
     name = place.node.name()
     reduction = _saved(place.node, "reduction") if name in _LOSSES else None
-    # A division by one sample leaves no trace.
-    if reduction == _SUM and samples == 1:
-        return None
     if reduction == _SUM and place.divisor is None:
         return _sum(_function(place.node), samples)
     if reduction == _SUM:
@@ -202,7 +208,7 @@ def _inspect_scalar(place: _Place, samples: int) -> LossFinding | None:
         return None
     if name == "MeanBackward0":
         return _average(_numel_of(place.node) or None, samples, "values")
-    if name in _SUMS and _numel_of(place.node) > 1:
+    if name in _SUMS and (_numel_of(place.node) > 1 or samples == 1):
         if place.divisor is None:
             return _maybe_sum(samples)
         return _quotient(place.divisor, samples, None)
@@ -256,6 +262,8 @@ def _ignored_index(node: Any) -> int | None:
 
 
 def _quotient(divisor: float | None, samples: int, function: str | None) -> LossFinding | None:
+    if divisor == math.inf and samples == 1:
+        return _maybe_sum(samples)
     if divisor is None or not math.isfinite(divisor) or _is_multiple(abs(divisor), samples):
         return None
     return _tokens(f"a scalar divided by {abs(divisor):g}", samples, function)
@@ -292,7 +300,7 @@ def _sum(function: str, samples: int) -> LossFinding:
     return LossFinding(
         "sum",
         f"a sum over the shard ({_shown(function)} with reduction='sum')",
-        f"onefold reads a scalar as the mean over the shard's {samples} samples, so that loss and "
+        f"onefold reads a scalar as the mean over the shard's {_of(samples)}, so that loss and "
         f"gradient become as many times too small as the batch has shards",
         f"Return onefold.losses.{function}(..., reduction='sum') or onefold.Sum(total) for a sum "
         f"over the batch, and the loss with reduction='none' for a mean",
@@ -303,12 +311,16 @@ def _maybe_sum(samples: int) -> LossFinding:
     return LossFinding(
         "maybe-sum",
         "a scalar that was added up and not divided",
-        f"onefold reads a scalar as the mean over the shard's {samples} samples; were it a sum "
+        f"onefold reads a scalar as the mean over the shard's {_of(samples)}; were it a sum "
         f"over them, loss and gradient would become as many times too small as the batch has "
         f"shards",
         "Return onefold.Sum(total) if it is a sum over the batch, onefold.Mean(total, weight) if "
         "it is to be divided, or one value a sample",
     )
+
+
+def _of(samples: int) -> str:
+    return "one sample" if samples == 1 else f"{samples} samples"
 
 
 def _mean_by(kind: FindingKind, seen: str, function: str) -> LossFinding:

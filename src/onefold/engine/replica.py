@@ -30,7 +30,7 @@ import torch
 from onefold.core.batch import ShardedBatch, move
 from onefold.core.flat import FlatTensors
 from onefold.core.gathering import Gatherer, Gathers, gathering
-from onefold.core.mean import Contribution, weigh
+from onefold.core.mean import Contribution, seeing_whole_batch, weigh
 from onefold.core.pieces import pieces_of, rows_of
 from onefold.core.precision import AS_GIVEN, Precision, added_up_in
 from onefold.core.randomness import derive_seed, seed_generators
@@ -315,12 +315,13 @@ class Replica:
         gatherer: Gatherer | None,
     ) -> tuple[Contribution, ShardValues | None]:
         """Run the forward pass; read what its result adds to the batch's loss, and the rest."""
-        with self.autocast():
-            result = task.loss(self.module, payload)
-        # Now or never: once our backward has run, the two gradients are one sum.
-        self._refuse_leftovers(where)
-        loss, values = split(result, f"the loss of {where}")
-        part = weigh(loss, piece.samples, f"the loss of {where}")
+        with seeing_whole_batch(task.is_plain(batch)):
+            with self.autocast():
+                result = task.loss(self.module, payload)
+            # Now or never: once our backward has run, the two gradients are one sum.
+            self._refuse_leftovers(where)
+            loss, values = split(result, f"the loss of {where}")
+            part = weigh(loss, piece.samples, f"the loss of {where}")
         if not task.is_plain(batch) and not (gatherer and gatherer.sees_batch):
             self.loss_watch.look(loss, samples=piece.samples, due=task.due, where=where)
         if gatherer is not None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from onefold.core.mean import Mean
+from onefold.core.mean import Mean, sees_whole_batch
 from onefold.losses.denominators import (
     Loss,
     Tensor,
@@ -236,8 +236,9 @@ def ctc_loss(
     """
     arguments = (log_probs, targets, input_lengths, target_lengths)
     options: dict[str, Any] = {"blank": blank, "zero_infinity": zero_infinity}
-    if reduction != "mean":
-        return reduced(F.ctc_loss, arguments, reduction, lambda: 0, **options)
+    if reduction != "mean" or sees_whole_batch():
+        sequences = log_probs.shape[1] if log_probs.dim() == 3 else 1
+        return reduced(F.ctc_loss, arguments, reduction, lambda: sequences, **options)
     # Each sequence has a divisor of its own inside the mean, so the total has to be added up here;
     # PyTorch counts an empty target as one of length 1.
     each = F.ctc_loss(widened(log_probs), *arguments[1:], reduction="none", **options)

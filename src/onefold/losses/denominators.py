@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from onefold.core.mean import Mean, Sum
+from onefold.core.mean import Mean, Sum, mean_of_whole, sees_whole_batch
 
 __all__ = [
     "Loss",
@@ -64,6 +64,10 @@ def reduced(
             f"expected reduction to be 'mean', 'sum' or 'none' ('batchmean' as well for kl_div), "
             f"got {reduction!r}"
         )
+    if sees_whole_batch():
+        # The bits of the plain loop: nothing is added to this.
+        value = function(*tensors, reduction=reduction, **options)
+        return Sum(value) if reduction == "sum" else mean_of_whole(value, denominator())
     # The loss function itself adds up, in float32 or better. The denominator is only computed where
     # it is needed: on a GPU it is several kernels.
     wide = {name: widened(option) for name, option in options.items()}

@@ -112,11 +112,23 @@ def kl_div(
     >>> kl_div(torch.full((2, 2), -1.0), torch.full((2, 2), 0.5), reduction="batchmean")
     Mean(total=tensor(0.6137), weight=2)
     """
-    numel = common_numel(input, target)
+    numel, function = common_numel(input, target), _kl_div
     # PyTorch's own batchmean is a sum divided by the number of rows, so a mean with that divisor.
     if reduction == "batchmean":
-        numel, reduction = input.shape[0] if input.dim() else 1, "mean"
-    return reduced(F.kl_div, (input, target), reduction, lambda: numel, log_target=log_target)
+        numel, function, reduction = input.shape[0] if input.dim() else 1, _kl_div_by_rows, "mean"
+    return reduced(function, (input, target), reduction, lambda: numel, log_target=log_target)
+
+
+def _kl_div(input: Tensor, target: Tensor, *, reduction: str, log_target: bool) -> Tensor:
+    if reduction != "mean":
+        return F.kl_div(input, target, reduction=reduction, log_target=log_target)
+    # PyTorch computes it so, and warns of it.
+    return F.kl_div(input, target, reduction="none", log_target=log_target).mean()
+
+
+def _kl_div_by_rows(input: Tensor, target: Tensor, *, reduction: str, log_target: bool) -> Tensor:
+    mean = "batchmean" if reduction == "mean" else reduction
+    return F.kl_div(input, target, reduction=mean, log_target=log_target)
 
 
 def poisson_nll_loss(
