@@ -267,7 +267,7 @@ def test_models_hold_low_precision_and_the_optimizer_float32(precision: str) -> 
     assert trainer.model.get_parameter("hidden.weight").dtype == low
     trainer.step(batches(1)[0])
     for item in trainer._session.engine.update.owned:
-        state = trainer._session.engine.update.optimizer.state[item.values]
+        state = trainer._session.engine.update.state[item.values]
         assert state["exp_avg"].dtype == item.values.dtype == torch.float32
         if item.shown is not None:
             assert torch.equal(item.values.data.to(low), item.shown)

@@ -41,12 +41,18 @@ class TrainedModel:
         return self._session.position.step
 
     @contextmanager
-    def changing(self) -> Iterator[None]:
+    def changing(self, *, optimizer_state: bool | None = None) -> Iterator[None]:
         """A block in which the model may be changed between steps; called on every device.
 
         When it ends, the lead's parameters, buffers and optimizer settings are everybody's; what
         other devices wrote is dropped, so the lines may run on all of them or on the lead alone.
         With several devices, other changes are refused at the next call.
+
+        Args:
+            optimizer_state: whether ``optimizer.state`` of whole parameters is there, to read and
+                to change; it is brought to every device, and the lead's goes back to those that
+                update it. None has it there for optimizers with methods of their own, such as
+                ``train()`` and ``eval()``. Elsewhere it is refused where it is divided.
 
         Raises:
             DisagreementError: another device is somewhere else.
@@ -56,7 +62,8 @@ class TrainedModel:
         ...     _ = model.weight.data.clamp_(-0.1, 0.1)
         """
         session = self._session
-        with session.telling_others(), session.engine.changes.block(self.steps + 1):
+        block = session.engine.changes.block(self.steps + 1, state=optimizer_state)
+        with session.telling_others(), block:
             yield
 
     @contextmanager

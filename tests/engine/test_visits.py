@@ -133,7 +133,7 @@ def test_between_steps_the_device_has_nothing(trainer: onefold.Trainer) -> None:
     live = home_of(trainer)._live
     kept = [item.values for item in update.owned] + [*update.averages.pieces.values()]
     for item in update.owned:
-        kept += [v for v in update.optimizer.state[item.values].values() if v.dim()]
+        kept += [v for v in update.state[item.values].values() if v.dim()]
     assert len(kept) > 3 * len(update.owned)
     assert all(tensor.untyped_storage().data_ptr() in live for tensor in kept)
     frozen: Any = trainer._session.engine.exchange.memory.frozen

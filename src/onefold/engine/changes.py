@@ -22,6 +22,7 @@ from onefold.engine.gradients import keeping_gradients
 from onefold.engine.replica import Replica
 from onefold.engine.siblings import Siblings
 from onefold.engine.update import SpanOptimizer
+from onefold.engine.wholestate import WholeState
 from onefold.exchange.exchange import Exchange
 
 __all__ = ["Changes"]
@@ -56,6 +57,8 @@ class Changes:
         self._siblings = siblings
         self._private = exchange.memory.is_common and replicas[0].number != 0
         """Whether this process must not write to the memory that its parameters lie in."""
+        self._state = WholeState(update, exchange, [replica.number for replica in replicas])
+        self._with_state = False
         self.blocks = 0
         """How many blocks the script has opened so far."""
 
@@ -65,14 +68,16 @@ class Changes:
         return self.blocks if self._agreement.changing else 0
 
     @contextmanager
-    def block(self, step: int) -> Iterator[None]:
+    def block(self, step: int, *, state: bool | None = None) -> Iterator[None]:
         """Open the block; when it ends, the lead's values are everybody's.
 
         Args:
             step: the number of the next step.
+            state: whether the optimizer's state is there; None if its methods may want it.
         """
         self._agreement.refuse_inside(Call.CHANGING)
         self.blocks += 1
+        self._with_state = self._state.is_read if state is None else state
         try:
             self._open(step)
             yield
@@ -108,9 +113,11 @@ class Changes:
             # before the devices meet, after which the lead may already be writing.
             first.check_places()
             copies = [parameter.data.clone() for parameter in named]
-        agreement.begin(StepHead(Call.CHANGING, step))
+        agreement.begin(StepHead(Call.CHANGING, step, arguments=int(self._with_state)))
         agreement.changing = True
         self._held.enter_context(self._whole())
+        if self._with_state:
+            self._state.show()
         if self._private:
             for parameter, copy in zip(named, copies, strict=True):
                 parameter.data = copy
@@ -118,6 +125,7 @@ class Changes:
     def _leave(self) -> None:
         """Drop what this process has written to copies."""
         self._agreement.changing = False
+        self._state.hide()
         if self._private:
             first = self._replicas[0]
             with keeping_gradients(first.parts.named.values()):
@@ -140,6 +148,7 @@ class Changes:
             agreement.settings.adopt(self._settings_of_lead())
         self._siblings.copy_first()
         self._update.follow_parameters()
+        self._state.hand_out()
         self._held.close()
         agreement.guard.note()
 

@@ -18,15 +18,21 @@ _NOT_A_SCRIPTS = ("onefold.", "torch.")
 Optimizers = Collection[torch.optim.Optimizer]
 
 
-def explain_state_dict(optimizers: Optimizers) -> None:
-    """Have the optimizers' own state_dict() raise, rather than return a part of the state."""
+def explain_state_dict(optimizers: Optimizers, is_whole: Callable[[], bool]) -> None:
+    """Have the optimizers' own state_dict() raise, rather than return a part of the state.
+
+    Args:
+        optimizers: the user's own.
+        is_whole: whether the state of whole parameters is there.
+    """
 
     def refuse(*_: Any) -> None:
-        raise RuntimeError(
-            "the optimizer's state is divided among the devices of the run, so its own "
-            "state_dict() and load_state_dict() would see a part of it. Load it before "
-            "Trainer is made"
-        )
+        if not is_whole():
+            raise RuntimeError(
+                "the optimizer's state is divided among the devices of the run, so its own "
+                "state_dict() and load_state_dict() would see a part of it. Load it before "
+                "Trainer is made, or in `with trainer.changing(optimizer_state=True):`"
+            )
 
     for optimizer in optimizers:
         optimizer.register_state_dict_pre_hook(refuse)

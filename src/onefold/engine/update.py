@@ -19,10 +19,11 @@ from typing import Any
 
 import torch
 
-from onefold.core.flat import FlatTensors, Layout, Piece, laid_out, storage_order
+from onefold.core.flat import FlatTensors, Piece, laid_out, storage_order
 from onefold.core.roster import Roster
 from onefold.core.storage import Storage
 from onefold.engine.averages import AVERAGE, Averages
+from onefold.engine.dividedstate import StateView
 from onefold.engine.leftovers import clipping_each
 from onefold.engine.norms import PieceNorms
 from onefold.engine.optimizercheck import TAKEN
@@ -83,7 +84,8 @@ class SpanOptimizer:
         piece, in the dtype in which gradients are added up; None where no shard gave one."""
         self.averages = Averages(heap)
         """The averages of these pieces, if the run keeps any."""
-        self._users = users
+        self.users = users
+        """The user's own parameters, in the order of the layouts."""
         self._memory = memory
         self._lent = lent
         self._group_of = {
@@ -94,6 +96,10 @@ class SpanOptimizer:
         # Copies of the lists: add_param_group and scripts change the lists themselves.
         self._held = [list(group["params"]) for group in optimizer.param_groups]
         self._each = optimizers_in(optimizer).values()
+        self.view = StateView(optimizer)
+        """What the script sees of the optimizer's state."""
+        self.state = self.view.kept
+        """The optimizer's state, by piece."""
         self._cuts = not all(piece.whole for piece in storage.pieces)
         TAKEN.update(self._each)
         self._device = next(iter(memory.values())).device
@@ -102,8 +108,12 @@ class SpanOptimizer:
         self._stepping = False
         # First the pieces, then the state that is cut as they are.
         self.bind(roster)
-        self._divide_state(storage.masters)
-        explain_state_dict(self._each)
+        whole = dict(self.state)
+        self._forget()
+        self._divide_state(whole)
+        self.view.hide(undivided=self.is_undivided)
+        view = self.view
+        explain_state_dict(self._each, lambda: view.is_whole)
         # Weakly, or the optimizer, which a script may keep, would keep the run's memory with it.
         this = weakref.ref(self)
         refuse_own_steps(self._each, lambda: (it := this()) is None or it._stepping)
@@ -122,7 +132,7 @@ class SpanOptimizer:
         self._by_number = {item.number: item for item in self.owned}
         self._apart = [(item, item.home) for item in self.owned if item.home is not None]
         for item in before.values():
-            self.optimizer.state.pop(item.values, None)
+            self.state.pop(item.values, None)
             self._visits.forget(item.values)
         self.norms = PieceNorms(self.storage, self._memory, roster.spans)
         self.averages.keep({item.number for item in self.owned})
@@ -156,7 +166,7 @@ class SpanOptimizer:
 
     def _own_piece(self, device: int, number: int) -> OwnedPiece:
         piece, home = self.storage.pieces[number], self._memory[device]
-        user = self._users[piece.entry]
+        user = self.users[piece.entry]
         if self._lent or self.storage.rounds_entry(piece.entry):
             # A parameter, as optimizers may look for one; its exact values come with the state.
             return OwnedPiece(number, device, piece, user, self._master(piece, home), home)
@@ -242,7 +252,9 @@ class SpanOptimizer:
         users = [group["params"] for group in groups]
         cut = len(self._parts) > 1 and steps_by_parameter(self._each)
         parts = self._parts if cut else [self._whole]
+        self.adopt_assigned()
         self._stepping = True
+        self.view.step()
         try:
             with self._draws.watched(), clipping_each(name_of(self.optimizer)):
                 for part in parts:
@@ -251,6 +263,8 @@ class SpanOptimizer:
         finally:
             # Also when the step fails: a script may catch the error and go on with its groups.
             self._stepping = False
+            self.view.end_step()
+            self.view.hide(undivided=self.is_undivided)
             for group, parameters in zip(groups, users, strict=True):
                 group["params"] = parameters
             # The totals belong to the exchange again, and the next step overwrites them: no
@@ -273,7 +287,7 @@ class SpanOptimizer:
         if self._heap.on_disk:
             for place, values in zip(part.places, part.values, strict=True):
                 values.grad = self.gradients[place] = None
-                self._keep(self.optimizer.state.get(values, {}))
+                self._keep(self.state.get(values, {}))
             self._heap.trim()
 
     def _visitors(self, part: Part) -> Sequence[Sequence[torch.Tensor]]:
@@ -313,9 +327,17 @@ class SpanOptimizer:
             moving: whether they go to other owners, who have no values of these pieces.
 
         Raises:
-            TypeError: the optimizer keeps state under something other than a parameter.
+            TypeError: the optimizer keeps state under something other than a parameter, or another
+                optimizer has it.
         """
+        self.adopt_assigned()
+        self.view.hide(undivided=self.is_undivided)
         found = self.averages.states()
+        if self.view.others:
+            raise TypeError(
+                f"{name_of(self.optimizer)} works with {', '.join(self.view.others)}, whose state "
+                f"no checkpoint of onefold holds: expected the state in one optimizer"
+            )
         if self._loose():
             raise TypeError(
                 f"the optimizer keeps {', '.join(map(repr, self._loose()))} in its state, under no "
@@ -325,7 +347,13 @@ class SpanOptimizer:
             if self.storage.rounds or (moving and self._lent):
                 values = storage_order(item.values.detach())
                 found.append(PieceState(item.number, MASTER, values, True))
-            for key, value in self.optimizer.state.get(item.values, {}).items():
+        return found + self.optimizer_states()
+
+    def optimizer_states(self) -> list[PieceState]:
+        """List what the optimizer itself keeps of the owned pieces; the tensors are its own."""
+        found = []
+        for item in self.owned:
+            for key, value in self.state.get(item.values, {}).items():
                 by_element = is_by_element(key, value, item.values.shape)
                 # In storage order a piece's state joins its neighbours' as their values do. An
                 # optimizer may have made it contiguous beside a parameter that is channels_last.
@@ -378,7 +406,7 @@ class SpanOptimizer:
                 value = value.to(self._home(state.key, values), copy=True)
             if state.key not in (MASTER, AVERAGE):
                 found.setdefault(values, {})[state.key] = value
-        self.optimizer.state.update(found)
+        self.state.update(found)
 
     def show(self) -> None:
         """Have the models see the values of this process's pieces, rounded to their precision."""
@@ -406,12 +434,12 @@ class SpanOptimizer:
 
     def _forget(self) -> None:
         """Drop the state of all parameters; what is kept under other keys stays."""
-        for key in [key for key in self.optimizer.state if isinstance(key, torch.Tensor)]:
-            del self.optimizer.state[key]
+        for key in [key for key in self.state if isinstance(key, torch.Tensor)]:
+            del self.state[key]
 
     def _loose(self) -> list[Any]:
         """List the keys of the optimizer's state that are not tensors; alike on every device."""
-        return [key for key in self.optimizer.state if not isinstance(key, torch.Tensor)]
+        return [key for key in self.state if not isinstance(key, torch.Tensor)]
 
     def _home(self, key: str, values: torch.Tensor) -> torch.device:
         """Return where the optimizer expects a value of its state: PyTorch's rule for loading."""
@@ -446,19 +474,40 @@ class SpanOptimizer:
                 "two steps, alike on every device, has them trained"
             )
 
-    def _divide_state(self, layout: Layout) -> None:
-        """Cut the state that the optimizer already has as the parameters are cut."""
-        # Forgotten first: a whole piece is keyed by the user's parameter, as the old state is.
-        whole = dict(self.optimizer.state)
-        self._forget()
+    def _divide_state(self, whole: Mapping[Any, Any]) -> None:
+        """Cut the state that parameters already have as they are cut."""
         for item in self.owned:
             state = whole.get(item.parameter)
             if state:
-                entry = layout.entries[item.piece.entry]
-                self.optimizer.state[item.values] = {
+                entry = self.storage.masters.entries[item.piece.entry]
+                self.state[item.values] = {
                     key: cut_state(value, item, entry.stride) for key, value in state.items()
                 }
-                self._keep(self.optimizer.state[item.values])
+                self._keep(self.state[item.values])
+
+    @property
+    def is_undivided(self) -> bool:
+        """Whether the state is that of whole parameters as it is kept, and all of it."""
+        own = [item for item in self.owned if item.values is item.parameter]
+        return len(own) == len(self.users)
+
+    def replace_states(self, states: Iterable[PieceState]) -> None:
+        """Replace the state of all owned pieces, but not values and averages.
+
+        Args:
+            states: of all pieces; tensors are copied.
+        """
+        self._forget()
+        self.adopt_states(state for state in states if state.piece in self._by_number)
+
+    def adopt_assigned(self) -> None:
+        """Adopt what a script has put in the place of an optimizer's state, as to begin anew."""
+        for held, whole in self.view.assigned():
+            for item in self.owned:
+                if id(item.parameter) in held:
+                    self.state.pop(item.values, None)
+            self._divide_state(dict(whole))
+            self.state.update({k: v for k, v in whole.items() if not isinstance(k, torch.Tensor)})
 
 
 def _scale(gradients: list[torch.Tensor], factor: torch.Tensor) -> None:
