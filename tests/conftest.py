@@ -6,6 +6,7 @@ import gc
 import os
 import re
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -55,13 +56,15 @@ def shared_data() -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _leaves_nothing_behind() -> Iterator[None]:
-    """Fail a test that leaves processes, threads, files in shared memory or other settings."""
+def _leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that leaves processes, threads, open files, shared memory or other settings."""
     torch.set_num_threads(1)
     before = _surroundings()
     settings = _settings()
     environment = _environment()
     yield
+    # What other fixtures gave was needed up to here, and holds files open until it is collected.
+    request.node.funcargs.clear()
     deadline = time.monotonic() + 5
     # Shared memory is everybody's: what comes and goes there while this looks is another process's.
     left = _surroundings() - before
@@ -91,12 +94,23 @@ def _environment() -> dict[str, str]:
 
 
 def _surroundings() -> set[str]:
-    """Children, threads and files in shared memory, as words."""
+    """Children, threads, open files and files in shared memory, as words."""
     children = {f"process {pid}" for pid in _children()}
     threads = {f"thread {thread.name}" for thread in threading.enumerate()}
     names = [name for name in os.listdir("/dev/shm") if not SEMAPHORE_IN_THE_MAKING.fullmatch(name)]
     memory = {f"shared memory {name}" for name in names}
-    return children | threads | memory
+    return children | threads | memory | _open_files()
+
+
+def _open_files() -> set[str]:
+    """Descriptors of this process with what they lead to, but for files of installed packages."""
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # that of the folder which is being read
+            target = os.readlink(f"/proc/self/fd/{number}")
+            if not target.startswith((sys.prefix, "/proc/")):
+                found.add(f"descriptor {number} of {target}")
+    return found
 
 
 def _is_anothers(name: str) -> bool:

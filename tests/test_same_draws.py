@@ -115,8 +115,9 @@ def test_an_evaluation_draws_alike_in_each_batch() -> None:
 
 
 def test_the_scripts_own_generators_are_left_alone() -> None:
+    trainer = trainer_of(Draws())
     states = torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False)
-    trainer_of(Draws()).step(batch_of(1))
+    trainer.step(batch_of(1))
     after = torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False)
     assert torch.equal(states[0], after[0])
     assert states[1] == after[1]

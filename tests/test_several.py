@@ -402,10 +402,8 @@ def given(**changes: Any) -> onefold.Trainer:
 
 def test_names_that_do_not_belong_together_are_refused() -> None:
     models, optimizers = made()
-    with pytest.raises(ValueError, match="under the same names: the optimizers are 'generator'"):
+    with pytest.raises(ValueError, match=r"under the same names, .* optimizers are 'generator'"):
         given(optimizer={"generator": optimizers["generator"]})
-    with pytest.raises(ValueError, match="the losses without a name"):
-        given(loss=LOSSES["generator"])
     with pytest.raises(ValueError, match="at least one model, got an empty dict"):
         given(model={})
     with pytest.raises(ValueError, match=r"model\['a.b'\]: expected another name"):

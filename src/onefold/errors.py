@@ -9,6 +9,7 @@
     ├── LossError              a loss of the wrong kind or shape, or one that is not finite
     ├── GradientError          a gradient that cannot be folded (sparse, another dtype)
     ├── StateError             state that cannot be folded, or that must not be saved
+    ├── PrecisionError         an operation that a device cannot compute in the run's precision
     ├── LineError              a model that a line of devices cannot compute (--keep stages)
     ├── SampleError            a data set item that could not be read
     ├── DataError              files of a data set that cannot be used, found before training
@@ -36,6 +37,7 @@ __all__ = [
     "PeerFailed",
     "PeerLost",
     "PeerTimeout",
+    "PrecisionError",
     "RunFailed",
     "SampleError",
     "StateError",
@@ -72,6 +74,10 @@ class GradientError(OnefoldError, ValueError):
 
 class StateError(OnefoldError, ValueError):
     """State that a shard changes outside the fold or as no rule covers, or that is not finite."""
+
+
+class PrecisionError(OnefoldError, RuntimeError):
+    """An operation for which a device has no kernel in the run's precision; names the layer."""
 
 
 class LineError(OnefoldError, ValueError):

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Unpack
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
 
 from onefold.core.head import Call
 from onefold.core.precision import Precision, PrecisionName
@@ -20,7 +19,7 @@ from onefold.reading.reader import Collate, as_it_is
 from onefold.reading.takeover import DataSource, TorchNames, choose
 from onefold.reading.wholebatches import BatchRule, Rule
 from onefold.run.session import Session
-from onefold.run.userparts import UserParts
+from onefold.run.userparts import GivenOptimizer, GivenSchedule, UserParts
 from onefold.run.world import current_world
 from onefold.trainedmodel import TrainedModel
 
@@ -35,8 +34,9 @@ class Trainer(TrainedModel):
             such as ``{"generator": ..., "discriminator": ...}``: functions then get all of them, as
             a ``torch.nn.ModuleDict``.
         optimizer: made from the model's parameters; it is kept, so schedulers attached to it work.
-            Or several by name, of which no two have a parameter in common. With None the script
-            updates by itself, with the gradients of `gradient`.
+            Or several in a list, such as Muon beside AdamW, or in a dict by name, of which no two
+            have a parameter in common: all of them update in each step, unless there are several
+            losses. With None the script updates by itself, with the gradients of `gradient`.
         loss: ``loss(model, batch)`` for one shard on one device. Returns (n,) losses, one a sample;
             a scalar, the mean over the shard; or ``onefold.Mean``, ``onefold.Sum``, or their sum. A
             step's loss is the sum of totals over the sum of weights across the whole batch. May
@@ -51,7 +51,8 @@ class Trainer(TrainedModel):
         plan: how many shards each device runs, such as ``(3, 1)``; even shares by default.
         threads: of each CPU device; ``max(1, cores // shards)`` by default.
         schedule: a ``torch.optim.lr_scheduler`` of the optimizer; part of every checkpoint. Of
-            several optimizers a dict, under their names; each follows the steps of its optimizer.
+            several optimizers a dict, under their names, or beside a list a list with None for
+            those without; each follows the steps of its optimizer.
         schedule_every: when the schedule is stepped: after each ``"step"`` that updates, when an
             ``"epoch"`` of `epochs` ends, or only where the ``"script"`` calls its ``step`` itself,
             with a score if it takes one, alike on every device.
@@ -94,7 +95,7 @@ class Trainer(TrainedModel):
     def __init__(
         self,
         model: torch.nn.Module | Mapping[str, torch.nn.Module],
-        optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None,
+        optimizer: GivenOptimizer,
         loss: LossFunction | Mapping[str, LossFunction],
         *,
         shards: int,
@@ -102,7 +103,7 @@ class Trainer(TrainedModel):
         devices: Sequence[str | torch.device] | None = None,
         plan: Sequence[int] | None = None,
         threads: int | None = None,
-        schedule: LRScheduler | Mapping[str, LRScheduler] | None = None,
+        schedule: GivenSchedule = None,
         schedule_every: ScheduleEvery = "step",
         clip_norm: float | None = None,
         clip_value: float | None = None,

@@ -7,7 +7,8 @@ import functools
 import pytest
 
 import onefold
-from tests.bits.cases import Case, complete, covering, run, run_all
+from tests.bits.cases import Case, complete, covering, left_out, run, run_all
+from tests.capabilities import NO_LSTM
 
 EXCHANGES = ("local", "shared", "collective")
 COUNTS = {"local": (3, 4), "shared": (2, 3), "collective": (2, 3)}
@@ -53,6 +54,12 @@ def turns(devices: int) -> list[Case]:
 )
 def test_the_bits_do_not_depend_on_the_devices(exchange: str, devices: int) -> None:
     assert differing(turns(devices), exchange, devices) == []
+
+
+def test_every_case_is_computed() -> None:
+    """Skipped, by name, where the processor has no kernels for some."""
+    if left_out():
+        pytest.skip(f"{NO_LSTM}: {', '.join(map(str, left_out()))}")
 
 
 @pytest.mark.full

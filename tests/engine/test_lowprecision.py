@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+import onefold
 from onefold.core.precision import AS_GIVEN, Precision
 from onefold.engine.lowprecision import check_device, check_precision, held_in
 from onefold.engine.modelparts import ModelParts
+from tests.capabilities import has_lstm
 
 
 def model() -> nn.Module:
@@ -59,3 +61,65 @@ def test_a_gpu_without_bfloat16_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(ValueError, match=r'"bf16": Tesla T4 \(cuda:1\) has no bfloat16'):
         check_device(Precision("bf16"), gpu)
     check_device(Precision("fp16"), gpu)
+
+
+class Joined(nn.Module):
+    """A layer that gets inputs of two dtypes, which its kernel refuses on any processor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.joins = nn.Bilinear(4, 4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.joins(self.first(x), x)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(4, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.rnn(x[:, None])[0][:, -1]
+
+
+@pytest.mark.parametrize("call", ["step", "evaluate"])
+@pytest.mark.parametrize("name", ["bf16", "fp16-params"])
+@pytest.mark.parametrize("kind", [Joined, Recurrent])
+def test_a_layer_without_a_kernel_is_named(kind: type[nn.Module], name: str, call: str) -> None:
+    low = Precision(name).compute  # type: ignore[arg-type]
+    assert low is not None
+    if kind is Recurrent and has_lstm(low):
+        pytest.skip("this processor has a kernel for it")
+    module = kind()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    trainer = onefold.Trainer(
+        module,
+        optimizer,
+        lambda m, x: m(x).square().mean(1),
+        shards=2,
+        precision=name,  # type: ignore[arg-type]
+    )
+    x = torch.randn(6, 4)
+    layer = "layer joins .Bilinear." if kind is Joined else "layer rnn .LSTM."
+    words = f'{layer} cannot be computed in {str(low)[6:]} on this processor .*precision="fp32"'
+    calls = {
+        "step": lambda: trainer.step(x),
+        "evaluate": lambda: trainer.evaluate(lambda m, x: {"y": m(x).mean(1)}, x, batch_size=6),
+    }
+    with pytest.raises(onefold.errors.PrecisionError, match=words):
+        calls[call]()
+
+
+def test_other_errors_of_a_loss_pass_as_they_are() -> None:
+    module = nn.Linear(4, 2)
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("the script's own")
+
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    trainer = onefold.Trainer(module, optimizer, loss, shards=2, precision="bf16")
+    with pytest.raises(RuntimeError, match="the script's own") as caught:
+        trainer.step(torch.randn(6, 4))
+    assert not isinstance(caught.value, onefold.errors.PrecisionError)

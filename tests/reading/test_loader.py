@@ -141,6 +141,7 @@ def plans(draw: st.DrawFn) -> Plan:
 def test_the_devices_together_read_every_sample_once_and_in_order(
     plan: Plan, samples: int, batch_size: int, drop_last: bool, shuffle: bool, seed: int
 ) -> None:
+    drop_last = drop_last and batch_size <= samples  # or it is refused
     choices = {"batch_size": batch_size, "drop_last": drop_last, "shuffle": shuffle, "seed": seed}
     loaders = [
         make_loader(list(range(samples)), plan, [device], **choices)
@@ -170,6 +171,7 @@ LENGTHS = [3 * n % 11 for n in range(30)]
 def test_batches_by_length_are_the_same_on_any_number_of_devices(
     plan: Plan, batch_size: int, drop_last: bool, seed: int
 ) -> None:
+    drop_last = drop_last and batch_size <= 30  # or it is refused
     choices = {"batch_size": batch_size, "drop_last": drop_last, "seed": seed, "lengths": LENGTHS}
     loaders = [make_loader(range(30), plan, [device], **choices) for device in range(plan.devices)]
     whole = 30 - 30 % batch_size if drop_last else 30
@@ -181,7 +183,7 @@ def test_batches_by_length_are_the_same_on_any_number_of_devices(
         found = samples_in(united([list(loader) for loader in loaders]))
         assert found == order[:whole].tolist()
         orders.append(found)
-    assert orders[0] != orders[1] or whole == 0
+    assert orders[0] != orders[1]
 
 
 @with_workers
@@ -943,3 +945,66 @@ def test_a_collate_that_returns_nothing_is_named(workers: int) -> None:
     loader = make_loader(range(8), Plan((1, 1)), (0,), collate=lambda some: None, workers=workers)
     with pytest.raises(TypeError, match=r"collate returned None for the samples of shard 0"):
         next(iter(loader))
+
+
+@pytest.mark.parametrize(
+    ("choices", "words"),
+    [
+        ({"drop_last": True}, "at least batch_size=6 samples in a pass, got 5"),
+        ({"drop_last": True, "shuffle": False, "sampler": range(3)}, "samples in a pass, got 3"),
+        ({"shuffle": False, "sampler": []}, "the sampler list has the length 0"),
+        (
+            {"shuffle": False, "batch_size": None, "batch_sampler": []},
+            "the batch_sampler list has the length 0",
+        ),
+    ],
+)
+def test_a_loader_whose_passes_would_all_be_empty_is_refused(choices: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make_loader(range(5), Plan((2,)), **choices)
+
+
+def test_a_pytorch_loader_that_drops_its_only_batch_is_refused() -> None:
+    trainer = make_trainer()
+    with pytest.raises(ValueError, match="at least batch_size=8 samples in a pass, got 5"):
+        trainer.loader(DataLoader(TensorDataset(torch.zeros(5, 2)), 8, drop_last=True))
+    trainer.close()
+
+
+class NothingAtFirst:
+    """A sampler that has samples from its second epoch on."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 6 * self.epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self)))
+
+
+class Few(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(4))
+
+
+@pytest.mark.parametrize(
+    ("data", "choices", "words"),
+    [
+        (Few(), {"drop_last": True}, "of the stream Few had no batch of 6 samples, with drop_last"),
+        (range(9), {"sampler": NothingAtFirst()}, "samples by NothingAtFirst had no batch, so"),
+    ],
+)
+def test_a_pass_without_a_batch_is_told_once(
+    data: Any, choices: Any, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    loader = make_loader(data, Plan((2,)), shuffle=False, **choices)
+    assert list(loader) == []
+    list(loader)
+    list(make_loader(data, Plan((1, 1)), own=(1,), shuffle=False, **choices))
+    (warning,) = caplog.messages
+    assert "pass 0 of a loader of" in warning
+    assert words in warning

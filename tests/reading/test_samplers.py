@@ -278,3 +278,111 @@ def test_the_digest_covers_the_order() -> None:
 
     assert digest([1, 2, 3]) == digest(range(1, 4))
     assert digest([1, 2, 3]) != digest([1, 3, 2])
+
+
+class Endless(Sampler[int]):
+    """As long as a schedule of steps wants it to be; draws from several generators."""
+
+    def __init__(self, length: int = 10**10) -> None:
+        self._length = length
+        self.generator = torch.Generator()
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(self._length):
+            drawn = int(torch.randint(6, (), generator=self.generator))
+            yield (drawn + random.randrange(3) + int(np.random.randint(3))) % 12
+
+
+@pytest.fixture
+def in_small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onefold.reading.samplers.WHOLE_MOST", 20)
+    monkeypatch.setattr("onefold.reading.samplers._PART", 7)
+    monkeypatch.setattr("onefold.reading.samplers._PART_BATCHES", 1)
+
+
+def drawn(sampler: Any, batches: int, **choices: Any) -> list[Any]:
+    loader = make_loader(
+        range(12), Plan((2,)), shuffle=False, sampler=sampler, batch_size=5, **choices
+    )
+    found = []
+    for _, batch in zip(range(batches), loader, strict=False):
+        found.append(samples_in([batch]))
+        torch.rand(3), random.random(), np.random.rand()  # the script's own
+    return found
+
+
+def test_a_sampler_drawn_in_parts_gives_what_it_would_give_at_once(in_small_parts: None) -> None:
+    whole = drawn(Endless(20), 4)
+    assert drawn(Endless(10**10), 4) == whole
+    long = drawn(Endless(10**10), 12)
+    assert drawn(Endless(60), 12) == long
+    assert long[:4] == whole
+
+
+def test_a_run_goes_on_in_a_sampler_that_is_drawn_in_parts(in_small_parts: None) -> None:
+    def steps(script: Script, number: int) -> list[Any]:
+        loader = script.loader(12, 5, sampler=Endless(), shuffle=False)
+        for _, batch in zip(range(number), loader, strict=False):
+            script.step(batch)
+        return script.used
+
+    straight = steps(Script(), 12)
+    first = Script()
+    assert steps(first, 5) == straight[:5]
+    assert steps(Script(first.position.to_json()), 7) == straight[5:]
+
+
+def test_the_first_batch_of_ten_billion_samples_comes_at_once() -> None:
+    from torch.utils.data import RandomSampler
+
+    data = range(12)
+    sampler = RandomSampler(data, replacement=True, num_samples=10**10)  # type: ignore[arg-type]
+    loader = make_loader(data, Plan((2,)), shuffle=False, sampler=sampler, batch_size=64)
+    assert len(loader) == 10**10 // 64
+    batches = iter(loader)
+    assert [next(batches).samples for _ in range(3)] == [64] * 3
+
+
+def test_a_sampler_in_parts_that_ends_early_is_named(in_small_parts: None) -> None:
+    class Short(Endless):
+        def __iter__(self) -> Iterator[int]:
+            return iter([1] * 9)
+
+    with pytest.raises(ValueError, match="ended after 9 samples: expected its length, 30"):
+        drawn(Short(30), 3)
+
+
+class Far:
+    """A data set of any length, which is never read whole."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def test_a_data_set_of_any_length_is_read_in_order() -> None:
+    loader = make_loader(Far(10**12), Plan((2,)), shuffle=False)
+    assert next(iter(loader)).shards == {0: [0, 1, 2], 1: [3, 4, 5]}
+
+
+@pytest.mark.parametrize(
+    ("choices", "words"),
+    [
+        ({"shuffle": True}, "1,000,000,000,000 shuffled samples would take 8000 GB"),
+        (
+            {"batch_size": None, "batch_sampler": BatchSampler(Endless(), 1, False)},  # type: ignore[arg-type]
+            "has 10,000,000,000 batches in a pass",
+        ),
+    ],
+)
+def test_an_order_that_memory_cannot_hold_is_refused(choices: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        next(iter(make_loader(Far(10**12), Plan((2,)), **{"shuffle": False, **choices})))

@@ -69,6 +69,12 @@ def kubeflow(rank: int, port: int) -> dict[str, str]:
     }
 
 
+def kubeflow_trainer(rank: int, port: int) -> dict[str, str]:
+    """What version 2 sets is torchrun's; the pod's command is python all the same."""
+    pod = {name: value for name, value in kubeflow(rank, port).items() if name[0] not in "RWM"}
+    return {**pod, "PET_NPROC_PER_NODE": "1"}
+
+
 def torch_protocol(rank: int, port: int) -> dict[str, str]:
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return {**place, "RANK": str(rank), "WORLD_SIZE": "2"}
@@ -97,8 +103,14 @@ def run(environments: list[Mapping[str, str]], kind: str) -> list[tuple[int, str
 
 @pytest.mark.parametrize(
     ("launcher", "kind"),
-    [(srun, "main"), (srun_nodes, "main"), (ray, "ray"), (kubeflow, "main")],
-    ids=["srun", "srun on two nodes", "ray", "kubeflow"],
+    [
+        (srun, "main"),
+        (srun_nodes, "main"),
+        (ray, "ray"),
+        (kubeflow, "main"),
+        (kubeflow_trainer, "main"),
+    ],
+    ids=["srun", "srun on two nodes", "ray", "kubeflow", "kubeflow trainer"],
 )
 def test_the_model_is_that_of_one_process(
     launcher: Callable[[int, int], Mapping[str, str]], kind: str

@@ -93,6 +93,12 @@ def test_all_tasks_meet_in_one_place() -> None:
     assert len(places) == 1
 
 
+def test_on_one_node_no_name_need_resolve() -> None:
+    alone = {"SLURM_STEP_TASKS_PER_NODE": "6", "SLURM_NODEID": "0"}
+    assert read_world({**SRUN, **alone}).address.startswith("127.0.0.1:")
+    assert read_world({**SRUN, **alone, "MASTER_ADDR": "a"}).address.startswith("a:")
+
+
 def test_a_place_that_the_job_names_is_taken() -> None:
     assert read_world({**SRUN, "MASTER_ADDR": "10.0.0.1"}).address.startswith("10.0.0.1:")
     assert read_world({**SRUN, "MASTER_PORT": "29500"}).address == "gpu03:29500"
@@ -103,7 +109,7 @@ def test_a_place_that_the_job_names_is_taken() -> None:
 def test_torchrun_under_srun_takes_precedence() -> None:
     torchrun = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
     world = read_world({**SRUN, **torchrun})
-    assert (world.rank, world.size, world.address) == (1, 2, "")
+    assert (world.rank, world.size, world.address) == (1, 2, "a:1")
 
 
 def test_tasks_by_node_where_only_their_number_is_known() -> None:
@@ -141,9 +147,10 @@ def test_tasks_of_nodes() -> None:
         tasks_of_nodes("2x3")
 
 
-@pytest.mark.parametrize("name", ["SLURM_JOB_ID", "SLURM_LOCALID", "SLURM_NODEID"])
+@pytest.mark.parametrize("name", ["SLURM_JOB_ID", "SLURM_PROCID", "SLURM_NODEID"])
 def test_a_task_without_its_place_is_refused(name: str) -> None:
-    with pytest.raises(LaunchError, match=f"task 5 of a step of srun, and {name}"):
+    task = r"\?" if name == "SLURM_PROCID" else "5"
+    with pytest.raises(LaunchError, match=f"task {task} of a step of srun, and {name}"):
         read_world(without(name))
 
 

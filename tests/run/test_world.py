@@ -46,7 +46,7 @@ FULL = World(
 
 
 @pytest.mark.parametrize(
-    "environment", [{}, {"RANK": "1"}, {"WORLD_SIZE": "4", "RANK": "0"}, {"LOCAL_RANK": "0"}]
+    "environment", [{}, {"RANK": "1"}, {"WORLD_SIZE": "1", "RANK": "0"}, {"LOCAL_RANK": "0"}]
 )
 def test_without_a_launcher_a_process_is_alone(environment: dict[str, str]) -> None:
     world = read_world(environment)

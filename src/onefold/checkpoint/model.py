@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from onefold.core.fingerprint import fingerprint_of, named_tensors, tensor_digests
-from onefold.core.flat import aligned
+from onefold.core.flat import aligned, bits_of
 from onefold.core.names import own_name
 from onefold.engine.lentparameter import Elsewhere
 from onefold.errors import CheckpointError
@@ -127,8 +127,7 @@ def coming_parts(
     def part(name: str, value: torch.Tensor) -> TensorParts:
         if id(value) in numbers:
             return coming(name, numbers[id(value)])
-        here = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        return tensor_parts({name: here})[0]
+        return tensor_parts({name: value.detach().cpu()})[0]
 
     return [part(*each) for each in model.items()], [part(*each) for each in rest.items()]
 
@@ -250,15 +249,9 @@ def _state_of(module: torch.nn.Module, *, keep_vars: bool) -> dict[str, torch.Te
 
 
 def tensor_parts(tensors: Mapping[str, torch.Tensor]) -> list[TensorParts]:
-    """Tensors on the host, by name, ready to be written; views of them."""
+    """Tensors on the host, by name, ready to be written; views of those that are contiguous."""
     return [
-        TensorParts(
-            name,
-            tensor.dtype,
-            tuple(tensor.shape),
-            tensor.stride(),
-            [tensor.reshape(-1).view(torch.uint8).numpy()],
-        )
+        TensorParts.in_rows(name, tensor.dtype, tuple(tensor.shape), [bits_of(tensor).numpy()])
         for name, tensor in tensors.items()
     ]
 

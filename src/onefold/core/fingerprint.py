@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
+from onefold.core.flat import bits_of
 from onefold.core.names import own_name
 
 __all__ = ["fingerprint_of", "named_tensors", "tensor_digests"]
@@ -32,11 +33,7 @@ def fingerprint_of(digests: Mapping[str, str]) -> str:
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    # Strides are no part of the value: channels_last memory digests like contiguous memory. Lazy
-    # conjugation and negation would otherwise leave the bits in memory unlike the values.
-    dense = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    text = hashlib.blake2b(f"{dense.dtype} {tuple(dense.shape)}".encode(), digest_size=16)
     # Hashed as raw bytes: -0.0 and 0.0 differ, NaN equals itself, and dtypes that NumPy lacks work.
-    if dense.numel():
-        text.update(dense.reshape(-1).view(torch.uint8).numpy().data)
+    text = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=16)
+    text.update(bits_of(tensor.cpu()).numpy().data)
     return text.hexdigest()

@@ -32,6 +32,7 @@ __all__ = [
     "Layout",
     "Piece",
     "aligned",
+    "bits_of",
     "extent",
     "laid_out",
     "lay_out",
@@ -187,7 +188,11 @@ class FlatTensors:
         ):
             # `view(dtype)` needs a start that is a multiple of the element size: section_bytes are
             # multiples of the alignment.
-            self.sections.append(memory[start : start + numel * dtype.itemsize].view(dtype))
+            # A section without elements may begin anywhere, and such memory cannot be viewed.
+            stretch = (
+                memory[start : start + numel * dtype.itemsize] if numel else memory.new_empty(0)
+            )
+            self.sections.append(stretch.view(dtype))
             start += nbytes
         # One view of each entry, in its own shape and strides.
         self.views = [self._view(entry) for entry in layout.entries]
@@ -257,6 +262,16 @@ def laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     return laid.copy_(tensor)
 
 
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """(nbytes,) uint8: the bytes of a tensor's values, of which the last index changes fastest.
+
+    Strides, and conjugation or negation that PyTorch has put off, are no part of the values. A view
+    of the tensor's memory where the values lie there so.
+    """
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return plain.reshape(-1).view(torch.uint8)
+
+
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
     """First and past-the-last address that a non-empty tensor may touch."""
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
@@ -271,8 +286,8 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     They may be on different devices.
     """
     # Compared as bytes: `==` finds 0.0 equal to -0.0, and no NaN equal to any.
-    first, second = one.contiguous().reshape(-1), other.contiguous().reshape(-1)
-    return torch.equal(first.view(torch.uint8), second.view(torch.uint8).to(first.device))
+    first = bits_of(one)
+    return torch.equal(first, bits_of(other).to(first.device))
 
 
 def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple, overload
 
 import torch
 
+from onefold.core.flat import bits_of
 from onefold.errors import LossError
 
 __all__ = [
@@ -204,10 +205,9 @@ def packed_bytes(tensors: Sequence[torch.Tensor], nbytes: int) -> torch.Tensor:
     Returns:
         (k,) float64 whose values mean nothing.
     """
-    parts = [t.detach().contiguous().resolve_conj().resolve_neg().reshape(-1) for t in tensors]
-    flat = torch.cat(parts)
+    flat = torch.cat([*map(bits_of, tensors)])
     room = torch.zeros(-(-nbytes // _ALIGNED) * _ALIGNED, dtype=torch.uint8, device=flat.device)
-    room[: flat.nbytes] = flat.view(torch.uint8)
+    room[: flat.nbytes] = flat
     return room.view(torch.float64)
 
 

@@ -28,6 +28,7 @@ import torch
 from numpy.random import mtrand
 
 __all__ = [
+    "MOST_SHUFFLED",
     "GeneratorStates",
     "comparable_state",
     "derive_seed",
@@ -43,6 +44,9 @@ __all__ = [
 
 _POOL_BATCHES = 32
 """Number of batches in a pool, within which samples are sorted by length."""
+
+MOST_SHUFFLED = 1 << 29
+"""The most samples that are shuffled: their order takes 4 GB in each process."""
 
 _stand_ins: list[np.random.MT19937] = []
 """NumPy generators for reuse: making one takes longer than all the rest of a step's seeding."""

@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from onefold.core.flat import bits_of
+
 __all__ = ["decode", "encode"]
 
 _LENGTH_BYTES = 8
@@ -139,8 +141,7 @@ def _tensor(value: torch.Tensor, what: str, parts: list[bytes]) -> _Tree:
             f"{what} is {kind} tensor, which no device can send to another one: expected a dense "
             f"tensor with values, such as value.to_dense()"
         )
-    plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1)
-    parts.append(plain.view(torch.uint8).numpy().tobytes())
+    parts.append(bits_of(value.cpu()).numpy().tobytes())
     return ["tensor", str(value.dtype).removeprefix("torch."), list(value.shape)]
 
 

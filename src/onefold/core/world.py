@@ -54,7 +54,12 @@ class World:
     agent_store: bool = False
     """Whether PyTorch's launcher holds the store, which then outlives any process of the run."""
     address: str = ""
-    """Where the processes find each other, as HOST:PORT, if the environment does not say."""
+    """Where the processes find each other, as HOST:PORT; empty if onefold launched them."""
+    others: str = ""
+    """What another launcher says of processes that are no part of this run; empty if there are
+    none."""
+    refusal: str = ""
+    """Why this process, which is alone, must not train; empty if it may."""
 
     @property
     def launched(self) -> bool:

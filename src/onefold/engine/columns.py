@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from onefold.core.flat import bits_of
 from onefold.errors import LossError
 
 __all__ = ["Column", "Rows", "columns_of", "read_columns", "values_by_name", "write_columns"]
@@ -169,5 +170,4 @@ def _words(tensor: torch.Tensor) -> str:
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:
-    plain = tensor.resolve_conj().resolve_neg().contiguous().view(-1)
-    return plain.view(torch.uint8).numpy().tobytes()
+    return bits_of(tensor).numpy().tobytes()

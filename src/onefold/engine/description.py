@@ -18,6 +18,7 @@ from onefold.core.shard import Plan
 from onefold.core.stages import Stages
 from onefold.core.team import Team
 from onefold.engine.modelparts import ModelParts
+from onefold.engine.optimizercheck import updates_by_element
 from onefold.engine.optimizers import name_of
 from onefold.engine.schedules import class_of
 from onefold.errors import DisagreementError
@@ -55,6 +56,7 @@ def describe(
         "the stages": str(stages and (stages.names, stages.stage_of)),
         "the number of Trainers before this one": str(team.trainer),
         "the optimizer": name_of(optimizer),
+        "what the optimizer updates": "parts" if updates_by_element(optimizer) else "parameters",
         "the schedule": "None" if schedule is None else class_of(schedule),
         "schedule_every": settings.schedule_every,
         "the state of the schedule": "" if schedule is None else _state_of(schedule),

@@ -224,7 +224,7 @@ class Engine:
         refuse_unfrozen(self._frozen)
         self.objective = self._objectives[name]
         if isinstance(self.update.optimizer, Optimizers):
-            self.update.optimizer.active = name
+            self.update.optimizer.active = self.update.optimizer.of_loss(name)
         start = watch.now()
         head = head_of(batch, number, call, loss=self.objective.number)
         agreed = self.agree(head, stop=asked_to_stop)

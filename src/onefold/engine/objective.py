@@ -43,7 +43,7 @@ def objectives_of(
 
     Args:
         losses: the user's, by name.
-        optimizer: the run's; several have the names of the losses.
+        optimizer: the run's; several have the names of the losses, or there is one.
         trained: the parameters that any optimizer updates.
         settings: the run's.
     """
@@ -51,7 +51,8 @@ def objectives_of(
     for number, (name, loss) in enumerate(losses.items()):
         left_out: tuple[int, ...] = ()
         if isinstance(optimizer, Optimizers):
-            held = {id(p) for group in optimizer.given[name].param_groups for p in group["params"]}
+            used = [optimizer.given[each].param_groups for each in optimizer.of_loss(name)]
+            held = {id(p) for groups in used for group in groups for p in group["params"]}
             left_out = tuple(n for n, p in enumerate(trained) if id(p) not in held)
         made[name] = Objective(
             name=name, number=number, run=compiled(loss, settings), left_out=left_out

@@ -9,6 +9,7 @@ import torch
 
 from onefold.engine.byscript import ByScript
 from onefold.engine.optimizers import optimizers_in
+from onefold.engine.stephooks import has_own_step
 
 __all__ = ["TAKEN", "check_optimizer", "updates_by_element"]
 
@@ -37,8 +38,10 @@ TAKEN: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 def updates_by_element(optimizer: torch.optim.Optimizer) -> bool:
     """Whether each element's update depends on nothing but that element's own history."""
-    # The exact type: a subclass may override step() and look at a whole parameter, or at its norm.
-    return all(type(each) in _BY_ELEMENT for each in optimizers_in(optimizer).values())
+    # The exact type: a subclass may override step() and look at a whole parameter, or at its norm;
+    # and so may a hook.
+    each = optimizers_in(optimizer).values()
+    return all(type(one) in _BY_ELEMENT and not has_own_step(one) for one in each)
 
 
 def check_optimizer(optimizer: object, module: torch.nn.Module) -> None:

@@ -15,7 +15,7 @@ __all__ = ["Optimizers", "name_of", "optimizers_in", "scheduled"]
 
 
 class Optimizers(torch.optim.Optimizer):
-    """Several optimizers, of which one makes each update.
+    """Several optimizers, of which one makes each update, or all together.
 
     Their groups stand side by side: they are the very groups of the optimizers, so whoever changes
     a setting there changes it here. Their state lies in one place, as no two have a parameter in
@@ -23,14 +23,17 @@ class Optimizers(torch.optim.Optimizer):
 
     Args:
         given: the user's own, by name, already checked.
+        together: whether all of them make each update, as there is one loss for them; otherwise
+            the one with the name of the loss does.
     """
 
     # The base class would make groups and state of its own.
-    def __init__(self, given: Mapping[str, torch.optim.Optimizer]) -> None:
+    def __init__(self, given: Mapping[str, torch.optim.Optimizer], *, together: bool) -> None:
         self.given = dict(given)
         """The user's own, by name."""
-        self.active = next(iter(self.given))
-        """The name of the one that makes the next update."""
+        self._together = together
+        self.active = self.of_loss(next(iter(self.given)))
+        """The names of those that make the next update."""
         self.defaults: dict[str, Any] = {}
         self.state: defaultdict[Any, Any] = defaultdict(dict)
         for each in self.given.values():
@@ -42,9 +45,14 @@ class Optimizers(torch.optim.Optimizer):
         """The groups of all optimizers, in the order in which these were given."""
         return list(chain.from_iterable(each.param_groups for each in self.given.values()))
 
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Have the active optimizer make its update."""
-        return self.given[self.active].step(closure)
+    def of_loss(self, name: str) -> list[str]:
+        """The names of the optimizers that update in a step of a loss."""
+        return list(self.given) if self._together else [name]
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Have the active optimizers make their updates, in the order in which they were given."""
+        for name in self.active:
+            self.given[name].step(closure)
 
 
 def optimizers_in(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer]:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from onefold.core.flat import Layout, Piece, aligned, laid_out, storage_order
+from onefold.core.flat import Layout, Piece, aligned, bits_of, laid_out, storage_order
 from onefold.core.jsonvalue import from_bytes, from_json, to_bytes, to_json
 from onefold.system.heap import ORDINARY, Heap
 from onefold.system.tensorfile import DTYPES, Bytes, TensorParts
@@ -210,15 +210,19 @@ def join(
         # A count of steps is the same for all pieces of a parameter: the first stands for all.
         used = parts if first.by_element else parts[:1]
         shape = entry.shape if first.by_element else tuple(first.value.shape)
-        stride = entry.stride if first.by_element else first.value.stride()
         stretches = coming(number, key) if coming is not None else _bytes_of(used)
-        name = f"{entry.name}.{key}"
-        tensors.append(TensorParts(name, first.value.dtype, shape, stride, stretches))
+        given = (f"{entry.name}.{key}", first.value.dtype, shape)
+        # What is not by element comes in rows, see `pack`.
+        tensors.append(
+            TensorParts(*given, entry.stride, stretches)
+            if first.by_element
+            else TensorParts.in_rows(*given, stretches)
+        )
     return JoinedState(tensors, dict(keys), dict(values))
 
 
 def _bytes_of(parts: Iterable[PieceState]) -> list[Bytes]:
-    return [part.value.reshape(-1).view(torch.uint8).numpy() for part in parts]
+    return [bits_of(part.value).numpy() for part in parts]
 
 
 def check_saved(

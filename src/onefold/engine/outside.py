@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from onefold.core.flat import same_bits
+from onefold.core.flat import bits_of, same_bits
 from onefold.core.head import checksum
 from onefold.engine.lentparameter import Elsewhere
 from onefold.errors import StateError
@@ -146,7 +146,7 @@ def _sampled(module: torch.nn.Module, but: Collection[int]) -> bytes:
         # What another Trainer has lent to somebody else just now is compared by that one.
         with suppress(Elsewhere):
             parts.append(tensor.detach().reshape(-1)[:: max(1, tensor.numel() // _LOOKED_AT)])
-    return b"".join(p.cpu().contiguous().view(torch.uint8).numpy().tobytes() for p in parts)
+    return b"".join(bits_of(part.cpu()).numpy().tobytes() for part in parts)
 
 
 def modules_of(function: Any) -> list[torch.nn.Module]:

@@ -49,6 +49,7 @@ from onefold.engine.gradients import (
 )
 from onefold.engine.handing import Handing
 from onefold.engine.losswatch import LossWatch
+from onefold.engine.lowprecision import computing_in
 from onefold.engine.modelparts import ModelParts
 from onefold.engine.shardloss import (
     added_weights,
@@ -293,7 +294,7 @@ class Replica:
         # shard must not depend on what another one has left.
         if self._compute_in is None:
             return nullcontext()
-        return torch.autocast(self.device.type, dtype=self._compute_in)
+        return computing_in(self._compute_in, self.device, self.module)
 
     @property
     def nothing(self) -> Gradients:

@@ -130,7 +130,7 @@ class RunSchedule:
 
         Args:
             epoch: the epoch that the step was in; None outside of any.
-            name: of the optimizer, if there are several.
+            name: of the loss, if there are several.
             updates: whether it has updated the parameters.
         """
         if self.schedule is None:
@@ -262,7 +262,8 @@ def _check_one(
     if schedule.optimizer is not optimizer:
         raise ValueError(
             f"{name} was made for another optimizer than the one that Trainer was given. For "
-            f"several optimizers give a dict of schedules, under the same names"
+            f"several optimizers give a dict of schedules, under the same names, or a list beside "
+            f"a list"
         )
 
 

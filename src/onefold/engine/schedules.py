@@ -24,7 +24,7 @@ class Schedules(LRScheduler):
     def __init__(self, given: Mapping[str, LRScheduler], optimizer: Optimizers) -> None:
         self.given = dict(given)
         """The user's own, by name."""
-        self.optimizer = optimizer
+        self.optimizer: Optimizers = optimizer
 
     @property
     def last_epoch(self) -> list[object]:  # type: ignore[override]
@@ -37,9 +37,10 @@ class Schedules(LRScheduler):
             each.step()
 
     def step_of(self, name: str) -> None:
-        """Step that of one optimizer, if it has one."""
-        if name in self.given:
-            self.given[name].step()
+        """Step those of the optimizers that a loss of this name has updated."""
+        for each in self.optimizer.of_loss(name):
+            if each in self.given:
+                self.given[each].step()
 
     def state_dict(self) -> dict[str, Any]:
         """The state of each, by name."""

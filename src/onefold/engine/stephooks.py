@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from onefold.system.compat import steps_a_schedule
-from onefold.system.hooks import count_hooks
+from onefold.system.compat import replaces_step
+from onefold.system.hooks import step_hooks
 
-__all__ = ["explain_state_dict", "refuse_own_steps", "steps_by_parameter"]
+__all__ = ["explain_state_dict", "has_own_step", "refuse_own_steps", "steps_by_parameter"]
 
-_OURS = 1
-"""How many hooks on ``step`` each optimizer has from `refuse_own_steps`."""
+_NOT_A_SCRIPTS = ("onefold.", "torch.")
+"""Where hooks are from that only look, ours and those of PyTorch's profiler."""
 
 Optimizers = Collection[torch.optim.Optimizer]
 
@@ -53,6 +53,13 @@ def refuse_own_steps(optimizers: Optimizers, is_ours: Callable[[], bool]) -> Non
         optimizer.register_step_pre_hook(refuse)
 
 
+def has_own_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a script has put code around an optimizer's ``step()``: a hook, or a wrapper."""
+    froms = [getattr(hook, "__module__", None) or "" for hook in step_hooks(optimizer)]
+    own = any(not each.startswith(_NOT_A_SCRIPTS) for each in froms)
+    return own or replaces_step(optimizer)
+
+
 def steps_by_parameter(optimizers: Optimizers) -> bool:
     """Whether what ``step()`` does to a parameter follows from that, its gradient and its state.
 
@@ -60,9 +67,6 @@ def steps_by_parameter(optimizers: Optimizers) -> bool:
     calls, draw, or look at all parameters together; hooks of a script may do anything.
     """
     return all(
-        type(each).__module__.startswith("torch.optim.")
-        and count_hooks(each) == _OURS
-        # A schedule only notes that there was a call.
-        and ("step" not in vars(each) or steps_a_schedule(each.step))
+        type(each).__module__.startswith("torch.optim.") and not has_own_step(each)
         for each in optimizers
     )

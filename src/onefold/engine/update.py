@@ -23,12 +23,18 @@ from onefold.core.flat import FlatTensors, Layout, Piece, laid_out, storage_orde
 from onefold.core.roster import Roster
 from onefold.core.storage import Storage
 from onefold.engine.averages import AVERAGE, Averages
+from onefold.engine.leftovers import clipping_each
 from onefold.engine.norms import PieceNorms
 from onefold.engine.optimizercheck import TAKEN
-from onefold.engine.optimizers import optimizers_in
+from onefold.engine.optimizers import name_of, optimizers_in
 from onefold.engine.optimizerstate import PieceState, is_by_element
 from onefold.engine.ownedpiece import OwnedPiece, cut_state
-from onefold.engine.stephooks import explain_state_dict, refuse_own_steps, steps_by_parameter
+from onefold.engine.stephooks import (
+    explain_state_dict,
+    has_own_step,
+    refuse_own_steps,
+    steps_by_parameter,
+)
 from onefold.engine.updatedraws import UpdateDraws
 from onefold.engine.updateparts import Part, parts_of
 from onefold.engine.visits import Visits, change_at
@@ -88,6 +94,7 @@ class SpanOptimizer:
         # Copies of the lists: add_param_group and scripts change the lists themselves.
         self._held = [list(group["params"]) for group in optimizer.param_groups]
         self._each = optimizers_in(optimizer).values()
+        self._cuts = not all(piece.whole for piece in storage.pieces)
         TAKEN.update(self._each)
         self._device = next(iter(memory.values())).device
         self._visits = Visits(self._device, heap)
@@ -237,7 +244,7 @@ class SpanOptimizer:
         parts = self._parts if cut else [self._whole]
         self._stepping = True
         try:
-            with self._draws.watched():
+            with self._draws.watched(), clipping_each(name_of(self.optimizer)):
                 for part in parts:
                     self._step(part)
             self.show()
@@ -250,6 +257,8 @@ class SpanOptimizer:
             # parameter may go on pointing at them.
             for item in self.owned:
                 item.values.grad = None
+                if item.piece.whole:
+                    item.parameter.grad = None
             self.gradients = [None] * len(self.owned)
 
     def _step(self, part: Part) -> None:
@@ -282,6 +291,11 @@ class SpanOptimizer:
             if gradient is not None and (self.is_apart or gradient.dtype is not values.dtype):
                 gradient = gradient.to(values.device, values.dtype)
             values.grad = gradient
+            item = self.owned[place]
+            # Another device of this process has a stand-in. A hook may go through the model instead
+            # of the groups: what it does to the gradient there must reach the stand-in.
+            if item.piece.whole and item.home is None and values.device == item.parameter.device:
+                item.parameter.grad = gradient
         self.optimizer.step()
 
     def _keep(self, state: dict[str, Any]) -> None:
@@ -411,11 +425,18 @@ class SpanOptimizer:
         return values.device if there else torch.device("cpu")
 
     def check_groups(self) -> None:
-        """Refuse parameter groups that were changed since Trainer was made.
+        """Refuse parameter groups and steps that were changed since Trainer was made.
 
         Raises:
-            ValueError: a group was added or removed, or has another number of parameters.
+            ValueError: a group was added or removed, or has another number of parameters; or
+                ``step()`` has got a hook that would see parts of parameters.
         """
+        if self._cuts and any(map(has_own_step, self._each)):
+            raise ValueError(
+                f"{name_of(self.optimizer)} got a hook on its step, or another step, after Trainer "
+                f"was made, which has cut parameters into pieces that are updated by themselves: "
+                f"expected it before, and then step() and its hooks see whole parameters"
+            )
         sizes = [len(group["params"]) for group in self.optimizer.param_groups]
         if sizes != list(map(len, self._held)):
             raise ValueError(

@@ -27,6 +27,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from onefold.core.flat import bits_of
+
 __all__ = ["digest_of", "digest_samples", "join_digests"]
 
 _MOST_PARTS = 100_000
@@ -145,8 +147,7 @@ def _of_tensor(tensor: torch.Tensor) -> list[bytes]:
     if tensor.is_meta or tensor.is_quantized:
         return kind
     # As a plain tensor: a subclass may answer any of these calls in its own way.
-    here = tensor.detach().as_subclass(torch.Tensor).cpu().resolve_conj().resolve_neg().contiguous()
-    return [*kind, here.reshape(-1).view(torch.uint8).numpy().tobytes()]
+    return [*kind, bits_of(tensor.detach().as_subclass(torch.Tensor).cpu()).numpy().tobytes()]
 
 
 def _of_array(array: np.ndarray[Any, Any], inner: Callable[[object], bytes]) -> list[bytes]:

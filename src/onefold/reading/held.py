@@ -12,7 +12,15 @@ import torch
 
 from onefold.core.randomness import comparable_state, derive_seed
 
-__all__ = ["MOST", "held_states", "kept_apart", "seed_held", "within"]
+__all__ = [
+    "MOST",
+    "held_states",
+    "kept_apart",
+    "put_back",
+    "seed_held",
+    "states_of",
+    "within",
+]
 
 _KINDS = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
 
@@ -61,13 +69,22 @@ def held_states(owners: Iterable[object]) -> list[Any]:
 @contextmanager
 def kept_apart(owners: Iterable[object]) -> Iterator[None]:
     """Put the generators among the attributes of some objects back to where they were."""
-    held = _held_by(owners)
-    before = [_state_of(generator) for generator in held]
+    before = states_of(owners)
     try:
         yield
     finally:
-        for generator, state in zip(held, before, strict=True):
-            _restore(generator, state)
+        put_back(before)
+
+
+def states_of(owners: Iterable[object]) -> list[tuple[Any, Any]]:
+    """Return each generator among the attributes of some objects, with its state."""
+    return [(generator, _state_of(generator)) for generator in _held_by(owners)]
+
+
+def put_back(states: Iterable[tuple[Any, Any]]) -> None:
+    """Put generators back to where they were when `states_of` was called."""
+    for generator, state in states:
+        _restore(generator, state)
 
 
 def _held_by(owners: Iterable[object]) -> list[Any]:

@@ -11,13 +11,18 @@ from torch.utils.data import Dataset
 
 from onefold.core.batch import DataPass
 from onefold.core.numbers import check_whole
-from onefold.core.randomness import order_by_length, sample_order
-from onefold.reading.order import Order, SampleOrder
+from onefold.core.randomness import MOST_SHUFFLED, order_by_length, sample_order
+from onefold.reading.order import Counting, Order, SampleOrder
 from onefold.reading.reader import Answer, Collate, Reader, SizedDataset
-from onefold.reading.samplers import check_sampler, draw_batches, draw_samples
+from onefold.reading.samplers import (
+    changes_with_epoch,
+    check_sampler,
+    draw_batches,
+    draw_samples,
+)
 from onefold.reading.track import LoaderSize, LoaderTrack
 
-__all__ = ["Indexed", "Source", "check_alone"]
+__all__ = ["Indexed", "Source", "check_alone", "check_shuffled"]
 
 
 class Source(Protocol):
@@ -55,7 +60,8 @@ class Indexed:
         batch_sampler: the user's own batches, those of all devices together.
 
     Raises:
-        TypeError, ValueError: the arguments do not fit together, or the data set is empty.
+        TypeError, ValueError: the arguments do not fit together, no pass would have a batch, or
+            there are too many samples to shuffle.
     """
 
     digests = 1
@@ -85,6 +91,8 @@ class Indexed:
         if sampler is not None:
             check_alone("sampler", alone)
             check_sampler(sampler, "sampler")
+        if shuffle:
+            check_shuffled(len(dataset))
         self.dataset = dataset
         self._collate = collate
         self._seed = seed
@@ -99,6 +107,13 @@ class Indexed:
             lengths="" if by_length is None else _digest(by_length),
             kind=_kind(sampler, batch_sampler),
         )
+        if not self.batches() and not changes_with_epoch(sampler):
+            one: Any = sampler
+            raise ValueError(
+                f"drop_last=True leaves out every batch: expected at least batch_size={batch_size} "
+                f"samples in a pass, got {len(dataset if one is None else one)}, so that nothing "
+                f"would be trained. Make batch_size smaller, or leave out drop_last=True"
+            )
 
     def batches(self) -> int:
         """Return the number of batches in a pass."""
@@ -122,7 +137,7 @@ class Indexed:
                 self._sampler, batch_size=batch_size, seed=seed, epoch=epoch, loader=loader
             )
         if not size.shuffle:
-            return SampleOrder(torch.arange(size.samples), batch_size)
+            return SampleOrder(Counting(size.samples), batch_size)
         if self._by_length is None:
             order = sample_order(size.samples, seed=seed, epoch=epoch, loader=loader)
         else:
@@ -150,6 +165,21 @@ def check_alone(name: str, others: dict[str, bool]) -> None:
     if given:
         raise ValueError(
             f"{name} decides itself what {' and '.join(given)} would: expected {name} alone"
+        )
+
+
+def check_shuffled(samples: int) -> None:
+    """Refuse to shuffle more than can be.
+
+    Raises:
+        ValueError: there are too many.
+    """
+    if samples > MOST_SHUFFLED:
+        raise ValueError(
+            f"the order of {samples:,} shuffled samples would take {samples * 8 / 1e9:.0f} GB in "
+            f"each process: expected at most {MOST_SHUFFLED:,}. Draw them in parts, each time from "
+            f"all of them: sampler=RandomSampler(dataset, replacement=True, num_samples=...) in "
+            f"the place of shuffle=True"
         )
 
 

@@ -11,6 +11,7 @@ why errors are raised in functions that do not hold the iterator.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,6 +32,8 @@ from onefold.system.interrupt import ctrl_c_later
 from onefold.watch.timing import host_now_s
 
 __all__ = ["Loader"]
+
+_log = logging.getLogger("onefold")
 
 
 class Loader:
@@ -109,6 +112,7 @@ class Loader:
         self._digests = self._source.digests if digest else 0
         self._data_digest = 0
         self._had_samples = False
+        self._warned = False
 
     def __len__(self) -> int:
         """Number of batches in a pass; TypeError for a stream that does not know its length."""
@@ -141,6 +145,8 @@ class Loader:
             # The script has left its loop by `break` or an exception, and dropped the iterator.
             self.track.end(this, broken_off=True)
             raise
+        if not this.given:
+            self._warn_of_nothing(this)
         self.track.end(this, broken_off=False)
 
     def _batches(self, this: DataPass) -> Iterator[ShardedBatch]:
@@ -194,6 +200,20 @@ class Loader:
             # them happens in a destructor, where Ctrl-C would be lost.
             with ctrl_c_later():
                 del answers
+
+    def _warn_of_nothing(self, this: DataPass) -> None:
+        """Say, once and on one device, that a pass had no batch."""
+        if self._warned or 0 not in self._own:
+            return
+        self._warned = True
+        size = self.track.size
+        dropped = f" of {size.batch_size} samples, with drop_last=True" if size.drop_last else ""
+        _log.warning(
+            "pass %d of a loader of %s had no batch%s, so a loop over it trains nothing",
+            this.number,
+            size.kind or "samples by number",
+            dropped,
+        )
 
     def _check_not_exhausted(self, this: DataPass) -> None:
         # A loop over nothing would train no more, without a word.

@@ -11,7 +11,7 @@ import torch
 
 from onefold.core.shard import Plan, cut_bounds
 
-__all__ = ["BatchOrder", "Cut", "Order", "SampleOrder"]
+__all__ = ["BatchOrder", "Counting", "Cut", "Indices", "Order", "SampleOrder"]
 
 
 class Cut(NamedTuple):
@@ -43,11 +43,34 @@ class Order(Protocol):
         """Cut one batch for the devices ``own``."""
 
 
+class Indices(Protocol):
+    """The numbers of a pass's samples, (samples,) int64; a tensor, or what makes parts of one."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, places: slice, /) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Counting:
+    """Numbers one after the other, however many, which take no memory."""
+
+    length: int
+    first: int = 0
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, places: slice, /) -> torch.Tensor:  # (n,) int64
+        start, stop, _ = places.indices(self.length)
+        return torch.arange(self.first + start, self.first + stop)
+
+
 @dataclass(frozen=True, slots=True)
 class SampleOrder:
     """The samples of a pass, one after the other."""
 
-    indices: torch.Tensor  # (samples,) int64
+    indices: Indices
     batch_size: int
     """Number of samples in a batch; of no meaning if there are ``ends``."""
     ends: Sequence[int] = ()
@@ -87,7 +110,7 @@ class SampleOrder:
 class BatchOrder:
     """The items of a pass, each of which is a whole batch that the reader cuts."""
 
-    indices: torch.Tensor  # (batches,) int64
+    indices: Indices
     digest: bytes = b""
 
     @property
@@ -101,4 +124,4 @@ class BatchOrder:
 
     def cut(self, start: int, stop: int, plan: Plan, own: Sequence[int]) -> Cut:
         """Name the item; which shards there are is only known once it has been read."""
-        return Cut({}, {}, int(self.indices[start]))
+        return Cut({}, {}, int(self.indices[start:stop]))

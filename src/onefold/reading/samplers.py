@@ -8,6 +8,13 @@ order is drawn, and are put back afterwards. The whole order is drawn at once, s
 own draws during the pass cannot get between, and so that a resumed run draws the same order and
 goes on at the place where it was. What a sampler keeps of earlier passes cannot be seen from here:
 that is why devices compare the digest of each order, and a resumed run that of the pass it is in.
+
+Note: samplers of ten billion samples
+-------------------------------------
+An order longer than `WHOLE_MOST` is drawn in parts, when its batches are asked for, by
+`DrawnInParts`. All generators stand still between two parts, so the samples are those of an order
+that is drawn at once. A resumed run draws from the beginning again, and keeps nothing of what is
+used. The digest is that of the first part.
 """
 
 from __future__ import annotations
@@ -15,7 +22,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from typing import Any
 
@@ -23,14 +30,34 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
-from onefold.core.randomness import kept_generators, loader_seed, seed_generators
-from onefold.reading.held import kept_apart, seed_held, within
+from onefold.core.randomness import (
+    GeneratorStates,
+    kept_generators,
+    loader_seed,
+    seed_generators,
+)
+from onefold.reading.held import kept_apart, put_back, seed_held, states_of, within
 from onefold.reading.order import SampleOrder
 from onefold.reading.reader import one_thread, take
 
-__all__ = ["check_sampler", "draw_batches", "draw_samples", "samplers_within"]
+__all__ = [
+    "WHOLE_MOST",
+    "DrawnInParts",
+    "changes_with_epoch",
+    "check_sampler",
+    "draw_batches",
+    "draw_samples",
+    "samplers_within",
+]
 
 _log = logging.getLogger("onefold")
+
+WHOLE_MOST = 1 << 24
+"""The longest order that is drawn at once: 16.8 million samples, for a moment 0.6 GB of them."""
+_PART = 1 << 20
+"""The fewest samples of a part of a longer one."""
+_PART_BATCHES = 1024
+"""The fewest batches of a part: more than workers read ahead, so that two parts suffice."""
 
 _INNER = ("sampler", "batch_sampler", "base_sampler")
 """The names under which samplers usually keep another one."""
@@ -45,6 +72,7 @@ def check_sampler(sampler: object, name: str) -> None:
 
     Raises:
         TypeError: it cannot be iterated or has no length, or deals samples out to devices.
+        ValueError: its length is 0 in every pass.
     """
     if not hasattr(sampler, "__iter__"):
         raise TypeError(f"expected {name} to be iterable, got {type(sampler).__name__}")
@@ -59,7 +87,18 @@ def check_sampler(sampler: object, name: str) -> None:
                 f"the batch size over all devices. A DataLoader of Accelerate or Lightning is to "
                 f"be given as it was before prepare or setup"
             )
-    _length(sampler, name)
+    # One that is told the epoch may have samples in another one.
+    if not _length(sampler, name) and not changes_with_epoch(sampler):
+        raise ValueError(
+            f"the {name} {type(sampler).__name__} has the length 0, so nothing would be trained: "
+            f"expected at least one sample or batch in a pass. Its data set may be empty, or hold "
+            f"less than a batch that it drops"
+        )
+
+
+def changes_with_epoch(sampler: object) -> bool:
+    """Whether a sampler, or one within it, is told the epoch, with which its length may change."""
+    return any(callable(getattr(each, "set_epoch", None)) for each in samplers_within(sampler))
 
 
 def samplers_within(sampler: object) -> list[object]:
@@ -87,8 +126,12 @@ def draw_samples(
     Raises:
         TypeError: the sampler yields something other than whole numbers.
     """
-    drawn = _draw(sampler, "sampler", seed=seed, epoch=epoch, loader=loader)
-    indices = _whole_numbers(drawn, "sampler")
+    drawing = _Drawing(sampler, "sampler", seed=seed, epoch=epoch, loader=loader)
+    if drawing.length > WHOLE_MOST:
+        parts = DrawnInParts(drawing, max(_PART, _PART_BATCHES * batch_size))
+        digest = _digest(parts[: parts.part], (drawing.length,))
+        return SampleOrder(parts, batch_size, digest=digest, repeats=True)
+    indices = _whole_numbers(drawing.all(), "sampler")
     return SampleOrder(indices, batch_size, digest=_digest(indices, ()), repeats=True)
 
 
@@ -105,9 +148,17 @@ def draw_batches(
 
     Raises:
         TypeError: the batch sampler yields something other than lists of whole numbers.
-        ValueError: a batch is empty.
+        ValueError: a batch is empty, or there are more than `WHOLE_MOST` batches.
     """
-    drawn = _draw(batch_sampler, "batch_sampler", seed=seed, epoch=epoch, loader=loader)
+    drawing = _Drawing(batch_sampler, "batch_sampler", seed=seed, epoch=epoch, loader=loader)
+    if drawing.length > WHOLE_MOST:
+        raise ValueError(
+            f"the batch_sampler {type(batch_sampler).__name__} has {drawing.length:,} batches in a "
+            f"pass, all of which would be drawn before the first: expected at most {WHOLE_MOST:,}. "
+            f"Give it a shorter length and go through it again and again, or give its sampler as "
+            f"sampler=, which is drawn in parts, and batch_size="
+        )
+    drawn = drawing.all()
     batches = [_whole_numbers(_listed(batch), "batch_sampler") for batch in drawn]
     for number, batch in enumerate(batches):
         if not len(batch):
@@ -117,27 +168,98 @@ def draw_batches(
     return SampleOrder(indices, 1, ends, digest=_digest(indices, ends), repeats=True)
 
 
-def _draw(sampler: Any, name: str, *, seed: int, epoch: int, loader: int) -> list[Any]:
-    number = loader_seed("sampler", seed, epoch, loader=loader)
-    # One thread: the bits of what multinomial adds up may depend on how many there are.
-    samplers = samplers_within(sampler)
-    with kept_generators(), one_thread(), kept_apart(samplers):
-        seed_held(samplers, number, "held by a sampler")
-        for each in samplers:
-            if callable(set_epoch := getattr(each, "set_epoch", None)):
-                set_epoch(epoch)
-        # Now, as some samplers only know it once they know the epoch.
-        length = _length(sampler, name)
-        seed_generators(number)
+class _Drawing:
+    """One pass of a sampler, drawn bit by bit; the generators stand still in between.
+
+    Args:
+        sampler: the user's.
+        name: of the argument, for errors.
+        seed: seed of the run.
+        epoch: number of the pass.
+        loader: number of the loader.
+    """
+
+    def __init__(self, sampler: Any, name: str, *, seed: int, epoch: int, loader: int) -> None:
+        self.name = name
+        self._sampler = sampler
+        self._samplers = samplers_within(sampler)
+        self._seed = loader_seed("sampler", seed, epoch, loader=loader)
+        # One thread: the bits of what multinomial adds up may depend on how many there are.
+        with kept_generators(), one_thread(), kept_apart(self._samplers):
+            seed_held(self._samplers, self._seed, "held by a sampler")
+            for each in self._samplers:
+                if callable(set_epoch := getattr(each, "set_epoch", None)):
+                    set_epoch(epoch)
+            # Now, as some samplers only know it once they know the epoch.
+            self.length = _length(sampler, name)
+            seed_generators(self._seed)
+            self._states = GeneratorStates(), states_of(self._samplers)
+        self._items: Iterator[Any] | None = None
+
+    def all(self) -> list[Any]:
+        """Draw the whole pass."""
         # One more than its length: an endless sampler must not be read to its end.
-        found = list(take(iter(sampler), length + 1))
-    if len(found) > length:
-        _log.warning(
-            "the %s yields more than its length, %d: a pass ends there, and the rest is left out",
-            name,
-            length,
-        )
-    return found[:length]
+        found = self.next(self.length + 1)
+        if len(found) > self.length:
+            _log.warning(
+                "the %s yields more than its length, %d: a pass ends there, and the rest is left "
+                "out",
+                self.name,
+                self.length,
+            )
+        return found[: self.length]
+
+    def next(self, most: int) -> list[Any]:
+        """Draw the next items, at most so many."""
+        with kept_generators(), one_thread(), kept_apart(self._samplers):
+            own, held = self._states
+            own.restore()
+            put_back(held)
+            self._items = iter(self._sampler) if self._items is None else self._items
+            found = list(take(self._items, most))
+            self._states = GeneratorStates(), states_of(self._samplers)
+        return found
+
+
+class DrawnInParts:
+    """The numbers of a pass's samples, of which the last two parts are kept.
+
+    Args:
+        drawing: of the pass, from its beginning.
+        part: how many numbers are drawn at a time.
+    """
+
+    def __init__(self, drawing: _Drawing, part: int) -> None:
+        self._drawing = drawing
+        self.part = part
+        self._kept: dict[int, torch.Tensor] = {}
+        self._next = 0
+
+    def __len__(self) -> int:
+        return self._drawing.length
+
+    def __getitem__(self, places: slice) -> torch.Tensor:  # (n,) int64
+        """Return the numbers at some places, which lie at most one part before the last ones."""
+        start, stop, _ = places.indices(len(self))
+        found = []
+        for number in range(start // self.part, -(-stop // self.part)):
+            first = number * self.part
+            found.append(self._numbers(number)[max(start - first, 0) : stop - first])
+        return torch.cat(found)
+
+    def _numbers(self, number: int) -> torch.Tensor:
+        while self._next <= number:
+            wanted = min(self.part, len(self) - self._next * self.part)
+            drawn = self._drawing.next(wanted)
+            if len(drawn) < wanted:
+                raise ValueError(
+                    f"the {self._drawing.name} ended after {self._next * self.part + len(drawn):,} "
+                    f"samples: expected its length, {len(self):,}"
+                )
+            self._kept[self._next] = _whole_numbers(drawn, self._drawing.name)
+            self._kept.pop(self._next - 2, None)
+            self._next += 1
+        return self._kept[number]
 
 
 def _length(sampler: Any, name: str) -> int:

@@ -16,7 +16,8 @@ from torch.utils.data import Dataset
 from onefold.core.batch import DataPass, cut_batch
 from onefold.core.numbers import check_whole
 from onefold.core.randomness import loader_seed, sample_order, seed_generators
-from onefold.reading.order import BatchOrder, Order
+from onefold.reading.indexed import check_shuffled
+from onefold.reading.order import BatchOrder, Counting, Order
 from onefold.reading.reader import Answer, Collate, Request, SizedDataset, bad_sample
 from onefold.reading.samplers import check_sampler, draw_samples
 from onefold.reading.track import LoaderSize, LoaderTrack
@@ -58,6 +59,8 @@ class Items:
             raise ValueError("the data set is empty: expected at least one batch")
         if self.sampler is not None:
             check_sampler(self.sampler, "sampler")
+        if self.shuffle:
+            check_shuffled(len(self.dataset))
 
 
 class WholeBatches:
@@ -102,14 +105,14 @@ class WholeBatches:
         length, seed, epoch = self.size.samples, self._seed, this.number
         if isinstance(self._given, Rule):
             # Numbered on from pass to pass: the rule is given the number of the batch in the run.
-            return BatchOrder(torch.arange(epoch * length, (epoch + 1) * length))
+            return BatchOrder(Counting(length, epoch * length))
         if self._given.sampler is not None:
             drawn = draw_samples(
                 self._given.sampler, batch_size=1, seed=seed, epoch=epoch, loader=loader
             )
             return BatchOrder(drawn.indices, drawn.digest)
         if not self._given.shuffle:
-            return BatchOrder(torch.arange(length))
+            return BatchOrder(Counting(length))
         return BatchOrder(sample_order(length, seed=seed, epoch=epoch, loader=loader))
 
     def reader(self, this: DataPass, track: LoaderTrack) -> Dataset[Answer]:

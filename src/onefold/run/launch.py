@@ -186,6 +186,8 @@ def supervise(
     """
     options.line_of(len(selection.devices))
     _check_places(options)
+    if not options.quiet:
+        _tell_of_others(current_world())
     ranks = range(0 if options.quiet else 1, len(selection.devices))
     with StopSignals(saves=options.may_stop) as signals, log_files(options, ranks) as logs:
         run = _Run(command, selection, options, signals, logs, tuple(handed))
@@ -202,6 +204,17 @@ def supervise(
                 file=sys.stderr,
             )
         return logs.mention(outcome)
+
+
+def _tell_of_others(world: World) -> None:
+    """Say that there are others beside the run that begins here."""
+    others = world.others
+    if world.size > 1:
+        others = f"a launcher has started {world.size} processes, and this one is no. {world.rank}"
+    if others:
+        print(
+            f"onefold: {others}. This is a run of its own, on this machine alone", file=sys.stderr
+        )
 
 
 def _check_places(options: RunOptions) -> None:

@@ -56,8 +56,8 @@ def slurm_task(environment: Mapping[str, str]) -> SlurmTask | None:
     Raises:
         LaunchError: a variable of a task is missing, or is not what Slurm writes.
     """
-    step, rank = environment.get("SLURM_STEP_ID", ""), environment.get("SLURM_PROCID", "")
-    if not (step.isdecimal() and rank.isdecimal()) or int(step) >= _SPECIAL_STEPS:
+    step = environment.get("SLURM_STEP_ID", "")
+    if not step.isdecimal() or int(step) >= _SPECIAL_STEPS:
         return None
     # Of a shell that all tasks have opened, only one is still there when somebody types. But srun
     # hands the variable on to tasks that are started from such a shell, and these have no terminal.
@@ -70,7 +70,7 @@ def slurm_task(environment: Mapping[str, str]) -> SlurmTask | None:
     restarts = environment.get("SLURM_RESTART_COUNT", "0")
     nodes = _text(environment, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     return SlurmTask(
-        rank=int(rank),
+        rank=_number(environment, "SLURM_PROCID"),
         size=size,
         local_rank=_number(environment, "SLURM_LOCALID"),
         local_size=_local_size(environment),
@@ -130,7 +130,7 @@ def _text(environment: Mapping[str, str], *names: str) -> str:
     found = next((environment[name] for name in names if environment.get(name)), None)
     if found is None:
         raise LaunchError(
-            f"this process is task {environment['SLURM_PROCID']} of a step of srun, and "
+            f"this process is task {environment.get('SLURM_PROCID', '?')} of a step of srun, and "
             f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} not set. To run it alone, "
             f"take SLURM_STEP_ID out of its environment"
         )

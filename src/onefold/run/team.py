@@ -43,9 +43,12 @@ def form_team(
     Raises:
         ValueError: there are more devices than shards, devices of several kinds, or devices chosen
             by both the script and a launcher.
-        LaunchError: a device does not exist.
+        LaunchError: a device does not exist, or a launcher has started others that this process
+            cannot join.
     """
     own: tuple[int, ...]
+    if world.refusal:
+        raise LaunchError(world.refusal)
     if world.size > 1 or (world.launched and not chosen):
         if chosen:
             raise ValueError(
@@ -58,9 +61,12 @@ def form_team(
         own = tuple(range(len(devices)))
     _check_together(devices, shards, world.options.line_of(len(devices)))
     # Once per process, not per Trainer: descriptors 1 and 2 are replaced.
-    if world.launcher == "torch" and world.size > 1 and world not in _hushed:
+    if world.launcher == "torch" and world not in _hushed:
         _hushed.append(world)
-        hush_and_report(world)
+        if world.size > 1:
+            hush_and_report(world)
+        if world.others and world.rank == 0:
+            _log.warning("%s: each trains a model of its own, as this run is of one", world.others)
     # Or libraries that allocate on "the current GPU" would all open a context on GPU 0.
     for number in own[:1]:
         if devices[number].type == "cuda":

@@ -20,7 +20,17 @@ from onefold.engine.schedule import check_schedule
 from onefold.engine.schedules import Schedules
 from onefold.engine.shardtask import LossFunction
 
-__all__ = ["UserParts"]
+__all__ = ["GivenOptimizer", "GivenSchedule", "UserParts"]
+
+GivenOptimizer = (
+    torch.optim.Optimizer
+    | Mapping[str, torch.optim.Optimizer]
+    | Sequence[torch.optim.Optimizer]
+    | None
+)
+"""What a script may give for the optimizer."""
+GivenSchedule = LRScheduler | Mapping[str, LRScheduler] | Sequence[LRScheduler | None] | None
+"""What a script may give for the schedule."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +53,23 @@ class UserParts:
     def of(
         cls,
         model: torch.nn.Module | Mapping[str, torch.nn.Module],
-        optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None,
+        optimizer: GivenOptimizer,
         loss: LossFunction | Mapping[str, LossFunction],
-        schedule: LRScheduler | Mapping[str, LRScheduler] | None,
+        schedule: GivenSchedule,
         stages: Sequence[torch.nn.Module] | Literal["auto"] = "auto",
     ) -> UserParts:
         """Bring a script's arguments into one form.
 
         Raises:
-            TypeError, ValueError: a dict is empty, or has names or values that cannot be used; or
-                names of optimizers and losses differ.
+            TypeError, ValueError: a dict or list is empty, or has names or values that cannot be
+                used; or names of optimizers differ from those of several losses.
         """
         module = _joined_modules(model) if isinstance(model, Mapping) else model
         losses = _named("loss", loss) if isinstance(loss, Mapping) else {"": loss}
+        if isinstance(schedule, Sequence):
+            schedule = _listed_schedules(schedule, optimizer)
+        if isinstance(optimizer, Sequence):
+            optimizer = _listed("optimizer", optimizer)
         if isinstance(optimizer, Mapping):
             optimizer = _joined_optimizers(_named("optimizer", optimizer), losses)
         if isinstance(schedule, Mapping):
@@ -156,6 +170,23 @@ def _named(what: str, given: Mapping[str, Any]) -> dict[str, Any]:
     return dict(given)
 
 
+def _listed(what: str, given: Sequence[Any]) -> dict[str, Any]:
+    """Name what was given in a list by its places."""
+    if not given:
+        raise ValueError(f"expected at least one {what}, got an empty list")
+    return {str(number): each for number, each in enumerate(given)}
+
+
+def _listed_schedules(given: Sequence[Any], optimizer: object) -> dict[str, Any] | None:
+    if not isinstance(optimizer, Sequence) or len(given) != len(optimizer):
+        raise ValueError(
+            f"expected a list of schedules beside a list of optimizers, one for each or None, got "
+            f"{len(given)} schedules"
+        )
+    found = {n: each for n, each in _listed("schedule", given).items() if each is not None}
+    return found or None
+
+
 def _joined_modules(models: Mapping[str, torch.nn.Module]) -> torch.nn.ModuleDict:
     joined = torch.nn.ModuleDict()
     for name, module in _named("model", models).items():
@@ -180,13 +211,15 @@ def _joined_optimizers(
                 f"expected optimizer[{name!r}] to be a torch.optim.Optimizer, got "
                 f"{type(each).__name__}"
             )
+    if len(losses) == 1:
+        return Optimizers(optimizers, together=True)
     if optimizers.keys() != losses.keys():
-        theirs = ", ".join(map(repr, losses)) if "" not in losses else "without a name"
         raise ValueError(
-            f"expected a loss for each optimizer, under the same names: the optimizers are "
-            f"{', '.join(map(repr, optimizers))}, the losses {theirs}"
+            f"expected a loss for each optimizer, under the same names, or one loss that all of "
+            f"them update: the optimizers are {', '.join(map(repr, optimizers))}, the losses "
+            f"{', '.join(map(repr, losses))}"
         )
-    return Optimizers({name: optimizers[name] for name in losses})
+    return Optimizers({name: optimizers[name] for name in losses}, together=False)
 
 
 def _joined_schedules(
@@ -218,6 +251,6 @@ def _check_apart(optimizer: Optimizers, module: torch.nn.Module) -> None:
             if other != name:
                 raise ValueError(
                     f"parameter {names[id(parameter)]} is in the optimizers {other!r} and "
-                    f"{name!r}: expected it in one. Give both losses that one optimizer (loss "
-                    f"may be a dict where optimizer is not), or divide the parameters"
+                    f"{name!r}: expected it in one. Divide the parameters, or give two losses that "
+                    f"one optimizer (loss may be a dict where optimizer is not)"
                 )

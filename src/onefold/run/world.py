@@ -2,7 +2,8 @@
 
 A process is alone, or was started by ``onefold run`` or `onefold.launch` (which leave a record in
 ONEFOLD_WORLD), by any launcher that speaks PyTorch's protocol (RANK, WORLD_SIZE, MASTER_ADDR), such
-as torchrun, Ray Train or Kubeflow, or by Slurm's srun (see `onefold.run.slurm`).
+as torchrun, Ray Train or Kubeflow, or by Slurm's srun (see `onefold.run.slurm`). One that is alone
+where another launcher says that there are others may not train (see `onefold.run.others`).
 
 Note: one process is the device
 -------------------------------
@@ -17,10 +18,12 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping, MutableMapping
+from dataclasses import replace
 
 from onefold.core.options import RunOptions
 from onefold.core.world import World
 from onefold.errors import LaunchError
+from onefold.run.others import others_of
 from onefold.run.slurm import SlurmTask, slurm_task
 
 __all__ = [
@@ -51,13 +54,34 @@ def read_world(environment: Mapping[str, str]) -> World:
     """
     if WORLD_VARIABLE in environment:
         return World.from_json(environment[WORLD_VARIABLE])
+    others = others_of(environment)
+    words = others.words if others is not None else ""
     # Before Slurm's: where srun has started torchrun, the devices are what torchrun starts.
+    environment = {**environment, **_of_pod(environment)}
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
-        return _read_torch(environment)
+        world = _read_torch(environment)
+        # Processes of one node, where a launcher has started several nodes.
+        beside = others is not None and others.of_nodes and world.one_host
+        return replace(world, others=words if beside else "")
     task = slurm_task(environment)
-    if task is not None:
+    # An mpirun inside of a job may start its helpers by srun, whose variables they hand on.
+    if task is not None and (others is None or others.of_nodes or others.number in (0, task.size)):
         return _read_slurm(environment, task)
-    return World(options=options_of(environment))
+    refusal = others.refusal if others is not None else ""
+    return World(options=options_of(environment), others=words, refusal=refusal)
+
+
+def _of_pod(environment: Mapping[str, str]) -> Mapping[str, str]:
+    """PyTorch's variables for a pod with one process, to which only torchrun's were given."""
+    names = ("PET_NODE_RANK", "PET_NNODES", "PET_MASTER_ADDR", "PET_MASTER_PORT")
+    values = [environment.get(name, "") for name in names]
+    # torchrun sets RANK itself. The ranks of an elastic job, 1:4 nodes say, only torchrun knows.
+    if "RANK" in environment or not all(values) or not values[1].isdecimal() or values[1] == "1":
+        return {}
+    if environment.get("PET_NPROC_PER_NODE", "1") != "1" or "PET_RDZV_ENDPOINT" in environment:
+        return {}
+    known = zip(("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), values, strict=True)
+    return {**dict(known), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 
 
 def _read_torch(environment: Mapping[str, str]) -> World:
@@ -85,6 +109,7 @@ def _read_torch(environment: Mapping[str, str]) -> World:
         secret=_checked_secret(environment.get(SECRET_VARIABLE, "")),
         options=options_of(environment),
         agent_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        address=_address(environment["MASTER_ADDR"], _number(environment, "MASTER_PORT", least=1)),
     )
 
 
@@ -117,21 +142,27 @@ def _number(
 
 
 def _read_slurm(environment: Mapping[str, str], task: SlurmTask) -> World:
-    # A job script often names them, as the one who wrote it knows the network.
-    host = environment.get("MASTER_ADDR") or task.host
-    port = environment.get("MASTER_PORT") or str(task.port)
+    # A job script often names them, as the one who wrote it knows the network. Without it, the name
+    # of a node need not resolve where all tasks are on one.
+    one_host = task.local_size == task.size
+    host = environment.get("MASTER_ADDR") or ("127.0.0.1" if one_host else task.host)
+    port = _number(environment, "MASTER_PORT", task.port, least=1)
     return World(
         rank=task.rank,
         size=task.size,
         run_id=task.run_id,
-        one_host=task.local_size == task.size,
+        one_host=one_host,
         launcher="torch",
         local_rank=task.local_rank,
         local_size=task.local_size,
         secret=_checked_secret(environment.get(SECRET_VARIABLE, "")),
         options=options_of(environment),
-        address=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
+        address=_address(host, port),
     )
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _refuse_pod_of_several(environment: Mapping[str, str]) -> None:
@@ -232,6 +263,6 @@ def worker_environment(world: World) -> dict[str, str]:
     environment["RANK"] = environment["LOCAL_RANK"] = str(world.rank)
     environment["WORLD_SIZE"] = environment["LOCAL_WORLD_SIZE"] = str(world.size)
     # With these, a program that the script starts would take itself for a device.
-    for name in ("MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_ID"):
+    for name in ("MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_ID", "PET_NNODES"):
         environment.pop(name, None)
     return environment

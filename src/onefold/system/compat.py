@@ -12,6 +12,7 @@ import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 import torch
@@ -35,8 +36,10 @@ __all__ = [
     "fits_in_place",
     "holders_of",
     "is_in_function",
+    "is_in_list_clipping",
     "is_transformed",
     "multiply_each",
+    "replaces_step",
     "steps_a_schedule",
     "truncated_normal",
     "version_of",
@@ -94,6 +97,22 @@ is_transformed: Callable[[torch.Tensor], bool] = _C._functorch.is_functorch_wrap
 def steps_a_schedule(step: Callable[..., object]) -> bool:
     """Whether a learning-rate schedule has wrapped an optimizer's step method."""
     return hasattr(step, "_wrapped_by_lr_sched")
+
+
+def replaces_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer has a step of its own beside that of its class."""
+    own = vars(optimizer).get("step")
+    # A schedule puts a function there that only notes the call, around what it found.
+    noted = own is not None and steps_a_schedule(own)
+    return own is not None and not (noted and own.__wrapped__ is type(optimizer).step)
+
+
+def is_in_list_clipping(frame: FrameType) -> bool:
+    """Whether a frame is that of a ``clip_grad_norm_`` that was given several parameters.
+
+    They count as several if they came in a list, however many there are in it.
+    """
+    return "is_generator" in frame.f_locals
 
 
 def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

@@ -18,6 +18,7 @@ __all__ = [
     "has_backward_hooks",
     "hide_backward_hooks",
     "hooked",
+    "step_hooks",
     "watch_differentiation",
 ]
 
@@ -25,17 +26,17 @@ _AUTOGRAD: Any = torch.autograd
 _OPTIMIZER: Any = sys.modules["torch.optim.optimizer"]  # torch.optim does not show it
 
 
-def count_hooks(holder: torch.nn.Module | torch.optim.Optimizer) -> int:
-    """How many hooks there are on a module's call or an optimizer's step.
+def count_hooks(module: torch.nn.Module) -> int:
+    """How many hooks there are on a module's call."""
+    forward = len(module._forward_hooks) + len(module._forward_pre_hooks)
+    return forward + len(module._backward_hooks) + len(module._backward_pre_hooks)
 
-    Those on the steps of all optimizers are counted with each.
-    """
-    if isinstance(holder, torch.nn.Module):
-        forward = len(holder._forward_hooks) + len(holder._forward_pre_hooks)
-        return forward + len(holder._backward_hooks) + len(holder._backward_pre_hooks)
+
+def step_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
+    """The hooks on an optimizer's step, those on the steps of all optimizers among them."""
     of_all = _OPTIMIZER._global_optimizer_pre_hooks, _OPTIMIZER._global_optimizer_post_hooks
-    own = holder._optimizer_step_pre_hooks, holder._optimizer_step_post_hooks
-    return sum(len(hooks) for hooks in (*of_all, *own))
+    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    return [hook for hooks in (*of_all, *own) for hook in hooks.values()]
 
 
 def hooked(parameters: Iterable[torch.Tensor]) -> list[int]:

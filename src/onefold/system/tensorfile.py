@@ -78,6 +78,13 @@ class TensorParts:
     """The bytes of all elements in the order in which they lie in memory, part after part; may be
     made only when they are asked for, once."""
 
+    @classmethod
+    def in_rows(
+        cls, name: str, dtype: torch.dtype, shape: tuple[int, ...], parts: Iterable[Bytes]
+    ) -> TensorParts:
+        """A tensor whose elements lie in row-major order already."""
+        return cls(name, dtype, shape, _row_major(shape), parts)
+
     @property
     def nbytes(self) -> int:
         """Number of bytes of all elements."""
@@ -85,7 +92,7 @@ class TensorParts:
 
     def in_order(self) -> Iterable[Bytes]:
         """The bytes in row-major order (the last index changes fastest), as the format has them."""
-        if self.stride == torch.empty(self.shape, device="meta").stride():
+        if self.stride == _row_major(self.shape):
             return self.parts
         # Only such a tensor, channels_last for one, is copied. As opaque elements of its width:
         # NumPy lacks some of the dtypes.
@@ -94,6 +101,10 @@ class TensorParts:
         strides = tuple(step * itemsize for step in self.stride)
         moved = np.lib.stride_tricks.as_strided(elements, self.shape, strides)
         return [np.ascontiguousarray(moved).reshape(-1).view(np.uint8)]
+
+
+def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(torch.empty(shape, device="meta").stride())
 
 
 def write_tensors(path: Path, tensors: Iterable[TensorParts]) -> Seal:

@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from onefold.core.flat import bits_of
+
 __all__ = ["StateWatch", "place_of", "unseeded_generators", "watch_unseeded"]
 
 _LARGEST = 1 << 16
@@ -158,8 +160,7 @@ def _digest(value: object) -> str | None:
         odd = value.layout is not torch.strided or value.is_quantized or value.is_meta
         if value.numel() > _LARGEST or odd:
             return f"{value.shape}"
-        dense = value.detach().cpu().contiguous().reshape(-1)
-        return _hash(dense.view(torch.uint8).numpy().tobytes()) + str(tuple(value.shape))
+        return _hash(bits_of(value.cpu()).numpy().tobytes()) + str(tuple(value.shape))
     if isinstance(value, np.ndarray | np.generic):
         return f"{value.shape}" if value.size > _LARGEST else _hash(value.tobytes())
     return None

@@ -1,0 +1,32 @@
+"""What this processor has kernels for: tests ask here, and skip by name what it cannot compute."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+__all__ = ["NO_LSTM", "has_lstm", "needs_lstm"]
+
+NO_LSTM = "PyTorch has no LSTM in low precision for this processor, as without AVX-512"
+
+
+@functools.cache
+def has_lstm(dtype: torch.dtype) -> bool:
+    """Whether autocast can compute an LSTM in a dtype, on this processor."""
+    try:
+        # In one thread, and from a generator that is put back: this may run inside of any test.
+        with torch.random.fork_rng([]), torch.autocast("cpu", dtype):
+            torch.nn.LSTM(2, 2)(torch.zeros(1, 1, 2))
+    except RuntimeError as error:
+        if "could not create a primitive" not in str(error):
+            raise
+        return False
+    return True
+
+
+def needs_lstm(dtype: torch.dtype) -> None:
+    """Skip the test that calls this where an LSTM cannot be computed in a dtype."""
+    if not has_lstm(dtype):
+        pytest.skip(NO_LSTM)

@@ -1,0 +1,247 @@
+"""Hooks on an optimizer's step, and wrappers of it, see whole parameters, on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from tests.small import Batch, bits, make_trainer, points
+
+STEPS = 3
+Hook = Callable[..., None]
+
+
+def model_of() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(130, 140), nn.Tanh(), nn.Linear(140, 1))
+
+
+def mean_square(model: nn.Module, batch: Batch) -> torch.Tensor:
+    inputs, targets = batch
+    return (model(inputs) - targets).square().mean()
+
+
+def parameters_of(optimizer: Optimizer) -> Iterator[nn.Parameter]:
+    for group in optimizer.param_groups:
+        yield from (p for p in group["params"] if p.grad is not None)
+
+
+def by_itself(optimizer: Optimizer, *_: Any) -> None:
+    """As in DINO."""
+    for p in parameters_of(optimizer):
+        assert p.grad is not None
+        p.grad.mul_((0.01 / (p.grad.norm() + 1e-6)).clamp(max=1.0))
+
+
+def adaptive(optimizer: Optimizer, *_: Any) -> None:
+    """As in NFNets: by the norm of each unit."""
+    for p in parameters_of(optimizer):
+        assert p.grad is not None
+        dim = tuple(range(1, p.dim()))
+        limit = 0.01 * (p.detach().norm(dim=dim, keepdim=True) if dim else p.detach().abs())
+        norm = p.grad.norm(dim=dim, keepdim=True) if dim else p.grad.abs()
+        p.grad.mul_((limit / (norm + 1e-6)).clamp(max=1.0))
+
+
+def one_by_one(optimizer: Optimizer, *_: Any) -> None:
+    for p in parameters_of(optimizer):
+        clip_grad_norm_(p, 0.01)
+
+
+def by_value(optimizer: Optimizer, *_: Any) -> None:
+    clip_grad_value_(parameters_of(optimizer), 0.001)
+
+
+def to_unit_rows(optimizer: Optimizer, *_: Any) -> None:
+    """After the step."""
+    with torch.no_grad():
+        for p in parameters_of(optimizer):
+            if p.dim() > 1:
+                p.div_(p.norm(dim=1, keepdim=True))
+
+
+HOOKS: dict[str, tuple[Hook, bool]] = {
+    "by itself": (by_itself, True),
+    "adaptive": (adaptive, True),
+    "one by one": (one_by_one, True),
+    "by value": (by_value, True),
+    "unit rows": (to_unit_rows, False),
+}
+
+
+def adam(model: nn.Module) -> Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+@contextmanager
+def registered(way: str, optimizer: Optimizer, hook: Hook, *, before: bool) -> Iterator[None]:
+    handle: RemovableHandle | None = None
+    if way == "of all":
+        handle = register_optimizer_step_pre_hook(hook)
+    elif way == "wrapped":
+        step = optimizer.step
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            hook(optimizer)
+            return step(*args, **kwargs)
+
+        optimizer.step = wrapper  # type: ignore[method-assign]
+    elif before:
+        optimizer.register_step_pre_hook(hook)
+    else:
+        optimizer.register_step_post_hook(hook)
+    try:
+        yield
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
+def plainly(way: str, hook: Hook, *, before: bool, clip: float | None) -> dict[str, bytes]:
+    model = model_of()
+    optimizer = adam(model)
+    with registered(way, optimizer, hook, before=before):
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            mean_square(model, points(12, 130)).backward()
+            if clip is not None:
+                clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+    return bits(model)
+
+
+def folded(
+    way: str, hook: Hook, *, before: bool, clip: float | None, devices: int, shards: int
+) -> dict[str, bytes]:
+    model = model_of()
+    optimizer = adam(model)
+    with registered(way, optimizer, hook, before=before):
+        trainer = make_trainer(
+            model, mean_square, optimizer=optimizer, shards=shards, devices=devices, clip_norm=clip
+        )
+        for _ in range(STEPS):
+            trainer.step(points(12, 130))
+    return bits(model)
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_one_shard_has_the_bits_of_a_plain_loop(name: str) -> None:
+    hook, before = HOOKS[name]
+    choices: Any = {"before": before, "clip": 0.05}
+    plain = plainly("own", hook, **choices)
+    assert folded("own", hook, **choices, devices=1, shards=1) == plain
+    assert plainly("own", lambda *_: None, **choices) != plain
+
+
+@pytest.mark.parametrize("way", ["of all", "wrapped"])
+def test_other_ways_to_see_each_step_are_alike(way: str) -> None:
+    plain = plainly(way, by_itself, before=True, clip=None)
+    assert folded(way, by_itself, before=True, clip=None, devices=1, shards=1) == plain
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_bits_do_not_depend_on_devices(name: str) -> None:
+    hook, before = HOOKS[name]
+    found = [folded("own", hook, before=before, clip=None, devices=n, shards=4) for n in (1, 2, 3)]
+    assert found[0] == found[1] == found[2]
+
+
+def test_a_hook_may_go_through_the_model() -> None:
+    found = []
+    for devices in (1, 2, 3):
+        model = model_of()
+        optimizer = adam(model)
+
+        def clip(*_: Any, model: nn.Module = model) -> None:
+            for p in model.parameters():
+                if p.grad is not None:
+                    clip_grad_norm_(p, 0.01)
+
+        optimizer.register_step_pre_hook(clip)
+        trainer = make_trainer(model, mean_square, optimizer=optimizer, devices=devices)
+        trainer.step(points(12, 130))
+        assert all(p.grad is None for p in model.parameters())
+        found.append(bits(model))
+    assert found[0] == found[1] == found[2]
+
+
+def of_all_together(optimizer: Optimizer, *_: Any) -> None:
+    clip_grad_norm_(parameters_of(optimizer), 0.01)
+
+
+def of_each_list(optimizer: Optimizer, *_: Any) -> None:
+    for p in parameters_of(optimizer):
+        clip_grad_norm_([p], 0.01)
+
+
+class Together(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        of_all_together(self)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3])
+@pytest.mark.parametrize("hook", [of_all_together, of_each_list, None])
+def test_a_norm_of_several_is_refused(hook: Hook | None, devices: int) -> None:
+    model = model_of()
+    optimizer = adam(model) if hook else Together(model.parameters(), lr=0.1)
+    if hook:
+        optimizer.register_step_pre_hook(hook)
+    trainer = make_trainer(model, mean_square, optimizer=optimizer, devices=devices)
+    name = type(optimizer).__name__
+    with pytest.raises(RuntimeError, match=rf"several parameters in the step of {name} \(.*clip_n"):
+        trainer.step(points(12, 130))
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("way", ["own", "wrapped"])
+def test_a_hook_that_comes_too_late_is_refused(way: str, devices: int) -> None:
+    model = model_of()
+    optimizer = adam(model)
+    trainer = make_trainer(model, mean_square, optimizer=optimizer, devices=devices)
+    trainer.step(points(12, 130))
+    with (
+        registered(way, optimizer, by_itself, before=True),
+        pytest.raises(ValueError, match=r"Adam got a hook on its step, .* expected it before"),
+    ):
+        trainer.step(points(12, 130))
+
+
+@pytest.mark.parametrize("first", ["hook", "schedule", "wrapper, schedule", "schedule, wrapper"])
+def test_a_schedule_is_no_hook(first: str) -> None:
+    """It wraps ``step``; but what it wraps may be a script's."""
+    model = model_of()
+    optimizer = adam(model)
+    seen: list[torch.Size] = []
+
+    def look(*_: Any) -> None:
+        seen.extend(p.shape for p in parameters_of(optimizer))
+
+    for each in first.split(", "):
+        if each == "schedule":
+            lr_scheduler.StepLR(optimizer, 1)
+        elif each == "hook":
+            optimizer.register_step_pre_hook(look)
+        else:
+            step = optimizer.step
+
+            def wrapper(self: Any, *args: Any, step: Any = step) -> Any:
+                look()
+                return step(*args)
+
+            optimizer.step = wrapper.__get__(optimizer)  # type: ignore[method-assign]
+    trainer = make_trainer(model, mean_square, optimizer=optimizer)
+    trainer.step(points(12, 130))
+    whole = [p.shape for p in model.parameters()]
+    assert seen == ([] if first == "schedule" else whole)
+    pieces = trainer._session.engine.update.storage.pieces
+    assert (len(pieces) > len(whole)) is (first == "schedule")

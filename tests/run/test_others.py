@@ -1,0 +1,220 @@
+"""A process that is alone where a launcher says that there are others does not train."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from onefold.core.world import World
+from onefold.errors import LaunchError
+from onefold.run import launch, others, team
+from onefold.run.others import others_of
+from onefold.run.world import read_world, worker_environment
+from tests.run.test_slurm import SBATCH, SRUN
+
+POD = {
+    "PET_NNODES": "3",
+    "PET_NODE_RANK": "1",
+    "PET_MASTER_ADDR": "trainer-node-0-0.trainer",
+    "PET_MASTER_PORT": "29400",
+    "PET_NPROC_PER_NODE": "1",
+}
+"""Of Kubeflow's Trainer: torchrun's own variables, for torchrun to read."""
+
+
+def mpi(prefix: str) -> dict[str, str]:
+    names = {"RANK": "2", "SIZE": "4", "LOCAL_RANK": "0", "LOCAL_SIZE": "2"}
+    return {f"{prefix}_{name}": value for name, value in names.items()}
+
+
+PMI = {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
+FLUX = {
+    "FLUX_TASK_RANK": "2",
+    "FLUX_JOB_SIZE": "4",
+    "FLUX_TASK_LOCAL_ID": "0",
+    "FLUX_JOB_NNODES": "2",
+}
+PROCESSES = {
+    "Open MPI": mpi("OMPI_COMM_WORLD"),
+    "MVAPICH": mpi("MV2_COMM_WORLD"),
+    "jsrun": mpi("JSM_NAMESPACE"),
+    "Horovod": mpi("HOROVOD"),
+    "Flux": FLUX,
+    "a launcher of MPI": PMI,
+}
+NODES = {
+    "Kubeflow Trainer": {**POD, "PET_NPROC_PER_NODE": "4"},
+    "SkyPilot": {"SKYPILOT_NUM_NODES": "3", "SKYPILOT_NODE_RANK": "1"},
+    "dstack": {"DSTACK_NODES_NUM": "3"},
+    "SageMaker": {"SM_HOSTS": '["algo-1", "algo-2", "algo-3"]'},
+    "Azure ML": {"AZUREML_NODE_COUNT": "3"},
+    "LeaderWorkerSet": {"LWS_GROUP_SIZE": "3"},
+    "Beaker": {"BEAKER_REPLICA_COUNT": "3"},
+}
+
+
+@pytest.mark.parametrize("name", [*PROCESSES, *NODES])
+def test_who_is_alone_among_others_must_not_train(name: str) -> None:
+    environment = PROCESSES.get(name) or NODES[name]
+    world = read_world(environment)
+    assert (world.size, world.launched) == (1, False)
+    count = "4 processes" if name in PROCESSES else "3 nodes"
+    assert f"says that {name} has started " in world.others
+    assert world.others.endswith(count)
+    for words in (world.others, "onefold run --devices 1 train.py", "To make one run of all"):
+        assert words in world.refusal
+    with pytest.raises(LaunchError, match="each would train a model of its own"):
+        team.form_team(world, None, shards=2, module=torch.nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("name", PROCESSES)
+def test_the_command_makes_one_run_of_all(name: str) -> None:
+    """What it starts in place of the script here prints the environment that it was given."""
+    command = others_of(PROCESSES[name]).refusal.split("\n    ")[1]  # type: ignore[union-attr]
+    begin, end = command.index("sh -c"), command.index("  (HOST")
+    shell = command[begin:end].replace("python train.py", "env").replace("HOST", "node1")
+    path = os.environ["PATH"]
+    done = subprocess.run(
+        ["sh", "-c", shell], env={**PROCESSES[name], "PATH": path}, capture_output=True, text=True
+    )
+    given = dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
+    world = read_world(given)
+    assert (world.rank, world.size, world.local_rank, world.local_size) == (2, 4, 0, 2)
+    assert (world.launcher, world.address, world.refusal) == ("torch", "node1:29500", "")
+
+
+NOT_REFUSED = {
+    "mpirun -n 1": {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0", "PMIX_RANK": "0"},
+    "mpiexec -n 1": {"PMI_SIZE": "1", "PMI_RANK": "0", "PALS_RANKID": "0"},
+    "one node": {"SKYPILOT_NUM_NODES": "1", "DSTACK_NODES_NUM": "1", "SM_HOSTS": '["algo-1"]'},
+    "one pod": {**POD, "PET_NNODES": "1", "PET_NPROC_PER_NODE": "4"},
+    "what is no number": {"PMI_SIZE": "", "FLUX_JOB_SIZE": "many", "SM_HOSTS": "[algo"},
+    "the script of a Slurm job": SBATCH,
+    "a shell of salloc": {"SLURM_JOB_ID": "4711", "SLURM_NTASKS": "4"},
+    "a terminal of srun": {**SRUN, "SLURM_PTY_PORT": "1", "PMI_SIZE": "6", "PMI_RANK": "5"},
+    "a program that a device starts": {
+        name: value
+        for name, value in worker_environment(World(rank=1, size=3, launcher="onefold")).items()
+        if name != "ONEFOLD_WORLD"
+    },
+}
+
+
+@pytest.mark.parametrize("name", NOT_REFUSED)
+def test_who_is_alone_by_right_may_train(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(others, "has_terminal", lambda: True)
+    monkeypatch.setattr("onefold.run.slurm.has_terminal", lambda: True)
+    assert read_world(NOT_REFUSED[name]) == World()
+
+
+@pytest.mark.parametrize("name", [*PROCESSES, *NODES])
+def test_a_device_of_a_run_is_not_alone(name: str) -> None:
+    """Of `onefold run`, and of torchrun, inside of such a job."""
+    around = PROCESSES.get(name) or NODES[name]
+    mine = World(rank=1, size=2, launcher="onefold")
+    assert read_world({**around, "ONEFOLD_WORLD": mine.to_json()}) == mine
+    torchrun = {"RANK": "1", "WORLD_SIZE": "6", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    place = {"MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    world = read_world({**around, **torchrun, **place})
+    assert (world.rank, world.size, world.others, world.refusal) == (1, 6, "", "")
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"PMIX_RANK": "1"}, "PMIX_RANK=1 says that a launcher of MPI has started other processes"),
+        ({"PALS_RANKID": "3"}, "PALS_RANKID=3 says that a launcher of MPI has started other"),
+        ({**POD, "PET_NNODES": "1:4"}, "PET_NNODES=1:4 says that Kubeflow Trainer has started"),
+        ({**POD, "PET_NPROC_PER_NODE": "auto"}, "on 3 nodes"),
+        ({"PET_NNODES": "3"}, "on 3 nodes"),
+        ({**POD, "PET_RDZV_ENDPOINT": "a:1"}, "on 3 nodes"),
+        ({"WORLD_SIZE": "3"}, "WORLD_SIZE=3 says that a launcher has started 3 processes"),
+        ({"WORLD_SIZE": "3", "RANK": "0", "MASTER_ADDR": "a"}, "started 3 processes"),
+        ({**SRUN, **mpi("OMPI_COMM_WORLD")}, "OMPI_COMM_WORLD_SIZE=4 says that Open MPI"),
+    ],
+)
+def test_what_is_not_enough_to_join(environment: dict[str, str], words: str) -> None:
+    world = read_world(environment)
+    assert (world.size, world.launched) == (1, False)
+    assert words in world.others
+
+
+def test_what_is_missing_is_named() -> None:
+    refusal = read_world({"WORLD_SIZE": "3", "RANK": "0"}).refusal
+    assert "or set MASTER_ADDR, MASTER_PORT as well, or unset WORLD_SIZE" in refusal
+
+
+def test_a_pod_with_one_process_joins_the_others() -> None:
+    worlds = [read_world({**POD, "PET_NODE_RANK": str(rank)}) for rank in range(3)]
+    assert [(w.rank, w.size, w.local_rank, w.local_size) for w in worlds] == [
+        (rank, 3, 0, 1) for rank in range(3)
+    ]
+    assert {w.address for w in worlds} == {"trainer-node-0-0.trainer:29400"}
+    assert len({w.run_id for w in worlds}) == 1
+    assert {(w.launcher, w.one_host, w.others, w.refusal) for w in worlds} == {
+        ("torch", False, "", "")
+    }
+    without = {name: value for name, value in POD.items() if name != "PET_NPROC_PER_NODE"}
+    assert read_world(without).size == 3
+    assert "PET_NNODES" not in worker_environment(World(launcher="onefold"))
+
+
+def test_tasks_of_srun_are_a_run_whatever_mpi_says_of_them() -> None:
+    for same in ({"PMI_SIZE": "6", "PMI_RANK": "5"}, {"PMIX_RANK": "5"}, NODES["SkyPilot"]):
+        assert read_world({**SRUN, **same}).size == 6
+
+
+def test_torchrun_on_each_node_is_told_of_the_other_nodes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(team, "_hushed", [])
+    torchrun = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    world = read_world({**NODES["SkyPilot"], **torchrun})
+    for _ in range(2):
+        team.form_team(world, None, shards=2, module=torch.nn.Linear(1, 1))
+    assert caplog.text.count("SKYPILOT_NUM_NODES=3") == 1
+    assert "each trains a model of its own" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("world", "said"),
+    [
+        (World(), ""),
+        (World(others="X=3 says so"), "onefold: X=3 says so. This is a run of its own, on this"),
+        (World(launcher="torch"), ""),
+        (World(rank=1, size=2, launcher="torch"), "started 2 processes, and this one is no. 1."),
+    ],
+)
+def test_a_run_beside_others_says_so(
+    world: World, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launch._tell_of_others(world)
+    heard = capsys.readouterr().err
+    assert said in heard
+    assert bool(said) == bool(heard)
+
+
+@pytest.mark.processes
+def test_a_script_is_refused_and_onefold_run_is_not(tmp_path: object) -> None:
+    script = (
+        "import torch, onefold; m = torch.nn.Linear(2, 1); "
+        "t = onefold.Trainer(m, torch.optim.SGD(m.parameters(), lr=0.1), "
+        "lambda m, x: m(x).square().mean(1), shards=2); print(t.step(torch.ones(4, 2)).number)"
+    )
+    path = f"{tmp_path}/train.py"
+    with open(path, "w") as file:
+        file.write(script)
+    around = {**os.environ, **PROCESSES["Open MPI"]}
+    for command, code, words in (
+        ([], 1, "LaunchError: OMPI_COMM_WORLD_SIZE=4 says that Open MPI has started 4 processes"),
+        (["-m", "onefold", "run", "--devices", "cpu:1"], 0, "This is a run of its own, on this"),
+    ):
+        done = subprocess.run(
+            [sys.executable, *command, path], env=around, capture_output=True, text=True
+        )
+        assert (done.returncode, done.stdout) == (code, "" if code else "1\n"), done.stderr
+        assert words in done.stderr
