@@ -83,7 +83,9 @@ def plain() -> tuple[nn.Module, list[float]]:
 def test_shards_count_what_is_left(shards: int, loss: Callable[[nn.Module, Any], Any]) -> None:
     model, optimizer = made()
     trainer = onefold.Trainer(model, optimizer, loss, shards=shards)
-    steps = [trainer.step(batch) for batch in trainer.loader(Data(), BATCH, collate=collate)]
+    steps = [
+        trainer.step(batch) for batch in trainer.loader(Data(), batch_size=BATCH, collate=collate)
+    ]
     expected, values = plain()
     assert [float(step.loss) for step in steps] == pytest.approx(values, rel=1e-12)
     if steps[0].values:
@@ -105,7 +107,7 @@ def test_they_do_so_however_they_are_read_and_run(data: Any, settings: dict[str,
     workers = settings.pop("workers", 0)
     model, optimizer = made()
     trainer = onefold.Trainer(model, optimizer, LOSSES["a scalar"], shards=4, **settings)
-    for batch in trainer.loader(data, BATCH, collate=fields, workers=workers):
+    for batch in trainer.loader(data, batch_size=BATCH, collate=fields, workers=workers):
         assert trainer.step(batch).samples == BATCH
     torch.testing.assert_close(model.weight, plain()[0].weight, rtol=1e-12, atol=1e-14)
 
@@ -128,7 +130,7 @@ def test_averages_of_buffers_count_what_is_left(devices: int) -> None:
     trainer = onefold.Trainer(
         model, optimizer, lambda m, b: m(b).mean(), shards=4, devices=["cpu"] * devices
     )
-    for number, batch in enumerate(trainer.loader(Data(), BATCH, collate=collate)):
+    for number, batch in enumerate(trainer.loader(Data(), batch_size=BATCH, collate=collate)):
         trainer.step(batch)
         kept = [i for i in range(number * BATCH, (number + 1) * BATCH) if i not in BAD]
         torch.testing.assert_close(model.mean, X[kept].mean(0), rtol=1e-12, atol=1e-14)
@@ -137,21 +139,21 @@ def test_averages_of_buffers_count_what_is_left(devices: int) -> None:
 def test_scores_count_what_is_left_and_predictions_are_refused() -> None:
     model, optimizer = made()
     trainer = onefold.Trainer(model, optimizer, squares, shards=4)
-    loader = trainer.batches(Data(), BATCH, collate=collate)
+    settings: dict[str, Any] = {"batch_size": BATCH, "collate": collate}
     scores = trainer.evaluate(
-        loader, lambda m, b: {"scalar": squares(m, b).mean(), "each": squares(m, b)}
+        lambda m, b: {"scalar": squares(m, b).mean(), "each": squares(m, b)}, Data(), **settings
     )
     kept = [i for i in range(SAMPLES) if i not in BAD]
     expected = squares(model, X[kept]).mean().item()
     assert scores == pytest.approx({"scalar": expected, "each": expected}, rel=1e-12)
     with pytest.raises(LossError, match=r"1 rows for 2 samples.*torch\.utils\.data\.Subset"):
-        trainer.predict(loader, lambda m, b: {"out": m(b)})
+        trainer.predict(lambda m, b: {"out": m(b)}, Data(), **settings)
 
 
 def test_a_batch_of_which_nothing_is_left_is_skipped() -> None:
     model, optimizer = made()
     trainer = onefold.Trainer(model, optimizer, LOSSES["a scalar"], shards=3)
-    (batch,) = trainer.loader([1, 2, 3, 4], 4, collate=lambda samples: X[:0])
+    (batch,) = trainer.loader([1, 2, 3, 4], batch_size=4, collate=lambda samples: X[:0])
     assert trainer.step(batch).skipped
 
 
@@ -161,7 +163,7 @@ def test_what_cannot_be_seen_is_said_once(caplog: pytest.LogCaptureFixture) -> N
 
     model, optimizer = made()
     trainer = onefold.Trainer(model, optimizer, lambda m, b: squares(m, b[0]).mean(), shards=3)
-    for batch in trainer.loader(Data(), BATCH, collate=pair):
+    for batch in trainer.loader(Data(), batch_size=BATCH, collate=pair):
         trainer.step(batch)
     said = [text for text in caplog.messages if "collate leaves out samples" in text]
     assert len(said) == 1
@@ -189,7 +191,7 @@ def test_a_collate_that_changes_no_number_of_rows_has_the_bits_that_it_had() -> 
             return x.transpose(0, 1) if turn else x
 
         trainer = onefold.Trainer(model, optimizer, loss, shards=3)
-        for batch in trainer.loader(X, BATCH, collate=turned):
+        for batch in trainer.loader(X, batch_size=BATCH, collate=turned):
             trainer.step(batch)
         found.append(model.weight.detach().clone())
     assert torch.equal(*found)

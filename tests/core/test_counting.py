@@ -40,7 +40,6 @@ FEWER: dict[str, Any] = {
     "a field left out": Item(rows(K, F)),
     "a number beside": {"x": rows(K, F), "scale": torch.tensor(2.0), "name": "train"},
     "texts": (rows(K, F), ["text"] * K),
-    "lists of samples": ([rows(3, 4, 4)] * K, [{"boxes": rows(2, 4)}] * K),
     "none at all": [rows(0, F), classes(0)],
     "one": rows(1, F),
 }
@@ -52,6 +51,8 @@ ALL: dict[str, Any] = {
     "time first, targets not": [rows(T, N, F), classes(N)],
     "lists of samples": ([rows(3, 4, 4)] * N, [{"boxes": rows(2, 4)}] * N),
     "a list of samples": [rows(3, 4, 4)] * N,
+    "samples as they are": [(rows(3, 4, 4), 1)] * N,
+    "samples as dicts": [{"x": rows(3, 4), "y": rows(2)}] * N,
     "texts": ["text"] * N,
     "a number": torch.tensor(1.0),
     "an object": object(),
@@ -61,6 +62,10 @@ UNSURE: dict[str, Any] = {
     "time first": [rows(T, N, F), rows(T, N)],
     "features as many as samples": rows(K, N),
     "a list of samples that may be fields": [rows(3, 4, 4)] * K,
+    "lists of samples": ([rows(3, 4, 4)] * K, [{"boxes": rows(2, 4)}] * K),
+    "samples as they are": [(rows(3, 4, 4), 1)] * K,
+    "one sample as it is": [(rows(3, 4, 4), 1)],
+    "texts": ["text"] * K,
     "fields that may be samples": [rows(K, F), rows(K, F)],
     "ragged": {"points": rows(T, 3), "sizes": rows(K)},
     "a table beside": {"x": rows(K, F), "weights": rows(100)},
@@ -94,6 +99,10 @@ def test_the_dimension_of_the_samples_is_the_scripts() -> None:
 def test_one_of_two_is_left(fields: Any) -> None:
     """A list of two fields is not one of two samples."""
     assert count_of(fields, 2) == Count(1)
+
+
+def test_two_samples_as_they_are() -> None:
+    assert count_of([(rows(1, 4, 4), rows(1))] * 2, 2) == Count(2)
 
 
 def test_sequences_of_several_lengths() -> None:

@@ -66,7 +66,7 @@ def draw_plain(seed: int) -> PlainCase:
         seed=seed,
         dtype=torch.float64 if shards > 1 else rng.choice((torch.float32, torch.float64)),
         shards=shards,
-        devices=1 if own == "method" else rng.randint(1, shards),
+        devices=rng.randint(1, shards),
         model=rng.choice(list(MODELS)),
         optimizer="sgd-momentum" if own else rng.choice(names),
         groups=rng.choice((1, 1, 2)),
@@ -205,7 +205,7 @@ def _arguments(
         "multi_margin_loss": (out, b["y"]),
         "multilabel_margin_loss": (out, b["lists"]),
         "multilabel_soft_margin_loss": (out, (b["signs"] + 1) / 2),
-        "poisson_nll_loss": (out if options.get("log_input") else out.square(), b["counts"]),
+        "poisson_nll_loss": (out if options.get("log_input") else out.sigmoid(), b["counts"]),
         "soft_margin_loss": (out, b["signs"]),
     }
     return two.get(name, (out, b["target"]))

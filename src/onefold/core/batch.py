@@ -161,10 +161,12 @@ class ShardedBatch:
         return size + (shard < longer)
 
     def count_of(self, shard: int) -> Count:
-        """How many samples of a shard, which this process has read, ``collate`` has left."""
+        """How many samples of a shard ``collate`` has left, if this process has read it."""
         size = self.size_of(shard)
         # A batch of the script's own was cut by these sizes.
-        return Count(size) if self.loader < 0 else count_of(self.shards[shard], size, self.dim)
+        if self.data_pass is None or shard not in self.shards:
+            return Count(size)
+        return count_of(self.shards[shard], size, self.dim)
 
 
 def checked_dim(dim: object) -> int:

@@ -12,7 +12,7 @@ else a device has read must not show in its bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,8 +23,6 @@ from onefold.core.structure import has_fields, parts_of
 __all__ = ["Count", "count_of"]
 
 _Tensor = torch.Tensor | np.ndarray
-_FEW = 3
-"""More tensors of one kind in a list are samples, as many as there should be."""
 
 
 class Count(NamedTuple):
@@ -53,12 +51,14 @@ def count_of(payload: object, samples: int, dim: int = 0) -> Count:
         if samples in lengths:
             return Count(samples)  # nearly always, and at once
         fields += [lengths] if lengths else []
-    if all(length > samples for lengths in fields for length in lengths):
+    listed, of_tensors = _listed(payload)
+    # Two or three tensors of one kind may still be fields.
+    if listed == samples and (samples > 3 or not of_tensors):
         return Count(samples)
-    common = set.intersection(*fields)
-    listed = isinstance(payload, tuple | list) and _alike(payload)
-    if listed and len(payload) == samples > _FEW:  # type: ignore[arg-type]
+    least = min([listed or samples, *map(min, fields)])
+    if least >= samples:
         return Count(samples)
+    common = set.intersection(*fields) if fields else set()
     elsewhere = dim == 0 and all(samples in _shape(each) for each in _tensors(payload))
     if len(common) != 1 or listed or elsewhere:
         return Count(samples, sure=False)
@@ -102,7 +102,11 @@ def _tensors(payload: Any) -> Iterator[Any]:
         yield from _tensors(part)
 
 
-def _alike(parts: Sequence[Any]) -> bool:
-    """Whether parts are several tensors of one dtype and number of dimensions, as samples are."""
-    kinds = {(p.dtype, p.ndim) if isinstance(p, _Tensor) else None for p in parts}
-    return len(parts) > 1 and len(kinds) == 1 and None not in kinds
+def _listed(payload: object) -> tuple[int, bool]:
+    """How many parts of one kind there are, as samples are, and whether they are tensors."""
+    if not isinstance(payload, tuple | list) or hasattr(payload, "_fields"):
+        return 0, False
+    of_tensors = all(isinstance(part, _Tensor) for part in payload)
+    kinds = {(p.dtype, p.ndim) if isinstance(p, _Tensor) else type(p) for p in payload}
+    # A tensor alone is a field.
+    return len(payload) if len(kinds) == 1 and len(payload) > of_tensors else 0, of_tensors

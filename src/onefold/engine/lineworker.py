@@ -399,13 +399,9 @@ class LineWorker:
             return
         buffers = self._replica.buffers.changed()
         left_out = self._batch.size_of(piece.shard) - piece.of
-        self._board.record(
-            self._device,
-            piece.shard,
-            ShardResult(
-                [], result.total, result.weight, buffers, result.values, left_out, result.given
-            ),
-        )
+        _, given, total, weight, values = result
+        ended = ShardResult([], total, weight, buffers, values, left_out, given)
+        self._board.record(self._device, piece.shard, ended)
 
     def _send_back(self, arrival: Arrival, result: PieceResult, state: ShardState) -> None:
         values = result.values

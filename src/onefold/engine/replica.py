@@ -215,16 +215,9 @@ class Replica:
         buffers = self.buffers.changed()
         self.put_back(task)
         assert result is not None  # a shard that runs has samples
+        gradients, gave, total, weight, values = result
         left_out = batch.size_of(shard) - samples
-        return ShardResult(
-            result.gradients,
-            result.total,
-            result.weight,
-            buffers,
-            result.values,
-            left_out,
-            result.given,
-        )
+        return ShardResult(gradients, total, weight, buffers, values, left_out, gave)
 
     def _compute_piece(
         self, piece: ShardPiece, batch: ShardedBatch, task: ShardTask, where: str

@@ -177,8 +177,7 @@ class Board:
         # The one list for packing, room and unpacking, so that the three cannot differ.
         parts = [self.gave[device]]
         for rows in runs_of(shards):
-            parts += [self.weights[rows], self.changed[rows], self.kinds[rows]]
-            parts.append(self.left_out[rows])
+            parts += [self.weights[rows], self.changed[rows], self.kinds[rows], self.left_out[rows]]
             if self.on_host:
                 parts.append(self.totals[rows].numpy())
             if self.on_host and self.width:

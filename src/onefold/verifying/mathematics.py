@@ -174,10 +174,7 @@ class Mathematics:
             return
         self._bounds = cut_bounds(batch.samples, batch.plan.shards)
         self._order, self._dim = sorted(batch.shards), batch.dim
-        self._sizes = [
-            batch.count_of(shard).samples if shard in batch.shards else batch.size_of(shard)
-            for shard in range(batch.plan.shards)
-        ]
+        self._sizes = [batch.count_of(shard).samples for shard in range(batch.plan.shards)]
         self._calls = 0
         self._shards: dict[int, _Evaluation] = {}
         self._buffers_after: dict[int, KeptBuffers] = {}
