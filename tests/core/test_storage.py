@@ -106,6 +106,6 @@ def test_rows_of_a_board_do_not_touch() -> None:
 
 def test_a_model_without_buffers_has_an_empty_row() -> None:
     shape = BoardShape(2, 4, 3, lay_out({}))
-    assert shape.host_bytes == (256, 256, 0, 256)
+    assert shape.host_bytes == (256, 256, 0, 256, 256)
     assert shape.device_bytes == 256 + 4 * 32 * 16
     assert Board.private(shape, torch.device("cpu")).changed.shape == (4, 0)

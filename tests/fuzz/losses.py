@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +15,7 @@ import onefold
 from onefold.core.mean import Means
 from tests.fuzz.data import CLASSES, FEATURES, Fields, read_fields
 
-__all__ = ["LOSSES", "LossTraits", "score", "value_of"]
+__all__ = ["LOSSES", "LossTraits", "of_pytorch", "score", "value_of"]
 
 Loss = Callable[[nn.Module, object], object]
 Inner = Callable[[nn.Module, Fields], object]
@@ -85,22 +87,41 @@ def _penalised(model: nn.Module, fields: Fields) -> object:
     return onefold.Mean(losses.sum(), len(losses)) + 0.01 * onefold.Mean(penalty, 1)
 
 
+class _Kit:
+    """Where losses come from."""
+
+    losses: Any = onefold.losses
+
+
+_kit = _Kit()
+
+
+@contextmanager
+def of_pytorch() -> Iterator[None]:
+    """Take losses from `torch.nn.functional`, as a plain loop does."""
+    _kit.losses = F
+    try:
+        yield
+    finally:
+        _kit.losses = onefold.losses
+
+
 def _ready(model: nn.Module, fields: Fields) -> object:
     weight = torch.linspace(0.5, 1.5, CLASSES).to(fields.x)
-    return onefold.losses.cross_entropy(
+    return _kit.losses.cross_entropy(
         model(fields), fields.y, weight, ignore_index=1, label_smoothing=0.1
     )
 
 
 def _ready_sum(model: nn.Module, fields: Fields) -> object:
     target = F.one_hot(fields.y, CLASSES).to(fields.x)
-    return onefold.losses.binary_cross_entropy_with_logits(model(fields), target, reduction="sum")
+    return _kit.losses.binary_cross_entropy_with_logits(model(fields), target, reduction="sum")
 
 
 def _ready_two(model: nn.Module, fields: Fields) -> object:
     logits = model(fields)
     target = F.one_hot(fields.y, CLASSES).to(fields.x)
-    return onefold.losses.mse_loss(logits, target) + 0.3 * onefold.losses.cross_entropy(
+    return _kit.losses.mse_loss(logits, target) + 0.3 * _kit.losses.cross_entropy(
         logits, fields.y, ignore_index=2
     )
 

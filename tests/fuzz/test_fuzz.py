@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.fuzz.campaign import verdicts
+from tests.fuzz.campaign import settle, verdicts
 from tests.fuzz.case import BLOCK_OF_SEEDS, draw, exchange_of
+from tests.fuzz.plainloop import draw_plain, wrong_in
 
 _CHUNK = 55
 _IN_ONE_PROCESS = [seed for seed in range(BLOCK_OF_SEEDS) if exchange_of(seed) == "local"]
@@ -34,6 +35,13 @@ def wrong(seeds: list[int]) -> dict[int, list[str]]:
 def test_random_runs_in_one_process(first: int) -> None:
     chosen = [seed for seed in _IN_ONE_PROCESS if first <= seed < first + _CHUNK]
     assert wrong(chosen) == {}
+
+
+@pytest.mark.parametrize("first", range(0, 120, 30))
+def test_random_runs_beside_plain_loops(first: int) -> None:
+    settle()
+    said = {seed: wrong_in(draw_plain(seed)) for seed in range(first, first + 30)}
+    assert {seed: text for seed, text in said.items() if text} == {}
 
 
 @pytest.mark.processes

@@ -24,6 +24,7 @@ from zlib import adler32, crc32
 import numpy as np
 import torch
 
+from onefold.core.counting import Count, count_of
 from onefold.core.shard import Plan, cut_bounds
 from onefold.core.structure import has_fields, parts_of, with_parts
 
@@ -158,6 +159,14 @@ class ShardedBatch:
         # The sizes of `cut_bounds`, without a tuple of all V bounds for one of them.
         size, longer = divmod(self.samples, self.plan.shards)
         return size + (shard < longer)
+
+    def count_of(self, shard: int) -> Count:
+        """How many samples of a shard ``collate`` has left, if this process has read it."""
+        size = self.size_of(shard)
+        # A batch of the script's own was cut by these sizes.
+        if self.data_pass is None or shard not in self.shards:
+            return Count(size)
+        return count_of(self.shards[shard], size, self.dim)
 
 
 def checked_dim(dim: object) -> int:

@@ -388,6 +388,9 @@ def weigh(result: object, samples: int, what: str) -> Contribution:
     # stretched, for a loss that lost its samples on the way would go unnoticed.
     if result.shape == (samples,):
         return Contribution(root=result, share=1.0, weight=float(samples))
+    if not samples and result.dim() == 0:
+        # All samples were left out: PyTorch's mean over none is NaN, and counts for nothing.
+        return Contribution(root=result.new_zeros(()), share=1.0, weight=0.0)
     if result.dim() == 0:
         # Of the whole batch it is the loss: in float64, times n and by n would round it.
         count = 1.0 if _pass.whole else float(samples)
@@ -397,7 +400,8 @@ def weigh(result: object, samples: int, what: str) -> Contribution:
     raise LossError(
         f"{what}: expected shape ({samples},), one value for each of the shard's samples, or a "
         f"scalar; got shape {tuple(result.shape)}. Average over the other dimensions, or return "
-        f"onefold.Mean(total, weight)"
+        f"onefold.Mean(total, weight): where collate leaves out some of the samples, "
+        f"onefold.Mean(losses.sum(), len(losses))"
     )
 
 

@@ -38,7 +38,7 @@ def pieces_of(samples: int, size: int | None) -> tuple[tuple[int, int], ...]:
     ((0, 7),)
     """
     # Equal ones, as a rest of a single sample would be none that batch norm could normalise.
-    return cut_bounds(samples, 1 if size is None else -(-samples // size))
+    return cut_bounds(samples, 1 if size is None else max(1, -(-samples // size)))
 
 
 def rows_of(

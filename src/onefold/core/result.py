@@ -42,6 +42,9 @@ class ShardResult:
     values: ShardValues | None = None
     """What the loss returned beside itself, if anything."""
 
+    left_out: int = 0
+    """How many of the shard's samples ``collate`` has left out."""
+
     given: Sequence[bool] = ()
     """What `gave` returns of gradients that have been handed over."""
 

@@ -164,11 +164,11 @@ class BoardShape:
 
     @property
     def host_bytes(self) -> tuple[int, ...]:
-        """Bytes of the tables of weights, gave, changed and kinds, each aligned."""
+        """Bytes of the tables of weights, gave, changed, kinds and left_out, each aligned."""
         # (V,) float64 weights, (devices, parameters) int32 of gave, (V, buffers) uint8 of changed,
-        # (V,) int64 of kinds.
-        changed = self.shards * len(self.buffers.entries)
-        sizes = (self.shards * 8, self.devices * self.parameters * 4, changed, self.shards * 8)
+        # (V,) int64 of kinds and of left_out.
+        changed, numbers = self.shards * len(self.buffers.entries), self.shards * 8
+        sizes = (numbers, self.devices * self.parameters * 4, changed, numbers, numbers)
         return tuple(map(aligned, sizes))
 
     @property

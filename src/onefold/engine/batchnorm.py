@@ -151,7 +151,7 @@ def _add_shards(
         with replica.autocast():
             engine.loss(replica.module, move(batch.shards[shard], replica.device))
         replica.buffers.absorb()
-        found = _read(replica, places, batch.size_of(shard) / batch.samples)
+        found = _read(replica, places, batch.count_of(shard).samples / batch.samples)
         sums[shard] = sums[shard] + found if shard in sums else found
 
 

@@ -157,7 +157,7 @@ class BufferSet:
         """
         if not self.places.tensors:
             return
-        sizes = batch.sizes
+        sizes = _sizes_left(batch.sizes, board)
         self.carried.keep(board.buffer_rows, board.changed, self.flat.device)
         for run in _runs(self.layout, board.changed.astype(bool).T.tolist(), self.places.rules):
             if run.rule == "shard":
@@ -324,6 +324,12 @@ def _runs(
 
 def _run_of(flat: FlatTensors, run: _Run) -> torch.Tensor:
     return flat.sections[run.section][run.start : run.stop]
+
+
+def _sizes_left(sizes: Sequence[int], board: Board) -> list[int]:
+    """How many samples each shard has, without those that ``collate`` has left out."""
+    left = [n - out for n, out in zip(sizes, board.left_out.tolist(), strict=True)]
+    return left if any(left) else list(sizes)
 
 
 def _combine(

@@ -203,9 +203,9 @@ class Rehearsal:
         with self._outside.refusing_changes(f"{where}, the loss") if notes else nullcontext():
             part = replica.rehearse(shard, batch, task)
         yield
-        whole = task.microbatch is None or batch.size_of(shard) <= task.microbatch
+        whole = task.microbatch is None or batch.count_of(shard).samples <= task.microbatch
         if part is not None and whole and part.kind != "means" and not self._warned:
-            self._compare(part, float(board.totals[shard]), batch.size_of(shard), where)
+            self._compare(part, float(board.totals[shard]), batch.count_of(shard).samples, where)
 
     def check_gathering(self, *, gathers: bool) -> None:
         """Refuse a loss that turns out to gather, if it is compiled.

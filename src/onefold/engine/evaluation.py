@@ -199,7 +199,7 @@ def _score_shards(
         if shard in batch.shards:
             where = f"batch {number} of an evaluation, shard {shard}"
             values = values_of_shard(replica, score, batch, (number, shard), seed, where)
-            tally.add(shard, values, batch.size_of(shard), where)
+            tally.add(shard, values, batch.count_of(shard).samples, where)
 
 
 def values_of_shard(

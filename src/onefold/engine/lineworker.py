@@ -115,7 +115,7 @@ class LineWorker:
     def _in_order(self) -> list[ShardPiece | None]:
         batch = self._batch
         shards = [s for s in batch.plan.read_by(self._device) if s in batch.shards]
-        sizes = [batch.size_of(shard) for shard in shards]
+        sizes = [batch.count_of(shard).samples for shard in shards]
         cuts = [pieces_of(size, self._task.microbatch) for size in sizes]
         order = in_groups([len(cut) for cut in cuts], self._devices)
         return [
@@ -398,11 +398,10 @@ class LineWorker:
             self._left[piece.shard] = _Left(state, result)
             return
         buffers = self._replica.buffers.changed()
-        self._board.record(
-            self._device,
-            piece.shard,
-            ShardResult([], result.total, result.weight, buffers, result.values, result.given),
-        )
+        left_out = self._batch.size_of(piece.shard) - piece.of
+        _, given, total, weight, values = result
+        ended = ShardResult([], total, weight, buffers, values, left_out, given)
+        self._board.record(self._device, piece.shard, ended)
 
     def _send_back(self, arrival: Arrival, result: PieceResult, state: ShardState) -> None:
         values = result.values

@@ -6,6 +6,7 @@ import logging
 
 import torch
 
+from onefold.core.counting import Count
 from onefold.engine.losscheck import FindingKind, LossFinding, inspect_loss
 from onefold.errors import LossError
 
@@ -30,6 +31,7 @@ class LossWatch:
         self.refuses = refuses
         self.findings: dict[FindingKind, LossFinding] = {}
         """The first of each kind."""
+        self._doubted = False
 
     def look(self, result: object, *, samples: int, due: bool, where: str) -> None:
         """Inspect the loss of one shard of several; with one, nothing could be read wrongly.
@@ -60,3 +62,24 @@ class LossWatch:
                 where,
                 finding.text,
             )
+
+    def look_at_count(self, result: object, count: Count, where: str) -> None:
+        """Say once that a scalar counts all samples of a shard, where some may be left out.
+
+        Args:
+            result: what the loss returned.
+            count: how many samples the shard's payload holds.
+            where: step and shard.
+        """
+        is_scalar = isinstance(result, torch.Tensor) and not result.dim()
+        if count.sure or self._doubted or not is_scalar:
+            return
+        self._doubted = True
+        _log.warning(
+            "the loss of %s is a scalar and counts as the mean of %d samples, and nothing in what "
+            "collate returned has so many rows. If collate leaves out samples, return one loss a "
+            "sample as onefold.Mean(losses.sum(), len(losses)); if rows are no samples there, all "
+            "is well",
+            where,
+            count.samples,
+        )

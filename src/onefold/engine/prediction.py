@@ -25,7 +25,7 @@ from onefold.engine.evaluation import (
     values_of_shard,
 )
 from onefold.engine.replica import Replica
-from onefold.errors import DisagreementError
+from onefold.errors import DisagreementError, LossError
 from onefold.exchange.exchange import Exchange
 
 __all__ = ["predict"]
@@ -81,8 +81,19 @@ def _predict_shards(
     for shard in batch.plan.shards_of(replica.number):
         if shard in batch.shards:
             where = f"batch {number} of a prediction, shard {shard}"
+            _refuse_left_out(batch, shard, where)
             values = values_of_shard(replica, function, batch, (number, shard), seed, where)
             own[replica.number].add(values, number, batch.size_of(shard), where)
+
+
+def _refuse_left_out(batch: ShardedBatch, shard: int, where: str) -> None:
+    samples, left = batch.size_of(shard), batch.count_of(shard).samples
+    if left < samples:
+        raise LossError(
+            f"{where}: collate returned {left} rows for {samples} samples: expected a row for each "
+            f"sample, as predictions are in the order of the data set and have one for each. Leave "
+            f"samples out of the data set instead, with torch.utils.data.Subset"
+        )
 
 
 class _Said:

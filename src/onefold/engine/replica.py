@@ -196,7 +196,7 @@ class Replica:
                 own.
         """
         where = self.begin_shard(shard, task)
-        samples = batch.size_of(shard)
+        samples = batch.count_of(shard).samples
         result: PieceResult | None = None
         try:
             for start, stop in pieces_of(samples, task.microbatch):
@@ -215,9 +215,9 @@ class Replica:
         buffers = self.buffers.changed()
         self.put_back(task)
         assert result is not None  # a shard that runs has samples
-        return ShardResult(
-            result.gradients, result.total, result.weight, buffers, result.values, result.given
-        )
+        gradients, gave, total, weight, values = result
+        left_out = batch.size_of(shard) - samples
+        return ShardResult(gradients, total, weight, buffers, values, left_out, gave)
 
     def _compute_piece(
         self, piece: ShardPiece, batch: ShardedBatch, task: ShardTask, where: str
@@ -324,6 +324,8 @@ class Replica:
             part = weigh(loss, piece.samples, f"the loss of {where}")
         if not task.is_plain(batch) and not (gatherer and gatherer.sees_batch):
             self.loss_watch.look(loss, samples=piece.samples, due=task.due, where=where)
+            if task.due:
+                self.loss_watch.look_at_count(loss, batch.count_of(piece.shard), where)
         if gatherer is not None:
             divisors = gatherer.end_forward(kinds_and_weights(part))
             task = task if divisors is None else replace(task, divisors=divisors)
@@ -374,7 +376,7 @@ class Replica:
     ) -> list[Read]:
         """Run a shard's pieces forward, or the first if it is inspected; read what each returns."""
         drop_gradients(self._parameters)
-        where, samples = self.begin_shard(shard, task), batch.size_of(shard)
+        where, samples = self.begin_shard(shard, task), batch.count_of(shard).samples
         pieces, found = pieces_of(samples, task.microbatch), []
         try:
             for start, stop in pieces[:1] if inspected else pieces:
@@ -426,7 +428,7 @@ class Replica:
     def explain(self, error: Exception, shard: int, batch: ShardedBatch, where: str) -> None:
         """Note where an error was raised; raise its cause instead, if a buffer was resized."""
         error.add_note(f"raised in {where}, on device {self.number} ({self.device})")
-        advice = advice_on(error, samples=batch.size_of(shard), shards=batch.plan.shards)
+        advice = advice_on(error, samples=batch.count_of(shard).samples, shards=batch.plan.shards)
         if advice:
             error.add_note(advice)
         self.buffers.check_shapes()

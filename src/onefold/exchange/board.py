@@ -51,6 +51,8 @@ class Board:
         """(V, B) uint8: whether a shard changed a buffer."""
         self.kinds = _typed(parts[3], torch.int64, (shards,)).numpy()
         """(V,) int64: which values are beside each loss, see `ShardValues.kind`; 0 for none."""
+        self.left_out = _typed(parts[4], torch.int64, (shards,)).numpy()
+        """(V,) int64: how many of a shard's samples ``collate`` has left out."""
         self.given: dict[int, ShardValues] = {}
         """These values, for the shards of this process."""
         # The totals lie first, at offset 0, as float64 must be aligned; the buffers fill the end.
@@ -94,6 +96,7 @@ class Board:
             self.weights[rows] = 0.0
             self.changed[rows] = 0
             self.kinds[rows] = 0
+            self.left_out[rows] = 0
             if self.width:
                 self.values[rows].zero_()
             if self._host_totals is not None:
@@ -106,7 +109,7 @@ class Board:
 
     def record(self, device: int, shard: int, result: ShardResult) -> None:
         """Record what a shard gave, besides its gradients."""
-        self.weights[shard] = result.weight
+        self.weights[shard], self.left_out[shard] = result.weight, result.left_out
         if result.total is not None:
             self.set_total(shard, result.total)
         # A shard that gave all, which is nearly every one, is added as one number.
@@ -174,7 +177,7 @@ class Board:
         # The one list for packing, room and unpacking, so that the three cannot differ.
         parts = [self.gave[device]]
         for rows in runs_of(shards):
-            parts += [self.weights[rows], self.changed[rows], self.kinds[rows]]
+            parts += [self.weights[rows], self.changed[rows], self.kinds[rows], self.left_out[rows]]
             if self.on_host:
                 parts.append(self.totals[rows].numpy())
             if self.on_host and self.width:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch.nn.functional as F
 
 from onefold.losses.denominators import (
@@ -112,23 +115,23 @@ def kl_div(
     >>> kl_div(torch.full((2, 2), -1.0), torch.full((2, 2), 0.5), reduction="batchmean")
     Mean(total=tensor(0.6137), weight=2)
     """
-    numel, function = common_numel(input, target), _kl_div
+    numel = common_numel(input, target)
+    function: Callable[..., Tensor] = _kl_div
     # PyTorch's own batchmean is a sum divided by the number of rows, so a mean with that divisor.
     if reduction == "batchmean":
-        numel, function, reduction = input.shape[0] if input.dim() else 1, _kl_div_by_rows, "mean"
+        numel, reduction = input.shape[0] if input.dim() else 1, "mean"
+        function = functools.partial(_kl_div, rows=numel)
     return reduced(function, (input, target), reduction, lambda: numel, log_target=log_target)
 
 
-def _kl_div(input: Tensor, target: Tensor, *, reduction: str, log_target: bool) -> Tensor:
+def _kl_div(
+    input: Tensor, target: Tensor, *, reduction: str, log_target: bool, rows: int | None = None
+) -> Tensor:
     if reduction != "mean":
         return F.kl_div(input, target, reduction=reduction, log_target=log_target)
-    # PyTorch computes it so, and warns of it.
-    return F.kl_div(input, target, reduction="none", log_target=log_target).mean()
-
-
-def _kl_div_by_rows(input: Tensor, target: Tensor, *, reduction: str, log_target: bool) -> Tensor:
-    mean = "batchmean" if reduction == "mean" else reduction
-    return F.kl_div(input, target, reduction=mean, log_target=log_target)
+    # PyTorch computes both so, and warns of the mean.
+    each = F.kl_div(input, target, reduction="none", log_target=log_target)
+    return each.mean() if rows is None else each.sum() / rows
 
 
 def poisson_nll_loss(

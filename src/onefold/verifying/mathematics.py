@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 import torch
 
 from onefold.core.batch import ShardedBatch, move
+from onefold.core.counting import count_of
 from onefold.core.flat import laid_out, storage_order
 from onefold.core.fold import fold_shards
 from onefold.core.mean import Contribution, weigh
@@ -144,13 +145,13 @@ class Mathematics:
         # twice, first for its weights.
         shard = self._order[self._calls % len(self._order)]
         self._calls += 1
-        start, stop = self._bounds[shard]
+        (start, stop), left = self._bounds[shard], self._sizes[shard]
         seed_alike(self._seed)
         with self._draws.replaying(range(start, stop)), self._time_first.noting("shard"):
             result = self.user(model, payload)
         if torch.is_grad_enabled():
-            self._shards[shard] = found = _read(result, stop - start, f"the loss of shard {shard}")
-            self._inspect(found.result, stop - start)
+            self._shards[shard] = found = _read(result, left, f"the loss of shard {shard}")
+            self._inspect(found.result, left)
             self._buffers_after[shard] = KeptBuffers(model)
         return result
 
@@ -172,7 +173,8 @@ class Mathematics:
             yield self._comparison
             return
         self._bounds = cut_bounds(batch.samples, batch.plan.shards)
-        self._order = sorted(batch.shards)
+        self._order, self._dim = sorted(batch.shards), batch.dim
+        self._sizes = [batch.count_of(shard).samples for shard in range(batch.plan.shards)]
         self._calls = 0
         self._shards: dict[int, _Evaluation] = {}
         self._buffers_after: dict[int, KeptBuffers] = {}
@@ -191,7 +193,7 @@ class Mathematics:
             KeptBuffers(self._model),
             self._start,
             self._buffers_after,
-            [stop - start for start, stop in self._bounds],
+            self._sizes,
             self.tolerance,
         )
         self._comparison.unmatched = sorted(self._draws.unmatched)
@@ -257,7 +259,8 @@ class Mathematics:
         except Exception as error:
             error.add_note("raised while onefold verify computed the whole batch as one shard")
             raise
-        return _read(result, len(rows), "the loss of the whole batch")
+        left = count_of(payload, len(rows), self._dim).samples
+        return _read(result, left, "the loss of the whole batch")
 
     def _inspect(self, result: object, samples: int) -> None:
         finding = inspect_loss(result, samples)
