@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import ray
 import torch
 from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
@@ -34,6 +35,7 @@ def train(config: dict[str, str]) -> None:
 
 if __name__ == "__main__":
     folder = sys.argv[1]
+    ray.init(num_cpus=4, include_dashboard=False)
     TorchTrainer(
         train,
         train_loop_config={"folder": folder},
