@@ -341,9 +341,9 @@ def test_what_was_changed_on_purpose_may_be_said(runs: Runs) -> None:
             "--every 0: expected a number of steps of at least 1",
         ),
         (["--checkpoint", "c", "--every", "10x"], "--every 10x: expected a number of steps"),
-        (["--checkpoint", "c", "--every", "9,m"], "a time such as 30s, 10m or 1h, or both"),
-        (["--every", "1h"], "onefold: --every: expected with --checkpoint"),
-        (["--checkpoint", "c", "--restarts-with", "all"], "with the same devices or with fewer"),
+        (["--checkpoint", "c", "--every", "9,m"], "--every 9,m: expected a number of steps"),
+        (["--every", "1h"], "--every: expected with --checkpoint"),
+        (["--checkpoint", "c", "--restarts-with", "all"], "expected restarts_with same or fewer"),
         (["--checkpoint", "c", "--keep-last", "0"], "expected keep_last of at least 1, got 0"),
         (
             ["--checkpoint", "c", "--keep", "3"],

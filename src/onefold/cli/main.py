@@ -112,7 +112,7 @@ def run(
     ] = None,
     restarts_with: Annotated[
         str | None,
-        typer.Option(help="same devices, or fewer: without one that was killed or hung."),
+        typer.Option(help="The same devices, or fewer: without one that was lost."),
     ] = None,
 ) -> None:
     """Run a script on the devices of this machine.

@@ -58,7 +58,7 @@ class RunOptions:
     """How many times in a row the workers are restarted from the last checkpoint after a failure:
     a newer checkpoint makes the count begin anew."""
     restarts_with: Literal["same", "fewer"] = "same"
-    """Whether restarts leave out a device whose process was killed or did not respond."""
+    """Whether restarts leave out a device that was lost; see `Outcome.lost`."""
     probe: str = ""
     """Folder in which runs are compared; empty for no comparison."""
     probe_run: str = ""
@@ -87,9 +87,7 @@ class RunOptions:
         if self.restarts and not self.checkpoint:
             raise ValueError("restarts go on from the last checkpoint: name a directory for them")
         if self.restarts_with not in ("same", "fewer"):
-            raise ValueError(
-                f"expected restarts with the same devices or with fewer, got {self.restarts_with!r}"
-            )
+            raise ValueError(f"expected restarts_with same or fewer, got {self.restarts_with!r}")
         if not _is_keep(self.keep):
             raise ValueError(
                 f"expected keep to be one of {', '.join(get_args(KeepName))}, got {self.keep!r}; "

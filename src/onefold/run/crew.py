@@ -180,7 +180,10 @@ class Crew:
             return Outcome(1, report.text)
         text = f"{worker} failed in step {step}: {report.kind}: {report.text}"
         # What a device refuses before it begins, it would refuse again.
-        return Outcome(1, text, report.traceback, final=report.kind == LaunchError.__name__)
+        final = report.kind == LaunchError.__name__
+        # PyTorch's name for an error of the GPU itself, or of its driver.
+        lost = worker.rank if report.kind == "AcceleratorError" else -1
+        return Outcome(1, text, report.traceback, final=final, lost=lost)
 
     def _step_text(self, rank: int) -> str:
         step = self._board.progress.step_of(rank)

@@ -27,7 +27,8 @@ class Outcome:
     failed: bool = False
     """A device failed; the run was not just stopped."""
     lost: int = -1
-    """The device whose process was killed or did not respond, if that was the failure; else -1."""
+    """The device whose process was killed or did not respond, or whose GPU failed, if that was the
+    failure; else -1."""
     stopped_by: signal.Signals | None = None
     """The signal that ended the run before it was done, if one did."""
     step: int = -1
