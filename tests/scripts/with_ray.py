@@ -6,31 +6,16 @@ import sys
 from pathlib import Path
 
 import ray
-import torch
-from ray.train import RunConfig, ScalingConfig
+import ray.train
 from ray.train.torch import TorchTrainer
-from torch import nn
 
 
 def train(config: dict[str, str]) -> None:
-    import onefold
+    import placed  # beside this script, whose folder Ray's workers have on their path
 
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-
-    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        return model(batch).square().mean(dim=1)
-
-    trainer = onefold.Trainer(model, optimizer, loss, shards=4, threads=1)
-    loader = trainer.loader(torch.randn(20, 8), batch_size=8, shuffle=True)
-    for _ in trainer.epochs(2):
-        for batch in loader:
-            trainer.step(batch)
-    bits = trainer.fingerprint()
-    if trainer.is_lead and len(trainer.devices) == 2:
-        Path(config["folder"], "bits").write_text(bits)
-    trainer.close()
+    bits = placed.train()
+    context = ray.train.get_context()
+    Path(config["folder"], f"bits-{context.get_world_rank()}").write_text(bits)
 
 
 if __name__ == "__main__":
@@ -39,6 +24,6 @@ if __name__ == "__main__":
     TorchTrainer(
         train,
         train_loop_config={"folder": folder},
-        scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"CPU": 1}),
-        run_config=RunConfig(storage_path=f"{folder}/ray"),
+        scaling_config=ray.train.ScalingConfig(num_workers=2),
+        run_config=ray.train.RunConfig(storage_path=f"{folder}/ray"),
     ).fit()

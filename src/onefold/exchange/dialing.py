@@ -103,7 +103,7 @@ class _Dialing:
             time.sleep(0.005)
 
     def _check_coming(self, missing: Sequence[int]) -> None:
-        self._waiting.look(lambda: f"device {', '.join(map(str, missing))} did not join yet")
+        self._waiting.look(lambda: f"not yet there: device {', '.join(map(str, missing))}")
         for rank in missing:
             if self._ended(rank):
                 raise PeerLost.before_start(rank)

@@ -313,8 +313,8 @@ def _saying(world: World, store: Store, keys: Sequence[str]) -> Callable[[], Non
 
     def missing() -> str:
         ranks = ", ".join(str(rank) for rank, key in enumerate(keys) if not store.check([key]))
-        where = f", at {world.address}" if world.address else ""
-        return f"of {world.size} devices, {ranks} did not join yet{where}"
+        where = f" (they meet at {world.address})" if world.address else ""
+        return f"not yet there, of {world.size} devices: {ranks}{where}"
 
     return partial(waiting.look, missing)
 
