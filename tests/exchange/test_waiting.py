@@ -140,7 +140,7 @@ def test_who_did_not_join_is_named(
         group.agree_on_kind(world, "cpu", 4, SHORT_S)
     said = [r.getMessage() for r in caplog.records if r.name == "onefold.waiting"]
     assert said == [
-        "device 0 has waited for 0 s: of 4 devices, 1, 3 did not join yet, at node1:29500"
+        "device 0 has waited for 0 s: not yet there, of 4 devices: 1, 3 (they meet at node1:29500)"
     ]
 
 
@@ -151,7 +151,7 @@ def test_who_did_not_join_on_this_host_is_named(
     monkeypatch.setattr(dialing, "Waiting", lambda rank: Waiting(rank, first_s=0.1))
     with pytest.raises(PeerTimeout):
         connected("test-waiting", 0, 3, SHORT_S, lambda _: False)
-    assert "device 0 has waited for 0 s: device 1, 2 did not join yet" in caplog.text
+    assert "device 0 has waited for 0 s: not yet there: device 1, 2" in caplog.text
 
 
 @pytest.mark.processes
