@@ -1,5 +1,6 @@
 # make demo    train on real digits, on one device and then on all, and compare
 # make test    lint, types and every test that needs no GPU
+# make test-all  the same with those marked full: the whole cross product, and real launchers
 # make venv    the environment that tests and examples need
 # make api     a page of each public module, from its docstrings, in build/api
 # make bench   all benchmarks, in an environment of their own: results as data, and the picture
@@ -15,7 +16,7 @@ RESULTS := benchmarks/results
 # Of the environment in which the stamp lies that is being made.
 PIP = $(@D)/bin/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: demo test lint venv api bench bench-venv gpu clean
+.PHONY: demo test test-all lint venv api bench bench-venv gpu clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/onefold demo
@@ -23,6 +24,9 @@ demo: $(VENV)/demo.stamp
 # Two workers, as most of the tests that take time start processes of their own.
 test: lint $(VENV)/dev.stamp
 	$(BIN)/pytest --numprocesses 2 --dist loadgroup
+
+test-all: lint $(VENV)/dev.stamp
+	$(BIN)/pytest --numprocesses 2 --dist loadgroup -m "not gpu"
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .

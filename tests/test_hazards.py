@@ -129,6 +129,7 @@ WAITS = """
     exchange/groupcarrier.py self._column.bind: no socket: follows a roster
     exchange/group.py store.wait: a farewell, for seconds
     exchange/group.py time.sleep: in a loop with a limit
+    exchange/rendezvous.py time.sleep: in a loop with a limit
     exchange/lateness.py time.sleep: in a loop with a limit
     system/folderlock.py time.sleep: in a loop with a limit
     exchange/stagefold.py self._carrier.bind: no socket: follows a roster

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,39 @@ def test_checkpoints_come_every_so_many_steps(runs: Runs) -> None:
     assert steps_in(runs.directory) == [6, 8, 10, 11], "the end is saved as well"
 
 
+@pytest.mark.parametrize("exchange", ["shared", "collective"])
+def test_checkpoints_come_by_time(runs: Runs, exchange: str) -> None:
+    """After the same step on all devices: otherwise the others would never come."""
+    whole = runs.whole(30)
+    options = f"--every 1000,1s --keep-last 99 --exchange {exchange}"
+    code, fingerprint, _ = runs.start("steps", "0.1", "30", devices=3, options=options).finish()
+    assert (code, fingerprint) == (0, whole)
+    *made, last = steps_in(runs.directory)
+    assert (bool(made), last) == (True, 30)
+    assert all(later - step > 1 for step, later in pairwise(made))
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_a_notice_saves_however_often_it_comes(runs: Runs, number: signal.Signals) -> None:
+    """Slurm sends it to every process of a step, which may have loader workers, and again."""
+    run = runs.start("workers", "0.05", "1000", options="--every 1000 --restarts 1")
+    run.wait_until_ready()
+    time.sleep(0.5)
+    for pid in descendants(run.process.pid):
+        os.kill(pid, number)
+    run.process.send_signal(number)
+    run.process.send_signal(signal.SIGTERM)  # the end that was announced, as polite as ever
+    code, _, errors = run.finish()
+    assert code == 75, errors
+    assert len(steps_in(runs.directory)) == 1
+    assert f"onefold: stopped by {number.name} after step" in errors
+
+
+def descendants(pid: int) -> list[int]:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [found for child in map(int, children) for found in (child, *descendants(child))]
+
+
 @pytest.mark.parametrize("wait_s", [0.0, 0.8])
 def test_a_second_signal_ends_it_at_once(runs: Runs, wait_s: float) -> None:
     run = runs.start("steps", "600", "3")
@@ -224,7 +258,8 @@ def test_a_crash_is_survived_as_often_as_was_said(runs: Runs, exchange: str) -> 
     assert (code, fingerprint) == (0, whole)
     assert "was killed by SIGKILL" in errors
     assert "onefold: starting again (1 of 2)" in errors
-    assert "onefold: starting again (2 of 2)" in errors
+    # The second one does not count where a newer checkpoint had been written meanwhile.
+    assert errors.count("starting again") == 2
     # What was being written as the crash came may or may not be there.
     assert set(re.findall(r"going on after step (\d+)", errors)) <= {"3", "6"}
     assert errors.count("going on after step") == 2
@@ -233,10 +268,20 @@ def test_a_crash_is_survived_as_often_as_was_said(runs: Runs, exchange: str) -> 
 def test_a_crash_too_many_ends_the_run(runs: Runs) -> None:
     (runs.folder / "crashes").mkdir()
     arguments = ["crash", str(runs.folder / "crashes"), "9", str(runs.directory)]
-    code, _, errors = runs.start(*arguments, options="--every 3 --restarts 1").finish()
+    code, _, errors = runs.start(*arguments, options="--every 6 --restarts 1").finish()
     assert code == 137
     assert errors.count("starting again") == 1
-    assert (runs.directory / "step-00000003").is_dir()
+    assert (runs.directory / "step-00000006").is_dir()
+
+
+def test_a_run_may_go_on_without_the_device_that_was_killed(runs: Runs) -> None:
+    whole = runs.whole(15)
+    (runs.folder / "crashes").mkdir()
+    arguments = ["crash", str(runs.folder / "crashes"), "1", str(runs.directory)]
+    options = "--every 3 --restarts 1 --restarts-with fewer"
+    code, fingerprint, errors = runs.start(*arguments, devices=3, options=options).finish()
+    assert (code, fingerprint) == (0, whole)
+    assert "onefold: starting again (1 of 1), with 2 devices\n" in errors
 
 
 REFUSED = {
@@ -291,7 +336,14 @@ def test_what_was_changed_on_purpose_may_be_said(runs: Runs) -> None:
         (["--restarts", "2"], "--restarts: expected with --checkpoint, which names the directory"),
         (["--every", "2", "--grace", "1"], "--every, --grace: expected with --checkpoint"),
         (["--checkpoint", "a-file"], "--checkpoint a-file: expected a folder, this is a file"),
-        (["--checkpoint", "c", "--every", "0"], "expected every of at least 1, got 0"),
+        (
+            ["--checkpoint", "c", "--every", "0"],
+            "--every 0: expected a number of steps of at least 1",
+        ),
+        (["--checkpoint", "c", "--every", "10x"], "--every 10x: expected a number of steps"),
+        (["--checkpoint", "c", "--every", "9,m"], "--every 9,m: expected a number of steps"),
+        (["--every", "1h"], "--every: expected with --checkpoint"),
+        (["--checkpoint", "c", "--restarts-with", "all"], "expected restarts_with same or fewer"),
         (["--checkpoint", "c", "--keep-last", "0"], "expected keep_last of at least 1, got 0"),
         (
             ["--checkpoint", "c", "--keep", "3"],

@@ -78,6 +78,7 @@ def test_options_are_final() -> None:
 def test_what_was_checked_stays_checked_when_it_is_changed() -> None:
     with pytest.raises(ValueError, match="every of at least 1"):
         dataclasses.replace(RunOptions(), every=0)
+    assert dataclasses.replace(RunOptions(), every=0, every_s=60).every == 0
 
 
 @pytest.mark.parametrize(

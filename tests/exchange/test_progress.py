@@ -90,3 +90,13 @@ def test_a_worker_finds_the_table_though_its_script_has_closed_the_file(descript
     found.set_step(1, 9)
     assert Progress(descriptor, DEVICES).step_of(1) == 9
     progress._table.cache_clear()
+
+
+def test_the_lead_asks_all_devices_to_save_after_one_step(descriptor: int) -> None:
+    lead, other = (Progress(descriptor, DEVICES) for _ in range(2))
+    assert not other.saves_after(1)
+    lead.save_after(4)
+    other.request_stop()
+    assert [other.saves_after(step) for step in (3, 4, 5)] == [False, True, False]
+    assert lead.stop_requested()
+    assert [lead.step_of(rank) for rank in range(DEVICES)] == [-1] * DEVICES

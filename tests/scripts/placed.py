@@ -16,7 +16,8 @@ from torch import nn
 import onefold
 
 
-def train() -> None:
+def train() -> str:
+    """Train, and return the fingerprint."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -30,15 +31,18 @@ def train() -> None:
         for batch in loader:
             trainer.step(batch)
     scores = trainer.evaluate(lambda m, b: {"loss": loss(m, b)}, torch.ones(7, 8), batch_size=4)
-    print(len(trainer.devices), trainer.fingerprint(), scores["loss"], flush=True)
+    bits = trainer.fingerprint()
+    print(len(trainer.devices), bits, scores["loss"], flush=True)
     trainer.close()
+    return bits
 
 
-if sys.argv[1] == "ray":
-    dist.init_process_group("gloo")
-    worker = threading.Thread(target=train)
-    worker.start()
-    worker.join()
-    dist.destroy_process_group()
-else:
-    train()
+if __name__ == "__main__":
+    if sys.argv[1] == "ray":
+        dist.init_process_group("gloo")
+        worker = threading.Thread(target=train)
+        worker.start()
+        worker.join()
+        dist.destroy_process_group()
+    else:
+        train()

@@ -1,11 +1,11 @@
 """Trains a small model under ``onefold run --checkpoint``: ``stopped.py KIND [ARGUMENT ...]``.
 
-``steps SECONDS LAST``: each step takes so long. ``crash FOLDER TIMES CHECKPOINTS``: device 0 is
-killed in step 7 so many times, once a checkpoint is there; each epoch ends with the mean of its
-losses. ``zip FOLDER TIMES CHECKPOINTS``: likewise, with two loaders side by side. ``own``: batches
-that the script cuts itself. ``two``: two trainers. ``schedule``: one that Trainer was not given.
-``fail``: an exception in step 7 of device 1, with the trainer closed whatever happens. ``child``: a
-process of its own that is ended.
+``steps SECONDS LAST``: each step takes so long. ``workers SECONDS LAST``: likewise, with a loader
+worker. ``crash FOLDER TIMES CHECKPOINTS``: device 0 is killed in step 7 so many times, once a
+checkpoint is there; each epoch ends with the mean of its losses. ``zip FOLDER TIMES CHECKPOINTS``:
+likewise, with two loaders side by side. ``own``: batches that the script cuts itself. ``two``: two
+trainers. ``schedule``: one that Trainer was not given. ``fail``: an exception in step 7 of device
+1, with the trainer closed whatever happens. ``child``: a process of its own that is ended.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ def main() -> None:
     if kind == "own":
         trainer.step((inputs,))
     data = torch.utils.data.TensorDataset(inputs)
-    train = trainer.loader(data, batch_size=40 // STEPS_OF_AN_EPOCH, shuffle=True)
+    workers = int(kind == "workers")
+    train = trainer.loader(data, batch_size=40 // STEPS_OF_AN_EPOCH, shuffle=True, workers=workers)
+    kind = "steps" if workers else kind
     other = trainer.loader(data, batch_size=3, shuffle=True)
     if kind == "child":
         child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 from onefold.checkpoint.keeping import Keeping
@@ -14,7 +15,40 @@ from onefold.exchange.progress import Progress
 from onefold.reading.position import Position
 from onefold.system.folderlock import FolderLock, lock_of_checkpoints
 
-__all__ = ["Autosave"]
+__all__ = ["Autosave", "SaveClock"]
+
+
+class SaveClock:
+    """Makes a checkpoint due by time, after the same step on all devices.
+
+    The lead's clock decides, before a step begins. It asks for one step at a time: for the next one
+    when that is saved, which all devices do together, and so when all have seen it.
+
+    Args:
+        progress: the table in which the lead asks for it.
+        every_s: how many seconds apart checkpoints are written; 0 for never.
+        decides: whether this is the lead.
+    """
+
+    def __init__(self, progress: Progress, every_s: float, *, decides: bool) -> None:
+        self._progress = progress
+        self._every_s = every_s if decides else 0.0
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin anew, as a checkpoint was written."""
+        self._began, self._asked = time.monotonic(), False
+
+    def begin_step(self, step: int) -> None:
+        """Ask for a checkpoint after ``step``, which is about to begin, if it is time for one."""
+        late = self._every_s and time.monotonic() - self._began >= self._every_s
+        if late and not self._asked:
+            self._progress.save_after(step)
+            self._asked = True
+
+    def is_due(self, step: int) -> bool:
+        """Whether a checkpoint was asked for after ``step``, which is done."""
+        return self._progress.saves_after(step)
 
 
 _MOST_PUT_OFF = 100
@@ -23,7 +57,7 @@ goes on with would put it off for ever."""
 
 
 class Autosave:
-    """Saves the one trainer of a script every so many steps, and at the end.
+    """Saves the one trainer of a script every so many steps or seconds, and at the end.
 
     A checkpoint that falls on the last batch of a pass is put off until the next step begins, so
     that what the script does at the end of an epoch is done by then. So is every one where the
@@ -34,7 +68,8 @@ class Autosave:
 
     Args:
         directory: where the checkpoints lie.
-        every: how many steps apart they are written.
+        every: how many steps apart they are written; 0 for no such number.
+        clock: says when they are due by time.
         keep: how many of the newest stay.
         checkpoints: saves and loads the trainer.
         position: where the trainer is.
@@ -46,6 +81,7 @@ class Autosave:
         directory: Path,
         *,
         every: int,
+        clock: SaveClock,
         keep: int,
         checkpoints: Checkpoints,
         position: Position,
@@ -54,6 +90,7 @@ class Autosave:
         self._directory = directory
         self._lock = lock
         self._every = every
+        self._clock = clock
         self._keeping = Keeping(keep)
         self._checkpoints = checkpoints
         self._schedule = checkpoints.schedule
@@ -119,6 +156,7 @@ class Autosave:
         return cls(
             directory,
             every=world.options.every,
+            clock=SaveClock(progress, world.options.every_s, decides=team.has_lead),
             keep=world.options.keep_last,
             checkpoints=checkpoints,
             position=position,
@@ -161,6 +199,11 @@ class Autosave:
 
     def before_step(self, batch: ShardedBatch) -> bool:
         """Save what was put off to the next step; return whether to stop now."""
+        stop = self._save_before_step(batch)
+        self._clock.begin_step(self._position.step + 1)
+        return stop
+
+    def _save_before_step(self, batch: ShardedBatch) -> bool:
         if not self._at_next or self._position.has_used(batch):
             return False
         if self._position.is_at_an_end() and self._put_off <= _MOST_PUT_OFF:
@@ -172,7 +215,7 @@ class Autosave:
         """Save if a checkpoint is due or the run is to stop; return whether to stop now."""
         self._stepped = True
         self._stop |= stop
-        self._due |= stop or self._position.step % self._every == 0
+        self._due |= stop or self._is_due()
         self._at_next = False
         if not self._due:
             return False
@@ -201,7 +244,7 @@ class Autosave:
         What is due is saved before the next step, when the script has made its update.
         """
         self._stop |= stop
-        self._due |= stop or self._position.step % self._every == 0
+        self._due |= stop or self._is_due()
         self._at_next = False
         if self._due:
             self._put_off += 1
@@ -218,8 +261,13 @@ class Autosave:
         """Let another run save itself in the directory, once everything is written."""
         self._lock.let_go()
 
+    def _is_due(self) -> bool:
+        step = self._position.step
+        return (self._every > 0 and step % self._every == 0) or self._clock.is_due(step)
+
     def _save(self) -> None:
         self._write()
+        self._clock.restart()
         self._due = self._at_next = False
         self._put_off = 0
         self._saved = self._position.step

@@ -35,6 +35,7 @@ app = typer.Typer(
 )
 
 _DEFAULTS = RunOptions()
+_SECONDS = {"s": 1, "m": 60, "h": 3600}
 _USAGE = 2
 """The exit code of a program that cannot use its arguments."""
 
@@ -88,27 +89,37 @@ def run(
         typer.Option(help="Go on from the newest checkpoint in this folder, and write new ones."),
     ] = None,
     every: Annotated[
-        int | None, typer.Option(help="Steps from one checkpoint to the next, 200 by default.")
+        str | None,
+        typer.Option(
+            help="From one checkpoint to the next: steps, time, or both (200; 10m; 500,1h). "
+            "200 by default."
+        ),
     ] = None,
     keep_last: Annotated[
         int | None, typer.Option(help="How many of the newest checkpoints stay, 3 by default.")
     ] = None,
     grace: Annotated[
         float | None,
-        typer.Option(help="Seconds for saving after SIGTERM, SIGHUP or Ctrl-C, 60 by default."),
+        typer.Option(help="Seconds for saving after a signal to stop, 60 by default."),
     ] = None,
     changed: Annotated[
         str | None,
         typer.Option(help="What differs on purpose from the run that was saved, such as seed."),
     ] = None,
     restarts: Annotated[
-        int | None, typer.Option(help="Start again so many times after a crash, 0 by default.")
+        int | None,
+        typer.Option(help="Start again after so many crashes without progress, 0 by default."),
+    ] = None,
+    restarts_with: Annotated[
+        str | None,
+        typer.Option(help="The same devices, or fewer: without one that was lost."),
     ] = None,
 ) -> None:
     """Run a script on the devices of this machine.
 
     With --checkpoint, the first SIGTERM, SIGHUP or Ctrl-C has the run save itself at the end of its
     step and end with exit code 75; the same command goes on. The second one ends it at once.
+    SIGUSR1 and SIGUSR2, by which schedulers give notice, have it save itself as well.
     """
     # All that is wrong with the command is refused here, before any process is started.
     command = _command(script, module, context.args)
@@ -117,11 +128,12 @@ def run(
     if profile is not None:
         profile.mkdir(parents=True, exist_ok=True)
     chosen = {
-        "every": every,
+        **(_every(every) if every is not None else {}),
         "keep_last": keep_last,
         "grace_s": grace,
         "changed": tuple(changed.split(",")) if changed else None,
         "restarts": restarts,
+        "restarts_with": restarts_with,
     }
     # None is for an option that was not given: RunOptions has the defaults, and those that make
     # no sense without --checkpoint can be told apart.
@@ -131,7 +143,8 @@ def run(
             raise LaunchError(f"--checkpoint {checkpoint}: expected a folder, this is a file")
         checkpoint.mkdir(parents=True, exist_ok=True)
     elif saving:
-        given = ", ".join(f"--{name.removesuffix('_s').replace('_', '-')}" for name in saving)
+        names = dict.fromkeys(name.removesuffix("_s").replace("_", "-") for name in saving)
+        given = ", ".join(f"--{name}" for name in names)
         raise LaunchError(f"{given}: expected with --checkpoint, which names the directory")
     # Absolute paths: the script may change its folder before a worker uses them.
     options = RunOptions(
@@ -374,6 +387,24 @@ def _folder(home: Path | None, keep: str) -> str:
     if not home.is_dir():
         raise LaunchError(f"--home {home}: expected a folder that is there")
     return str(home.absolute())
+
+
+def _every(text: str) -> dict[str, float]:
+    """Read how far apart checkpoints are: 200, 10m, or 200,10m for whichever comes first.
+
+    Raises:
+        LaunchError: it is neither a number of steps nor a time.
+    """
+    chosen: dict[str, float] = {"every": 0, "every_s": 0.0}
+    for part in text.split(","):
+        number, unit = (part[:-1], part[-1]) if part[-1:] in _SECONDS else (part, "")
+        if not (number.isascii() and number.isdecimal() and int(number)):
+            raise LaunchError(
+                f"--every {text}: expected a number of steps of at least 1, a time such as 30s, "
+                f"10m or 1h, or both as in 500,1h"
+            )
+        chosen["every_s" if unit else "every"] = int(number) * _SECONDS.get(unit, 1)
+    return chosen
 
 
 def _command(script: str | None, module: str | None, rest: list[str]) -> list[str]:

@@ -33,7 +33,9 @@ class RunOptions:
     checkpoint: str = ""
     """Directory of checkpoints: the run continues from the newest, and writes new ones there."""
     every: int = 200
-    """Number of steps from one checkpoint to the next."""
+    """Number of steps from one checkpoint to the next; 0 if time alone decides."""
+    every_s: float = 0.0
+    """Seconds from one checkpoint to the next; 0 if steps alone decide."""
     keep: str = "all"
     """What of the model's parameters, gradients and optimizer state each device keeps: a
     `KeepName`, or ``stages:N`` for lines of N devices side by side."""
@@ -53,7 +55,10 @@ class RunOptions:
     grace_s: float = DEFAULT_GRACE_S
     """How long a run that is asked to stop may take to save itself."""
     restarts: int = 0
-    """How many times the workers are restarted from the last checkpoint after a failure."""
+    """How many times in a row the workers are restarted from the last checkpoint after a failure:
+    a newer checkpoint makes the count begin anew."""
+    restarts_with: Literal["same", "fewer"] = "same"
+    """Whether restarts leave out a device that was lost; see `Outcome.lost`."""
     probe: str = ""
     """Folder in which runs are compared; empty for no comparison."""
     probe_run: str = ""
@@ -74,13 +79,15 @@ class RunOptions:
         check_seconds("the timeout", self.timeout_s)
         check_seconds("the grace", self.grace_s)
         for name, value, least in (
-            ("every", self.every, 1),
+            ("every", self.every, 0 if self.every_s else 1),
             ("keep_last", self.keep_last, 1),
             ("restarts", self.restarts, 0),
         ):
             check_whole(name, value, least=least)
         if self.restarts and not self.checkpoint:
             raise ValueError("restarts go on from the last checkpoint: name a directory for them")
+        if self.restarts_with not in ("same", "fewer"):
+            raise ValueError(f"expected restarts_with same or fewer, got {self.restarts_with!r}")
         if not _is_keep(self.keep):
             raise ValueError(
                 f"expected keep to be one of {', '.join(get_args(KeepName))}, got {self.keep!r}; "

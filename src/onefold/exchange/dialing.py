@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from onefold.errors import PeerLost, PeerTimeout
+from onefold.exchange.waiting import Waiting
 from onefold.system.process import LOOK_S
 
 __all__ = ["connected", "credentials"]
@@ -57,6 +58,7 @@ class _Dialing:
         self._address, self._rank, self._ended = address, rank, ended
         self._timeout_s = timeout_s
         self._limit = time.monotonic() + timeout_s
+        self._waiting = Waiting(rank)
 
     def reach_all(self, size: int) -> None:
         # Everybody listens before connecting to the ranks below, with room for all in the queue: a
@@ -101,6 +103,7 @@ class _Dialing:
             time.sleep(0.005)
 
     def _check_coming(self, missing: Sequence[int]) -> None:
+        self._waiting.look(lambda: f"not yet there: device {', '.join(map(str, missing))}")
         for rank in missing:
             if self._ended(rank):
                 raise PeerLost.before_start(rank)

@@ -28,7 +28,6 @@ from torch.distributed import (  # type: ignore[attr-defined]  # they are export
     PrefixStore,
     Store,
 )
-from torch.distributed.rendezvous import rendezvous
 
 from onefold.core.world import World
 from onefold.errors import DisagreementError, PeerLost, PeerTimeout
@@ -43,6 +42,8 @@ from onefold.exchange.lateness import Lateness
 from onefold.exchange.loopback import gloo_on_loopback
 from onefold.exchange.progress import progress_of
 from onefold.exchange.proof import prove
+from onefold.exchange.rendezvous import reach_store
+from onefold.exchange.waiting import Waiting
 from onefold.system.compat import Groups
 from onefold.system.process import LOOK_S
 
@@ -109,7 +110,7 @@ def agree_on_name(world: World, size: int, timeout_s: float, trainer: int) -> st
     if world.rank == 0:
         store.set(key, secrets.token_hex(16))
     limit, ended = time.monotonic() + timeout_s, watch_for_end(world, size, timeout_s)
-    _await(store, key, 0, limit, timeout_s, ended)
+    _await(store, key, 0, limit, timeout_s, ended, _saying(world, store, [key]))
     return str(store.get(key).decode())
 
 
@@ -192,7 +193,12 @@ def _meet(
         connections.cut()
         _drop(group, found_group)
         _refuse(outcomes)
-        _log.info("attempt %d to connect all devices failed: %s", attempt, outcomes)
+        # The first may fail by a stranger who has come between.
+        level = logging.INFO if attempt == 1 else logging.WARNING
+        advice = "is there a firewall, or does the name of a machine not resolve there?"
+        _log.log(
+            level, "attempt %d to connect all devices failed (%s): %s", attempt, advice, outcomes
+        )
     raise problem or RuntimeError(f"the devices could not be connected: {outcomes}")
 
 
@@ -295,9 +301,22 @@ def _trade(world: World, size: int, timeout_s: float, topic: str, word: str) -> 
     _tell(world, size, timeout_s, topic, word)
     store, ended = _store(world, size, timeout_s), watch_for_end(world, size, timeout_s)
     limit = time.monotonic() + timeout_s
+    say = _saying(world, store, [f"{topic}/{rank}" for rank in range(size)])
     for rank in range(size):
-        _await(store, f"{topic}/{rank}", rank, limit, timeout_s, ended)
+        _await(store, f"{topic}/{rank}", rank, limit, timeout_s, ended, say)
     return [store.get(f"{topic}/{rank}").decode() for rank in range(size)]
+
+
+def _saying(world: World, store: Store, keys: Sequence[str]) -> Callable[[], None]:
+    """Return a function that says who is waited for, once that takes long: see `Waiting`."""
+    waiting = Waiting(world.rank, host_has_others=world.local_rank > 0)
+
+    def missing() -> str:
+        ranks = ", ".join(str(rank) for rank, key in enumerate(keys) if not store.check([key]))
+        where = f" (they meet at {world.address})" if world.address else ""
+        return f"not yet there, of {world.size} devices: {ranks}{where}"
+
+    return partial(waiting.look, missing)
 
 
 def _rendezvous(world: World, size: int, limit: timedelta) -> Store:
@@ -308,10 +327,7 @@ def _rendezvous(world: World, size: int, limit: timedelta) -> Store:
     """
     if world.store_descriptor >= 0:
         return FileStore(f"/proc/self/fd/{world.store_descriptor}", size)
-    store: Store  # PyTorch's launcher has put its address into the environment, Slurm has not
-    place = f"tcp://{world.address}" if world.address else "env://"
-    store, _, _ = next(rendezvous(place, world.rank, size, timeout=limit))
-    return store
+    return reach_store(world, limit.total_seconds())
 
 
 def _await(
@@ -321,6 +337,7 @@ def _await(
     limit: float,
     timeout_s: float,
     ended: Callable[[int], bool],
+    say: Callable[[], None],
 ) -> None:
     """Wait for a key that another process sets in the store."""
     look = time.monotonic() + LOOK_S
@@ -335,6 +352,7 @@ def _await(
             )
         if now > look:
             look = now + LOOK_S
+            say()
             # Asked again after its end: the process may have set the key just before it.
             if ended(rank) and not store.check([key]):
                 raise PeerLost.before_start(rank)
@@ -360,7 +378,8 @@ def tell_end(world: World) -> None:
     try:
         store = _store(world, world.size, _GOODBYE.total_seconds())
         store.set(_ended_key(world.rank), "1")
-    except RuntimeError as error:  # the launcher is gone, and with it whoever might wait
+    # The launcher is gone, and with it whoever might wait.
+    except (RuntimeError, PeerTimeout) as error:
         _log.info("device %d could not say that it ends: %s", world.rank, error)
 
 

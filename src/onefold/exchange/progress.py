@@ -1,10 +1,11 @@
-"""The table that a launcher and its workers share: who is at which step, and whether to stop.
+"""The table that a launcher and its workers share: who is at which step, what is to come after it.
 
 Note: no lock
 -------------
 Each row has one writer: its worker, or for the last row whoever asks to stop, and all of them write
 the same. A reader may catch a row half written. That does no harm: it decides by the first number
-alone, of which only one byte ever changes, and the steps in messages are read after the end.
+alone, of which only one byte ever changes, and the steps in messages are read after the end. The
+second number of the last row is the lead's, and is there before anybody asks for it.
 """
 
 from __future__ import annotations
@@ -59,11 +60,22 @@ class Progress:
 
     def request_stop(self) -> None:
         """Ask the run to save itself and stop at the end of its step."""
-        _ROW.pack_into(self._table, self._launcher, 1, 0)
+        self._table[self._launcher] = 1
 
     def stop_requested(self) -> bool:
         """Whether `request_stop` was called."""
         return bool(_ROW.unpack_from(self._table, self._launcher)[0])
+
+    def save_after(self, step: int) -> None:
+        """Ask all devices to save once ``step`` is done; for the lead, before it begins the step.
+
+        All devices see it then: none ends a step before the lead has begun it.
+        """
+        struct.pack_into("<q", self._table, self._launcher + 8, step)
+
+    def saves_after(self, step: int) -> bool:
+        """Whether `save_after` was called last for ``step``."""
+        return bool(_ROW.unpack_from(self._table, self._launcher)[1] == step)
 
 
 def progress_of(world: World) -> Progress | None:

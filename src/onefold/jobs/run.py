@@ -42,7 +42,7 @@ from onefold.jobs.runfolder import (
     require_room,
 )
 from onefold.jobs.training import Task, begin_training
-from onefold.system.interrupt import STOP_SIGNALS, STOPPED_CODE, Stopped
+from onefold.system.interrupt import NOTICES, STOP_SIGNALS, STOPPED_CODE, Stopped
 
 __all__ = ["Job", "read_options", "run_job"]
 
@@ -51,7 +51,7 @@ _MAY_CHANGE = RUN_OPTIONS | {"cache", "dev", "labels_as_is"}
 labels are refused."""
 _GRACE_S = 60.0
 """How many seconds a run may take to save itself when it is asked to stop."""
-_STOPPED = frozenset({STOPPED_CODE, *(128 + number for number in STOP_SIGNALS)})
+_STOPPED = frozenset({STOPPED_CODE, *(128 + number for number in (*STOP_SIGNALS, *NOTICES))})
 """Exit codes of a run that somebody has stopped."""
 _REFUSED = 2
 _OUTER = frozenset({

@@ -163,7 +163,7 @@ class Crew:
             return report.caused_by_peer, report.time_s, self._told(worker, report)
         if worker.unresponsive:
             text = f"{worker} is stopped and does not respond, in step {step}"
-            return False, ended_s, Outcome(1, text)
+            return False, ended_s, Outcome(1, text, lost=worker.rank)
         code = worker.code
         if worker.ended_by_us or not code:
             return None
@@ -171,7 +171,7 @@ class Crew:
             name = signal.Signals(-code).name
             hint = " (the system does this when memory runs out)" if code == -9 else ""
             text = f"{worker} was killed by {name}{hint} in step {step}"
-            return False, ended_s, Outcome(128 - code, text)
+            return False, ended_s, Outcome(128 - code, text, lost=worker.rank)
         return False, ended_s, Outcome(code, f"{worker} ended with exit code {code} in step {step}")
 
     def _told(self, worker: Worker, report: Report) -> Outcome:
@@ -180,7 +180,10 @@ class Crew:
             return Outcome(1, report.text)
         text = f"{worker} failed in step {step}: {report.kind}: {report.text}"
         # What a device refuses before it begins, it would refuse again.
-        return Outcome(1, text, report.traceback, final=report.kind == LaunchError.__name__)
+        final = report.kind == LaunchError.__name__
+        # PyTorch's name for an error of the GPU itself, or of its driver.
+        lost = worker.rank if report.kind == "AcceleratorError" else -1
+        return Outcome(1, text, report.traceback, final=final, lost=lost)
 
     def _step_text(self, rank: int) -> str:
         step = self._board.progress.step_of(rank)

@@ -33,7 +33,7 @@ from onefold.run.devices import Selection, select_devices
 from onefold.run.logfiles import LogFiles, log_files
 from onefold.run.outcome import Outcome
 from onefold.run.requests import Requests, StoppedAtOnce
-from onefold.run.restarts import checkpoints_to_leave_out, words_of_restart
+from onefold.run.restarts import checkpoints_to_leave_out, newest_step, words_of_restart
 from onefold.run.rundir import Board
 from onefold.run.world import (
     KEEP_VARIABLE,
@@ -89,8 +89,8 @@ def launch(
         exchange: ``"auto"``, ``"shared"`` or ``"collective"``.
         timeout_s: the longest that a device waits for another.
         grace_s: how long ``main`` may take to save itself after the first SIGINT, SIGTERM or
-            SIGHUP, which sets ``trainer.asked_to_stop`` on all devices; without it, these end the
-            run at once.
+            SIGHUP, or after SIGUSR1 or SIGUSR2, which set ``trainer.asked_to_stop`` on all devices;
+            without it, these end the run at once.
 
     Raises:
         RunFailed: a device failed, or the run was stopped; the message carries the first traceback.
@@ -192,18 +192,33 @@ def supervise(
     with StopSignals(saves=options.may_stop) as signals, log_files(options, ranks) as logs:
         run = _Run(command, selection, options, signals, logs, tuple(handed))
         failed_in: list[int] = []
-        for attempt in range(options.restarts + 1):
+        failures, saved = 0, newest_step(options.checkpoint)
+        while True:
             outcome = run.attempt(checkpoints_to_leave_out(failed_in))
-            if outcome.final or attempt == options.restarts:
-                break
+            now_saved = newest_step(options.checkpoint)
+            failures = 1 if now_saved > saved else failures + 1
+            saved = max(saved, now_saved)
+            if outcome.final or failures > options.restarts:
+                return logs.mention(outcome)
             failed_in.append(outcome.step)
+            if options.restarts_with == "fewer":
+                run = replace(run, selection=_without(run.selection, outcome.lost, options))
+            devices = run.selection.devices
             print(
                 f"{outcome.traceback}onefold: {outcome.message}\n"
-                f"onefold: starting again ({attempt + 1} of {options.restarts})"
-                f"{words_of_restart(failed_in)}",
+                f"onefold: starting again ({failures} of {options.restarts})"
+                f"{words_of_restart(failed_in, len(devices) if run.selection != selection else 0)}",
                 file=sys.stderr,
             )
-        return logs.mention(outcome)
+
+
+def _without(selection: Selection, lost: int, options: RunOptions) -> Selection:
+    """The devices that are left, in whole lines; all of them if that would be none."""
+    devices = selection.devices
+    left = [device for rank, device in enumerate(devices) if rank != lost]
+    _, _, line = options.keep.partition(":")
+    whole = len(left) // int(line or 1) * int(line or 1)
+    return replace(selection, devices=tuple(left[:whole])) if whole else selection
 
 
 def _tell_of_others(world: World) -> None:

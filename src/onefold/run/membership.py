@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import logging
 import os
 import sys
 import weakref
@@ -24,6 +25,7 @@ from typing import Protocol
 
 from onefold.core.world import World
 from onefold.errors import PeerError
+from onefold.exchange.waiting import WAITING
 from onefold.run.onefile import advice_on_one_file
 from onefold.system.ownfiles import PrivateFolder, create_file
 
@@ -96,6 +98,8 @@ def hush_and_report(world: World) -> None:
     screen = os.fdopen(os.dup(2), "w")
     if world.rank != 0:
         _write_to_log(world.rank)
+    # Whoever waits for the lead says so on the screen.
+    logging.getLogger(WAITING).addHandler(logging.StreamHandler(screen))
     previous = sys.excepthook
 
     def report(

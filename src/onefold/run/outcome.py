@@ -26,6 +26,9 @@ class Outcome:
     """It ended well, as the user asked, or by a refusal: it is not started again."""
     failed: bool = False
     """A device failed; the run was not just stopped."""
+    lost: int = -1
+    """The device whose process was killed or did not respond, or whose GPU failed, if that was the
+    failure; else -1."""
     stopped_by: signal.Signals | None = None
     """The signal that ended the run before it was done, if one did."""
     step: int = -1

@@ -47,8 +47,8 @@ class Requests:
 
     @property
     def twice(self) -> bool:
-        """Whether a second signal came to the launcher."""
-        return len(self._signals.came) > 1
+        """Whether a second signal to stop came to the launcher."""
+        return self._signals.look() > 1
 
     def check(self) -> None:
         """Act on the requests that have come since the last call.

@@ -44,7 +44,7 @@ from onefold.run.membership import abandon, end_well
 from onefold.run.onefile import advice_on_one_file
 from onefold.run.rundir import Report, write_report
 from onefold.run.world import current_world
-from onefold.system.interrupt import STOP_SIGNALS, STOPPED_CODE
+from onefold.system.interrupt import NOTICES, STOP_SIGNALS, STOPPED_CODE
 from onefold.system.ownfiles import gather_sockets_in
 from onefold.system.process import die_with_parent
 
@@ -113,17 +113,21 @@ def _take_requests_to_stop() -> None:
     asked: list[int] = []
 
     def request(number: int, frame: object) -> None:
-        if os.getpid() == process and not asked:
-            asked.append(number)
+        notice = number in NOTICES
+        if os.getpid() == process and (notice or not asked):
+            asked.extend([] if notice else [number])
             progress.request_stop()
+            return
+        # Slurm gives notice to every process of a step, and loader workers must go on.
+        if notice:
             return
         # The second signal, or one to a child of the script: end as the signal would have.
         signal.signal(number, before[number])
         os.kill(os.getpid(), number)
 
-    for number in STOP_SIGNALS:
+    for number in (*STOP_SIGNALS, *NOTICES):
         # A hang-up that nohup has had ignored stays ignored.
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+        if number in (signal.SIGINT, signal.SIGTERM) or signal.getsignal(number) != signal.SIG_IGN:
             before[number] = signal.signal(number, request)
 
 

@@ -26,6 +26,7 @@ from types import FrameType
 from typing import Any, Self
 
 __all__ = [
+    "NOTICES",
     "STOPPED_CODE",
     "STOP_SIGNALS",
     "StopSignals",
@@ -37,6 +38,11 @@ __all__ = [
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """The signals that ask a program to stop: Ctrl-C, a scheduler or user, a terminal that closes."""
+
+NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
+"""The signals by which schedulers announce an end, such as Slurm's ``--signal=USR1@60``. They ask
+a run that saves itself to stop, however often they come, and nobody else: a program that does not
+save has no use for them, and one that has a handler of its own keeps it."""
 
 STOPPED_CODE = 75
 """Exit code of a run that was asked to stop, has saved itself, and can go on (EX_TEMPFAIL)."""
@@ -152,7 +158,7 @@ class StopSignals:
             # If SIGCHLD is ignored, the kernel reaps dead workers itself: their exit codes are
             # lost, and their process ids may belong to strangers by the time we send a signal.
             self._before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for number in STOP_SIGNALS:
+        for number in (*STOP_SIGNALS, *NOTICES):
             if self._takes(number):
                 self._before[number] = signal.signal(number, self._note)
         return self
@@ -164,15 +170,17 @@ class StopSignals:
         os.close(self.descriptor)
 
     def look(self) -> int:
-        """Clear the descriptor, and return how many signals have arrived so far."""
+        """Clear the descriptor, and return how many signals but `NOTICES` have arrived so far."""
         # Cleared before counting: a signal in between is counted and wakes the launcher once too
         # often. The other way round it would be missed.
         with suppress(BlockingIOError):
             os.eventfd_read(self.descriptor)
-        return len(self.came)
+        return sum(number not in NOTICES for number in self.came)
 
     def _takes(self, number: signal.Signals) -> bool:
         before = signal.getsignal(number)
+        if number in NOTICES:
+            return self._saves and before == signal.SIG_DFL
         # None stands for a handler that was not set from Python; it could not be restored.
         if before is None or before == signal.SIG_IGN:
             return before is not None and self._saves and number != signal.SIGHUP
