@@ -146,6 +146,7 @@ ENVIRONMENT = """
     exchange/loopback.py os.environ: gloo's interface, put back afterwards
     run/world.py environment: for a worker, in a copy
     run/world.py environment.setdefault: for a worker, in a copy
+    run/world.py os.environ.update: where compiled code is kept, where nobody has said so
     run/world.py os.environ.setdefault: how cuBLAS is to work, where nobody has said so
 """
 
