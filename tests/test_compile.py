@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 import onefold
 from onefold.engine import compiling, kernels
 from onefold.errors import CheckpointError, DisagreementError, LossError, StateError
+from onefold.run import world
 from onefold.run.membership import _remove_folders
 from onefold.system.caches import default_of_torch
 from tests.compiler import cache, fresh_compiler
@@ -140,6 +141,8 @@ def test_code_is_kept_where_no_other_user_can_put_any(
 
     tmp_path.chmod(0o1777)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own"))
+    monkeypatch.setattr(world, "_chosen", {})
+    monkeypatch.setenv("QUACK_CACHE_DIR", "")
     # PyTorch has chosen it, not the user.
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default_of_torch())
     assert place().parent == tmp_path / "own" / "onefold" / "compiled"

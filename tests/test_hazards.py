@@ -131,6 +131,7 @@ WAITS = """
     exchange/group.py time.sleep: in a loop with a limit
     exchange/lateness.py time.sleep: in a loop with a limit
     system/folderlock.py time.sleep: in a loop with a limit
+    exchange/sealing.py self._store.wait: as the caller says, and else for the limit of the store
     exchange/stagefold.py self._carrier.bind: no socket: follows a roster
     exchange/mailbox.py poller.poll: for part of the limit
     reading/sending.py time.sleep: until the batch before is taken, for which there is a limit

@@ -98,11 +98,11 @@ _folders: list[PrivateFolder] = []
 
 
 def folder_until_the_end() -> str:
-    """Make a private folder, which is removed when this process ends."""
-    _forget_in_children()
+    """Make a private folder, once, which is removed when this process ends."""
     if not _folders:
+        _forget_in_children()
         atexit.register(_remove_folders)
-    _folders.append(PrivateFolder())
+        _folders.append(PrivateFolder())
     return str(_folders[-1].path)
 
 

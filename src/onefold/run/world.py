@@ -240,25 +240,27 @@ def have_private_caches(otherwise: Callable[[], str]) -> str:
     Raises:
         ValueError: the user has named a folder that another user could change.
     """
-    place, run = os.environ.get(INDUCTOR), _code_of_run(current_world())
-    if place in _private_places:
-        return place
+    run = _code_of_run(current_world())
+    # What was chosen here for a Trainer before this one is not the user's choice.
+    user = {name: value for name, value in os.environ.items() if _chosen.get(name) != value}
+    place = user.get(INDUCTOR)
     # PyTorch itself sets it when its compiler is loaded.
     if not place or place in (default_of_torch(), run):
         try:
-            place = str(place_of_code(os.environ))
+            place = str(place_of_code(user))
         except (ValueError, OSError) as error:
             place = run or otherwise()
             _log.info("compiled code is not kept for the next run: %s", error)
-        _private_places.add(place)
+        _chosen[INDUCTOR] = place
     else:
         check_named(INDUCTOR, place)
-    os.environ.update({INDUCTOR: place, **other_caches(os.environ, Path(place))})
+    _chosen.update(other_caches(user, Path(place)))
+    os.environ.update({**_chosen, INDUCTOR: place})
     return place
 
 
-_private_places: set[str] = set()
-"""What `have_private_caches` has chosen before, which is not the user's choice."""
+_chosen: dict[str, str] = {}
+"""Variables that `have_private_caches` has set."""
 
 
 def _code_of_run(world: World) -> str:
