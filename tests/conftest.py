@@ -88,8 +88,8 @@ def _settings() -> tuple[object, ...]:
 
 
 def _environment() -> dict[str, str]:
-    """But for what pytest and, when first used, PyTorch's compiler set themselves."""
-    own = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
+    """But for what pytest sets and, when it is first used, PyTorch's compiler or a Trainer."""
+    own = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "QUACK_CACHE_DIR")
     return {name: value for name, value in os.environ.items() if name not in own}
 
 

@@ -24,6 +24,9 @@ from torch.utils.checkpoint import checkpoint
 import onefold
 from onefold.engine import compiling, kernels
 from onefold.errors import CheckpointError, DisagreementError, LossError, StateError
+from onefold.run import world
+from onefold.run.membership import _remove_folders
+from onefold.system.caches import default_of_torch
 from tests.compiler import cache, fresh_compiler
 from tests.verifying.compared import Compared, compared
 
@@ -122,6 +125,40 @@ def run(trainer: onefold.Trainer, sizes: tuple[int, ...] = SIZES) -> tuple[str, 
     for number, samples in enumerate(sizes):
         step = trainer.step(batch_of(samples, number))
     return trainer.fingerprint(), float(step.loss)
+
+
+@pytest.mark.parametrize("by_user", [False, True])
+def test_code_is_kept_where_no_other_user_can_put_any(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, by_user: bool
+) -> None:
+    from torch._inductor import codecache
+
+    def place() -> Path:
+        model = torch.compile(Net(), backend="eager") if by_user else Net()
+        trainer_of(model=model, compile=not by_user)
+        assert str(codecache._HEADER_DIR).startswith(codecache.cache_dir())
+        return Path(codecache.cache_dir())
+
+    tmp_path.chmod(0o1777)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own"))
+    monkeypatch.setattr(world, "_chosen", {})
+    monkeypatch.setenv("QUACK_CACHE_DIR", "")
+    # PyTorch has chosen it, not the user.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default_of_torch())
+    assert place().parent == tmp_path / "own" / "onefold" / "compiled"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "of all"))
+    assert place() == tmp_path / "of all"
+    (tmp_path / "of all").chmod(0o777)
+    with pytest.raises(ValueError, match=r"TORCHINDUCTOR_CACHE_DIR names .*others may write to"):
+        place()
+    # Where there is no home that is safe it is a folder of this process alone.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default_of_torch())
+    (tmp_path / "own").chmod(0o777)
+    made = place()
+    assert made.stat().st_mode & 0o777 == 0o700
+    assert made == place()
+    _remove_folders()
+    assert not made.exists()
 
 
 @pytest.mark.usefixtures("traced")

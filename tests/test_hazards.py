@@ -132,6 +132,7 @@ WAITS = """
     exchange/rendezvous.py time.sleep: in a loop with a limit
     exchange/lateness.py time.sleep: in a loop with a limit
     system/folderlock.py time.sleep: in a loop with a limit
+    exchange/sealing.py self._store.wait: as the caller says, and else for the limit of the store
     exchange/stagefold.py self._carrier.bind: no socket: follows a roster
     exchange/mailbox.py poller.poll: for part of the limit
     reading/sending.py time.sleep: until the batch before is taken, for which there is a limit
@@ -147,6 +148,7 @@ ENVIRONMENT = """
     exchange/loopback.py os.environ: gloo's interface, put back afterwards
     run/world.py environment: for a worker, in a copy
     run/world.py environment.setdefault: for a worker, in a copy
+    run/world.py os.environ.update: where compiled code is kept, where nobody has said so
     run/world.py os.environ.setdefault: how cuBLAS is to work, where nobody has said so
 """
 

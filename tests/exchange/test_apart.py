@@ -80,7 +80,8 @@ def test_who_does_not_know_the_secret_takes_no_part(
     run = apart("train", {"ONEFOLD_SECRET": SECRET}, theirs)
     code, said = run.finish(0)
     assert code != 0
-    assert "device 1 has not shown that it belongs to this run" in said
+    assert "under onefold/" in said
+    assert "that was written without the secret of this run: start every process" in said
     assert SECRET not in said
 
 

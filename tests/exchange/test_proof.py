@@ -95,6 +95,49 @@ def test_an_answer_that_is_given_back_is_of_no_use() -> None:
     assert refused(lambda word: [word, word]).startswith("device 1 has not shown")
 
 
+def ends_of(*numbers: int) -> list[tuple[str, str]]:
+    """Connections of device 0 with others, or with who is in between; and as the others see them."""
+    return [(f"10.0.0.1:{number}", f"10.0.0.2:{number}") for number in numbers]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "alike"),
+    [
+        ([("10.0.0.2:7", "10.0.0.1:7")], True),
+        ([("10.0.0.9:1", "10.0.0.8:1"), ("10.0.0.2:7", "10.0.0.1:7")], True),
+        ([], False),
+        ([("10.0.0.2:7", "10.0.0.1:8")], False),  # another port: a relay on the same host
+        ([("10.0.0.2:7", "192.168.0.1:7")], False),  # addresses are translated
+        ([("10.0.0.1:7", "10.0.0.2:7")], False),  # the list of device 0, said again
+    ],
+)
+def test_both_must_see_one_connection(theirs: list[tuple[str, str]], *, alike: bool) -> None:
+    wire, seen = Wire(2), [ends_of(7), theirs]
+    errors = endings(2, lambda rank: prove(SECRET, rank, wire.trade(rank), seen[rank]))
+    assert [error is None for error in errors] == [alike] * 2
+    for rank, error in enumerate(errors):
+        words = f"device {rank} and device {1 - rank} know the secret of the run, but are not"
+        assert alike or (str(error).startswith(words) and "(NAT)" in str(error))
+
+
+def test_connections_cannot_be_said_for_another() -> None:
+    """A relay that writes its own ends into an answer does not know the secret."""
+    wire, seen = Wire(2), [ends_of(7), [("10.0.0.2:7", "10.0.0.9:7")]]
+
+    def trade(rank: int, word: bytes) -> Sequence[bytes]:
+        heard = list(wire.trade(rank)(word))
+        heard[1] = heard[1].replace(b"10.0.0.9", b"10.0.0.1")
+        return heard
+
+    errors = endings(2, lambda r: prove(SECRET, r, lambda word: trade(r, word), seen[r]))
+    assert "device 1 has not shown" in str(errors[0])
+
+
+def test_without_a_secret_nothing_is_bound() -> None:
+    wire = Wire(2)
+    assert endings(2, lambda rank: prove(b"", rank, wire.trade(rank), [])) == [None, None]
+
+
 @pytest.mark.parametrize("answer", [b"", b"\0" * 32, b"x" * 64], ids=["none", "zeros", "long"])
 def test_an_answer_of_any_length_is_compared(answer: bytes) -> None:
     answers = iter([b"\0" * 32, answer])

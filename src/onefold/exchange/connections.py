@@ -23,7 +23,7 @@ import socket
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from onefold.exchange.lateness import Lateness
 from onefold.system.process import LOOK_S, Stillness
@@ -36,6 +36,15 @@ class Connections:
 
     def __init__(self) -> None:
         self.sockets: dict[int, str] = {}
+
+    def ends(self) -> list[tuple[str, str]]:
+        """Address and port of both ends of each that is still connected, its own first."""
+        found = []
+        for descriptor, inode in self.sockets.items():
+            with _copy_of(descriptor, inode) as copy, suppress(OSError):
+                if copy is not None:
+                    found.append((_place(copy.getsockname()), _place(copy.getpeername())))
+        return found
 
     def cut(self) -> None:
         """Shut them down in both directions: whoever waits for a message on them gets an error."""
@@ -138,6 +147,12 @@ def _connected() -> dict[int, str]:
         if inode.startswith("socket:") and _is_connected(descriptor, inode):
             found[descriptor] = inode
     return found
+
+
+def _place(address: tuple[object, ...]) -> str:
+    """Host and port, alike at both ends: an address of IPv4 may be written as one of IPv6."""
+    host = str(address[0]).partition("%")[0].removeprefix("::ffff:")
+    return f"[{host}]:{address[1]}" if ":" in host else f"{host}:{address[1]}"
 
 
 def _inode_of(descriptor: int) -> str:

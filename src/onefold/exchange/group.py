@@ -43,6 +43,7 @@ from onefold.exchange.loopback import gloo_on_loopback
 from onefold.exchange.progress import progress_of
 from onefold.exchange.proof import prove
 from onefold.exchange.rendezvous import reach_store
+from onefold.exchange.sealing import SealedStore, refuse_sealed
 from onefold.exchange.waiting import Waiting
 from onefold.system.compat import Groups
 from onefold.system.process import LOOK_S
@@ -66,6 +67,8 @@ _POLL_S = 0.005
 _ATTEMPTS = 4
 _CONNECTED_S = 2.5
 _JOINED, _REFUSED = "joined", "refused"
+_MOST_OF_PROOF = 1 << 20
+"""In bytes: a process that has not proved anything yet must not choose how much memory is used."""
 _GOODBYE = timedelta(seconds=2)
 
 
@@ -111,7 +114,7 @@ def agree_on_name(world: World, size: int, timeout_s: float, trainer: int) -> st
         store.set(key, secrets.token_hex(16))
     limit, ended = time.monotonic() + timeout_s, watch_for_end(world, size, timeout_s)
     _await(store, key, 0, limit, timeout_s, ended, _saying(world, store, [key]))
-    return str(store.get(key).decode())
+    return refuse_sealed(key, store.get(key)).decode()
 
 
 class Joined(NamedTuple):
@@ -179,7 +182,8 @@ def _meet(
             with noted_connections(connections), gloo_on_loopback(world):
                 group, store = _make_group(world, kind, size, limit_s, trainer, attempt)
             # Ahead of every other message: nothing that a stranger sends is used before its proof.
-            prove(world.proof, group.rank(), partial(_gather_alike, group))
+            trade = partial(gather_bytes, group, most=_MOST_OF_PROOF)
+            prove(world.proof, group.rank(), trade, connections.ends())
         except RuntimeError as error:
             problem = error
             connections.cut()  # or the others wait for this process
@@ -260,11 +264,17 @@ def _make_group(
     return own, PrefixStore(f"trainer/{trainer}", store)
 
 
-def gather_bytes(group: dist.ProcessGroup, text: bytes) -> list[bytes]:
-    """Gather a text of any length from every process of a group, in the order of their ranks."""
+def gather_bytes(group: dist.ProcessGroup, text: bytes, most: int | None = None) -> list[bytes]:
+    """Gather a text from every process of a group, of ``most`` bytes, in the order of their ranks.
+
+    Raises:
+        RuntimeError: a process announces a longer one.
+    """
     size = group.size()
     lengths = [torch.empty(1, dtype=torch.int64) for _ in range(size)]
     dist.all_gather(lengths, torch.tensor([len(text)]), group=group)
+    if most is not None and not all(0 <= int(length) <= most for length in lengths):
+        raise RuntimeError(f"a process announces {[int(n) for n in lengths]} bytes, over {most}")
     # all_gather takes one length from all, and frombuffer refuses an empty one.
     longest = max(1, *(int(length) for length in lengths))
     parts = _gather_alike(group, text.ljust(longest, b"\0"))
@@ -280,6 +290,8 @@ def _gather_alike(group: dist.ProcessGroup, text: bytes) -> list[bytes]:
 
 
 _stores: dict[tuple[World, int], Store] = {}
+_sealed: list[Store] = []
+"""What PyTorch calls in Python must be kept there; it would only keep its own part of it."""
 
 
 def _store(world: World, size: int, timeout_s: float) -> Store:
@@ -287,6 +299,9 @@ def _store(world: World, size: int, timeout_s: float) -> Store:
     if (world, size) not in _stores:
         limit = timedelta(seconds=timeout_s)
         base = _rendezvous(world, size, limit)
+        if world.secret:
+            base = SealedStore(base, world.secret.encode(), world.run_id)
+            _sealed.append(base)
         _stores[world, size] = PrefixStore(f"onefold/{world.run_id}", base)
     return _stores[world, size]
 
@@ -301,10 +316,11 @@ def _trade(world: World, size: int, timeout_s: float, topic: str, word: str) -> 
     _tell(world, size, timeout_s, topic, word)
     store, ended = _store(world, size, timeout_s), watch_for_end(world, size, timeout_s)
     limit = time.monotonic() + timeout_s
-    say = _saying(world, store, [f"{topic}/{rank}" for rank in range(size)])
-    for rank in range(size):
-        _await(store, f"{topic}/{rank}", rank, limit, timeout_s, ended, say)
-    return [store.get(f"{topic}/{rank}").decode() for rank in range(size)]
+    keys = [f"{topic}/{rank}" for rank in range(size)]
+    say = _saying(world, store, keys)
+    for rank, key in enumerate(keys):
+        _await(store, key, rank, limit, timeout_s, ended, say)
+    return [refuse_sealed(key, store.get(key)).decode() for key in keys]
 
 
 def _saying(world: World, store: Store, keys: Sequence[str]) -> Callable[[], None]:
@@ -435,6 +451,7 @@ def _leave() -> None:
         close_watches()
         _stores.clear()
         dist.destroy_process_group()
+        _sealed.clear()
 
 
 def _left_key(rank: int) -> str:

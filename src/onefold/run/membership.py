@@ -29,7 +29,14 @@ from onefold.exchange.waiting import WAITING
 from onefold.run.onefile import advice_on_one_file
 from onefold.system.ownfiles import PrivateFolder, create_file
 
-__all__ = ["abandon", "at_good_end", "end_well", "hush_and_report", "register"]
+__all__ = [
+    "abandon",
+    "at_good_end",
+    "end_well",
+    "folder_until_the_end",
+    "hush_and_report",
+    "register",
+]
 
 
 class _Closable(Protocol):
@@ -84,8 +91,26 @@ def _forget() -> None:
     _endings.clear()
     _open.clear()
     _log_folders.clear()
-    for call in (_leave, _remove_logs):
+    _folders.clear()
+    for call in (_leave, _remove_logs, _remove_folders):
         atexit.unregister(call)
+
+
+_folders: list[PrivateFolder] = []
+
+
+def folder_until_the_end() -> str:
+    """Make a private folder, once, which is removed when this process ends."""
+    if not _folders:
+        _forget_in_children()
+        atexit.register(_remove_folders)
+        _folders.append(PrivateFolder())
+    return str(_folders[-1].path)
+
+
+def _remove_folders() -> None:
+    while _folders:
+        _folders.pop().remove()
 
 
 def hush_and_report(world: World) -> None:

@@ -37,6 +37,7 @@ from onefold.engine.byscript import NO_STEP, ByScript, chosen_optimizer
 from onefold.engine.compiling import check_compiler
 from onefold.engine.engine import Outcome
 from onefold.engine.evaluation import DataCall, ScoreFunction
+from onefold.engine.kernels import calls_compiled
 from onefold.engine.lowprecision import check_device
 from onefold.engine.schedule import RunSchedule
 from onefold.engine.step import Step
@@ -47,11 +48,13 @@ from onefold.reading.reader import Collate, SizedDataset
 from onefold.reading.wholebatches import Items, Rule
 from onefold.run.ending import Stopped, is_failing, only_noting
 from onefold.run.gradientsteps import GradientSteps, Place
-from onefold.run.membership import at_good_end, register
+from onefold.run.membership import at_good_end, folder_until_the_end, register
 from onefold.run.observers import Observers
 from onefold.run.planning import plan_instead
 from onefold.run.team import form_team, settle_process
 from onefold.run.userparts import UserParts
+from onefold.run.world import have_private_caches
+from onefold.system.compilers import keep_code_in
 from onefold.system.interrupt import STOPPED_CODE
 from onefold.verifying import Verifying
 from onefold.watch.timing import Span, host_now_s
@@ -96,6 +99,7 @@ class Session:
         plan_instead(world, user, optimizer, settings)
         self.settings, self.parts = settings, user
         self.team = form_team(world, devices, shards=settings.shards, module=user.module)
+        _keep_code_private(user, settings)
         _check_devices(self.team.own_devices.values(), settings)
         chosen = self._checked_plan(plan)
         # Before the engine, whose first additions must have the run's number of threads.
@@ -417,6 +421,12 @@ class Session:
         """Tell the launcher which step is next: later failures are reported as in that step."""
         if self._progress is not None:
             self._progress.set_step(self._world.rank, self.position.step + 1)
+
+
+def _keep_code_private(user: UserParts, settings: Settings) -> None:
+    """Choose a folder for compiled code, ahead of the compiler, which loads what it finds there."""
+    if settings.compile or calls_compiled(user.module, *user.losses.values()):
+        keep_code_in(have_private_caches(folder_until_the_end))
 
 
 def _check_devices(devices: Iterable[torch.device], settings: Settings) -> None:

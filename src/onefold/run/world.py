@@ -16,21 +16,31 @@ world belongs to the process that has read it; asking for it in a forked child i
 from __future__ import annotations
 
 import functools
+import logging
 import os
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import replace
+from pathlib import Path
 
 from onefold.core.options import RunOptions
 from onefold.core.world import World
 from onefold.errors import LaunchError
 from onefold.run.others import others_of
 from onefold.run.slurm import SlurmTask, slurm_task
+from onefold.system.caches import (
+    INDUCTOR,
+    check_named,
+    default_of_torch,
+    other_caches,
+    place_of_code,
+)
 
 __all__ = [
     "KEEP_VARIABLE",
     "allocator_chosen",
     "current_world",
     "have_cublas_repeat",
+    "have_private_caches",
     "is_launched",
     "options_of",
     "read_world",
@@ -39,6 +49,7 @@ __all__ = [
     "worker_environment",
 ]
 
+_log = logging.getLogger("onefold")
 WORLD_VARIABLE = "ONEFOLD_WORLD"
 SECRET_VARIABLE = "ONEFOLD_SECRET"
 KEEP_VARIABLE, HOME_VARIABLE = "ONEFOLD_KEEP", "ONEFOLD_HOME"
@@ -248,10 +259,53 @@ def have_cublas_repeat() -> None:
     os.environ.setdefault(_CUBLAS, _CUBLAS_REPEATS)
 
 
+def have_private_caches(otherwise: Callable[[], str]) -> str:
+    """Have PyTorch keep compiled code where no other user can put any.
+
+    Args:
+        otherwise: makes a private folder; called where the user's own one cannot be used.
+
+    Returns:
+        where compiled code is kept.
+
+    Raises:
+        ValueError: the user has named a folder that another user could change.
+    """
+    run = _code_of_run(current_world())
+    # What was chosen here for a Trainer before this one is not the user's choice.
+    user = {name: value for name, value in os.environ.items() if _chosen.get(name) != value}
+    place = user.get(INDUCTOR)
+    # PyTorch itself sets it when its compiler is loaded.
+    if not place or place in (default_of_torch(), run):
+        try:
+            place = str(place_of_code(user))
+        except (ValueError, OSError) as error:
+            place = run or otherwise()
+            _log.info("compiled code is not kept for the next run: %s", error)
+        _chosen[INDUCTOR] = place
+    else:
+        check_named(INDUCTOR, place)
+    _chosen.update(other_caches(user, Path(place)))
+    os.environ.update({**_chosen, INDUCTOR: place})
+    return place
+
+
+_chosen: dict[str, str] = {}
+"""Variables that `have_private_caches` has set."""
+
+
+def _code_of_run(world: World) -> str:
+    """A folder in that of the run, which only its user can look into."""
+    return os.path.join(world.directory, "compiled") if world.directory else ""
+
+
 def worker_environment(world: World) -> dict[str, str]:
     """Make the environment of a worker that onefold launches."""
     environment = dict(os.environ)
     environment[WORLD_VARIABLE] = world.to_json()
+    # PyTorch makes its folder as soon as its compiler is loaded, wherever that may be.
+    if environment.get(INDUCTOR) in (None, "", default_of_torch()):
+        environment[INDUCTOR] = _code_of_run(world)
     # CUDA's default order is by speed, and so not that of NVML, by which devices were chosen.
     environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     # Read when cuBLAS is loaded: with other workspaces its results may differ from run to run.

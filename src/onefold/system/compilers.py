@@ -20,6 +20,7 @@ __all__ = [
     "compiled_call_of",
     "compiler_config",
     "is_compiled",
+    "keep_code_in",
     "load_compiler",
 ]
 
@@ -97,6 +98,24 @@ def code_compiler(device: torch.device) -> str:
         raise RuntimeError(f"Python.h, which kernels are built with, is not in {headers}")
     found = re.search(r"version [\w.]+", get_compiler_version_info(compiler))
     return f"{compiler} {found[0] if found else 'of an unknown version'}"
+
+
+def keep_code_in(folder: str) -> None:
+    """Have the compiler keep nothing outside a folder, which its variable must name as well.
+
+    A few caches (headers that are compiled first, what was memoised) do not look at the variable.
+    """
+    from torch._inductor.runtime import cache_dir_utils
+
+    cache_dir_utils.default_cache_dir = lambda: folder
+    # Those that have taken the name, or the folder itself, when they were loaded.
+    for name in ("torch._inductor.runtime.runtime_utils", "torch._inductor.codecache"):
+        if name in sys.modules:
+            sys.modules[name].default_cache_dir = cache_dir_utils.default_cache_dir  # type: ignore[attr-defined]
+    if "torch._inductor.codecache" in sys.modules:
+        code: Any = sys.modules["torch._inductor.codecache"]
+        code._HEADER_DIR = os.path.join(folder, "precompiled_headers")
+        code._HEADER_LOCK_DIR = os.path.join(folder, "precompiled_headers", "locks")
 
 
 def _triton_version() -> str:

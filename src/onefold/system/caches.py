@@ -1,0 +1,186 @@
+"""Finds a place for code that PyTorch compiles and keeps, where no other user can put any.
+
+What a compiler finds in its cache is loaded into this process. By default PyTorch looks in a folder
+of the temporary directory whose name anybody can tell, and who makes it first owns it.
+
+Note: who can change a folder
+-----------------------------
+Its owner and root, whoever may write to it, and whoever could put another folder in its place: so
+each folder on the way counts, and each folder that a link on the way leads through. In a folder
+with the sticky bit, such as ``/tmp``, others may add names and may not replace ours.
+
+Note: one cache for each kind of host
+-------------------------------------
+A home is often shared by several hosts, and compiled code is for the processor and by the compiler
+that were found when it was made, which PyTorch's own keys leave out. So its folder is named by
+both.
+"""
+
+from __future__ import annotations
+
+import getpass
+import hashlib
+import os
+import re
+import shutil
+import stat
+import sys
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+
+__all__ = [
+    "INDUCTOR",
+    "check_cache",
+    "check_named",
+    "default_of_torch",
+    "other_caches",
+    "place_of_code",
+]
+
+INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
+"""Holds everything of ``torch.compile``: graphs, kernels, what was tuned, and its locks."""
+_MOST_LINKS = 40
+
+
+def place_of_code(environment: Mapping[str, str]) -> Path:
+    """Return the user's folder for compiled code, made if it was not there.
+
+    Raises:
+        ValueError: another user could change it.
+        OSError: it cannot be made.
+    """
+    place = _cache_home(environment) / "onefold" / "compiled" / _kind_of_host(environment)
+    check_cache(place, create=True)
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise PermissionError(f"{place} cannot be written to")
+    return place
+
+
+def other_caches(environment: Mapping[str, str], place: Path) -> dict[str, str]:
+    """Check the other caches of PyTorch, and return variables for those that are not safe.
+
+    Args:
+        environment: what the user has set.
+        place: a folder of this user alone.
+
+    Raises:
+        ValueError: the user has named a folder that another user could change.
+    """
+    home, cache = Path(os.path.expanduser("~")), _cache_home(environment)
+    # The folder that is used if the variable is not set; None for one in the temporary directory.
+    defaults = {
+        "TRITON_CACHE_DIR": place,  # under Inductor's
+        "TRITON_HOME": home / ".triton",
+        "TORCH_EXTENSIONS_DIR": cache / "torch_extensions",
+        "PYTORCH_KERNEL_CACHE_PATH": cache / "torch" / "kernels",
+        "QUACK_CACHE_DIR": None,
+        "TORCH_VENDOR_QUACK_CACHE_DIR": home / ".torch_vendor_quack",
+    }
+    changes = {}
+    for name, default in defaults.items():
+        if environment.get(name):
+            check_named(name, environment[name])
+        elif default is None or not _is_safe(default):
+            changes[name] = str(place / name.lower())
+    return changes
+
+
+def check_named(name: str, folder: str) -> None:
+    """Refuse a cache that the user has named by a variable if another user could change it.
+
+    Raises:
+        ValueError: as above.
+    """
+    try:
+        check_cache(Path(os.path.abspath(folder)), create=True)
+    except (ValueError, OSError) as error:
+        raise ValueError(
+            f"{name} names {folder}, and compiled code is loaded from there: {error}. Name a "
+            f"folder that only you can write to (chmod 700), or unset {name}"
+        ) from None
+
+
+def default_of_torch() -> str:
+    """The folder that PyTorch chooses, and writes into the environment, where nobody names one."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        user = f"uid_{os.getuid()}"
+    name = "torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", user)
+    return os.path.join(tempfile.gettempdir(), name)
+
+
+def check_cache(folder: Path, *, create: bool) -> None:
+    """Refuse a folder that another user could change; see the note at the head.
+
+    Args:
+        folder: its path, which must be absolute.
+        create: whether to make what is missing of it, for this user alone; otherwise the part of
+            the path that is there is looked at.
+
+    Raises:
+        ValueError: another user could change it, or it is no folder.
+        OSError: it cannot be made or looked at.
+    """
+    if not folder.is_absolute():
+        raise ValueError(f"{folder} is no absolute path")
+    at, names, links = Path("/"), list(folder.parts[1:]), 0
+    while names:
+        name = names.pop(0)
+        if name == "..":
+            at = at.parent
+            continue
+        entry = at / name
+        if create and not os.path.lexists(entry):
+            with suppress(FileExistsError):  # another device of the run was faster
+                os.mkdir(entry, 0o700)
+        try:
+            found = os.lstat(entry)
+        except FileNotFoundError:
+            return
+        if found.st_uid not in (0, os.getuid()):
+            raise ValueError(f"{entry} belongs to user {found.st_uid}, not to you or to root")
+        if stat.S_ISLNK(found.st_mode):
+            links += 1
+            if links > _MOST_LINKS:
+                raise ValueError(f"{entry} leads through more than {_MOST_LINKS} links")
+            target = Path(os.readlink(entry))
+            names = [*target.parts[target.is_absolute() :], *names]
+            at = Path("/") if target.is_absolute() else at
+            continue
+        if not stat.S_ISDIR(found.st_mode):
+            raise ValueError(f"{entry} is not a folder")
+        # Only on the way: in the cache itself others could add what is then loaded.
+        is_sticky = found.st_mode & stat.S_ISVTX and names
+        if found.st_mode & 0o022 and not is_sticky:
+            raise ValueError(f"others may write to {entry} (mode {found.st_mode & 0o7777:o})")
+        at = entry
+
+
+def _is_safe(folder: Path) -> bool:
+    try:
+        check_cache(folder, create=False)
+    except (ValueError, OSError):
+        return False
+    return True
+
+
+def _cache_home(environment: Mapping[str, str]) -> Path:
+    return Path(environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+
+
+def _kind_of_host(environment: Mapping[str, str]) -> str:
+    """A name for what compiled code depends on beside its source."""
+    with open("/proc/cpuinfo") as file:
+        first = file.read().split("\n\n", 1)[0].splitlines()
+    wanted = ("model name", "flags", "Features", "CPU implementer", "CPU part")
+    parts = [line for line in first if line.startswith(wanted)]
+    compiler = shutil.which(environment.get("CXX") or "g++")
+    if compiler is not None:
+        real = os.path.realpath(compiler)
+        parts += [real, str(os.stat(real).st_size), str(os.stat(real).st_mtime_ns)]
+    parts += [version("torch"), sys.version]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]

@@ -1,0 +1,121 @@
+"""What a stranger writes into the store of a run is noticed, and so is who stands in between."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from torch.distributed import HashStore, PrefixStore
+
+from onefold.errors import DisagreementError
+from onefold.exchange.sealing import SealedStore, refuse_sealed
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "relayed.py"
+SECRET = b"long enough that nobody guesses it"
+WITHOUT = "has a value under .*key that was written without the secret of this run"
+
+
+def sealed(inner: HashStore, secret: bytes = SECRET, run: str = "run") -> SealedStore:
+    return SealedStore(inner, secret, run)
+
+
+@pytest.mark.parametrize("value", ["", "text", "\0\n", "é"])
+def test_processes_with_the_secret_understand_each_other(value: str) -> None:
+    inner = HashStore()
+    one, other = sealed(inner), sealed(inner)
+    PrefixStore("a", one).set("key", value)
+    assert PrefixStore("a", other).get("key") == value.encode()
+    assert other.multi_get(["a/key"]) == [value.encode()]
+    assert not value or value.encode() not in inner.get("a/key")
+    assert one.add("n", 2) == 2
+    assert other.check(["n", "a/key"])
+    with pytest.raises(RuntimeError):
+        one.wait(["never"], timedelta(milliseconds=10))
+
+
+def test_only_the_first_failure_is_kept() -> None:
+    store = sealed(HashStore())
+    assert store.compare_set("key", "", "first") == b"first"
+    assert store.compare_set("key", "", "second") == b"first"
+    with pytest.raises(NotImplementedError):
+        store.compare_set("key", "first", "second")
+
+
+def raw(inner: HashStore) -> None:
+    inner.set("key", "10.0.0.9:1234")
+
+
+def of_another_secret(inner: HashStore) -> None:
+    sealed(inner, SECRET + b".").set("key", "x")
+
+
+def of_another_run(inner: HashStore) -> None:
+    sealed(inner, run="run2").set("key", "x")
+
+
+def of_another_key(inner: HashStore) -> None:
+    sealed(inner).set("old", "x")
+    inner.set("key", inner.get("old").decode())
+
+
+def changed(inner: HashStore) -> None:
+    sealed(inner).set("key", "x")
+    inner.set("key", inner.get("key").decode() + "00")
+
+
+def cut(inner: HashStore) -> None:
+    sealed(inner).set("key", "x")
+    inner.set("key", inner.get("key").decode()[:-1])
+
+
+@pytest.mark.parametrize(
+    "write", [raw, of_another_secret, of_another_run, of_another_key, changed, cut]
+)
+def test_a_value_of_a_stranger_is_refused(write: Callable[[HashStore], None]) -> None:
+    inner = HashStore()
+    write(inner)
+    with pytest.raises(DisagreementError, match=WITHOUT):
+        sealed(inner).get("key")
+
+
+def test_a_process_without_the_secret_says_so() -> None:
+    inner = HashStore()
+    sealed(inner).set("key", "x")
+    assert refuse_sealed("key", b"plain") == b"plain"
+    with pytest.raises(DisagreementError, match=r"ONEFOLD_SECRET and this one has not \(key\)"):
+        refuse_sealed("key", inner.get("key"))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("secret", "kind", "said"),
+    [
+        # That the relay passes everything on is what makes the others worth something.
+        ("", "address", "joined"),
+        (SECRET.decode(), "nothing", "joined"),
+        (SECRET.decode(), "kind", "under onefold/run/kind/1 that was written without the secret"),
+        (SECRET.decode(), "address", "that was written without the secret of this run"),
+        (SECRET.decode(), "unsealed", "are not connected with each other"),
+    ],
+)
+def test_who_stands_in_between_keeps_devices_from_joining(
+    tmp_path: Path, secret: str, kind: str, said: str
+) -> None:
+    processes = [
+        subprocess.Popen(
+            [sys.executable, SCRIPT, str(rank), secret, kind],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
+            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+        )
+        for rank in range(2)
+    ]
+    came = [process.communicate(timeout=120)[0] for process in processes]
+    assert all(("joined" in each) == (said == "joined") for each in came), came
+    assert said in came[0], came
