@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +30,8 @@ class TrainedModel:
 
     def __init__(self, session: Session) -> None:
         self._session = session
+        # The model outlives what its script has dropped.
+        weakref.finalize(self, session.drop).atexit = False
 
     @property
     def model(self) -> torch.nn.Module:
@@ -329,9 +332,24 @@ class TrainedModel:
             session.note_progress()
 
     def close(self) -> None:
-        """Leave the run; the model keeps its values. Also done at the end of the program.
+        """Leave the run, and have the model be the script's; called on every device.
+
+        Each process then has all values of the model for itself, the same everywhere, and may
+        change them. The optimizer's state, which lies in parts on the devices, is let go: what
+        follows needs another optimizer. Another Trainer of the model, or of a part of it, closes
+        this one first. So need no call: the end of the program, after which nothing changes.
 
         With ``onefold run --checkpoint``, while an exception is handled on one of several devices,
-        that happens only at its end. Raises OSError if a checkpoint could not be written.
+        that happens only at its end. A device that is handling one waits for no other.
+
+        Raises:
+            DisagreementError: with several devices, the script has changed parameters since the
+                last call, outside of `changing`; or another device is somewhere else.
+            OSError: a checkpoint could not be written.
+            PeerError: another device failed.
+
+        >>> trainer.close()
+        >>> _ = model.weight.data.mul_(0.5)
+        >>> trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, shards=2)
         """
         self._session.close()

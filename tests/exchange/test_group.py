@@ -29,6 +29,7 @@ from onefold.exchange.group import (
     who_left,
 )
 from onefold.exchange.progress import Progress, _table
+from onefold.system.compat import Groups
 from tests.exchange.together import LIMIT_S, endings, joined, together
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "connecting.py"
@@ -165,7 +166,7 @@ def test_an_end_is_read_in_the_table_of_the_launcher() -> None:
 def test_an_end_is_told_where_somebody_may_wait_for_it_alone(store: HashStore) -> None:
     """Not by a process that is alone, and not by a member of a group, which parts in order."""
     tell_end(world_of(store, 0, 1))
-    group._memberships.append(group._Membership(store, 1, 2))
+    group._memberships.append(group._Membership(store, 1, 2, []))
     tell_end(world_of(store, 1, 2))
     assert not store.check(["ended/0"])
     assert not store.check(["ended/1"])
@@ -202,6 +203,9 @@ def joins(monkeypatch: pytest.MonkeyPatch) -> Iterator[HashStore]:
     yield store
     atexit.unregister(group._leave)
     group._stores.clear()
+    for membership in group._memberships:
+        for made in membership.groups:
+            Groups.end(made)
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -243,6 +247,18 @@ def test_each_trainer_has_a_group_and_a_place_in_the_store(joins: HashStore) -> 
     assert not second.store.check(["key"])
     assert not joins.check(["key"])
     assert len(group._memberships) == 1, "this process leaves once"
+    assert group._memberships[0].groups == [first.group, second.group]
+    assert not dist.is_initialized(), (
+        "a script's loss may multiply by the size of the default group"
+    )
+
+
+def test_a_script_may_make_and_end_the_default_group_later(joins: HashStore) -> None:
+    made = join_group(world_of(joins, 0, 1), "cpu", 1, timeout_s=LIMIT_S, trainer=0)
+    made.watch.close()
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    dist.destroy_process_group()
+    assert gather_bytes(made.group, b"still there") == [b"still there"]
 
 
 def test_a_group_of_the_script_is_left_alone(joins: HashStore) -> None:
@@ -304,15 +320,13 @@ def test_connections_that_break_while_they_are_made_are_made_anew(
 def torn_down(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """When each process's group was torn down."""
     moments: list[float] = []
-    monkeypatch.setattr(
-        group.dist, "destroy_process_group", lambda: moments.append(time.monotonic())
-    )
+    monkeypatch.setattr(group.Groups, "end", lambda _: moments.append(time.monotonic()))
     return moments
 
 
 def leave(store: HashStore, rank: int, size: int) -> None:
     """As a process does it that is in one group."""
-    group._memberships[:] = [group._Membership(store, rank, size)]
+    group._memberships[:] = [group._Membership(store, rank, size, [None])]  # type: ignore[list-item]
     group._leave()
 
 
@@ -346,7 +360,7 @@ def test_who_waits_in_vain_leaves_alone(
 
 
 def test_who_has_left_is_known(store: HashStore) -> None:
-    group._memberships.append(group._Membership(store, 0, 3))
+    group._memberships.append(group._Membership(store, 0, 3, []))
     assert who_left() == []
     store.set(group._left_key(2), "1")
     assert who_left() == [2]

@@ -57,6 +57,7 @@ class Call(IntEnum):
     BROADCAST = 14
     GRADIENT = 15
     WHOLE = 16
+    CLOSE = 17
 
     @property
     def words(self) -> str:
@@ -81,6 +82,7 @@ _CALLS = {
     Call.BROADCAST: "trainer.broadcast",
     Call.GRADIENT: "trainer.gradient",
     Call.WHOLE: "the beginning of trainer.whole",
+    Call.CLOSE: "trainer.close",
 }
 
 

@@ -79,6 +79,8 @@ class Agreement:
         """Whether the script is inside `with trainer.changing():`."""
         self.averaged = False
         """Whether it is inside `with trainer.averaged():`."""
+        self.left = ""
+        """Why the trainer makes no calls any more; empty as long as it does."""
 
     def begin(self, head: StepHead, *, function: object = None, stop: bool = False) -> Said:
         """Wait for all devices to have begun the same call, in the same state.
@@ -132,6 +134,32 @@ class Agreement:
             raise DisagreementError(self._words_of_change(agreed, head))
         return agreed
 
+    def end(self, step: int) -> None:
+        """Wait for all devices to leave the run; called on all of them, of which some may be gone.
+
+        The model may have other parts by now.
+
+        Args:
+            step: number of the next step.
+
+        Raises:
+            DisagreementError: a device is in another call, or parameters were changed since the
+                last one.
+        """
+        if not self._with_others:
+            return
+        changed, _ = self.guard.look(due=True)
+        head = StepHead(Call.CLOSE, step)
+        try:
+            agreed = read_said(self._exchange.agree(step, head.word(changed=changed)))
+        except PeerLost:
+            return  # its script has ended without this call, or its failure is reported there
+        if any(agreed.changed):
+            raise DisagreementError(
+                f"{self._words_of_change(agreed, head)}; after trainer.close(), the model is the "
+                f"script's again"
+            )
+
     def _with_advice(self, error: PeerError, call: Call) -> PeerError:
         """Say for which call a device did not come: the script may make it on the lead alone."""
         advice = (
@@ -145,13 +173,16 @@ class Agreement:
 
         Raises:
             RuntimeError: the script is inside `with trainer.changing():`, or inside `with
-                trainer.averaged():` and the call is for the training values.
+                trainer.averaged():` and the call is for the training values; or the trainer has
+                left the run.
         """
         if self.changing and call is not Call.CHANGED:
             raise RuntimeError(
                 f"{call.words} was called inside `with trainer.changing():`, where devices may "
                 f"differ: expected the block to end first"
             )
+        if self.left and call is not Call.WHOLE:
+            raise RuntimeError(f"{call.words} was called after {self.left}")
         if self.averaged and call not in _WITH_AVERAGES:
             raise RuntimeError(
                 f"{call.words} was called inside `with trainer.averaged():`, where the model holds "

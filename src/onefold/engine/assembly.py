@@ -26,6 +26,7 @@ from onefold.engine.engine import Engine
 from onefold.engine.firstparts import hand_out_entries, values_of_entry
 from onefold.engine.firstvalues import revealed, undrawn_of
 from onefold.engine.frozenparts import frozen_in_stages, frozen_of
+from onefold.engine.holders import digests_of_held
 from onefold.engine.leftovers import refuse_clipping
 from onefold.engine.lowprecision import held_in
 from onefold.engine.modelparts import ModelParts
@@ -68,6 +69,8 @@ def assemble(
     """
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     parts = _parts(module, held)
+    # Before any device's memory takes the place of what the script has.
+    values = digests_of_held(module) if len(team.own) < len(team.devices) else {}
     places = BufferPlaces(module, settings.buffers)
     # Every set copies the module's buffers as the script left them, and so before one is attached:
     # from then on they are views of that set's memory.
@@ -79,7 +82,7 @@ def assemble(
     storage = _storage(parts, first, optimizer, settings, team, modules, heap)
     start = _start(parts, first)
     roster = _roster(storage, plan, team)
-    described = describe(parts, optimizer, settings, team, plan, schedule, storage.stages)
+    described = describe(parts, optimizer, settings, team, plan, schedule, storage.stages, values)
     exchange = join(
         storage,
         start,

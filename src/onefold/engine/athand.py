@@ -40,6 +40,9 @@ class Lending:
         """
         return nullcontext()
 
+    def stay_whole(self) -> None:
+        """Have all parameters from here on; called on all devices alike."""
+
     def refuse_call(self, call: Call) -> None:
         """Refuse a call of the trainer where other devices wait for other things.
 

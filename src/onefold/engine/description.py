@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -28,6 +28,7 @@ __all__ = ["compare", "describe"]
 
 _log = logging.getLogger("onefold")
 _HASHES = "a hash"
+_VALUE = "the value of "
 
 
 def describe(
@@ -38,8 +39,12 @@ def describe(
     plan: Plan,
     schedule: LRScheduler | None,
     stages: Stages | None = None,
+    values: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """Describe everything that must be the same on every device, in words for error messages."""
+    """Describe everything that must be the same on every device, in words for error messages.
+
+    ``values`` are the digests of those parameters and buffers of which the values must be, too.
+    """
     described = {
         "shards": str(settings.shards),
         "seed": str(settings.seed),
@@ -74,6 +79,7 @@ def describe(
             described[f"parameter {name}"] = f"{kind} {p.dtype} {tuple(p.shape)} {p.stride()}"
     for name, buffer in parts.module.named_buffers():
         described[f"buffer {name}"] = f"{buffer.dtype} {tuple(buffer.shape)}"
+    described |= {f"{_VALUE}{name}": digest for name, digest in (values or {}).items()}
     for number, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
             if key != "params":
@@ -158,6 +164,14 @@ def compare(descriptions: Sequence[bytes]) -> None:
                 "in each: if anything depends on it, set PYTHONHASHSEED=0 for all of them"
             )
         for what in {**lead, **other}:
+            if lead.get(what) != other.get(what) and what.startswith(_VALUE):
+                raise DisagreementError(
+                    f"{what.removeprefix(_VALUE)} has other values on device {number} than on "
+                    f"device 0, and comes from a Trainer before this one, which left it alike: "
+                    f"what a script changes between two Trainers must be the same on every "
+                    f"device. Seed what is random in it, change nothing under `if "
+                    f"trainer.is_lead:`, or change it in `with trainer.changing():` before the end"
+                )
             if lead.get(what) != other.get(what):
                 raise DisagreementError(
                     f"{what} is {lead.get(what, 'absent')} on device 0 and "

@@ -45,6 +45,7 @@ from onefold.engine.update import SpanOptimizer
 from onefold.engine.valuetrade import ValueTrade
 from onefold.engine.verdict import verdict_of
 from onefold.engine.wholegradient import WholeGradient, check_gradient
+from onefold.errors import DisagreementError
 from onefold.exchange.exchange import Exchange
 from onefold.watch.timing import Span
 
@@ -259,6 +260,48 @@ class Engine:
         """Wait for all devices to have begun the same call; see `Agreement.begin`."""
         self.lending.refuse_call(Call(head.call))
         return self._agreement.begin(head, function=function, stop=stop)
+
+    def leave(self, step: int, why: str, *, together: bool) -> None:
+        """Have the model be the script's, with values of this process alone; once, at the end.
+
+        Args:
+            step: the number of the next step.
+            why: for whoever calls the trainer later.
+            together: whether all devices call this, and may be waited for.
+
+        Raises:
+            DisagreementError: the script has changed parameters since the last call.
+            RuntimeError: it is inside a block of the trainer.
+        """
+        memory, agreement = self.exchange.memory, self._agreement
+        agreement.refuse_inside(Call.CLOSE)
+        if together:
+            agreement.end(step)
+        # What is kept apart from a device has no room there as a whole.
+        if together and not memory.heap.apart:
+            self.lending.stay_whole()
+        memory.make_own()
+        self.update.end()
+        allow_clipping(self._parts.trained.values())
+        agreement.left = why
+
+    def refuse_raced(self) -> None:
+        """Refuse what this process has written to parameters that lie in others' memory as well.
+
+        Where only the lead writes, there is no race.
+
+        Raises:
+            DisagreementError: a parameter was changed since the last call.
+        """
+        if self.exchange.memory.is_common and self.with_others and self.replicas[0].number:
+            changed = self.guard.changed(values=False)
+            if changed:
+                raise DisagreementError(
+                    f"{self.guard.name_of(changed)} was changed on device "
+                    f"{self.replicas[0].number} after the last call of its Trainer, in memory that "
+                    f"all devices have in common: its values are left to chance. Call "
+                    f"trainer.close() before, on every device"
+                )
 
     def check_last_step(self) -> None:
         """Wait for the last step's loss and gradient where nobody has looked at them yet.

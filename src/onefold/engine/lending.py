@@ -170,6 +170,11 @@ class SpanLending(Lending):
             if not self._blocks:
                 self._hide()
 
+    def stay_whole(self) -> None:
+        if not self._blocks:
+            self._fetch_all()
+        self._blocks += 1
+
     @contextmanager
     def rounds(self, task: ShardTask) -> Iterator[ShardTask]:
         if self.is_whole:

@@ -39,16 +39,23 @@ def explain_state_dict(optimizers: Optimizers, is_whole: Callable[[], bool]) -> 
         optimizer.register_load_state_dict_pre_hook(refuse)
 
 
-def refuse_own_steps(optimizers: Optimizers, is_ours: Callable[[], bool]) -> None:
+def refuse_own_steps(optimizers: Optimizers, is_ours: Callable[[], bool | None]) -> None:
     """Refuse the script's own ``optimizer.step()``, which would silently update nothing.
 
     Args:
         optimizers: the user's own.
-        is_ours: whether it is the trainer that calls.
+        is_ours: whether it is the trainer that calls; None if the trainer is no more.
     """
 
     def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if not is_ours():
+        ours = is_ours()
+        if ours is None:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step() was called after its Trainer, which had "
+                f"divided its state among the devices and has let it go: make another optimizer "
+                f"for what follows"
+            )
+        if not ours:
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step() was called by the script: trainer.step() "
                 f"has made the update already, and there are no gradients left. Remove the "

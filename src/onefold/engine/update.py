@@ -105,7 +105,8 @@ class SpanOptimizer:
         self._device = next(iter(memory.values())).device
         self._visits = Visits(self._device, heap)
         self._draws = UpdateDraws(self._each, {flat.device for flat in memory.values()})
-        self._stepping = False
+        self._stepping: bool | None = False
+        """Whether this runs the optimizer just now; None once nobody may."""
         # First the pieces, then the state that is cut as they are.
         self.bind(roster)
         whole = dict(self.state)
@@ -116,7 +117,7 @@ class SpanOptimizer:
         explain_state_dict(self._each, lambda: view.is_whole)
         # Weakly, or the optimizer, which a script may keep, would keep the run's memory with it.
         this = weakref.ref(self)
-        refuse_own_steps(self._each, lambda: (it := this()) is None or it._stepping)
+        refuse_own_steps(self._each, lambda: None if (it := this()) is None else it._stepping)
 
     def bind(self, roster: Roster) -> None:
         """Own the pieces that a roster gives to this process, and drop the state of all others.
@@ -413,6 +414,12 @@ class SpanOptimizer:
         if self.is_whole and self._apart:
             exact = [item.values.data for item, _ in self._apart]
             copy_each([home.piece(item.piece) for item, home in self._apart], exact)
+
+    def end(self) -> None:
+        """Let go of the state, which lies in parts on the devices, and have nobody use it."""
+        self._forget()
+        self.averages.end()
+        self._stepping = None
 
     def follow_parameters(self) -> None:
         """Adopt what was written to parameters that models hold in a lower precision.

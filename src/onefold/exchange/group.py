@@ -1,4 +1,10 @@
-"""Joins torch.distributed once in this process, and leaves it in order.
+"""Joins torch.distributed for each Trainer of this process, and leaves it in order.
+
+Note: no default group
+----------------------
+PyTorch's default group is the script's, or a launcher's. Ours is none that `torch.distributed`
+would find: whether ``is_initialized()``, and what ``get_world_size()`` returns, must not depend on
+the exchange, or a line left over from DistributedDataParallel would change the result.
 
 Note: the keys of the store
 ---------------------------
@@ -24,7 +30,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import (  # type: ignore[attr-defined]  # they are exported
     FileStore,
-    HashStore,
     PrefixStore,
     Store,
 )
@@ -155,6 +160,12 @@ def join_group(world: World, kind: str, size: int, *, timeout_s: float, trainer:
             "part in it. Set ONEFOLD_SECRET to the same long random text for every process"
         )
     group, store, connections = _meet(world, kind, size, timeout_s, trainer)
+    if not dist.is_initialized():
+        _note_membership(group, world, size, timeout_s)
+    # `break_off` has unregistered it if the script survived a failure. Never registered twice.
+    if _memberships:
+        atexit.unregister(_leave)
+        atexit.register(_leave)
     rank = group.rank()
     here = host_identity()
     found = [json.loads(t) for t in gather_bytes(group, json.dumps([here, os.getpid()]).encode())]
@@ -176,7 +187,7 @@ def _meet(
         name = f"{trainer}/{attempt}"
         _trade(world, size, timeout_s, f"begins/{name}", "")  # or the first would listen for long
         limit_s = min(timeout_s, _CONNECTED_S * 2**attempt) if attempt < _ATTEMPTS else timeout_s
-        found_group, group = dist.is_initialized(), None
+        group = None
         connections, problem = Connections(), None
         try:
             with noted_connections(connections), gloo_on_loopback(world):
@@ -195,7 +206,8 @@ def _meet(
             Groups.set_limit(group, timedelta(seconds=timeout_s))
             return group, store, connections
         connections.cut()
-        _drop(group, found_group)
+        if group is not None:
+            dist.destroy_process_group(group) if dist.is_initialized() else Groups.end(group)
         _refuse(outcomes)
         # The first may fail by a stranger who has come between.
         level = logging.INFO if attempt == 1 else logging.WARNING
@@ -216,21 +228,6 @@ def _refuse(outcomes: Sequence[str]) -> None:
         )
 
 
-def _drop(group: dist.ProcessGroup | None, found_group: bool) -> None:
-    """Forget a group whose connections broke; one that the script has made itself stays."""
-    if found_group:
-        if group is not None:
-            dist.destroy_process_group(group)
-        return
-    _memberships.clear()
-    atexit.unregister(_leave)
-    if group is None:
-        # PyTorch numbers the groups of a process, also one that could not be formed, and the other
-        # processes may have formed it: only the end of a group lets all count from 0 again.
-        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    dist.destroy_process_group()
-
-
 def _make_group(
     world: World, kind: str, size: int, timeout_s: float, trainer: int, attempt: int
 ) -> tuple[dist.ProcessGroup, Store]:
@@ -238,30 +235,29 @@ def _make_group(
     limit = timedelta(seconds=timeout_s)
     if dist.is_initialized():
         store = Groups.default_store()
-        # `break_off` has unregistered it if the script survived a failure. Never registered twice.
-        if _memberships:
-            atexit.unregister(_leave)
-            atexit.register(_leave)
         group = dist.new_group(backend=backend, timeout=limit)
         return group, PrefixStore(f"onefold/{world.run_id}/{trainer}", store)
     store = _store(world, size, timeout_s)
     # Bound to its GPU, or NCCL may guess one, and open a context on it.
     device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else None
-    dist.init_process_group(
+    own = Groups.beside_default(
         backend,
-        store=PrefixStore(f"attempt/{attempt}", store),
+        PrefixStore(f"group/{trainer}/{attempt}", store),
         rank=world.rank,
-        world_size=size,
-        timeout=limit,
-        device_id=device,
+        size=size,
+        limit=limit,
+        device=device,
     )
-    _memberships.append(_Membership(store, world.rank, size))
-    atexit.register(_leave)
-    os.register_at_fork(after_in_child=break_off)  # a child is not the device
-    own = dist.group.WORLD
-    if own is None:
-        raise RuntimeError("torch.distributed made no process group")
     return own, PrefixStore(f"trainer/{trainer}", store)
+
+
+def _note_membership(group: dist.ProcessGroup, world: World, size: int, timeout_s: float) -> None:
+    """Have a group of ours ended together with all others, when this process ends."""
+    if not _memberships:
+        store = _store(world, size, timeout_s)
+        _memberships.append(_Membership(store, world.rank, size, []))
+        os.register_at_fork(after_in_child=break_off)  # a child is not the device
+    _memberships[0].groups.append(group)
 
 
 def gather_bytes(group: dist.ProcessGroup, text: bytes, most: int | None = None) -> list[bytes]:
@@ -412,7 +408,7 @@ def who_left() -> list[int]:
     """List the devices whose program has ended."""
     return [
         rank
-        for store, _, size in _memberships
+        for store, _, size, _ in _memberships
         for rank in range(size)
         if store.check([_left_key(rank)])
     ]
@@ -422,6 +418,8 @@ class _Membership(NamedTuple):
     store: Store
     rank: int
     size: int
+    groups: list[dist.ProcessGroup]
+    """One for each Trainer so far."""
 
 
 _memberships: list[_Membership] = []
@@ -433,7 +431,7 @@ def _leave() -> None:
     A process that has waited long enough leaves without the others. If they wait for this device,
     its closing connections end their wait.
     """
-    for store, rank, size in _memberships:
+    for store, rank, size, groups in _memberships:
         try:
             store.set(_left_key(rank), "1")
             store.wait([_left_key(other) for other in range(size)], _FAREWELL)
@@ -450,7 +448,8 @@ def _leave() -> None:
         # go on while the interpreter is taken apart.
         close_watches()
         _stores.clear()
-        dist.destroy_process_group()
+        while groups:
+            Groups.end(groups.pop())
         _sealed.clear()
 
 

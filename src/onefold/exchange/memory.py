@@ -121,6 +121,12 @@ class Memory(ABC):
     def release(self) -> None:
         """Drop the gradients that were published."""
 
+    def make_own(self) -> None:  # noqa: B027 (most have memory of their own anyway)
+        """Have what this process sees of the parameters be its own from here on.
+
+        Called once, at the end; the other processes may go on with what they see.
+        """
+
     @abstractmethod
     def follow_lead(self, buffers: FlatTensors) -> None:
         """Give every process the parameters and buffers of the lead's process.

@@ -27,7 +27,7 @@ from onefold.core.shard import Plan
 from onefold.core.storage import Storage
 from onefold.exchange.board import Board
 from onefold.exchange.carrier import AtOnce, Carrier
-from onefold.exchange.commonfile import new_file, take_file
+from onefold.exchange.commonfile import make_own, new_file, take_file
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.host import HostTransport
 from onefold.exchange.hostcarrier import HostCarrier
@@ -92,6 +92,7 @@ class HostMemory(Memory):
         trained, other = _map_shared(
             mailbox, [storage.parameters.nbytes, storage.other.nbytes], heap
         )
+        self._of_parameters = trained, other
         # Taken from the iterator below in this very order, in every process.
         sizes = [sum(shape.host_bytes), shape.device_bytes]
         sizes += [storage.gradients.nbytes] * (storage.slots * storage.devices)
@@ -182,6 +183,10 @@ class HostMemory(Memory):
     def release(self) -> None:
         for partial in self._own:
             partial.release()
+
+    def make_own(self) -> None:
+        for memory in self._of_parameters:
+            make_own(memory, self.heap)
 
 
 def _map_shared(mailbox: Mailbox, sizes: Sequence[int], heap: Heap) -> list[torch.Tensor]:

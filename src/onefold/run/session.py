@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,10 +39,12 @@ from onefold.engine.byscript import NO_STEP, ByScript, chosen_optimizer
 from onefold.engine.compiling import check_compiler
 from onefold.engine.engine import Outcome
 from onefold.engine.evaluation import DataCall, ScoreFunction
+from onefold.engine.holders import hold, take_from_holders
 from onefold.engine.kernels import calls_compiled
 from onefold.engine.lowprecision import check_device
 from onefold.engine.schedule import RunSchedule
 from onefold.engine.step import Step
+from onefold.errors import DisagreementError
 from onefold.exchange.progress import progress_of
 from onefold.reading.loader import Loader
 from onefold.reading.position import Position
@@ -60,6 +64,8 @@ from onefold.verifying import Verifying
 from onefold.watch.timing import Span, host_now_s
 
 __all__ = ["Session"]
+
+_OVER = "trainer.close(), or after another Trainer has taken the model"
 
 _log = logging.getLogger("onefold")
 
@@ -104,6 +110,8 @@ class Session:
         chosen = self._checked_plan(plan)
         # Before the engine, whose first additions must have the run's number of threads.
         settle_process(self.team, settings)
+        # Only now, as a Trainer whose arguments are refused takes nothing.
+        take_from_holders(user.module)
         self.verifying = Verifying(world, user.module, user.losses)
         self.engine = assemble(
             user.module,
@@ -127,7 +135,10 @@ class Session:
             self.engine, settings, self.team, self.position, self._schedule
         )
         self._world = world
-        self._left = False
+        self._left = self._is_over = False
+        hold(user.module, self)
+        this = weakref.ref(self)
+        at_good_end(lambda: None if (it := this()) is None else it.refuse_raced())
         self._process = os.getpid()
         self._progress = progress_of(world)
         # May load a checkpoint, so what starts from the step that is done comes after it.
@@ -337,12 +348,35 @@ class Session:
         """Leave the run; see `Trainer.close`."""
         # The last save needs all devices. If this script is failing, the others do not come: leave
         # it to the failure, which ends the run.
+        failing = is_failing()
         saves_with_others = self._autosave is not None and self.engine.with_others
-        if saves_with_others and not self._left and is_failing():
+        if saves_with_others and not self._left and failing:
             return
         self._finish()
+        if not self._is_over:
+            with self.telling_others():
+                self._leave(together=not failing and not self._left)
         self._left = True
         self.engine.exchange.close()
+
+    def drop(self) -> None:
+        """Leave the model to the script, which has no Trainer any more; waits for nobody."""
+        if self._is_over or os.getpid() != self._process:
+            return
+        try:
+            self.engine.refuse_raced()
+        except DisagreementError as error:
+            at_good_end(partial(_raise, error))  # nobody hears what is raised here
+        self._leave(together=False)
+
+    def refuse_raced(self) -> None:
+        """Refuse parameters of which the values are left to chance, at the end of the script."""
+        if not self._is_over:
+            self.engine.refuse_raced()
+
+    def _leave(self, *, together: bool) -> None:
+        self._is_over = True
+        self.engine.leave(self.position.step + 1, _OVER, together=together)
 
     def _finish(self) -> None:
         """Write everything that is still to be saved."""
@@ -427,6 +461,10 @@ def _keep_code_private(user: UserParts, settings: Settings) -> None:
     """Choose a folder for compiled code, ahead of the compiler, which loads what it finds there."""
     if settings.compile or calls_compiled(user.module, *user.losses.values()):
         keep_code_in(have_private_caches(folder_until_the_end))
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def _check_devices(devices: Iterable[torch.device], settings: Settings) -> None:

@@ -139,6 +139,59 @@ class Groups:
         return torch.distributed.distributed_c10d._get_default_store()
 
     @staticmethod
+    def beside_default(
+        backend: str,
+        store: Any,
+        *,
+        rank: int,
+        size: int,
+        limit: timedelta,
+        device: torch.device | None,
+    ) -> torch.distributed.ProcessGroup:
+        """Make a group of all processes that is not the default one, which there may not be.
+
+        PyTorch makes others beside a default group alone. It is known nowhere but to who has it, so
+        that a script may make and destroy the default group as it likes.
+
+        Args:
+            backend: as for `torch.distributed.init_process_group`.
+            store: where the processes find each other, for this group alone.
+            rank: of this process.
+            size: how many there are.
+            limit: the longest that anything waits in it.
+            device: the GPU that it is bound to.
+        """
+        inner: Any = torch.distributed.distributed_c10d
+        world = inner._world
+        group, _ = inner._new_process_group_helper(
+            size,
+            rank,
+            [],
+            torch.distributed.Backend(backend),
+            store,
+            group_name="onefold",
+            timeout=limit,
+            device_id=device,
+        )
+        for table in (world.pg_map, world.pg_names, world.pg_backend_config):
+            del table[group]
+        for tag in {"", world.pg_to_tag.pop(group)}:
+            if group in world.tags_to_pg.get(tag, ()):
+                world.tags_to_pg[tag].remove(group)
+        inner._unregister_process_group(group.group_name)
+        # By these, messages between two processes find them.
+        world.pg_group_ranks[group] = {number: number for number in range(size)}
+        found: torch.distributed.ProcessGroup = group
+        return found
+
+    @staticmethod
+    def end(group: torch.distributed.ProcessGroup) -> None:
+        """Tear a group down that `beside_default` has made."""
+        inner: Any = torch.distributed.distributed_c10d
+        inner._world.pg_group_ranks.pop(group, None)
+        group.shutdown()
+
+    @staticmethod
     def set_limit(group: torch.distributed.ProcessGroup, limit: timedelta) -> None:
         """Change how long whatever begins from now on may wait for other processes."""
         torch.distributed.distributed_c10d._set_pg_timeout(limit, group)
