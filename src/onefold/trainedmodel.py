@@ -55,8 +55,7 @@ class TrainedModel:
         >>> with trainer.changing():
         ...     _ = model.weight.data.clamp_(-0.1, 0.1)
         """
-        session = self._session
-        with session.telling_others(), session.engine.changes.block(self.steps + 1):
+        with self._session.changing():
             yield
 
     @contextmanager
@@ -279,6 +278,7 @@ class TrainedModel:
         copied = to_json(extra, "extra")
         session = self._session
         with session.telling_others():
+            session.resumption.begin_save()
             place = session.verifying.writes_to(directory)
             return session.checkpoints.save(place, keeping=keeping, wait=wait, extra=copied)
 
@@ -316,7 +316,10 @@ class TrainedModel:
         try:
             with session.telling_others(but=CheckpointError):
                 place = session.verifying.reads_from(directory, if_any=if_any)
-                return session.checkpoints.load(place, changed=names, if_any=if_any)
+                found = session.checkpoints.load(place, changed=names, if_any=if_any)
+                if found is not None:
+                    session.resumption.begin_anew()
+                return found
         finally:
             session.gradients.forget()
             session.note_progress()

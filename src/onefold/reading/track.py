@@ -148,7 +148,14 @@ class LoaderTrack:
         if used and number in self._states:
             begun.states[used] = self._states[number]
         self._passes.append(begun)
+        if self._position is not None:
+            self._position.reached("pass")
         return begun
+
+    @property
+    def awaits(self) -> bool:
+        """Whether a pass is still to come of which some was used before the run resumed."""
+        return self._empty > 0 or any(used for _, used in self._coming)
 
     def settle(self, this: DataPass, length: int, order: str) -> None:
         """Note how long a pass is, now that its order is known.
