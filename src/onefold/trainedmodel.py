@@ -296,7 +296,8 @@ class TrainedModel:
         """Go on from the newest checkpoint of a directory, on any number of devices.
 
         Model, optimizer and schedule are then as they were, and `epochs` and loaders go on at the
-        sample where the run was saved. A checkpoint that is damaged is left out with a warning.
+        sample where the run was saved. What the script changes from here on acts on that, also
+        where the whole run has done it before. A checkpoint that is damaged is left out with a warning.
         Called on every device; the lead reads.
 
         Args:

@@ -15,7 +15,8 @@ from onefold.core.options import RunOptions
 from onefold.core.world import World
 from onefold.exchange.progress import Progress
 from onefold.run import membership, team
-from tests.small import line, make_trainer
+from onefold.run.ending import Stopped
+from tests.small import make_trainer
 
 Script = Callable[["Life"], str]
 """Makes its Trainer by `Life.trainer`, calls `Life.tick` wherever it may die; returns a result."""
@@ -33,8 +34,8 @@ class Life:
         dies: in which call of `tick`, counted from 1; None to live on.
     """
 
-    def __init__(self, devices: int, dies: int | None) -> None:
-        self._devices, self._left = devices, dies
+    def __init__(self, devices: int, dies: int | None, progress: Progress | None = None) -> None:
+        self._devices, self._left, self._progress = devices, dies, progress
         self.ticks = 0
         self.made: onefold.Trainer | None = None
 
@@ -47,6 +48,11 @@ class Life:
         self.ticks += 1
         if self.ticks == self._left:
             raise Died
+
+    def ask_to_stop(self) -> None:
+        """As the launcher does when it gets a signal."""
+        if self._progress is not None:
+            self._progress.request_stop()
 
 
 class Runs:
@@ -75,12 +81,12 @@ class Runs:
         every: int = 1,
         **choices: Any,
     ) -> str | None:
-        """What a script returns; None if it died."""
+        """What a script returns; None if it died or was stopped."""
         memory = os.memfd_create("progress")
         os.truncate(memory, Progress.nbytes(1))
         options = RunOptions(checkpoint=str(self.folder), every=every, **choices)
         progress = Progress(memory, 1)
-        life = Life(devices, dies)
+        life = Life(devices, dies, progress)
         with self._patch.context() as patch:
             patch.setattr("onefold.trainer.current_world", lambda: World(options=options))
             patch.setattr("onefold.run.session.progress_of", lambda world: progress)
@@ -89,7 +95,7 @@ class Runs:
             try:
                 result: str | None = script(life)
                 membership.end_well()
-            except Died:
+            except (Died, Stopped):
                 result = None
         assert life.made is not None
         session = life.made._session
@@ -100,6 +106,3 @@ class Runs:
         session.engine.exchange.close()
         os.close(memory)
         return result
-
-
-__all__ = ["Died", "Life", "Runs", "line"]

@@ -268,6 +268,7 @@ _LOADER: tuple[tuple[str, _Check, str], ...] = (
     ("drop_last", _is_truth, "true or false"),
     ("shuffle", _is_truth, "true or false"),
     ("lengths?", _is_text, "a text"),
+    ("subset?", _is_text, "a text"),
     ("kind?", _is_text, "a text"),
     ("orders?", _by_pass(_is_text), "a text for each pass"),
     ("streams?", _by_pass(_is_object), "values for each pass"),
