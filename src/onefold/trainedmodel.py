@@ -64,9 +64,7 @@ class TrainedModel:
         >>> with trainer.changing():
         ...     _ = model.weight.data.clamp_(-0.1, 0.1)
         """
-        session = self._session
-        block = session.engine.changes.block(self.steps + 1, state=optimizer_state)
-        with session.telling_others(), block:
+        with self._session.changing(optimizer_state=optimizer_state):
             yield
 
     @contextmanager
@@ -289,6 +287,7 @@ class TrainedModel:
         copied = to_json(extra, "extra")
         session = self._session
         with session.telling_others():
+            session.resumption.begin_save()
             place = session.verifying.writes_to(directory)
             return session.checkpoints.save(place, keeping=keeping, wait=wait, extra=copied)
 
@@ -306,7 +305,8 @@ class TrainedModel:
         """Go on from the newest checkpoint of a directory, on any number of devices.
 
         Model, optimizer and schedule are then as they were, and `epochs` and loaders go on at the
-        sample where the run was saved. A checkpoint that is damaged is left out with a warning.
+        sample where the run was saved. What the script changes from here on acts on that, also
+        where the whole run has done it before. A checkpoint that is damaged is left out with a warning.
         Called on every device; the lead reads.
 
         Args:
@@ -326,7 +326,10 @@ class TrainedModel:
         try:
             with session.telling_others(but=CheckpointError):
                 place = session.verifying.reads_from(directory, if_any=if_any)
-                return session.checkpoints.load(place, changed=names, if_any=if_any)
+                found = session.checkpoints.load(place, changed=names, if_any=if_any)
+                if found is not None:
+                    session.resumption.begin_anew()
+                return found
         finally:
             session.gradients.forget()
             session.note_progress()

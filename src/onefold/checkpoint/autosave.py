@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from onefold.checkpoint.keeping import Keeping
-from onefold.checkpoint.record import RUN
+from onefold.checkpoint.record import RUN, Place
 from onefold.checkpoint.resume import Checkpoints
+from onefold.checkpoint.resumption import Resumption
 from onefold.core.batch import ShardedBatch
 from onefold.core.team import Team
 from onefold.exchange.progress import Progress
@@ -59,12 +60,11 @@ goes on with would put it off for ever."""
 class Autosave:
     """Saves the one trainer of a script every so many steps or seconds, and at the end.
 
-    A checkpoint that falls on the last batch of a pass is put off until the next step begins, so
-    that what the script does at the end of an epoch is done by then. So is every one where the
-    script steps the schedule, which it does between two steps, where it uses batches for more than
-    one step, which the second batch shows, and after a gradient without an update, which the script
-    has made by the time of the next step. One that falls between the steps of batches that several
-    loaders have read side by side is put off to the last of these.
+    A checkpoint that is due after a step is written when the next one begins, so that it has all
+    that the script has done by then: at the end of an epoch, at the beginning of the next one, to
+    its schedule, in an update of its own. A resumed run goes on at that very place, see
+    `onefold.checkpoint.resumption`. One that falls between two steps of one batch, or between the
+    steps of batches that several loaders have read side by side, waits for the last of these.
 
     Args:
         directory: where the checkpoints lie.
@@ -74,6 +74,7 @@ class Autosave:
         checkpoints: saves and loads the trainer.
         position: where the trainer is.
         lock: of the directory; the lead's process holds it.
+        blocks: returns how many blocks of changes the script has opened.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Autosave:
         checkpoints: Checkpoints,
         position: Position,
         lock: FolderLock,
+        blocks: Callable[[], int],
     ) -> None:
         self._directory = directory
         self._lock = lock
@@ -95,14 +97,15 @@ class Autosave:
         self._checkpoints = checkpoints
         self._schedule = checkpoints.schedule
         self._position = position
+        self._blocks = blocks
         self._saved = position.step
         self._due = False
         self._at_next = False
-        """Whether the checkpoint that is due was put off to the beginning of the next step."""
-        self._reuses: bool | None = None
-        """Whether the script uses batches for several steps; None until that is known."""
-        self._stepped = False
-        """Whether a step was made since the start."""
+        """Whether the checkpoint that is due is to be written as the next step begins."""
+        self._reuses = False
+        """Whether the script uses batches for several steps."""
+        self._blocks_before: int | None = None
+        """How many blocks of changes the script had opened before its first step."""
         self._put_off = 0
         """For how many steps what is due has been put off."""
         self._stop = False
@@ -114,6 +117,8 @@ class Autosave:
         checkpoints: Checkpoints,
         position: Position,
         progress: Progress | None,
+        resumption: Resumption,
+        blocks: Callable[[], int],
     ) -> Autosave | None:
         """Resume the run from its last checkpoint, and save it from here on, if that was asked for.
 
@@ -145,14 +150,14 @@ class Autosave:
         lock = lock_of_checkpoints(directory)
         if team.has_lead:
             lock.take(world.options.grace_s)
-        found = checkpoints.load(
+        found = checkpoints.find(
             directory,
             changed=world.options.changed,
             if_any=True,
             leave_out=world.leave_out,
         )
-        if found is not None and team.has_lead:
-            print(f"onefold: going on after step {found.step}: {found.folder}", file=sys.stderr)
+        if found is not None:
+            resumption.begin(found)
         return cls(
             directory,
             every=world.options.every,
@@ -161,14 +166,15 @@ class Autosave:
             checkpoints=checkpoints,
             position=position,
             lock=lock,
+            blocks=blocks,
         )
 
     def check(self, batch: ShardedBatch) -> None:
         """Refuse a step that could not be resumed as if nothing had happened.
 
         Raises:
-            ValueError: the script cuts its batches itself, goes on with one that is saved as done,
-                or steps a schedule that no checkpoint would hold, or at the beginning of an epoch.
+            ValueError: the script cuts its batches itself, or steps a schedule that no checkpoint
+                would hold.
         """
         if batch.data_pass is None:
             raise ValueError(
@@ -177,18 +183,9 @@ class Autosave:
                 "call trainer.save and trainer.load in the script and leave out what trainer.steps "
                 "says is done"
             )
-        if self._position.has_used(batch):
-            self._reuses = True
-            if self._saved == self._position.step:
-                raise ValueError(
-                    "this batch is used for one more step, and the checkpoint before it, which "
-                    "onefold run --checkpoint has just written, counts it as done: use every batch "
-                    "of a run for the same number of steps, at most 100, or call trainer.save and "
-                    "trainer.load in the script, after the last step of a batch"
-                )
-        elif self._reuses is None and self._stepped:
-            self._reuses = False
-        self._schedule.check_resumable()
+        self._reuses |= self._position.has_used(batch)
+        if self._blocks_before is None:
+            self._blocks_before = self._blocks()
         if self._schedule.is_missing:
             raise ValueError(
                 "a learning-rate schedule is attached to the optimizer that onefold run "
@@ -198,64 +195,62 @@ class Autosave:
             )
 
     def before_step(self, batch: ShardedBatch) -> bool:
-        """Save what was put off to the next step; return whether to stop now."""
+        """Save what is due; return whether to stop now.
+
+        Raises:
+            ValueError: the batch is used on and on, and no checkpoint can be made meanwhile.
+        """
         stop = self._save_before_step(batch)
         self._clock.begin_step(self._position.step + 1)
         return stop
 
     def _save_before_step(self, batch: ShardedBatch) -> bool:
-        if not self._at_next or self._position.has_used(batch):
+        if not self._at_next:
             return False
-        if self._position.is_at_an_end() and self._put_off <= _MOST_PUT_OFF:
+        too_long = self._put_off > _MOST_PUT_OFF
+        if self._position.has_used(batch):
+            if too_long:
+                raise ValueError(
+                    f"this batch is used for more than {_MOST_PUT_OFF} steps, and onefold run "
+                    f"--checkpoint saves between batches: use each of a run for at most "
+                    f"{_MOST_PUT_OFF}, or call trainer.save and trainer.load in the script, after "
+                    f"the last step of a batch"
+                )
             return False
-        self._save()
+        if self._position.is_at_an_end() and not too_long:
+            return False
+        self._save("step")
         return self._stop
 
-    def after_step(self, batch: ShardedBatch, *, stop: bool) -> bool:
-        """Save if a checkpoint is due or the run is to stop; return whether to stop now."""
-        self._stepped = True
-        self._stop |= stop
-        self._due |= stop or self._is_due()
-        self._at_next = False
-        if not self._due:
-            return False
-        # All devices come to the same answer here, as it follows from agreed values alone.
-        self._put_off += 1
-        late = self._schedule.is_the_scripts or self._reuses is not False
-        at_end = self._position.is_at_an_end()
-        if self._put_off > _MOST_PUT_OFF:
-            self._at_next = self._schedule.is_the_scripts
-        elif not self._position.is_between_batches(batch):
-            return False
-        else:
-            self._at_next = late or at_end
-        if not self._at_next:
-            self._save()
-            return self._stop
-        # Asked to stop at the end of an epoch: what the script does there may take longer than the
-        # grace, so save once before it, and again after it if there is time.
-        if self._stop and at_end and not late:
-            self._write()
-        return False
+    def after_step(self, batch: ShardedBatch, *, stop: bool, updated: bool) -> None:
+        """Note whether a checkpoint is due, as of every so many steps, or as the run is to stop.
 
-    def after_gradient(self, batch: ShardedBatch, *, stop: bool) -> None:
-        """Note that a step has its gradient; its update is the script's, and still to come.
-
-        What is due is saved before the next step, when the script has made its update.
+        Args:
+            batch: the step's.
+            stop: whether the run was asked to stop.
+            updated: whether the step is done; an update of the script's is still to come.
         """
         self._stop |= stop
         self._due |= stop or self._is_due()
         self._at_next = False
-        if self._due:
-            self._put_off += 1
-            late = self._put_off > _MOST_PUT_OFF
-            self._at_next = late or self._position.is_between_batches(batch)
+        if not self._due:
+            return
+        # All devices come to the same answer here, as it follows from agreed values alone.
+        self._put_off += 1
+        between = self._position.is_between_batches(batch)
+        self._at_next = between or self._put_off > _MOST_PUT_OFF
+        # Asked to stop at the end of an epoch: what the script does there may take longer than the
+        # grace, so save before it as well, unless it may change what is saved between two steps.
+        plain = updated and not self._reuses and not self._schedule.is_the_scripts
+        plain = plain and self._blocks() == self._blocks_before
+        if self._stop and plain and between and self._position.is_at_an_end():
+            self._write(None)
 
     def finish(self) -> None:
         """Save the end of the run, unless it is saved already."""
         if self._position.step > self._saved or self._checkpoints.lost:
             self._stop = True
-            self._save()
+            self._save("end")
 
     def leave(self) -> None:
         """Let another run save itself in the directory, once everything is written."""
@@ -265,13 +260,13 @@ class Autosave:
         step = self._position.step
         return (self._every > 0 and step % self._every == 0) or self._clock.is_due(step)
 
-    def _save(self) -> None:
-        self._write()
+    def _save(self, place: Place) -> None:
+        self._write(place)
         self._clock.restart()
         self._due = self._at_next = False
         self._put_off = 0
         self._saved = self._position.step
 
-    def _write(self) -> None:
+    def _write(self, place: Place) -> None:
         self._lock.keep()
-        self._checkpoints.save(self._directory, keeping=self._keeping, wait=self._stop)
+        self._checkpoints.save(self._directory, keeping=self._keeping, wait=self._stop, place=place)

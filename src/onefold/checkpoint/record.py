@@ -7,13 +7,13 @@ later is checked here, so that a made-up file ends in one clear error.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from onefold.core.jsonvalue import from_json
 from onefold.core.precision import PRECISIONS
 from onefold.core.settings import ScheduleEvery
 
-__all__ = ["RUN", "TENSOR_FILES", "check_run", "check_stored"]
+__all__ = ["RUN", "TENSOR_FILES", "Place", "check_run", "check_stored"]
 
 RUN = "run.json"
 """The file that says where the run is; written last, so if it exists, the others were whole then.
@@ -26,6 +26,10 @@ TENSOR_FILES = (
     "buffers.safetensors",
     "training.safetensors",
 )
+
+Place = Literal["step", "end"] | None
+"""Where the script was as a checkpoint was made: at the beginning of the next step, at its end, or
+where it called `Trainer.save`."""
 
 _MOST = 1 << 62
 """Limit of any whole number: steps, sizes and seeds fit, and the sum of two is below 2**63."""
@@ -227,6 +231,8 @@ _RUN: tuple[tuple[str, _Check, str], ...] = (
     ("loss_scale", _is_number, "a number"),
     ("good_steps?", _is_count, "a whole number"),
     ("average?", _or_none(_is_object), "values by name, or null"),
+    ("place?", lambda value: value in ("step", "end", None), "step, end or null"),
+    ("trained?", _by_name(_list_of(_is_text)), "names of parameters for each loss"),
     ("fingerprint", _is_text, "a text"),
     ("threads", _is_one_or_more, "a number of 1 or more"),
     ("device", _is_text, "a text"),
@@ -262,6 +268,7 @@ _LOADER: tuple[tuple[str, _Check, str], ...] = (
     ("drop_last", _is_truth, "true or false"),
     ("shuffle", _is_truth, "true or false"),
     ("lengths?", _is_text, "a text"),
+    ("subset?", _is_text, "a text"),
     ("kind?", _is_text, "a text"),
     ("orders?", _by_pass(_is_text), "a text for each pass"),
     ("streams?", _by_pass(_is_object), "values for each pass"),

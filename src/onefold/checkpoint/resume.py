@@ -11,13 +11,16 @@ Note: how a run is resumed
 --------------------------
 The lead alone reads files. It checks everything before anything is changed, and hands out what each
 process needs; an error that it finds is handed out too, so that all devices raise the same one.
+Finding, and taking over what was found, are two calls: `load` makes both at once, and
+`onefold.checkpoint.resumption` the second one later.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -40,7 +43,7 @@ from onefold.checkpoint.model import (
     check_fingerprint,
     check_model_can_be_saved,
 )
-from onefold.checkpoint.record import check_run
+from onefold.checkpoint.record import Place, check_run
 from onefold.checkpoint.runstate import RunState
 from onefold.checkpoint.saving import Saving
 from onefold.checkpoint.states import (
@@ -62,13 +65,30 @@ from onefold.engine.schedule import RunSchedule
 from onefold.errors import CheckpointError, StateError
 from onefold.reading.position import PROMISES, Position
 
-__all__ = ["Checkpoints"]
+__all__ = ["Checkpoints", "Found"]
 
 _log = logging.getLogger("onefold")
 _WITH_SCHEDULE = ("lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
 """Settings of an optimizer that its schedule sets."""
 _OF_THE_SCRIPT = ("capturable", "differentiable", "foreach", "fused")
 """Settings that say how a device computes, and are therefore the resuming script's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A checkpoint that has been found whole and fits the run."""
+
+    stored: StoredCheckpoint
+    files: StoredStates | None
+    """Its files, on the lead alone."""
+    changed: Collection[str]
+    """Those of `PROMISES` that may differ."""
+    opened: ExitStack
+    """Holds the files open."""
+
+    def close(self) -> None:
+        """Close the files, from which nothing more is to be taken."""
+        self.opened.close()
 
 
 class Checkpoints:
@@ -110,6 +130,7 @@ class Checkpoints:
         keeping: Keeping,
         wait: bool,
         extra: object = None,
+        place: Place = None,
     ) -> Path:
         """Write a checkpoint of the run as it is now; see `Trainer.save`.
 
@@ -118,6 +139,7 @@ class Checkpoints:
             keeping: which of them stay.
             wait: whether to wait until it is on the disk.
             extra: the user's own data, as JSON.
+            place: where the script is, if that is one of the places of `resumption`.
         """
         folder = folder_of(directory, self._position.step)
         self._refuse_torn()
@@ -126,7 +148,7 @@ class Checkpoints:
             StepHead(Call.SAVE, self._position.step + 1, arguments=digest(arguments))
         )
         # Of this moment: the thread that writes must not look at a run that has gone on.
-        record = self._state.record(keeping, extra)
+        record = self._state.record(keeping, extra, place)
         self._engine.check_last_step()
         # The writing still reads the rooms of all devices, which `pack` is about to overwrite.
         self._wait_until_written()
@@ -142,34 +164,71 @@ class Checkpoints:
         return folder
 
     def load(
+        self, path: Path, *, changed: Collection[str] = (), if_any: bool = False
+    ) -> Checkpoint | None:
+        """Go on from a checkpoint, here and now; see `Trainer.load`, and `find`."""
+        found = self.find(path, changed=changed, if_any=if_any)
+        if found is None:
+            return None
+        with closing(found):
+            self._take(found)
+        self.adopt_place(found)
+        run = found.stored.run
+        return Checkpoint(
+            folder=found.stored.folder,
+            step=self._position.step,
+            epoch=self._position.epoch,
+            scores=from_json(run["scores"]),
+            extra=from_json(run["extra"]),
+        )
+
+    def find(
         self,
         path: Path,
         *,
         changed: Collection[str] = (),
         if_any: bool = False,
         leave_out: int = 0,
-    ) -> Checkpoint | None:
-        """Go on from a checkpoint; see `Trainer.load`.
+    ) -> Found | None:
+        """Find a checkpoint and check that it fits; nothing changes.
 
         Args:
             path: a checkpoint, or a directory of them.
             changed: those of `PROMISES` that may differ.
-            if_any: whether to do nothing, and return None, if the directory holds none.
+            if_any: whether to return None if the directory holds none.
             leave_out: how many of the newest to pass over, as long as there is one more.
         """
         unknown = sorted(set(changed) - PROMISES.keys())
         if unknown:
             raise ValueError(f"expected changed to name some of {list(PROMISES)}, got {unknown}")
-        arguments = digest((sorted(changed), if_any))
-        self._engine.agree(StepHead(Call.LOAD, self._position.step + 1, arguments=arguments))
-        self._wait_until_written()
-        with ExitStack() as stack:
-            stack.enter_context(self._saving.readable())
+        self._begin_loading(digest((sorted(changed), if_any)))
+        with ExitStack() as stack, self._saving.readable():
             find = partial(self._find, path, changed, if_any, leave_out, stack)
             told, files = self._lead.do("checking a checkpoint", find) or (None, None)
             stored = self._agree_on(told)
-            if stored is None:
-                return None
+            # The files stay open until the last is taken of them, whoever prunes meanwhile.
+            return None if stored is None else Found(stored, files, changed, stack.pop_all())
+
+    def adopt_place(self, found: Found) -> None:
+        """Have the run stand where a checkpoint was made, and bear its name."""
+        self._position.go_to(found.stored.run, found.changed)
+        # Under the same name, so that pruning sees the checkpoints of both as one run's.
+        self._state.run = found.stored.run["run"]
+        if self._lead.is_here:
+            self._state.warn_of_differences(found.stored)
+
+    def take(self, found: Found) -> None:
+        """Make the values of a checkpoint the model's, the optimizer's and the schedule's."""
+        self._begin_loading(digest(found.stored.run["fingerprint"]))
+        self._take(found)
+
+    def _begin_loading(self, arguments: int) -> None:
+        self._engine.agree(StepHead(Call.LOAD, self._position.step + 1, arguments=arguments))
+        self._wait_until_written()
+
+    def _take(self, found: Found) -> None:
+        stored, files, changed = found.stored, found.files, found.changed
+        with self._saving.readable():
             # From here on the trainer changes: all that could be refused was refused before.
             self._take_model(files)
             self._take_optimizer(stored.run["optimizer"], files, changed)
@@ -178,20 +237,12 @@ class Checkpoints:
             now = fingerprint_of(agreed_digests(self._engine))
             check_fingerprint(now, stored.folder, stored.run["fingerprint"])
         self.schedule.go_on(stored.run, changed)
-        self._position.go_to(stored.run, changed)
         self._state.adopt(stored.run, changed)
-        # Under the same name, so that pruning sees the checkpoints of both as one run's.
-        self._state.run = stored.run["run"]
         self._nan_from_the_start = names_with_nan(own_buffers(self._module))
-        if self._lead.is_here:
-            self._state.warn_of_differences(stored)
-        return Checkpoint(
-            folder=stored.folder,
-            step=self._position.step,
-            epoch=self._position.epoch,
-            scores=from_json(stored.run["scores"]),
-            extra=from_json(stored.run["extra"]),
-        )
+
+    def note_step(self, loss: str) -> None:
+        """Note which parameters the step of a loss trains, as it begins."""
+        self._state.note_step(loss)
 
     def check_can_be_saved(self) -> None:
         """Refuse at the start what the first save would refuse.
@@ -280,7 +331,6 @@ class Checkpoints:
                 raise CheckpointError(
                     f"{found.folder} is damaged: its run.json cannot be used: {error}"
                 ) from error
-            # Open until `load` is done: these very files are checked, whoever prunes meanwhile.
             storage, carried = self._engine.update.storage, self._carried.indices
             heap = self._engine.exchange.memory.heap
             files = StoredStates(found, storage, carried, changed, stack, heap)

@@ -16,10 +16,12 @@ from onefold.checkpoint.folder import (
     StoredCheckpoint,
 )
 from onefold.checkpoint.keeping import Keeping
+from onefold.checkpoint.record import Place
 from onefold.checkpoint.states import saved_rule
 from onefold.core.fingerprint import named_tensors
 from onefold.core.jsonvalue import to_json
 from onefold.core.lossscale import LossScale
+from onefold.core.names import own_name
 from onefold.core.precision import Precision
 from onefold.core.settings import Settings
 from onefold.core.team import Team
@@ -28,6 +30,7 @@ from onefold.engine.optimizers import name_of
 from onefold.engine.schedule import RunSchedule
 from onefold.errors import CheckpointError
 from onefold.reading.position import Position, check_same
+from onefold.system.words import listed
 
 __all__ = ["RunState"]
 
@@ -73,6 +76,11 @@ class RunState:
         self._fitting = engine.fitting
         self._averaging = engine.averaging
         self._module = engine.replicas[0].module
+        self._parts = engine.replicas[0].parts
+        self._trained: dict[str, list[str]] = {}
+        """For each loss, which parameters required a gradient as its last step began."""
+        self._trained_then: Mapping[str, list[str]] = {}
+        """The same of the saved run, until a difference has been reported."""
         # Before a checkpoint is loaded: what the script itself asks for, to be compared with what
         # the run began with.
         self._at_start = _settings_if_any(self._optimizer)
@@ -87,7 +95,7 @@ class RunState:
         """
         _settings(self._optimizer)
 
-    def record(self, keeping: Keeping, extra: object) -> dict[str, Any]:
+    def record(self, keeping: Keeping, extra: object, place: Place) -> dict[str, Any]:
         """Make ``run.json``, except for what is known only once the files are written."""
         return {
             "format": FORMAT,
@@ -97,6 +105,8 @@ class RunState:
             "keep": keeping.newest,
             "best": keeping.best,
             "extra": extra,
+            "place": place,
+            "trained": dict(self._trained),
             "threads": torch.get_num_threads(),
             "device": self._team.devices[0].type,
             "devices": len(self._team.devices),
@@ -196,6 +206,31 @@ class RunState:
                 self._fitting.search_anew()
             else:
                 self._fitting.adopt(run.get("microbatch"), run.get("microbatch_trials"))
+        # An earlier version did not save them.
+        self._trained_then = run.get("trained", {})
+        self._trained = dict(self._trained_then)
+
+    def note_step(self, loss: str) -> None:
+        """Note which parameters the step of a loss trains; warn once if others were trained."""
+        flags = zip(self._parts.named, self._parts.trainable(), strict=True)
+        now = self._trained[loss] = [own_name(name) for name, required in flags if required]
+        then = self._trained_then.get(loss, now)
+        if then == now:
+            return
+        self._trained_then = {}
+        parts = {
+            "trained there and frozen here": [name for name in then if name not in set(now)],
+            "frozen there and trained here": [name for name in now if name not in set(then)],
+        }
+        words = [f"{listed(names)} (was {how})" for how, names in parts.items() if names]
+        if self._team.has_lead:
+            _log.warning(
+                "step %d trains other parameters than the saved run did: %s. A line like `if epoch "
+                "== 2: unfreeze()` is not run again where a run goes on behind it: set "
+                "requires_grad by what holds from there on, as in `if epoch >= 2:`",
+                self._position.step + 1,
+                "; ".join(words),
+            )
 
     def warn_of_differences(self, stored: StoredCheckpoint) -> None:
         """Log differences that do not keep a run from being resumed, but are worth knowing."""

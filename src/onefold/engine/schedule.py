@@ -59,10 +59,6 @@ class RunSchedule:
         """The epoch in which steps were made and at whose end the schedule is to be stepped."""
         self._count: object = None
         """The schedule's own count of its steps, as we left it; None before the first step."""
-        self._began_with = self._own_count
-        """That count at the end of the last epoch, or where the run was loaded or began."""
-        self._begun = False
-        """Whether a step was made since then."""
 
     @property
     def is_missing(self) -> bool:
@@ -109,22 +105,6 @@ class RunSchedule:
                 f'use schedule_every="script", with which the script alone steps it'
             )
 
-    def check_resumable(self) -> None:
-        """Refuse a step where a run that goes on would step the schedule twice.
-
-        Raises:
-            ValueError: it was stepped at the beginning of an epoch, through which a resumed script
-                runs again.
-        """
-        stepped = not self._begun and self._own_count != self._began_with
-        if self.schedule is not None and self._every == "script" and stepped:
-            raise ValueError(
-                f"{class_of(self.schedule)}.step() was called since this epoch began, before "
-                f"its first step: a run that goes on in the middle of the epoch would call it once "
-                f"more. Call it after a step or at the end of the epoch, as PyTorch expects, or "
-                f'use schedule_every="epoch" without the line'
-            )
-
     def note_step(self, epoch: int | None, name: str, *, updates: bool) -> None:
         """Note that a step is done, and step the schedule if that is due after each.
 
@@ -135,7 +115,6 @@ class RunSchedule:
         """
         if self.schedule is None:
             return
-        self._begun = True
         if self._every == "epoch":
             self._open = epoch
         elif self._every == "step" and updates:
@@ -147,7 +126,6 @@ class RunSchedule:
 
     def end_epoch(self) -> None:
         """Step the schedule if an epoch has ended that had steps."""
-        self._begin()
         if self.schedule is None or self._open is None:
             return
         untouched = self._own_count == self._count
@@ -194,10 +172,6 @@ class RunSchedule:
             _step_quietly(self.schedule)
             self._open = None
         self._count = self._own_count
-        self._begin()
-
-    def _begin(self) -> None:
-        self._begun, self._began_with = False, self._own_count
 
     @property
     def _own_count(self) -> object:

@@ -6,8 +6,9 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 from onefold.core.batch import DataPass
 from onefold.core.numbers import check_whole
@@ -105,6 +106,7 @@ class Indexed:
             drop_last=drop_last,
             shuffle=shuffle,
             lengths="" if by_length is None else _digest(by_length),
+            subset=_subset(dataset),
             kind=_kind(sampler, batch_sampler),
         )
         if not self.batches() and not changes_with_epoch(sampler):
@@ -202,3 +204,9 @@ def _checked_lengths(lengths: Sequence[int], samples: int, shuffle: bool) -> tor
 
 def _digest(lengths: torch.Tensor) -> str:
     return hashlib.blake2b(lengths.numpy().tobytes(), digest_size=8).hexdigest()
+
+
+def _subset(dataset: object) -> str:
+    places = np.asarray(dataset.indices) if isinstance(dataset, Subset) else np.array([""])
+    # Samples may have other names than numbers.
+    return _digest(torch.from_numpy(places.astype(np.int64))) if places.dtype.kind in "iu" else ""

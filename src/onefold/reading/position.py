@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, fields
-from typing import Any
+from typing import Any, Literal
 
 from onefold.core.batch import ShardedBatch
 from onefold.reading.track import PROMISES, LoaderSize, LoaderTrack, check_same
@@ -30,7 +30,10 @@ from onefold.reading.track import PROMISES, LoaderSize, LoaderTrack, check_same
 _log = logging.getLogger("onefold")
 
 
-__all__ = ["PROMISES", "LoaderSize", "LoaderTrack", "Position", "check_same"]
+__all__ = ["PROMISES", "LoaderSize", "LoaderTrack", "Position", "Reached", "check_same"]
+
+Reached = Literal["epoch", "pass", "over"]
+"""Where a loop of the script is: at the beginning of an epoch or of a pass, or past its epochs."""
 
 
 class Position:
@@ -63,6 +66,14 @@ class Position:
         self._tracks: dict[tuple[int | None, int], LoaderTrack] = {}
         self._waiting: dict[tuple[int | None, int], dict[str, Any]] = {}
         self._changed: Collection[str] = ()
+        self.reached: Callable[[Reached], None] = lambda where: None
+        """Called where a loop of the script gets to one of these places."""
+
+    @property
+    def awaits(self) -> bool:
+        """Whether a resumed script is still to come to a pass of which the saved run used some."""
+        waiting = any(_is_used(each) for each in self._waiting.values())
+        return waiting or any(track.awaits for track in self._tracks.values())
 
     @property
     def here(self) -> int | None:
@@ -72,6 +83,7 @@ class Position:
     def epochs(self, number: int) -> Iterator[int]:
         """Yield the epochs from where the run is up to ``number``, and count them."""
         while self.epoch < number:
+            self.reached("epoch")
             epoch, visit = self.epoch, self._visit
             self.inside, self._epoch_used, self._saved_as_done = True, False, False
             try:
@@ -88,6 +100,7 @@ class Position:
             # end.
             if visit == self._visit:
                 self._end_epoch()
+        self.reached("over")
 
     def _end_epoch(self) -> None:
         # Loaders made in an epoch end with it. Those outside live on, and forget its passes.
@@ -233,6 +246,10 @@ def _size_of(saved: Mapping[str, Any]) -> LoaderSize:
     # Saved loaders carry their passes and places beside the fields of their size.
     known = {field.name for field in fields(LoaderSize)}
     return LoaderSize(**{name: value for name, value in saved.items() if name in known})
+
+
+def _is_used(saved: Mapping[str, Any]) -> bool:
+    return bool(saved["empty_passes"]) or any(used for _, used in saved["passes"])
 
 
 def _by_place(saved: Mapping[str, Any]) -> dict[tuple[int | None, int], dict[str, Any]]:

@@ -70,6 +70,8 @@ class LoaderSize:
     shuffle: bool
     lengths: str = ""
     """A digest of the samples' lengths, if batches are made by length; otherwise empty."""
+    subset: str = ""
+    """A digest of which samples of a larger data set these are, if they are a `Subset`."""
     kind: str = ""
     """What says which samples come, where the length of a pass follows from it; else empty."""
 
@@ -90,6 +92,10 @@ class LoaderSize:
         check_same("batch_size", self.drop_last, now.drop_last, changed, "drop_last")
         check_same("dataset", self.shuffle, now.shuffle, changed, "shuffle")
         check_same("dataset", self.lengths, now.lengths, changed, "lengths of samples, as a digest")
+        # An earlier version did not save it.
+        if self.subset:
+            name = "a subset of samples, as a digest,"
+            check_same("dataset", self.subset, now.subset, changed, name)
 
 
 class LoaderTrack:
@@ -148,7 +154,14 @@ class LoaderTrack:
         if used and number in self._states:
             begun.states[used] = self._states[number]
         self._passes.append(begun)
+        if self._position is not None:
+            self._position.reached("pass")
         return begun
+
+    @property
+    def awaits(self) -> bool:
+        """Whether a pass is still to come of which some was used before the run resumed."""
+        return self._empty > 0 or any(used for _, used in self._coming)
 
     def settle(self, this: DataPass, length: int, order: str) -> None:
         """Note how long a pass is, now that its order is known.

@@ -27,6 +27,7 @@ import torch
 
 from onefold.checkpoint.autosave import Autosave
 from onefold.checkpoint.resume import Checkpoints
+from onefold.checkpoint.resumption import Resumption
 from onefold.core.batch import ShardedBatch, checked_dim, cut_batch
 from onefold.core.head import Call
 from onefold.core.precision import AS_GIVEN
@@ -47,7 +48,7 @@ from onefold.engine.step import Step
 from onefold.errors import DisagreementError
 from onefold.exchange.progress import progress_of
 from onefold.reading.loader import Loader
-from onefold.reading.position import Position
+from onefold.reading.position import Position, Reached
 from onefold.reading.reader import Collate, SizedDataset
 from onefold.reading.wholebatches import Items, Rule
 from onefold.run.ending import Stopped, is_failing, only_noting
@@ -134,6 +135,10 @@ class Session:
         self.checkpoints = Checkpoints(
             self.engine, settings, self.team, self.position, self._schedule
         )
+        self.resumption = Resumption(
+            self.engine, self.checkpoints, self.position, on_lead=self.team.has_lead
+        )
+        """Has the values of a checkpoint take effect where the script goes on."""
         self._world = world
         self._left = self._is_over = False
         hold(user.module, self)
@@ -141,7 +146,7 @@ class Session:
         at_good_end(lambda: None if (it := this()) is None else it.refuse_raced())
         self._process = os.getpid()
         self._progress = progress_of(world)
-        # May load a checkpoint, so what starts from the step that is done comes after it.
+        # May find a checkpoint, so what starts from the step that is done comes after it.
         self._begin_saving()
         self.note_progress()
         self.observers = self._made_observers(user.module)
@@ -162,8 +167,12 @@ class Session:
                 _log.warning("trainer.save will refuse this run: %s", error)
         # Loading may fail on one device alone, for lack of memory say: the others must be told.
         with self.telling_others():
-            self._autosave = Autosave.of(self.team, self.checkpoints, self.position, self._progress)
+            self._autosave = Autosave.of(
+                *(self.team, self.checkpoints, self.position, self._progress, self.resumption),
+                blocks=lambda: self.engine.changes.blocks,
+            )
         if self._autosave is not None:
+            self.position.reached = self._reached
             at_good_end(self._finish)
 
     def set_plan(self, counts: Sequence[int]) -> None:
@@ -215,6 +224,7 @@ class Session:
         with self.telling_others():
             self.checkpoints.check()
             self.engine.check_last_step()
+            self.resumption.note_result(call.words)
             size = batches.track.size
             yield DataCall(call, self.position.step + 1, size.samples, size.batch_size, function)
 
@@ -258,7 +268,7 @@ class Session:
         waited = cut.waited or (start, host_now_s())
         number = self.position.step + 1
         with self.telling_others():
-            if self._before_step(cut):
+            if self._before_step(cut, name):
                 raise Stopped(STOPPED_CODE)
             outcome = self._compute(cut, number, name)
         # The step is done for everybody. The position follows before anything else can fail, or a
@@ -273,9 +283,7 @@ class Session:
         step = Step(number, cut.samples, cut.epoch, outcome, first, name)
         with self._seen_whole():
             self.observers.observe(step, spans)
-        # After the observers, so that the trace has every step that a checkpoint holds.
-        if self._after_step(cut, stop=outcome.verdict.stops):
-            raise SystemExit(STOPPED_CODE)
+        self._after_step(cut, stop=outcome.verdict.stops, updated=True)
         return step
 
     def gradient(self, batch: object, loss: str | None = None, dim: int = 0) -> Step:
@@ -289,7 +297,7 @@ class Session:
             cut = self._cut(self.verifying.batch(batch), checked_dim(dim))
             waited = cut.waited or (start, host_now_s())
             with engine.changes.closed(place.step + 1):
-                if not again and self._before_step(cut):
+                if not again and self._before_step(cut, name):
                     raise Stopped(STOPPED_CODE)
                 number = place.step + (not again)
                 asked = self._world.options.may_stop and self._is_asked_to_stop()
@@ -317,8 +325,7 @@ class Session:
         """Count the step of a gradient, whose update is the script's and comes later."""
         self.position.note_step(batch)
         self.note_progress()
-        if self._autosave is not None:
-            self._autosave.after_gradient(batch, stop=stop)
+        self._after_step(batch, stop=stop, updated=False)
 
     def _compute(self, batch: ShardedBatch, number: int, name: str) -> Outcome:
         # Devices see the signal at different times; the step makes one answer of it.
@@ -328,21 +335,34 @@ class Session:
         self._schedule.note_step(self.position.here, name, updates=outcome.verdict.updates)
         return outcome
 
-    def _before_step(self, batch: ShardedBatch) -> bool:
-        """Save what was put off; return whether the process is to stop, as it was asked to."""
+    def _reached(self, where: Reached) -> None:
+        with self.telling_others():
+            self.resumption.reached(where)
+
+    @contextmanager
+    def changing(self, *, optimizer_state: bool | None) -> Iterator[None]:
+        """Open the block in which the model may be changed; see `Trainer.changing`."""
+        with self.telling_others():
+            with self.engine.changes.block(self.position.step + 1, state=optimizer_state):
+                yield
+            self.resumption.end_block()
+
+    def _before_step(self, batch: ShardedBatch, loss: str) -> bool:
+        """Save what is due; return whether the process is to stop, as it was asked to."""
         self.checkpoints.check()
+        self.resumption.begin_step()
+        self.checkpoints.note_step(loss)
         self._schedule.check_step(self.position.here)
         if self._autosave is None:
             return False
         self._autosave.check(batch)
         return self._autosave.before_step(batch)
 
-    def _after_step(self, batch: ShardedBatch, *, stop: bool) -> bool:
-        """Save if a checkpoint is due; return whether the process is to stop."""
-        if self._autosave is None:
-            return False
-        with self.telling_others():
-            return self._autosave.after_step(batch, stop=stop)
+    def _after_step(self, batch: ShardedBatch, *, stop: bool, updated: bool) -> None:
+        """Note that a step is done, but for the script's own update, if it makes one."""
+        if self._autosave is not None:
+            with self.telling_others():
+                self._autosave.after_step(batch, stop=stop, updated=updated)
 
     def close(self) -> None:
         """Leave the run; see `Trainer.close`."""
@@ -357,6 +377,7 @@ class Session:
             with self.telling_others():
                 self._leave(together=not failing and not self._left)
         self._left = True
+        self.resumption.end()
         self.engine.exchange.close()
 
     def drop(self) -> None:
@@ -383,6 +404,7 @@ class Session:
         if self._autosave is not None and not self._left:
             with self.telling_others(), only_noting():
                 self._autosave.finish()
+                self.resumption.finish()
         with self.telling_others():
             self.checkpoints.finish()
         if self._autosave is not None:

@@ -1,0 +1,108 @@
+"""``onefold run --checkpoint`` in this process: scripts that die anywhere, and go on again."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import onefold
+from onefold.core.options import RunOptions
+from onefold.core.world import World
+from onefold.exchange.progress import Progress
+from onefold.run import membership, team
+from onefold.run.ending import Stopped
+from tests.small import make_trainer
+
+Script = Callable[["Life"], str]
+"""Makes its Trainer by `Life.trainer`, calls `Life.tick` wherever it may die; returns a result."""
+
+
+class Died(Exception):
+    """The script was killed."""
+
+
+class Life:
+    """One start of a script.
+
+    Args:
+        devices: on so many.
+        dies: in which call of `tick`, counted from 1; None to live on.
+    """
+
+    def __init__(self, devices: int, dies: int | None, progress: Progress | None = None) -> None:
+        self._devices, self._left, self._progress = devices, dies, progress
+        self.ticks = 0
+        self.made: onefold.Trainer | None = None
+
+    def trainer(self, *given: Any, **settings: Any) -> onefold.Trainer:
+        """`tests.small.make_trainer` on this start's devices."""
+        self.made = make_trainer(*given, devices=self._devices, **settings)
+        return self.made
+
+    def tick(self) -> None:
+        self.ticks += 1
+        if self.ticks == self._left:
+            raise Died
+
+    def ask_to_stop(self) -> None:
+        """As the launcher does when it gets a signal."""
+        if self._progress is not None:
+            self._progress.request_stop()
+
+
+class Runs:
+    """Starts scripts that save themselves in a folder."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self._patch = folder, monkeypatch
+        self.ticks = 0
+        """How often the last script could have died."""
+
+    def whole(self, script: Script) -> str:
+        """What a script returns that nothing saves and nobody stops."""
+        life = Life(1, None)
+        result = script(life)
+        assert life.made is not None
+        life.made.close()
+        self.ticks = life.ticks
+        return result
+
+    def start(
+        self,
+        script: Script,
+        devices: int = 1,
+        *,
+        dies: int | None = None,
+        every: int = 1,
+        **choices: Any,
+    ) -> str | None:
+        """What a script returns; None if it died or was stopped."""
+        memory = os.memfd_create("progress")
+        os.truncate(memory, Progress.nbytes(1))
+        options = RunOptions(checkpoint=str(self.folder), every=every, **choices)
+        progress = Progress(memory, 1)
+        life = Life(devices, dies, progress)
+        with self._patch.context() as patch:
+            patch.setattr("onefold.trainer.current_world", lambda: World(options=options))
+            patch.setattr("onefold.run.session.progress_of", lambda world: progress)
+            patch.setattr(team, "_trainers", itertools.count())
+            patch.setattr(membership, "_endings", [])
+            try:
+                result: str | None = script(life)
+                membership.end_well()
+            except (Died, Stopped):
+                result = None
+        assert life.made is not None
+        session = life.made._session
+        session.checkpoints.finish()
+        if session._autosave is not None:
+            session._autosave.leave()
+        session.resumption.end()
+        session.engine.exchange.close()
+        os.close(memory)
+        return result
