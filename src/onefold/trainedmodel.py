@@ -297,8 +297,8 @@ class TrainedModel:
 
         Model, optimizer and schedule are then as they were, and `epochs` and loaders go on at the
         sample where the run was saved. What the script changes from here on acts on that, also
-        where the whole run has done it before. A checkpoint that is damaged is left out with a warning.
-        Called on every device; the lead reads.
+        where the whole run has done it before. A checkpoint that is damaged is left out with a
+        warning. Called on every device; the lead reads.
 
         Args:
             directory: what was given to `save`, or the folder of one checkpoint.
