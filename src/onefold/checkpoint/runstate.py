@@ -79,8 +79,8 @@ class RunState:
         self._parts = engine.replicas[0].parts
         self._trained: dict[str, list[str]] = {}
         """For each loss, which parameters required a gradient as its last step began."""
-        self._trained_then: Mapping[str, list[str]] = {}
-        """The same of the saved run, until a difference has been reported."""
+        self._trained_then: dict[str, list[str]] = {}
+        """The same of the saved run, for losses that have had no step since it was loaded."""
         # Before a checkpoint is loaded: what the script itself asks for, to be compared with what
         # the run began with.
         self._at_start = _settings_if_any(self._optimizer)
@@ -207,14 +207,14 @@ class RunState:
             else:
                 self._fitting.adopt(run.get("microbatch"), run.get("microbatch_trials"))
         # An earlier version did not save them.
-        self._trained_then = run.get("trained", {})
+        self._trained_then = dict(run.get("trained", {}))
         self._trained = dict(self._trained_then)
 
     def note_step(self, loss: str) -> None:
         """Note which parameters the step of a loss trains; warn once if others were trained."""
         flags = zip(self._parts.named, self._parts.trainable(), strict=True)
         now = self._trained[loss] = [own_name(name) for name, required in flags if required]
-        then = self._trained_then.get(loss, now)
+        then = self._trained_then.pop(loss, now)
         if then == now:
             return
         self._trained_then = {}
