@@ -248,7 +248,9 @@ def test_each_trainer_has_a_group_and_a_place_in_the_store(joins: HashStore) -> 
     assert not joins.check(["key"])
     assert len(group._memberships) == 1, "this process leaves once"
     assert group._memberships[0].groups == [first.group, second.group]
-    assert not dist.is_initialized(), "a script's loss may multiply by the size of the default group"
+    assert not dist.is_initialized(), (
+        "a script's loss may multiply by the size of the default group"
+    )
 
 
 def test_a_script_may_make_and_end_the_default_group_later(joins: HashStore) -> None:
