@@ -91,7 +91,7 @@ def test_what_is_left_to_chance_at_the_end_of_a_script_is_refused_by_name() -> N
 def test_a_trainer_that_is_over_makes_no_step(how: str) -> None:
     said = left_alone(how)
     assert "; 0; trainer.step was called after trainer.close(), or after another Trainer" in said
-    assert "SGD.step() was called by the script, after a Trainer had it" in said
+    assert "SGD.step() was called by the script, after a Trainer had" in said
 
 
 def test_a_refused_trainer_takes_nothing() -> None:
