@@ -351,8 +351,12 @@ class TrainedModel:
             OSError: a checkpoint could not be written.
             PeerError: another device failed.
 
-        >>> trainer.close()
-        >>> _ = model.weight.data.mul_(0.5)
-        >>> trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, shards=2)
+        >>> import onefold
+        >>> net = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        >>> run = onefold.Trainer(net, optimizer, lambda m, x: m(x).square().mean(1), shards=2)
+        >>> step = run.step(torch.ones(6, 2))
+        >>> run.close()
+        >>> _ = net.weight.data.mul_(0.5)
         """
         self._session.close()

@@ -13,7 +13,6 @@ they differ now, the script has changed them on one device alone, and that is re
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
 from itertools import chain
 from typing import Protocol
 
@@ -39,7 +38,8 @@ _holders = WeakTensorKeyDictionary()
 
 def take_from_holders(module: torch.nn.Module) -> None:
     """Have every Trainer that holds a part of a model leave the run; called on all devices."""
-    found = [_holders[tensor]() for tensor in _tensors(module) if tensor in _holders]
+    # By its parameters alone: Trainers may share buffers, which each has in memory of its own.
+    found = [_holders[tensor]() for tensor in module.parameters() if tensor in _holders]
     for holder in dict.fromkeys(each for each in found if each is not None):
         holder.close()
 
@@ -47,7 +47,7 @@ def take_from_holders(module: torch.nn.Module) -> None:
 def hold(module: torch.nn.Module, holder: Holder) -> None:
     """Note that a model now belongs to a Trainer."""
     reference = weakref.ref(holder)
-    for tensor in _tensors(module):
+    for tensor in chain(module.parameters(), module.buffers()):
         _holders[tensor] = reference
 
 
@@ -55,7 +55,3 @@ def digests_of_held(module: torch.nn.Module) -> dict[str, str]:
     """Digest the parameters and buffers that have belonged to a Trainer, by name."""
     tensors = named_tensors(module)
     return tensor_digests({n: tensor for n, tensor in tensors.items() if tensor in _holders})
-
-
-def _tensors(module: torch.nn.Module) -> Iterable[torch.Tensor]:
-    return chain(module.parameters(), module.buffers())

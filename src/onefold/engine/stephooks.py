@@ -51,9 +51,9 @@ def refuse_own_steps(optimizers: Optimizers, is_ours: Callable[[], bool | None])
         ours = is_ours()
         if ours is None:
             raise RuntimeError(
-                f"{type(optimizer).__name__}.step() was called after its Trainer, which had "
-                f"divided its state among the devices and has let it go: make another optimizer "
-                f"for what follows"
+                f"{type(optimizer).__name__}.step() was called by the script, after a Trainer had "
+                f"it, which divided its state among the devices and has let it go: make another "
+                f"optimizer for what follows"
             )
         if not ours:
             raise RuntimeError(

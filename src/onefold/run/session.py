@@ -139,17 +139,20 @@ class Session:
             self.engine, self.checkpoints, self.position, on_lead=self.team.has_lead
         )
         """Has the values of a checkpoint take effect where the script goes on."""
-        self._world = world
+        self._world, self._process = world, os.getpid()
         self._left = self._is_over = False
-        hold(user.module, self)
-        this = weakref.ref(self)
-        at_good_end(lambda: None if (it := this()) is None else it.refuse_raced())
-        self._process = os.getpid()
+        self._hold()
         self._progress = progress_of(world)
         # May find a checkpoint, so what starts from the step that is done comes after it.
         self._begin_saving()
         self.note_progress()
         self.observers = self._made_observers(user.module)
+
+    def _hold(self) -> None:
+        """Have the model belong to this Trainer, and what is written to it looked at in the end."""
+        hold(self.parts.module, self)
+        this = weakref.ref(self)
+        at_good_end(lambda: None if (it := this()) is None else it.refuse_raced())
 
     def _made_observers(self, module: torch.nn.Module) -> Observers:
         watches = {replica.number: replica.watch for replica in self.engine.replicas}
