@@ -33,10 +33,10 @@ class DividedState(MutableMapping[Any, Any]):
             "look it up, and call methods of the optimizer that do (train() and eval(), a swap of "
             "averages), in `with trainer.changing(optimizer_state=True):`, on every device"
         )
+        name = type(self._optimizer).__name__
         return RuntimeError(
-            f"the state of {type(self._optimizer).__name__} was looked up where it is divided: it lies "
-            f"in pieces, with the devices that update them. Expected that of whole parameters: "
-            f"{way}"
+            f"the state of {name} was looked up where it is divided: it lies in pieces, with the "
+            f"devices that update them. Expected that of whole parameters: {way}"
         )
 
     def _of(self, key: Any) -> State:
