@@ -20,22 +20,23 @@ class DividedState(MutableMapping[Any, Any]):
     """Refuses to be asked for a parameter's state, rather than to have none.
 
     Args:
+        optimizer: whose state it is.
         kept: the state by piece; what it has under other keys than tensors is whole.
-        name: of the optimizer.
         why: why there is no way to see it whole; empty if there is one.
     """
 
-    def __init__(self, kept: State, name: str, why: str = "") -> None:
-        self._kept, self._name, self._why = kept, name, why
+    def __init__(self, optimizer: Optimizer, kept: State, why: str = "") -> None:
+        self._optimizer, self._kept, self._why = optimizer, kept, why
 
     def _error(self) -> RuntimeError:
         way = self._why or (
             "look it up, and call methods of the optimizer that do (train() and eval(), a swap of "
             "averages), in `with trainer.changing(optimizer_state=True):`, on every device"
         )
+        name = type(self._optimizer).__name__
         return RuntimeError(
-            f"the state of {self._name} was looked up where it is divided: it lies in pieces, with "
-            f"the devices that update them. Expected that of whole parameters: {way}"
+            f"the state of {name} was looked up where it is divided: it lies in pieces, with the "
+            f"devices that update them. Expected that of whole parameters: {way}"
         )
 
     def _of(self, key: Any) -> State:
@@ -60,7 +61,7 @@ class DividedState(MutableMapping[Any, Any]):
 
     def clear(self) -> None:
         """Begin anew, which needs to know nothing of what there was."""
-        self._kept.clear()
+        self._optimizer.state = defaultdict(dict)
 
 
 class StateView:
@@ -109,7 +110,7 @@ class StateView:
             found |= dict(one.state) if kept is self.kept else {}
         brought, self._brought, self.is_whole = self._brought, False, False
         for one, kept in self._all:
-            one.state = kept if undivided else DividedState(kept, type(one).__name__)
+            one.state = kept if undivided else DividedState(one, kept)
         self._seen = [one.state for one, _ in self._all]
         return found if brought else None
 
@@ -125,7 +126,7 @@ class StateView:
     def refuse(self, why: str) -> None:
         """Have the script see why there is no state of whole parameters."""
         for one, kept in self._all:
-            one.state = DividedState(kept, type(one).__name__, why)
+            one.state = DividedState(one, kept, why)
         self._seen = [one.state for one, _ in self._all]
 
     def assigned(self) -> Iterator[tuple[set[int], Mapping[Any, Any]]]:

@@ -372,6 +372,7 @@ class SpanOptimizer:
             states: of the owned pieces; tensors are copied.
             shown: their values as models see them, (numel,) by number, if these have no memory.
         """
+        self.view.hide(undivided=self.is_undivided)
         self._forget()
         self.averages.pieces.clear()
         # Where the states bring no masters, the models' own values are all that there is.
@@ -514,6 +515,8 @@ class SpanOptimizer:
                 if id(item.parameter) in held:
                     self.state.pop(item.values, None)
             self._divide_state(dict(whole))
+            for key in self._loose() if len(self._each) == 1 else ():
+                del self.state[key]
             self.state.update({k: v for k, v in whole.items() if not isinstance(k, torch.Tensor)})
 
 
