@@ -65,11 +65,13 @@ def settings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     return {"devices": ["cpu"] * devices} if devices > 1 else {}
 
 
-def trainer_of(model: nn.Module, settings: dict[str, Any], **more: Any) -> onefold.Trainer:
+def trainer_of(
+    model: nn.Module, settings: dict[str, Any], loss: Any = loss_of, **more: Any
+) -> onefold.Trainer:
     stages = [part for part in model.children() if isinstance(part, nn.Linear)]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     return onefold.Trainer(
-        model, optimizer, loss_of, shards=1, threads=1, stages=stages, **settings, **more
+        model, optimizer, loss, shards=1, threads=1, stages=stages, **settings, **more
     )
 
 
@@ -103,6 +105,30 @@ def test_the_gradient_is_clipped_as_a_plain_loop_clips(settings: dict[str, Any])
     trainer = trainer_of(ours, settings, clip_norm=CLIP)
     assert [trainer.step(batch).grad_norm for batch in batches()] == norms
     assert all(norm > CLIP for norm in norms)
+    for (name, found), wanted in zip(ours.named_parameters(), expected.parameters(), strict=True):
+        assert torch.equal(found, wanted), name
+    trainer.close()
+
+
+def test_a_loss_of_onefold_has_the_bits_of_pytorchs(settings: dict[str, Any]) -> None:
+    """With options whose mean is not the bits of a sum that is divided."""
+    weight, targets = torch.tensor([0.3, 2.0, 1.1, 0.7]), torch.arange(10) % 4
+
+    def with_kit(kit: Any) -> Callable[[nn.Module, torch.Tensor], Any]:
+        return lambda model, batch: kit.cross_entropy(
+            model(batch), targets, weight, label_smoothing=0.1
+        )
+
+    expected, ours = made(settings), made(settings)
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.5, momentum=0.9)
+    torch.set_num_threads(1)
+    trainer = trainer_of(ours, settings, loss=with_kit(onefold.losses))
+    for batch in batches():
+        optimizer.zero_grad()
+        value = with_kit(nn.functional)(expected, batch)
+        value.backward()
+        optimizer.step()
+        assert float(trainer.step(batch).loss) == value.item()
     for (name, found), wanted in zip(ours.named_parameters(), expected.parameters(), strict=True):
         assert torch.equal(found, wanted), name
     trainer.close()
