@@ -1,7 +1,7 @@
-"""Runs that Slurm and Ray Train have started, with the bits of one device.
+"""Runs that Slurm, Open MPI and Ray Train have started, with the bits of one device.
 
-Slurm is Debian's (``apt-get install slurm-wlm munge``), with all of its nodes on this machine; Ray
-Train is PyPI's (``pip install "ray[train]"``).
+Slurm and Open MPI are Debian's (``apt-get install slurm-wlm munge openmpi-bin``), with all nodes on
+this machine; Ray Train is PyPI's (``pip install "ray[train]"``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,12 @@ import pytest
 SCRIPT = Path(__file__).parent.parent / "scripts" / "placed.py"
 RAY = Path(__file__).parent.parent / "scripts" / "with_ray.py"
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sinfo", "unshare")
-pytestmark = [pytest.mark.full, pytest.mark.processes, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.processes,
+    pytest.mark.timeout(300),
+    pytest.mark.xdist_group("launchers"),
+]
 
 CONFIGURATION = """
 ClusterName=test
@@ -167,6 +172,23 @@ def test_a_name_that_does_not_resolve_is_named(slurm: dict[str, str], tmp_path: 
     assert "device 1 has waited for 1" in said
     assert "device 0 cannot be reached at nowhere:" in said
     assert "the name nowhere does not resolve on " in said
+
+
+def test_mpirun_is_refused_with_the_command_that_works() -> None:
+    if shutil.which("mpirun") is None:
+        pytest.skip("Open MPI is not installed")
+    mpirun = "mpirun --oversubscribe --allow-run-as-root -np 2"
+    script = f"{sys.executable} {SCRIPT} main"
+    refused = subprocess.run(f"{mpirun} {script}", shell=True, capture_output=True, text=True)
+    assert (refused.returncode, refused.stdout) == (1, "")
+    (line,) = {line for line in refused.stderr.splitlines() if line.startswith("    mpirun")}
+    command = line.partition("  (HOST")[0].replace("mpirun", mpirun, 1)
+    command = command.replace("python train.py", script).replace("HOST", "127.0.0.1")
+    port = str(free_ports(1)[0])
+    done = subprocess.run(
+        command.replace("29500", port), shell=True, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout) == (0, alone().replace("1 ", "2 ", 1)), done.stderr
 
 
 def test_ray_train_gives_the_bits_of_one_device(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 from pathlib import Path
 
 import ray
@@ -20,10 +21,13 @@ def train(config: dict[str, str]) -> None:
 
 if __name__ == "__main__":
     folder = sys.argv[1]
-    ray.init(num_cpus=4, include_dashboard=False)
-    TorchTrainer(
-        train,
-        train_loop_config={"folder": folder},
-        scaling_config=ray.train.ScalingConfig(num_workers=2),
-        run_config=ray.train.RunConfig(storage_path=f"{folder}/ray"),
-    ).fit()
+    # A short path, as Ray's sockets lie in it.
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as temporary:
+        ray.init(num_cpus=4, include_dashboard=False, _temp_dir=temporary)
+        TorchTrainer(
+            train,
+            train_loop_config={"folder": folder},
+            scaling_config=ray.train.ScalingConfig(num_workers=2),
+            run_config=ray.train.RunConfig(storage_path=f"{folder}/ray"),
+        ).fit()
+        ray.shutdown()
