@@ -28,7 +28,7 @@ def run(folder: Path, *words: str) -> str:
         stdout=subprocess.PIPE,
         text=True,
         check=True,
-        timeout=LIMIT_S,
+        timeout=LIMIT_S * 3 if "code" in words else LIMIT_S,
         cwd=folder,
         env=environment,
     ).stdout
@@ -49,3 +49,23 @@ def test_another_user_gets_nothing_and_holds_nothing_up(
     assert got == []
     assert rounds > 5
     assert (code, output) == (0, run(tmp_path, str(TRAIN))), errors
+
+
+@needs_root
+@pytest.mark.processes
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("launcher", ["python", "onefold", "torchrun"])
+def test_no_compiled_code_lies_where_another_user_can_change_it(
+    tmp_path: Path, launcher: str
+) -> None:
+    home = tmp_path / "home"
+    home.mkdir(mode=0o700)
+    said = run(tmp_path, str(SCRIPTS / "attacked.py"), "code", launcher, str(home))
+    rounds, got, code, output, errors = json.loads(said)
+    assert got == []
+    assert rounds > 5
+    assert code == 0, errors
+    assert len(output.split()[-1]) == 16
+    (kept,) = (home / ".cache" / "onefold" / "compiled").iterdir()
+    assert list(kept.rglob("*.so"))
