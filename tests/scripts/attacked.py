@@ -1,8 +1,8 @@
 """A run of ``tests/soak/train.py`` that another user attacks: ``attacked.py KIND EXCHANGE FOLDER``.
 
-KIND is a name of `ATTACKS`; with ``code``, EXCHANGE is a launcher. Run and attack are in a network of their own, so that nobody else on
-the host is met. Prints, as JSON, how often was attacked, what was got hold of, and how the run
-ended. Needs root.
+KIND is a name of `ATTACKS`; with ``code``, EXCHANGE is a launcher. Run and attack are in a network
+of their own, so that nobody else on the host is met. Prints, as JSON, how often was attacked, what
+was got hold of, and how the run ended. Needs root.
 """
 
 from __future__ import annotations
