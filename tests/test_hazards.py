@@ -47,7 +47,6 @@ WRITES_OR_REMOVES = """
     cli/plan.py tempfile.TemporaryDirectory: for what the script writes of its model
     cli/verify.py tempfile.TemporaryDirectory: for the outputs of the script
     exchange/commonfile.py os.ftruncate: memory without a name
-    exchange/commonfile.py os.memfd_create: memory without a name
     jobs/digits_report.py figure.savefig: into a file that is put aside first
     jobs/report/charts.py figure.savefig: into memory
     jobs/runfolder.py os.fdopen: appends to the metrics, through no link
@@ -55,7 +54,6 @@ WRITES_OR_REMOVES = """
     jobs/runfolder.py tempfile.TemporaryFile: without a name, to try the folder
     run/launch.py tempfile.TemporaryFile: without a name
     system/bare.py os.ftruncate: memory without a name
-    system/bare.py os.memfd_create: memory without a name
     system/folderlock.py os.open: for its owner alone, through no link
     system/folderlock.py path.unlink: a stranger's lock, while it is still that file
     system/folderlock.py self._path.unlink: our lock, while it is held, and is still that file
@@ -63,7 +61,6 @@ WRITES_OR_REMOVES = """
     system/heap.py tempfile.TemporaryFile: without a name, in the home that was named
     run/membership.py os.fdopen: a copy of stderr
     run/rundir.py os.ftruncate: memory without a name
-    run/rundir.py os.memfd_create: memory without a name
     run/rundir.py self.path(rank).unlink: a log that was just made, as another of them was taken
     run/slurm.py os.open: the terminal of this process, only to learn whether there is one
     run/worker.py os.fdopen: what the function returned, into the launcher's file without a name
@@ -71,6 +68,8 @@ WRITES_OR_REMOVES = """
     reading/sending.py os.open: the null device, to learn its number
     system/ownfiles.py os.fdopen: the same
     system/ownfiles.py os.open: new files, through no link; a folder just made; or for looking
+    system/ownfiles.py os.memfd_create: memory without a name
+    system/ownfiles.py tempfile.TemporaryFile: without a name, in memory
     system/ownfiles.py os.replace: the place of an output that was found to be ours or free
     system/ownfiles.py shutil.rmtree: the private folder, while it is still the one that was made
     system/ownfiles.py tempfile.mkdtemp: for this user alone
@@ -85,9 +84,10 @@ ENDS = """
     exchange/mailbox.py os.pidfd_open: of a peer that the kernel has named; only looked at
     run/child.py os.killpg: of a worker whose end was not collected, so nobody can have its number
     run/child.py os.pidfd_open: of a child that was just started
-    run/child.py self.signal: by pidfd
+    run/child.py os.kill: a worker whose end was not collected, where there are no pidfds
+    run/child.py self.signal: by pidfd, or as above
     run/child.py signal.pidfd_send_signal: to a child
-    run/crew.py worker.signal: by pidfd
+    run/crew.py worker.signal: by pidfd, or as above
     system/process.py os._exit: itself, where its parent is gone
     run/worker.py os._exit: itself
     run/worker.py os.kill: itself
@@ -136,9 +136,8 @@ WAITS = """
     exchange/stagefold.py self._carrier.bind: no socket: follows a roster
     exchange/mailbox.py poller.poll: for part of the limit
     reading/sending.py time.sleep: until the batch before is taken, for which there is a limit
-    run/child.py poller.poll: as long as the workers run, signals and stopped ones noticed
+    run/child.py poller.poll: for part of a limit, or as long as the workers run, signals noticed
     run/child.py self._process.wait: for what the kernel has said to have ended
-    run/crew.py poll: for part of a limit, or as long as the workers run
     run/session.py self.engine.bind: no socket: follows a roster
 """
 

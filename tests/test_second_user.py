@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ def run(folder: Path, *words: str) -> str:
         stdout=subprocess.PIPE,
         text=True,
         check=True,
-        timeout=LIMIT_S,
+        timeout=LIMIT_S * 3 if "code" in words else LIMIT_S,
         cwd=folder,
         env=environment,
     ).stdout
@@ -49,3 +50,96 @@ def test_another_user_gets_nothing_and_holds_nothing_up(
     assert got == []
     assert rounds > 5
     assert (code, output) == (0, run(tmp_path, str(TRAIN))), errors
+
+
+@needs_root
+@pytest.mark.processes
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("launcher", ["python", "onefold", "torchrun"])
+def test_no_compiled_code_lies_where_another_user_can_change_it(
+    tmp_path: Path, launcher: str
+) -> None:
+    home = tmp_path / "home"
+    home.mkdir(mode=0o700)
+    said = run(tmp_path, str(SCRIPTS / "attacked.py"), "code", launcher, str(home))
+    rounds, got, code, output, errors = json.loads(said)
+    assert got == []
+    assert rounds > 5
+    assert code == 0, errors
+    assert len(output.split()[-1]) == 16
+    (kept,) = (home / ".cache" / "onefold" / "compiled").iterdir()
+    assert list(kept.rglob("*.so"))
+
+
+@pytest.fixture
+def networks() -> Iterator[tuple[list[str], list[str]]]:
+    """Two networks that reach each other, as commands to run something in one."""
+    names = [f"onefold-{os.getpid()}-{n}" for n in (1, 2)]
+    ways = [f"of{os.getpid() % 10**8}{n}" for n in "ab"]
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True, capture_output=True)
+
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip("link", "add", ways[0], "type", "veth", "peer", "name", ways[1])
+    except subprocess.CalledProcessError as error:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+        pytest.skip(f"needs networks of its own: {error.stderr!r}")
+    try:
+        for number, (name, way) in enumerate(zip(names, ways, strict=True), 1):
+            ip("link", "set", way, "netns", name)
+            ip("-n", name, "link", "set", way, "name", "way")
+            ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", "way")
+            for device in ("way", "lo"):
+                ip("-n", name, "link", "set", device, "up")
+        yield tuple(["ip", "netns", "exec", name] for name in names)  # type: ignore[misc]
+    finally:
+        for name in names:
+            ip("netns", "del", name)
+
+
+@needs_root
+@needs_ip
+@pytest.mark.processes
+@pytest.mark.full
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("when", "rank"), [("early", 1), ("late", 0)])
+def test_a_stranger_who_reaches_the_store_does_not_get_between_devices(
+    networks: tuple[list[str], list[str]], when: str, rank: int
+) -> None:
+    """Early: before the device comes whose part he takes; late: after it has said its own."""
+    common = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29555", "WORLD_SIZE": "2"}
+    alone = {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "GLOO_SOCKET_IFNAME": "way"}
+    secret = {"ONEFOLD_SECRET": "long enough that nobody guesses it"}
+    inside, outside = networks
+
+    def start(where: list[str], *words: object, **more: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [*where, sys.executable, *map(str, words)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(SOURCE), **common, **alone, **secret, **more},
+        )
+
+    first = start(inside, SCRIPTS / "apart.py", "train", RANK="0")
+    key = f"onefold/-29555-/kind/{rank}"
+    stranger = start(outside, SCRIPTS / "stranger.py", "10.77.0.1", "29555", key, "cpu")
+    second = None
+    try:
+        assert stranger.stdout is not None
+        assert stranger.stdout.readline() == "set\n"
+        second = start(inside, SCRIPTS / "apart.py", "train", RANK="1")
+        hurt = first if when == "early" else second
+        said = "".join(hurt.communicate(timeout=LIMIT_S))
+        assert hurt.returncode != 0
+        assert f"a value under {key} that was written without the secret" in said
+        assert "a stranger writes to the store" in said
+    finally:
+        for process in filter(None, (first, second, stranger)):
+            process.kill()
+            process.communicate()

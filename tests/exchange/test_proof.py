@@ -96,7 +96,7 @@ def test_an_answer_that_is_given_back_is_of_no_use() -> None:
 
 
 def ends_of(*numbers: int) -> list[tuple[str, str]]:
-    """Connections of device 0, with others or with a relay, and as the others see them."""
+    """Connections of device 0, as it sees them itself."""
     return [(f"10.0.0.1:{number}", f"10.0.0.2:{number}") for number in numbers]
 
 

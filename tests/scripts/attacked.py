@@ -1,8 +1,8 @@
 """A run of ``tests/soak/train.py`` that another user attacks: ``attacked.py KIND EXCHANGE FOLDER``.
 
-KIND is a name of `ATTACKS`. Run and attack are in a network of their own, so that nobody else on
-the host is met. Prints, as JSON, how often was attacked, what was got hold of, and how the run
-ended. Needs root.
+KIND is a name of `ATTACKS`; with ``code``, EXCHANGE is a launcher. Run and attack are in a network
+of their own, so that nobody else on the host is met. Prints, as JSON, how often was attacked, what
+was got hold of, and how the run ended. Needs root.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.somebody import somebody_trying
 
 SCRIPT = Path(__file__).parents[1] / "soak" / "train.py"
+COMPILING = Path(__file__).parent / "compiling.py"
 _CLONE_NEWNET = 0x40000000
 JUNK = (b"", b"\0" * 8, b"\x80\x04\x95", b"GET / HTTP/1.0\r\n\r\n", b"\xff" * 4096, b"\1\0\0\0")
 held: list[socket.socket] = []
@@ -118,20 +119,35 @@ def take_places(_: Path) -> Iterable[str]:
     return []
 
 
+def plant_code(temporary: Path) -> Iterable[str]:
+    """Make PyTorch's folder for compiled code first, and look for whatever trusts it."""
+    theirs = temporary / "torchinductor_root"
+    inside = theirs / "precompiled_headers"
+    for folder in (theirs, inside, inside / "locks", theirs / "fxgraph", theirs / "aotautograd"):
+        folder.mkdir(exist_ok=True)
+        folder.chmod(0o777)
+    for path in theirs.rglob("*"):
+        if path.stat().st_uid != os.geteuid():
+            yield f"was trusted with {path.relative_to(temporary)}"
+
+
 ATTACKS: dict[str, Callable[[Path], Iterable[str]]] = {
     "everything": try_everything,
     "places": take_places,
+    "code": plant_code,
 }
 
 
 def main(kind: str, exchange: str, folder: Path) -> None:
+    if kind == "code":
+        attack_compiler(exchange, folder)
+        return
     own_network()
     with tempfile.TemporaryDirectory(dir="/tmp") as temporary:
         Path(temporary).chmod(0o1777)  # as /tmp is
         variables = {
             "SOAK_BEGUN": str(folder / "begun"),
             "TMPDIR": temporary,
-            "TORCHINDUCTOR_CACHE_DIR": str(folder),
         }
         with somebody_trying(lambda: ATTACKS[kind](Path(temporary))) as got:
             done = subprocess.run(
@@ -144,6 +160,31 @@ def main(kind: str, exchange: str, folder: Path) -> None:
                 check=False,
                 timeout=150,
                 env={**os.environ, **variables},
+            )
+    rounds, *held_by_other = got
+    print(json.dumps([int(rounds), held_by_other, done.returncode, done.stdout, done.stderr]))
+
+
+def attack_compiler(launcher: str, folder: Path) -> None:
+    """A run that compiles, under a launcher: ``onefold``, ``torchrun`` or none, ``python``."""
+    commands = {
+        "onefold": ["-m", "onefold", "run", "--devices=cpu:2"],
+        "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"],
+        "python": [],
+    }
+    with tempfile.TemporaryDirectory(dir="/tmp") as temporary:
+        Path(temporary).chmod(0o1777)
+        environment = {**os.environ, "TMPDIR": temporary, "HOME": str(folder)}
+        environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
+        with somebody_trying(lambda: plant_code(Path(temporary))) as got:
+            time.sleep(1)  # he is there first
+            done = subprocess.run(
+                [sys.executable, *commands[launcher], str(COMPILING)],
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=400,
+                env={**environment, "LOGNAME": "root"},
             )
     rounds, *held_by_other = got
     print(json.dumps([int(rounds), held_by_other, done.returncode, done.stdout, done.stderr]))

@@ -24,6 +24,7 @@ import torch
 from onefold.exchange.mailbox import Mailbox
 from onefold.system.heap import ORDINARY, DiskHeap, Heap, new_disk_file
 from onefold.system.limits import naming_limits
+from onefold.system.ownfiles import memory_file
 
 __all__ = ["make_own", "memory_of", "new_file", "take_file"]
 
@@ -44,7 +45,7 @@ def new_file(size_bytes: int, heap: Heap = ORDINARY) -> tuple[int, torch.Tensor]
     if isinstance(heap, DiskHeap):
         descriptor = new_disk_file(heap.folder, max(size_bytes, 1))
     else:
-        descriptor = os.memfd_create("onefold", os.MFD_CLOEXEC)
+        descriptor = memory_file()
     try:
         with naming_limits(f"{size_bytes:,} bytes of memory that all devices of this host share"):
             # At least a byte: an empty file cannot be mapped.

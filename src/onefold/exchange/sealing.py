@@ -24,7 +24,8 @@ _DIGITS = 64
 class SealedStore(Store):
     """Seals what is set in a store, and checks what is read from it.
 
-    gloo reads and writes through it as well, so it must live as long as the group.
+    gloo reads and writes through it as well, so it must live as long as the group. It has what gloo
+    and onefold use of a store, and no more.
 
     Args:
         store: what keeps the values.
@@ -42,17 +43,6 @@ class SealedStore(Store):
     def get(self, key: str) -> bytes:
         return self._opened(key, self._store.get(key))
 
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        return [self.get(key) for key in keys]
-
-    def multi_set(self, keys: list[str], values: list[str]) -> None:
-        for key, value in zip(keys, values, strict=True):
-            self.set(key, value)
-
-    def has_extended_api(self) -> bool:
-        # What is appended to a value could not be sealed.
-        return False
-
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         if expected:
             raise NotImplementedError(f"{key}: only what was not there before can be set")
@@ -69,12 +59,6 @@ class SealedStore(Store):
             self._store.wait(keys)
         else:
             self._store.wait(keys, timeout)
-
-    def delete_key(self, key: str) -> bool:
-        return self._store.delete_key(key)
-
-    def num_keys(self) -> int:
-        return self._store.num_keys()
 
     def _sealed(self, key: str, value: str | bytes) -> str:
         text = value if isinstance(value, bytes) else value.encode()

@@ -6,20 +6,30 @@ Once the end of a process is collected (by wait, or by Popen.poll, which collect
 may give its id, and that of its group, to another process. So no worker is collected before the end
 of the run. Its end is noticed without collecting it (WNOWAIT, or its pidfd), its group is killed
 while the id is still its own, and only then is it collected. No signal is sent afterwards.
+
+Note: without pidfds
+--------------------
+Some containers, by seccomp, and kernels before 5.3 refuse them. A worker is then signalled by its
+id, which is its own until it is collected, and its end is looked for several times a second.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import signal
 import subprocess
+import time
 from collections.abc import Sequence
 
 from onefold.system.process import Stillness
 
-__all__ = ["Worker", "poll"]
+__all__ = ["Worker", "wait_for_end"]
+
+_REFUSED = frozenset({errno.ENOSYS, errno.EPERM, errno.EACCES})
+_LOOK_S = 0.05
 
 
 class Worker:
@@ -37,8 +47,8 @@ class Worker:
         self._collected = False
         self.pid = process.pid
         # Safe to open by id: a child that nobody has collected keeps its id, dead or alive.
-        self.descriptor = os.pidfd_open(process.pid)
-        """A pidfd: readable once the process has ended."""
+        self.descriptor = _pidfd_of(process.pid)
+        """A pidfd: readable once the process has ended. None where there is no such thing."""
 
     def __str__(self) -> str:
         return f"device {self.rank} ({self.device}, process {self.pid})"
@@ -64,9 +74,18 @@ class Worker:
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the worker alone."""
+        if self.code is not None:
+            return
         # By pidfd, which never means another process, even if the worker ends right here.
-        if self.code is None:
-            signal.pidfd_send_signal(self.descriptor, number)
+        if self.descriptor is not None:
+            try:
+                signal.pidfd_send_signal(self.descriptor, number)
+                return
+            except OSError as error:
+                if error.errno not in _REFUSED:
+                    raise
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
 
     def kill_all(self) -> None:
         """Kill the worker and all its children, unless its end was collected already."""
@@ -85,12 +104,36 @@ class Worker:
         if self.code is not None:
             self._collected = True
             self._process.wait()
-        os.close(self.descriptor)
+        if self.descriptor is not None:
+            os.close(self.descriptor)
 
 
-def poll(descriptors: Sequence[int], limit_s: float) -> set[int]:
-    """Wait until one of the descriptors is readable; return those that are, none at the limit."""
-    poller = select.poll()
-    for descriptor in descriptors:
-        poller.register(descriptor, select.POLLIN)
-    return {descriptor for descriptor, _ in poller.poll(max(0.0, limit_s) * 1000)}
+def _pidfd_of(pid: int) -> int | None:
+    try:
+        return os.pidfd_open(pid)
+    except OSError as error:
+        if error.errno not in _REFUSED:
+            raise
+        return None
+
+
+def wait_for_end(workers: Sequence[Worker], limit_s: float, wake: int | None = None) -> bool:
+    """Wait until one of the workers has ended; return whether one has.
+
+    Args:
+        workers: those that run.
+        limit_s: the longest wait.
+        wake: a descriptor that ends the wait once it is readable.
+    """
+    limit, poller = time.monotonic() + limit_s, select.poll()
+    for descriptor in (wake, *(worker.descriptor for worker in workers)):
+        if descriptor is not None:
+            poller.register(descriptor, select.POLLIN)
+    step_s = _LOOK_S if any(worker.descriptor is None for worker in workers) else limit_s
+    while True:
+        left_s = max(0.0, limit - time.monotonic())
+        ready = poller.poll(min(left_s, step_s) * 1000)
+        if any(worker.code is not None for worker in workers):
+            return True
+        if ready or left_s == 0:
+            return False

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from onefold.errors import LaunchError
-from onefold.run.child import Worker, poll
+from onefold.run.child import Worker, wait_for_end
 from onefold.run.outcome import Outcome
 from onefold.run.requests import Requests
 from onefold.run.rundir import Board, Report
@@ -75,7 +75,7 @@ class Crew:
             worker.kill_all()
         limit = time.monotonic() + _KILLED_S
         while (waiting := self._running()) and time.monotonic() < limit:
-            poll([worker.descriptor for worker in waiting], limit - time.monotonic())
+            wait_for_end(waiting, limit - time.monotonic())
         for worker in waiting:
             print(
                 f"onefold: {worker} was killed and has not ended within {_KILLED_S:g} s: it waits "
@@ -108,9 +108,7 @@ class Crew:
 
     def _wait_for_end(self, workers: Sequence[Worker], limit_s: float) -> bool:
         """Wait for a worker to end; return whether one has. A signal ends the wait early."""
-        descriptors = [worker.descriptor for worker in workers]
-        ready = poll([*descriptors, self._signals.descriptor], limit_s)
-        return not ready.isdisjoint(descriptors)
+        return wait_for_end(workers, limit_s, self._signals.descriptor)
 
     def interrupted_outcome(self, by: signal.Signals) -> Outcome:
         """The outcome of a run that a signal ended at once."""

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from onefold.exchange.progress import Progress
-from onefold.system.ownfiles import create_file
+from onefold.system.ownfiles import create_file, memory_file
 
 __all__ = ["Board", "Logs", "Report", "write_report"]
 
@@ -50,11 +50,11 @@ class Board:
 
     def __init__(self, devices: int) -> None:
         # Closed on exec as Python opens them; the workers get theirs by `pass_fds` alone.
-        self.table = os.memfd_create("onefold-progress")
+        self.table = memory_file()
         """Descriptor of the table of steps."""
-        self.reports = [os.memfd_create(f"onefold-report-{rank}") for rank in range(devices)]
+        self.reports = [memory_file() for _ in range(devices)]
         """Descriptor of each worker's report."""
-        self.store = os.memfd_create("onefold-store")
+        self.store = memory_file()
         """Descriptor of the file through which the workers' process group is formed."""
         os.ftruncate(self.table, Progress.nbytes(devices))
         self.progress = Progress(self.table, devices)

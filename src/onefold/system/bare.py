@@ -21,6 +21,7 @@ import torch
 
 from onefold.system.heap import new_disk_file, warn_of_memory
 from onefold.system.limits import naming_limits
+from onefold.system.ownfiles import memory_file
 
 __all__ = ["BareMemory"]
 
@@ -39,7 +40,7 @@ class BareMemory:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._unknown = os.memfd_create("onefold", os.MFD_CLOEXEC)
+        self._unknown = memory_file()
         weakref.finalize(self, os.close, self._unknown)
         with naming_limits(f"{_PIECE_BYTES:,} bytes of memory without values"):
             os.ftruncate(self._unknown, _PIECE_BYTES)

@@ -31,6 +31,7 @@ __all__ = [
     "aside_of",
     "create_file",
     "gather_sockets_in",
+    "memory_file",
     "open_regular",
     "replace_file",
 ]
@@ -101,6 +102,20 @@ def gather_sockets_in(folder: str) -> None:
         multiprocessing.util.get_temp_dir()
     finally:
         tempfile.tempdir = before
+
+
+def memory_file() -> int:
+    """Open a new file in memory that has no name, and return its descriptor.
+
+    Where the kernel, or a container by seccomp, knows no memfd it is a file of ``/dev/shm``.
+    """
+    try:
+        return os.memfd_create("onefold", os.MFD_CLOEXEC)
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.EPERM, errno.EACCES):
+            raise
+    with tempfile.TemporaryFile(dir="/dev/shm") as file:
+        return os.dup(file.fileno())
 
 
 def create_file(path: Path, *, append: bool = False) -> int:

@@ -1,0 +1,116 @@
+"""Runs in containers that refuse system calls which onefold would rather use."""
+
+from __future__ import annotations
+
+import errno
+import os
+import platform
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from onefold.run.child import Worker, wait_for_end
+from onefold.system.ownfiles import memory_file
+
+REFUSING = Path(__file__).parents[1] / "scripts" / "refusing.py"
+NUMBERS = (errno.ENOSYS, errno.EPERM)
+SCRIPT = """
+    import sys, torch, onefold
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = lambda m, x: m(x).square().mean(1)
+    trainer = onefold.Trainer(model, optimizer, loss, shards=2)
+    trainer.step(torch.ones(4, 4))
+    if "fail" in sys.argv and not trainer.is_lead:
+        raise ValueError("as it should")
+    trainer.step(torch.ones(4, 4))
+    print(trainer.fingerprint())
+"""
+
+
+def refusing(number: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(signal if name == "pidfd_send_signal" else os, name, refuse)
+
+
+def worker_of(code: str) -> Worker:
+    command = [sys.executable, "-S", "-c", code]
+    return Worker(0, "cpu", subprocess.Popen(command, start_new_session=True))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("name", ["pidfd_open", "pidfd_send_signal"])
+def test_a_worker_is_watched_and_killed_without_pidfds(
+    name: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusing(number, name, monkeypatch)
+    quick, slow = worker_of("raise SystemExit(3)"), worker_of("import time; time.sleep(600)")
+    assert wait_for_end([quick], 60)
+    assert quick.code == 3
+    assert not wait_for_end([slow], 0.01)
+    reader, writer = os.pipe()
+    os.write(writer, b"1")
+    assert not wait_for_end([slow], 600, reader)
+    slow.signal(signal.SIGTERM)
+    assert wait_for_end([slow], 60)
+    assert slow.code == -signal.SIGTERM
+    slow.signal(signal.SIGTERM)  # it has ended: nothing to signal
+    for worker in (quick, slow):
+        worker.kill_all()
+        worker.collect()
+    os.close(reader)
+    os.close(writer)
+
+
+def test_other_errors_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusing(errno.EMFILE, "memfd_create", monkeypatch)
+    with pytest.raises(OSError, match="Too many open files"):
+        memory_file()
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_memory_without_memfds(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = set(os.listdir("/dev/shm"))
+    refusing(number, "memfd_create", monkeypatch)
+    descriptor = memory_file()
+    try:
+        os.ftruncate(descriptor, 100)
+        assert not os.get_inheritable(descriptor)
+        assert os.pread(descriptor, 200, 0) == bytes(100)
+        with open(f"/proc/self/fd/{descriptor}", "r+b") as again:
+            assert len(again.read()) == 100
+        assert set(os.listdir("/dev/shm")) <= before
+    finally:
+        os.close(descriptor)
+
+
+@pytest.mark.processes
+@pytest.mark.full
+@pytest.mark.fresh
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "aarch64"), reason="other system calls")
+@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_run_in_a_container_that_refuses_them(
+    tmp_path: Path, number: int, *, fails: bool
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    words = ["-m", "onefold", "run", "--devices", "cpu:2", str(script), *["fail"] * fails]
+    done = subprocess.run(
+        [sys.executable, REFUSING, str(number), *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=150,
+    )
+    assert done.returncode == int(fails), done.stderr
+    assert ("device 1" in done.stderr and "as it should" in done.stderr) is fails
+    assert fails or len(done.stdout.split()[-1]) == 16
