@@ -35,6 +35,7 @@ from onefold.core.values import split
 from onefold.engine.engine import Engine
 from onefold.engine.losscheck import LossFinding, inspect_loss
 from onefold.engine.replica import LossFunction
+from onefold.system.words import message_of
 from onefold.verifying.draws import Draws, seed_alike, without_dropout
 from onefold.verifying.relation import PARTS, Relation, relation_of, relative_size
 from onefold.verifying.rounding import EXACT, tolerance_of
@@ -215,7 +216,9 @@ class Mathematics:
             except Exception as error:
                 if narrow:
                     raise
-                self._comparison.trouble = f"in evaluation mode: {type(error).__name__}: {error}"
+                self._comparison.trouble = (
+                    f"in evaluation mode: {type(error).__name__}: {message_of(error)}"
+                )
             else:
                 break
         self._narrow = narrow
@@ -347,7 +350,7 @@ class Mathematics:
                 found.ordered = self._depends_on_order()
         except Exception as error:
             found.relation = "unclear"
-            found.trouble = f"of a part of the batch: {type(error).__name__}: {error}"
+            found.trouble = f"of a part of the batch: {type(error).__name__}: {message_of(error)}"
 
     def _repeats(self) -> bool:
         with torch.no_grad():
