@@ -12,8 +12,8 @@ _SHORTAGE = ("can't allocate memory", "not enough memory", "ALLOC_FAILED")
 """Words of errors that have no type of their own: PyTorch's on processors, and cuBLAS's."""
 
 ONE_SAMPLE = (
-    "This shard has one sample, and what a loss computes among the samples of a batch (negatives, a "
-    "variance) is not there. onefold.gather(rows) gives the loss those of the whole batch; fewer "
+    "This shard has one sample, and what a loss computes among the samples of a batch (negatives, "
+    "a variance) is not there. onefold.gather(rows) gives the loss those of the whole batch; fewer "
     "shards give it more, and another result"
 )
 
