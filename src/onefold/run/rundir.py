@@ -72,9 +72,8 @@ class Board:
     def note(self, rank: int) -> str:
         """What the worker waits for, once its script has ended; empty if it has not said so."""
         text = os.pread(self.reports[rank], _LONGEST_NOTE, 0)
-        return (
-            text[len(_NOTE) : -1].decode() if text.startswith(_NOTE) and text[-1:] == b"\n" else ""
-        )
+        whole = text.startswith(_NOTE) and text.endswith(b"\n")
+        return text[len(_NOTE) : -1].decode(errors="replace") if whole else ""
 
     def close(self) -> None:
         """Close the descriptors; the memory goes with the last process that has it."""

@@ -110,14 +110,7 @@ def load_weights(
             f"{path} does not fit the model, which is unchanged: {error}"
         ) from None
     # From here on the model changes: see the note on whole or not at all.
-    try:
-        model.load_state_dict(fit.state(), strict=False)
-    except Exception as error:
-        error.add_note(
-            f"raised by the model's own load_state_dict, when some of the values of {path} may "
-            f"have been copied: make the model anew"
-        )
-        raise
+    model.load_state_dict(fit.state(), strict=False)
     return Loaded(fit.missing, fit.unexpected)
 
 
