@@ -44,8 +44,6 @@ WRITES_OR_REMOVES = """
     checkpoint/folder.py path.open: a new file in the folder that is being written
     checkpoint/folder.py shutil.rmtree: what was put aside under a name that we have drawn
     checkpoint/folder.py tempfile.TemporaryDirectory: in the directory, to try it
-    cli/plan.py tempfile.TemporaryDirectory: for what the script writes of its model
-    cli/verify.py tempfile.TemporaryDirectory: for the outputs of the script
     exchange/commonfile.py os.ftruncate: memory without a name
     jobs/digits_report.py figure.savefig: into a file that is put aside first
     jobs/report/charts.py figure.savefig: into memory
@@ -71,7 +69,10 @@ WRITES_OR_REMOVES = """
     system/ownfiles.py os.memfd_create: memory without a name
     system/ownfiles.py tempfile.TemporaryFile: without a name, in memory
     system/ownfiles.py os.replace: the place of an output that was found to be ours or free
-    system/ownfiles.py shutil.rmtree: the private folder, while it is still the one that was made
+    system/ownfiles.py (self.path / _MARK).unlink: of the private folder, while it is that one
+    system/ownfiles.py os.rename: a file in the private folder that was just made
+    system/ownfiles.py shutil.rmtree: the private folder, while it is still the one that was made;
+        or one of this user's, by its mark that of a process of this host whose lock is gone
     system/ownfiles.py tempfile.mkdtemp: for this user alone
     system/plainfile.py os.fdopen: reads
     system/plainfile.py os.open: reads; does not wait for a FIFO
@@ -99,7 +100,8 @@ LOCKS = """
     data/pictures.py threading.Lock: held for a line
     jobs/progress.py threading.Lock: held for a line
     system/folderlock.py fcntl.lockf: on a file of its owner alone; never waits
-    system/ownfiles.py fcntl.flock: on the private folder, so that cleaners leave it; never waits
+    system/ownfiles.py fcntl.flock: on the private folder, so that cleaners leave it, and on its
+        mark, so that others do; never waits
 """
 
 WAITS = """

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 import onefold
 from onefold.errors import CheckpointError
 from onefold.system.plainfile import RECORD_BYTES
-from tests.checkpoint.folders import reseal, seal, sealed
+from tests.checkpoint.folders import names_in, reseal, seal, sealed
 from tests.small import line, make_trainer, points
 
 DIGITS = "7" * 5000
@@ -354,3 +354,67 @@ def test_weights_of_a_damaged_checkpoint_are_refused(folder: Path) -> None:
     with pytest.raises(CheckpointError, match=r"best-model is damaged: model\.safetensors"):
         onefold.load_weights(line(), copy)
     assert sealed(path)["size"] == len(content)
+
+
+COUNTS: dict[str, tuple[str | int, ...]] = {
+    "step": ("step",),
+    "serial": ("serial",),
+    "epoch": ("epoch",),
+    "good steps": ("good_steps",),
+    "steps of an average": ("average", "steps"),
+    "batches": ("position", 0, "number"),
+    "epoch of a loader": ("position", 0, "made_in_epoch"),
+    "first pass": ("position", 0, "first_pass"),
+    "empty passes": ("position", 0, "empty_passes"),
+    "pass": ("position", 0, "passes", 0, 0),
+    "samples of a pass": ("position", 0, "passes", 0, 1),
+    "trials": ("microbatch_trials",),
+}
+
+
+@pytest.mark.parametrize("kind", COUNTS)
+def test_what_is_counted_on_from_a_checkpoint_can_be_read_again(folder: Path, kind: str) -> None:
+    """Or is refused, when it is loaded or when it is saved; what was there stays."""
+    record, most = record_of(folder), 2**62 - 1
+    put(most, *COUNTS[kind])(record)
+    reseal_record(folder, record)
+    if kind == "step":
+        folder = folder.rename(folder.with_name(f"step-{most}"))
+
+    def loaded() -> tuple[onefold.Trainer, Any]:
+        trainer = trainer_of()
+        return trainer, trainer.loader(torch.utils.data.TensorDataset(*points(8)), batch_size=4)
+
+    trainer, batches = loaded()
+    refused = ""
+    try:
+        found = trainer.load(folder.parent)
+        for _ in trainer.epochs(found.epoch + 2):
+            for batch in batches:
+                trainer.step(batch)
+        trainer.save(folder.parent)
+    except CheckpointError as error:
+        refused = str(error)
+    finally:
+        trainer.close()
+    if refused:
+        assert re.search("damaged|does not fit|not written, as it could not be read again", refused)
+        assert names_in(folder.parent) == {folder.name}
+    else:
+        assert loaded()[0].load(folder.parent).step == trainer.steps > found.step
+
+
+def test_what_could_not_be_read_is_not_written(tmp_path: Path) -> None:
+    """By the reader's own checks, whatever made it so."""
+    trainer = trainer_of()
+    trainer.step(points(8))
+    kept = trainer.save(tmp_path)
+    trainer.step(points(8))
+    words = "step-00000002 is not written, as it could not be read again: expected threads to be"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.get_num_threads", lambda: 0)
+        with pytest.raises(CheckpointError, match=words):
+            trainer.save(tmp_path)
+    assert names_in(tmp_path) == {kept.name}
+    assert trainer_of().load(tmp_path).step == 1
+    assert trainer.save(tmp_path).name == "step-00000002"

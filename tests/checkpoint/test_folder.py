@@ -163,7 +163,7 @@ def write(folder: Path, value: float = 1.0, *, bytes_of: int = 8, **record: Any)
     step = int(folder.name.removeprefix("step-"))
     usual = {"format": 1, "step": step, "run": "this", "scores": {}, "keep": 3, "best": None}
     run: Mapping[str, object] = {**usual, **record}
-    write_checkpoint(folder, {"model.safetensors": parts}, lambda: run)
+    write_checkpoint(folder, {"model.safetensors": parts}, lambda: run, dict)
 
 
 def value_in(folder: Path) -> int:
@@ -294,7 +294,7 @@ def test_a_lock_is_its_owners_alone(tmp_path: Path) -> None:
         seen.extend((p.suffix, p.stat().st_mode & 0o777) for p in tmp_path.glob(".step-*.lock"))
         return {"format": 1, "step": 1, "run": "this", "scores": {}, "keep": 3, "best": None}
 
-    write_checkpoint(tmp_path / "step-00000001", {}, looking)
+    write_checkpoint(tmp_path / "step-00000001", {}, looking, dict)
     assert seen == [(".lock", 0o600)]
     assert names_in(tmp_path) == {"step-00000001"}
 
@@ -389,7 +389,7 @@ def test_a_child_that_was_forked_while_writing_does_not_keep_the_lock(tmp_path: 
         return {"format": 1, "step": 1, "run": "this", "scores": {}, "keep": 3, "best": None}
 
     try:
-        write_checkpoint(folder, {}, forking)
+        write_checkpoint(folder, {}, forking, dict)
         write(folder, 7)
         assert value_in(folder) == 7
     finally:

@@ -247,3 +247,56 @@ def test_a_call_needs_no_file_and_leaves_none(tmp_path: Path, stopped: bool) -> 
         output, errors = process.communicate(timeout=100)
     assert (process.returncode, output) == ((-15, "") if stopped else (0, "True\n")), errors
     assert list(temporary.iterdir()) == []
+
+
+ENDS = """
+import sys, threading, time
+import torch, onefold
+from onefold.run.world import current_world
+
+last = current_world().rank == 1
+
+class Silent(Exception):
+    def __str__(self):
+        raise KeyError("no words")
+
+def loss(model, batch):
+    if last and sys.argv[1] == "exit":
+        sys.exit(0)
+    if last and sys.argv[1] == "silent":
+        raise Silent()
+    return model(batch).square().mean(dim=1)
+
+model = torch.nn.Linear(3, 1)
+trainer = onefold.Trainer(model, torch.optim.SGD(model.parameters(), 0.1), loss, shards=2)
+trainer.step(torch.ones(4, 3))
+if last and sys.argv[1] == "thread":
+    threading.Thread(target=time.sleep, args=(6.5,), name="uploads").start()
+"""
+
+
+@pytest.mark.parametrize("exchange", ["shared", "collective"])
+@pytest.mark.parametrize(
+    ("how", "code", "words"),
+    [
+        ("exit", 1, "onefold: device 1 ended by sys.exit(0) in step 1, which all devices must do"),
+        ("silent", 1, "failed in step 1: Silent: its message cannot be shown, as its own str()"),
+    ],
+)
+def test_the_end_of_one_device_is_told_as_what_it_was(
+    how: str, code: int, words: str, exchange: str, tmp_path: Path
+) -> None:
+    (tmp_path / "ends.py").write_text(ENDS)
+    options = ("--devices", "cpu:2", "--exchange", exchange, "--logs", str(tmp_path / "logs"))
+    done = run(tmp_path, *options, "ends.py", how)
+    assert done.returncode == code
+    assert words in done.stderr
+
+
+def test_threads_that_a_finished_run_waits_for_are_named(tmp_path: Path) -> None:
+    """Which are another device's; the run ends well as soon as they have ended."""
+    (tmp_path / "ends.py").write_text(ENDS)
+    done = run(tmp_path, "--devices", "cpu:2", "ends.py", "thread")
+    assert done.returncode == 0, done.stderr
+    assert "the script has ended, and device 1" in done.stderr
+    assert "waits for its threads 'uploads', which are no daemons" in done.stderr

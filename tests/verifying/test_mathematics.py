@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd import grad
 
 import onefold
 from tests.verifying.compared import Compared, compared
@@ -519,3 +520,34 @@ def test_what_was_never_in_float64_is_not_rounded(compared: Compared) -> None:
     line = compared.step(classifier(), loss, points())
     assert line["tolerance"] == 1e-9
     assert agrees(line)
+
+
+@pytest.mark.parametrize("scalar", [False, True])
+def test_an_adaptive_weight_by_gradients_of_the_loss_is_named(
+    compared: Compared, scalar: bool
+) -> None:
+    """As VQGAN balances its two terms, by the gradients at the last layer."""
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        logits = model(batch[0])
+        one = F.cross_entropy(logits, batch[1], reduction="none")
+        other = logits.square().mean(dim=1)
+        last = list(model.parameters())[-1]
+        sizes = [grad(each.mean(), last, retain_graph=True)[0].norm() for each in (one, other)]
+        losses = one + (sizes[0] / (sizes[1] + 1e-4)).detach() * other
+        return losses.mean() if scalar else losses
+
+    line = compared.step(classifier(), loss, points())
+    assert line["loss_difference"] > 1e-9
+    (cause,) = line["causes"]
+    assert "the loss takes gradients itself (torch.autograd.grad), such as those" in str(cause)
+
+
+def test_gradients_of_each_sample_in_a_loss_are_no_cause(compared: Compared) -> None:
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        inputs = batch[0].requires_grad_()
+        logits = model(inputs)
+        (slopes,) = grad(logits.sum(), inputs, create_graph=True)
+        return F.cross_entropy(logits, batch[1], reduction="none") + slopes.square().sum(dim=1)
+
+    assert agrees(compared.step(classifier(), loss, points()))

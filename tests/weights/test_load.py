@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -235,6 +236,16 @@ def test_the_count_of_a_batch_norm_may_be_missing(tmp_path: Path) -> None:
     assert torch.equal(model[1].running_var, state["1.running_var"])
 
 
+def quantized(tensor: torch.Tensor) -> torch.Tensor:
+    with warnings.catch_warnings(action="ignore"):  # files of others hold them all the same
+        return torch.quantize_per_tensor(tensor, 0.1, 0, torch.qint8)
+
+
+def nested(tensor: torch.Tensor) -> torch.Tensor:
+    with warnings.catch_warnings(action="ignore"):
+        return torch.nested.nested_tensor([tensor], layout=torch.strided)
+
+
 STRANGE = {
     "missing": ({"bias": None}, "1 missing in the file: bias"),
     "unexpected": ({"head.weight": torch.ones(2)}, r"1 unexpected in it: head\.weight"),
@@ -248,6 +259,19 @@ STRANGE = {
         {"weight": torch.eye(3)[:1].to_sparse()},
         r"weight \(torch\.strided in the model, torch\.sparse_coo in the file\)",
     ),
+    # Of the last parameter, when the others would have been copied.
+    "meta": (
+        {"bias": torch.ones(1, device="meta")},
+        r"bias \(torch\.strided in the model, a tensor without values \(on the meta device\) in",
+    ),
+    "quantized": (
+        {"bias": quantized(torch.ones(1))},
+        r"bias \(torch\.strided in the model, quantized \(torch\.per_tensor_affine\) in the file\)",
+    ),
+    "nested": (
+        {"bias": nested(torch.ones(1))},
+        r"bias \(torch\.strided in the model, a nested tensor in the file\)",
+    ),
 }
 
 
@@ -259,6 +283,7 @@ def save_strange(kind: str, file: Path) -> str:
     return told
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("kind", STRANGE)
 @pytest.mark.parametrize("devices", [0, 1, 2])
 def test_what_does_not_fit_is_told_and_nothing_is_changed(
@@ -273,6 +298,7 @@ def test_what_does_not_fit_is_told_and_nothing_is_changed(
     assert bits(model) == bits(line(3))
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
     ("kind", "missing", "unexpected"),
     [
@@ -282,6 +308,9 @@ def test_what_does_not_fit_is_told_and_nothing_is_changed(
         ("scalar", ("bias",), ("bias",)),
         ("number", ("bias",), ("bias",)),
         ("sparse", ("weight",), ("weight",)),
+        ("meta", ("bias",), ("bias",)),
+        ("quantized", ("bias",), ("bias",)),
+        ("nested", ("bias",), ("bias",)),
     ],
 )
 def test_what_fits_can_be_loaded_alone(

@@ -39,11 +39,12 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from onefold.checkpoint.aside import BESIDE, check_ours, delete, names_beside, sweep, sync
-from onefold.checkpoint.record import RUN, check_stored
+from onefold.checkpoint.record import RUN, check_stored, next_serial
 from onefold.core.jsonvalue import from_json
 from onefold.errors import CheckpointError
 from onefold.system.plainfile import RECORD_BYTES, parse_json, read_plain
@@ -120,6 +121,7 @@ def write_checkpoint(
     folder: Path,
     files: Mapping[str, Sequence[TensorParts]],
     describe: Callable[[], Mapping[str, object]],
+    check: Callable[[Mapping[str, Any]], None],
 ) -> None:
     """Write a checkpoint, replacing one that is there.
 
@@ -127,8 +129,10 @@ def write_checkpoint(
         folder: where to, see `folder_of`.
         files: the tensors of each file, by the file names of this format.
         describe: makes the JSON about the run; called after the files are written.
+        check: raises ValueError for a record of a run that could not be used when it is read.
 
     Raises:
+        CheckpointError: the record could not be used; what was there before still is.
         FileExistsError: the folder holds files that are no part of a checkpoint.
         OSError: the checkpoint could not be written; what was there before still is.
     """
@@ -136,7 +140,7 @@ def write_checkpoint(
     check_ours(folder)
     directory.mkdir(parents=True, exist_ok=True)
     sweep(directory)
-    serial = 1 + max((r.get("serial", 0) for r in readable_records(directory).values()), default=0)
+    serial = next_serial(readable_records(directory).values())
     with names_beside(folder) as beside:
         aside = beside("part")
         aside.mkdir()
@@ -144,7 +148,7 @@ def write_checkpoint(
             seals = {name: write_tensors(aside / name, files[name]) for name in files}
             when = {"serial": serial, "time": datetime.now(UTC).isoformat(timespec="seconds")}
             record = {**describe(), **when, "files": {n: asdict(seals[n]) for n in seals}}
-            _write_record(aside / RUN, record)
+            _write_record(aside / RUN, record, partial(_check_usable, folder, check))
             sync(aside)
             _put_in_place(aside, folder, record, beside("old"))
         except BaseException:
@@ -395,13 +399,32 @@ def _what_is(path: Path) -> str:
     return f"it holds {', '.join(names[:5])}{more}"
 
 
-def _write_record(path: Path, record: Mapping[str, object]) -> None:
+def _check_usable(folder: Path, check: Callable[[Mapping[str, Any]], None], text: bytes) -> None:
+    """Refuse to write a record that a reader would refuse: it is found when it is too late.
+
+    Raises:
+        CheckpointError: it holds a value that no reader accepts.
+    """
+    try:
+        record = parse_json(text)
+        check_stored(record)
+        check(record)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{folder} is not written, as it could not be read again: {error}. If the run goes on "
+            f"from a checkpoint that holds such a value, go on from an earlier one; checkpoints "
+            f"that are there stay"
+        ) from error
+
+
+def _write_record(path: Path, record: Mapping[str, object], check: Callable[[bytes], None]) -> None:
     text = json.dumps({"sha256": _NO_SEAL, **record}, indent=2, allow_nan=False).encode() + b"\n"
     if len(text) > RECORD_BYTES:
         raise ValueError(
             f"what is saved beside tensors takes {len(text):,} bytes: expected {RECORD_BYTES:,} at "
             f"most. Keep large things out of extra"
         )
+    check(text)
     seal = hashlib.sha256(text).hexdigest()
     with path.open("xb") as file:
         file.write(text.replace(_NO_SEAL.encode(), seal.encode(), 1))

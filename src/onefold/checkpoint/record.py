@@ -6,14 +6,14 @@ later is checked here, so that a made-up file ends in one clear error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, get_args
 
 from onefold.core.jsonvalue import from_json
 from onefold.core.precision import PRECISIONS
 from onefold.core.settings import ScheduleEvery
 
-__all__ = ["RUN", "TENSOR_FILES", "Place", "check_run", "check_stored"]
+__all__ = ["RUN", "TENSOR_FILES", "Place", "check_run", "check_stored", "next_serial"]
 
 RUN = "run.json"
 """The file that says where the run is; written last, so if it exists, the others were whole then.
@@ -94,6 +94,18 @@ def check_run(run: Mapping[str, Any]) -> None:
     for name, check, expected in _AVERAGE if run.get("average") is not None else ():
         _expect(run["average"], name, check, expected, "average.")
     from_json(run["extra"])
+
+
+def next_serial(records: Iterable[Mapping[str, Any]]) -> int:
+    """The serial number of a checkpoint that is written beside others.
+
+    Where one of them is at the limit, as a made-up one may be, so are all that follow: their steps
+    then say which is the newest.
+
+    >>> next_serial([{"serial": 3}, {}])
+    4
+    """
+    return min(1 + max((record.get("serial", 0) for record in records), default=0), _MOST - 1)
 
 
 def _expect(

@@ -44,7 +44,7 @@ from onefold.checkpoint.model import (
     check_model_can_be_saved,
 )
 from onefold.checkpoint.record import Place, check_run
-from onefold.checkpoint.runstate import RunState
+from onefold.checkpoint.runstate import OF_THE_SCRIPT, RunState
 from onefold.checkpoint.saving import Saving
 from onefold.checkpoint.states import (
     StoredStates,
@@ -70,8 +70,6 @@ __all__ = ["Checkpoints", "Found"]
 _log = logging.getLogger("onefold")
 _WITH_SCHEDULE = ("lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
 """Settings of an optimizer that its schedule sets."""
-_OF_THE_SCRIPT = ("capturable", "differentiable", "foreach", "fused")
-"""Settings that say how a device computes, and are therefore the resuming script's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,7 +378,7 @@ class Checkpoints:
         for group, follows, values in settings:
             set_by_schedule = set(_WITH_SCHEDULE) if follows else set()
             taken = set_by_schedule if "optimizer" in changed else set(values)
-            taken -= set(_OF_THE_SCRIPT)
+            taken -= set(OF_THE_SCRIPT)
             # Without a schedule now, the saved run may have had one.
             if "schedule" in changed and (follows or self.schedule.schedule is None):
                 taken -= set(_WITH_SCHEDULE)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 import platform
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
+import numpy as np
 import torch
 
 from onefold.checkpoint.folder import (
@@ -19,7 +21,7 @@ from onefold.checkpoint.keeping import Keeping
 from onefold.checkpoint.record import Place
 from onefold.checkpoint.states import saved_rule
 from onefold.core.fingerprint import named_tensors
-from onefold.core.jsonvalue import to_json
+from onefold.core.jsonvalue import from_json, to_json
 from onefold.core.lossscale import LossScale
 from onefold.core.names import own_name
 from onefold.core.precision import Precision
@@ -32,9 +34,11 @@ from onefold.errors import CheckpointError
 from onefold.reading.position import Position, check_same
 from onefold.system.words import listed
 
-__all__ = ["RunState"]
+__all__ = ["OF_THE_SCRIPT", "RunState"]
 
 _log = logging.getLogger("onefold")
+OF_THE_SCRIPT = ("capturable", "differentiable", "foreach", "fused")
+"""Settings that say how a device computes, and are therefore the resuming script's."""
 _SAME = {
     "seed": "seed",
     "shards": "shards",
@@ -175,6 +179,8 @@ class RunState:
         self._check_average(run, changed)
         one, other = run["optimizer"], here["optimizer"]
         check_same("optimizer", one["class"], other["class"], changed, "optimizer")
+        if "optimizer" not in changed:
+            self._check_kinds(one["settings"])
         groups = len(one["settings"]), len(other["settings"])
         check_same("optimizer", *groups, changed=changed, name="a number of parameter groups of")
         # By name: the same parameters in other groups would silently train with other settings.
@@ -190,6 +196,19 @@ class RunState:
         if "schedule" not in changed:
             self._schedule.check_fits(run["schedule"])
         self._position.check_fits(run, changed)
+
+    def _check_kinds(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse settings that are of another kind than those of the optimizer as it was made."""
+        for number, (values, group) in enumerate(
+            zip(saved, self._optimizer.param_groups, strict=False)
+        ):
+            for key, value in values.items():
+                came, here = from_json(value), group.get(key)
+                if key not in OF_THE_SCRIPT and not _is_alike(came, here):
+                    raise CheckpointError(
+                        f"{key} of the optimizer's group {number} is {came!r} in the checkpoint "
+                        f"and {here!r} in this script: expected both to be of one kind"
+                    )
 
     def _check_average(self, run: Mapping[str, Any], changed: Collection[str]) -> None:
         """Refuse another average than the script asks for; it need not ask for one to go on."""
@@ -263,6 +282,25 @@ class RunState:
                         number,
                         key,
                     )
+
+
+def _is_alike(came: object, here: object) -> bool:
+    """Whether a setting may take the place of another one."""
+    if here is None:
+        return True
+    if isinstance(here, tuple):
+        if not isinstance(came, tuple | list) or len(came) != len(here):
+            return False
+        return all(_is_alike(one, other) for one, other in zip(came, here, strict=True))
+    # Python's numbers, and tensors of one of them, stand for each other.
+    if _is_number(here):
+        return _is_number(came)
+    return isinstance(came, type(here))
+
+
+def _is_number(value: object) -> bool:
+    of_one = isinstance(value, torch.Tensor | np.ndarray) and math.prod(value.shape) == 1
+    return of_one or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
 def _grouped(names: list[list[str]]) -> dict[str, int]:

@@ -17,6 +17,7 @@ from onefold.checkpoint.folder import prune, write_checkpoint
 from onefold.checkpoint.keeping import Keeping
 from onefold.checkpoint.lead import Lead
 from onefold.checkpoint.model import coming_parts, copy_model, is_saved_as_it_is
+from onefold.checkpoint.record import check_run
 from onefold.checkpoint.states import buffer_parts, carried_parts
 from onefold.checkpoint.stream import Stream
 from onefold.core.fingerprint import fingerprint_of
@@ -139,7 +140,7 @@ class Saving:
         run: str,
     ) -> None:
         """Write a checkpoint, and delete those that are no longer to be kept."""
-        write_checkpoint(folder, files, describe)
+        write_checkpoint(folder, files, describe, check_run)
         # Only now that the new one is on the disk: a failure before leaves all the old ones.
         if keeping.newest is not None:
             prune(folder.parent, run=run, keep=keeping.newest)

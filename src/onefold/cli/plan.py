@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -16,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from onefold import RunOptions, list_devices, select_devices, supervise
+from onefold.system.ownfiles import PrivateFolder
 
 __all__ = ["plan_script"]
 
@@ -32,12 +31,14 @@ def plan_script(command: Sequence[str], devices: str, *, options: RunOptions) ->
         0, or 2 if the script failed or made no Trainer.
     """
     counts = _read_counts(devices)
-    with tempfile.TemporaryDirectory(prefix="onefold-plan-") as folder:
-        path = Path(folder) / "plan.json"
+    with PrivateFolder("onefold-plan-") as private:
+        path = private.path / "plan.json"
         outcome = supervise(
             command,
             select_devices(1),
-            replace(options, plan=str(path), plan_devices=counts, logs=folder, quiet=True),
+            replace(
+                options, plan=str(path), plan_devices=counts, logs=str(private.path), quiet=True
+            ),
         )
         if outcome.exit_code:
             print(outcome.traceback, file=sys.stderr, end="")

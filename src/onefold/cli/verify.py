@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import re
 import sys
-import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -28,6 +27,7 @@ from rich.table import Table
 from onefold import Outcome, RunOptions, select_devices, supervise
 from onefold.cli.hints import State, hints_of
 from onefold.cli.mathematics import report_mathematics
+from onefold.system.ownfiles import PrivateFolder
 from onefold.system.record import read_record
 
 __all__ = ["Difference", "first_difference", "verify_script"]
@@ -119,8 +119,8 @@ def verify_script(
     if steps < 1:
         raise ValueError(f"--steps {steps}: expected at least one step")
     console = Console(highlight=False)
-    with tempfile.TemporaryDirectory(prefix="onefold-verify-") as folder:
-        compare = _Comparison(console, command, Path(folder), steps, options)
+    with PrivateFolder("onefold-verify-") as private:
+        compare = _Comparison(console, command, private.path, steps, options)
         try:
             bits = _verify_bits(console, compare, ways)
             # Even if bits differ: the mathematics may name the cause.

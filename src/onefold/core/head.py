@@ -260,7 +260,8 @@ _WORDS = {
     "data": "{where}: the data set of {who} has other samples than that of device 0: make it alike "
     "on every device; seed what is random in it before it is made. Paths, times and numbers of "
     "processes in a sample count as well. A sampler, a stream or the function of "
-    "trainer.batches must give the same everywhere, too",
+    "trainer.batches must give the same everywhere, too: one that takes its own part by rank and "
+    "world size must drop that split, as onefold cuts each batch itself",
     "batch": "{where}: {who} was given another batch than device 0: a batch that the script cuts "
     "itself must be the same whole batch on every device. Did the lead draw random numbers that "
     "the others did not? What one device draws alone belongs in `with trainer.fork_rng():`",

@@ -20,6 +20,7 @@ from onefold.core.structure import has_fields, parts_of, with_parts
 from onefold.engine.casts import gives_unsure, tells_dtype
 from onefold.errors import LineError
 from onefold.system.compat import address_of, version_of
+from onefold.system.words import message_of
 
 __all__ = [
     "Hollow",
@@ -311,7 +312,7 @@ def _run(
 
 
 def _without_values(reach: Reach, name: str, error: Exception) -> LineError:
-    why = str(error).splitlines()[0]
+    why = message_of(error).partition("\n")[0]
     if reach.inside:
         return LineError(
             f"{reach.where}: stage {reach.inside} is another device's, and computes {name}, of "

@@ -34,6 +34,7 @@ from onefold.engine.hollow import (
 )
 from onefold.engine.stagemodules import StageModules
 from onefold.errors import LineError
+from onefold.system.words import message_of
 
 __all__ = ["HollowStages", "are_left", "marks_of"]
 
@@ -93,10 +94,11 @@ class HollowStages:
         except LineError:
             raise
         except Exception as error:
+            why = message_of(error).partition("\n")[0]
             raise LineError(
                 f"{reach.where}: stage {self._modules.stages.names[stage]} is another device's, "
                 f"and could not be computed in shape alone ({type(error).__name__}: "
-                f"{str(error).split(chr(10))[0]}), as later devices of a line do. Use --keep span"
+                f"{why}), as later devices of a line do. Use --keep span"
             ) from error
 
     def _refuse_writing(self, stage: int, reach: Reach, buffers: Sequence[torch.Tensor]) -> None:

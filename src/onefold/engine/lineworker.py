@@ -264,9 +264,9 @@ class LineWorker:
             )
         if part.kind == "means":
             raise LineError(
-                f"{where}: the loss has several terms that are each a mean, whose divisors are "
-                f"known only when all shards have been forward: a line of devices has one after "
-                f"the other. Use --keep span"
+                f"{where}: the loss has several terms with divisors of their own (Mean + Mean, or "
+                f"Mean + Sum), which are known only when all shards have been forward: a line of "
+                f"devices has one after the other. Use --keep span"
             )
 
     def _back(self, number: int, piece: ShardPiece) -> None:

@@ -26,6 +26,7 @@ from onefold.core.batch import ShardedBatch
 from onefold.core.finite import all_finite
 from onefold.core.result import ShardResult
 from onefold.core.settings import Settings
+from onefold.engine.advice import ONE_SAMPLE
 from onefold.engine.gradientrules import GradientRules
 from onefold.engine.replica import Replica, ShardTask
 from onefold.errors import GradientError, LossError
@@ -182,9 +183,10 @@ def _bad_loss(totals: torch.Tensor, batch: ShardedBatch, step: int) -> str:
     """
     for shard, total in enumerate(totals.tolist()):
         if not math.isfinite(total):
+            alone = f". {ONE_SAMPLE}" if batch.size_of(shard) == 1 < batch.samples else ""
             return (
                 f"the loss of step {step}, shard {shard} is {total}: expected a finite number for "
-                f"{batch.describe(shard)}"
+                f"{batch.describe(shard)}{alone}"
             )
     return ""
 

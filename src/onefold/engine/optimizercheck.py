@@ -81,7 +81,10 @@ def check_optimizer(optimizer: object, module: torch.nn.Module) -> None:
                 raise ValueError(
                     f"{name}: parameter {place} of group {number}, of shape "
                     f"{tuple(parameter.shape)}, is not a parameter of the model. Make the "
-                    f"optimizer from this model's parameters() (after moving or changing it)"
+                    f"optimizer from this model's parameters() (after moving or changing it). If "
+                    f"it is that of a criterion that the loss uses, give Trainer both: "
+                    f"Trainer({{'model': model, 'criterion': criterion}}, ...); the loss gets a "
+                    f"dict of them, too"
                 )
 
 

@@ -36,6 +36,7 @@ from onefold.core.settings import ScheduleEvery
 from onefold.engine.optimizers import optimizers_in, scheduled
 from onefold.engine.schedules import Schedules, class_of, schedules_in
 from onefold.errors import CheckpointError
+from onefold.system.words import message_of
 
 __all__ = ["RunSchedule", "check_schedule", "check_state", "read_schedule", "write_schedule"]
 
@@ -277,4 +278,6 @@ def read_schedule(schedule: LRScheduler, saved: Mapping[str, Any]) -> None:
         schedule.load_state_dict(from_json(saved["state"]))
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         name = class_of(schedule)
-        raise CheckpointError(f"the saved state of {name} cannot be used: {error!r}") from error
+        raise CheckpointError(
+            f"the saved state of {name} cannot be used: {type(error).__name__}: {message_of(error)}"
+        ) from error

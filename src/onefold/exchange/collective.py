@@ -36,10 +36,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from onefold.errors import OnefoldError, PeerError, PeerFailed, PeerLost, PeerTimeout
+from onefold.errors import PeerError, PeerFailed, PeerLost, PeerTimeout
 from onefold.exchange.group import Joined, break_off, who_left
-from onefold.exchange.transport import LEFT, Transport, roomy
+from onefold.exchange.transport import Transport, has_left, roomy
 from onefold.system.heap import ORDINARY, Heap
+from onefold.system.words import words_of_failure
 
 __all__ = ["GroupTransport", "Moving", "Operation"]
 
@@ -70,6 +71,7 @@ class GroupTransport(Transport):
         self._timeout_s = timeout_s
         self._limit = timedelta(seconds=timeout_s)
         self._joined: dist.ProcessGroup | None = joined.group
+        self._failure = ""
         self._store = joined.store
         self._connections = joined.connections
         self._watch = joined.watch
@@ -218,7 +220,7 @@ class GroupTransport(Transport):
     def _group(self) -> dist.ProcessGroup:
         # Asked for at every call, so that none keeps the group alive after `close`.
         if self._joined is None:
-            raise OnefoldError(LEFT)
+            raise has_left(self._failure)
         return self._joined
 
     def close(self, failure: BaseException | None = None) -> None:
@@ -227,6 +229,7 @@ class GroupTransport(Transport):
         self._watch.close()
         if failure is None:
             return
+        self._failure = self._failure or words_of_failure(failure, self.step)
         break_off()
         # Write why before the cut that makes the others look for it; see the note at the head.
         if not isinstance(failure, PeerError):
@@ -234,8 +237,8 @@ class GroupTransport(Transport):
         self._connections.cut()  # or whoever waits for us would wait up to the limit
 
     def _tell(self, failure: BaseException) -> None:
-        head = {"device": self.rank, "step": self.step, "kind": type(failure).__name__}
-        text = json.dumps({**head, "text": str(failure)[:4000]})
+        words = words_of_failure(failure, self.step)
+        text = json.dumps({"device": self.rank, "step": self.step, "words": words})
         # Only if nobody has written yet: the first failure is the one to report.
         try:
             self._store.compare_set(_FAILURE_KEY, "", text)
@@ -268,8 +271,7 @@ class GroupTransport(Transport):
         word = self._failure_told()
         if word is not None:
             return PeerFailed(
-                f"device {word['device']} failed in step {word['step']}: "
-                f"{word['kind']}: {word['text']}",
+                f"device {word['device']} {word['words']}",
                 device=word["device"],
                 step=word["step"],
             )

@@ -27,10 +27,11 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from onefold.errors import DisagreementError, OnefoldError, PeerFailed, PeerLost, PeerTimeout
+from onefold.errors import DisagreementError, PeerFailed, PeerLost, PeerTimeout
 from onefold.exchange.dialing import connected, credentials
-from onefold.exchange.transport import LEFT
+from onefold.exchange.transport import has_left
 from onefold.system.process import LOOK_S, Stillness
+from onefold.system.words import message_of, words_of_failure
 
 __all__ = ["Mailbox"]
 
@@ -85,6 +86,7 @@ class Mailbox:
         self._spin_s = _SPIN_S if size <= len(os.sched_getaffinity(0)) else 0.0
         self._peers: dict[int, _Peer] = {}
         self._closed = False
+        self._failure = ""
         try:
             for peer, connection in connected(address, rank, size, timeout_s, ended).items():
                 self._peers[peer] = _peer(peer, connection, timeout_s)
@@ -105,7 +107,7 @@ class Mailbox:
             OnefoldError: this mailbox is closed.
         """
         if self._closed:
-            raise OnefoldError(LEFT)
+            raise has_left(self._failure)
         frame = _ARRIVED + word
         # Send to all before waiting for any, or two processes would wait for each other's word.
         ranks = range(self.size) if among is None else among
@@ -166,12 +168,14 @@ class Mailbox:
 
     def tell_failure(self, failure: BaseException) -> None:
         """Tell every peer that this process has failed, and why."""
+        self._failure = self._failure or words_of_failure(failure, self.step)
         text = json.dumps(
             {
                 "step": self.step,
-                "kind": type(failure).__name__,
-                "text": str(failure)[:4000],
-                "disagreement": isinstance(failure, DisagreementError),
+                "words": words_of_failure(failure, self.step),
+                "disagreement": message_of(failure)
+                if isinstance(failure, DisagreementError)
+                else None,
             }
         )
         self._tell(_FAILED + text.encode())
@@ -199,7 +203,7 @@ class Mailbox:
 
     def _peer(self, rank: int) -> _Peer:
         if self._closed:
-            raise OnefoldError(LEFT)
+            raise has_left(self._failure)
         return self._peers[rank]
 
     def _await(self, ranks: Iterable[int], *kinds: bytes) -> dict[int, bytes]:
@@ -317,12 +321,10 @@ class Mailbox:
 
     def _raise_failed(self, peer: _Peer, frame: bytes) -> NoReturn:
         word = json.loads(frame[1:])
-        if word["disagreement"]:
-            raise DisagreementError(word["text"])
+        if word["disagreement"] is not None:
+            raise DisagreementError(word["disagreement"])
         raise PeerFailed(
-            f"device {peer.number} failed in step {word['step']}: {word['kind']}: {word['text']}",
-            device=peer.number,
-            step=word["step"],
+            f"device {peer.number} {word['words']}", device=peer.number, step=word["step"]
         )
 
     def _send(self, peer: _Peer, frame: bytes) -> None:

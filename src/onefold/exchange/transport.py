@@ -12,15 +12,23 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from onefold.errors import OnefoldError
 from onefold.system.heap import ORDINARY, Heap
 
-__all__ = ["LEFT", "Alone", "Courier", "Transport", "roomy"]
+__all__ = ["Alone", "Courier", "Transport", "has_left", "roomy"]
 
-LEFT = (
-    "this trainer has left its run, closed by the script or after a failure, and the other devices "
-    "go on without it: make a new run"
-)
-"""The message of a transport that has been closed."""
+
+def has_left(failure: str) -> OnefoldError:
+    """The error of a transport that has been closed.
+
+    Args:
+        failure: what it was closed for; empty if the script did so.
+    """
+    why = f"because this device {failure}" if failure else "closed by the script"
+    return OnefoldError(
+        f"this trainer has left its run, {why}, and the other devices go on without it: make a "
+        f"new run"
+    )
 
 
 class Courier(ABC):

@@ -22,6 +22,7 @@ from onefold.core.randomness import (
 )
 from onefold.core.shard import Plan
 from onefold.reading.datadigest import digest_of, digest_samples, join_digests
+from onefold.system.words import message_of
 
 __all__ = [
     "Answer",
@@ -202,7 +203,7 @@ def bad_sample(
 ) -> BadSample:
     """Describe an exception that was raised in reading, to be reported elsewhere."""
     trace = "".join(traceback.format_exception(error))
-    return BadSample(index, epoch, type(error).__name__, str(error), trace, doing)
+    return BadSample(index, epoch, type(error).__name__, message_of(error), trace, doing)
 
 
 def as_it_is(answer: Any) -> Any:

@@ -39,6 +39,7 @@ class Crew:
         self._board = board
         self._signals = signals
         self._workers: list[Worker] = []
+        self._mentioned = False
 
     def add(self, rank: int, device: str, process: subprocess.Popen[bytes]) -> None:
         """Add a worker that was just started."""
@@ -56,9 +57,22 @@ class Crew:
             if not self._wait_for_end(waiting, LOOK_S):
                 for worker in waiting:
                     worker.unresponsive = worker.stillness.look()
+                self._mention_threads(waiting)
             if self._note_ended() or any(worker.unresponsive for worker in self._workers):
                 self._wait_for_words()
                 return
+
+    def _mention_threads(self, waiting: Sequence[Worker]) -> None:
+        """Say once what devices wait for whose scripts have ended."""
+        for worker in waiting:
+            threads = "" if self._mentioned else self._board.note(worker.rank)
+            if threads:
+                self._mentioned = True
+                print(
+                    f"onefold: the script has ended, and {worker} waits for its threads {threads}, "
+                    f"which are no daemons: have them end, or start them with daemon=True",
+                    file=sys.stderr,
+                )
 
     def interrupt(self, number: signal.Signals) -> None:
         """Pass a signal on and give the workers a moment to put things in order."""

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from onefold.system.words import message_of
+
 __all__ = ["Stopped", "is_failing", "only_noting"]
 
 _log = logging.getLogger("onefold")
@@ -25,7 +27,9 @@ def only_noting() -> Iterator[None]:
     except Exception as error:
         if not failing:
             raise
-        _log.error("the end of the run was not saved: %s: %s", type(error).__name__, error)
+        _log.error(
+            "the end of the run was not saved: %s: %s", type(error).__name__, message_of(error)
+        )
 
 
 def is_failing() -> bool:

@@ -18,7 +18,10 @@ from pathlib import Path
 from onefold.exchange.progress import Progress
 from onefold.system.ownfiles import create_file, memory_file
 
-__all__ = ["Board", "Logs", "Report", "write_report"]
+__all__ = ["Board", "Logs", "Report", "leave_note", "write_report"]
+
+_NOTE = b"threads "
+_LONGEST_NOTE = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +66,14 @@ class Board:
         """The worker's report of its failure, if it left a whole one."""
         descriptor = self.reports[rank]
         text = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
-        return Report(**json.loads(text)) if text.endswith(b"\n") else None
+        whole = text.endswith(b"\n") and not text.startswith(_NOTE)
+        return Report(**json.loads(text)) if whole else None
+
+    def note(self, rank: int) -> str:
+        """What the worker waits for, once its script has ended; empty if it has not said so."""
+        text = os.pread(self.reports[rank], _LONGEST_NOTE, 0)
+        whole = text.startswith(_NOTE) and text.endswith(b"\n")
+        return text[len(_NOTE) : -1].decode(errors="replace") if whole else ""
 
     def close(self) -> None:
         """Close the descriptors; the memory goes with the last process that has it."""
@@ -73,9 +83,18 @@ class Board:
 
 def write_report(descriptor: int, report: Report) -> None:
     """Write the report of a failure, in place of an earlier one."""
+    _write(descriptor, json.dumps(asdict(report)).encode())
+
+
+def leave_note(descriptor: int, threads: str) -> None:
+    """Note, in the place of a report, for which threads a process waits that has ended well."""
+    _write(descriptor, _NOTE + threads.encode(errors="backslashreplace")[: _LONGEST_NOTE // 2])
+
+
+def _write(descriptor: int, text: bytes) -> None:
     os.ftruncate(descriptor, 0)
-    # The process may be killed at any moment: only a report with its line's end is whole.
-    rest = json.dumps(asdict(report)).encode() + b"\n"
+    # The process may be killed at any moment: only what has its line's end is whole.
+    rest = text + b"\n"
     written = 0
     while written < len(rest):
         written += os.pwrite(descriptor, rest[written:], written)

@@ -33,6 +33,7 @@ import pickle
 import runpy
 import signal
 import sys
+import threading
 import time
 import traceback
 from typing import Any, NoReturn
@@ -42,13 +43,17 @@ from onefold.errors import PeerError
 from onefold.exchange.progress import progress_of
 from onefold.run.membership import abandon, end_well
 from onefold.run.onefile import advice_on_one_file
-from onefold.run.rundir import Report, write_report
+from onefold.run.rundir import Report, leave_note, write_report
 from onefold.run.world import current_world
 from onefold.system.interrupt import NOTICES, STOP_SIGNALS, STOPPED_CODE
 from onefold.system.ownfiles import gather_sockets_in
 from onefold.system.process import die_with_parent
+from onefold.system.words import listed, message_of
 
 __all__ = ["main"]
+
+_PATIENCE_S = 5.0
+"""How long a process may take to end after its script, before it is said what it waits for."""
 
 
 def main(arguments: list[str]) -> int:
@@ -89,6 +94,7 @@ def main(arguments: list[str]) -> int:
     except BaseException as error:
         _fail(error)
     _say_that_it_ends()
+    _mention_threads_later()
     return STOPPED_CODE if code == STOPPED_CODE else 0
 
 
@@ -137,6 +143,25 @@ def _say_that_it_ends() -> None:
     progress = progress_of(world)
     if progress is not None:
         progress.set_ended(world.rank)
+
+
+def _mention_threads_later() -> None:
+    """Have the launcher say after a while which threads of the script this process waits for.
+
+    Python ends when all threads have but those that are daemons, and says nothing of it.
+    """
+    world, here = current_world(), threading.current_thread()
+    if progress_of(world) is None:
+        return
+
+    def mention() -> None:
+        each = [t for t in threading.enumerate() if not t.daemon and t is not here and t.is_alive()]
+        if each:
+            leave_note(world.report_descriptor, listed(f"{thread.name!r}" for thread in each))
+
+    timer = threading.Timer(_PATIENCE_S, mention)
+    timer.daemon = True
+    timer.start()
 
 
 def _fail(error: BaseException) -> NoReturn:
@@ -224,7 +249,9 @@ def _leave_word(error: BaseException) -> None:
             step=progress.step_of(world.rank),
             time_s=time.time(),
             kind=type(error).__name__,
-            text=". ".join(filter(None, [str(error), advice_on_one_file(error, world.size)])),
+            text=". ".join(
+                filter(None, [message_of(error), advice_on_one_file(error, world.size)])
+            ),
             traceback="".join(traceback.format_exception(_of_the_user(error))),
             caused_by_peer=isinstance(error, PeerError),
         ),

@@ -40,7 +40,11 @@ LONGEST_TEMPORARY_PATH = 107 - len("/pymp-12345678/listener-12345678")
 """In bytes: the room in the address of a Unix socket, less what multiprocessing appends to the path
 of the temporary folder."""
 
+_MARK = ".onefold-owner"
+"""A file in a private folder that its process has locked for as long as it lives."""
+
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_LOOKING = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _AS_A_LINK = frozenset({errno.ELOOP, errno.ENXIO})
 """Errors of opening, without following or waiting, a link (ELOOP), or a pipe or socket (ENXIO)."""
 
@@ -56,11 +60,13 @@ class PrivateFolder:
     """
 
     def __init__(self, prefix: str = "onefold-") -> None:
+        _sweep(Path(tempfile.gettempdir()))
         self.path = Path(tempfile.mkdtemp(prefix=prefix))
         self._descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         # Shared, so that nobody else who merely reads is shut out; some file systems have no locks.
         with suppress(OSError):
             fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        self._mark = _marked(self.path)
 
     def __enter__(self) -> Self:
         return self
@@ -81,11 +87,68 @@ class PrivateFolder:
         """Remove the folder with everything in it."""
         if self.is_there():
             shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._descriptor)
+        self._let_go()
 
     def keep(self) -> None:
         """Leave the folder to the user, and let go of it."""
+        # Before the lock goes with the descriptor: a folder without a mark is nobody's to remove.
+        if self.is_there():
+            (self.path / _MARK).unlink(missing_ok=True)
+        self._let_go()
+
+    def _let_go(self) -> None:
         os.close(self._descriptor)
+        if self._mark is not None:
+            os.close(self._mark)
+
+
+def _marked(folder: Path) -> int | None:
+    """Mark a new folder as that of a living process; None where the file system has no locks."""
+    aside = folder / f"{_MARK}.part"
+    descriptor = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.write(descriptor, _boot())
+        # Only now under the name that a sweep looks for: it finds the lock with it, or neither.
+        os.rename(aside, folder / _MARK)
+    except OSError:
+        os.close(descriptor)
+        aside.unlink(missing_ok=True)
+        return None
+    return descriptor
+
+
+def _boot() -> bytes:
+    """What is alike for processes of this host, and for no others, until it is started again."""
+    return Path("/proc/sys/kernel/random/boot_id").read_bytes()
+
+
+def _sweep(directory: Path) -> None:
+    """Remove private folders whose process was killed, so that it could not do so itself."""
+    for path in directory.glob("onefold-*"):
+        # Whatever is not as it must be is left alone: it is somebody else's, or in use.
+        with suppress(OSError):
+            _remove_if_abandoned(path)
+
+
+def _remove_if_abandoned(path: Path) -> None:
+    folder = os.open(path, _LOOKING | os.O_DIRECTORY)
+    try:
+        there = os.fstat(folder)
+        if there.st_uid != os.geteuid() or stat.S_IMODE(there.st_mode) != stat.S_IRWXU:
+            return
+        mark = os.open(_MARK, _LOOKING | os.O_RDWR, dir_fd=folder)
+        try:
+            # On another host, or before a restart, the lock would say nothing of the process.
+            if os.read(mark, 64) != _boot():
+                return
+            fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.lstat(path), there):
+                shutil.rmtree(path, ignore_errors=True)
+        finally:
+            os.close(mark)
+    finally:
+        os.close(folder)
 
 
 def gather_sockets_in(folder: str) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["counted", "listed"]
+__all__ = ["counted", "listed", "message_of", "words_of_failure"]
+
+_LONGEST_MESSAGE = 4000
 
 
 def counted(number: int, noun: str) -> str:
@@ -27,3 +29,31 @@ def listed(names: Iterable[str], most: int = 5) -> str:
     every = list(names)
     shown = ", ".join(every[:most])
     return f"{shown} and {len(every) - most} more" if len(every) > most else shown
+
+
+def message_of(error: BaseException) -> str:
+    """The message of an exception of anybody's: of no great length, and what any file can hold.
+
+    >>> message_of(ValueError("no room"))
+    'no room'
+    """
+    try:
+        text = str(error)
+    # It must not take the place of the error whose message it is.
+    except Exception as failed:
+        text = f"its message cannot be shown, as its own str() raised {type(failed).__name__}"
+    return text[:_LONGEST_MESSAGE].encode(errors="backslashreplace").decode()
+
+
+def words_of_failure(failure: BaseException, step: int) -> str:
+    """What the other devices are told of the end of one.
+
+    >>> words_of_failure(SystemExit(0), 3)
+    'ended by sys.exit(0) in step 3, which all devices must do alike or none'
+    """
+    if isinstance(failure, SystemExit):
+        return (
+            f"ended by sys.exit({message_of(failure)}) in step {step}, which all devices must do "
+            f"alike or none"
+        )
+    return f"failed in step {step}: {type(failure).__name__}: {message_of(failure)}"

@@ -120,12 +120,23 @@ def _of_the_numbers(found: Comparison) -> Iterator[str]:
         )
     # Both make samples depend on each other in a way that the notes explain.
     excused = found.unmatched or (found.norms and not found.ordered)
-    if found.relation == "dependent" and not found.time_first and not excused:
+    depends = found.relation == "dependent" or (
+        found.relation == "unclear" and found.differentiates
+    )
+    if depends and not found.time_first and not excused:
         yield from _dependent(found)
 
 
 def _dependent(found: Comparison) -> Iterator[str]:
-    if found.ordered:
+    if found.differentiates:
+        yield (
+            "the loss takes gradients itself (torch.autograd.grad), such as those at the last "
+            "layer for an adaptive weight of its terms, and computes with them: each shard has "
+            "those of its own samples, with V shards of batches V times smaller. Compute such a "
+            "weight between steps, from the whole batch, and use it as a constant in the loss; or "
+            "use shards=1"
+        )
+    elif found.ordered:
         yield from _ordered(found)
     else:
         yield (

@@ -19,11 +19,13 @@ the fold and the update, where ``.grad`` already belongs to the optimizer.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from onefold.core.batch import ShardedBatch, move
 from onefold.core.counting import count_of
@@ -36,6 +38,7 @@ from onefold.core.values import split
 from onefold.engine.engine import Engine
 from onefold.engine.losscheck import LossFinding, inspect_loss
 from onefold.engine.replica import LossFunction
+from onefold.system.words import message_of
 from onefold.verifying.draws import Draws, seed_alike, without_dropout
 from onefold.verifying.relation import PARTS, Relation, relation_of, relative_size
 from onefold.verifying.rounding import EXACT, tolerance_of
@@ -86,6 +89,8 @@ class Comparison:
     """Modules for which the batch was cut along time."""
     carried: list[str] = field(default_factory=list)
     """Buffers of which every shard has its own, so that there is none for the whole batch."""
+    differentiates: bool = False
+    """Whether the loss takes gradients itself, by `torch.autograd.grad`."""
     norms: list[str] = field(default_factory=list)
     """Batch norms without statistics of their own."""
     second: int | None = None
@@ -98,6 +103,18 @@ class Comparison:
     """Why a closer look failed, if it did."""
     tolerance: float = EXACT
     """How far, relatively, rounding may make results differ."""
+
+
+class _Differentiating(TorchFunctionMode):
+    """Sees whether a loss calls `torch.autograd.grad`, by whatever name."""
+
+    seen = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.seen |= func is torch.autograd.grad
+        return func(*args, **(kwargs or {}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +234,9 @@ class Mathematics:
             except Exception as error:
                 if narrow:
                     raise
-                self._comparison.trouble = f"in evaluation mode: {type(error).__name__}: {error}"
+                self._comparison.trouble = (
+                    f"in evaluation mode: {type(error).__name__}: {message_of(error)}"
+                )
             else:
                 break
         self._narrow = narrow
@@ -254,11 +273,12 @@ class Mathematics:
         seed_generators(self._seed, self._device, common=self._common)
         draws = self._draws.recording(len(rows)) if record else self._draws.replaying(rows)
         try:
-            with draws:
+            with draws, _Differentiating() as looked:
                 result = self.user(self._model, payload)
         except Exception as error:
             error.add_note("raised while onefold verify computed the whole batch as one shard")
             raise
+        self._comparison.differentiates |= looked.seen
         left = count_of(payload, len(rows), self._dim).samples
         return _read(result, left, "the loss of the whole batch")
 
@@ -350,10 +370,10 @@ class Mathematics:
                 found.ordered = self._depends_on_order()
         except Exception as error:
             found.relation = "unclear"
-            found.trouble = f"of a part of the batch: {type(error).__name__}: {error}"
+            found.trouble = f"of a part of the batch: {type(error).__name__}: {message_of(error)}"
 
     def _repeats(self) -> bool:
-        with torch.no_grad():
+        with torch.set_grad_enabled(self._comparison.differentiates):
             again = self._evaluate_again(range(self._comparison.samples)).loss
         return math.isclose(again, self._comparison.alone, rel_tol=self.tolerance)
 
@@ -388,7 +408,7 @@ class Mathematics:
             "B": range(third, 2 * third),
             "C": range(2 * third, samples),
         }
-        with torch.no_grad():
+        with torch.set_grad_enabled(self._comparison.differentiates):
             losses = {
                 part: self._evaluate_again([r for one in part for r in rows[one]]).loss
                 for part in PARTS
@@ -400,7 +420,7 @@ class Mathematics:
         # A generator of its own: the global ones belong to the run.
         generator = torch.Generator().manual_seed(0)
         order = torch.randperm(self._comparison.samples, generator=generator).tolist()
-        with torch.no_grad():
+        with torch.set_grad_enabled(self._comparison.differentiates):
             mixed = self._evaluate_again(order).loss
         limit = max(1e-7, self.tolerance)
         return not math.isclose(mixed, self._comparison.alone, rel_tol=limit)

@@ -27,6 +27,7 @@ from onefold.checkpoint.folder import (
 from onefold.checkpoint.record import TENSOR_FILES
 from onefold.errors import CheckpointError
 from onefold.system.plainfile import open_plain
+from onefold.system.words import message_of
 
 __all__ = ["best_scored", "check_weights", "keys_of_states", "read_weights", "state_under"]
 
@@ -175,7 +176,7 @@ def _telling_of(file: Path) -> Iterator[None]:
         raise
     # Where bytes are wrong, unpickling may raise anything.
     except Exception as error:
-        reason = (str(error) or type(error).__name__).partition("\n")[0]
+        reason = (message_of(error) or type(error).__name__).partition("\n")[0]
         raise CheckpointError(f"{file} is a broken file of torch.save: {reason}") from error
 
 

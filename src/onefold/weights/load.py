@@ -224,12 +224,28 @@ def _misfit(name: str, own: Any, value: object) -> str | None:
         return None
     if not isinstance(value, torch.Tensor):
         return f"{type(value).__name__} in the file, and no tensor"
-    if value.layout != own.layout:
-        return f"{own.layout} in the model, {value.layout} in the file"
+    if (kind := _kind_of(value)) != (ours := _kind_of(own)):
+        return f"{ours} in the model, {kind} in the file"
     # load_state_dict finds this too, but only after it has copied the tensors that do fit.
     if value.shape != own.shape:
         return f"{tuple(own.shape)} in the model, {tuple(value.shape)} in the file"
     return None
+
+
+def _kind_of(tensor: torch.Tensor) -> str:
+    """What sort of tensor it is, of which one cannot be copied to another."""
+    # Before all else: such a tensor has no shape to compare, or no values.
+    if tensor.is_nested:
+        return "a nested tensor"
+    if tensor.is_quantized:
+        return f"quantized ({tensor.qscheme()})"
+    # A model may lie on a device; what a file has is on the host, or nowhere.
+    if tensor.device.type == "meta":
+        return "a tensor without values (on the meta device)"
+    # What a subclass does with a copy, and to what it stands for, only it knows.
+    if type(tensor) is not torch.Tensor and not isinstance(tensor, torch.nn.Parameter):
+        return f"a {type(tensor).__name__}"
+    return str(tensor.layout)
 
 
 def _check_dtype(name: str, own: Any, value: Any) -> None:
