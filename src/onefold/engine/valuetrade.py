@@ -121,19 +121,15 @@ def _agreed(found: Mapping[int, _Names], batch: ShardedBatch, step: int) -> _Nam
     """Return the names that all shards with samples have."""
     first = found[min(found)]
     for shard in range(batch.plan.shards):
-        lines, columns = found.get(shard, ((), ()))
-        if batch.size_of(shard) and lines != first[0]:
+        lines, columns = names = found.get(shard, ((), ()))
+        if batch.size_of(shard) and names != first:
+            these, those = f"the values {names_of(lines)} beside itself", f"{names_of(first[0])}"
+            if lines == first[0]:
+                these, those = f"the outputs {list(columns)}", f"{list(first[1])}"
             raise DisagreementError(
-                f"step {step}, shard {shard}: the loss returned the values {names_of(lines)} "
-                f"beside itself, and {names_of(first[0])} for shard {min(found)}; expected the "
-                f"same names, and terms of the same kind, for every shard. Where there is nothing "
-                f"to count, return onefold.Mean(total, 0)"
-            )
-        if batch.size_of(shard) and columns != first[1]:
-            raise DisagreementError(
-                f"step {step}, shard {shard}: the loss returned the outputs {list(columns)}, and "
-                f"{list(first[1])} for shard {min(found)}; expected the same names, dtypes and "
-                f"shapes of rows for every shard. Rows of any sizes are a list of one tensor a "
-                f"sample"
+                f"step {step}, shard {shard}: the loss returned {these}, and {those} for shard "
+                f"{min(found)}; expected the same names, terms of the same kind, and dtypes and "
+                f"shapes of rows for every shard. Where there is nothing to count, return "
+                f"onefold.Mean(total, 0); rows of any sizes are a list of one tensor a sample"
             )
     return first

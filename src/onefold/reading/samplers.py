@@ -30,25 +30,12 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
-from onefold.core.randomness import (
-    GeneratorStates,
-    kept_generators,
-    loader_seed,
-    seed_generators,
-)
+from onefold.core.randomness import GeneratorStates, kept_generators, loader_seed, seed_generators
 from onefold.reading.held import kept_apart, put_back, seed_held, states_of, within
 from onefold.reading.order import SampleOrder
 from onefold.reading.reader import one_thread, take
 
-__all__ = [
-    "WHOLE_MOST",
-    "DrawnInParts",
-    "changes_with_epoch",
-    "check_sampler",
-    "draw_batches",
-    "draw_samples",
-    "samplers_within",
-]
+__all__ = ["changes_with_epoch", "check_sampler", "draw_batches", "draw_samples", "samplers_within"]
 
 _log = logging.getLogger("onefold")
 
