@@ -113,7 +113,7 @@ def test_rows_may_have_another_shape_in_another_step() -> None:
         ({"td": torch.ones(99)}, LossError, r"for each of [32] samples, got \(99,\)"),
         ({3: torch.ones(3)}, LossError, "expected names of one line for values, got 3"),
         (torch.ones(3), LossError, r"or \(loss, values, outputs\) for rows of samples"),
-        ("other", DisagreementError, "shapes of rows for every shard.*list of one tensor a sample"),
+        ("other", DisagreementError, "the same dtype and shape of rows.*list of one"),
     ],
 )
 def test_outputs_that_cannot_be_joined_are_named(outputs: Any, error: Any, words: str) -> None:

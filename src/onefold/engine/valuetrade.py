@@ -128,8 +128,9 @@ def _agreed(found: Mapping[int, _Names], batch: ShardedBatch, step: int) -> _Nam
                 these, those = f"the outputs {list(columns)}", f"{list(first[1])}"
             raise DisagreementError(
                 f"step {step}, shard {shard}: the loss returned {these}, and {those} for shard "
-                f"{min(found)}; expected the same names, terms of the same kind, and dtypes and "
-                f"shapes of rows for every shard. Where there is nothing to count, return "
-                f"onefold.Mean(total, 0); rows of any sizes are a list of one tensor a sample"
+                f"{min(found)}; expected the same names, and terms of the same kind, for every "
+                f"shard, and outputs with the same dtype and shape of rows. Where there is nothing "
+                f"to count, return onefold.Mean(total, 0); rows of any sizes are a list of one "
+                f"tensor a sample"
             )
     return first
