@@ -102,7 +102,7 @@ class Indexed:
             lengths="" if by_length is None else _digest(by_length),
             kind=_kind(sampler, batch_sampler),
         )
-        if not self.batches() and not changes_with_epoch(sampler):
+        if drop_last and not self.batches() and not changes_with_epoch(sampler):
             one: Any = sampler
             raise ValueError(
                 f"drop_last=True leaves out every batch: expected at least batch_size={batch_size} "

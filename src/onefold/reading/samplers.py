@@ -243,7 +243,9 @@ class DrawnInParts:
                     f"the {self._drawing.name} ended after {self._next * self.part + len(drawn):,} "
                     f"samples: expected its length, {len(self):,}"
                 )
-            self._kept[self._next] = _whole_numbers(drawn, self._drawing.name)
+            # What a resumed run leaves behind is drawn, and no more.
+            if self._next >= number - 1:
+                self._kept[self._next] = _whole_numbers(drawn, self._drawing.name)
             self._kept.pop(self._next - 2, None)
             self._next += 1
         return self._kept[number]
