@@ -41,7 +41,7 @@ _log = logging.getLogger("onefold")
 
 WHOLE_MOST = 1 << 24
 """The longest order that is drawn at once: 16.8 million samples, for a moment 0.6 GB of them."""
-_PART = 1 << 20
+_PART = 1 << 17
 """The fewest samples of a part of a longer one."""
 _PART_BATCHES = 1024
 """The fewest batches of a part: more than workers read ahead, so that two parts suffice."""
