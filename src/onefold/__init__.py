@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from onefold.core.gathering import gather
     from onefold.core.mean import Mean, Means, Sum
     from onefold.core.randomness import same_in_all_shards
+    from onefold.core.sharing import OwnLength, Shared
     from onefold.core.sliced import Sliced
     from onefold.core.syncbatchnorm import SyncBatchNorm
     from onefold.engine.step import Step
@@ -42,8 +43,10 @@ __all__ = [
     "Mean",
     "Means",
     "Outcome",
+    "OwnLength",
     "RunOptions",
     "Selection",
+    "Shared",
     "Sliced",
     "Step",
     "Sum",
@@ -70,6 +73,8 @@ _HOMES = {
     "Loader": "onefold.reading.loader",
     "Mean": "onefold.core.mean",
     "Means": "onefold.core.mean",
+    "OwnLength": "onefold.core.sharing",
+    "Shared": "onefold.core.sharing",
     "Sliced": "onefold.core.sliced",
     "Step": "onefold.engine.step",
     "Sum": "onefold.core.mean",

@@ -245,9 +245,10 @@ class Trainer(TrainedModel):
         """One update from one whole batch.
 
         Args:
-            batch: what `loader` yields; or tensors or NumPy arrays (n, ...), or tuples, lists,
-                mappings and dataclasses of them, the same on every device, which are cut into
-                shards and keep their type.
+            batch: what `loader` yields; or tensors or NumPy arrays (n, ...), `onefold.Shared`,
+                `onefold.OwnLength`, or tuples, lists, mappings and dataclasses of all of these, the
+                same on every device, which are cut into shards and keep their type. Several
+                loaders' batches are each cut by their own size; ``samples`` are the first's.
             loss: the name of the loss, where the Trainer has several.
             dim: the dimension of all tensors in which the samples lie, such as 1 for time-major
                 ones (time, n, ...). Of what `loader` yields only ``microbatch`` asks for it.
@@ -256,7 +257,8 @@ class Trainer(TrainedModel):
             TypeError: a loss is not named, or named where there is only one; or the batch holds
                 something that cannot be cut.
             ValueError: the tensors of the batch disagree in length, lack the dimension, or it is
-                empty; or the step is in no epoch, and ``schedule_every`` is ``"epoch"``.
+                empty; or some shards have samples of some parts alone; or the step is in no epoch,
+                and ``schedule_every`` is ``"epoch"``.
             RuntimeError: the script has stepped a schedule that is not its own to step.
             DisagreementError: another device is in another step, or was given something else.
             StateError, GradientError: a shard changed what it must not, or cannot be added up.

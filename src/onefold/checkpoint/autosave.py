@@ -183,6 +183,13 @@ class Autosave:
                 "call trainer.save and trainer.load in the script and leave out what trainer.steps "
                 "says is done"
             )
+        if self._position.repeats_part(batch):
+            raise ValueError(
+                "one of the batches in this step was used in a step before and another was not, as "
+                "with itertools.cycle, which keeps the batches of the first pass: onefold run "
+                "--checkpoint could not go on with it. Read the loader again and again, by "
+                "itertools.chain.from_iterable(itertools.repeat(loader))"
+            )
         self._reuses |= self._position.has_used(batch)
         if self._blocks_before is None:
             self._blocks_before = self._blocks()

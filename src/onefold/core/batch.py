@@ -15,8 +15,9 @@ so devices that hold equal tensors read equal elements.
 from __future__ import annotations
 
 import functools
+import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import gcd
 from typing import Any
 from zlib import adler32, crc32
@@ -26,6 +27,7 @@ import torch
 
 from onefold.core.counting import Count, count_of
 from onefold.core.shard import Plan, cut_bounds
+from onefold.core.sharing import OwnLength, Shared
 from onefold.core.structure import has_fields, parts_of, with_parts
 
 __all__ = [
@@ -35,11 +37,16 @@ __all__ = [
     "batch_digest",
     "checked_dim",
     "cut_batch",
+    "map_parts",
     "move",
 ]
 
 _Leaf = torch.Tensor | np.ndarray[Any, Any]
 
+_MARK = (
+    "Mark what every shard is to get whole by onefold.Shared(value), and what has another number "
+    "of samples and is cut by itself by onefold.OwnLength(value, dim=0)"
+)
 _SPREAD = 62
 """The most steps between the first and the last element that a digest reads."""
 _NAMED = 8
@@ -97,6 +104,8 @@ class DataPass:
     """Whether it has ended, so that no more batches come from it."""
     broken_off: bool = False
     """Whether it ended before its last batch."""
+    joint: bool = False
+    """Whether steps have used its batches together with those of other loaders."""
     abandoned: bool = False
     """Whether the run was moved elsewhere meanwhile, so that its batches must not be used."""
     order: str = ""
@@ -133,6 +142,51 @@ class ShardedBatch:
     """`batch_digest` of a batch of the script's own, where that was asked for."""
     dim: int = 0
     """The dimension of its tensors in which the samples lie."""
+    others: tuple[int, ...] = ()
+    """The numbers of samples of its parts that are cut by another length; -1 of a shared one."""
+    parts: tuple[ShardedBatch, ...] = field(default=(), repr=False, compare=False)
+    """The batches of loaders in it, where the script has put them together, or beside tensors."""
+    gather: Callable[[ShardedBatch], Any] | None = field(default=None, repr=False, compare=False)
+    """Brings the payloads of all shards to every device; None of a batch of no loader."""
+
+    def whole(self) -> Any:
+        """The payload of all samples of a batch that a loader yields; called on every device.
+
+        Tensors of all shards are joined along their samples, in their order, and so are lists of
+        one part a sample; they are copies on the host. Every device needs memory for the whole
+        batch, and reading stays divided.
+
+        Raises:
+            ValueError: the shards' payloads cannot be joined, as each is padded to its own length,
+                say.
+            TypeError: a payload holds something that cannot be sent; see `Trainer.gather`.
+            DisagreementError: another device makes another call, or has another batch.
+
+        >>> data = torch.utils.data.TensorDataset(torch.arange(6.0))
+        >>> next(iter(trainer.loader(data, batch_size=4))).whole()
+        [tensor([0., 1., 2., 3.])]
+        """
+        if self.gather is None or self.others:
+            raise ValueError(
+                "whole() is of a batch that trainer.loader or trainer.batches has made, whose "
+                "parts all have its number of samples: expected such a batch"
+            )
+        return self.gather(self)
+
+    @property
+    def read(self) -> tuple[ShardedBatch, ...]:
+        """The batches that loaders have made: those in it, or itself."""
+        return self.parts or (self,)
+
+    @property
+    def uneven(self) -> int | None:
+        """The length of a part of which some shards have a greater share than of the samples."""
+        for other in self.others:
+            theirs = replace(self, samples=max(other, 0)).sizes
+            shares = zip(theirs, self.sizes, strict=True)
+            if any(a * self.samples != b * other for a, b in shares if other >= 0):
+                return other
+        return None
 
     @property
     def pass_number(self) -> int:
@@ -169,6 +223,10 @@ class ShardedBatch:
         return count_of(self.shards[shard], size, self.dim)
 
 
+_MARKED = (Shared, OwnLength, ShardedBatch)
+"""What is cut in a way of its own."""
+
+
 def checked_dim(dim: object) -> int:
     """Refuse what is no dimension of samples.
 
@@ -197,37 +255,46 @@ def cut_batch(
     """Cut a whole batch along one dimension of its tensors.
 
     Args:
-        batch: a tensor or a NumPy array (n, ...), or tuples, lists, mappings and dataclasses of
-            them, which keep their type.
-        plan: which device runs which shard.
+        batch: a tensor or a NumPy array (n, ...), `Shared`, `OwnLength`, a batch of a loader, or
+            tuples, lists, mappings and dataclasses of them, which keep their type.
+        plan: which device runs which shard; with batches of loaders, theirs takes precedence.
         shards_run: the shards that this process keeps.
         epoch: number of the pass over the data that the batch belongs to.
         digest: whether to compute the batch's digest as well.
         dim: the dimension in which the samples lie.
 
     Raises:
-        ValueError: the tensors disagree in length, lack the dimension, or there are none.
+        ValueError: the tensors disagree in length, lack the dimension, or there are none; batches
+            of loaders have other plans; or a shard would have samples of some parts alone.
         TypeError: the batch holds something that is neither a tensor nor one of these containers,
             or an array of a dtype that PyTorch lacks.
     """
     # Every leaf is checked, and the length agreed on, before anything is cut: an error leaves
     # nothing half done. The same list serves the digest, so the batch is walked once.
     leaves = list(_leaves(batch, "batch"))
-    samples = _common_length(leaves, dim)
+    parts = tuple(leaf for _, leaf in leaves if isinstance(leaf, ShardedBatch))
+    plan = _plan_of(parts) if parts else plan
+    samples, others = _lengths(leaves, dim, plan.shards)
     bounds = cut_bounds(samples, plan.shards)
     # A shard without samples is never run: a forward on zero rows would give NaN means.
-    kept = {shard: bounds[shard] for shard in shards_run if bounds[shard][0] < bounds[shard][1]}
-    shards = {
-        shard: _map(batch, _slicer(start, stop, dim)) for shard, (start, stop) in kept.items()
-    }
-    return ShardedBatch(
+    run = parts[0].shards if parts else shards_run
+    kept = [shard for shard in run if bounds[shard][0] < bounds[shard][1]]
+    cut = ShardedBatch(
         samples=samples,
         plan=plan,
-        shards=shards,
+        shards={shard: _map(batch, _cutter(bounds, shard, dim)) for shard in kept},
         epoch=epoch,
         digest=_digest_of(leaves) if digest else 0,
         dim=dim,
+        others=others,
+        parts=parts,
     )
+    return _with_place(cut, parts) if parts else cut
+
+
+def map_parts(batch: object, change: Callable[[Any], Any]) -> Any:
+    """Change every tensor, array, `Shared`, `OwnLength` and batch of a loader in a batch."""
+    return _map(batch, change)
 
 
 def batch_digest(batch: object) -> int:
@@ -244,6 +311,31 @@ def batch_digest(batch: object) -> int:
         TypeError: the batch holds something that `cut_batch` refuses.
     """
     return _digest_of(_leaves(batch, "batch"))
+
+
+def _with_place(cut: ShardedBatch, parts: Sequence[ShardedBatch]) -> ShardedBatch:
+    """Take over from the first part where in the data a batch is; its digest covers the others."""
+    first, waits = parts[0], [part.waited for part in parts if part.waited]
+    return replace(
+        cut,
+        epoch=first.epoch,
+        waited=(min(wait[0] for wait in waits), max(wait[1] for wait in waits)) if waits else None,
+        data_pass=first.data_pass,
+        stop=first.stop,
+        loader=first.loader,
+        data_digest=first.data_digest,
+        numbers=first.numbers,
+    )
+
+
+def _plan_of(parts: Sequence[ShardedBatch]) -> Plan:
+    if any(part.plan != parts[0].plan for part in parts):
+        plans = ", ".join(str(part.plan.counts) for part in parts)
+        raise ValueError(
+            f"the loaders' batches of one step were cut for several plans, {plans}: set "
+            f"trainer.plan before the first of them is read"
+        )
+    return parts[0].plan
 
 
 def move(payload: object, device: torch.device) -> object:
@@ -292,14 +384,31 @@ def _laid_out(leaf: torch.Tensor) -> torch.Tensor:
     return as_if_copied(leaf) if leaf.is_cuda else leaf
 
 
-def _digest_of(leaves: Iterable[tuple[str, _Leaf]]) -> int:
-    parts = [_kind(path, leaf.dtype, leaf.shape) + _spread(leaf) for path, leaf in leaves]
+def _digest_of(leaves: Iterable[tuple[str, Any]]) -> int:
+    parts = [part for path, leaf in leaves for part in _digest_parts(path, leaf)]
     # Equal dicts may hold their keys in different orders on different devices.
     parts.sort()
     text = b"".join(parts)
     # Two different checksums of 32 bits each: nobody forges a batch, and both are faster than any
     # cryptographic hash. The offset makes the number fit the signed fields of a head.
     return (crc32(text) << 32 | adler32(text)) - 2**63
+
+
+def _digest_parts(path: str, leaf: Any) -> list[bytes]:
+    if isinstance(leaf, torch.Tensor | np.ndarray):
+        return [_kind(path, leaf.dtype, leaf.shape) + _spread(leaf)]
+    if isinstance(leaf, ShardedBatch):
+        place = leaf.loader, leaf.pass_number, leaf.stop, leaf.samples, leaf.data_digest
+        return [path.encode() + struct.pack("<5q", *place)]
+    if isinstance(leaf, OwnLength | Shared):
+        return _digest_parts(path, leaf.value)
+    found = parts_of(leaf)
+    if found is not None:
+        return [each for name, part in found for each in _digest_parts(path + name, part)]
+    # What else is shared: numbers and texts; of other objects the type alone, as repr may hold an
+    # address.
+    plain = isinstance(leaf, int | float | complex | str | bytes)
+    return [f"{path} {leaf!r}".encode() if plain else f"{path} {type(leaf).__name__}".encode()]
 
 
 @functools.lru_cache(maxsize=256)
@@ -352,6 +461,21 @@ def _slicer(start: int, stop: int, dim: int) -> Callable[[_Leaf], torch.Tensor]:
     return lambda leaf: _as_tensor(leaf[place])
 
 
+def _cutter(bounds: Sequence[tuple[int, int]], shard: int, dim: int) -> Callable[[Any], object]:
+    """Return what cuts the part of one shard out of each tensor, array or marked part."""
+    cut = _slicer(*bounds[shard], dim)
+
+    def part_of(leaf: Any) -> object:
+        if isinstance(leaf, Shared):
+            return _map(leaf.value, _as_tensor)
+        if isinstance(leaf, OwnLength):
+            length = _common_length(_leaves(leaf.value, "batch"), leaf.dim)
+            return _map(leaf.value, _slicer(*cut_bounds(length, len(bounds))[shard], leaf.dim))
+        return leaf.shards[shard] if isinstance(leaf, ShardedBatch) else cut(leaf)
+
+    return part_of
+
+
 def _as_tensor(leaf: _Leaf) -> torch.Tensor:
     """A tensor in the same memory, or a copy where PyTorch cannot use that memory."""
     if isinstance(leaf, torch.Tensor):
@@ -377,12 +501,52 @@ def _checked_array(array: np.ndarray[Any, Any], path: str) -> np.ndarray[Any, An
     return array
 
 
-def _common_length(leaves: Iterable[tuple[str, _Leaf]], dim: int) -> int:
+def _lengths(
+    leaves: Sequence[tuple[str, Any]], dim: int, shards: int
+) -> tuple[int, tuple[int, ...]]:
+    """Return the number of samples of a batch, and those of parts that have their own."""
+    plain = [(p, leaf) for p, leaf in leaves if isinstance(leaf, torch.Tensor | np.ndarray)]
+    read = [leaf.samples for _, leaf in leaves if isinstance(leaf, ShardedBatch)]
+    marked = {p: _own_length(p, leaf) for p, leaf in leaves if isinstance(leaf, _MARKED)}
+    own = [length for length in marked.values() if length >= 0]
+    # Without anything at all, that is refused.
+    samples = own[0] if own and not plain else _common_length(plain, dim)
+    if read and plain and samples != read[0]:
+        raise ValueError(
+            f"{plain[0][0]} has {samples} samples, and the loader's batch beside it {read[0]}: "
+            f"expected as many. {_MARK}"
+        )
+    samples = read[0] if read else samples
+    for path, length in marked.items():
+        if length >= 0 and min(length, shards) != min(samples, shards):
+            raise ValueError(
+                f"{path} has {length} samples and the batch {samples}, so that of {shards} shards "
+                f"some would have samples of one of them alone: expected at least {shards} samples "
+                f"in each"
+            )
+    # Those that are cut as the samples are need no more attention.
+    return samples, tuple(length for length in marked.values() if length != samples)
+
+
+def _own_length(path: str, leaf: Any) -> int:
+    if isinstance(leaf, OwnLength):
+        return _common_length(_leaves(leaf.value, path), checked_dim(leaf.dim))
+    return leaf.samples if isinstance(leaf, ShardedBatch) else -1
+
+
+def _common_length(leaves: Iterable[tuple[str, Any]], dim: int) -> int:
     where = f"dimension {dim}" if dim else "first dimension"
     lengths: dict[str, int] = {}
     for path, leaf in leaves:
+        if isinstance(leaf, _MARKED):
+            raise TypeError(
+                f"{path} is a {type(leaf).__name__} within onefold.OwnLength: expected tensors"
+            )
         if leaf.ndim == 0:
-            raise ValueError(f"{path} is a scalar tensor: expected a {where} of samples")
+            raise ValueError(
+                f"{path} is a scalar tensor: expected a {where} of samples. What all shards share "
+                f"is onefold.Shared(value)"
+            )
         if leaf.ndim <= dim:
             raise ValueError(
                 f"{path} has shape {tuple(leaf.shape)}: expected a dimension {dim}, counted from "
@@ -396,14 +560,14 @@ def _common_length(leaves: Iterable[tuple[str, _Leaf]], dim: int) -> int:
         listed = ", ".join(f"{path} has {lengths[path]}" for path in list(lengths)[:_NAMED])
         more = ", ..." if len(lengths) > _NAMED else ""
         raise ValueError(
-            f"the tensors of a batch must agree in their {where}: {listed}{more}. Tensors that "
-            f"belong to one sample each, such as boxes, come from trainer.loader and its collate"
+            f"the tensors of a batch must agree in their {where}: {listed}{more}. {_MARK}. "
+            f"Tensors of one sample each, such as boxes, come from trainer.loader and its collate"
         )
     return next(iter(lengths.values()))
 
 
-def _leaves(batch: object, path: str) -> Iterator[tuple[str, _Leaf]]:
-    if isinstance(batch, torch.Tensor):
+def _leaves(batch: object, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(batch, (torch.Tensor, *_MARKED)):
         yield path, batch
         return
     if isinstance(batch, np.ndarray):
@@ -424,13 +588,13 @@ def _leaves(batch: object, path: str) -> Iterator[tuple[str, _Leaf]]:
 
 def _map(
     batch: Any,
-    change: Callable[[Any], torch.Tensor],
+    change: Callable[[Any], object],
     *,
     strict: bool = True,
     alone: Callable[[Any], object] | None = None,
 ) -> object:
     """Change every tensor; ``alone`` changes objects with a method ``to`` as a whole."""
-    if isinstance(batch, torch.Tensor) or (strict and isinstance(batch, np.ndarray)):
+    if isinstance(batch, torch.Tensor) or (strict and isinstance(batch, (np.ndarray, *_MARKED))):
         return change(batch)
     kind = type(batch)
     # Nearly all are one of these; lists of texts may be long, and nobody asks for their paths.

@@ -21,7 +21,7 @@ import torch
 from onefold.core.shard import cut_bounds
 from onefold.core.structure import has_fields, parts_of, with_parts
 
-__all__ = ["Search", "pieces_of", "rows_of"]
+__all__ = ["Search", "join_rows", "pieces_of", "rows_of"]
 
 _NUMBERS = (int, float, complex)
 _PLAIN = (str, bytes, *_NUMBERS, type(None))
@@ -62,6 +62,47 @@ def rows_of(
     return _Cut(piece, samples, dim, _lists_samples(payload, samples)).rows(payload, path)
 
 
+def join_rows(payloads: Sequence[Any], sizes: Sequence[int], *, dim: int = 0) -> Any:
+    """Join the payloads of shards to that of all their samples, in the structure of the first.
+
+    Args:
+        payloads: as for `rows_of`, one for each shard.
+        sizes: how many samples each shard has.
+        dim: the dimension of tensors in which the samples lie.
+
+    Raises:
+        ValueError: payloads differ in more than their samples.
+    """
+    cuts = [
+        _Cut((0, size), size, dim, _lists_samples(payload, size))
+        for payload, size in zip(payloads, sizes, strict=True)
+    ]
+    return _joined(payloads, cuts, "batch")
+
+
+def _joined(payloads: Sequence[Any], cuts: Sequence[_Cut], path: str) -> Any:
+    first, dim = payloads[0], cuts[0].dim
+    if all(isinstance(each, torch.Tensor) and each.ndim > dim for each in payloads):
+        if len({(*each.shape[:dim], *each.shape[dim + 1 :]) for each in payloads}) == 1:
+            return torch.cat(list(payloads), dim)
+    elif all(map(_Cut.are_samples, cuts, payloads)):
+        return with_parts(first, [sample for payload in payloads for sample in payload])
+    elif (parts := parts_of(first)) is not None:
+        names = [name for name, _ in parts]
+        found = [dict(parts_of(each) or ()) for each in payloads]
+        if all(list(each) == names for each in found):
+            of_names = {name: [each[name] for each in found] for name in names}
+            return with_parts(first, [_joined(of_names[n], cuts, path + n) for n in names])
+    elif isinstance(first, _PLAIN) and all(each == first for each in payloads):
+        return first
+    came = [tuple(p.shape) if isinstance(p, torch.Tensor) else type(p).__name__ for p in payloads]
+    raise ValueError(
+        f"{path}: expected tensors of all shards that can be joined along their samples, lists of "
+        f"one part a sample, or values alike in all shards, got {came}. A collate that pads each "
+        f"shard to its own length can pad to a fixed one"
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class _Cut:
     """How one payload is cut."""
@@ -76,7 +117,7 @@ class _Cut:
         if isinstance(payload, torch.Tensor | np.ndarray):
             return self._rows_of_tensor(payload, path)
         if isinstance(payload, tuple | list):
-            if self._are_samples(payload):
+            if self.are_samples(payload):
                 return with_parts(payload, payload[slice(*self.piece)])
             self._refuse_numbers(payload, path)
         parts = parts_of(payload)
@@ -101,7 +142,10 @@ class _Cut:
             )
         return payload[(*[slice(None)] * self.dim, slice(*self.piece))]
 
-    def _are_samples(self, rows: Sequence[Any]) -> bool:
+    def are_samples(self, rows: Sequence[Any]) -> bool:
+        """Whether a list has one part a sample, and not one for all of them."""
+        if not isinstance(rows, tuple | list):
+            return False
         if _are_listed(rows, self.samples):
             return True
         if len(rows) != self.samples or hasattr(rows, "_fields"):

@@ -8,21 +8,30 @@ there are, and by nothing where there are none. Which names they belong to is ag
 first step that has them (see `onefold.engine.valuetrade`); from then on a shard reports one
 checksum of its names. Without values a shard's row has eight bytes for it, which are 0.
 
+Note: outputs
+-------------
+Rows of samples have no room on the board: all devices learn from the checksum, which covers their
+columns, that there are some, and bring them to each other by a message of their own in each step.
+
 Note: nothing is waited for
 ---------------------------
 Totals stay on their device until somebody reads `Step.values`, and so do weights that a GPU
-computes: unlike those of a loss, they decide nothing.
+computes: unlike those of a loss, they decide nothing. For outputs, which are copied to the host,
+it waits.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
+from onefold.core.columns import Column, Rows, columns_of, joined_rows
 from onefold.core.fold import fold_shards
 from onefold.core.head import checksum
 from onefold.core.mean import Mean, Means, Sum, weigh
@@ -44,11 +53,13 @@ class ShardValues:
     """One for each number: whether it is divided, and the name that it belongs to."""
     numbers: torch.Tensor
     """(lines, 2) float64 on the shard's device: totals, and what they are divided by."""
+    rows: Mapping[Column, Rows] = field(default_factory=dict)
+    """The outputs, with one row a sample, on the host."""
 
     @property
     def kind(self) -> int:
         """A checksum of the lines, above 0."""
-        return 1 + checksum("\n".join(self.lines).encode())
+        return 1 + checksum("\n".join([*self.lines, *self.rows]).encode())
 
     def plus(self, other: ShardValues | None, where: str) -> ShardValues:
         """Add those of the shard's next piece.
@@ -56,14 +67,16 @@ class ShardValues:
         Raises:
             DisagreementError: that piece has other names.
         """
-        if other is None or other.lines != self.lines:
-            theirs = [] if other is None else names_of(other.lines)
+        if other is None or other.kind != self.kind:
+            own = names_of([*self.lines, *self.rows])
+            theirs = [] if other is None else names_of([*other.lines, *other.rows])
             raise DisagreementError(
-                f"{where}: the loss returned the values {names_of(self.lines)} beside itself for "
-                f"one piece of the shard, and {theirs} for another; expected the same names, and "
+                f"{where}: the loss returned the values {own} beside itself for one piece "
+                f"of the shard, and {theirs} for another; expected the same names, and "
                 f"terms of the same kind, for every piece"
             )
-        return ShardValues(self.lines, self.numbers + other.numbers)
+        rows = {name: joined_rows([own, other.rows[name]]) for name, own in self.rows.items()}
+        return ShardValues(self.lines, self.numbers + other.numbers, rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +87,8 @@ class StepValues:
     """See `ShardValues`; the same for all shards."""
     table: torch.Tensor
     """(V, lines, 2) float64, where the lead computes; zeros for empty shards."""
+    outputs: Mapping[str, Any] = field(default_factory=dict)
+    """For each name the rows of all samples, on the host."""
 
     def finished(self) -> dict[str, torch.Tensor]:
         """Add up and divide: () float64 for each name, in the order in which the loss has them."""
@@ -96,36 +111,40 @@ def _quotients(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tens
 
 def names_of(lines: Sequence[str]) -> list[str]:
     """Return the names that lines belong to, each once."""
-    return list(dict.fromkeys(line.partition(" ")[2] for line in lines))
+    # A column is a list in JSON; its first entry is the name.
+    named = (json.loads(n)[0] if n.startswith("[") else n.partition(" ")[2] for n in lines)
+    return list(dict.fromkeys(named))
 
 
-def split(result: object, what: str) -> tuple[object, Mapping[str, object]]:
-    """Tell a loss from the values beside it.
+def split(result: object, what: str) -> tuple[object, Mapping[str, object], Mapping[str, object]]:
+    """Tell a loss from the values and the outputs beside it.
 
     Args:
         result: what the user's loss returned.
         what: what the loss is called in errors, such as ``the loss of step 7, shard 3``.
 
     Returns:
-        The loss, and the values by name; none where the result is the loss alone.
+        The loss, and the values and outputs by name; none where the result is the loss alone.
 
     Raises:
         LossError: the result is a dict, or a tuple of something else.
     """
     # Nearly all are tensors, and to tell whether something is a mapping takes far longer.
     if isinstance(result, torch.Tensor) or not isinstance(result, tuple | Mapping):
-        return result, {}
+        return result, {}, {}
     if isinstance(result, Mapping):
         raise LossError(
             f"{what}: expected a loss, or {_EXAMPLE} for values beside it, got a dict of "
             f"{list(result)} alone. Return the tensor itself first, as in {_EXAMPLE}"
         )
-    if len(result) == 2 and isinstance(result[1], Mapping):
-        return result[0], result[1]
+    if len(result) in (2, 3) and all(isinstance(part, Mapping) for part in result[1:]):
+        loss, values, *outputs = result
+        return loss, values, outputs[0] if outputs else {}
     kinds = ", ".join(type(part).__name__ for part in result)
     raise LossError(
-        f"{what}: expected a loss, or {_EXAMPLE} for values beside it, got a tuple of ({kinds}). "
-        f"Return the loss alone, or give what else is to be reported a name in a dict"
+        f"{what}: expected a loss, or {_EXAMPLE} for values beside it, or (loss, values, outputs) "
+        f"for rows of samples as well, got a tuple of "
+        f"({kinds}). Return the loss alone, or give what else is to be reported a name in a dict"
     )
 
 
@@ -135,8 +154,9 @@ def detached(result: object) -> object:
     Compiled code would else compute their gradients too, which are multiplied by 0 and added; and 0
     times an infinite gradient is NaN.
     """
-    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict):
-        return result[0], {name: _detached(value) for name, value in result[1].items()}
+    if isinstance(result, tuple) and all(isinstance(part, dict) for part in result[1:]):
+        beside = [{name: _detached(part[name]) for name in part} for part in result[1:]]
+        return result[0], *beside
     return result
 
 
@@ -155,23 +175,29 @@ def _term_detached(term: Mean | Sum) -> Mean | Sum:
     return Mean(total, term.weight) if isinstance(term, Mean) else Sum(total)
 
 
-def read_values(values: Mapping[str, object], samples: int, where: str) -> ShardValues | None:
+def read_values(
+    values: Mapping[str, object], outputs: Mapping[str, object], samples: int, where: str
+) -> ShardValues | None:
     """Read the values beside a loss, each as a loss is read; None if there are none.
 
     Args:
         values: by name; tensors may be of bools.
+        outputs: by name; see `columns_of`.
         samples: of the shard, or of the piece of it.
         where: step and shard, for errors.
 
     Raises:
         LossError: a value cannot be read, has no name of one line, or there are too many.
     """
-    if not values:
+    if not values and not outputs:
         return None
-    lines, pairs = [], []
-    for name, value in values.items():
+    lines, pairs, rows = [], [], dict[Column, Rows]()
+    for name in (*values, *outputs):
         if not isinstance(name, str) or not name or "\n" in name:
             raise LossError(f"{where}: expected names of one line for values, got {name!r}")
+    for name, value in outputs.items():
+        rows |= columns_of(name, value, samples, where)
+    for name, value in values.items():
         for divided, total, weight in _terms_of(value, samples, f"the value {name!r} of {where}"):
             lines.append((_MEAN if divided else _SUM) + name)
             pairs.append((total, weight))
@@ -181,7 +207,7 @@ def read_values(values: Mapping[str, object], samples: int, where: str) -> Shard
             f"({', '.join(names_of(lines)[:3])}, ...). Values of every class, say, come from "
             f"trainer.evaluate or trainer.predict, which have no limit"
         )
-    return ShardValues(tuple(lines), _numbers(pairs))
+    return ShardValues(tuple(lines), _numbers(pairs), rows)
 
 
 def _terms_of(
@@ -216,9 +242,9 @@ def _numbers(
     pairs: Sequence[tuple[torch.Tensor, torch.Tensor | float]],
 ) -> torch.Tensor:
     devices = {total.device for total, _ in pairs}
-    if devices == {torch.device("cpu")}:
+    if devices <= {torch.device("cpu")}:
         rows = [(float(total), float(weight)) for total, weight in pairs]
-        return torch.tensor(rows, dtype=torch.float64)
+        return torch.tensor(rows, dtype=torch.float64).view(-1, 2)
     # A value may have been computed on the host; the others are not waited for.
     device = max(devices, key=lambda each: each.type != "cpu")
     flat = [

@@ -186,6 +186,11 @@ class LineWorker:
                     f"which needs all shards at one time: a line of devices has one after the "
                     f"other. Use --keep span"
                 ) from None
+            if underway.values is not None and underway.values.rows:
+                raise LineError(
+                    f"{where}: the loss returned outputs, which a line of devices does not bring "
+                    f"together: expected (loss, values). Use --keep span"
+                )
             self._check_end(underway, where)
             self._passing.refuse_written(passage)
             if not are_left(marks, payload):

@@ -7,8 +7,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from onefold.core.batch import ShardedBatch
-from onefold.core.shard import Plan, cut_bounds
-from onefold.engine.columns import (
+from onefold.core.columns import (
     Column,
     Rows,
     columns_of,
@@ -16,6 +15,7 @@ from onefold.engine.columns import (
     values_by_name,
     write_columns,
 )
+from onefold.core.shard import Plan, cut_bounds
 from onefold.engine.engine import Engine
 from onefold.engine.evaluation import (
     DataCall,

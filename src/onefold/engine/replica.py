@@ -58,6 +58,7 @@ from onefold.engine.shardloss import (
     gatherer_of,
     kinds_and_weights,
     of_one_divisor,
+    refuse_uneven,
     without_graph,
 )
 from onefold.engine.shardpiece import PieceResult, ShardPiece
@@ -320,7 +321,8 @@ class Replica:
                 result = task.loss(self.module, payload)
             # Now or never: once our backward has run, the two gradients are one sum.
             self._refuse_leftovers(where)
-            loss, values = split(result, f"the loss of {where}")
+            loss, values, outputs = split(result, f"the loss of {where}")
+            refuse_uneven(batch, (loss, *values.values()), where)
             part = weigh(loss, piece.samples, f"the loss of {where}")
         if not task.is_plain(batch) and not (gatherer and gatherer.sees_batch):
             self.loss_watch.look(loss, samples=piece.samples, due=task.due, where=where)
@@ -332,7 +334,7 @@ class Replica:
         if part.kind == "means":
             part = of_one_divisor(part, batch, task)
         # Before backward, which would keep waiting what only they have of the graph.
-        return part, read_values(values, piece.samples, where)
+        return part, read_values(values, outputs, piece.samples, where)
 
     def _hooked(self) -> list[int]:
         """Number the parameters with hooks that may put a tensor of their own into ``.grad``."""
@@ -400,7 +402,7 @@ class Replica:
         # a graph, and would fail here and not in the step proper.
         with gathering(gatherer_of(piece, batch, task)), self.autocast():
             result = task.loss(self.module, payload)
-        loss, _ = split(result, f"the loss of {where}")
+        loss = split(result, f"the loss of {where}")[0]
         if inspected:
             self.loss_watch.look(loss, samples=piece.samples, due=True, where=where)
         return weigh(loss, piece.samples, f"the loss of {where}")

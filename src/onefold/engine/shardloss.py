@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -22,6 +22,7 @@ __all__ = [
     "gatherer_of",
     "kinds_and_weights",
     "of_one_divisor",
+    "refuse_uneven",
     "without_graph",
 ]
 
@@ -30,6 +31,24 @@ _OF_PIECES = (
     "cut it: expected a whole shard, whose pieces do not know each other. Use more shards instead "
     "of microbatch: each is smaller, and gather joins them all"
 )
+
+
+def refuse_uneven(batch: ShardedBatch, found: Iterable[object], where: str) -> None:
+    """Refuse means of shards that are not means of the batch, as its parts are cut unevenly.
+
+    Raises:
+        LossError: a loss, or a value beside it, is a scalar.
+    """
+    # Asked in every step: nearly all batches have no such parts.
+    if batch.others and (length := batch.uneven) is not None:
+        for value in found:
+            if isinstance(value, torch.Tensor) and not value.dim():
+                raise LossError(
+                    f"the loss of {where} is a scalar, read as the mean of the shard, in a batch "
+                    f"of {batch.samples} and {length} samples, of which {batch.plan.shards} shards "
+                    f"have no equal shares: expected onefold.Mean(total, weight) for each term, or "
+                    f"sizes that are multiples of {batch.plan.shards}"
+                )
 
 
 def without_graph(part: Contribution) -> Contribution:

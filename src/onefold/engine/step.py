@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -52,6 +53,24 @@ class Step:
         """
         beside = self._outcome.values
         return {} if beside is None else beside.finished()
+
+    @property
+    def outputs(self) -> dict[str, Any]:
+        """What the loss returned for each sample: for each name the rows of the whole batch.
+
+        That is a tensor (samples, ...) on the host, or a list with one tensor, or dict of tensors,
+        a sample; on every device, in the order of the batch. Empty where the loss returned none.
+        They are gathered in the step, so that any device may read them or leave it.
+
+        >>> def loss(model, batch):
+        ...     errors = model(batch)[:, 0]
+        ...     return errors.square(), {}, {"td": errors.abs()}
+        >>> trainer = onefold.Trainer(model, optimizer, loss, shards=2)
+        >>> trainer.step(torch.ones(6, 2)).outputs["td"].shape
+        torch.Size([6])
+        """
+        beside = self._outcome.values
+        return {} if beside is None else dict(beside.outputs)
 
     @property
     def skipped(self) -> str:

@@ -12,15 +12,7 @@ import torch
 
 from onefold.core.randomness import comparable_state, derive_seed
 
-__all__ = [
-    "MOST",
-    "held_states",
-    "kept_apart",
-    "put_back",
-    "seed_held",
-    "states_of",
-    "within",
-]
+__all__ = ["MOST", "held_states", "kept_apart", "put_back", "seed_held", "states_of", "within"]
 
 _KINDS = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
 

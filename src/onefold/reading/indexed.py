@@ -15,12 +15,7 @@ from onefold.core.numbers import check_whole
 from onefold.core.randomness import MOST_SHUFFLED, order_by_length, sample_order
 from onefold.reading.order import Counting, Order, SampleOrder
 from onefold.reading.reader import Answer, Collate, Reader, SizedDataset
-from onefold.reading.samplers import (
-    changes_with_epoch,
-    check_sampler,
-    draw_batches,
-    draw_samples,
-)
+from onefold.reading.samplers import changes_with_epoch, check_sampler, draw_batches, draw_samples
 from onefold.reading.track import LoaderSize, LoaderTrack
 
 __all__ = ["Indexed", "Source", "check_alone", "check_shuffled"]
@@ -109,7 +104,7 @@ class Indexed:
             subset=_subset(dataset),
             kind=_kind(sampler, batch_sampler),
         )
-        if not self.batches() and not changes_with_epoch(sampler):
+        if drop_last and not self.batches() and not changes_with_epoch(sampler):
             one: Any = sampler
             raise ValueError(
                 f"drop_last=True leaves out every batch: expected at least batch_size={batch_size} "

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch.utils.data import Dataset
@@ -34,6 +34,11 @@ from onefold.watch.timing import host_now_s
 __all__ = ["Loader"]
 
 _log = logging.getLogger("onefold")
+
+_USED_BEFORE = (
+    "this pass was used before the run was saved, so it comes empty, and the next one may as well: "
+    "go through a loader again and again by itertools.chain.from_iterable(itertools.repeat(loader))"
+)
 
 
 class Loader:
@@ -64,6 +69,7 @@ class Loader:
         pin_memory: read into page-locked memory, from which a GPU copies on its own.
         timeout_s: the longest wait for a worker.
         digest: read a few more samples per pass, by which processes notice that their data differ.
+        gather: brings the payloads of a batch's shards to every device.
     """
 
     def __init__(
@@ -85,6 +91,7 @@ class Loader:
         pin_memory: bool,
         timeout_s: float,
         digest: bool = False,
+        gather: Callable[[ShardedBatch], Any] | None = None,
     ) -> None:
         if collate is not None and not callable(collate):
             raise TypeError(f"expected collate to be a function of a list of samples: {collate!r}")
@@ -106,7 +113,7 @@ class Loader:
         self._batch_size = batch_size
         self.track = LoaderTrack(self._source.size, first_epoch)
         """Which passes the loader has been through."""
-        self._plan = plan
+        self._plan, self._gather = plan, gather
         self._pin_memory = pin_memory
         self._timeout_s = timeout_s
         self._digests = self._source.digests if digest else 0
@@ -128,7 +135,7 @@ class Loader:
         """Number of samples in a whole batch, over all devices; None where batches differ."""
         return self._batch_size
 
-    def __iter__(self) -> Iterator[ShardedBatch]:
+    def __iter__(self) -> Generator[ShardedBatch, None, str]:
         """Begin a new pass.
 
         Raises:
@@ -138,6 +145,7 @@ class Loader:
             CheckpointError: a sampler gave another order than in the run that was saved.
         """
         this = self.track.begin()
+        was_used = 0 < this.end <= this.given
         try:
             if this.given < this.end:
                 yield from self._batches(this)
@@ -148,6 +156,8 @@ class Loader:
         if not this.given:
             self._warn_of_nothing(this)
         self.track.end(this, broken_off=False)
+        # The text of a StopIteration that nobody catches; a loop takes no notice of it.
+        return _USED_BEFORE if was_used else ""
 
     def _batches(self, this: DataPass) -> Iterator[ShardedBatch]:
         start, process = host_now_s(), os.getpid()
@@ -189,6 +199,8 @@ class Loader:
                     request.loader,
                     self._data_digest,
                     request.shards,
+                    others=answer.others,
+                    gather=self._gather,
                 )
                 # The wait for the next batch begins when the script asks for it.
                 start = host_now_s()

@@ -72,7 +72,7 @@ class Position:
     @property
     def awaits(self) -> bool:
         """Whether a resumed script is still to come to a pass of which the saved run used some."""
-        waiting = any(_is_used(each) for each in self._waiting.values())
+        waiting = any(_was_begun(each) for each in self._waiting.values())
         return waiting or any(track.awaits for track in self._tracks.values())
 
     @property
@@ -139,7 +139,7 @@ class Position:
         Raises:
             ValueError: the batch's pass was begun before the load.
         """
-        if batch.data_pass is not None and batch.data_pass.abandoned:
+        if any(part.data_pass and part.data_pass.abandoned for part in batch.read):
             raise ValueError(
                 "this batch belongs to a pass over the data that was begun before trainer.load: "
                 "begin a new pass, which goes on where the checkpoint was made"
@@ -147,7 +147,11 @@ class Position:
 
     def has_used(self, batch: ShardedBatch) -> bool:
         """Whether a step has already used this batch."""
-        return batch.data_pass is not None and batch.stop <= batch.data_pass.used
+        return all(map(_is_used, batch.read))
+
+    def repeats_part(self, batch: ShardedBatch) -> bool:
+        """Whether steps have used the batches of some loaders in it, and not those of others."""
+        return any(map(_is_used, batch.read)) and not self.has_used(batch)
 
     def is_at_an_end(self) -> bool:
         """Whether a pass has been used up, and the script has not noticed yet."""
@@ -155,16 +159,19 @@ class Position:
 
     def is_between_batches(self, batch: ShardedBatch) -> bool:
         """Whether no other loader has a batch waiting to be used once this batch's step is done."""
-        others = [track for track in self._tracks.values() if not track.made(batch)]
+        tracks = self._tracks.values()
+        others = [track for track in tracks if not any(map(track.made, batch.read))]
         return not any(track.is_ahead(self.here) for track in others)
 
     def note_step(self, batch: ShardedBatch) -> None:
         """Note that a step has used a batch."""
         self.step += 1
         self._epoch_used, self._exhausted = batch.data_pass is None, True
-        if batch.data_pass is not None:
-            # A script may use a batch twice, which does not take the pass back.
-            batch.data_pass.used = max(batch.stop, batch.data_pass.used)
+        for part in batch.read:
+            if part.data_pass is not None:
+                # A script may use a batch twice, which does not take the pass back.
+                part.data_pass.used = max(part.stop, part.data_pass.used)
+                part.data_pass.joint |= len(batch.read) > 1
         if self._saved_as_done and self.inside:
             self._saved_as_done = False
             _log.warning(
@@ -183,7 +190,7 @@ class Position:
     @property
     def _is_epoch_done(self) -> bool:
         """Whether a run that goes on from here begins with the next epoch."""
-        under_way = any(track.is_under_way(self.here) for track in self._tracks.values())
+        under_way = any(track.holds_epoch(self.here) for track in self._tracks.values())
         return self.inside and self._epoch_used and not under_way
 
     def note_save(self) -> None:
@@ -235,6 +242,10 @@ class Position:
                 track.restart(self.epoch)
 
 
+def _is_used(batch: ShardedBatch) -> bool:
+    return batch.data_pass is not None and batch.stop <= batch.data_pass.used
+
+
 def _check_loader(saved: Mapping[str, Any], track: LoaderTrack, changed: Collection[str]) -> None:
     _size_of(saved).check_same(track.size, changed)
     # Before loaders were numbered, all had the order and the random numbers of the first.
@@ -248,7 +259,7 @@ def _size_of(saved: Mapping[str, Any]) -> LoaderSize:
     return LoaderSize(**{name: value for name, value in saved.items() if name in known})
 
 
-def _is_used(saved: Mapping[str, Any]) -> bool:
+def _was_begun(saved: Mapping[str, Any]) -> bool:
     return bool(saved["empty_passes"]) or any(used for _, used in saved["passes"])
 
 

@@ -98,6 +98,8 @@ class Answer(NamedTuple):
     """Digest of the data, and of their order; 0 if it was not requested."""
     state: object = None
     """Where a stream stands after this batch, if it keeps a state."""
+    others: tuple[int, ...] = ()
+    """See `ShardedBatch.others`."""
     over: bool = False
     """Whether a stream has ended, so that there is no such batch."""
 

@@ -30,31 +30,18 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
-from onefold.core.randomness import (
-    GeneratorStates,
-    kept_generators,
-    loader_seed,
-    seed_generators,
-)
+from onefold.core.randomness import GeneratorStates, kept_generators, loader_seed, seed_generators
 from onefold.reading.held import kept_apart, put_back, seed_held, states_of, within
 from onefold.reading.order import SampleOrder
 from onefold.reading.reader import one_thread, take
 
-__all__ = [
-    "WHOLE_MOST",
-    "DrawnInParts",
-    "changes_with_epoch",
-    "check_sampler",
-    "draw_batches",
-    "draw_samples",
-    "samplers_within",
-]
+__all__ = ["changes_with_epoch", "check_sampler", "draw_batches", "draw_samples", "samplers_within"]
 
 _log = logging.getLogger("onefold")
 
 WHOLE_MOST = 1 << 24
 """The longest order that is drawn at once: 16.8 million samples, for a moment 0.6 GB of them."""
-_PART = 1 << 20
+_PART = 1 << 17
 """The fewest samples of a part of a longer one."""
 _PART_BATCHES = 1024
 """The fewest batches of a part: more than workers read ahead, so that two parts suffice."""
@@ -256,7 +243,9 @@ class DrawnInParts:
                     f"the {self._drawing.name} ended after {self._next * self.part + len(drawn):,} "
                     f"samples: expected its length, {len(self):,}"
                 )
-            self._kept[self._next] = _whole_numbers(drawn, self._drawing.name)
+            # What a resumed run leaves behind is drawn, and no more.
+            if self._next >= number - 1:
+                self._kept[self._next] = _whole_numbers(drawn, self._drawing.name)
             self._kept.pop(self._next - 2, None)
             self._next += 1
         return self._kept[number]

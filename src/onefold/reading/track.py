@@ -221,9 +221,12 @@ class LoaderTrack:
         """Whether all samples of a pass of this epoch have been used, though it has not ended."""
         return any(p.used >= p.end for p in self._under_way(epoch))
 
-    def is_under_way(self, epoch: int | None) -> bool:
-        """Whether a pass of this epoch has not ended."""
-        return bool(self._under_way(epoch))
+    def holds_epoch(self, epoch: int | None) -> bool:
+        """Whether a pass of this epoch has not ended, such that the epoch is not done either.
+
+        A loader that is read beside another may well go on in the next epoch.
+        """
+        return any(not p.joint or p.given > p.used for p in self._under_way(epoch))
 
     def _under_way(self, epoch: int | None) -> list[DataPass]:
         return [p for p in self._passes if p.epoch == epoch and not p.over]

@@ -140,7 +140,7 @@ class _Cutter(Dataset[Answer]):
         shards = [shard for device in self._own for shard in request.plan.read_by(device)]
         cut = cut_batch(batch, request.plan, shards, digest=request.digest is not None)
         found = replace(request, samples=cut.samples)
-        return Answer(found, dict(cut.shards), cut.digest)
+        return Answer(found, dict(cut.shards), cut.digest, others=cut.others)
 
     def _batch(self, request: Request) -> Any:
         number, given = request.item, self._given

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -30,9 +30,11 @@ from onefold.checkpoint.resume import Checkpoints
 from onefold.checkpoint.resumption import Resumption
 from onefold.core.batch import ShardedBatch, checked_dim, cut_batch
 from onefold.core.head import Call
+from onefold.core.pieces import join_rows
 from onefold.core.precision import AS_GIVEN
 from onefold.core.settings import Settings
 from onefold.core.shard import Plan
+from onefold.core.wire import decode, encode
 from onefold.core.world import World
 from onefold.engine.assembly import assemble
 from onefold.engine.batchnorm import recompute_statistics
@@ -45,6 +47,7 @@ from onefold.engine.kernels import calls_compiled
 from onefold.engine.lowprecision import check_device
 from onefold.engine.schedule import RunSchedule
 from onefold.engine.step import Step
+from onefold.engine.stepstart import head_of
 from onefold.errors import DisagreementError
 from onefold.exchange.progress import progress_of
 from onefold.reading.loader import Loader
@@ -200,26 +203,39 @@ class Session:
         # Whole batches are not made of samples that could be kept.
         keeps = not isinstance(dataset, Rule | Items)
         collate = self.verifying.collate(collate, keeps=keeps)
-        made = self._loader(dataset, collate, plan=lambda: self.engine.roster.plan, **choices)
+        choices |= {"plan": lambda: self.engine.roster.plan, "gather": self.whole}
+        made = self._loader(dataset, collate, **choices)
         self.position.add(made.track)
         self.verifying.add(made, collate)
         return made
 
-    def _loader(
-        self, dataset: Any, collate: Collate | None, *, plan: Callable[[], Plan], **choices: Any
-    ) -> Loader:
+    def _loader(self, dataset: Any, collate: Collate | None, **choices: Any) -> Loader:
         return Loader(
             dataset,
             **choices,
             collate=collate,
             seed=self.settings.seed,
-            plan=plan,
             own=self.team.own,
             first_epoch=self.position.epoch,
             pin_memory=self.team.devices[0].type == "cuda",
             timeout_s=self.settings.timeout_s,
             digest=self.engine.with_others,
         )
+
+    def whole(self, batch: ShardedBatch) -> Any:
+        """Bring the payload of all of a batch's shards to every device, on the host."""
+        with self.telling_others():
+            own = self.verifying.plain(batch).shards
+            text = encode(sorted(own.items()), "the batch")
+            head = head_of(batch, self.position.step + 1, Call.GATHER, loss=0)
+            self.engine.agree(head)
+            # Once for each process, whose devices have the same.
+            texts = dict.fromkeys(self.team.own, b"") | {self.team.own[0]: text}
+            found = self.engine.exchange.transport.gather_bytes(texts)
+            payloads = dict(shard for each in found if each for shard in decode(each))
+            shards = sorted(payloads)
+            sizes = [batch.size_of(shard) for shard in shards]
+            return join_rows([payloads[shard] for shard in shards], sizes, dim=batch.dim)
 
     @contextmanager
     def data_call(self, call: Call, function: ScoreFunction, batches: Loader) -> Iterator[DataCall]:
@@ -422,8 +438,16 @@ class Session:
             cut = cut_batch(
                 batch, plan, own, self.position.epoch, digest=self.engine.with_others, dim=dim
             )
+            for part in cut.parts:
+                self._checked_batch(part, plan)
         if cut.samples == 0:
             raise ValueError("the batch is empty: expected at least one sample")
+        if cut.others and self.settings.microbatch is not None:
+            raise ValueError(
+                "microbatch cuts shards into pieces of samples, and this batch has parts of other "
+                "lengths (another loader's batch, onefold.OwnLength or onefold.Shared): expected "
+                "microbatch=None. Use more shards instead: each is smaller"
+            )
         return cut
 
     def _checked_batch(self, batch: ShardedBatch, ours: Plan) -> ShardedBatch:

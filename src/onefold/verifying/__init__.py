@@ -10,6 +10,7 @@ Such a run records its steps, in the folder of the comparison:
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -18,7 +19,8 @@ from typing import Any
 
 import torch
 
-from onefold.core.batch import ShardedBatch
+from onefold.core.batch import ShardedBatch, map_parts
+from onefold.core.sharing import OwnLength, Shared
 from onefold.core.team import Team
 from onefold.core.world import World
 from onefold.engine.engine import Engine
@@ -40,6 +42,8 @@ from onefold.verifying.whole import (
 )
 
 __all__ = ["Verifying", "prepare_process"]
+
+_log = logging.getLogger("onefold")
 
 _saved: set[Path] = set()
 """Directories that the script has saved to; alike on all devices, which the disk may not be."""
@@ -123,9 +127,21 @@ class Verifying:
         if self._mathematics is None:
             return batch
         if not isinstance(batch, ShardedBatch):
-            batch = cast_floats(batch, self._dtype)
+            batch = map_parts(batch, self._plain)
         self._own = batch
         return batch
+
+    def plain(self, batch: ShardedBatch) -> ShardedBatch:
+        """Return a loader's batch with the payloads that the loss is to see."""
+        return batch if self._mathematics is None else self._unpacked(batch)[0]
+
+    def _plain(self, part: Any) -> Any:
+        """Convert a part of a batch of the script's own."""
+        if isinstance(part, ShardedBatch):
+            return self.plain(part)
+        if isinstance(part, OwnLength | Shared):
+            return replace(part, value=cast_floats(part.value, self._dtype))
+        return cast_floats(part, self._dtype)
 
     @contextmanager
     def step(self, batch: ShardedBatch, number: int, name: str) -> Iterator[ShardedBatch]:
@@ -139,6 +155,14 @@ class Verifying:
         self._steps += not again
         # Past the steps that are compared, and past the first of several gradients of a step, the
         # script goes on; its payloads are still wrapped.
+        if self._mathematics is not None and batch.others:
+            _log.warning(
+                "step %d is not compared with one shard: its batch has parts that are not cut by "
+                "its number of samples",
+                number,
+            )
+            yield batch
+            return
         if again or self._steps > self._world.options.probe_steps:
             yield batch if self._mathematics is None else self._unpacked(batch)[0]
             return

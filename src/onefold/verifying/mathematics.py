@@ -427,7 +427,7 @@ class Mathematics:
 
 
 def _read(result: object, samples: int, what: str) -> _Evaluation:
-    loss, _ = split(result, what)
+    loss = split(result, what)[0]
     return _Evaluation(weigh(loss, samples, what), loss)
 
 

@@ -18,7 +18,15 @@ import torch
 from onefold.core.flat import bits_of
 from onefold.errors import LossError
 
-__all__ = ["Column", "Rows", "columns_of", "read_columns", "values_by_name", "write_columns"]
+__all__ = [
+    "Column",
+    "Rows",
+    "columns_of",
+    "joined_rows",
+    "read_columns",
+    "values_by_name",
+    "write_columns",
+]
 
 Column = str
 """What one column holds, as JSON: name, dtype and shape of each sample's row; or name, dtype,
@@ -54,6 +62,12 @@ def columns_of(name: str, value: object, samples: int, where: str) -> dict[Colum
         f"{where}: expected {name!r} to be a tensor with one row, or a list with one tensor or "
         f"dict of tensors, for each of {samples} samples, got {came}"
     )
+
+
+def joined_rows(parts: Sequence[Rows]) -> Rows:
+    """Join the values of several parts of a batch in one column."""
+    tensors = [part for part in parts if isinstance(part, torch.Tensor)]
+    return torch.cat(tensors) if tensors else [entry for part in parts for entry in part]
 
 
 def write_columns(shards: Sequence[Mapping[Column, Rows]], columns: Sequence[Column]) -> bytes:
@@ -102,12 +116,8 @@ def values_by_name(
     values: dict[str, Any] = {}
     for column in columns:
         name, _, _, *keys = json.loads(column)
-        found = [part[column] for part in parts]
-        if not keys:
-            values[name] = torch.cat([each for each in found if torch.is_tensor(each)])
-            continue
-        entries = [entry for each in found for entry in each]
-        if keys[0] is None:
+        entries = joined_rows([part[column] for part in parts])
+        if not keys or keys[0] is None:
             values[name] = entries
             continue
         dicts = values.setdefault(name, [{} for _ in entries])
