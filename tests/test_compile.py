@@ -142,7 +142,8 @@ def test_code_is_kept_where_no_other_user_can_put_any(
     tmp_path.chmod(0o1777)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own"))
     monkeypatch.setattr(world, "_chosen", {})
-    monkeypatch.setenv("QUACK_CACHE_DIR", "")
+    for name in ("QUACK_CACHE_DIR", "PYTORCH_KERNEL_CACHE_PATH", "TORCH_EXTENSIONS_DIR"):
+        monkeypatch.setenv(name, "")
     # PyTorch has chosen it, not the user.
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default_of_torch())
     assert place().parent == tmp_path / "own" / "onefold" / "compiled"

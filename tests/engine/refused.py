@@ -400,7 +400,7 @@ REFUSED = {
     "scale": Refused("parameter scale is used on device 1 and on a later one", scaling),
     "penalty": Refused("parameter .* is used on device 2, outside of its stage", loss=penalised),
     "gather": Refused("the loss calls onefold.gather", loss=gathering),
-    "terms": Refused("several terms that are each a mean", loss=of_two_terms),
+    "terms": Refused("several terms with divisors of their own", loss=of_two_terms),
     "grad": Refused("the loss differentiates something itself", loss=differentiating),
     "in place": Refused("the loss changes its batch", loss=normalising, in_processes="-"),
     "attribute": Refused("a tensor that has an attribute origin", with_an_attribute),
