@@ -112,7 +112,7 @@ def run_all() -> dict[tuple[str, str], list[str]]:
 
 
 def _everywhere(text: str) -> list[str]:
-    trainer = make_trainer(line())
+    trainer = make_trainer(line(), devices=None)
     found = [str(each) for each in trainer.gather(text)]
     trainer.close()
     return found

@@ -171,8 +171,10 @@ def folded(make: Make, change: Change, *, state: bool | None = True, **choices: 
             trainer.step(points(12, INPUTS))
         with trainer.changing(optimizer_state=state):
             change(optimizer)
+    with trainer.whole():
+        found = bits(model)
     trainer.close()
-    return bits(model)
+    return found
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -19,6 +19,7 @@ from onefold.core.randomness import forked_generators
 from onefold.engine.between import broadcast, gather, written
 from onefold.engine.digests import model_digests
 from onefold.errors import CheckpointError
+from onefold.exchange.memory import Memory
 from onefold.reading.reader import Collate, SizedDataset
 from onefold.run.session import Session
 
@@ -30,8 +31,10 @@ class TrainedModel:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        # The model outlives what its script has dropped.
-        weakref.finalize(self, session.drop).atexit = False
+        # The model outlives a Trainer that the script drops. By a weak reference, as an observer of
+        # the session may refer to this Trainer; the memory refers to nothing of the script's.
+        memory = session.engine.exchange.memory
+        weakref.finalize(self, _dropped, weakref.ref(session), memory).atexit = False
 
     @property
     def model(self) -> torch.nn.Module:
@@ -360,3 +363,12 @@ class TrainedModel:
         >>> _ = net.weight.data.mul_(0.5)
         """
         self._session.close()
+
+
+def _dropped(reference: weakref.ref[Session], memory: Memory) -> None:
+    """Leave the model to the script, which has dropped its Trainer."""
+    session = reference()
+    if session is not None:
+        session.drop()
+    else:  # both were garbage together
+        memory.make_own()

@@ -124,7 +124,7 @@ class Memory(ABC):
     def make_own(self) -> None:  # noqa: B027 (most have memory of their own anyway)
         """Have what this process sees of the parameters be its own from here on.
 
-        Called once, at the end; the other processes may go on with what they see.
+        Called at the end; the other processes may go on with what they see.
         """
 
     @abstractmethod

@@ -92,7 +92,7 @@ class HostMemory(Memory):
         trained, other = _map_shared(
             mailbox, [storage.parameters.nbytes, storage.other.nbytes], heap
         )
-        self._of_parameters = trained, other
+        self._of_parameters: tuple[torch.Tensor, ...] = trained, other
         # Taken from the iterator below in this very order, in every process.
         sizes = [sum(shape.host_bytes), shape.device_bytes]
         sizes += [storage.gradients.nbytes] * (storage.slots * storage.devices)
@@ -187,6 +187,7 @@ class HostMemory(Memory):
     def make_own(self) -> None:
         for memory in self._of_parameters:
             make_own(memory, self.heap)
+        self._of_parameters = ()  # it is by now
 
 
 def _map_shared(mailbox: Mailbox, sizes: Sequence[int], heap: Heap) -> list[torch.Tensor]:
