@@ -45,7 +45,7 @@ OF_SYSTEM_FOR_CORE = {"onefold.system.compat", "onefold.system.hooks"}
 """The core is pure: it opens nothing, but uses PyTorch."""
 
 LIMIT_CODE_LINES = 400
-LIMIT_BODY_LINES = 40
+LIMIT_BODY_LINES = 60
 
 
 class Import(NamedTuple):

@@ -1,4 +1,4 @@
-"""Brings values from device to device between steps: `Trainer.gather` and `Trainer.broadcast`."""
+"""Brings values from device to device between steps: numbers, text and tensors, and batches."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from onefold.core.batch import ShardedBatch
+from onefold.core.pieces import join_rows
 from onefold.core.wire import decode, encode
 from onefold.errors import DisagreementError
 from onefold.exchange.exchange import Exchange
 
-__all__ = ["broadcast", "gather", "written"]
+__all__ = ["broadcast", "gather", "gather_batch", "written", "written_shards"]
 
 
 def written(value: object) -> bytes:
@@ -47,6 +49,33 @@ def gather(exchange: Exchange, own: Mapping[int, bytes]) -> list[Any]:
         return values
     _check_names([list(each) for each in values])
     return [{name: float(number) for name, number in each.items()} for each in values]
+
+
+def written_shards(shards: Mapping[int, object]) -> bytes:
+    """Write the payloads of a process's shards as bytes; done before the devices meet.
+
+    Raises:
+        TypeError: a payload is, or holds, something that cannot be sent.
+    """
+    return encode(sorted(shards.items()), "the batch")
+
+
+def gather_batch(exchange: Exchange, own: Sequence[int], text: bytes, batch: ShardedBatch) -> Any:
+    """Gather a batch's payload, that of all shards, on the host; called on all devices.
+
+    Args:
+        exchange: with all devices.
+        own: the numbers of this process's devices.
+        text: what `written_shards` made of the process's shards.
+        batch: the batch, whose sizes are known everywhere.
+    """
+    # Once for each process, whose devices have the same.
+    texts = dict.fromkeys(own, b"") | {own[0]: text}
+    found = exchange.transport.gather_bytes(texts)
+    payloads = dict(shard for each in found if each for shard in decode(each))
+    shards = sorted(payloads)
+    sizes = [batch.size_of(shard) for shard in shards]
+    return join_rows([payloads[shard] for shard in shards], sizes, dim=batch.dim)
 
 
 def broadcast(exchange: Exchange, text: bytes | None) -> Any:

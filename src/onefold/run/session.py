@@ -30,14 +30,13 @@ from onefold.checkpoint.resume import Checkpoints
 from onefold.checkpoint.resumption import Resumption
 from onefold.core.batch import ShardedBatch, checked_dim, cut_batch
 from onefold.core.head import Call
-from onefold.core.pieces import join_rows
 from onefold.core.precision import AS_GIVEN
 from onefold.core.settings import Settings
 from onefold.core.shard import Plan
-from onefold.core.wire import decode, encode
 from onefold.core.world import World
 from onefold.engine.assembly import assemble
 from onefold.engine.batchnorm import recompute_statistics
+from onefold.engine.between import gather_batch, written_shards
 from onefold.engine.byscript import NO_STEP, ByScript, chosen_optimizer
 from onefold.engine.compiling import check_compiler
 from onefold.engine.engine import Outcome
@@ -226,16 +225,9 @@ class Session:
         """Bring the payload of all of a batch's shards to every device, on the host."""
         with self.telling_others():
             own = self.verifying.plain(batch).shards
-            text = encode(sorted(own.items()), "the batch")
-            head = head_of(batch, self.position.step + 1, Call.GATHER, loss=0)
-            self.engine.agree(head)
-            # Once for each process, whose devices have the same.
-            texts = dict.fromkeys(self.team.own, b"") | {self.team.own[0]: text}
-            found = self.engine.exchange.transport.gather_bytes(texts)
-            payloads = dict(shard for each in found if each for shard in decode(each))
-            shards = sorted(payloads)
-            sizes = [batch.size_of(shard) for shard in shards]
-            return join_rows([payloads[shard] for shard in shards], sizes, dim=batch.dim)
+            text = written_shards(own)
+            self.engine.agree(head_of(batch, self.position.step + 1, Call.GATHER, loss=0))
+            return gather_batch(self.engine.exchange, self.team.own, text, batch)
 
     @contextmanager
     def data_call(self, call: Call, function: ScoreFunction, batches: Loader) -> Iterator[DataCall]:
