@@ -10,6 +10,7 @@ loop; with more, in float64, they must be its own to 1e-9.
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -318,7 +319,9 @@ class _Run:
 
     def plain_step(self, batch: Batch) -> torch.Tensor:
         self.optimizer.zero_grad()
-        loss: torch.Tensor = _expression(self.case)[1](F, self.model, batch)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "reduction: 'mean' divides the total loss")
+            loss: torch.Tensor = _expression(self.case)[1](F, self.model, batch)
         loss.backward()  # type: ignore[no-untyped-call]
         if self.case.clip_norm is not None:
             held = [p for group in self.optimizer.param_groups for p in group["params"]]
