@@ -180,4 +180,5 @@ def _words(tensor: torch.Tensor) -> str:
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:
     plain = tensor.resolve_conj().resolve_neg().contiguous().view(-1)
-    return plain.view(torch.uint8).numpy().tobytes()
+    # A single element may have been expanded: contiguous, and yet of stride 0, which has no bytes.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().tobytes()
