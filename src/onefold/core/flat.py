@@ -269,7 +269,8 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     of the tensor's memory where the values lie there so.
     """
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return plain.reshape(-1).view(torch.uint8)
+    # A single element may have been expanded: contiguous, and yet of stride 0, which has no bytes.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
