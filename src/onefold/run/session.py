@@ -123,10 +123,6 @@ class Session:
         self.checkpoints = Checkpoints(
             self.engine, settings, self.team, self.position, self._schedule
         )
-        self.resumption = Resumption(
-            self.engine, self.checkpoints, self.position, on_lead=self.team.has_lead
-        )
-        """Has the values of a checkpoint take effect where the script goes on."""
         self._world = world
         self._left = False
         self._process = os.getpid()
@@ -143,6 +139,9 @@ class Session:
 
     def _begin_saving(self) -> None:
         """Refuse what could not be saved while nothing is lost yet, and resume what was saved."""
+        with_run = (self.engine, self.checkpoints, self.position)
+        self.resumption = Resumption(*with_run, on_lead=self.team.has_lead)
+        """Has the values of a checkpoint take effect where the script goes on."""
         try:
             self.checkpoints.check_can_be_saved()
         except TypeError as error:
