@@ -137,27 +137,9 @@ class Session:
         self.checkpoints = Checkpoints(
             self.engine, settings, self.team, self.position, self._schedule
         )
-<<<<<<< HEAD
-        self.resumption = Resumption(
-            self.engine, self.checkpoints, self.position, on_lead=self.team.has_lead
-        )
-        """Has the values of a checkpoint take effect where the script goes on."""
         self._world, self._process = world, os.getpid()
         self._left = self._is_over = False
         self._hold()
-||||||| deeb073
-        self.resumption = Resumption(
-            self.engine, self.checkpoints, self.position, on_lead=self.team.has_lead
-        )
-        """Has the values of a checkpoint take effect where the script goes on."""
-        self._world = world
-        self._left = False
-        self._process = os.getpid()
-=======
-        self._world = world
-        self._left = False
-        self._process = os.getpid()
->>>>>>> h-resume
         self._progress = progress_of(world)
         # May find a checkpoint, so what starts from the step that is done comes after it.
         self._begin_saving()
