@@ -108,7 +108,7 @@ def _open_files() -> set[str]:
     for number in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):  # that of the folder which is being read
             target = os.readlink(f"/proc/self/fd/{number}")
-            if not target.startswith((sys.prefix, "/proc/")):
+            if not target.startswith((os.path.realpath(sys.prefix), "/proc/")):
                 found.add(f"descriptor {number} of {target}")
     return found
 
