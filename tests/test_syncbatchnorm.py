@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +175,21 @@ def test_hooks_run_once_a_shard_with_its_own_gradient() -> None:
         found.append(seen)
     assert len(found[0]) == 5
     assert sorted(found[0]) == sorted(found[1])
+
+
+def test_nothing_of_a_step_stays_in_memory() -> None:
+    seen: list[weakref.ref[torch.Tensor]] = []
+
+    def noting(model: nn.Module, batch: Batch) -> torch.Tensor:
+        seen.append(weakref.ref(batch[0]))
+        return loss(model, batch)
+
+    trainer = trainer_of(synced(), loss=noting)
+    for batch in batches(2):
+        trainer.step(batch)
+    gc.collect()
+    assert len(seen) >= 10
+    assert [each for each in seen if each() is not None] == []
 
 
 def test_evaluation_and_other_calls_are_those_of_batch_norm() -> None:

@@ -44,17 +44,17 @@ class Replay:
         self.kept = []
         self.priorities = torch.zeros(ROOM)
 
+    def add(self, transition):
+        place = len(self.kept) % ROOM
+        self.kept.append(transition)
+        self.priorities[place] = max(float(self.priorities.max()), 1.0)
+
     def state(self):
         return {"kept": self.kept, "priorities": self.priorities.tolist()}
 
     def load(self, state):
         self.kept = [tuple(each) for each in state["kept"]]
         self.priorities = torch.tensor(state["priorities"])
-
-    def add(self, transition):
-        place = len(self.kept) % ROOM
-        self.kept.append(transition)
-        self.priorities[place] = max(float(self.priorities.max()), 1.0)
 
     def draw(self):
         chance = self.priorities[: len(self.kept)].pow(0.6)

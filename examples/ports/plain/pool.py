@@ -1,5 +1,7 @@
 """The plain loop of ../pool.py, on one device."""
 
+import os
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -46,6 +48,12 @@ class Pool:
     def __init__(self):
         self.kept = []
 
+    def state(self):
+        return [picture.tolist() for picture in self.kept]
+
+    def load(self, state):
+        self.kept = [torch.tensor(picture) for picture in state]
+
     def exchange(self, pictures):
         given = []
         for picture in pictures:
@@ -75,7 +83,7 @@ def judge_loss(models, batch):
     return (real - 1).square().mean() + false.square().mean()
 
 
-def main(epochs=4):
+def main(epochs=4, checkpoint=None):
     torch.manual_seed(0)
     models = {"there": make_translator(), "back": make_translator(), "judge": make_judge()}
     both = [*models["there"].parameters(), *models["back"].parameters()]
@@ -86,7 +94,16 @@ def main(epochs=4):
     pairs = torch.utils.data.TensorDataset(make_strokes(False, 1), make_strokes(True, 2))
     loader = torch.utils.data.DataLoader(pairs, batch_size=BATCH, shuffle=True)
     pool = Pool()
-    for epoch in range(epochs):
+    done = 0
+    if checkpoint and os.path.exists(checkpoint):
+        saved = torch.load(checkpoint)
+        for name, state in saved["models"].items():
+            models[name].load_state_dict(state)
+        for name, state in saved["optimizers"].items():
+            optimizers[name].load_state_dict(state)
+        pool.load(saved["pool"])
+        done = saved["epochs"]
+    for epoch in range(done, epochs):
         for batch in loader:
             optimizers["translation"].zero_grad()
             moved, outputs = translation_loss(models, batch)
@@ -97,6 +114,10 @@ def main(epochs=4):
             judged.backward()
             optimizers["judge"].step()
         print(f"epoch {epoch}: loss {moved:.4f} of translation, {judged:.4f} of the judge")
+        if checkpoint:
+            state = {"models": {name: each.state_dict() for name, each in models.items()}}
+            state |= {"optimizers": {name: each.state_dict() for name, each in optimizers.items()}}
+            torch.save(state | {"pool": pool.state(), "epochs": epoch + 1}, checkpoint)
     return models
 
 

@@ -1,5 +1,7 @@
 """The plain loop of ../replay.py, on one device."""
 
+import os
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -35,6 +37,13 @@ class Replay:
         self.kept.append(transition)
         self.priorities[place] = max(float(self.priorities.max()), 1.0)
 
+    def state(self):
+        return {"kept": self.kept, "priorities": self.priorities.tolist()}
+
+    def load(self, state):
+        self.kept = [tuple(each) for each in state["kept"]]
+        self.priorities = torch.tensor(state["priorities"])
+
     def draw(self):
         chance = self.priorities[: len(self.kept)].pow(0.6)
         chance = chance / chance.sum()
@@ -63,13 +72,21 @@ def loss(models, batch):
     return (weight * each).mean(), {"td": (wanted - said).detach()}
 
 
-def main(steps=120):
+def main(steps=120, checkpoint=None):
     torch.manual_seed(0)
     models = nn.ModuleDict({"online": make_model(), "target": make_model().requires_grad_(False)})
     models["target"].load_state_dict(models["online"].state_dict())
     optimizer = torch.optim.Adam(models["online"].parameters(), lr=0.01)
     corridor, replay = Corridor(), Replay()
-    for number in range(1, steps + 1):
+    done = 0
+    if checkpoint and os.path.exists(checkpoint):
+        saved = torch.load(checkpoint)
+        models.load_state_dict(saved["models"])
+        optimizer.load_state_dict(saved["optimizer"])
+        corridor.cell = saved["cell"]
+        replay.load(saved["replay"])
+        done = saved["steps"]
+    for number in range(done + 1, steps + 1):
         for _ in range(4 if replay.kept else BATCH):
             cell = corridor.cell
             with torch.no_grad():
@@ -85,6 +102,10 @@ def main(steps=120):
         replay.note(places, outputs["td"])
         if number % 10 == 0:
             models["target"].load_state_dict(models["online"].state_dict())
+            if checkpoint:
+                state = {"models": models.state_dict(), "optimizer": optimizer.state_dict()}
+                state |= {"cell": corridor.cell, "replay": replay.state(), "steps": number}
+                torch.save(state, checkpoint)
         if number % 40 == 0:
             print(f"step {number}: loss {total:.4f}")
     return models

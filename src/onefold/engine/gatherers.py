@@ -119,8 +119,13 @@ class Turn(Gatherer):
         return answer
 
     def _work(self) -> Stop:
-        with self._settings.here():
-            return Stop("over", result=self._compute())
+        try:
+            with self._settings.here():
+                return Stop("over", result=self._compute())
+        finally:
+            # They hold the graph that they are of, which holds this shard and its samples: a circle
+            # through PyTorch, which nobody else would break.
+            self._outputs.clear()
 
 
 class _Join(torch.autograd.Function):

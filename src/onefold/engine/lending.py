@@ -396,7 +396,9 @@ class SpanLending(Lending):
         """Replace what lies in a stage by a note of where."""
         stage = self._stage_at.get(tensor.untyped_storage().data_ptr())
         if stage is None or stage == ROOT or tensor.is_conj() or tensor.is_neg():
-            return tensor
+            # Without its graph, which PyTorch puts back: what an operation has made and keeps would
+            # keep the operation, and all before it, where no backward pass comes through there.
+            return tensor.detach()
         return _Lent(
             stage, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
         )
