@@ -24,7 +24,7 @@ HERE = "step 7, shard 3"
 
 
 def read(values: dict[str, Any], samples: int = 2) -> ShardValues:
-    found = read_values(values, samples, HERE)
+    found = read_values(values, {}, samples, HERE)
     assert found is not None
     return found
 
@@ -34,13 +34,15 @@ def test_a_loss_alone_has_no_values() -> None:
     assert split(loss, "the loss")[0] is loss
     assert split(loss, "the loss")[1] == {}
     term = Sum(torch.ones(()))
-    assert split(term, "the loss") == (term, {})
-    assert read_values({}, 3, HERE) is None
+    assert split(term, "the loss") == (term, {}, {})
+    assert read_values({}, {}, 3, HERE) is None
 
 
 def test_a_loss_and_its_values_are_told_apart() -> None:
     loss, values = torch.ones(3), {"accuracy": torch.ones(3)}
-    assert split((loss, values), "the loss") == (loss, values)
+    assert split((loss, values), "the loss") == (loss, values, {})
+    outputs = {"rows": torch.ones(3, 2)}
+    assert split((loss, values, outputs), "the loss") == (loss, values, outputs)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +53,7 @@ def test_a_loss_and_its_values_are_told_apart() -> None:
             r"\(loss, \{\"accuracy\": ...\}\).* got a tuple of \(Tensor, Tensor\)",
         ),
         ((torch.ones(2),), r"got a tuple of \(Tensor\)"),
-        ((torch.ones(2), {}, {}), r"got a tuple of \(Tensor, dict, dict\)"),
+        ((torch.ones(2), {}, {}, {}), r"got a tuple of \(Tensor, dict, dict, dict\)"),
         ({"loss": torch.ones(2)}, r"got a dict of \['loss'\] alone"),
     ],
 )
@@ -101,7 +103,7 @@ def test_nothing_is_kept_of_the_graph() -> None:
 )
 def test_what_is_no_value_is_named(values: dict[Any, Any], words: str) -> None:
     with pytest.raises(LossError, match=words):
-        read_values(values, 2, HERE)
+        read_values(values, {}, 2, HERE)
 
 
 def test_pieces_add_up() -> None:

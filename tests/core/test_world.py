@@ -59,8 +59,8 @@ def other_than(value: object) -> object:
         return not value
     if isinstance(value, int | float):
         return value + 1
-    if value == "all":
-        return "span"
+    if value in ("all", "same"):
+        return {"all": "span", "same": "fewer"}[str(value)]
     return (*value, "more") if isinstance(value, tuple) else "collective"
 
 
