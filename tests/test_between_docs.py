@@ -17,16 +17,24 @@ from tests.test_docs import blocks
 GUIDES = ROOT / "docs" / "guides"
 
 
-def script_of(page: str, folder: Path) -> dict[str, Any]:
+def script_of(page: str, folder: Path, part: slice = slice(None)) -> dict[str, Any]:
     """The names of a page's script, and of the functions that follow it."""
-    (folder / "script.py").write_text("\n\n".join(blocks(GUIDES / page)))
+    (folder / "script.py").write_text("\n\n".join(blocks(GUIDES / page)[part]))
     return runpy.run_path(str(folder / "script.py"))
 
 
 def test_what_may_be_done_between_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    script = script_of("between-steps.md", tmp_path)
+    script = script_of("between-steps.md", tmp_path, slice(1))
     assert len(script["main"]()) == 16
     assert capsys.readouterr().out.startswith("run 1 0 [[")
+
+
+def test_the_state_of_the_optimizer_is_whole_in_a_block(tmp_path: Path) -> None:
+    script = script_of("between-steps.md", tmp_path, slice(1, 2))
+    saved = script["saved"]["state"][0]["exp_avg"]
+    assert saved.shape == (1, 4)
+    assert script["largest"] > 0
+    assert bool((saved == 0).all())
 
 
 def test_the_gradient_without_the_update(tmp_path: Path) -> None:
