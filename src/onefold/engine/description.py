@@ -79,7 +79,9 @@ def describe(
             described[f"parameter {name}"] = f"{kind} {p.dtype} {tuple(p.shape)} {p.stride()}"
     for name, buffer in parts.module.named_buffers():
         described[f"buffer {name}"] = f"{buffer.dtype} {tuple(buffer.shape)}"
-    described |= {f"{_VALUE}{name}": digest for name, digest in (values or {}).items()}
+    buffers = dict(parts.module.named_buffers())
+    for name, digest in (values or {}).items():
+        described[f"{_VALUE}{'buffer' if name in buffers else 'parameter'} {name}"] = digest
     for number, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
             if key != "params":
