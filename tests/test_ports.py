@@ -28,6 +28,7 @@ STOPPED_CODE = 75
 MEANT = (
     "The mathematics agree: 4 shards and one give the same",
     "Not compared: hidden, cell has the rule 'shard'",  # which no whole batch can have
+    "Not compared: 3 of 3 steps, whose batches have parts",  # of another length, or shared
 )
 """What verify may say of the mathematics."""
 

@@ -33,8 +33,14 @@ def report_mathematics(
         Whether all agree.
     """
     agree = True
-    for number, (about, *lines) in enumerate(trainers):
+    for number, (about, *steps) in enumerate(trainers):
         who = f" of trainer {number}" if len(trainers) > 1 else ""
+        lines = [line for line in steps if "loss" in line]
+        if len(lines) < len(steps):
+            console.print(
+                f"[yellow]Not compared{who}[/]: {len(steps) - len(lines)} of {len(steps)} steps, "
+                f"whose batches have parts that are not cut by their number of samples."
+            )
         # With one shard there is nothing to compare, but the loss may still be no plain loop's.
         if about["shards"] == 1 and not any(line["causes"] for line in lines):
             console.print(f"One shard{who}: the mathematics is the plain loop's own.")

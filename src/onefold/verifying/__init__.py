@@ -43,7 +43,6 @@ from onefold.verifying.whole import (
 
 __all__ = ["Verifying", "prepare_process"]
 
-_log = logging.getLogger("onefold")
 
 _saved: set[Path] = set()
 """Directories that the script has saved to; alike on all devices, which the disk may not be."""
@@ -156,11 +155,8 @@ class Verifying:
         # Past the steps that are compared, and past the first of several gradients of a step, the
         # script goes on; its payloads are still wrapped.
         if self._mathematics is not None and batch.others:
-            _log.warning(
-                "step %d is not compared with one shard: its batch has parts that are not cut by "
-                "its number of samples",
-                number,
-            )
+            if not again and self._steps <= self._world.options.probe_steps:
+                append_line(self._path("mathematics"), {"step": self._steps, "causes": []})
             yield batch
             return
         if again or self._steps > self._world.options.probe_steps:
