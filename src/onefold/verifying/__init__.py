@@ -10,7 +10,6 @@ Such a run records its steps, in the folder of the comparison:
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
