@@ -97,12 +97,19 @@ class Runs:
                 membership.end_well()
             except (Died, Stopped):
                 result = None
-        assert life.made is not None
-        session = life.made._session
-        session.checkpoints.finish()
-        if session._autosave is not None:
-            session._autosave.leave()
-        session.resumption.end()
-        session.engine.exchange.close()
-        os.close(memory)
+            finally:
+                _leave(life)
+                os.close(memory)
         return result
+
+
+def _leave(life: Life) -> None:
+    """Let go of what the system would take from a process that has ended."""
+    if life.made is None:
+        return
+    session = life.made._session
+    session.checkpoints.finish()
+    if session._autosave is not None:
+        session._autosave.leave()
+    session.resumption.end()
+    session.engine.exchange.close()
