@@ -204,5 +204,7 @@ def given_to(update: SpanOptimizer) -> list[Mapping[str, bytes | None]]:
             parts.setdefault(name, []).append(bytes_of(flat))
         seen.append({n: None if None in p else b"".join(p) for n, p in parts.items()})  # type: ignore[arg-type]
 
+    # As those of onefold, it only looks; one of a script's would need whole parameters.
+    look.__module__ = "onefold.engine"
     update.optimizer.register_step_pre_hook(look)
     return seen
