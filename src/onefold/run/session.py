@@ -392,7 +392,8 @@ class Session:
 
     def drop(self) -> None:
         """Leave the model to the script, which has no Trainer any more; waits for nobody."""
-        if self._is_over or os.getpid() != self._process:
+        # A run that saves itself ends with its program, which saves the model as it is then.
+        if self._is_over or self._autosave is not None or os.getpid() != self._process:
             return
         try:
             self.engine.refuse_raced()

@@ -25,11 +25,18 @@ __all__ = ["GivenOptimizer", "GivenSchedule", "UserParts"]
 GivenOptimizer = (
     torch.optim.Optimizer
     | Mapping[str, torch.optim.Optimizer]
-    | Sequence[torch.optim.Optimizer]
+    | list[torch.optim.Optimizer]
+    | tuple[torch.optim.Optimizer, ...]
     | None
 )
 """What a script may give for the optimizer."""
-GivenSchedule = LRScheduler | Mapping[str, LRScheduler] | Sequence[LRScheduler | None] | None
+GivenSchedule = (
+    LRScheduler
+    | Mapping[str, LRScheduler]
+    | list[LRScheduler | None]
+    | tuple[LRScheduler | None, ...]
+    | None
+)
 """What a script may give for the schedule."""
 
 
@@ -66,9 +73,9 @@ class UserParts:
         """
         module = _joined_modules(model) if isinstance(model, Mapping) else model
         losses = _named("loss", loss) if isinstance(loss, Mapping) else {"": loss}
-        if isinstance(schedule, Sequence):
+        if isinstance(schedule, list | tuple):
             schedule = _listed_schedules(schedule, optimizer)
-        if isinstance(optimizer, Sequence):
+        if isinstance(optimizer, list | tuple):
             optimizer = _listed("optimizer", optimizer)
         if isinstance(optimizer, Mapping):
             optimizer = _joined_optimizers(_named("optimizer", optimizer), losses)
@@ -178,7 +185,7 @@ def _listed(what: str, given: Sequence[Any]) -> dict[str, Any]:
 
 
 def _listed_schedules(given: Sequence[Any], optimizer: object) -> dict[str, Any] | None:
-    if not isinstance(optimizer, Sequence) or len(given) != len(optimizer):
+    if not isinstance(optimizer, list | tuple) or len(given) != len(optimizer):
         raise ValueError(
             f"expected a list of schedules beside a list of optimizers, one for each or None, got "
             f"{len(given)} schedules"
