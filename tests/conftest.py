@@ -57,14 +57,17 @@ def shared_data() -> Path:
 
 @pytest.fixture(autouse=True)
 def _leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail a test that leaves processes, threads, open files, shared memory or other settings."""
+    """Fail a test that leaves processes, threads, files in shared memory or other settings."""
     torch.set_num_threads(1)
-    before = _surroundings()
+    before, open_before = _surroundings(), len(open_files())
     settings = _settings()
     environment = _environment()
     yield
-    # What other fixtures gave was needed up to here, and holds files open until it is collected.
+    # What other fixtures gave was needed up to here. It may hold files open until it is collected,
+    # which are not to count against the limit of a later test.
     request.node.funcargs.clear()
+    if len(open_files()) > open_before:
+        gc.collect()
     deadline = time.monotonic() + 5
     # Shared memory is everybody's: what comes and goes there while this looks is another process's.
     left = _surroundings() - before
@@ -94,15 +97,15 @@ def _environment() -> dict[str, str]:
 
 
 def _surroundings() -> set[str]:
-    """Children, threads, open files and files in shared memory, as words."""
+    """Children, threads and files in shared memory, as words."""
     children = {f"process {pid}" for pid in _children()}
     threads = {f"thread {thread.name}" for thread in threading.enumerate()}
     names = [name for name in os.listdir("/dev/shm") if not SEMAPHORE_IN_THE_MAKING.fullmatch(name)]
     memory = {f"shared memory {name}" for name in names}
-    return children | threads | memory | _open_files()
+    return children | threads | memory
 
 
-def _open_files() -> set[str]:
+def open_files() -> set[str]:
     """Descriptors of this process with what they lead to, but for files of installed packages."""
     found = set()
     for number in os.listdir("/proc/self/fd"):

@@ -288,5 +288,5 @@ def check_one_launched(name: str) -> str:
         exchange = collective_exchange(sizes, begun, joined, roster(sizes), 30, home)
     check_exchange(exchange, sizes, begun, range(world.rank, world.rank + 1))
     if kind == "collective":
-        dist.barrier()
+        dist.barrier(joined.group)
     return name

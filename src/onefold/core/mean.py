@@ -32,6 +32,7 @@ from typing import ClassVar, Literal, NoReturn, Self, TypeVar
 import torch
 
 from onefold.errors import LossError
+from onefold.system.compat import version_of
 
 __all__ = [
     "Contribution",
@@ -429,7 +430,7 @@ def _untouched(term: Mean | Means) -> torch.Tensor | None:
     """The value over the whole batch, where it is known and still that of the totals."""
     # A total that the script has written to says something else now.
     totals = [each.total for each in term.terms]
-    if term._whole is None or any(total._version for total in totals):
+    if term._whole is None or any(map(version_of, totals)):
         return None
     return term._whole
 

@@ -53,9 +53,9 @@ class Board:
 
     def __init__(self, devices: int) -> None:
         # Closed on exec as Python opens them; the workers get theirs by `pass_fds` alone.
-        self.table = memory_file()
+        self.table = memory_file("onefold-progress")
         """Descriptor of the table of steps."""
-        self.reports = [memory_file() for _ in range(devices)]
+        self.reports = [memory_file(f"onefold-report-{number}") for number in range(devices)]
         """Descriptor of each worker's report."""
         self.store = memory_file()
         """Descriptor of the file through which the workers' process group is formed."""

@@ -167,13 +167,14 @@ def gather_sockets_in(folder: str) -> None:
         tempfile.tempdir = before
 
 
-def memory_file() -> int:
+def memory_file(label: str = "onefold") -> int:
     """Open a new file in memory that has no name, and return its descriptor.
 
-    Where the kernel, or a container by seccomp, knows no memfd it is a file of ``/dev/shm``.
+    ``/proc`` shows the label. Where the kernel, or a container by seccomp, knows no memfd it is a
+    file of ``/dev/shm``.
     """
     try:
-        return os.memfd_create("onefold", os.MFD_CLOEXEC)
+        return os.memfd_create(label, os.MFD_CLOEXEC)
     except OSError as error:
         if error.errno not in (errno.ENOSYS, errno.EPERM, errno.EACCES):
             raise
