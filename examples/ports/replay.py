@@ -113,7 +113,7 @@ def main(steps=120, checkpoint=None):
             if checkpoint:
                 extra = {"cell": corridor.cell, "replay": replay.state()}
                 trainer.save(checkpoint, extra=extra)
-        if number % 40 == 0:
+        if number % 10 == 0:
             print(f"step {number}: loss {step.loss:.4f}")
     return trainer.fingerprint()
 

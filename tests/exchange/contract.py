@@ -269,11 +269,14 @@ def uneven_plans(devices: int) -> list[Plan]:
 def check_launched(kinds: Sequence[str]) -> list[str]:
     """One process of several: the kinds that keep the contract, one after the other."""
     heap._LEAST_BYTES = 1  # what the contract exchanges is small
-    return [check_one_launched(kind) for kind in kinds]
+    return [check_one_launched(kind, number) for number, kind in enumerate(kinds)]
 
 
-def check_one_launched(name: str) -> str:
-    """Check a kind of exchange, perhaps "in stages", and then perhaps "on a disk"."""
+def check_one_launched(name: str, trainer: int) -> str:
+    """Check a kind of exchange, perhaps "in stages", and then perhaps "on a disk".
+
+    As a Trainer of this number would have it.
+    """
     world = current_world()
     kind, *how = name.split(", ")
     sizes = storage(world.size, staged="in stages" in how)
@@ -284,7 +287,7 @@ def check_one_launched(name: str) -> str:
         mailbox = Mailbox(world.run_id, rank=world.rank, size=world.size, timeout_s=30)
         exchange = shared_exchange(sizes, begun, mailbox, roster(sizes), home)
     else:
-        joined = join_group(world, "cpu", world.size, timeout_s=30, trainer=0)
+        joined = join_group(world, "cpu", world.size, timeout_s=30, trainer=trainer)
         exchange = collective_exchange(sizes, begun, joined, roster(sizes), 30, home)
     check_exchange(exchange, sizes, begun, range(world.rank, world.rank + 1))
     if kind == "collective":

@@ -106,7 +106,7 @@ def main(steps=120, checkpoint=None):
                 state = {"models": models.state_dict(), "optimizer": optimizer.state_dict()}
                 state |= {"cell": corridor.cell, "replay": replay.state(), "steps": number}
                 torch.save(state, checkpoint)
-        if number % 40 == 0:
+        if number % 10 == 0:
             print(f"step {number}: loss {total:.4f}")
     return models
 
