@@ -103,4 +103,4 @@ def _draw() -> None:
 
 
 def exchange_of(script: Any, exchange: Any, *args: Any) -> Any:
-    return onefold.launch(script, devices="cpu:3", exchange=exchange, args=args, timeout_s=30)
+    return onefold.launch(script, devices="cpu:3", exchange=exchange, args=args, timeout_s=300)

@@ -31,7 +31,6 @@ def evaluated_by_the_lead(folder: str) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("exchange", ["shared", "collective"])
 def test_a_save_of_the_lead_alone_is_named(tmp_path: Path, exchange: str) -> None:
     """At the end of a script, where the others have ended already."""
@@ -42,7 +41,6 @@ def test_a_save_of_the_lead_alone_is_named(tmp_path: Path, exchange: str) -> Non
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(120)
 def test_a_call_of_the_lead_that_nobody_else_makes_is_named_at_its_limit(tmp_path: Path) -> None:
     words = r"device 1 .*did not arrive within 2 s.*Device 0 is in trainer.barrier, which must be"
     with pytest.raises(onefold.errors.RunFailed, match=words):
@@ -56,7 +54,6 @@ def written_by_all(path: str) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(120)
 def test_a_file_that_all_write_is_named_as_one(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     words = r"FileExistsError.*all 2 processes of this run execute the script. If each of them"

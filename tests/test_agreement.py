@@ -13,7 +13,6 @@ from tests.disagreeing import CASES, run_and_write, run_late
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("exchange", ["shared", "collective"])
 def test_every_difference_ends_in_one_error_on_every_device(exchange: str, tmp_path: Path) -> None:
     """One after the other in the same processes: a new Trainer works after each failure."""
@@ -22,7 +21,7 @@ def test_every_difference_ends_in_one_error_on_every_device(exchange: str, tmp_p
         devices="cpu:2",
         args=(list(CASES), str(tmp_path)),
         exchange=exchange,
-        timeout_s=20,
+        timeout_s=300,
     )
     said = [json.loads((tmp_path / f"{device}.json").read_text()) for device in range(2)]
     wrong = {

@@ -127,7 +127,6 @@ def test_a_stopped_run_goes_on_with_the_same_bits(
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("exchange", ["shared", "collective"])
 @pytest.mark.parametrize("precision", [None, "bf16-params"])
 def test_every_process_has_the_same(exchange: str, precision: str | None, tmp_path: Path) -> None:
@@ -136,18 +135,17 @@ def test_every_process_has_the_same(exchange: str, precision: str | None, tmp_pa
         devices="cpu:3",
         args=(None, str(tmp_path / "launched"), precision),
         exchange=exchange,
-        timeout_s=30,
+        timeout_s=300,
     )
     assert found == all_of_it(1, str(tmp_path / "alone"), precision)
     assert found == all_of_it(2, str(tmp_path / "two"), precision)
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("exchange", ["shared", "collective"])
 def test_what_is_trained_is_back_where_one_process_fails(exchange: str, tmp_path: Path) -> None:
     onefold.launch(
-        one_fails, devices="cpu:3", args=(str(tmp_path),), exchange=exchange, timeout_s=20
+        one_fails, devices="cpu:3", args=(str(tmp_path),), exchange=exchange, timeout_s=300
     )
     said = [(tmp_path / f"said-{rank}").read_text() for rank in range(3)]
     assert said == ["PeerFailed True", "PeerFailed True", "KeyError True"]

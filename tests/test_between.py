@@ -66,7 +66,7 @@ def test_a_device_that_does_not_come_is_named() -> None:
 )
 def test_what_cannot_be_sent_leaves_nobody_waiting(script: Any, words: str) -> None:
     with pytest.raises(RunFailed, match=words):
-        onefold.launch(script, devices="cpu:2", timeout_s=60)
+        onefold.launch(script, devices="cpu:2", timeout_s=300)
 
 
 def test_dicts_of_numbers_are_floats_of_the_same_names() -> None:
@@ -111,8 +111,8 @@ def test_a_fork_restores_every_generator_and_goes_on_inside() -> None:
 @pytest.mark.processes
 def test_what_the_lead_draws_alone_shifts_nobody() -> None:
     with pytest.raises(RunFailed, match=r"another batch than device 0.*with trainer.fork_rng\(\)"):
-        onefold.launch(drawing, devices="cpu:2", args=(False,), timeout_s=30)
-    assert onefold.launch(drawing, devices="cpu:2", args=(True,), timeout_s=30) == drawing(True)
+        onefold.launch(drawing, devices="cpu:2", args=(False,), timeout_s=300)
+    assert onefold.launch(drawing, devices="cpu:2", args=(True,), timeout_s=300) == drawing(True)
 
 
 def test_names_differ(monkeypatch: pytest.MonkeyPatch) -> None:

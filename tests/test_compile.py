@@ -38,6 +38,7 @@ SIZES = (9, 8, 9, 3)
 """Of batches: shards of three sizes, and one that is empty."""
 
 pytestmark = [
+    pytest.mark.full,
     pytest.mark.xdist_group("compile"),
     pytest.mark.usefixtures("fresh_compiler"),
     # The compiler's own: where it copies what a tensor knows of its gradient, and where it loads.
@@ -402,7 +403,6 @@ def squares(model: nn.Module, batch: Batch) -> torch.Tensor:
     return (model(batch[0]) - batch[0][:, :3]).square().sum(dim=1)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.usefixtures("cache")
 def test_kernels_give_the_same_bits_on_any_number_of_devices() -> None:
     from torch._dynamo.utils import counters
@@ -432,7 +432,6 @@ def in_processes() -> tuple[str, float]:
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(300)
 @pytest.mark.usefixtures("cache")
 def test_kernels_give_the_same_bits_in_several_processes() -> None:
     """Both make their kernels at the same time, in one folder, unless a test before has."""

@@ -229,7 +229,7 @@ def test_what_launched_runs_say(script: str, words: str, exchange: str, tmp_path
         capture_output=True,
         text=True,
         check=False,
-        timeout=100,
+        timeout=600,
     )
     said = done.stdout + done.stderr
     assert re.search(words, said), said

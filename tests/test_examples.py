@@ -13,7 +13,7 @@ import pytest
 from tests.conftest import ROOT
 
 EXAMPLES = ROOT / "examples"
-pytestmark = [pytest.mark.processes, pytest.mark.fresh, pytest.mark.timeout(170)]
+pytestmark = [pytest.mark.full, pytest.mark.processes, pytest.mark.fresh]
 
 
 def run(*command: str, cwd: Path) -> str:
@@ -24,7 +24,7 @@ def run(*command: str, cwd: Path) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=160,
+        timeout=600,
         cwd=cwd,
         env={**os.environ, "PATH": path},
     )

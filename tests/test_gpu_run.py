@@ -19,6 +19,8 @@ from tests.gpu import parts, plain
 from tests.gpu.parts import Part, Result, parts_of, run_part
 from tests.gpu.report import as_text
 
+pytestmark = pytest.mark.full
+
 LINE = """
 import json, os, time
 def say(**line):
@@ -213,7 +215,7 @@ def _make(folder: Path, *choices: str) -> subprocess.CompletedProcess[str]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=600,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
         check=False,
     )

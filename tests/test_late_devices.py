@@ -63,6 +63,6 @@ def test_a_device_that_is_late_is_waited_for(keep: Any, late: int) -> None:
         args=(late,),
         keep=keep,
         exchange="collective",
-        timeout_s=60,
+        timeout_s=300,
     )
     assert found == onefold.launch(trained, devices=1, args=(-1,))

@@ -421,7 +421,7 @@ def of_one_process(fits: int) -> tuple[int | None, str]:
 @pytest.mark.parametrize("exchange", ["shared", "collective"])
 def test_processes_agree_on_the_smallest(exchange: str) -> None:
     number, found = onefold.launch(
-        of_one_process, devices="cpu:2", args=(2,), exchange=exchange, timeout_s=60
+        of_one_process, devices="cpu:2", args=(2,), exchange=exchange, timeout_s=300
     )
     assert number == 2
     assert found == result(trainer_of(model=Words(), microbatch=2), batches(3))[0]

@@ -183,5 +183,7 @@ def test_processes_of_a_line_share_the_norms_of_their_parameters(exchange: Any) 
     torch.manual_seed(2)
     expected = Plain()
     norms = plain(expected)
-    found = onefold.launch(clipped, devices="cpu:3", keep="stages", exchange=exchange, timeout_s=60)
+    found = onefold.launch(
+        clipped, devices="cpu:3", keep="stages", exchange=exchange, timeout_s=300
+    )
     assert found == (norms, [parameter.flatten().tolist() for parameter in expected.parameters()])

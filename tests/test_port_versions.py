@@ -31,8 +31,8 @@ SHORTEST = {"epochs": 2, "steps": 10}
 ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true", "MASTER_ADDR": "127.0.0.1"}
 
 pytestmark = [
+    pytest.mark.full,
     pytest.mark.processes,
-    pytest.mark.timeout(170),
     pytest.mark.parametrize("version", VERSIONS),
 ]
 
@@ -59,7 +59,7 @@ def printed(path: Path, processes: int) -> list[str]:
         for rank in range(processes)
     ]
     try:
-        ended = [process.communicate(timeout=160) for process in started]
+        ended = [process.communicate(timeout=600) for process in started]
     finally:
         for process in started:
             process.kill()

@@ -33,8 +33,8 @@ MEANT = (
 """What verify may say of the mathematics."""
 
 pytestmark = [
+    pytest.mark.full,
     pytest.mark.processes,
-    pytest.mark.timeout(170),
     pytest.mark.parametrize("port", PORTS, ids=lambda path: path.stem),
 ]
 
@@ -48,7 +48,7 @@ def onefold(
         capture_output=True,
         text=True,
         check=False,
-        timeout=160,
+        timeout=600,
         cwd=folder,
         env={**os.environ, "COLUMNS": "300"},
     )

@@ -307,7 +307,6 @@ def _launched(every: str) -> Sequence[object]:
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("exchange", ["shared", "collective"])
 def test_processes_come_to_the_same(tmp_path: Path, exchange: str) -> None:
     found = onefold.launch(_launched, devices="cpu:3", args=("epoch",), exchange=exchange)
@@ -327,7 +326,6 @@ def _lead_alone(every: str) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(120)
 def test_a_script_that_steps_it_on_the_lead_alone_is_named() -> None:
     with pytest.raises(onefold.errors.RunFailed, match="the optimizer's settings of device 1"):
         onefold.launch(_lead_alone, devices="cpu:2", args=("script",))

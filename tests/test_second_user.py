@@ -15,6 +15,8 @@ import pytest
 import onefold
 from tests.somebody import needs_root
 
+pytestmark = pytest.mark.full
+
 SCRIPTS = Path(__file__).parent / "scripts"
 TRAIN = Path(__file__).parent / "soak" / "train.py"
 SOURCE = Path(onefold.__file__).parent.parent
@@ -55,7 +57,6 @@ def test_another_user_gets_nothing_and_holds_nothing_up(
 @needs_root
 @pytest.mark.processes
 @pytest.mark.full
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("launcher", ["python", "onefold", "torchrun"])
 def test_no_compiled_code_lies_where_another_user_can_change_it(
     tmp_path: Path, launcher: str
@@ -106,7 +107,6 @@ def networks() -> Iterator[tuple[list[str], list[str]]]:
 @needs_ip
 @pytest.mark.processes
 @pytest.mark.full
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("when", "rank"), [("early", 1), ("late", 0)])
 def test_a_stranger_who_reaches_the_store_does_not_get_between_devices(
     networks: tuple[list[str], list[str]], when: str, rank: int

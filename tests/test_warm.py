@@ -50,7 +50,7 @@ def surroundings(folder: Path, forked: bool) -> tuple[dict[str, Any], str, int]:
         start_new_session=True,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=600,
     )
     return json.loads(done.stdout), done.stderr, done.returncode
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, Unpack
 
 import torch
@@ -345,8 +346,9 @@ class Trainer(TrainedModel):
         part = self._session.parts.on_part(score, model)
         sizes = {"batch_size": batch_size, "workers": workers, "collate": collate}
         batches = self._in_order(dataset, names, sizes)
-        with self._session.data_call(Call.EVALUATE, score, batches) as call:
-            return evaluate(self._session.engine, part, batches, call)
+        compute = partial(evaluate, self._session.engine, part, batches)
+        found: dict[str, float] = self._session.over_data(Call.EVALUATE, score, batches, compute)
+        return found
 
     def predict(
         self,
@@ -384,8 +386,9 @@ class Trainer(TrainedModel):
         part = self._session.parts.on_part(function, model)
         sizes = {"batch_size": batch_size, "workers": workers, "collate": collate}
         batches = self._in_order(dataset, names, sizes)
-        with self._session.data_call(Call.PREDICT, function, batches) as call:
-            return predict(self._session.engine, part, batches, call)
+        compute = partial(predict, self._session.engine, part, batches)
+        found: dict[str, Any] = self._session.over_data(Call.PREDICT, function, batches, compute)
+        return found
 
     def _in_order(self, dataset: DataSource, names: TorchNames, sizes: Mapping[str, Any]) -> Loader:
         """Batches of all samples in the data set's order, for one pass."""

@@ -10,6 +10,8 @@ import pytest
 from against import arguments, there_and_back
 from measure import ratio
 
+pytestmark = pytest.mark.full
+
 SOURCE = str(Path(__file__).resolve().parents[2] / "src")
 
 

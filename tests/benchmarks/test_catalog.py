@@ -10,6 +10,8 @@ from catalog import PEERS, SIDES, left_out
 from loops import LOOPS
 from training import COMPARISONS
 
+pytestmark = pytest.mark.full
+
 
 def test_every_side_has_a_loop_and_every_comparison_its_sides() -> None:
     assert {spec.loop for spec in SIDES.values()} == set(LOOPS)

@@ -28,6 +28,8 @@ from checkpoint import (
 from measure import Spread, spread
 from workloads import WORKLOADS
 
+pytestmark = pytest.mark.full
+
 MOUNTS = """/dev/vda / ext4 rw 0 0
 tmpfs /tmp tmpfs rw 0 0
 /dev/vdb /tmp/my\\040disk xfs rw 0 0
@@ -162,7 +164,7 @@ def test_a_small_run_leaves_a_record_and_no_checkpoints(tmp_path: Path) -> None:
         ],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -10,6 +10,8 @@ import compiling
 from compiling import FOLDER, cold_and_warm, gain, label, show, summary
 from measure import Spread
 
+pytestmark = pytest.mark.full
+
 TAKEN = {
     label(1, compiled=False): [2.0, 9.0, 8.0],
     label(1, compiled=True): [1.0, 3.0, 2.0],

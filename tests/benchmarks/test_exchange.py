@@ -7,6 +7,8 @@ import pytest
 from exchange import AMOUNTS, GLOO, Amount, Found, roster_of, show, storage_of, summary
 from measure import spread
 
+pytestmark = pytest.mark.full
+
 
 def found(**times_us: list[float]) -> Found:
     """Measurements of the given exchanges, and of gloo's, on a quiet machine."""

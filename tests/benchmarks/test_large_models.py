@@ -18,6 +18,8 @@ from large_models import FIELDS, MIB, WATCH_S, kept_by, most, reason_of, watched
 from loops import plain_step
 from sides import SideError
 
+pytestmark = pytest.mark.full
+
 SMALL = Size(width=32, layers=2, vocabulary=50, length=16, batch_size=4, shards=4)
 
 
@@ -86,7 +88,7 @@ def test_two_small_sides_train_the_same_model(tmp_path: Path) -> None:
         ],
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr

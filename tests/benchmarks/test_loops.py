@@ -16,6 +16,8 @@ from sides import Side
 from training import command_of
 from workloads import WORKLOADS
 
+pytestmark = pytest.mark.full
+
 
 def trained(side: str, *, steps: int, precision: Precision = "fp32") -> tuple[Loop, list[float]]:
     """A loop of one process, and the losses of its first steps."""

@@ -22,6 +22,8 @@ from measure import (
     spread,
 )
 
+pytestmark = pytest.mark.full
+
 TIMES = st.lists(st.floats(min_value=1e-6, max_value=1e6), min_size=1, max_size=9)
 
 

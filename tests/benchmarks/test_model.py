@@ -18,6 +18,8 @@ from onefold.core.head import StepHead
 from onefold.core.storage import BoardShape
 from onefold.exchange.board import Board
 
+pytestmark = pytest.mark.full
+
 MEGABYTE = 10**6
 LINKS = Links(
     host_bytes_per_s=1e9,

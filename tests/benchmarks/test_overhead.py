@@ -9,6 +9,8 @@ from measure import Spread
 from overhead import bare, check_bits, difference, measured, new_pair, ours, parts_step, show
 from workloads import WORKLOADS
 
+pytestmark = pytest.mark.full
+
 
 def test_differences_are_taken_block_by_block() -> None:
     assert difference([5.0, 105.0, 6.0], [1.0, 100.0, 3.0]) == Spread(median=4.0, low=3.5, high=4.5)

@@ -17,6 +17,8 @@ from picture import BARS, TITLES, described, drawn, samples, tables, training_re
 from tests.conftest import ROOT
 from workloads import WORKLOADS
 
+pytestmark = pytest.mark.full
+
 
 def small_record(*sides: str) -> dict[str, Any]:
     """A record of two workloads, in which every side is twice as fast as the plain loop."""

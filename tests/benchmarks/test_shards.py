@@ -9,6 +9,8 @@ from measure import Spread
 from shards import accumulated, measured, show, show_accumulation
 from workloads import WORKLOADS
 
+pytestmark = pytest.mark.full
+
 
 def test_a_short_trial(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(shards, "BLOCK_S", 0.001)

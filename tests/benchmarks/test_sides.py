@@ -10,7 +10,7 @@ import pytest
 
 from sides import Side, SideError
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.full, pytest.mark.processes]
 
 WORKER = """
     import json, os, socket, sys

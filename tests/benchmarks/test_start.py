@@ -9,6 +9,8 @@ import pytest
 from measure import spread
 from start import COMMANDS, REFERENCE, first_step_s, show, summary
 
+pytestmark = pytest.mark.full
+
 
 def test_the_note_is_compared_with_the_start() -> None:
     program = "import sys, time; open(sys.argv[1], 'w').write(str(time.monotonic() + 100))"

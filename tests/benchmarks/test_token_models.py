@@ -10,6 +10,8 @@ from torch import nn
 import token_models
 from token_models import LSTMClassifier, TransformerClassifier
 
+pytestmark = pytest.mark.full
+
 TOKENS = torch.arange(3 * 12).view(3, 12) % 50
 
 MODELS: dict[str, Callable[[], nn.Module]] = {

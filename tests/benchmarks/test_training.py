@@ -16,6 +16,8 @@ from sides import Measurement
 from training import COMPARISONS, best_of, compared, relative, show, step_time_s, steps_for
 from workloads import WORKLOADS
 
+pytestmark = pytest.mark.full
+
 BENCHMARK = str(Path(training.__file__))
 
 
@@ -101,7 +103,7 @@ def test_a_trial_run_measures_the_sides_that_were_named(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=150,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     assert "left out: dataparallel-2 is for cuda, not for cpu" in done.stderr

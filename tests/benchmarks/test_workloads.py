@@ -7,6 +7,8 @@ import torch
 
 from workloads import WORKLOADS
 
+pytestmark = pytest.mark.full
+
 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_batches_are_the_same_each_time(name: str) -> None:

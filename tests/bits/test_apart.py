@@ -93,7 +93,6 @@ def test_an_optimizer_that_looks_at_all_parameters(
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("devices", [2, 3])
 def test_devices_of_several_processes(devices: int) -> None:
     found = launched(with_memory_apart, large.run_all, CASES, devices=devices, keep="host")
@@ -102,7 +101,6 @@ def test_devices_of_several_processes(devices: int) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(300)
 def test_several_processes_go_on_as_one(tmp_path: Path) -> None:
     cases = [options.Case("transformer", names) for names in OTHERWISE]
     for devices, keep, stop in ((3, "host", STOP_AFTER), (2, "host", STEPS)):

@@ -12,7 +12,7 @@ import pytest
 import onefold
 from tests.bits import adapted
 
-pytestmark = [pytest.mark.xdist_group("bits"), pytest.mark.processes, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.xdist_group("bits"), pytest.mark.processes]
 
 OF_ONE_RUN = ("sha256", "run", "time", "devices", "serial", "threads")
 """What may differ between two runs in their records."""
@@ -33,7 +33,7 @@ def launched(
         args=given,
         keep=keep,
         exchange=exchange,  # type: ignore[arg-type]
-        timeout_s=60,
+        timeout_s=300,
     )
 
 

@@ -60,7 +60,9 @@ def test_the_reference_is_no_special_case() -> None:
 
 
 @pytest.mark.parametrize("alone", KEEPS, indirect=True)
-@pytest.mark.parametrize("devices", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "devices", [1, 3, *(pytest.param(devices, marks=pytest.mark.full) for devices in (2, 4))]
+)
 @pytest.mark.usefixtures("alone")
 def test_devices_of_one_process(devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
     found = [large.run(case, ["cpu"] * devices) for case in CASES]
@@ -81,11 +83,15 @@ def test_a_single_shard(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize(
     ("exchange", "devices"),
-    [("shared", 2), ("shared", 3), ("shared", 4), ("collective", 2), ("collective", 3)],
+    [
+        ("shared", 3),
+        ("collective", 2),
+        *(pytest.param("shared", devices, marks=pytest.mark.full) for devices in (2, 4)),
+        pytest.param("collective", 3, marks=pytest.mark.full),
+    ],
 )
 def test_devices_of_several_processes(exchange: str, devices: int, keep: KeepName) -> None:
     found = onefold.launch(
@@ -94,13 +100,12 @@ def test_devices_of_several_processes(exchange: str, devices: int, keep: KeepNam
         args=(large.run_all, CASES),
         keep=keep,
         exchange=exchange,  # type: ignore[arg-type]
-        timeout_s=60,
+        timeout_s=300,
     )
     assert differing(found) == []
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize(("exchange", "devices"), [("shared", 3), ("collective", 2)])
 def test_all_else_that_a_run_can_be(exchange: str, devices: int, keep: KeepName) -> None:
@@ -112,14 +117,13 @@ def test_all_else_that_a_run_can_be(exchange: str, devices: int, keep: KeepName)
         args=(cases.run_all, chosen),
         keep=keep,
         exchange=exchange,  # type: ignore[arg-type]
-        timeout_s=60,
+        timeout_s=300,
     )
     pairs = zip(chosen, found, strict=True)
     assert [c for c, result in pairs if result != test_bits.reference(c.reference)] == []
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "way",
     [
@@ -152,7 +156,7 @@ def test_a_run_goes_on_with_another_choice(
             args=(options.run_parts, chosen, tmp_path, stop, keep != "stages"),
             keep=keep,
             exchange=exchange,  # type: ignore[arg-type]
-            timeout_s=60,
+            timeout_s=300,
         )
     assert found == [options.run_part(case, None, STEPS, ["cpu"]) for case in chosen]
 

@@ -40,9 +40,12 @@ def test_the_reference_is_no_special_case() -> None:
 @pytest.mark.parametrize(
     ("keep", "devices"),
     [
-        *(("stages", devices) for devices in (1, 2, 3, 4)),
-        *(("stages:2", devices) for devices in (2, 4, 6)),
-        *(("stages:3", devices) for devices in (6, 9)),
+        ("stages", 3),
+        ("stages:2", 4),
+        ("stages:3", 6),
+        *(pytest.param("stages", devices, marks=pytest.mark.full) for devices in (1, 2, 4)),
+        *(pytest.param("stages:2", devices, marks=pytest.mark.full) for devices in (2, 6)),
+        pytest.param("stages:3", 9, marks=pytest.mark.full),
     ],
 )
 def test_devices_of_one_process(keep: str, devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,14 +56,19 @@ def test_devices_of_one_process(keep: str, devices: int, monkeypatch: pytest.Mon
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("exchange", "keep", "devices"),
     [
-        *(("shared", "stages", devices) for devices in (2, 3, 4)),
-        *(("shared", "stages:2", devices) for devices in (4, 6)),
-        *(("collective", "stages", devices) for devices in (2, 3)),
-        *(("collective", "stages:2", devices) for devices in (4, 6)),
+        ("shared", "stages", 3),
+        ("shared", "stages:2", 4),
+        ("collective", "stages", 2),
+        *(pytest.param("shared", "stages", devices, marks=pytest.mark.full) for devices in (2, 4)),
+        pytest.param("shared", "stages:2", 6, marks=pytest.mark.full),
+        pytest.param("collective", "stages", 3, marks=pytest.mark.full),
+        *(
+            pytest.param("collective", "stages:2", devices, marks=pytest.mark.full)
+            for devices in (4, 6)
+        ),
     ],
 )
 def test_devices_of_several_processes(exchange: str, keep: str, devices: int) -> None:
@@ -70,6 +78,6 @@ def test_devices_of_several_processes(exchange: str, keep: str, devices: int) ->
         args=(CASES,),
         keep=keep,
         exchange=exchange,  # type: ignore[arg-type]
-        timeout_s=60,
+        timeout_s=300,
     )
     assert differing(found) == []

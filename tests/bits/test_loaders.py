@@ -10,7 +10,7 @@ import pytest
 import onefold
 from tests.bits.loaders import EPOCHS, KINDS, STEPS_OF_AN_EPOCH, run_part, run_parts
 
-pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("bits"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("bits")]
 
 STOPS = {kind: STEPS_OF_AN_EPOCH.get(kind, 4) + 2 for kind in KINDS}
 """Two steps into the second epoch."""
@@ -44,7 +44,7 @@ def launched(
 ) -> dict[str, tuple[int, str]]:
     kinds = [(kind, 0 if kind == "rule" else workers) for kind in KINDS]
     found = onefold.launch(
-        run_parts, devices=f"cpu:{devices}", args=(kinds, folder, stops, plan), timeout_s=60
+        run_parts, devices=f"cpu:{devices}", args=(kinds, folder, stops, plan), timeout_s=300
     )
     return dict(zip(KINDS, found, strict=True))
 

@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).parents[1] / "scripts" / "wide.py"
 GROUPS = Path("/sys/fs/cgroup/memory")
 LIMIT_MIB = 440
 
-pytestmark = [pytest.mark.processes, pytest.mark.fresh]
+pytestmark = [pytest.mark.full, pytest.mark.processes, pytest.mark.fresh]
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def group() -> Iterator[Path]:
 def run(group: Path | None, *command: str) -> subprocess.CompletedProcess[str]:
     enter = ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh"] if group else []
     return subprocess.run(
-        [*enter, sys.executable, *command], capture_output=True, text=True, timeout=300
+        [*enter, sys.executable, *command], capture_output=True, text=True, timeout=600
     )
 
 

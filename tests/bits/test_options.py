@@ -60,7 +60,6 @@ def go_on(
     )
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("way", WAYS, ids="-".join)
 def test_each_option(way: tuple[str, str], tmp_path: Path) -> None:
     """On the quickest model; compiled runs have a file of tests of their own."""

@@ -41,7 +41,7 @@ def part(
         devices=f"cpu:{devices}",
         args=(case, folder, stop),
         exchange=exchange,  # type: ignore[arg-type]
-        timeout_s=60,
+        timeout_s=300,
     )
     return result
 
@@ -55,7 +55,6 @@ def check(exchange: str, case: Case, folder: Path) -> None:
     assert part(exchange, 2, case, folder, None) == never_stopped(case)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("exchange", "case"), COVERING)
 def test_a_stopped_run_goes_on_with_the_same_bits(
     tmp_path: Path, exchange: str, case: Case
@@ -64,7 +63,6 @@ def test_a_stopped_run_goes_on_with_the_same_bits(
 
 
 @pytest.mark.full
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("exchange", "case"), COMPLETE)
 def test_with_every_exchange_and_way_of_reading(tmp_path: Path, exchange: str, case: Case) -> None:
     check(exchange, case, tmp_path / "run")

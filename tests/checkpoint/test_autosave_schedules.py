@@ -17,7 +17,6 @@ SCRIPT = ROOT / "tests" / "scripts" / "scheduled.py"
 KINDS = ("epoch", "plateau", "batches", "early", "twice")
 pytestmark = [
     pytest.mark.processes,
-    pytest.mark.timeout(170),
     pytest.mark.xdist_group("faults"),
 ]
 
@@ -29,7 +28,7 @@ def run(folder: Path, devices: int, kind: str, last: int, *options: str) -> tupl
         [sys.executable, "-m", "onefold", *command],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=600,
         check=False,
         env={**os.environ, "TMPDIR": str(folder)},
     )

@@ -15,7 +15,6 @@ from tests.checkpoint.folders import steps_in
 SCRIPT = Path(__file__).parent.parent / "scripts" / "by_script.py"
 pytestmark = [
     pytest.mark.processes,
-    pytest.mark.timeout(120),
     pytest.mark.xdist_group("faults"),
 ]
 
@@ -34,7 +33,7 @@ def start(folder: Path, devices: int, *words: str) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=600)
     return process.returncode, (output.splitlines() or [""])[-1], errors
 
 

@@ -180,7 +180,7 @@ def run(folder: Path, kind: str, times: int, *options: str) -> tuple[int, str, s
         [*command, *options, str(SCRIPT), kind, str(folder / "happened"), str(times)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         env={**os.environ, "TMPDIR": str(folder)},
     )
     return done.returncode, done.stdout, done.stderr
@@ -192,7 +192,6 @@ launched = pytest.mark.parametrize(
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(320)
 @launched
 def test_a_run_goes_on_from_before_a_poisoned_step(
     tmp_path: Path, devices: str, exchange: str
@@ -207,7 +206,6 @@ def test_a_run_goes_on_from_before_a_poisoned_step(
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(320)
 @launched
 def test_what_fails_in_one_step_again_goes_back_further(
     tmp_path: Path, devices: str, exchange: str
@@ -225,7 +223,6 @@ def test_what_fails_in_one_step_again_goes_back_further(
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(320)
 @pytest.mark.parametrize(("kind", "last"), [("survived", 7), ("handled", 4), ("closed", 4)])
 def test_the_end_of_a_run_that_survived_an_error_is_saved(
     tmp_path: Path, kind: str, last: int
@@ -237,7 +234,6 @@ def test_the_end_of_a_run_that_survived_an_error_is_saved(
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(320)
 def test_several_devices_that_close_while_they_handle_an_error_are_saved(tmp_path: Path) -> None:
     code, _, errors = run(tmp_path, "closed", 0, "--every", "1000", "--devices", "cpu:2")
     assert (code, errors) == (0, "")
@@ -245,7 +241,6 @@ def test_several_devices_that_close_while_they_handle_an_error_are_saved(tmp_pat
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(320)
 @pytest.mark.parametrize("devices", ["cpu:1", "cpu:2"])
 def test_a_directory_that_cannot_be_written_to_is_refused_at_the_start(
     tmp_path: Path, devices: str

@@ -21,7 +21,7 @@ from tests.scripts.writing import NUMEL, write
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "writing.py"
 KILLS = 60
-pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("faults")]
+pytestmark = [pytest.mark.full, pytest.mark.processes, pytest.mark.xdist_group("faults")]
 
 
 class Writer:

@@ -28,7 +28,7 @@ SAVING_S = 0.05
 LIMIT_S = 60
 MOMENTS = ("any", "any", "inside a save", "inside a save", "inside a save")
 BESIDE = re.compile(r"\.step-\d{8}\.[0-9a-f]{8}\.(part|old|gone)")
-pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("faults")]
+pytestmark = [pytest.mark.full, pytest.mark.processes, pytest.mark.xdist_group("faults")]
 
 
 class Run:
@@ -237,7 +237,6 @@ def check_tidy(directory: Path, whole: Whole, *, saved_since: bool) -> None:
         assert len(folders) <= 3
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("seed", range(3))
 def test_a_run_that_was_killed_twice_ends_like_the_whole_one(
     tmp_path: Path, whole: Whole, seed: int

@@ -160,7 +160,7 @@ def load_in_vain(folder: Path) -> tuple[str, str]:
 @pytest.mark.parametrize("exchange", ["shared", "collective"])
 def test_a_refused_load_is_survived_by_all_devices(tmp_path: Path, exchange: Any) -> None:
     said, fingerprint = onefold.launch(
-        load_in_vain, devices="cpu:2", args=(tmp_path,), exchange=exchange, timeout_s=30
+        load_in_vain, devices="cpu:2", args=(tmp_path,), exchange=exchange, timeout_s=300
     )
     assert said.startswith(f"there is no checkpoint in {tmp_path}")
     alone = make_trainer()
@@ -184,7 +184,7 @@ def save_in_vain(folder: Path) -> list[str]:
 def test_after_a_save_that_failed_several_devices_do_not_go_on_unnoticed(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     first, second = onefold.launch(
-        save_in_vain, devices="cpu:2", args=(tmp_path,), exchange="shared", timeout_s=30
+        save_in_vain, devices="cpu:2", args=(tmp_path,), exchange="shared", timeout_s=300
     )
     assert "file" in first
     assert second.startswith("OnefoldError: this trainer has left its run")

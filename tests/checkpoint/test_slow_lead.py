@@ -17,7 +17,7 @@ from tests.small import make_trainer, points
 
 LIMIT_S = 6.0
 SLOW_S = 7.5
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(320)]
+pytestmark = [pytest.mark.processes]
 
 
 def slowly(call: Callable[..., Any]) -> Callable[..., Any]:

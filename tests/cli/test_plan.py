@@ -16,7 +16,7 @@ pytestmark = pytest.mark.processes
 
 def planned(what: str, *options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "onefold", "plan", *options, str(SCRIPT), what]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600)
 
 
 def rows(text: str) -> list[list[str]]:

@@ -112,7 +112,7 @@ def run_losses() -> list[tuple[str, list[float]]]:
 @pytest.mark.processes
 @pytest.mark.parametrize("exchange", ["shared", "collective"])
 def test_processes_trade_the_divisors(exchange: str) -> None:
-    found = onefold.launch(run_losses, devices="cpu:3", exchange=exchange, timeout_s=30)
+    found = onefold.launch(run_losses, devices="cpu:3", exchange=exchange, timeout_s=300)
     for (name, (loss, _)), (fingerprint, losses) in zip(LOSSES.items(), found, strict=True):
         trainer = make_trainer(line(), loss, shards=4)
         expected = [float(trainer.step(points(samples)).loss) for samples in (2, 11, 3)]

@@ -65,7 +65,7 @@ def launched(function: Callable[..., Any], *given: Any, keep: str = "span") -> A
         args=given,
         keep=keep,
         exchange="collective",
-        timeout_s=60,
+        timeout_s=300,
     )
 
 

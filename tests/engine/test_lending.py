@@ -78,7 +78,7 @@ def launched(
         args=given,
         keep=keep,
         exchange="collective",
-        timeout_s=60,
+        timeout_s=300,
     )
 
 
@@ -357,7 +357,7 @@ def test_what_is_not_finite_is_named_as_ever() -> None:
 
 
 def alone_in_the_block() -> str:
-    trainer = trainer_of(timeout_s=20)
+    trainer = trainer_of(timeout_s=300)
     trained(trainer, 1)
     try:
         if trainer.is_lead:

@@ -95,7 +95,7 @@ def in_processes() -> str:
 @pytest.mark.processes
 @pytest.mark.parametrize("exchange", ["shared", "collective"])
 def test_processes_say_the_same_as_one_device(exchange: Any) -> None:
-    found = onefold.launch(in_processes, devices="cpu:3", exchange=exchange, timeout_s=30)
+    found = onefold.launch(in_processes, devices="cpu:3", exchange=exchange, timeout_s=300)
     assert found == digest(predict(batch_size=9))
 
 

@@ -106,7 +106,7 @@ def launched(function: Callable[..., Any], *given: Any, devices: int = 2, **opti
         devices=f"cpu:{devices}",
         args=given,
         exchange="collective",
-        timeout_s=60,
+        timeout_s=300,
         **{"keep": "span", **options},
     )
 
@@ -274,7 +274,7 @@ class Row(nn.Module):
 
 def changed_in_a_block(how: str, factors: tuple[float, ...] = (2.0,)) -> str:
     """What the error says of a change to one parameter, or the fingerprint."""
-    trainer = trained(Row, timeout_s=20)
+    trainer = trained(Row, timeout_s=300)
     model: Any = trainer.model
     weight = model.layers[2].weight
     try:
@@ -379,7 +379,7 @@ class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
 
 
 def streams_that_differ(longer: int) -> str:
-    trainer = trained(timeout_s=20)
+    trainer = trained(timeout_s=300)
     try:
         stream = Stream(longer if trainer.is_lead else 8)
         trainer.evaluate(scored, stream, batch_size=4)
@@ -427,7 +427,7 @@ def test_a_module_beside_the_model_that_shares_a_parameter() -> None:
 
 
 def calling(call: str, whole: bool) -> str:
-    trainer = trained(timeout_s=20)
+    trainer = trained(timeout_s=300)
 
     def score(model: nn.Module, batch: torch.Tensor) -> dict[str, torch.Tensor]:
         getattr(trainer, call)(*([1.0] if call == "gather" else []))

@@ -40,7 +40,7 @@ def judge_together(cases: Sequence[Case]) -> list[Verdict]:
                 devices=f"cpu:{first.processes}",
                 args=([case.seed for case in cases], first.exchange, folder),
                 exchange=first.exchange,
-                timeout_s=60,
+                timeout_s=300,
             )
         except RunFailed as error:
             failed = f"the launch failed: {error}"

@@ -45,7 +45,6 @@ def test_random_runs_beside_plain_loops(first: int) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore::UserWarning:torch")
 @pytest.mark.parametrize("exchange", ["shared", "collective"])
 def test_random_runs_in_several_processes(exchange: str) -> None:

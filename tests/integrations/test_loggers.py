@@ -133,7 +133,7 @@ def test_processes_have_one_log_of_one_device(exchange: str, tmp_path: Path) -> 
         devices="cpu:3",
         args=(str(tmp_path),),
         exchange=exchange,  # type: ignore[arg-type]
-        timeout_s=60,
+        timeout_s=300,
     )
     assert [path.name for path in tmp_path.iterdir()] == ["device-0.log"]
     alone = tmp_path / "alone"
@@ -175,7 +175,7 @@ def in_own_process(script: str, folder: Path) -> subprocess.CompletedProcess[str
         env={**os.environ, "PYTHONPATH": str(ROOT), "MLFLOW_ALLOW_FILE_STORE": "true"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert found.returncode == 0, found.stderr

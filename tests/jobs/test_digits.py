@@ -13,6 +13,8 @@ from onefold.errors import LaunchError
 from onefold.jobs import digits
 from onefold.jobs.digits_report import Epoch, Run, draw_curves, results_table, verdict
 
+pytestmark = pytest.mark.full
+
 # scikit-learn sets variables of the environment when it is imported: here, before any test looks.
 pytest.importorskip("sklearn", reason='needs pip install "onefold[demo]"')
 pytest.importorskip("matplotlib", reason='needs pip install "onefold[demo]"')

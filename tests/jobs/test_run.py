@@ -346,7 +346,7 @@ def test_a_signal_saves_and_the_run_goes_on_from_there(
             assert process.poll() is None
             time.sleep(0.005)
         process.send_signal(number)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=600)
     assert process.returncode == 75, errors
     told = errors.splitlines()[-1]
     found = re.fullmatch(

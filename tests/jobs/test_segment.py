@@ -37,6 +37,8 @@ from onefold.models.unet import UNet
 from tests.masked import black_and_white, grey, on_cpu, run_here, save, save_pairs
 from tests.small import bits, make_trainer
 
+pytestmark = pytest.mark.full
+
 pytest.importorskip("PIL", reason='needs pip install "onefold[images]"')
 
 SIZES = [(40, 50), (33, 90), (32, 32), (20, 70), (9, 7)]

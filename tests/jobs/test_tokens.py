@@ -69,7 +69,7 @@ def test_another_process_trains_the_same(tokenizer: str, settings: dict[str, str
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=600,
     )
     assert answer.stdout == tokenizer
     assert answer.stderr == ""

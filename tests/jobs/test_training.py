@@ -19,6 +19,8 @@ from onefold.jobs.finetune import best_checkpoint
 from onefold.jobs.run import read_options, run_job
 from tests.jobs.tiny import SMALL, WRITERS, run_here, write_pictures
 
+pytestmark = pytest.mark.full
+
 BAD: dict[str, Callable[[Path], object]] = {
     "classify": lambda data: (data / "train" / "pear" / "3.png").write_bytes(b"no picture"),
     "segment": lambda data: (data / "train" / "masks" / "2.png").unlink(),

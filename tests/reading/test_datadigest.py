@@ -223,7 +223,7 @@ print(join_digests(7, [digest_of(sample)]), list(names))
             capture_output=True,
             text=True,
             check=True,
-            timeout=60,
+            timeout=600,
         ).stdout.split(maxsplit=1)
         for seed in (1, 2)
     ]

@@ -815,7 +815,7 @@ class Noise:
 def numbers(workers):
     loader = Loader(
         Noise(), batch_size=2, workers=workers, seed=0, plan=lambda: Plan((1,)), own=[0],
-        first_epoch=0, pin_memory=False, timeout_s=60,
+        first_epoch=0, pin_memory=False, timeout_s=300,
     )
     return [value.hex() for batch in loader for value in batch.shards[0].flatten().tolist()]
 
@@ -829,7 +829,7 @@ if __name__ == "__main__":
     data = TensorDataset(torch.arange(12.0))
     loader = Loader(
         data, batch_size=4, workers=1, seed=0, plan=lambda: Plan((2,)), own=[0], first_epoch=0,
-        pin_memory=False, timeout_s=60,
+        pin_memory=False, timeout_s=300,
     )
     if sys.argv[2] == "thread":
         begun = []
@@ -867,7 +867,7 @@ def makes_workers(
         [sys.executable, str(script), method, what],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
         env={**os.environ, **variables},
     )

@@ -18,7 +18,6 @@ from onefold.core.options import RunOptions
 from onefold.core.world import World
 from onefold.errors import LaunchError, RunFailed
 
-pytestmark = pytest.mark.timeout(120)
 processes = pytest.mark.processes
 
 TRAINING = """
@@ -39,7 +38,7 @@ def cli(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=100,
+        timeout=600,
         cwd=cwd,
     )
 

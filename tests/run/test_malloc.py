@@ -35,7 +35,7 @@ def page_faults(**environment: str) -> int:
         env={**own, **environment},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=True,
     )
     return int(done.stdout)
@@ -79,7 +79,7 @@ def test_shared_memory_that_the_limits_forbid_is_one_error() -> None:
         "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)); new_file(1_000_000)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=600
     )
     assert "OSError: [Errno 27] expected 1,000,000 bytes of memory that all devices" in done.stderr
     assert "ulimit -f" in done.stderr

@@ -134,7 +134,7 @@ class Ended:
             [sys.executable, "-c", program, str(rank), last_line, str(folder / "told")],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=600,
             check=False,
             env={**os.environ, "TMPDIR": str(folder)},
         )

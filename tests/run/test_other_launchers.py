@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "placed.py"
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(170)]
+pytestmark = [pytest.mark.processes]
 
 
 def free_port() -> int:
@@ -93,7 +93,7 @@ def run(environments: list[Mapping[str, str]], kind: str) -> list[tuple[int, str
         for environment in environments
     ]
     try:
-        said = [process.communicate(timeout=100) for process in started]
+        said = [process.communicate(timeout=600) for process in started]
     finally:
         for process in started:
             process.kill()

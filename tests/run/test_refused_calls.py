@@ -109,7 +109,7 @@ def test_a_run_in_a_container_that_refuses_them(
         capture_output=True,
         text=True,
         check=False,
-        timeout=150,
+        timeout=600,
     )
     assert done.returncode == int(fails), done.stderr
     assert ("device 1" in done.stderr and "as it should" in done.stderr) is fails

@@ -41,7 +41,7 @@ def run(
             capture_output=True,
             text=True,
             check=False,
-            timeout=150,
+            timeout=600,
             cwd=cwd or folder,
             env={**clean, "PYTHONPATH": SOURCE, "TMPDIR": temporary, **variables},
         )
@@ -244,7 +244,7 @@ def test_a_call_needs_no_file_and_leaves_none(tmp_path: Path, stopped: bool) -> 
             while not (tmp_path / "ready").exists():
                 assert process.poll() is None
             process.terminate()
-        output, errors = process.communicate(timeout=100)
+        output, errors = process.communicate(timeout=600)
     assert (process.returncode, output) == ((-15, "") if stopped else (0, "True\n")), errors
     assert list(temporary.iterdir()) == []
 

@@ -11,6 +11,8 @@ import pytest
 from tests.soak.course import draw
 from tests.soak.faults import FAULTS
 
+pytestmark = pytest.mark.full
+
 
 def test_every_fault_comes_about() -> None:
     drawn = {draw(seed).fault for seed in range(len(FAULTS))}
@@ -26,7 +28,7 @@ def test_a_run_that_is_killed_while_it_saves_itself_ends_as_it_must() -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=170,
+        timeout=600,
         cwd=Path(__file__).parents[2],
     )
     assert done.returncode == 0, done.stdout + done.stderr

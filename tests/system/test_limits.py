@@ -90,5 +90,5 @@ def run(code: str, folder: Path, *words: str) -> subprocess.CompletedProcess[str
         capture_output=True,
         text=True,
         check=False,
-        timeout=100,
+        timeout=600,
     )

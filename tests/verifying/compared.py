@@ -24,7 +24,7 @@ class Compared:
         self.run = folder / "0"
         self.run.mkdir()
         self._patch = monkeypatch
-        monkeypatch.setattr("onefold.run.observers._steps_done", {})
+        monkeypatch.setattr("onefold.verifying._progress", [])
         self.world = World(
             options=RunOptions(
                 probe=str(folder),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-import onefold
 from onefold.core.world import World
 from tests.small import line, points, square
 from tests.verifying.compared import Compared, compared
@@ -50,29 +53,117 @@ def test_what_a_real_run_left_is_read_where_it_is_needed(
     assert [path.name for path in (tmp_path / "left").iterdir()] == ["step-00000002"]
 
 
-def steps_until_the_end(*trainers: onefold.Trainer, later: int = 0) -> list[int]:
-    """Of each; the last one begins after so many steps of the others."""
+def square_counted(calls: list[int]) -> Callable[[nn.Module, Any], object]:
+    def loss(model: nn.Module, batch: Any) -> object:
+        calls.append(1)
+        return square(model, batch)
 
-    def script() -> None:
-        for turn in range(100):
-            for trainer in trainers if turn >= later else trainers[:-1]:
-                trainer.step(points(6))
-
-    with pytest.raises(SystemExit, match="0"):
-        script()
-    return [trainer.steps for trainer in trainers]
+    return loss
 
 
-def test_a_script_ends_when_all_trainers_have_made_their_steps(compared: Compared) -> None:
-    first, second = (compared.trainer(line(), square) for _ in range(2))
-    assert steps_until_the_end(first, second, later=4) == [7, 3]
+def computed(calls: list[int], call: Callable[[], object]) -> bool:
+    """Whether a call computes losses."""
+    before = len(calls)
+    call()
+    return len(calls) > before
+
+
+def test_past_the_steps_of_all_trainers_nothing_is_computed(compared: Compared) -> None:
+    calls: list[int] = []
+    loss = square_counted(calls)
+    first, second = (compared.trainer(line(), loss) for _ in range(2))
+    seen: list[int] = []
+    first.on_step(lambda step: seen.append(step.number))
+    for number in range(1, 9):
+        # The second one begins late, and the first one goes on with it.
+        assert computed(calls, lambda: first.step(points(6))) is (number <= 5)
+        if number > 2:
+            assert computed(calls, lambda: second.step(points(6))) is (number <= 5)
+    assert (first.steps, second.steps, seen) == (8, 6, [*range(1, 9)])
     assert [len(compared.lines(trainer)) - 1 for trainer in (first, second)] == [3, 3]
+    last = second.step(points(6))
+    assert (last.number, float(last.loss)) == (7, float(second.step(points(6)).loss))
+    third = compared.trainer(line(), loss)
+    assert [computed(calls, lambda: third.step(points(6))) for _ in range(5)] == [True] * 3 + [
+        False
+    ] * 2
 
 
 def test_a_trainer_that_makes_no_step_is_not_waited_for(compared: Compared) -> None:
-    first, second = (compared.trainer(line(), square) for _ in range(2))
-    assert steps_until_the_end(first, second, later=50) == [30, 0]
-    assert [len(compared.lines(trainer)) - 1 for trainer in (first, second)] == [3, 0]
+    calls: list[int] = []
+    first, second = (compared.trainer(line(), square_counted(calls)) for _ in range(2))
+    made = [computed(calls, lambda: first.step(points(6))) for _ in range(40)]
+    assert made == [True] * 30 + [False] * 10
+    assert computed(calls, lambda: second.step(points(6)))
+
+
+def test_a_trainer_that_is_closed_is_not_waited_for(compared: Compared) -> None:
+    calls: list[int] = []
+    first = compared.trainer(line(), square_counted(calls))
+    first.step(points(6))
+    first.close()
+    second = compared.trainer(line(), square_counted(calls))
+    assert [computed(calls, lambda: second.step(points(6))) for _ in range(4)][2:] == [True, False]
+
+
+def test_gradients_are_not_computed_either(compared: Compared) -> None:
+    calls: list[int] = []
+    trainer = compared.trainer(line(), square_counted(calls))
+
+    def update() -> None:
+        batch = points(6)
+        with trainer.changing():
+            trainer.gradient(batch)
+            trainer.gradient(batch)
+            with torch.no_grad():
+                for parameter in trainer.model.parameters():
+                    parameter -= 0.1 * parameter.grad
+
+    assert [computed(calls, update) for _ in range(5)] == [True] * 3 + [False] * 2
+    assert trainer.steps == 5
+
+
+def test_loaders_and_evaluations_go_on_unread(compared: Compared) -> None:
+    read: list[int] = []
+
+    class Reading(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
+        def __len__(self) -> int:
+            return 10
+
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+            read.append(index)
+            return torch.ones(3), torch.ones(1)
+
+    def score(model: nn.Module, batch: Any) -> dict[str, object]:
+        return {"error": square(model, batch)}
+
+    trainer = compared.trainer(line(), square)
+    data = Reading()
+    loader = trainer.loader(data, batch_size=4, shuffle=True)
+    lengths = [[trainer.step(batch).samples for batch in loader] for _ in trainer.epochs(4)]
+    assert lengths == [[4, 4, 2], [2] * 3, [2] * 3, [2] * 3]
+    assert (trainer.steps, len(read)) == (12, 10)
+    error = trainer.evaluate(score, data, batch_size=4)["error"]
+    assert trainer.evaluate(score, data, batch_size=4)["error"] == error
+    assert len(read) == 20
+    with trainer.changing(), torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.zero_()
+    assert trainer.evaluate(score, data, batch_size=4)["error"] == 1 != error
+
+
+def test_so_many_trainers_are_compared(compared: Compared) -> None:
+    compared.world = replace(
+        compared.world, options=replace(compared.world.options, probe_trainers=2)
+    )
+    first = compared.trainer(line(), square)
+    for _ in range(5):
+        first.step(points(6))
+    second = compared.trainer(line(), square)
+    second.step(points(6))
+    second.step(points(6))
+    with pytest.raises(SystemExit, match="0"):
+        second.step(points(6))
 
 
 def test_a_plain_run_is_left_alone(compared: Compared, tmp_path: Path) -> None:

@@ -156,7 +156,7 @@ def test_a_run_writes_a_row_for_each_device(
     script.write_text(PROGRAM)
     command = [sys.executable, "-m", "onefold", "run", "--devices", "cpu:2"]
     command += ["--profile", str(folder), str(script), str(failing_step)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert bool(done.returncode) is bool(failing_step), done.stderr
     assert f"timeline: {folder / 'timeline.json'}" in done.stderr
     assert [path.name for path in folder.iterdir()] == ["timeline.json"]

@@ -171,6 +171,10 @@ def verify(
     module: Module = None,
     devices: Annotated[str, typer.Option(help="Device counts to compare, such as 1,2,3.")] = "1,2",
     steps: Annotated[int, typer.Option(help="Steps of each Trainer to compare.")] = 5,
+    trainers: Annotated[
+        int | None,
+        typer.Option(min=1, help="End the script after so many Trainers.", show_default="all"),
+    ] = None,
     keep: Annotated[
         str,
         typer.Option(
@@ -185,15 +189,18 @@ def verify(
 ) -> None:
     """Run a script on several device counts and say whether the bits agree, and the mathematics.
 
-    The bits of every Trainer are compared after each of its first steps. Then the same steps are
+    The bits of every Trainer are compared after each of its first steps. The script then goes on to
+    its end or its next Trainer, but computes no more steps: each returns the last one again. Code
+    of its own still takes its time; --trainers 1 ends the script there. Then the same steps are
     made once more in float64, without dropout and with batch norm by its statistics, and each
     batch is computed as one shard as well, as a plain loop would: loss and gradient must be the
     same to 1e-9. If not, the likely cause is named: a sum that is read as a mean, class weights,
     ignored targets, a loss of the whole batch, a batch that is cut along time. The whole batch
     must fit on one device.
 
-    trainer.save writes to a temporary folder meanwhile, and trainer.load(..., if_any=True) finds
-    nothing but what was saved there. Other files of the script are written as ever.
+    trainer.save, torch.save and safetensors write to a temporary folder meanwhile, and
+    trainer.load(..., if_any=True) finds nothing but what was saved there. Other files of the script
+    are written as ever.
 
     Exit code 0: all agree; 1: they do not, nothing was trained, or onefold refuses the script; 2: a
     run failed.
@@ -206,6 +213,7 @@ def verify(
         exchange=exchange,  # type: ignore[arg-type]  # RunOptions checks it
         timeout_s=timeout,
         quiet=True,
+        probe_trainers=trainers or 0,
     )
     raise typer.Exit(verify_script(command, devices, keep=keep, steps=steps, options=options))
 

@@ -154,9 +154,9 @@ class _Comparison:
             _Failed: the run failed, or made no step.
         """
         name, outcome = self._run(str(way), way, "")
-        if outcome.exit_code:
-            self._report(outcome, f"on {way}")
         trainers = self._lines(name, "")
+        if outcome.exit_code:
+            self._check_only_the_end_failed(outcome, trainers, f"on {way}")
         if not any(len(lines) > 1 for lines in trainers):
             print("onefold: the script made no step of a Trainer", file=sys.stderr)
             raise _Failed(_FAILED)
@@ -174,8 +174,9 @@ class _Comparison:
         alone = _Way(1, "all", tells_keep=False)
         for precision in ("float64", "float32"):
             name, outcome = self._run(f"V shards and one, {precision}", alone, precision)
-            if not outcome.exit_code:
-                return precision, self._lines(name, "-mathematics")
+            trainers = self._lines(name, "-mathematics")
+            if not outcome.exit_code or self._is_compared(outcome, trainers):
+                return precision, trainers
         self._report(outcome, "computing every batch as one shard as well")
         return "", []
 
@@ -199,6 +200,21 @@ class _Comparison:
         status = self._console.status(f"{title}, {self.steps} steps") if shown else nullcontext()
         with status:
             return name, supervise(self._command, select_devices(way.devices), options)
+
+    def _is_compared(self, outcome: Outcome, trainers: Sequence[Sequence[object]]) -> bool:
+        """Whether a run that failed had made all steps, and is not one that onefold refuses."""
+        made = trainers and all(len(lines) > self.steps for lines in trainers)
+        return bool(made) and _REFUSALS.search(outcome.message) is None
+
+    def _check_only_the_end_failed(
+        self, outcome: Outcome, trainers: Sequence[Sequence[object]], where: str
+    ) -> None:
+        if not self._is_compared(outcome, trainers):
+            self._report(outcome, where)
+        self._console.print(
+            f"[yellow]The script failed after the compared steps[/] {where}:", end=" "
+        )
+        self._console.print(outcome.message, markup=False)
 
     def _report(self, outcome: Outcome, where: str) -> None:
         # What onefold refuses is a finding about the script; anything else is a run that failed.
@@ -239,6 +255,11 @@ def _verify_bits(console: Console, compare: _Comparison, ways: Sequence[_Way]) -
         _judge(console, compare, trainer, runs, differences)
         for trainer in range(len(runs[0].trainers))
     ]
+    made = [len(lines) - 1 for lines in runs[0].trainers]
+    each = (
+        f"{len(made)} Trainers, at most {compare.steps} of each" if len(made) > 1 else "1 Trainer"
+    )
+    console.print(f"Compared: {sum(made)} steps of {each}.")
     return max(codes)
 
 

@@ -65,6 +65,8 @@ class RunOptions:
     """Name of this run in that folder."""
     probe_steps: int = 0
     """How many steps are compared."""
+    probe_trainers: int = 0
+    """After how many Trainers the script ends once their steps are compared; 0 for all."""
     probe_records: bool = False
     """Whether this run is recorded for others to be compared with, rather than compared itself."""
     probe_mathematics: str = ""

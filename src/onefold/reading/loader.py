@@ -15,6 +15,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch.utils.data import Dataset
@@ -70,6 +71,7 @@ class Loader:
         timeout_s: the longest wait for a worker.
         digest: read a few more samples per pass, by which processes notice that their data differ.
         gather: brings the payloads of a batch's shards to every device.
+        repeats: returns whether passes are to have the last batch again and again, unread.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class Loader:
         timeout_s: float,
         digest: bool = False,
         gather: Callable[[ShardedBatch], Any] | None = None,
+        repeats: Callable[[], bool] | None = None,
     ) -> None:
         if collate is not None and not callable(collate):
             raise TypeError(f"expected collate to be a function of a list of samples: {collate!r}")
@@ -114,6 +117,8 @@ class Loader:
         self.track = LoaderTrack(self._source.size, first_epoch)
         """Which passes the loader has been through."""
         self._plan, self._gather = plan, gather
+        self._repeats = repeats
+        self._last: ShardedBatch | None = None
         self._pin_memory = pin_memory
         self._timeout_s = timeout_s
         self._digests = self._source.digests if digest else 0
@@ -148,7 +153,7 @@ class Loader:
         was_used = 0 < this.end <= this.given
         try:
             if this.given < this.end:
-                yield from self._batches(this)
+                yield from self._repeated(this) if self._is_repeating() else self._batches(this)
         except GeneratorExit:
             # The script has left its loop by `break` or an exception, and dropped the iterator.
             self.track.end(this, broken_off=True)
@@ -188,7 +193,7 @@ class Loader:
                 self._had_samples = True
                 # Before the yield: the script may never come back for the next batch.
                 request = _handed_out(answer, this)
-                yield ShardedBatch(
+                batch = ShardedBatch(
                     request.samples,
                     request.plan,
                     payloads,
@@ -202,6 +207,11 @@ class Loader:
                     others=answer.others,
                     gather=self._gather,
                 )
+                self._last = batch if self._repeats else None
+                yield batch
+                if self._is_repeating():
+                    yield from self._repeated(this)
+                    break
                 # The wait for the next batch begins when the script asks for it.
                 start = host_now_s()
         finally:
@@ -212,6 +222,19 @@ class Loader:
             # them happens in a destructor, where Ctrl-C would be lost.
             with ctrl_c_later():
                 del answers
+
+    def _is_repeating(self) -> bool:
+        return self._last is not None and self._repeats is not None and self._repeats()
+
+    def _repeated(self, this: DataPass) -> Iterator[ShardedBatch]:
+        """Yield the last batch as often as the rest of the pass has batches; once for a stream."""
+        assert self._last is not None
+        left = 1
+        with suppress(TypeError):
+            left = len(self)
+        for _ in range(left - this.given // self._last.samples):
+            yield self._last
+        this.given = this.end
 
     def _warn_of_nothing(self, this: DataPass) -> None:
         """Say, once and on one device, that a pass had no batch."""

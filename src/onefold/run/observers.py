@@ -66,7 +66,6 @@ class Observers:
             with forked_generators(*self._team.own_devices.values()):
                 for tell in self._of_script:
                     tell(step)
-        # Last, as one of them may end the script.
         for observe in self.of_launcher:
             observe(step, spans)
 
@@ -90,17 +89,14 @@ def _launchers(
         found += _profilers(Path(world.timeline_parts), team, watches)
     if team.trainer == 0 and team.has_lead and world.options.trace:
         found.append(_tracer(Path(world.options.trace), model, steps))
-    if world.options.probe:
-        if team.has_lead and not world.options.probe_mathematics:
-            probe = Probe(
-                Path(world.options.probe),
-                records=world.options.probe_records,
-                run=world.options.probe_run,
-                trainer=team.trainer,
-            )
-            found.append(_prober(probe, model, world.options.probe_steps))
-        # Last, as it ends the script: the observers before it have seen the step by then.
-        found.append(_stopper(team.trainer, world.options.probe_steps))
+    if world.options.probe and team.has_lead and not world.options.probe_mathematics:
+        probe = Probe(
+            Path(world.options.probe),
+            records=world.options.probe_records,
+            run=world.options.probe_run,
+            trainer=team.trainer,
+        )
+        found.append(_prober(probe, model, world.options.probe_steps))
     return found
 
 
@@ -147,20 +143,3 @@ def _prober(probe: Probe, model: torch.nn.Module, steps: int) -> Observer:
             probe.observe(done, model, float(step.loss))
 
     return observe
-
-
-_PATIENCE = 10
-_steps_done: dict[int, int] = {}
-"""Steps of each trainer so far, by its number, in a comparison."""
-
-
-def _stopper(trainer: int, steps: int) -> Observer:
-    """Make an observer that ends the script when all trainers are done, or one never will be."""
-    _steps_done[trainer] = 0
-
-    def stop(step: Step, spans: Mapping[int, Sequence[Span]]) -> None:
-        _steps_done[trainer] += 1
-        if min(_steps_done.values()) >= steps or _steps_done[trainer] >= _PATIENCE * steps:
-            raise SystemExit(0)
-
-    return stop

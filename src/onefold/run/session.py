@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -38,12 +38,10 @@ from onefold.engine.assembly import assemble
 from onefold.engine.batchnorm import recompute_statistics
 from onefold.engine.between import gather_batch, written_shards
 from onefold.engine.byscript import NO_STEP, ByScript, chosen_optimizer
-from onefold.engine.compiling import check_compiler
 from onefold.engine.engine import Outcome
 from onefold.engine.evaluation import DataCall, ScoreFunction
 from onefold.engine.holders import hold, take_from_holders
 from onefold.engine.kernels import calls_compiled
-from onefold.engine.lowprecision import check_device
 from onefold.engine.schedule import RunSchedule
 from onefold.engine.step import Step
 from onefold.engine.stepstart import head_of
@@ -58,7 +56,7 @@ from onefold.run.gradientsteps import GradientSteps, Place
 from onefold.run.membership import at_good_end, folder_until_the_end, register
 from onefold.run.observers import Observers
 from onefold.run.planning import plan_instead
-from onefold.run.team import form_team, settle_process
+from onefold.run.team import check_devices, form_team, plan_of, settle_process
 from onefold.run.userparts import UserParts
 from onefold.run.world import have_private_caches
 from onefold.system.compilers import keep_code_in
@@ -109,8 +107,8 @@ class Session:
         self.settings, self.parts = settings, user
         self.team = form_team(world, devices, shards=settings.shards, module=user.module)
         _keep_code_private(user, settings)
-        _check_devices(self.team.own_devices.values(), settings)
-        chosen = self._checked_plan(plan)
+        check_devices(self.team.own_devices.values(), settings)
+        chosen = plan_of(self.team, settings.shards, plan)
         # Before the engine, whose first additions must have the run's number of threads.
         settle_process(self.team, settings)
         # Only now, as a Trainer whose arguments are refused takes nothing.
@@ -186,7 +184,7 @@ class Session:
             TypeError, ValueError: the counts are no plan for this run.
         """
         roster = self.engine.roster
-        self.engine.bind(roster.next(plan=self._checked_plan(counts)))
+        self.engine.bind(roster.next(plan=plan_of(self.team, self.settings.shards, counts)))
 
     def loader(self, dataset: Any, collate: Collate | None, **choices: Any) -> Loader:
         """Make a loader for `evaluate` and `predict`; see `Loader` for ``choices``."""
@@ -202,6 +200,8 @@ class Session:
         keeps = not isinstance(dataset, Rule | Items)
         collate = self.verifying.collate(collate, keeps=keeps)
         choices |= {"plan": lambda: self.engine.roster.plan, "gather": self.whole}
+        if self._world.options.probe:
+            choices["repeats"] = lambda: self.verifying.is_done
         made = self._loader(dataset, collate, **choices)
         self.position.add(made.track)
         self.verifying.add(made, collate)
@@ -228,15 +228,21 @@ class Session:
             self.engine.agree(head_of(batch, self.position.step + 1, Call.GATHER, loss=0))
             return gather_batch(self.engine.exchange, self.team.own, text, batch)
 
-    @contextmanager
-    def data_call(self, call: Call, function: ScoreFunction, batches: Loader) -> Iterator[DataCall]:
-        """Surround a call over a data set, which all devices must make."""
+    def over_data(
+        self,
+        call: Call,
+        function: ScoreFunction,
+        batches: Loader,
+        compute: Callable[[DataCall], Any],
+    ) -> Any:
+        """Make a call over a data set, which all devices must make."""
         with self.telling_others():
             self.checkpoints.check()
             self.engine.check_last_step()
             self.resumption.note_result(call.words)
             size = batches.track.size
-            yield DataCall(call, self.position.step + 1, size.samples, size.batch_size, function)
+            made = DataCall(call, self.position.step + 1, size.samples, size.batch_size, function)
+            return self.verifying.result(function, batches.dataset, lambda: compute(made))
 
     @contextmanager
     def averaged(
@@ -250,7 +256,7 @@ class Session:
         """Open the block in which the model holds its averages; see `Trainer.averaged`."""
         step = self.position.step + 1
         if data is None:
-            with self.engine.averaging.block(step):
+            with self.verifying.another_model(), self.engine.averaging.block(step):
                 yield
             return
         if len(self.parts.losses) > 1:
@@ -260,7 +266,7 @@ class Session:
             )
         # Before anything is shown: what is unusable is refused here.
         batches = self.loader(data, collate, batch_size=batch_size, workers=workers)
-        with self.engine.averaging.block(step, recomputes=True):
+        with self.verifying.another_model(), self.engine.averaging.block(step, recomputes=True):
             size = batches.track.size
             call = DataCall(Call.UPDATE_BN, step, size.samples, size.batch_size, self.engine.loss)
             recompute_statistics(self.engine, batches, call)
@@ -271,6 +277,8 @@ class Session:
         name = self.parts.loss_name(loss)
         if isinstance(self.engine.update.optimizer, ByScript):
             raise RuntimeError(NO_STEP)
+        if (same := self.verifying.step_again(name)) is not None:
+            return self._note_again(batch, same)
         # Drop the times of a step that failed, if the script survived it.
         self.engine.take_spans()
         start = host_now_s()
@@ -294,6 +302,17 @@ class Session:
         with self._seen_whole():
             self.observers.observe(step, spans)
         self._after_step(cut, stop=outcome.verdict.stops, updated=True)
+        self.verifying.note_step(step)
+        return step
+
+    def _note_again(self, batch: object, same: Step) -> Step:
+        """Count a step that is not computed, as the last one stands for it."""
+        if isinstance(batch, ShardedBatch):
+            self.position.note_step(batch)
+        else:
+            self.position.step += 1
+        step = replace(same, number=self.position.step)
+        self.observers.observe(step, {})
         return step
 
     def gradient(self, batch: object, loss: str | None = None, dim: int = 0) -> Step:
@@ -304,6 +323,9 @@ class Session:
         with self.telling_others():
             place = Place(self.position.step, engine.changes.number, engine.changes.blocks)
             again = self.gradients.goes_on(batch, place, name)
+            if (same := self.verifying.step_again(name)) is not None:
+                self.gradients.note(batch, place, name, begins=not again)
+                return same if again else self._note_again(batch, same)
             cut = self._cut(self.verifying.batch(batch), checked_dim(dim))
             waited = cut.waited or (start, host_now_s())
             with engine.changes.closed(place.step + 1):
@@ -323,6 +345,7 @@ class Session:
         if not again:
             with self._seen_whole():
                 self.observers.observe(step, spans | {self.team.own[0]: first})
+            self.verifying.note_step(step)
         return step
 
     def _seen_whole(self) -> AbstractContextManager[None]:
@@ -352,8 +375,12 @@ class Session:
     @contextmanager
     def changing(self, *, optimizer_state: bool | None) -> Iterator[None]:
         """Open the block in which the model may be changed; see `Trainer.changing`."""
+        changes = self.engine.changes
         with self.telling_others():
-            with self.engine.changes.block(self.position.step + 1, state=optimizer_state):
+            with (
+                self.verifying.another_model(),
+                changes.block(self.position.step + 1, state=optimizer_state),
+            ):
                 yield
             self.resumption.end_block()
 
@@ -408,6 +435,7 @@ class Session:
 
     def _leave(self, *, together: bool) -> None:
         self._is_over = True
+        self.verifying.end()
         self.engine.leave(self.position.step + 1, _OVER, together=together)
 
     def _finish(self) -> None:
@@ -452,22 +480,6 @@ class Session:
         self.position.check(batch)
         return batch
 
-    def _checked_plan(self, counts: Sequence[int] | None) -> Plan:
-        shards, devices = self.settings.shards, len(self.team.devices)
-        options = self.team.world.options
-        if options.keeps == "stages":
-            if counts is not None:
-                raise ValueError(
-                    f"expected no plan with --keep stages, where every shard goes through all "
-                    f"devices, got {counts}"
-                )
-            return Plan.in_lines(shards=shards, devices=devices, line=options.line_of(devices))
-        if counts is None:
-            return Plan.even(shards=shards, devices=devices)
-        if not isinstance(counts, Sequence) or not all(isinstance(c, int) for c in counts):
-            raise TypeError(f"expected plan to be a list of numbers, got {counts!r}")
-        return Plan.given(counts, shards=shards, devices=devices)
-
     @contextmanager
     def telling_others(self, but: type[Exception] | None = None) -> Iterator[None]:
         """Tell the other devices what is raised here, except ``but``, which they raise as well."""
@@ -506,11 +518,3 @@ def _keep_code_private(user: UserParts, settings: Settings) -> None:
 
 def _raise(error: Exception) -> None:
     raise error
-
-
-def _check_devices(devices: Iterable[torch.device], settings: Settings) -> None:
-    """Refuse devices that cannot compute as the settings ask for."""
-    for device in devices:
-        check_device(settings.precision, device)
-        if settings.compile:
-            check_compiler(device)

@@ -5,20 +5,23 @@ from __future__ import annotations
 import itertools
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from onefold.core.settings import Settings
+from onefold.core.shard import Plan
 from onefold.core.team import Team
 from onefold.core.world import World
+from onefold.engine.compiling import check_compiler
+from onefold.engine.lowprecision import check_device
 from onefold.errors import LaunchError
 from onefold.run.devices import cores
 from onefold.run.malloc import keep_memory, return_memory
 from onefold.run.membership import hush_and_report
 from onefold.run.world import have_cublas_repeat, visible_gpus
 
-__all__ = ["form_team", "settle_process"]
+__all__ = ["check_devices", "form_team", "plan_of", "settle_process"]
 
 _log = logging.getLogger("onefold")
 _trainers = itertools.count()
@@ -194,3 +197,32 @@ def _check_together(devices: Sequence[torch.device], shards: int, line: int) -> 
             f"{len(devices)} devices cannot share {shards} shards: a shard is never divided. Use "
             f"at most {shards} devices, or give Trainer more shards (that changes the result)"
         )
+
+
+def check_devices(devices: Iterable[torch.device], settings: Settings) -> None:
+    """Refuse devices that cannot compute as the settings ask for."""
+    for device in devices:
+        check_device(settings.precision, device)
+        if settings.compile:
+            check_compiler(device)
+
+
+def plan_of(team: Team, shards: int, counts: Sequence[int] | None) -> Plan:
+    """Return the plan with these numbers of shards on the devices; None for even shares.
+
+    Raises:
+        TypeError, ValueError: the counts are no plan for this run.
+    """
+    devices, options = len(team.devices), team.world.options
+    if options.keeps == "stages":
+        if counts is not None:
+            raise ValueError(
+                f"expected no plan with --keep stages, where every shard goes through all "
+                f"devices, got {counts}"
+            )
+        return Plan.in_lines(shards=shards, devices=devices, line=options.line_of(devices))
+    if counts is None:
+        return Plan.even(shards=shards, devices=devices)
+    if not isinstance(counts, Sequence) or not all(isinstance(c, int) for c in counts):
+        raise TypeError(f"expected plan to be a list of numbers, got {counts!r}")
+    return Plan.given(counts, shards=shards, devices=devices)

@@ -6,16 +6,27 @@ Such a run records its steps, in the folder of the comparison:
 - ``RUN-T-state-D.jsonl``: what changed on device D that must not, see `onefold.verifying.state`.
 - ``RUN-T-mathematics.jsonl``: V shards against one, see `onefold.verifying.mathematics`.
 - ``RUN/checkpoints/``: what the script saved.
+
+Note: past the steps that are compared
+--------------------------------------
+A script may make its next Trainer only after the last step of the one before. So it goes on past
+the steps that are compared, but nothing is computed any more for that Trainer: a step returns the
+last one again, a loader gives its last batch again, an evaluation of the same model its last
+result. What the script saves by PyTorch lies in the comparison's folder as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import copy
+import functools
+import os
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 
 from onefold.core.batch import ShardedBatch, map_parts
@@ -24,6 +35,7 @@ from onefold.core.team import Team
 from onefold.core.world import World
 from onefold.engine.engine import Engine
 from onefold.engine.replica import LossFunction
+from onefold.engine.step import Step
 from onefold.reading.loader import Loader
 from onefold.reading.reader import Collate
 from onefold.reading.stream import is_stream
@@ -43,8 +55,23 @@ from onefold.verifying.whole import (
 __all__ = ["Verifying", "prepare_process"]
 
 
+_PATIENCE = 10
+_LONGEST = 1_000_000
+"""Steps that are not computed, after which a script is taken for one that waits for a result."""
+
+_progress: list[_Progress] = []
+"""Of each Trainer of the script, in a comparison."""
+
 _saved: set[Path] = set()
 """Directories that the script has saved to; alike on all devices, which the disk may not be."""
+
+
+@dataclass
+class _Progress:
+    """How far a Trainer is with the steps that are compared."""
+
+    made: int = 0
+    is_done: bool = False
 
 
 def prepare_process(world: World) -> None:
@@ -52,11 +79,48 @@ def prepare_process(world: World) -> None:
     if not world.options.probe:
         return
     watch_unseeded()
+    # Before the script imports any of them by name.
+    for module, saves, loads in (
+        (torch, "save", "load"),
+        (safetensors.torch, "save_file", "load_file"),
+    ):
+        setattr(module, saves, _saving_aside(getattr(module, saves), world))
+        setattr(module, loads, _loading_from_aside(getattr(module, loads), world))
     # Compiled code would not see the functions that a comparison replaces, and the script is to
     # make its tensors in the comparison's precision from the first line.
     if world.options.probe_mathematics:
         torch.compiler.set_stance("force_eager")
         torch.set_default_dtype(getattr(torch, world.options.probe_mathematics))
+
+
+def _saving_aside(save: Callable[..., Any], world: World) -> Callable[..., Any]:
+    @functools.wraps(save)
+    def save_aside(value: Any, file: Any, *args: Any, **names: Any) -> Any:
+        if isinstance(file, str | os.PathLike):
+            file = _place_of(Path(file).absolute(), world)
+            file.parent.mkdir(parents=True, exist_ok=True)
+        return save(value, file, *args, **names)
+
+    return save_aside
+
+
+def _loading_from_aside(load: Callable[..., Any], world: World) -> Callable[..., Any]:
+    @functools.wraps(load)
+    def load_from_aside(file: Any, *args: Any, **names: Any) -> Any:
+        if isinstance(file, str | os.PathLike):
+            place = _place_of(Path(file).absolute(), world)
+            file = place if place.exists() else file
+        return load(file, *args, **names)
+
+    return load_from_aside
+
+
+def _place_of(absolute: Path, world: World) -> Path:
+    """Where a run of a comparison has what the script saves under a path."""
+    scratch = Path(world.directory) / "checkpoints"
+    if absolute.is_relative_to(scratch):
+        return absolute
+    return scratch / absolute.relative_to(absolute.anchor)
 
 
 class Verifying:
@@ -85,6 +149,11 @@ class Verifying:
         """The losses that the engine is to use, by name."""
         self._mathematics: Mathematics | None = None
         self._dtype: torch.dtype | None = None
+        self._progress = _Progress()
+        self._same: dict[str, Step] = {}
+        self._results: list[tuple[object, object, Any]] = []
+        if self._on:
+            _progress.append(self._progress)
         if self._on and world.options.probe_mathematics:
             if world.options.probe_mathematics == "float64":
                 self._dtype = torch.float64
@@ -178,12 +247,71 @@ class Verifying:
         line |= {"attributes": self._state.attributes, "generators": self._state.generators}
         append_line(self._path(f"state-{self._team.own[0]}"), line)
 
+    @property
+    def is_done(self) -> bool:
+        """Whether all of its steps that are compared were made, so that no more are computed."""
+        return self._progress.is_done
+
+    def end(self) -> None:
+        """Note that the Trainer makes no more steps."""
+        self._progress.is_done = True
+
+    def note_step(self, step: Step) -> None:
+        """Note that a step was made; end the comparison of all Trainers that have made theirs.
+
+        Raises:
+            SystemExit: no more Trainers are to be compared.
+        """
+        if not self._on:
+            return
+        self._same[step.name] = step
+        self._progress.made += 1
+        options, own = self._world.options, self._progress
+        under_way = [each for each in _progress if not each.is_done]
+        # Those that alternate go on until the last has made its steps; one may never make any.
+        if all(each.made >= options.probe_steps for each in under_way):
+            for each in under_way:
+                each.is_done = True
+            if len(_progress) == options.probe_trainers:
+                raise SystemExit(0)
+        own.is_done |= own.made >= _PATIENCE * options.probe_steps
+
+    def step_again(self, name: str) -> Step | None:
+        """Return the last step of a loss, by name, where it stands for all that follow.
+
+        Raises:
+            SystemExit: that was so for very many steps.
+        """
+        if not self.is_done or name not in self._same:
+            return None
+        self._progress.made += 1
+        if self._progress.made > _LONGEST:
+            raise SystemExit(0)
+        return self._same[name]
+
+    def result(self, function: object, data: object, compute: Callable[[], Any]) -> Any:
+        """Return what a call over a data set gives; of the same model and data, what it gave."""
+        if not self.is_done:
+            return compute()
+        for known, of, result in self._results:
+            if known == function and of is data:
+                return copy.deepcopy(result)
+        self._results.append((function, data, compute()))
+        return copy.deepcopy(self._results[-1][-1])
+
+    @contextmanager
+    def another_model(self) -> Iterator[None]:
+        """Surround a block in which the model may hold other values than before and after."""
+        self._results.clear()
+        yield
+        self._results.clear()
+
     def writes_to(self, path: str | Path) -> Path:
         """Return where a directory's checkpoints are written: in a comparison, in its own folder.
 
         So that comparing a script changes none of its files.
         """
-        place = self._place_of(Path(path).absolute())
+        place = self._aside(path)
         _saved.add(place)
         return place
 
@@ -194,15 +322,14 @@ class Verifying:
         absent for a script that asks whether there is any (``if_any``), so that every run begins
         alike; for a script that needs one, it is read from its own place.
         """
-        absolute = Path(path).absolute()
-        place = self._place_of(absolute)
-        return place if if_any or not _saved.isdisjoint((place, place.parent)) else absolute
+        self._results.clear()
+        place = self._aside(path)
+        known = not _saved.isdisjoint((place, place.parent))
+        return place if if_any or known else Path(path).absolute()
 
-    def _place_of(self, absolute: Path) -> Path:
-        scratch = Path(self._world.directory) / "checkpoints"
-        if not self._on or absolute.is_relative_to(scratch):
-            return absolute
-        return scratch / absolute.relative_to(absolute.anchor)
+    def _aside(self, path: str | Path) -> Path:
+        absolute = Path(path).absolute()
+        return _place_of(absolute, self._world) if self._on else absolute
 
     def _unpacked(self, batch: ShardedBatch) -> tuple[ShardedBatch, WholeBatch]:
         """Return the batch with plain payloads, and the whole batch that they are shards of."""
