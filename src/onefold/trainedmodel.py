@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, overload
 
@@ -292,7 +293,9 @@ class TrainedModel:
         with session.telling_others():
             session.resumption.begin_save()
             place = session.verifying.writes_to(directory)
-            return session.checkpoints.save(place, keeping=keeping, wait=wait, extra=copied)
+            save = partial(session.checkpoints.save, keeping=keeping, wait=wait, extra=copied)
+            saved: Path = session.verifying.result(place, None, lambda: save(place))
+            return saved
 
     @overload
     def load(self, directory: str | Path, *, changed: Collection[str] = ...) -> Checkpoint: ...

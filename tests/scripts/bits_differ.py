@@ -82,7 +82,7 @@ def main() -> None:
         for model in models
     ]
     generator = torch.Generator().manual_seed(1)
-    while True:
+    for _ in range(100):
         batch = (
             torch.randn(12, 8, generator=generator),
             torch.randn(12, 1, generator=generator),

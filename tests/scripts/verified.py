@@ -60,13 +60,12 @@ def main() -> None:
     data = Augmented(inputs, torch.randint(0, 3, (64,), generator=generator))
     if FAULT == "raise":
         raise RuntimeError("no run at all")
-    for _ in trainer.epochs(1000):
+    for _ in trainer.epochs(100):
         for batch in trainer.loader(data, batch_size=10, shuffle=True):
             trainer.step(batch)
             trainer.save("run")
             if FAULT == "real" and trainer.steps == 2:
                 return
-    raise AssertionError("verify ends the script after the steps that it was asked for")
 
 
 if __name__ == "__main__":

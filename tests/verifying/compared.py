@@ -20,9 +20,9 @@ class Compared:
     """Makes trainers that take part in a comparison of a few steps."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.folder = folder
+        self.folder = folder = folder / "comparison"
         self.run = folder / "0"
-        self.run.mkdir()
+        self.run.mkdir(parents=True)
         self._patch = monkeypatch
         monkeypatch.setattr("onefold.verifying._progress", [])
         self.world = World(

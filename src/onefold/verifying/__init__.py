@@ -11,8 +11,8 @@ Note: past the steps that are compared
 --------------------------------------
 A script may make its next Trainer only after the last step of the one before. So it goes on past
 the steps that are compared, but nothing is computed any more for that Trainer: a step returns the
-last one again, a loader gives its last batch again, an evaluation of the same model its last
-result. What the script saves by PyTorch lies in the comparison's folder as well.
+last one again, a loader gives its last batch again, an evaluation or a save of the same model its
+last result. What the script saves by PyTorch lies in the comparison's folder as well.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ __all__ = ["Verifying", "prepare_process"]
 
 
 _PATIENCE = 10
-_LONGEST = 1_000_000
+_LONGEST = 100_000
 """Steps that are not computed, after which a script is taken for one that waits for a result."""
 
 _progress: list[_Progress] = []
@@ -117,10 +117,10 @@ def _loading_from_aside(load: Callable[..., Any], world: World) -> Callable[...,
 
 def _place_of(absolute: Path, world: World) -> Path:
     """Where a run of a comparison has what the script saves under a path."""
-    scratch = Path(world.directory) / "checkpoints"
-    if absolute.is_relative_to(scratch):
+    # What lies there already is onefold's own, or a path that was returned before.
+    if any(map(absolute.is_relative_to, (world.options.probe, world.directory))):
         return absolute
-    return scratch / absolute.relative_to(absolute.anchor)
+    return Path(world.directory) / "checkpoints" / absolute.relative_to(absolute.anchor)
 
 
 class Verifying:
@@ -290,7 +290,7 @@ class Verifying:
         return self._same[name]
 
     def result(self, function: object, data: object, compute: Callable[[], Any]) -> Any:
-        """Return what a call over a data set gives; of the same model and data, what it gave."""
+        """Return what an evaluation or a save gives; of the same model and data, what it gave."""
         if not self.is_done:
             return compute()
         for known, of, result in self._results:
