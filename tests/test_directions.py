@@ -161,6 +161,85 @@ def test_settings_of_the_wrong_kind_are_refused_when_they_are_loaded(
     again.step(points(8))
 
 
+def of_many(values: list[Any]) -> dict[str, Any]:
+    return {"kind of value": "tuple", "items": values}
+
+
+NAN = {"kind of value": "float", "items": "nan"}
+RANGES: dict[str, tuple[str, Any, str]] = {
+    "a rate below 0": ("lr", -1, "lr .* is -1 .*AdamW refuses .Invalid learning rate: -1.*"),
+    "a rate that is no number": ("lr", NAN, "lr .* is nan .*, which is not finite.*"),
+    "a beta of 2": ("betas", of_many([2.0, 0.9]), r"betas .* is \(2.0, 0.9\) .*index 0: 2.0.*"),
+    "a beta that is no number": ("betas", of_many([0.9, NAN]), r"betas .* is \(0.9, nan\) .*"),
+    "a decay without end": (
+        "weight_decay",
+        {"kind of value": "float", "items": "inf"},
+        "weight_decay .* is inf .*",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", RANGES)
+def test_settings_out_of_range_are_refused_when_they_are_loaded(kind: str, tmp_path: Path) -> None:
+    key, value, words = RANGES[kind]
+    trainer = adam()
+    trainer.step(points(8))
+    changed(trainer.save(tmp_path), key, value)
+    again = adam()
+    before, drawn = again.fingerprint(), torch.get_rng_state()
+    with pytest.raises(CheckpointError, match=f"{words}expected settings that AdamW takes"):
+        again.load(tmp_path)
+    assert again.fingerprint() == before
+    assert again._session.engine.update.optimizer.param_groups[0]["lr"] == 0.1
+    assert torch.equal(torch.get_rng_state(), drawn)
+    again.load(tmp_path, changed=["optimizer"])
+
+
+def test_settings_of_several_optimizers_are_asked_of_each(tmp_path: Path) -> None:
+    def several() -> onefold.Trainer:
+        model = line()
+        sgd = torch.optim.SGD([model.weight], lr=0.1, momentum=0.9, nesterov=True)
+        optimizers = [torch.optim.AdamW([model.bias]), sgd]
+        return make_trainer(model, optimizer=optimizers)  # type: ignore[arg-type]
+
+    trainer = several()
+    trainer.step(points(8))
+    folder = trainer.save(tmp_path)
+    several().load(tmp_path)
+    record = json.loads((folder / "run.json").read_text())
+    record["optimizer"]["settings"][1]["momentum"] = 0
+    seal(folder, json.dumps({**record, "sha256": "0" * 64}, indent=2) + "\n")
+    words = "momentum of the optimizer's group 1 is 0 .*SGD refuses .Nesterov momentum requires"
+    with pytest.raises(CheckpointError, match=words):
+        several().load(tmp_path)
+
+
+class Choosy(torch.optim.SGD):
+    """Takes other arguments than its settings, so that nobody else can make one."""
+
+    def __init__(self, model: nn.Module, rate: float) -> None:
+        super().__init__(model.parameters(), lr=rate)
+
+
+@pytest.mark.parametrize("made", [lambda m: Choosy(m, 0.1), lambda m: by_hand(m)])
+def test_what_a_class_does_not_check_is_loaded(
+    made: Callable[[nn.Module], torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    trainer = make_trainer(model := line(), optimizer=made(model))
+    trainer.step(points(8))
+    trainer.save(tmp_path)
+    again = make_trainer(other := line(), optimizer=made(other))
+    again.load(tmp_path)
+    again.step(points(8))
+
+
+def by_hand(model: nn.Module) -> torch.optim.Optimizer:
+    """Goes uphill, by a rate that the class would refuse."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["lr"] = -0.1
+    return optimizer
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [("lr", 1), ("lr", {"kind of value": "tensor", "dtype": "float32", "items": 0.5})],

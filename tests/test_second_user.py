@@ -103,6 +103,28 @@ def networks() -> Iterator[tuple[list[str], list[str]]]:
             ip("netns", "del", name)
 
 
+SECRET = {"ONEFOLD_SECRET": "long enough that nobody guesses it"}
+
+
+def start(where: list[str], *words: object, **more: str) -> subprocess.Popen[str]:
+    """Start something in a network; what it says is read by its user."""
+    common = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29555", "WORLD_SIZE": "2"}
+    alone = {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "GLOO_SOCKET_IFNAME": "way"}
+    return subprocess.Popen(
+        [*where, sys.executable, *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(SOURCE), **common, **alone, **more},
+    )
+
+
+def end(*processes: subprocess.Popen[str] | None) -> None:
+    for process in filter(None, processes):
+        process.kill()
+        process.communicate()
+
+
 @needs_root
 @needs_ip
 @pytest.mark.processes
@@ -112,34 +134,75 @@ def test_a_stranger_who_reaches_the_store_does_not_get_between_devices(
     networks: tuple[list[str], list[str]], when: str, rank: int
 ) -> None:
     """Early: before the device comes whose part he takes; late: after it has said its own."""
-    common = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29555", "WORLD_SIZE": "2"}
-    alone = {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "GLOO_SOCKET_IFNAME": "way"}
-    secret = {"ONEFOLD_SECRET": "long enough that nobody guesses it"}
     inside, outside = networks
-
-    def start(where: list[str], *words: object, **more: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [*where, sys.executable, *map(str, words)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(SOURCE), **common, **alone, **secret, **more},
-        )
-
-    first = start(inside, SCRIPTS / "apart.py", "train", RANK="0")
+    first = start(inside, SCRIPTS / "apart.py", "train", RANK="0", **SECRET)
     key = f"onefold/-29555-/kind/{rank}"
     stranger = start(outside, SCRIPTS / "stranger.py", "10.77.0.1", "29555", key, "cpu")
     second = None
     try:
         assert stranger.stdout is not None
         assert stranger.stdout.readline() == "set\n"
-        second = start(inside, SCRIPTS / "apart.py", "train", RANK="1")
+        second = start(inside, SCRIPTS / "apart.py", "train", RANK="1", **SECRET)
         hurt = first if when == "early" else second
         said = "".join(hurt.communicate(timeout=LIMIT_S))
         assert hurt.returncode != 0
         assert f"a value under {key} that was written without the secret" in said
         assert "a stranger writes to the store" in said
     finally:
-        for process in filter(None, (first, second, stranger)):
-            process.kill()
-            process.communicate()
+        end(first, second, stranger)
+
+
+@needs_root
+@needs_ip
+@pytest.mark.processes
+@pytest.mark.full
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("when", "secret"),
+    [
+        # That he gets in between where there is no secret makes the others worth something.
+        ("late", {}),
+        ("late", SECRET),
+        ("early", SECRET),
+    ],
+)
+def test_a_relay_in_another_network_does_not_get_between_devices(
+    networks: tuple[list[str], list[str]], when: str, secret: dict[str, str]
+) -> None:
+    """Early: he is there before the devices, and writes their addresses before they do; late: when
+    device 0 has said its own kind. He has the store and the connection that device 1 makes."""
+    inside, outside = networks
+    low, high = "10.76.0.2", "10.77.0.2"
+    subprocess.run([*outside, "ip", "addr", "add", f"{low}/32", "dev", "way"], check=True)
+    subprocess.run([*inside, "ip", "route", "add", f"{low}/32", "via", high], check=True)
+    between = (SCRIPTS / "between.py", "10.77.0.1", "29555", low, high)
+    relay = start(outside, *between) if when == "early" else None
+    first = start(inside, SCRIPTS / "apart.py", "train", RANK="0", **secret)
+    key, second = "onefold/-29555-/group/0/1/onefold//cpu//0/0", None
+    stranger = None
+    try:
+        if when == "early":
+            stranger = start(outside, SCRIPTS / "stranger.py", "10.77.0.1", "29555", key, "x")
+            assert stranger.stdout is not None
+            assert stranger.stdout.readline() == "set\n"
+        else:
+            registered = (SCRIPTS / "registered.py", "10.77.0.1", "29555", "onefold/-29555-/kind/0")
+            subprocess.run([*outside, sys.executable, *registered], check=True, timeout=LIMIT_S)
+            relay = start(outside, *between)
+        assert relay is not None
+        assert relay.stdout is not None
+        assert relay.stdout.readline() == "ready\n"
+        place = {"MASTER_ADDR": high}
+        second = start(inside, SCRIPTS / "apart.py", "train", RANK="1", **secret, **place)
+        devices = (first, second)
+        said = ["".join(device.communicate(timeout=LIMIT_S)) for device in devices]
+        relay.kill()
+        done, _ = relay.communicate()
+        assert ("passed on" in done) == (not secret), said
+        assert "replaced" in done or when == "early"
+        assert all((device.returncode == 0) == (not secret) for device in devices), said
+        if secret:
+            assert any("that was written without the secret of this run" in each for each in said)
+            assert "a stranger writes to the store" in said[0] + said[1]
+    finally:
+        end(first, second, stranger, relay)

@@ -259,3 +259,72 @@ def test_bits_are_those_of_the_values(name: str) -> None:
     assert bits_of(ours).tolist() == theirs.reshape(-1).view(torch.uint8).tolist()
     received = decode(encode(ours, "a form"))
     assert values([(name, received)]) == values([(name, theirs)])
+
+
+class Rotating(torch.optim.Optimizer):
+    """Keeps matrices beside whole parameters, as SOAP and Shampoo do: some lie column by column."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            gradient, state = parameter.grad.flatten(1), self.state[parameter]
+            if not state:
+                state["square"] = torch.zeros(len(gradient), len(gradient))
+                state["image"] = drawn(2, 3, 2, 2).to(memory_format=torch.channels_last)
+                # Of the parameter's own shape where that is square, and never in its strides.
+                state["mean"] = torch.zeros(gradient.shape[::-1]).t()
+            state["square"] += gradient @ gradient.t()
+            state["basis"] = torch.linalg.qr(state["square"])[0]
+            state["mean"].lerp_(state["basis"] @ gradient, 0.5)
+            state["image"].mul_(state["basis"].diagonal().sum())
+            change = state["basis"].t() @ state["mean"] * state["image"].std()
+            parameter.sub_(0.05 * change.view(parameter.shape))
+
+    def reset(self) -> None:
+        """An optimizer with methods of its own has the states of all parameters in `changing`."""
+
+
+def rotating(devices: int) -> onefold.Trainer:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(3, 24), nn.Tanh(), nn.Linear(24, 24), nn.Linear(24, 5))
+    weights = [layer.weight for layer in model if isinstance(layer, nn.Linear)]
+    for layer in model[::2]:
+        layer.bias.requires_grad_(False)
+    model[3].bias.requires_grad_(False)
+    return make_trainer(model, loss, optimizer=Rotating(weights), devices=devices, stages=[*model])
+
+
+def strides_of(trainer: onefold.Trainer) -> list[dict[str, tuple[int, ...]]]:
+    states = trainer._session.engine.update.optimizer_states()
+    return [{s.key: s.value.stride()} for s in sorted(states, key=lambda s: (s.piece, s.key))]
+
+
+@pytest.mark.parametrize("keep", ["all", "span", "host"])
+@pytest.mark.parametrize(("devices", "others"), [(1, 1), (1, 2), (2, 1)])
+def test_matrices_of_an_optimizer_lie_as_they_did(
+    keep: str, devices: int, others: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    world = World(options=RunOptions(keep=keep))  # type: ignore[arg-type]
+    monkeypatch.setattr("onefold.trainer.current_world", lambda: world)
+    trainer = rotating(devices)
+    for _ in range(2):
+        trainer.step(SAMPLES)
+    trainer.save(tmp_path)
+    expected = strides_of(trainer)
+    with trainer.changing():
+        pass  # states go to all devices and back
+    assert strides_of(trainer) == expected
+    assert (1, 24) in [stride for each in expected for stride in each.values()]
+    for _ in range(3):
+        trainer.step(SAMPLES)
+    resumed = rotating(others)
+    resumed.load(tmp_path)
+    assert strides_of(resumed) == expected
+    for _ in range(3):
+        resumed.step(SAMPLES)
+    assert resumed.fingerprint() == trainer.fingerprint()
+    trainer.close()
+    resumed.close()

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -285,3 +286,66 @@ def test_a_run_goes_on_after_an_evaluation_that_failed(fails: str) -> None:
     for trainer in (with_failure, without):
         trainer.step(points(7))
     assert with_failure.fingerprint() == without.fingerprint()
+
+
+SUMS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "a function": lambda x, y: F.mse_loss(x, y, reduction="sum"),
+    "a module": lambda x, y: nn.L1Loss(reduction="sum")(x, y),
+    "of old": lambda x, y: nn.MSELoss(size_average=False)(x, y),
+    "in another dtype": lambda x, y: -F.huber_loss(x, y, reduction="sum").detach().double(),
+}
+NO_SUMS: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    "a mean": F.mse_loss,
+    "divided": lambda x, y: F.mse_loss(x, y, reduction="sum") / len(x),
+    "divided where it is": lambda x, y: F.mse_loss(x, y, reduction="sum").div_(len(x)),
+    "a Mean": lambda x, y: onefold.Mean(F.mse_loss(x, y, reduction="sum"), len(x)),
+    "a Sum": lambda x, y: onefold.losses.mse_loss(x, y, reduction="sum") / 6,
+}
+
+
+def paired(samples: int) -> TensorDataset:
+    return TensorDataset(*points(samples))
+
+
+@pytest.mark.parametrize("batch_size", [3, 6], ids=["one sample a shard", "two"])
+@pytest.mark.parametrize("form", SUMS)
+@pytest.mark.filterwarnings("ignore:size_average")
+def test_a_sum_is_not_read_as_a_mean(form: str, batch_size: int) -> None:
+    trainer = make_trainer(shards=3)
+    with pytest.raises(LossError, match=r"'a' of batch 0 .*is a sum over the shard \(reduction"):
+        trainer.evaluate(
+            lambda m, b: {"a": SUMS[form](m(b[0]), b[1])}, paired(6), batch_size=batch_size
+        )
+
+
+@pytest.mark.parametrize("form", NO_SUMS)
+def test_what_is_divided_is_no_sum(form: str) -> None:
+    model, (inputs, targets) = line(), points(6)
+    expected = F.mse_loss(model(inputs), targets).item()
+    scores = make_trainer(model, shards=3).evaluate(
+        lambda m, b: {"a": NO_SUMS[form](m(b[0]), b[1])}, paired(6), batch_size=3
+    )
+    assert scores["a"] == pytest.approx(expected)
+
+
+def test_a_sum_over_all_there_is_may_be_returned() -> None:
+    scores = make_trainer(shards=1).evaluate(
+        lambda m, b: {"a": SUMS["a function"](b[0], b[0] + 1)}, paired(6), batch_size=6
+    )
+    assert scores["a"] == 6 * 3
+
+
+def test_looking_for_sums_does_not_choose_kernels() -> None:
+    """PyTorch computes transformers in evaluation another way where it sees a function mode."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    data = TensorDataset(torch.randn(4, 5, 8))
+    seen: list[torch.Tensor] = []
+
+    def score(model: nn.Module, batch: list[torch.Tensor]) -> Scores:
+        seen.append(model(batch[0]))
+        return {"a": seen[-1].mean()}
+
+    make_trainer(layer, shards=2).evaluate(score, data, batch_size=4)
+    with torch.no_grad():
+        assert torch.equal(layer.eval()(data[:2][0]), seen[0])

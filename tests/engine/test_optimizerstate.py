@@ -305,6 +305,14 @@ def test_tensors_that_do_not_fit_are_named(changed: dict[str, Any], words: str) 
         check_saved(KEYS, kinds(**changed), pieces, layout)
 
 
+@pytest.mark.parametrize("stride", [[1], [5, 2], [2, 8], [1, 0], [1, 1 << 40]])
+def test_strides_with_gaps_are_refused(stride: list[int]) -> None:
+    layout, pieces = model()
+    check_saved(KEYS, kinds(), pieces, layout, {"turned.exp_avg": [1, 4]})
+    with pytest.raises(ValueError, match=r"turned\.exp_avg has strides .*\(4, 5\) without gaps"):
+        check_saved(KEYS, kinds(), pieces, layout, {"turned.exp_avg": stride})
+
+
 def test_a_divided_parameter_has_no_state_of_another_shape() -> None:
     layout, pieces = model()
     taken = take_apart({"wide": ["row"]}, {}, lambda name: torch.zeros(70), [1], pieces, layout)

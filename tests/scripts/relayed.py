@@ -14,30 +14,43 @@ import struct
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 LOCALHOST = socket.inet_aton("127.0.0.1")
+Change = Callable[[bytes], bytes]
+
+
+def same(data: bytes) -> bytes:
+    return data
+
+
+def carry(one: socket.socket, other: socket.socket, change: Change) -> None:
+    with suppress(OSError):
+        while data := one.recv(65536):
+            other.sendall(change(data))
+        other.shutdown(socket.SHUT_WR)
+
+
+def pass_on(
+    listener: socket.socket, place: tuple[str, int], forth: Change = same, back: Change = same
+) -> None:
+    """Pass on what comes at a listener to a place, and back what that says; for ever."""
+    while True:
+        here, _ = listener.accept()
+        there = socket.create_connection(place)
+        for ends in ((here, there, forth), (there, here, back)):
+            threading.Thread(target=carry, args=ends, daemon=True).start()
 
 
 def relay(port: int) -> None:
     """Pass on, in both directions, what comes on a port of its own, which is printed."""
-
-    def carry(one: socket.socket, other: socket.socket) -> None:
-        with suppress(OSError):
-            while data := one.recv(65536):
-                other.sendall(data)
-            other.shutdown(socket.SHUT_WR)
-
     with socket.create_server(("127.0.0.1", 0)) as listener:
         print(listener.getsockname()[1], flush=True)
         sys.stdin.close()
-        while True:
-            here, _ = listener.accept()
-            there = socket.create_connection(("127.0.0.1", port))
-            for ends in ((here, there), (there, here)):
-                threading.Thread(target=carry, args=ends, daemon=True).start()
+        pass_on(listener, ("127.0.0.1", port))
 
 
 def main(rank: int, secret: str, kind: str) -> None:

@@ -262,6 +262,7 @@ _OPTIMIZER: tuple[tuple[str, _Check, str], ...] = (
     ("settings_at_start", _list_of(_is_object), "settings for each group"),
     ("tensors", _by_name(_list_of(_is_text)), "lists of keys by name"),
     ("other_state", _by_name(_is_state), "values by name"),
+    ("strides?", _by_name(_list_of(_is_count)), "strides by name"),
 )
 
 _AVERAGE: tuple[tuple[str, _Check, str], ...] = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import platform
@@ -28,11 +29,11 @@ from onefold.core.precision import Precision
 from onefold.core.settings import Settings
 from onefold.core.team import Team
 from onefold.engine.engine import Engine
-from onefold.engine.optimizers import name_of
+from onefold.engine.optimizers import name_of, optimizers_in
 from onefold.engine.schedule import RunSchedule
 from onefold.errors import CheckpointError
 from onefold.reading.position import Position, check_same
-from onefold.system.words import listed
+from onefold.system.words import listed, message_of
 
 __all__ = ["OF_THE_SCRIPT", "RunState"]
 
@@ -181,6 +182,7 @@ class RunState:
         check_same("optimizer", one["class"], other["class"], changed, "optimizer")
         if "optimizer" not in changed:
             self._check_kinds(one["settings"])
+            self._check_ranges(one["settings"])
         groups = len(one["settings"]), len(other["settings"])
         check_same("optimizer", *groups, changed=changed, name="a number of parameter groups of")
         # By name: the same parameters in other groups would silently train with other settings.
@@ -209,6 +211,28 @@ class RunState:
                         f"{key} of the optimizer's group {number} is {came!r} in the checkpoint "
                         f"and {here!r} in this script: expected both to be of one kind"
                     )
+
+    def _check_ranges(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse settings that are not finite, or that the optimizer's own class refuses."""
+        given = optimizers_in(self._optimizer).values()
+        kinds = [type(each) for each in given for _ in each.param_groups]
+        groups = zip(kinds, self._optimizer.param_groups, saved, strict=False)
+        for number, (kind, group, values) in enumerate(groups):
+            read = {k: from_json(v) for k, v in values.items() if k not in OF_THE_SCRIPT}
+            came, said = {**group, **read}, "which is not finite"
+            wrong = [k for k in read if not _is_finite(read[k]) and _is_finite(group.get(k, 0))]
+            # A class that takes other arguments, or refuses what the script has set, says nothing.
+            if not wrong and not _refusal(kind, group) and (said := _refusal(kind, came)):
+                alone = [k for k in read if k in group and not _refusal(kind, came | {k: group[k]})]
+                wrong = alone or [k for k in read if k in group and read[k] is not group[k]]
+            if wrong:
+                shown = ", ".join(repr(read[k]) for k in wrong)
+                raise CheckpointError(
+                    f"{', '.join(wrong)} of the optimizer's group {number} is {shown} in the "
+                    f"checkpoint, {said}: expected settings that {kind.__name__} takes. Go on from "
+                    f"another checkpoint, or begin with a new optimizer: trainer.load(..., "
+                    f"changed=['optimizer'])"
+                )
 
     def _check_average(self, run: Mapping[str, Any], changed: Collection[str]) -> None:
         """Refuse another average than the script asks for; it need not ask for one to go on."""
@@ -301,6 +325,24 @@ def _is_alike(came: object, here: object) -> bool:
 def _is_number(value: object) -> bool:
     of_one = isinstance(value, torch.Tensor | np.ndarray) and math.prod(value.shape) == 1
     return of_one or (isinstance(value, int | float) and not isinstance(value, bool))
+
+
+def _is_finite(value: object) -> bool:
+    if isinstance(value, tuple | list):
+        return all(map(_is_finite, value))
+    return not _is_number(value) or math.isfinite(value)  # type: ignore[arg-type]
+
+
+def _refusal(kind: type[torch.optim.Optimizer], settings: Mapping[str, Any]) -> str:
+    """What an optimizer's class says against settings, asked for one parameter of no use."""
+    try:
+        taken = inspect.signature(kind).parameters.keys() - {"params"}
+        with torch.random.fork_rng(devices=[]):
+            parameter = torch.nn.Parameter(torch.zeros(1, 1))
+            kind([parameter], **{k: v for k, v in settings.items() if k in taken})
+    except Exception as error:
+        return f"which {kind.__name__} refuses ({message_of(error)})"
+    return ""
 
 
 def _grouped(names: list[list[str]]) -> dict[str, int]:

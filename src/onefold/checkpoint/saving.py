@@ -129,7 +129,8 @@ class Saving:
 
     @staticmethod
     def _add_state(record: dict[str, Any], state: JoinedState) -> None:
-        record["optimizer"] |= {"tensors": state.keys, "other_state": state.values}
+        kept = {"tensors": state.keys, "other_state": state.values, "strides": state.strides}
+        record["optimizer"] |= kept
 
     @staticmethod
     def _put(

@@ -97,6 +97,8 @@ class StoredStates:
             for name, keys in saved["tensors"].items()
         }
         self._values = saved["other_state"] if self._with_optimizer else {}
+        # An earlier version did not save them.
+        self._strides = saved.get("strides", {})
 
     def check(self) -> None:
         """Refuse states that do not fit, before anything is changed.
@@ -105,7 +107,8 @@ class StoredStates:
             ValueError: a tensor is missing, or of another shape or type than is expected.
         """
         storage = self._storage
-        check_saved(self._keys, self._kind_of, storage.pieces, storage.masters)
+        layouts = storage.pieces, storage.masters, self._strides
+        check_saved(self._keys, self._kind_of, *layouts)
         for name, values in self._values.items():
             for key in (MASTER, AVERAGE):
                 if key in values:
@@ -122,7 +125,8 @@ class StoredStates:
     def pieces(self, owned: Iterable[int]) -> torch.Tensor:
         """Pack the states of some pieces, averages among them, for the process that owns them."""
         storage, read = self._storage, self._files.read
-        states = take_apart(self._keys, self._values, read, owned, storage.pieces, storage.masters)
+        layouts = storage.pieces, storage.masters, self._strides
+        states = take_apart(self._keys, self._values, read, owned, *layouts)
         return packed(list(states), self._heap)
 
     def values(self, owned: Iterable[int]) -> torch.Tensor:

@@ -33,7 +33,9 @@ __all__ = [
     "Piece",
     "aligned",
     "bits_of",
+    "dense_stride",
     "extent",
+    "is_dense",
     "laid_out",
     "lay_out",
     "same_bits",
@@ -142,7 +144,7 @@ def lay_out(tensors: Mapping[str, torch.Tensor]) -> Layout:
                 section=dtypes.index(tensor.dtype),
                 offset=filled[tensor.dtype],
                 shape=tuple(tensor.shape),
-                stride=_dense_stride(tensor),
+                stride=dense_stride(tensor),
                 numel=tensor.numel(),
             )
         )
@@ -291,17 +293,22 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(first, bits_of(other).to(first.device))
 
 
-def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
+def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
     """The tensor's own strides if its elements fill one stretch of memory, else contiguous ones."""
+    dense = is_dense(tensor.shape, tensor.stride())
+    return tuple(tensor.stride()) if dense else _contiguous_stride(tensor.shape)
+
+
+def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether the elements of a tensor with these strides fill one stretch of memory."""
     # From the fastest dimension to the slowest, each stride must be the size of what lies below it.
     # Dimensions of length 1 are exempt: PyTorch leaves arbitrary strides there.
     expected = 1
-    dims = sorted(zip(tensor.stride(), tensor.shape, strict=True))
-    for stride, size in dims:
-        if size != 1 and stride != expected:
-            return _contiguous_stride(tensor.shape)
+    for step, size in sorted(zip(stride, shape, strict=True)):
+        if size != 1 and step != expected:
+            return False
         expected *= size
-    return tuple(tensor.stride())
+    return True
 
 
 def _contiguous_stride(shape: Iterable[int]) -> tuple[int, ...]:

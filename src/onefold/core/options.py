@@ -52,6 +52,8 @@ class RunOptions:
     """What may differ from the run that wrote the checkpoints."""
     saves: bool = False
     """Whether workers that are asked to stop save themselves, as they do with ``checkpoint``."""
+    stop_signals: tuple[str, ...] = ()
+    """Signals by which another launcher than onefold's asks a process to stop, such as USR1."""
     grace_s: float = DEFAULT_GRACE_S
     """How long a run that is asked to stop may take to save itself."""
     restarts: int = 0
@@ -130,7 +132,7 @@ class RunOptions:
     @property
     def may_stop(self) -> bool:
         """Whether the run saves itself when it is asked to stop."""
-        return self.saves or bool(self.checkpoint)
+        return self.saves or bool(self.checkpoint) or bool(self.stop_signals)
 
 
 def _is_keep(keep: object) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from onefold.core.batch import ShardedBatch, move
 from onefold.core.fold import fold_shards
@@ -18,6 +19,7 @@ from onefold.core.mean import weigh
 from onefold.core.randomness import derive_seed, seed_generators
 from onefold.engine.engine import Engine
 from onefold.engine.kernels import calls_compiled
+from onefold.engine.lending import QUICK
 from onefold.engine.outside import modules_of
 from onefold.engine.replica import Replica
 from onefold.errors import DisagreementError, LossError
@@ -31,6 +33,9 @@ _GATHERED = (
     "over the whole data set: trainer.predict gives the values of every sample, and then score "
     "those; for the loss of a batch: call it outside of the trainer's calls"
 )
+
+_SAME = frozenset({"clone", "cpu", "detach", "double", "float", "neg", "squeeze", "to"})
+"""What gives a scalar another dtype, device or sign, and divides it by nothing."""
 
 ScoreFunction = Callable[[torch.nn.Module, Any], object]
 """Takes the model and one shard; returns a dict of values as `onefold.core.mean` reads them."""
@@ -63,12 +68,12 @@ def evaluate(
                 score = during.enter_context(engine.lending.passes(score))
             shards = batch.plan.shards
             samples += batch.samples
+            sums = _Sums() if number == 0 and call.may_note_sums(engine, batch) else None
             with scoring(engine, batch, "the first batch of an evaluation", first=number == 0):
                 for replica in engine.replicas:
                     with engine.attached(replica):
-                        _score_shards(
-                            replica, score, batch, number, tallies[replica.number], engine.seed
-                        )
+                        tally = tallies[replica.number]
+                        _score_shards(replica, score, batch, number, tally, engine.seed, sums)
     call.agree_on_end(engine, samples, batch)
     return _combine(engine.exchange, tallies, shards)
 
@@ -100,9 +105,23 @@ class DataCall:
     def at_hand(self, engine: Engine) -> AbstractContextManager[None]:
         """Have all parameters on this device where those of one stage will not do."""
         # Compiled code takes all of its parameters as arguments.
-        modules = [engine.replicas[0].module, *modules_of(self.function)]
-        compiled = any(calls_compiled(module, self.function) for module in modules)
-        return engine.whole(self.step) if compiled else nullcontext()
+        return engine.whole(self.step) if self._is_compiled(engine) else nullcontext()
+
+    def may_note_sums(self, engine: Engine, batch: ShardedBatch) -> bool:
+        """Whether to look for sums in a batch: not where one shard is all, and right in any case.
+
+        Nor where PyTorch would choose other kernels, or compile anew, as it sees the looking.
+        """
+        alone = batch.plan.shards == 1 and batch.samples == self.samples
+        modules = self._modules(engine)
+        quick = any(isinstance(part, QUICK) for module in modules for part in module.modules())
+        return not (alone or quick or self._is_compiled(engine))
+
+    def _modules(self, engine: Engine) -> list[torch.nn.Module]:
+        return [engine.replicas[0].module, *modules_of(self.function)]
+
+    def _is_compiled(self, engine: Engine) -> bool:
+        return any(calls_compiled(module, self.function) for module in self._modules(engine))
 
     def agree(self, engine: Engine, batch: ShardedBatch) -> None:
         """Wait for all devices to have read their first batch, and compare what they were given.
@@ -138,6 +157,40 @@ class DataCall:
         engine.agree(head, function=self.function)
         if last is None:
             raise ValueError("the stream yields nothing: expected at least one sample")
+
+
+class _Sums(TorchFunctionMode):
+    """Notes scalars that are sums by an argument of their loss, as scores have no graph to say so.
+
+    Not for steps: in which of them one looks depends on where a run was resumed, and a mode may
+    show in their bits. See `onefold.engine.losscheck`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._found: dict[int, torch.Tensor] = {}  # kept: another tensor would get the same id
+
+    def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        result = function(*args, **given)
+        name = getattr(function, "__name__", "")
+        kept = name in _SAME and any(id(each) in self._found for each in args[:1])
+        if kept or given.get("reduction") == "sum" or given.get("size_average") is False:
+            self._found[id(result)] = result
+        else:
+            self._found.pop(id(result), None)  # divided where it is
+        return result
+
+    def refuse(self, values: dict[str, Any], where: str) -> None:
+        """Refuse values that are noted; all but scalars are read as one value a sample."""
+        for name, value in values.items():
+            if id(value) in self._found and not value.dim():
+                raise LossError(
+                    f"the value {name!r} of {where} is a sum over the shard (reduction='sum'), and "
+                    f"onefold reads a scalar as the mean over the shard's samples. Return "
+                    f"onefold.Sum(total) for a sum over the data set, and the values with "
+                    f"reduction='none' for a mean"
+                )
 
 
 class _Tally:
@@ -193,12 +246,16 @@ def _score_shards(
     number: int,
     tally: _Tally,
     seed: int,
+    sums: _Sums | None,
 ) -> None:
     tally.batches.append({})
     for shard in batch.plan.shards_of(replica.number):
         if shard in batch.shards:
             where = f"batch {number} of an evaluation, shard {shard}"
-            values = values_of_shard(replica, score, batch, (number, shard), seed, where)
+            with sums or nullcontext():
+                values = values_of_shard(replica, score, batch, (number, shard), seed, where)
+            if sums:
+                sums.refuse(values, where)
             tally.add(shard, values, batch.count_of(shard).samples, where)
 
 

@@ -55,13 +55,14 @@ from onefold.errors import LineError
 from onefold.exchange.carrier import Want
 from onefold.exchange.exchange import Exchange
 
-__all__ = ["SpanLending", "lending_of"]
+__all__ = ["QUICK", "SpanLending", "lending_of"]
 
 _AT_HAND = 2
 """Stages, besides the root, that are in use at one time in backward; one more is on its way."""
 
 
-_QUICK = torch.nn.TransformerEncoderLayer, torch.nn.MultiheadAttention
+QUICK = torch.nn.TransformerEncoderLayer, torch.nn.MultiheadAttention
+"""Modules for which PyTorch has quick paths; see the head."""
 _WITH_ALL = (
     "devices that do not keep all parameters (--keep) have them brought by such hooks, which "
     "torch.func does not allow: use torch.autograd.grad, or call trainer.evaluate and "
@@ -440,5 +441,5 @@ def _looked_at(part: torch.nn.Module) -> list[torch.nn.Parameter]:
     if isinstance(part, torch.nn.TransformerEncoder):
         parts = [*part.layers[:1]]
     else:
-        parts = [part] if isinstance(part, _QUICK) else []
+        parts = [part] if isinstance(part, QUICK) else []
     return [p for each in parts if not each.training for p in each.parameters()]

@@ -21,7 +21,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from onefold.core.flat import Layout, Piece, aligned, bits_of, laid_out, storage_order
+from onefold.core.flat import (
+    Layout,
+    Piece,
+    aligned,
+    bits_of,
+    dense_stride,
+    is_dense,
+    laid_out,
+    storage_order,
+)
 from onefold.core.jsonvalue import from_bytes, from_json, to_bytes, to_json
 from onefold.system.heap import ORDINARY, Heap
 from onefold.system.tensorfile import DTYPES, Bytes, TensorParts
@@ -43,7 +52,9 @@ __all__ = [
 _DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
-def is_by_element(key: str, value: object, shape: Sequence[int]) -> bool:
+def is_by_element(
+    key: str, value: object, shape: Sequence[int], stride: Sequence[int] | None = None
+) -> bool:
     """Whether a value of an optimizer's state has one number for each element of its parameter.
 
     A count of steps does not, even where the parameter is a single number as well.
@@ -52,8 +63,12 @@ def is_by_element(key: str, value: object, shape: Sequence[int]) -> bool:
         key: the optimizer's name of the value.
         value: any value of a state.
         shape: the parameter's.
+        stride: the parameter's, if it is never cut. A value that lies otherwise then stays as it
+            is: it may be a matrix to multiply with, whose bits depend on how it lies.
     """
     if not isinstance(value, torch.Tensor) or tuple(value.shape) != tuple(shape):
+        return False
+    if stride is not None and value.stride() != tuple(stride):
         return False
     return value.dim() > 0 or key != "step"
 
@@ -81,6 +96,8 @@ class JoinedState:
     """For each parameter, which of its keys are tensors."""
     values: Mapping[str, Mapping[str, Any]]
     """For each parameter, the values of its other keys, as JSON."""
+    strides: Mapping[str, Sequence[int]]
+    """Of the tensors with several dimensions that do not lie as their parameters do."""
 
 
 def pack(states: Sequence[PieceState], room: Callable[[int], torch.Tensor]) -> None:
@@ -103,7 +120,7 @@ def pack(states: Sequence[PieceState], room: Callable[[int], torch.Tensor]) -> N
             place = first + kind[3]
             nbytes = state.value.numel() * state.value.element_size()
             target = memory[place : place + nbytes].view(state.value.dtype)
-            target.view(state.value.shape).copy_(state.value)
+            target.as_strided(state.value.shape, kind[4]).copy_(state.value)
 
 
 def described(states: Sequence[PieceState]) -> bytes:
@@ -122,8 +139,8 @@ def read_described(text: bytes) -> Iterator[PieceState]:
         if kind is None:
             yield PieceState(piece, key, from_json(value), False)
             continue
-        name, shape, by_element, _ = kind
-        empty = torch.empty(shape, dtype=_DTYPES[name], device="meta")
+        name, shape, by_element, _, stride = kind
+        empty = torch.empty_strided(shape, stride, dtype=_DTYPES[name], device="meta")
         yield PieceState(piece, key, empty, by_element)
 
 
@@ -138,7 +155,8 @@ def _listed(states: Sequence[PieceState]) -> tuple[list[list[Any]], int]:
                 raise TypeError(
                     f"the optimizer's {key} is of {value.dtype}, which no file can hold"
                 )
-            kind: list[Any] = [DTYPES[value.dtype], list(value.shape), by_element, start]
+            lies = start, list(dense_stride(value))
+            kind: list[Any] = [DTYPES[value.dtype], list(value.shape), by_element, *lies]
             start += aligned(value.numel() * value.element_size())
             listed.append([piece, key, kind, None])
         else:
@@ -170,12 +188,13 @@ def unpack(memory: torch.Tensor) -> Iterator[PieceState]:
         if kind is None:
             yield PieceState(piece, key, from_json(value), False)
             continue
-        name, shape, by_element, start = kind
+        name, shape, by_element, start, stride = kind
         dtype = _DTYPES[name]
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         stretch = memory[first + start : first + start + nbytes]
         # An empty tensor may be listed where the memory ends, and has nothing to view.
-        tensor = stretch.view(dtype).view(shape) if nbytes else torch.empty(shape, dtype=dtype)
+        empty = torch.empty(shape, dtype=dtype)
+        tensor = stretch.view(dtype).as_strided(shape, stride) if nbytes else empty
         yield PieceState(piece, key, tensor, by_element)
 
 
@@ -201,6 +220,7 @@ def join(
     tensors: list[TensorParts] = []
     keys: dict[str, list[str]] = defaultdict(list)
     values: dict[str, dict[str, Any]] = defaultdict(dict)
+    strides: dict[str, Sequence[int]] = {}
     for (number, key), parts in grouped.items():
         entry, first = layout.entries[number], parts[0]
         if not isinstance(first.value, torch.Tensor):
@@ -212,13 +232,15 @@ def join(
         shape = entry.shape if first.by_element else tuple(first.value.shape)
         stretches = coming(number, key) if coming is not None else _bytes_of(used)
         given = (f"{entry.name}.{key}", first.value.dtype, shape)
-        # What is not by element comes in rows, see `pack`.
+        if not first.by_element and len(shape) > 1:
+            strides[given[0]] = first.value.stride()
+        # What is not by element is written in rows, see `bits_of`.
         tensors.append(
             TensorParts(*given, entry.stride, stretches)
             if first.by_element
             else TensorParts.in_rows(*given, stretches)
         )
-    return JoinedState(tensors, dict(keys), dict(values))
+    return JoinedState(tensors, dict(keys), dict(values), strides)
 
 
 def _bytes_of(parts: Iterable[PieceState]) -> list[Bytes]:
@@ -230,6 +252,7 @@ def check_saved(
     kind_of: Callable[[str], tuple[tuple[int, ...], str] | None],
     pieces: Sequence[Piece],
     layout: Layout,
+    strides: Mapping[str, Sequence[int]] | None = None,
 ) -> None:
     """Refuse saved tensors that `take_apart` could not take apart.
 
@@ -238,10 +261,11 @@ def check_saved(
         kind_of: takes a tensor's name, and returns its shape and dtype; None if there is none.
         pieces: the model's.
         layout: the trained parameters'.
+        strides: see `JoinedState`.
 
     Raises:
-        ValueError: a tensor is missing, is of an unknown dtype, or has neither the shape of its
-            parameter nor that of a single number.
+        ValueError: a tensor is missing, is of an unknown dtype, has strides with gaps, or has
+            neither the shape of its parameter nor that of a single number.
     """
     # State of a parameter that is never cut may have any shape, as Adafactor's rows and columns.
     divided = {piece.entry for piece in pieces if not piece.whole}
@@ -254,6 +278,12 @@ def check_saved(
             shape, dtype = found
             if dtype not in _DTYPES:
                 raise ValueError(f"the optimizer's {name} is of {dtype}, which is not known")
+            stride = (strides or {}).get(name)
+            if stride and not (len(stride) == len(shape) and is_dense(shape, stride)):
+                raise ValueError(
+                    f"the optimizer's {name} has strides {stride}, expected those of a tensor of "
+                    f"shape {shape} without gaps"
+                )
             if number in divided and shape not in ((), entry.shape):
                 raise ValueError(
                     f"the optimizer's {name} has shape {shape}, expected that of its parameter, "
@@ -268,6 +298,7 @@ def take_apart(
     owned: Iterable[int],
     pieces: Sequence[Piece],
     layout: Layout,
+    strides: Mapping[str, Sequence[int]] | None = None,
 ) -> Iterator[PieceState]:
     """Yield the states of some pieces, cut from whole tensors.
 
@@ -278,6 +309,7 @@ def take_apart(
         owned: numbers of the wanted pieces, in order.
         pieces: the model's.
         layout: the trained parameters'.
+        strides: see `JoinedState`.
 
     Raises:
         ValueError: a parameter is cut into pieces, and a tensor of its state cannot be.
@@ -289,13 +321,15 @@ def take_apart(
         entry = layout.entries[piece.entry]
         for key in keys.get(entry.name, ()):
             name = f"{entry.name}.{key}"
+            own = (strides or {}).get(name) if piece.whole else None
             if name not in laid:
                 laid = {n: t for n, t in laid.items() if n.startswith(f"{entry.name}.")}
                 whole = read(name)
                 shaped = tuple(whole.shape) == entry.shape
-                laid[name] = laid_out(whole, entry.stride) if shaped else whole
+                stride = tuple(own) if own else entry.stride
+                laid[name] = laid_out(whole, stride) if own or shaped else whole
             tensor = laid[name]
-            by_element = is_by_element(key, tensor, entry.shape)
+            by_element = not own and is_by_element(key, tensor, entry.shape)
             if by_element:
                 tensor = storage_order(tensor)[piece.start : piece.stop]
             elif not piece.whole and tensor.dim():

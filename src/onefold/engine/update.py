@@ -355,9 +355,9 @@ class SpanOptimizer:
         found = []
         for item in self.owned:
             for key, value in self.state.get(item.values, {}).items():
-                by_element = is_by_element(key, value, item.values.shape)
-                # In storage order a piece's state joins its neighbours' as their values do. An
-                # optimizer may have made it contiguous beside a parameter that is channels_last.
+                stride = item.values.stride() if item.piece.whole else None
+                by_element = is_by_element(key, value, item.values.shape, stride)
+                # In storage order a piece's state joins its neighbours' as their values do.
                 if by_element:
                     value = storage_order(laid_out(value, item.values.stride()))
                 found.append(PieceState(item.number, key, value, by_element))

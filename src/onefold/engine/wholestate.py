@@ -104,7 +104,8 @@ class WholeState:
         for number, piece in enumerate(storage.pieces):
             entry = storage.masters.entries[piece.entry]
             for key, value in whole.get(self._update.users[piece.entry], {}).items():
-                by_element = is_by_element(key, value, entry.shape)
+                stride = entry.stride if piece.whole else None
+                by_element = is_by_element(key, value, entry.shape, stride)
                 if by_element:
                     value = storage_order(laid_out(value, entry.stride))[piece.start : piece.stop]
                 cut.append(PieceState(number, key, value, by_element))

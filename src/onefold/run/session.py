@@ -60,7 +60,7 @@ from onefold.run.team import check_devices, form_team, plan_of, settle_process
 from onefold.run.userparts import UserParts
 from onefold.run.world import have_private_caches
 from onefold.system.compilers import keep_code_in
-from onefold.system.interrupt import STOPPED_CODE
+from onefold.system.interrupt import STOPPED_CODE, requests_by_signals
 from onefold.verifying import Verifying
 from onefold.watch.timing import Span, host_now_s
 
@@ -105,6 +105,8 @@ class Session:
         optimizer = chosen_optimizer(user.optimizer, user.module, world.options)
         plan_instead(world, user, optimizer, settings)
         self.settings, self.parts = settings, user
+        # Before others are waited for: a notice that comes meanwhile would end this process.
+        self._requests = requests_by_signals(world.options.stop_signals)
         self.team = form_team(world, devices, shards=settings.shards, module=user.module)
         _keep_code_private(user, settings)
         check_devices(self.team.own_devices.values(), settings)
@@ -502,7 +504,8 @@ class Session:
 
     def _is_asked_to_stop(self) -> bool:
         """Whether this process was asked to stop; others may not know of it yet."""
-        return self._progress is not None and self._progress.stop_requested()
+        by_launcher = self._progress is not None and self._progress.stop_requested()
+        return by_launcher or bool(self._requests)
 
     def note_progress(self) -> None:
         """Tell the launcher which step is next: later failures are reported as in that step."""

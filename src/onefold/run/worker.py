@@ -31,12 +31,11 @@ import mmap
 import os
 import pickle
 import runpy
-import signal
 import sys
 import threading
 import time
 import traceback
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from onefold.checkpoint.background import finish_all
 from onefold.errors import PeerError
@@ -45,7 +44,7 @@ from onefold.run.membership import abandon, end_well
 from onefold.run.onefile import advice_on_one_file
 from onefold.run.rundir import Report, leave_note, write_report
 from onefold.run.world import current_world
-from onefold.system.interrupt import NOTICES, STOP_SIGNALS, STOPPED_CODE
+from onefold.system.interrupt import NOTICES, STOP_SIGNALS, STOPPED_CODE, take_requests
 from onefold.system.ownfiles import gather_sockets_in
 from onefold.system.process import die_with_parent
 from onefold.system.words import listed, message_of
@@ -111,30 +110,9 @@ def _keep_to_ourselves() -> None:
 
 def _take_requests_to_stop() -> None:
     """Treat a signal to this worker as one to the launcher, if the run can save itself."""
-    progress, process = progress_of(current_world()), os.getpid()
-    if progress is None or not current_world().options.may_stop:
-        return
-    before: dict[int, Any] = {}  # signal: the handler that it had
-
-    asked: list[int] = []
-
-    def request(number: int, frame: object) -> None:
-        notice = number in NOTICES
-        if os.getpid() == process and (notice or not asked):
-            asked.extend([] if notice else [number])
-            progress.request_stop()
-            return
-        # Slurm gives notice to every process of a step, and loader workers must go on.
-        if notice:
-            return
-        # The second signal, or one to a child of the script: end as the signal would have.
-        signal.signal(number, before[number])
-        os.kill(os.getpid(), number)
-
-    for number in (*STOP_SIGNALS, *NOTICES):
-        # A hang-up that nohup has had ignored stays ignored.
-        if number in (signal.SIGINT, signal.SIGTERM) or signal.getsignal(number) != signal.SIG_IGN:
-            before[number] = signal.signal(number, request)
+    progress = progress_of(current_world())
+    if progress is not None and current_world().options.may_stop:
+        take_requests((*STOP_SIGNALS, *NOTICES), progress.request_stop)
 
 
 def _say_that_it_ends() -> None:

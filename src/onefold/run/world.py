@@ -34,6 +34,7 @@ from onefold.system.caches import (
     other_caches,
     place_of_code,
 )
+from onefold.system.interrupt import NOTICES, STOP_SIGNALS
 
 __all__ = [
     "KEEP_VARIABLE",
@@ -53,6 +54,7 @@ _log = logging.getLogger("onefold")
 WORLD_VARIABLE = "ONEFOLD_WORLD"
 SECRET_VARIABLE = "ONEFOLD_SECRET"
 KEEP_VARIABLE, HOME_VARIABLE = "ONEFOLD_KEEP", "ONEFOLD_HOME"
+STOP_VARIABLE = "ONEFOLD_STOP_SIGNAL"
 _SECRET_LENGTH = 16
 _CUBLAS, _CUBLAS_REPEATS = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 
@@ -132,9 +134,20 @@ def options_of(environment: Mapping[str, str]) -> RunOptions:
             keep=keep,
             # Absolute: the script may change its folder before it is used.
             home=os.path.abspath(home) if home else "",
+            stop_signals=_stop_signals(environment.get(STOP_VARIABLE, "")),
         )
     except ValueError as error:
         raise LaunchError(f"the environment says {KEEP_VARIABLE}={keep!r}: {error}") from None
+
+
+def _stop_signals(text: str) -> tuple[str, ...]:
+    names = tuple(name.removeprefix("SIG") for name in text.replace(",", " ").split())
+    known = [each.name.removeprefix("SIG") for each in (*STOP_SIGNALS, *NOTICES)]
+    if not set(names) <= set(known):
+        raise LaunchError(
+            f"the environment says {STOP_VARIABLE}={text!r}: expected some of {', '.join(known)}"
+        )
+    return names
 
 
 def _number(

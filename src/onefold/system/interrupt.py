@@ -17,10 +17,12 @@ them when its own affairs are in order.
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, Self
@@ -33,7 +35,9 @@ __all__ = [
     "Stopped",
     "ctrl_c_as_before",
     "ctrl_c_later",
+    "requests_by_signals",
     "stopped_by_signals",
+    "take_requests",
 ]
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -128,6 +132,51 @@ def stopped_by_signals() -> Iterator[list[signal.Signals]]:
     finally:
         for taken, handler in before.items():
             signal.signal(taken, handler)
+
+
+def take_requests(numbers: Iterable[signal.Signals], note: Callable[[], None]) -> None:
+    """Have signals ask this process to stop, in place of what they would do.
+
+    The second one ends it as it would have, but for `NOTICES`, which may come several times.
+
+    Args:
+        numbers: the signals. A hang-up that nohup has had ignored stays ignored.
+        note: called in a signal handler when this process is asked to stop.
+    """
+    before: dict[int, Any] = {}  # signal: the handler that it had
+    process, asked = os.getpid(), list[int]()
+
+    def request(number: int, frame: object) -> None:
+        notice = number in NOTICES
+        if os.getpid() == process and (notice or not asked):
+            asked.extend([] if notice else [number])
+            note()
+            return
+        # Slurm gives notice to every process of a step, and loader workers must go on.
+        if notice:
+            return
+        # The second signal, or one to a child of the script: end as the signal would have.
+        signal.signal(number, before[number])
+        os.kill(os.getpid(), number)
+
+    for number in numbers:
+        if number in (signal.SIGINT, signal.SIGTERM) or signal.getsignal(number) != signal.SIG_IGN:
+            before[number] = signal.signal(number, request)
+
+
+@functools.cache
+def requests_by_signals(names: tuple[str, ...]) -> list[bool]:
+    """Take signals as requests to stop, once in a process: a list that they make longer."""
+    came: list[bool] = []
+    if threading.current_thread() is threading.main_thread():
+        take_requests([signal.Signals[f"SIG{name}"] for name in names], lambda: came.append(True))
+    elif names:
+        logging.getLogger("onefold").warning(
+            "Python takes signals in its main thread alone, and this Trainer is made in another: "
+            "%s will not ask the run to stop. Make the Trainer in the main thread",
+            ", ".join(names),
+        )
+    return came
 
 
 class StopSignals:

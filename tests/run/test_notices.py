@@ -1,0 +1,174 @@
+"""Signals that announce an end, where another launcher than onefold's has started the devices."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import onefold
+from onefold.core.options import RunOptions
+from onefold.core.world import World
+from onefold.errors import LaunchError
+from onefold.run.world import read_world
+from onefold.system.interrupt import requests_by_signals
+from tests.run.test_other_launchers import free_port, torch_protocol
+from tests.small import make_trainer, points
+
+SCRIPT = Path(__file__).parent.parent / "scripts" / "noticed.py"
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+LAST = 200
+
+
+@pytest.fixture
+def noticing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], onefold.Trainer]]:
+    """Makes a Trainer of a process with ``ONEFOLD_STOP_SIGNAL``."""
+    before = {n: signal.getsignal(n) for n in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)}
+
+    def made(names: str) -> onefold.Trainer:
+        world = read_world({"ONEFOLD_STOP_SIGNAL": names})
+        monkeypatch.setattr("onefold.trainer.current_world", lambda: world)
+        return make_trainer()
+
+    yield made
+    requests_by_signals.cache_clear()
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("names", ["USR1", "SIGUSR1", "TERM,USR1", "TERM USR1"])
+def test_a_notice_is_agreed_on_in_the_next_step(
+    noticing: Callable[[str], onefold.Trainer], names: str
+) -> None:
+    trainer = noticing(names)
+    trainer.step(points(8))
+    assert not trainer.asked_to_stop
+    for _ in range(3):  # as often as it comes
+        os.kill(os.getpid(), signal.SIGUSR1)
+    assert not trainer.asked_to_stop
+    trainer.step(points(8))
+    assert trainer.asked_to_stop
+    again = noticing(names)  # a later Trainer of the same script
+    again.step(points(8))
+    assert again.asked_to_stop
+
+
+def test_the_second_request_does_what_the_signal_does(
+    noticing: Callable[[str], onefold.Trainer],
+) -> None:
+    came: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
+    trainer = noticing("TERM")
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert came == []
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert came == [signal.SIGTERM]
+    trainer.close()
+
+
+def test_without_the_variable_a_signal_is_the_scripts(
+    noticing: Callable[[str], onefold.Trainer],
+) -> None:
+    noticing("")
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+
+
+@pytest.mark.parametrize("names", ["KILL", "usr1", "10", "USR1,STOP"])
+def test_a_signal_that_nobody_can_take_is_refused(names: str) -> None:
+    words = "ONEFOLD_STOP_SIGNAL.*expected some of INT, TERM, HUP, USR1, USR2"
+    with pytest.raises(LaunchError, match=words):
+        read_world({"ONEFOLD_STOP_SIGNAL": names})
+
+
+def test_a_trainer_of_another_thread_takes_no_signals(
+    noticing: Callable[[str], onefold.Trainer], caplog: pytest.LogCaptureFixture
+) -> None:
+    thread = threading.Thread(target=lambda: noticing("USR1").close())
+    thread.start()
+    thread.join()
+    assert "signals in its main thread alone" in caplog.text
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+
+
+def test_the_option_travels() -> None:
+    options = RunOptions(stop_signals=("USR1",))
+    assert options.may_stop
+    assert World.from_json(World(options=options).to_json()).options == options
+
+
+def bits_of_one(folder: Path) -> str:
+    folder.mkdir()
+    subprocess.run([sys.executable, SCRIPT, folder, "0", str(LAST)], check=True, timeout=60)
+    return (folder / "bits").read_text()
+
+
+def written(path: Path, by: subprocess.Popen[str]) -> str:
+    for _ in range(1200):
+        if path.exists() and (text := path.read_text()):
+            return text
+        assert by.poll() is None, by.communicate()
+        time.sleep(0.05)
+    pytest.fail(f"{path} was not written")
+
+
+def start(folder: Path, words: tuple[str, ...], seconds: str, **more: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *words, SCRIPT, folder, seconds, str(LAST)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "ONEFOLD_STOP_SIGNAL": "USR1,TERM", **more},
+    )
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(170)
+def test_one_notice_stops_all_devices_after_the_same_step(tmp_path: Path) -> None:
+    expected, folder = bits_of_one(tmp_path / "one"), tmp_path / "two"
+    folder.mkdir()
+
+    def pair(seconds: str) -> list[subprocess.Popen[str]]:
+        port = free_port()
+        return [start(folder, (), seconds, **torch_protocol(rank, port)) for rank in (0, 1)]
+
+    first = pair("0.1")
+    pids = [int(written(folder / f"pid-{n}", each)) for n, each in enumerate(first)]
+    os.kill(pids[1], signal.SIGUSR1)
+    said = [process.communicate(timeout=60) for process in first]
+    assert [process.returncode for process in first] == [75, 75], said
+    stopped = {(folder / f"stopped-{rank}").read_text() for rank in (0, 1)}
+    assert len(stopped) == 1
+    said = [process.communicate(timeout=60) for process in pair("0")]
+    assert (folder / "bits").read_text() == expected, said
+
+
+@pytest.mark.processes
+@pytest.mark.full
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("who", ["one", "all", "torchrun"])
+def test_a_notice_under_torchrun(who: str, tmp_path: Path) -> None:
+    """To the process of one device, to those of all, and to torchrun itself, which ends them."""
+    expected, folder = bits_of_one(tmp_path / "one"), tmp_path / "two"
+    folder.mkdir()
+    first = start(folder, TORCHRUN, "0.1")
+    pids = [int(written(folder / f"pid-{rank}", first)) for rank in (0, 1)]
+    if who == "torchrun":
+        first.send_signal(signal.SIGTERM)
+    for pid in pids[: {"one": 1, "all": 2, "torchrun": 0}[who]]:
+        os.kill(pid, signal.SIGUSR1)
+    said = first.communicate(timeout=120)
+    assert first.returncode != 0
+    stopped = [(folder / f"stopped-{rank}").read_text() for rank in (0, 1)]
+    assert stopped[0] == stopped[1], said
+    assert 0 < int(stopped[0]) < LAST
+    again = start(folder, TORCHRUN, "0")
+    said = again.communicate(timeout=120)
+    assert again.returncode == 0, said
+    assert (folder / "bits").read_text() == expected
