@@ -25,15 +25,15 @@ from typing import Any
 
 import torch
 
-from onefold.checkpoint.autosave import Autosave
+from onefold.checkpoint.autosave import Autosave, Resumption
 from onefold.checkpoint.resume import Checkpoints
-from onefold.checkpoint.resumption import Resumption
 from onefold.core.batch import ShardedBatch, checked_dim, cut_batch
 from onefold.core.head import Call
 from onefold.core.precision import AS_GIVEN
 from onefold.core.settings import Settings
 from onefold.core.shard import Plan
 from onefold.core.world import World
+from onefold.engine.agreement import head_of
 from onefold.engine.assembly import assemble
 from onefold.engine.batchnorm import recompute_statistics
 from onefold.engine.between import gather_batch, written_shards
@@ -43,10 +43,9 @@ from onefold.engine.engine import Outcome
 from onefold.engine.evaluation import DataCall, ScoreFunction
 from onefold.engine.holders import hold, take_from_holders
 from onefold.engine.kernels import calls_compiled
-from onefold.engine.lowprecision import check_device
+from onefold.engine.modelcheck import check_device
 from onefold.engine.schedule import RunSchedule
 from onefold.engine.step import Step
-from onefold.engine.stepstart import head_of
 from onefold.errors import DisagreementError
 from onefold.exchange.progress import progress_of
 from onefold.reading.loader import Loader
@@ -62,7 +61,7 @@ from onefold.run.team import form_team, settle_process
 from onefold.run.userparts import UserParts
 from onefold.run.world import have_private_caches
 from onefold.system.compilers import keep_code_in
-from onefold.system.interrupt import STOPPED_CODE
+from onefold.system.process import STOPPED_CODE
 from onefold.verifying import Verifying
 from onefold.watch.timing import Span, host_now_s
 
