@@ -15,16 +15,14 @@ from onefold.core.columns import (
     Column,
     Rows,
     columns_of,
-    read_columns,
     values_by_name,
-    write_columns,
 )
 from onefold.core.fold import fold_shards
 from onefold.core.gathering import Refusing, gathering
 from onefold.core.head import Call, StepHead, plan_number
 from onefold.core.mean import weigh
 from onefold.core.randomness import derive_seed, seed_generators
-from onefold.core.shard import Plan, cut_bounds
+from onefold.core.wire import decode, encode
 from onefold.engine.engine import Engine
 from onefold.engine.kernels import calls_compiled
 from onefold.engine.modelparts import modules_of
@@ -327,7 +325,7 @@ def predict(
         DisagreementError: names, dtypes or shapes differ between shards.
     """
     own = {replica.number: _Said() for replica in engine.replicas}
-    cuts: list[tuple[int, Plan]] = []
+    counts: list[int] = []
     batch = None
     with call.at_hand(engine), engine.evaluating(), ExitStack() as during:
         for number, batch in enumerate(batches):
@@ -335,17 +333,19 @@ def predict(
             if number == 0:
                 call.agree(engine, batch)
                 function = during.enter_context(engine.lending.passes(function))
-            cuts.append((batch.samples, batch.plan))
+            counts.append(batch.samples)
             with scoring(engine, batch, "the first batch of a prediction", first=number == 0):
                 for replica in engine.replicas:
                     with engine.attached(replica):
                         _predict_shards(replica, function, batch, number, own, engine.seed)
-    call.agree_on_end(engine, sum(samples for samples, _ in cuts), batch)
+    call.agree_on_end(engine, sum(counts), batch)
     columns = agree_on_lines(engine.exchange, {n: said.columns for n, said in own.items()})
     # Batch by batch: messages stay small, and each batch's own rows are freed once they are sent.
     parts: list[dict[Column, Rows]] = []
-    for number, (samples, plan) in enumerate(cuts):
-        parts += _parts_of_batch(engine.exchange, number, samples, plan, columns, own)
+    for number in range(len(counts)):
+        texts = {device: said.message(number) for device, said in own.items()}
+        for message in engine.exchange.transport.gather_bytes(texts):
+            parts += decode(message)
     return values_by_name(parts, columns)
 
 
@@ -397,33 +397,6 @@ class _Said:
         self.columns = columns
         self._batches.setdefault(number, []).append(found)
 
-    def message(self, number: int, columns: list[Column]) -> bytes:
+    def message(self, number: int) -> bytes:
         """Return a batch's values as bytes, and forget them."""
-        return write_columns(self._batches.pop(number, []), columns)
-
-
-def _parts_of_batch(
-    exchange: Exchange,
-    number: int,
-    samples: int,
-    plan: Plan,
-    columns: list[Column],
-    own: Mapping[int, _Said],
-) -> list[dict[Column, Rows]]:
-    """Bring one batch's values from all devices, by column, in the devices' order."""
-    texts = {device: said.message(number, columns) for device, said in own.items()}
-    messages = exchange.transport.gather_bytes(texts)
-    counts = _samples_of_devices(samples, plan)
-    return [
-        read_columns(message, count, columns)
-        for message, count in zip(messages, counts, strict=True)
-    ]
-
-
-def _samples_of_devices(samples: int, plan: Plan) -> list[int]:
-    """Count the samples of a batch that each device computes."""
-    bounds = cut_bounds(samples, plan.shards)
-    return [
-        sum(bounds[shard][1] - bounds[shard][0] for shard in plan.shards_of(device))
-        for device in range(plan.devices)
-    ]
+        return encode(self._batches.pop(number, []), "values")

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 
 from onefold.core.batch import ShardedBatch
-from onefold.core.columns import Column, read_columns, values_by_name, write_columns
+from onefold.core.columns import Column, values_by_name
 from onefold.core.fold import Block, blocks_of, fold, published_by
 from onefold.core.gathering import packed_bytes, unpacked_bytes
 from onefold.core.precision import added_up_in
 from onefold.core.shard import runs_of
 from onefold.core.values import StepValues, names_of
+from onefold.core.wire import decode, encode
 from onefold.engine.replica import Replica
 from onefold.errors import DisagreementError, LossError
 from onefold.exchange.exchange import Exchange
@@ -73,18 +74,13 @@ class ValueTrade:
         """Bring the rows of all shards, in their order."""
         given, plan = self._exchange.board.given, batch.plan
         texts = {
-            replica.number: write_columns(
-                [given[s].rows for s in plan.shards_of(replica.number) if s in given], columns
+            replica.number: encode(
+                [(s, given[s].rows) for s in plan.shards_of(replica.number) if s in given], "rows"
             )
             for replica in self._replicas
         }
-        parts = {}
-        for device, text in enumerate(self._exchange.transport.gather_bytes(texts)):
-            sizes = {s: batch.size_of(s) for s in plan.shards_of(device)}
-            rows, at = read_columns(text, sum(sizes.values()), columns), 0
-            for shard, size in sizes.items():
-                parts[shard] = {column: rows[column][at : at + size] for column in columns}
-                at += size
+        messages = self._exchange.transport.gather_bytes(texts)
+        parts = dict(part for message in messages for part in decode(message))
         return values_by_name([parts[shard] for shard in sorted(parts)], columns)
 
     def _first_of(self, batch: ShardedBatch, step: int) -> tuple[_Names, torch.Tensor]:
