@@ -34,11 +34,10 @@ from measure import (
     record,
     spread,
 )
-from onefold.core.cutting import cut_pieces
 from onefold.core.flat import FlatTensors, lay_out
 from onefold.core.roster import Roster
 from onefold.core.shard import Plan
-from onefold.core.storage import Storage
+from onefold.core.storage import Storage, cut_pieces
 from onefold.exchange.connections import Connections, PeerWatch
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.group import Joined

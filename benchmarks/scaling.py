@@ -38,9 +38,9 @@ from _scaled import OPTIMIZERS, WARM_UP_STEPS, new_model
 from measure import add_output, deliver, print_disturbance, print_table, record, spread
 from model import Links, Run
 from network import Cable, Host, NetworkError, alone_on_loopback, two_hosts, why_not
-from onefold.core.cutting import cut_chunks, cut_pieces, cut_spans
 from onefold.core.flat import lay_out
 from onefold.core.precision import PRECISIONS, Precision
+from onefold.core.storage import cut_chunks, cut_pieces, cut_spans
 from sides import Side
 
 __all__ = ["main"]

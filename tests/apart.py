@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from onefold.core.team import Team
+from onefold.core.roster import Team
 from onefold.engine import assembly
 from onefold.system import heap
 from onefold.system.heap import ORDINARY, DiskHeap, Heap

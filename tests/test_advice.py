@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import onefold
-from onefold.run.onefile import advice_on_one_file
+from onefold.run.membership import advice_on_one_file
 from tests.small import line, make_trainer, points, sgd, square
 
 

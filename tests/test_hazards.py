@@ -18,7 +18,7 @@ SOURCE = Path(onefold.__file__).parent
 RUNS_CODE = """
     models/catalog.py importlib.import_module: timm, by that name, where it is installed
     __init__.py import_module: our own modules, when their names are first used
-    jobs/report/markup.py _environment().get_template: our own templates, which lie in the package
+    jobs/report/page.py _environment().get_template: our own templates, which lie in the package
     jobs/text_models.py AutoConfig.from_pretrained: reads JSON; without code from elsewhere
     jobs/text_models.py AutoModelForSequenceClassification.from_config: known classes alone
     jobs/text_models.py AutoTokenizer.from_pretrained: without code from elsewhere
@@ -46,12 +46,12 @@ WRITES_OR_REMOVES = """
     checkpoint/folder.py tempfile.TemporaryDirectory: in the directory, to try it
     exchange/commonfile.py os.ftruncate: memory without a name
     jobs/digits_report.py figure.savefig: into a file that is put aside first
-    jobs/report/charts.py figure.savefig: into memory
+    jobs/report/curves.py figure.savefig: into memory
     jobs/runfolder.py os.fdopen: appends to the metrics, through no link
     jobs/runfolder.py os.open: the same
     jobs/runfolder.py tempfile.TemporaryFile: without a name, to try the folder
     run/launch.py tempfile.TemporaryFile: without a name
-    system/bare.py os.ftruncate: memory without a name
+    system/heap.py os.ftruncate: memory without a name
     system/folderlock.py os.open: for its owner alone, through no link
     system/folderlock.py path.unlink: a stranger's lock, while it is still that file
     system/folderlock.py self._path.unlink: our lock, while it is held, and is still that file
@@ -60,10 +60,10 @@ WRITES_OR_REMOVES = """
     run/membership.py os.fdopen: a copy of stderr
     run/rundir.py os.ftruncate: memory without a name
     run/rundir.py self.path(rank).unlink: a log that was just made, as another of them was taken
-    run/slurm.py os.open: the terminal of this process, only to learn whether there is one
+    run/others.py os.open: the terminal of this process, only to learn whether there is one
     run/worker.py os.fdopen: what the function returned, into the launcher's file without a name
     system/ownfiles.py aside.unlink: the file that was just made
-    reading/sending.py os.open: the null device, to learn its number
+    reading/workers.py os.open: the null device, to learn its number
     system/ownfiles.py os.fdopen: the same
     system/ownfiles.py os.open: new files, through no link; a folder just made; or for looking
     system/ownfiles.py os.memfd_create: memory without a name
@@ -74,8 +74,8 @@ WRITES_OR_REMOVES = """
     system/ownfiles.py shutil.rmtree: the private folder, while it is still the one that was made;
         or one of this user's, by its mark that of a process of this host whose lock is gone
     system/ownfiles.py tempfile.mkdtemp: for this user alone
-    system/plainfile.py os.fdopen: reads
-    system/plainfile.py os.open: reads; does not wait for a FIFO
+    system/ownfiles.py os.fdopen: reads
+    system/ownfiles.py os.open: reads; does not wait for a FIFO
     system/record.py os.fdopen: appends to a trace that was found to be one
     system/tensorfile.py open: a new file in the folder that is being written
     watch/timeline.py os.fdopen: reads
@@ -90,8 +90,8 @@ ENDS = """
     run/child.py signal.pidfd_send_signal: to a child
     run/crew.py worker.signal: by pidfd, or as above
     system/process.py os._exit: itself, where its parent is gone
+    system/process.py os.kill: itself, by a second signal, as without the run
     run/worker.py os._exit: itself
-    run/worker.py os.kill: itself
 """
 
 LOCKS = """
@@ -113,31 +113,31 @@ WAITS = """
     data/fetch.py super().connect: cut by the clock of the whole download
     engine/engine.py self.exchange.bind: no socket: follows a roster
     engine/engine.py self.update.bind: no socket: follows a roster
-    engine/shardthread.py self._thread.join: it ends at its next stop, for this process computes it
+    engine/gatherers.py self._thread.join: it ends at its next stop, for this process computes it
     engine/update.py self.bind: no socket: follows a roster
     exchange/collective.py self._store.wait: for seconds
     exchange/collective.py work.wait: for the limit of the run; cut when a peer has failed
     exchange/connections.py self._end.wait: the pause of a thread that looks at peers
-    exchange/dialing.py connection.connect: does not wait; in a loop with a limit
-    exchange/dialing.py connection.recv: the socket has a limit
-    exchange/dialing.py listener.accept: the socket has a limit
-    exchange/dialing.py listener.bind: an abstract name that was drawn at random
-    exchange/dialing.py listener.listen: for processes of the same user
-    exchange/dialing.py time.sleep: in a loop with a limit
+    exchange/mailbox.py connection.connect: does not wait; in a loop with a limit
+    exchange/mailbox.py connection.recv: the socket has a limit
+    exchange/mailbox.py listener.accept: the socket has a limit
+    exchange/mailbox.py listener.bind: an abstract name that was drawn at random
+    exchange/mailbox.py listener.listen: for processes of the same user
+    exchange/mailbox.py time.sleep: in a loop with a limit
     exchange/exchange.py self.bind: no socket: follows a roster
     exchange/exchange.py self.memory.bind: no socket: follows a roster
     exchange/exchange.py self.stages.bind: no socket: follows a roster
-    exchange/groupcarrier.py self._everybody.bind: no socket: follows a roster
-    exchange/groupcarrier.py self._column.bind: no socket: follows a roster
+    exchange/private.py self._everybody.bind: no socket: follows a roster
+    exchange/private.py self._column.bind: no socket: follows a roster
     exchange/group.py store.wait: a farewell, for seconds
     exchange/group.py time.sleep: in a loop with a limit
-    exchange/rendezvous.py time.sleep: in a loop with a limit
+    exchange/group.py time.sleep: in a loop with a limit
     exchange/lateness.py time.sleep: in a loop with a limit
     system/folderlock.py time.sleep: in a loop with a limit
     exchange/sealing.py self._store.wait: as the caller says, and else for the limit of the store
     exchange/stagefold.py self._carrier.bind: no socket: follows a roster
     exchange/mailbox.py poller.poll: for part of the limit
-    reading/sending.py time.sleep: until the batch before is taken, for which there is a limit
+    reading/workers.py time.sleep: until the batch before is taken, for which there is a limit
     run/child.py poller.poll: for part of a limit, or as long as the workers run, signals noticed
     run/child.py self._process.wait: for what the kernel has said to have ended
     run/session.py self.engine.bind: no socket: follows a roster
@@ -146,7 +146,7 @@ WAITS = """
 ENVIRONMENT = """
     run/world.py environment.pop: takes the run's record out
     integrations/transformers.py os.environ.pop: what onefold has read by then, of its own processes
-    exchange/loopback.py os.environ: gloo's interface, put back afterwards
+    exchange/group.py os.environ: gloo's interface, put back afterwards
     run/world.py environment: for a worker, in a copy
     run/world.py environment.setdefault: for a worker, in a copy
     run/world.py os.environ.update: where compiled code is kept, where nobody has said so

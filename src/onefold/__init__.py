@@ -16,23 +16,22 @@ from typing import TYPE_CHECKING, Any
 
 from onefold import errors
 from onefold.core.options import RunOptions
+from onefold.run.crew import Outcome
 from onefold.run.devices import DeviceInfo, Selection, list_devices, select_devices
 from onefold.run.launch import launch, supervise
-from onefold.run.outcome import Outcome
 from onefold.run.world import current_world, is_launched
 
 if TYPE_CHECKING:
     from onefold import losses
-    from onefold.checkpoint.keeping import Checkpoint
-    from onefold.core.gathering import gather
+    from onefold.checkpoint.folder import Checkpoint
+    from onefold.core.gathering import SyncBatchNorm, gather
     from onefold.core.mean import Mean, Means, Sum
     from onefold.core.randomness import same_in_all_shards
     from onefold.core.sharing import OwnLength, Shared
     from onefold.core.sliced import Sliced
-    from onefold.core.syncbatchnorm import SyncBatchNorm
     from onefold.engine.step import Step
     from onefold.reading.loader import Loader
-    from onefold.run.building import build
+    from onefold.run.recording import build
     from onefold.trainer import Trainer
     from onefold.weights.load import load_weights
 
@@ -78,9 +77,9 @@ _HOMES = {
     "Sliced": "onefold.core.sliced",
     "Step": "onefold.engine.step",
     "Sum": "onefold.core.mean",
-    "SyncBatchNorm": "onefold.core.syncbatchnorm",
+    "SyncBatchNorm": "onefold.core.gathering",
     "Trainer": "onefold.trainer",
-    "build": "onefold.run.building",
+    "build": "onefold.run.recording",
     "gather": "onefold.core.gathering",
     "load_weights": "onefold.weights.load",
     "losses": "onefold.losses",

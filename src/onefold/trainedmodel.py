@@ -11,9 +11,9 @@ from typing import Any, overload
 
 import torch
 
-from onefold.checkpoint.keeping import Checkpoint, Keeping
+from onefold.checkpoint.folder import Checkpoint, Keeping
 from onefold.core.averaging import AverageRule
-from onefold.core.fingerprint import fingerprint_of
+from onefold.core.flat import fingerprint_of
 from onefold.core.head import Call, StepHead
 from onefold.core.jsonvalue import to_json
 from onefold.core.randomness import forked_generators

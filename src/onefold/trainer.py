@@ -11,8 +11,7 @@ import torch
 from onefold.core.head import Call
 from onefold.core.precision import Precision, PrecisionName
 from onefold.core.settings import BufferRule, Microbatch, OnNonfinite, ScheduleEvery, Settings
-from onefold.engine.evaluation import ScoreFunction, evaluate
-from onefold.engine.prediction import predict
+from onefold.engine.evaluation import ScoreFunction, evaluate, predict
 from onefold.engine.replica import LossFunction
 from onefold.engine.step import Step
 from onefold.reading.loader import Loader

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 import model
 from model import Links, Run
-from onefold.core.cutting import cut_chunks, cut_pieces
 from onefold.core.flat import lay_out
 from onefold.core.head import StepHead
-from onefold.core.storage import BoardShape
+from onefold.core.storage import BoardShape, cut_chunks, cut_pieces
 from onefold.exchange.board import Board
 
 pytestmark = pytest.mark.full

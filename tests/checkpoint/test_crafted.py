@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import onefold
 from onefold.errors import CheckpointError
-from onefold.system.plainfile import RECORD_BYTES
+from onefold.system.ownfiles import RECORD_BYTES
 from tests.checkpoint.folders import names_in, reseal, seal, sealed
 from tests.small import line, make_trainer, points
 

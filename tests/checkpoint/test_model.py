@@ -18,7 +18,7 @@ from onefold.checkpoint.model import (
     check_model_can_be_saved,
     copy_model,
 )
-from onefold.core.fingerprint import fingerprint_of, named_tensors, tensor_digests
+from onefold.core.flat import fingerprint_of, named_tensors, tensor_digests
 from onefold.errors import CheckpointError
 from onefold.system.tensorfile import write_tensors
 

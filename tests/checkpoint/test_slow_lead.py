@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 
 import onefold
-from onefold.checkpoint import model, resume, saving, states
+from onefold.checkpoint import model, resume, saving
 from onefold.errors import RunFailed
 from tests.small import make_trainer, points
 
@@ -43,7 +43,7 @@ def save_twice(directory: Path) -> str:
 
 def go_on(directory: Path, slow: str) -> str:
     trainer = make_trainer(devices=None)
-    places = {"find_checkpoint": resume, "fill": model.ModelFiles, "take_apart": states}
+    places = {"find_checkpoint": resume, "fill": model.ModelFiles, "take_apart": model}
     with mock.patch.object(places[slow], slow, slowly(getattr(places[slow], slow))):
         found = trainer.load(directory)
     trainer.step(points(8))

@@ -7,14 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onefold.core.cutting import (
+from onefold.core.flat import lay_out
+from onefold.core.storage import (
     cut_chunks,
     cut_pieces,
     cut_spans,
     cut_spans_by_stage,
     cut_spans_in_lines,
 )
-from onefold.core.flat import lay_out
 
 SHAPES = st.lists(st.lists(st.integers(0, 300), min_size=0, max_size=2), min_size=1, max_size=12)
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from onefold.core.fingerprint import fingerprint_of, named_tensors, tensor_digests
+from onefold.core.flat import fingerprint_of, named_tensors, tensor_digests
 
 DTYPES = [
     torch.float32,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from onefold.core.footprint import Footprint
+from onefold.run.planning import Footprint
 
 MIB = 1 << 20
 # A text model with AdamW; as in docs/large-models.md.

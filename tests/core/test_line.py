@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onefold.core.line import Move, cut_line, in_groups, moves, waiting
+from onefold.core.stages import Move, cut_line, in_groups, moves, waiting
 
 DEVICES = st.integers(1, 6)
 SIZES = st.lists(st.integers(0, 20), min_size=1, max_size=9)

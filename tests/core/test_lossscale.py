@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onefold.core.lossscale import LossScale
+from onefold.core.precision import LossScale
 
 
 def test_it_doubles_after_two_thousand_good_steps() -> None:

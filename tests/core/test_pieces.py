@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onefold.core.pieces import Search, pieces_of, rows_of
+from onefold.core.shard import Search, pieces_of, rows_of
 
 sizes = st.integers(1, 300)
 

@@ -4,9 +4,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onefold.core.cutting import cut_pieces
 from onefold.core.flat import lay_out
 from onefold.core.stages import ROOT, StageLayout, Stages
+from onefold.core.storage import cut_pieces
 
 SIZES = st.lists(st.sampled_from([0, 1, 7, 1025, 20_000, 65_536]), min_size=1, max_size=7)
 DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16])

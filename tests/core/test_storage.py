@@ -9,11 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onefold.core.cutting import cut_pieces
 from onefold.core.flat import lay_out
 from onefold.core.fold import blocks_of
 from onefold.core.precision import added_up_in
-from onefold.core.storage import BoardShape, Storage
+from onefold.core.storage import BoardShape, Storage, cut_pieces
 from onefold.exchange.board import Board
 
 TRAINED = {"weight": torch.zeros(5, 3), "half": torch.zeros(7, dtype=torch.bfloat16)}

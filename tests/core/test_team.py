@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from onefold.core.team import Team
+from onefold.core.roster import Team
 from onefold.core.world import World
 
 

@@ -18,15 +18,14 @@ import pytest
 from PIL import Image
 
 from onefold.data import decoding
+from onefold.data.arrays import read_idx
 from onefold.data.bad import BadFile, visible
 from onefold.data.decoding import load_picture, open_picture
-from onefold.data.idx import read_idx
 from onefold.data.labels import check_labels
 from onefold.data.masks import MaskRule
-from onefold.data.pictures import look_at, look_through
+from onefold.data.pictures import look_at, look_through, picture_paths
 from onefold.data.scan import scan_pictures
 from onefold.data.tsv import read_splits, read_tsv
-from onefold.data.walk import picture_paths
 from onefold.errors import DataError
 from tests.data.pictures import noise
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from onefold.data.files import open_regular, read_json, read_whole, require_ours
-from onefold.system.ownfiles import aside_of
-from onefold.system.plainfile import write_whole
+from onefold.system.ownfiles import aside_of, write_whole
 
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:

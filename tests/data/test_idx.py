@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as numbers
 from torch.utils.data import TensorDataset
 
-from onefold.data import idx, mnist, read_idx
-from onefold.data.idx import read_labelled
+from onefold.data import arrays, mnist, read_idx
+from onefold.data.arrays import read_labelled
 
 CODES = {
     "uint8": 0x08,
@@ -193,7 +193,7 @@ def test_the_real_mnist_reads(shared_data: Path) -> None:
         assert labels.bincount(minlength=10).min() > samples * 0.07
 
 
-@pytest.mark.parametrize("module", [idx])
+@pytest.mark.parametrize("module", [arrays])
 def test_examples_in_docstrings_run(module: ModuleType) -> None:
     result = doctest.testmod(module)
     assert result.attempted > 0

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from onefold.data.labels import check_labels
-from onefold.data.overlap import check_apart
+from onefold.data.labels import check_apart, check_labels
 from onefold.data.pictures import Look, Sums, white_of
 from onefold.errors import DataError
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from onefold.data.bad import BadFile
-from onefold.data.walk import picture_paths, visible_folders
+from onefold.data.pictures import picture_paths, visible_folders
 from onefold.errors import DataError
 
 

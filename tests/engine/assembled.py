@@ -13,13 +13,12 @@ from onefold.core.batch import ShardedBatch, cut_batch
 from onefold.core.flat import FlatTensors, lay_out, storage_order
 from onefold.core.randomness import kept_generators
 from onefold.core.result import ShardResult
+from onefold.core.roster import Team
 from onefold.core.settings import Settings
 from onefold.core.shard import Plan
-from onefold.core.team import Team
 from onefold.core.world import World
 from onefold.engine.assembly import assemble
-from onefold.engine.bufferplaces import BufferPlaces
-from onefold.engine.buffers import BufferSet
+from onefold.engine.buffers import BufferPlaces, BufferSet
 from onefold.engine.engine import Engine
 from onefold.engine.replica import LossFunction, ModelParts, Replica, ShardTask
 from onefold.engine.update import SpanOptimizer

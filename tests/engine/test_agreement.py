@@ -11,20 +11,19 @@ import pytest
 import torch
 from torch import nn
 
-from onefold.core.cutting import cut_pieces
 from onefold.core.flat import lay_out
 from onefold.core.head import Call, Said, StepHead
 from onefold.core.roster import Roster
 from onefold.core.shard import Plan
-from onefold.core.storage import Storage
+from onefold.core.storage import Storage, cut_pieces
 from onefold.engine.agreement import Agreement
 from onefold.engine.guard import Turns
-from onefold.engine.outside import OutsideModules
+from onefold.engine.modelparts import OutsideModules
 from onefold.engine.replica import Replica
 from onefold.engine.update import SpanOptimizer
 from onefold.errors import DisagreementError, StateError
 from onefold.exchange.exchange import Exchange
-from onefold.exchange.local import OneDeviceMemory
+from onefold.exchange.joining import OneDeviceMemory
 from onefold.exchange.memory import Start
 from tests.engine.assembled import CPU, Restless, engine_of, replica_of
 from tests.engine.meeting import Seat, Table, together

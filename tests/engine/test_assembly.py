@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from onefold.core.options import KeepName, RunOptions
+from onefold.core.roster import Team
 from onefold.core.shard import Plan
-from onefold.core.team import Team
 from onefold.core.world import World
 from onefold.engine import assembly
 from onefold.engine.assembly import assemble

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from onefold.engine.casts import gives_unsure, tells_dtype
+from onefold.engine.hollow import gives_unsure, tells_dtype
 from tests.capabilities import has_lstm, needs_lstm
 
 SQUARE = torch.randn(2, 4, 4)

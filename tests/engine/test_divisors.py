@@ -10,7 +10,7 @@ import torch
 
 from onefold.core.batch import ShardedBatch
 from onefold.core.shard import Plan
-from onefold.engine.divisors import trade_divisors
+from onefold.engine.together import trade_divisors
 from onefold.errors import LossError
 from tests.engine.assembled import CPU, cut, engine_of
 from tests.engine.meeting import Seat, together

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from onefold.core.flat import lay_out
-from onefold.engine.firstparts import values_of_entry
+from onefold.engine.assembly import values_of_entry
 
 STRIDED = torch.arange(24.0).reshape(2, 3, 2, 2).to(memory_format=torch.channels_last)
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from onefold.core.recipe import Around, Made, Recipe, Reference, View
 from onefold.engine.firstvalues import Undrawn, put_off, reveal, revealed, undrawn_of
-from onefold.system.bare import BareMemory
+from onefold.system.heap import BareMemory
 
 SHAPE = (40, 50)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from onefold.engine.handing import Handing
-from onefold.engine.shardpiece import ShardPiece
+from onefold.engine.replica import Handing
+from onefold.engine.shardtask import ShardPiece
 from onefold.engine.stagemodules import StageModules
 from onefold.exchange.carrier import Gift
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import onefold
-from onefold.engine.losswatch import LossWatch
+from onefold.engine.losscheck import LossWatch
 from onefold.errors import LossError
 
 SAMPLES, CLASSES = 6, 3

@@ -8,7 +8,7 @@ from torch import nn
 
 import onefold
 from onefold.core.precision import AS_GIVEN, Precision
-from onefold.engine.lowprecision import check_device, check_precision, held_in
+from onefold.engine.modelcheck import check_device, check_precision, held_in
 from onefold.engine.modelparts import ModelParts
 from tests.capabilities import has_lstm
 

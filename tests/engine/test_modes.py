@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from onefold.engine.modes import in_mode
+from onefold.engine.modelparts import in_mode
 from tests.small import Batch, bits, line, make_trainer, points, square
 
 both = pytest.mark.parametrize("devices", [1, 2])

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from onefold.core.cutting import cut_pieces
 from onefold.core.flat import Layout, Piece, lay_out
+from onefold.core.storage import cut_pieces
 from onefold.engine.optimizerstate import (
     JoinedState,
     PieceState,

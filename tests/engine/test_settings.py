@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from onefold.engine.settings import GroupSettings
+from onefold.engine.agreement import GroupSettings
 from tests.small import line
 
 

@@ -9,7 +9,7 @@ from torch import nn
 import onefold
 from onefold.core.options import KeepName, RunOptions
 from onefold.core.world import World
-from onefold.engine import stagesizes
+from onefold.engine import assembly
 
 WIDTH = 64
 STAGE_BYTES = 4 * WIDTH * WIDTH
@@ -34,7 +34,7 @@ def new_trainer() -> onefold.Trainer:
 def test_a_stage_that_no_device_can_have_is_named(
     keep: KeepName, capacity: int, fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stagesizes, "capacity_bytes", lambda _: capacity)
+    monkeypatch.setattr(assembly, "capacity_bytes", lambda _: capacity)
     monkeypatch.setattr(
         "onefold.trainer.current_world", lambda: World(options=RunOptions(keep=keep))
     )

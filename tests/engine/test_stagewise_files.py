@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import onefold
-from onefold.checkpoint import saving, stream
+from onefold.checkpoint import saving
 from onefold.errors import CheckpointError, OnefoldError, StateError
 from tests.engine.test_stagewise import Layered, launched, samples, trained, watched
 
@@ -202,14 +202,14 @@ def test_a_disk_that_is_full_ends_the_wait_of_all(tmp_path: Path) -> None:
 def without_an_answer(directory: str) -> None:
     trainer = trained()
     if not trainer.is_lead:
-        supply = stream.Stream._supply
+        supply = saving.Stream._supply
 
-        def once(self: stream.Stream, entry: int, key: str) -> None:
+        def once(self: saving.Stream, entry: int, key: str) -> None:
             if entry > 2:
                 raise ZeroDivisionError("of device 1")
             supply(self, entry, key)
 
-        stream.Stream._supply = once  # type: ignore[method-assign]
+        saving.Stream._supply = once  # type: ignore[method-assign]
     trainer.save(directory)
 
 

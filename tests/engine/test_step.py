@@ -7,8 +7,7 @@ import math
 import torch
 
 from onefold.engine.engine import Outcome
-from onefold.engine.step import Step
-from onefold.engine.verdict import Verdict
+from onefold.engine.step import Step, Verdict
 from onefold.watch.timing import Span
 
 

@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from onefold.core.shard import Plan
-from onefold.engine.aside import put_aside
-from onefold.engine.rowtrade import Gathered, RowTrade, Standing
-from onefold.engine.shardthread import Ended, ShardThread, ThreadSettings
+from onefold.engine.gatherers import Ended, ShardThread, ThreadSettings, put_aside
+from onefold.engine.valuetrade import Gathered, RowTrade, Standing
 from onefold.errors import LossError
 from tests.engine.assembled import CPU, Restless, cut, engine_of, replica_of
 from tests.engine.meeting import Seat, together
@@ -30,7 +29,7 @@ def test_work_stops_and_goes_on_with_the_answer() -> None:
     def work() -> str:
         return f"last {thread.stop('first')} {thread.stop('second')}"
 
-    thread = ShardThread[str, int]("turns", work)
+    thread = ShardThread("turns", work)
     assert thread.resume() == "first"
     assert thread.resume(1) == "second"
     assert thread.resume(2) == "last 1 2"
@@ -49,7 +48,7 @@ def test_work_that_is_ended_is_unwound_even_if_it_objects() -> None:
         thread.stop("once more")
         return "never"
 
-    thread = ShardThread[str, int]("turns", work)
+    thread = ShardThread("turns", work)
     thread.resume()
     thread.end()
     thread.end()
@@ -58,7 +57,7 @@ def test_work_that_is_ended_is_unwound_even_if_it_objects() -> None:
 
 
 def test_work_that_was_never_begun_ends_at_once() -> None:
-    ShardThread[str, int]("turns", lambda: "never").end()
+    ShardThread("turns", lambda: "never").end()
 
 
 def test_an_error_comes_out_of_resume() -> None:
@@ -66,7 +65,7 @@ def test_an_error_comes_out_of_resume() -> None:
         thread.stop("first")
         raise ArithmeticError("the fault")
 
-    thread = ShardThread[str, int]("turns", work)
+    thread = ShardThread("turns", work)
     thread.resume()
     with pytest.raises(ArithmeticError, match="the fault"):
         thread.resume()
@@ -84,7 +83,7 @@ def test_a_thread_computes_under_the_settings_of_the_one_that_made_it() -> None:
 
     with torch.no_grad(), torch.autocast("cpu", torch.float16), torch.device("meta"):
         settings, expected = ThreadSettings(CPU), state()
-        thread = ShardThread[Any, None]("settings", work)
+        thread = ShardThread("settings", work)
         assert thread.resume() == expected
     thread.end()
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import onefold
-from onefold.engine import updatedraws
+from onefold.engine import optimizercheck
 from onefold.errors import StateError
 from tests.small import line, make_trainer, points
 
@@ -58,7 +58,7 @@ def test_an_optimizer_that_draws_is_refused(
 
 
 def test_one_that_begins_later_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(updatedraws, "_EVERY", 4)
+    monkeypatch.setattr(optimizercheck, "_EVERY", 4)
     trainer = trainer_of(lambda: torch.randn(()), begins=3)
     for _ in range(4):
         trainer.step(points(8))

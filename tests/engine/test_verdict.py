@@ -8,7 +8,7 @@ import pytest
 
 from onefold.core.head import Said
 from onefold.core.weights_of_step import SUM, StepWeight, several, total_weight
-from onefold.engine.verdict import Verdict, verdict_of
+from onefold.engine.step import Verdict, verdict_of
 
 
 @pytest.mark.parametrize("stops", [False, True])

@@ -9,14 +9,13 @@ from itertools import pairwise, permutations
 import torch
 import torch.distributed as dist
 
-from onefold.core.cutting import cut_pieces
 from onefold.core.flat import FlatTensors, lay_out
 from onefold.core.fold import Block, blocks_of, fold, fold_shards
 from onefold.core.precision import added_up_in
 from onefold.core.roster import Roster
 from onefold.core.shard import Plan
 from onefold.core.stages import Stages
-from onefold.core.storage import Storage
+from onefold.core.storage import Storage, cut_pieces
 from onefold.exchange.carrier import Gift
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.group import join_group

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import onefold
-from onefold.exchange.local import local_exchange
+from onefold.exchange.joining import local_exchange
 from onefold.system import heap
 from onefold.system.heap import ORDINARY, DiskHeap
 from tests.exchange.contract import check_exchange, check_launched, roster, start, storage

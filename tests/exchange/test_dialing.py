@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from onefold.errors import PeerLost, PeerTimeout
-from onefold.exchange import dialing
+from onefold.exchange import mailbox
 from onefold.exchange.mailbox import Mailbox
 from tests.exchange.together import LIMIT_S, endings, together
 
@@ -21,7 +21,7 @@ SHORT_S = 0.2
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dialing, "LOOK_S", 0.02)
+    monkeypatch.setattr(mailbox, "LOOK_S", 0.02)
 
 
 def start(rank: int, size: int = 2, **options: object) -> Mailbox:
@@ -63,7 +63,7 @@ def test_devices_of_two_runs_do_not_meet() -> None:
 
 
 def test_the_name_of_one_device_tells_nothing_of_the_others() -> None:
-    names = [dialing._socket_name("drawn-0", rank) for rank in range(3)]
+    names = [mailbox._socket_name("drawn-0", rank) for rank in range(3)]
     drawn = [name.removeprefix("\0onefold-") for name in names]
     assert [len(name) for name in drawn] == [32] * 3
     assert len({name[:8] for name in drawn}) == 3
@@ -73,9 +73,9 @@ HELLOS = {
     "nothing": [],
     "nothing at all, and gone": [None],
     "too little": [b"abc"],
-    "one that is not missing": [dialing._HELLO.pack(0)],
-    "one that there is not": [dialing._HELLO.pack(9)],
-    "a negative one": [dialing._HELLO.pack(-1)],
+    "one that is not missing": [mailbox._HELLO.pack(0)],
+    "one that there is not": [mailbox._HELLO.pack(9)],
+    "a negative one": [mailbox._HELLO.pack(-1)],
 }
 
 
@@ -84,7 +84,7 @@ def test_a_stranger_is_shown_out(
     hello: list[bytes | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of the same user, who knows the name, and comes before the device."""
-    monkeypatch.setattr(dialing, "_HELLO_S", SHORT_S)
+    monkeypatch.setattr(mailbox, "_HELLO_S", SHORT_S)
     address = f"test-{uuid.uuid4()}"
     shown_out = threading.Event()
 
@@ -107,7 +107,7 @@ def visit(address: str, hello: list[bytes | None]) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
         stranger.settimeout(LIMIT_S)
         limit = time.monotonic() + LIMIT_S
-        while stranger.connect_ex(dialing._socket_name(address, 0)) != 0:
+        while stranger.connect_ex(mailbox._socket_name(address, 0)) != 0:
             assert time.monotonic() < limit, "nobody listens"
         for words in hello:
             if words is None:
@@ -119,8 +119,8 @@ def visit(address: str, hello: list[bytes | None]) -> None:
 @pytest.fixture
 def _of_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is at the other end of any connection."""
-    credentials = dialing.credentials
-    monkeypatch.setattr(dialing, "credentials", lambda c: (credentials(c)[0], os.getuid() + 1))
+    credentials = mailbox.credentials
+    monkeypatch.setattr(mailbox, "credentials", lambda c: (credentials(c)[0], os.getuid() + 1))
 
 
 @pytest.mark.usefixtures("_of_another_user")
@@ -128,7 +128,7 @@ def test_a_stranger_of_another_user_is_shown_out_whatever_it_says() -> None:
     address = f"test-{uuid.uuid4()}"
     calls: list[Callable[[], object]] = [
         lambda: start(0, address=address, timeout_s=1.0),
-        lambda: visit(address, [dialing._HELLO.pack(1)]),
+        lambda: visit(address, [mailbox._HELLO.pack(1)]),
     ]
     error, _ = endings(2, lambda rank: calls[rank]())
     assert type(error) is PeerTimeout
@@ -138,7 +138,7 @@ def test_a_stranger_of_another_user_is_shown_out_whatever_it_says() -> None:
 def test_a_stranger_in_the_place_of_a_device_is_told_nothing() -> None:
     address = f"test-{uuid.uuid4()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(dialing._socket_name(address, 0))
+        listener.bind(mailbox._socket_name(address, 0))
         listener.listen()
         with pytest.raises(PeerTimeout, match="device 0 did not join"):
             start(1, address=address)

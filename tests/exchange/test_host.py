@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from onefold.errors import OnefoldError, PeerFailed, PeerLost
-from onefold.exchange.host import HostTransport
+from onefold.exchange.shared import HostTransport
 from tests.exchange.together import endings, mailboxes, together
 
 Make = Callable[[int], torch.Tensor]

@@ -10,15 +10,13 @@ import pytest
 import torch
 
 from onefold.core.options import RunOptions
-from onefold.core.team import Team
+from onefold.core.roster import Team
 from onefold.core.world import World
 from onefold.errors import DisagreementError, PeerFailed
 from onefold.exchange import group, joining
 from onefold.exchange.exchange import Exchange
-from onefold.exchange.host import HostTransport
-from onefold.exchange.joining import Compare, join
-from onefold.exchange.local import DevicesMemory, OneDeviceMemory
-from onefold.exchange.shared import HostMemory
+from onefold.exchange.joining import Compare, DevicesMemory, OneDeviceMemory, join
+from onefold.exchange.shared import HostMemory, HostTransport
 from onefold.exchange.transport import Alone
 from tests.exchange.contract import roster, start, storage
 from tests.exchange.together import CPU, LIMIT_S, endings, together

@@ -9,7 +9,7 @@ from onefold.core.flat import FlatTensors
 from onefold.core.fold import Published
 from onefold.core.shard import Plan
 from onefold.core.storage import Storage
-from onefold.exchange.local import DevicesMemory, OneDeviceMemory, local_exchange
+from onefold.exchange.joining import DevicesMemory, OneDeviceMemory, local_exchange
 from onefold.exchange.memory import Start
 from onefold.exchange.transport import Alone
 from tests.exchange.contract import SHARDS, roster, start, storage, tensors, uneven_spans

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from onefold.core.world import World
-from onefold.exchange.loopback import gloo_on_loopback
+from onefold.exchange.group import gloo_on_loopback
 
 NAME = "GLOO_SOCKET_IFNAME"
 

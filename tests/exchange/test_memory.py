@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from onefold.exchange.local import DevicesMemory, OneDeviceMemory
+from onefold.exchange.joining import DevicesMemory, OneDeviceMemory
 from onefold.exchange.memory import Memory, Start
 from onefold.exchange.private import PrivateMemory
 from onefold.exchange.shared import HostMemory

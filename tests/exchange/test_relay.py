@@ -12,9 +12,9 @@ import torch
 from onefold.core.flat import storage_order
 from onefold.errors import PeerError, PeerTimeout
 from onefold.exchange.collective import GroupTransport
-from onefold.exchange.grouprelay import GroupRelay
-from onefold.exchange.hostrelay import HostRelay
+from onefold.exchange.private import GroupRelay
 from onefold.exchange.relay import LocalRelay, Message, Relay
+from onefold.exchange.shared import HostRelay
 from tests.exchange.together import CPU, LIMIT_S, endings, joined, mailboxes, together
 
 WAYS = ["local", "host", "group"]

@@ -8,11 +8,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from onefold.core.cutting import cut_chunks
 from onefold.core.flat import FlatTensors
 from onefold.core.fold import Published, blocks_of, published_by
 from onefold.core.shard import Plan
-from onefold.core.storage import Storage
+from onefold.core.storage import Storage, cut_chunks
 from onefold.errors import PeerLost
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.memory import Start

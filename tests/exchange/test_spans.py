@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from onefold.core.cutting import cut_chunks, cut_pieces, cut_spans
 from onefold.core.flat import FlatTensors, Layout, Piece, lay_out
 from onefold.core.fold import Published
 from onefold.core.shard import Plan
+from onefold.core.storage import cut_chunks, cut_pieces, cut_spans
 from onefold.exchange.spans import Partial, SpanFold, SpanTensors
 
 CPU = torch.device("cpu")

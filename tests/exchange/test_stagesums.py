@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from onefold.core.fold import fold_shards
-from onefold.exchange.stagesums import StageSum, StageSums
+from onefold.exchange.stagefold import StageSum, StageSums
 from onefold.system import heap
 from onefold.system.heap import ORDINARY, DiskHeap, Heap
 

@@ -15,9 +15,9 @@ from torch.distributed import HashStore, TCPStore
 
 from onefold.core.world import World
 from onefold.errors import LaunchError, PeerTimeout
-from onefold.exchange import dialing, group, rendezvous, waiting
-from onefold.exchange.dialing import connected
-from onefold.exchange.rendezvous import reach_store
+from onefold.exchange import group, mailbox, waiting
+from onefold.exchange.group import reach_store
+from onefold.exchange.mailbox import connected
 from onefold.exchange.waiting import Waiting
 
 SHORT_S = 0.3
@@ -82,16 +82,14 @@ def test_a_stranger_at_the_port_and_a_port_that_does_not_answer_are_told_apart(
     listening: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = listening.getsockname()
-    assert rendezvous._connected(place, SHORT_S) == "what listens there is no store of PyTorch"
+    assert group._connected(place, SHORT_S) == "what listens there is no store of PyTorch"
 
     def silent(*_: object, **__: object) -> None:
         raise TimeoutError("timed out")
 
     listening.close()  # which lets go of the thread
-    monkeypatch.setattr(rendezvous.socket, "create_connection", silent)
-    assert rendezvous._connected(place, SHORT_S) == (
-        "nobody answers (timed out; is there a firewall?)"
-    )
+    monkeypatch.setattr(group.socket, "create_connection", silent)
+    assert group._connected(place, SHORT_S) == ("nobody answers (timed out; is there a firewall?)")
 
 
 def test_an_impossible_name_is_refused_at_once() -> None:
@@ -147,8 +145,8 @@ def test_who_did_not_join_is_named(
 def test_who_did_not_join_on_this_host_is_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(dialing, "LOOK_S", 0.02)
-    monkeypatch.setattr(dialing, "Waiting", lambda rank: Waiting(rank, first_s=0.1))
+    monkeypatch.setattr(mailbox, "LOOK_S", 0.02)
+    monkeypatch.setattr(mailbox, "Waiting", lambda rank: Waiting(rank, first_s=0.1))
     with pytest.raises(PeerTimeout):
         connected("test-waiting", 0, 3, SHORT_S, lambda _: False)
     assert "device 0 has waited for 0 s: not yet there: device 1, 2" in caplog.text

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import onefold
-from onefold.core.fingerprint import fingerprint_of, named_tensors, tensor_digests
+from onefold.core.flat import fingerprint_of, named_tensors, tensor_digests
 from tests.gpu.device import DEVICE, ON_GPU, each, needs
 from tests.gpu.net import Batch, batches, trainer_of
 

@@ -8,8 +8,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onefold.jobs.options import ScaleRate, Schedule, TrainOptions
-from onefold.jobs.rates import make_optimizer, rate_factor, scaled_rate
+from onefold.jobs.options import (
+    ScaleRate,
+    Schedule,
+    TrainOptions,
+    make_optimizer,
+    rate_factor,
+    scaled_rate,
+)
 
 SCHEDULES = ("constant", "step", "cosine")
 

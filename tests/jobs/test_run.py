@@ -27,7 +27,7 @@ from onefold.jobs import run as running
 from onefold.jobs.catalog import JOBS, job_of
 from onefold.jobs.run import Job, read_options, run_job
 from onefold.jobs.training import Task
-from onefold.system.interrupt import stopped_by_signals
+from onefold.system.process import stopped_by_signals
 from onefold.system.record import read_record
 from tests.checkpoint.folders import steps_in
 from tests.jobs.tiny import SMALL, WRITERS, run_here, write_pictures, write_texts

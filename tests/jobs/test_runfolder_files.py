@@ -16,7 +16,7 @@ from onefold.errors import DataError, LaunchError
 from onefold.jobs.options import TrainOptions, read_config
 from onefold.jobs.runfolder import RunFolder, read_run, require_room
 from onefold.system.folderlock import lock_of_checkpoints
-from onefold.system.plainfile import RECORD_BYTES
+from onefold.system.ownfiles import RECORD_BYTES
 from tests.somebody import NOBODY, needs_root, somebody_else
 
 OPTIONS = TrainOptions(data="digits", name="one")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from onefold.errors import CheckpointError
-from onefold.jobs.saved import read_saved
+from onefold.jobs.training import read_saved
 
 BEST = {"epoch": 0, "score": "iou", "value": 0.5, "checkpoint": "checkpoints/step-00000003"}
 SAVED = {"part": {"samples": 8.0, "total": math.inf}, "epochs_done": 1, "best": BEST}

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onefold.reading.datadigest import digest_of, digest_samples, join_digests
+from onefold.reading.reader import digest_of, digest_samples, join_digests
 
 Pair = namedtuple("Pair", "left right")
 
@@ -210,7 +210,7 @@ def test_a_digest_does_not_depend_on_the_process() -> None:
     """Sets and dicts that are made of them have another order in each."""
     code = """
 import numpy, torch
-from onefold.reading.datadigest import digest_of, join_digests
+from onefold.reading.reader import digest_of, join_digests
 names = {"one", "two", "three", "four", "five"}
 sample = [names, frozenset(names), {name: len(name) for name in names}, torch.ones(3), object(),
           numpy.array(["a", None], dtype=object), type("Thing", (), {})()]

@@ -17,7 +17,7 @@ import torch
 
 from onefold.core.shard import Plan
 from onefold.reading.reader import Answer, BadSample, Request
-from onefold.reading.sending import Sending, allow_open_files, count_tensors
+from onefold.reading.workers import Sending, allow_open_files, count_tensors
 
 REQUEST = Request(0, 2, 8, 24, Plan((1,)), 0, None, {0: [*range(8)]}, {}, -1)
 
@@ -68,7 +68,7 @@ def test_what_fits_once_others_are_taken_waits_for_that(monkeypatch: pytest.Monk
             if held:
                 os.close(held.pop())
 
-    monkeypatch.setattr("onefold.reading.sending.time.sleep", pause)
+    monkeypatch.setattr("onefold.reading.workers.time.sleep", pause)
     after = answer_of(100)
     assert sending(after) is after
     assert held == []

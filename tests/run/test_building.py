@@ -13,7 +13,7 @@ import onefold
 from onefold.core.options import ExchangeName, KeepName, RunOptions
 from onefold.core.world import World
 from onefold.engine.firstvalues import undrawn_of
-from onefold.run import building
+from onefold.run import recording
 
 KEEPS: list[KeepName] = ["all", "span", "host"]
 
@@ -22,9 +22,9 @@ KEEPS: list[KeepName] = ["all", "span", "host"]
 def keep(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> KeepName:
-    monkeypatch.setattr(building, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(recording, "_LEAST_BYTES", 1)
     world = World(options=RunOptions(keep=request.param, home=str(tmp_path)))
-    monkeypatch.setattr("onefold.run.building.current_world", lambda: world)
+    monkeypatch.setattr("onefold.run.recording.current_world", lambda: world)
     return request.param
 
 
@@ -74,7 +74,7 @@ def test_the_values_are_those_of_the_plain_way(keep: KeepName) -> None:
 
 def test_a_plan_needs_no_values(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(options=RunOptions(plan="plan.json"))
-    monkeypatch.setattr("onefold.run.building.current_world", lambda: world)
+    monkeypatch.setattr("onefold.run.recording.current_world", lambda: world)
     built = onefold.build(nn.Linear, 300, 400)
     assert undrawn_of(built.weight) is not None
 

@@ -9,7 +9,7 @@ import pytest
 
 from onefold.run.crew import Crew
 from onefold.run.rundir import Board, Report
-from onefold.system.interrupt import StopSignals
+from onefold.system.process import StopSignals
 
 
 @pytest.mark.parametrize(

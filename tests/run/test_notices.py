@@ -18,7 +18,7 @@ from onefold.core.options import RunOptions
 from onefold.core.world import World
 from onefold.errors import LaunchError
 from onefold.run.world import read_world
-from onefold.system.interrupt import requests_by_signals
+from onefold.system.process import requests_by_signals
 from tests.run.test_other_launchers import free_port, torch_protocol
 from tests.small import make_trainer, points
 

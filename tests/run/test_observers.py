@@ -14,9 +14,9 @@ from typing import Any, cast
 import pytest
 import torch
 
-from onefold.core.fingerprint import fingerprint_of, named_tensors, tensor_digests
+from onefold.core.flat import fingerprint_of, named_tensors, tensor_digests
 from onefold.core.options import RunOptions
-from onefold.core.team import Team
+from onefold.core.roster import Team
 from onefold.core.world import World
 from onefold.engine.step import Step
 from onefold.run.observers import Observers

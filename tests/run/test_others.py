@@ -107,7 +107,7 @@ NOT_REFUSED = {
 @pytest.mark.parametrize("name", NOT_REFUSED)
 def test_who_is_alone_by_right_may_train(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(others, "has_terminal", lambda: True)
-    monkeypatch.setattr("onefold.run.slurm.has_terminal", lambda: True)
+    monkeypatch.setattr("onefold.run.others.has_terminal", lambda: True)
     assert read_world(NOT_REFUSED[name]) == World()
 
 

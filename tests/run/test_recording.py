@@ -18,7 +18,7 @@ from torch import nn
 from onefold.engine.firstvalues import undrawn_of
 from onefold.models.resnet import resnet18
 from onefold.run.recording import Recording
-from onefold.system.bare import BareMemory
+from onefold.system.heap import BareMemory
 
 
 class Drawn(nn.Module):

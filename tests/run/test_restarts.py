@@ -8,9 +8,9 @@ import pytest
 
 from onefold.core.options import RunOptions
 from onefold.run import launch
+from onefold.run.crew import Outcome
 from onefold.run.devices import Selection
-from onefold.run.outcome import Outcome
-from onefold.run.restarts import checkpoints_to_leave_out, newest_step, words_of_restart
+from onefold.run.launch import checkpoints_to_leave_out, newest_step, words_of_restart
 
 
 @pytest.mark.parametrize(

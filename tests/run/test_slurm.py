@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from onefold.errors import LaunchError
-from onefold.run import slurm
-from onefold.run.slurm import first_node, slurm_task, tasks_of_nodes
+from onefold.run import others
+from onefold.run.others import first_node, slurm_task, tasks_of_nodes
 from onefold.run.world import read_world
 
 SRUN = {
@@ -64,7 +64,7 @@ ALONE: dict[str, dict[str, str]] = {
 
 @pytest.mark.parametrize("name", ALONE)
 def test_everything_else_is_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slurm, "has_terminal", lambda: True)
+    monkeypatch.setattr(others, "has_terminal", lambda: True)
     world = read_world(ALONE[name])
     assert (world.size, world.launched, world.address) == (1, False, "")
 
@@ -73,7 +73,7 @@ def test_tasks_that_are_started_from_a_terminal_of_srun_are_one_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """They inherit its variables, and have no terminal themselves."""
-    monkeypatch.setattr(slurm, "has_terminal", lambda: False)
+    monkeypatch.setattr(others, "has_terminal", lambda: False)
     world = read_world(ALONE["a terminal of srun"])
     assert (world.rank, world.size) == (5, 6)
 

@@ -18,9 +18,9 @@ import pytest
 
 from onefold.core.options import RunOptions
 from onefold.errors import LaunchError
+from onefold.run.crew import Outcome
 from onefold.run.devices import Selection
 from onefold.run.launch import supervise
-from onefold.run.outcome import Outcome
 from onefold.watch.timeline import TimelinePart, name_row, slice_of
 
 Start = Callable[..., Outcome]

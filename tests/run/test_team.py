@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from onefold.core.team import Team
+from onefold.core.roster import Team
 from onefold.core.world import World
 from onefold.errors import LaunchError
 from onefold.run import team

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from onefold.system import bare
-from onefold.system.bare import BareMemory
+from onefold.system import heap as heaps
+from onefold.system.heap import BareMemory
 
 MIB = 1 << 20
 
@@ -88,14 +88,14 @@ def test_a_disk_without_room_changes_nothing(
 
 def test_a_mapping_that_fails_is_an_error() -> None:
     with pytest.raises(OSError, match="expected 4,096 bytes of a file to be mapped, got: "):
-        bare._map_over(0, 4096, 1, -1)
+        heaps._map_over(0, 4096, 1, -1)
 
 
 def test_a_folder_in_memory_is_mentioned_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Path] = []
-    monkeypatch.setattr(bare, "warn_of_memory", seen.append)
+    monkeypatch.setattr(heaps, "warn_of_memory", seen.append)
     heap = BareMemory(tmp_path)
     rooms = [heap.room(10) for _ in range(2)]
     assert not seen

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from onefold.system.capacity import capacity_bytes
+from onefold.engine.assembly import capacity_bytes
 
 CPU = torch.device("cpu")
 

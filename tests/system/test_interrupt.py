@@ -9,7 +9,7 @@ from types import FrameType
 
 import pytest
 
-from onefold.system.interrupt import ctrl_c_as_before, ctrl_c_later
+from onefold.system.process import ctrl_c_as_before, ctrl_c_later
 
 
 @pytest.fixture(autouse=True)

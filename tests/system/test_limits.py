@@ -38,7 +38,7 @@ def test_each_limit_is_named(number: int, words: str) -> None:
 LIMITED = """
 import resource, sys
 from pathlib import Path
-from onefold.system.bare import BareMemory
+from onefold.system.heap import BareMemory
 from onefold.system.heap import DiskHeap
 folder = Path(sys.argv[1])
 heap = DiskHeap(folder)

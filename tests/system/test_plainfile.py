@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from onefold.system import plainfile
-from onefold.system.plainfile import (
+from onefold.system import ownfiles
+from onefold.system.ownfiles import (
     nested_too_deeply,
     open_plain,
     parse_json,
@@ -115,9 +115,9 @@ def test_a_file_that_claims_to_be_empty_is_not_read_without_end() -> None:
 
 
 def test_the_limit_of_words_is_far_above_what_is_written(tmp_path: Path) -> None:
-    assert plainfile.RECORD_BYTES == 64 << 20
+    assert ownfiles.RECORD_BYTES == 64 << 20
     with (tmp_path / "file").open("wb") as file:
-        file.truncate(plainfile.RECORD_BYTES + 1)
+        file.truncate(ownfiles.RECORD_BYTES + 1)
     with pytest.raises(OSError, match="expected 67,108,864 bytes at most, got 67,108,865"):
         read_plain(tmp_path / "file")
 

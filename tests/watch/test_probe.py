@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from onefold.core.fingerprint import fingerprint_of, named_tensors, tensor_digests
+from onefold.core.flat import fingerprint_of, named_tensors, tensor_digests
+from onefold.run.observers import Probe
 from onefold.system.record import read_record
-from onefold.watch.probe import Probe
 from tests.small import line
 
 

@@ -11,10 +11,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from onefold.core.team import Team
+from onefold.core.roster import Team
 from onefold.core.world import World
-from onefold.watch import profile
-from onefold.watch.profile import PROFILED_STEPS, Profile
+from onefold.run import observers
+from onefold.run.observers import PROFILED_STEPS, Profile
 from onefold.watch.timing import Moment, Span, Stopwatch
 
 CPU = torch.device("cpu")
@@ -144,7 +144,7 @@ def test_the_first_steps_of_a_run_are_written(begin: Begin, tmp_path: Path) -> N
 @pytest.fixture
 def _at_7_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the host's clock shows as a profile begins."""
-    monkeypatch.setattr(profile, "host_now_s", lambda: 7.0)
+    monkeypatch.setattr(observers, "host_now_s", lambda: 7.0)
 
 
 def device_spans(start_s: float, stop_s: float, *, past: bool) -> list[Span]:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from onefold.errors import CheckpointError
-from onefold.weights.names import match_names
+from onefold.weights.load import match_names
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ import torch
 
 from onefold.checkpoint.background import Background
 from onefold.core.jsonvalue import to_bytes
-from onefold.core.team import Team
+from onefold.core.roster import Team
 from onefold.engine.engine import Engine
 
 __all__ = ["Lead", "Patience", "told_all"]

@@ -12,7 +12,7 @@ Note: how a run is resumed
 The lead alone reads files. It checks everything before anything is changed, and hands out what each
 process needs; an error that it finds is handed out too, so that all devices raise the same one.
 Finding, and taking over what was found, are two calls: `load` makes both at once, and
-`onefold.checkpoint.resumption` the second one later.
+`onefold.checkpoint.autosave` the second one later.
 """
 
 from __future__ import annotations
@@ -29,35 +29,33 @@ from typing import Any
 import torch
 
 from onefold.checkpoint.background import Background
-from onefold.checkpoint.finite import own_buffers, refuse_not_finite
 from onefold.checkpoint.folder import (
+    Checkpoint,
+    Keeping,
     StoredCheckpoint,
     find_checkpoint,
     folder_of,
     has_checkpoints,
     try_directory,
 )
-from onefold.checkpoint.keeping import Checkpoint, Keeping
 from onefold.checkpoint.lead import Lead, told_all
 from onefold.checkpoint.model import (
+    StoredStates,
     check_fingerprint,
     check_model_can_be_saved,
-)
-from onefold.checkpoint.record import Place, check_run
-from onefold.checkpoint.runstate import OF_THE_SCRIPT, RunState
-from onefold.checkpoint.saving import Saving
-from onefold.checkpoint.states import (
-    StoredStates,
     left_by_shard,
     saved_rule,
 )
-from onefold.core.fingerprint import fingerprint_of
+from onefold.checkpoint.record import Place, check_run
+from onefold.checkpoint.runstate import OF_THE_SCRIPT, RunState
+from onefold.checkpoint.saving import Saving, own_buffers, refuse_not_finite
 from onefold.core.finite import names_with_nan
+from onefold.core.flat import fingerprint_of
 from onefold.core.head import Call, StepHead, digest
 from onefold.core.jsonvalue import from_bytes, from_json
+from onefold.core.roster import Team
 from onefold.core.settings import Settings
-from onefold.core.team import Team
-from onefold.engine.carried import Carried
+from onefold.engine.buffers import Carried
 from onefold.engine.digests import agreed_digests
 from onefold.engine.engine import Engine
 from onefold.engine.optimizerstate import unpack

@@ -16,18 +16,17 @@ import torch
 
 from onefold.checkpoint.folder import (
     FORMAT,
+    Keeping,
     StoredCheckpoint,
 )
-from onefold.checkpoint.keeping import Keeping
+from onefold.checkpoint.model import saved_rule
 from onefold.checkpoint.record import Place
-from onefold.checkpoint.states import saved_rule
-from onefold.core.fingerprint import named_tensors
+from onefold.core.flat import named_tensors
 from onefold.core.jsonvalue import from_json, to_json
-from onefold.core.lossscale import LossScale
 from onefold.core.names import own_name
-from onefold.core.precision import Precision
+from onefold.core.precision import LossScale, Precision
+from onefold.core.roster import Team
 from onefold.core.settings import Settings
-from onefold.core.team import Team
 from onefold.engine.engine import Engine
 from onefold.engine.optimizers import name_of, optimizers_in
 from onefold.engine.schedule import RunSchedule

@@ -1,33 +1,60 @@
-"""Writes a run as it is now to files, from copies or as the devices bring what they keep."""
+"""Writes a run as it is now to files, from copies or as the devices bring what they keep.
+
+Note: who does what
+-------------------
+The lead writes in a thread, as ever. When it comes to the bytes of a tensor that the devices keep
+in pieces, it asks for them and waits. The training threads of all devices meet, learn what is asked
+for, send the lead their pieces, and meet again; also while nothing is asked for, so that they know
+that the lead is at work (see `onefold.checkpoint.lead`). So the lead has its own span and one
+tensor, or two while one comes and the other is being let go. Training waits for all of it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+import queue
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from onefold.checkpoint.background import Background
-from onefold.checkpoint.copies import Copies
-from onefold.checkpoint.folder import prune, write_checkpoint
-from onefold.checkpoint.keeping import Keeping
+from onefold.checkpoint.folder import Keeping, prune, write_checkpoint
 from onefold.checkpoint.lead import Lead
-from onefold.checkpoint.model import coming_parts, copy_model, is_saved_as_it_is
+from onefold.checkpoint.model import (
+    VALUES,
+    ModelCopy,
+    buffer_parts,
+    carried_parts,
+    coming_parts,
+    copy_model,
+    is_saved_as_it_is,
+)
 from onefold.checkpoint.record import check_run
-from onefold.checkpoint.states import buffer_parts, carried_parts
-from onefold.checkpoint.stream import Stream
-from onefold.core.fingerprint import fingerprint_of
+from onefold.core.finite import all_finite, first_not_finite, names_with_nan
+from onefold.core.flat import fingerprint_of
+from onefold.core.names import own_name
 from onefold.engine.digests import agreed_digests
 from onefold.engine.engine import Engine
-from onefold.engine.optimizerstate import JoinedState, join, pack, unpack
+from onefold.engine.optimizerstate import (
+    JoinedState,
+    PieceState,
+    described,
+    join,
+    pack,
+    read_described,
+    unpack,
+)
+from onefold.errors import CheckpointError, StateError
 from onefold.exchange.transport import roomy
-from onefold.system.tensorfile import TensorParts
+from onefold.system.tensorfile import Bytes, TensorParts
 
-__all__ = ["Saving"]
+__all__ = ["Saving", "Stream", "own_buffers", "refuse_not_finite"]
 
 
 class Saving:
@@ -163,3 +190,198 @@ class Saving:
         device, heap = self._engine.replicas[0].device, self._engine.exchange.memory.heap
         self._rooms[what] = roomy(self._rooms.get(what), nbytes, device, heap)
         return self._rooms[what]
+
+
+class Copies(NamedTuple):
+    """What the lead has copied for a checkpoint."""
+
+    trained: ModelCopy
+    """The model that the run goes on with."""
+    shown: ModelCopy | None
+    """The model with its averages, if it is they that are saved as the model."""
+    averages: Mapping[str, torch.Tensor]
+    """The averages of the buffers, by name."""
+    carried: Sequence[TensorParts]
+    """What shards carry in buffers."""
+
+
+_NOTHING, _ENDED = -1, -2
+
+
+class Stream:
+    """The parameters and the optimizer's state of devices that keep their parts of them alone.
+
+    All devices make one together, and then call `feed`.
+
+    Args:
+        engine: the device of this process.
+        lead: the lead's work.
+
+    Raises:
+        TypeError: a value is neither a tensor nor JSON, or of a dtype that a file cannot hold.
+    """
+
+    def __init__(self, engine: Engine, lead: Lead) -> None:
+        self._lead = lead
+        self._update = update = engine.update
+        self._storage = storage = update.storage
+        self._transport = engine.exchange.transport
+        own = update.states()
+        texts = self._transport.gather_bytes({engine.replicas[0].number: described(own)})
+        states = [*chain.from_iterable(map(read_described, texts))]
+        self.optimizer = join(states, storage.pieces, storage.masters, self._coming)
+        """The optimizer's state, whose tensors come when they are asked for."""
+        self._own: dict[tuple[int, str], list[PieceState]] = defaultdict(list)
+        for state in own:
+            self._own[self._place(state)].append(state)
+        self._lent, self._pieces = storage.lent_layout().layout, storage.lent_pieces()
+        self._frozen = engine.exchange.memory.frozen
+        values = [(number, VALUES) for number in range(len(self._lent.entries))]
+        self._places = [*values, *dict.fromkeys(map(self._place, states))]
+        self._numbers = {place: number for number, place in enumerate(self._places)}
+        self._asked: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[list[Bytes] | None] = queue.SimpleQueue()
+
+    def parameter(self, name: str, number: int) -> TensorParts:
+        """The values of a parameter that is elsewhere; they come when they are asked for."""
+        entry, dtype = self._lent.entries[number], self._lent.dtype_of(number)
+        return TensorParts(
+            own_name(name), dtype, entry.shape, entry.stride, self._coming(number, VALUES)
+        )
+
+    def feed(self, writing: Background, write: Callable[[], None] | None) -> None:
+        """Bring the lead what its writer asks for, until it has ended; called on all devices.
+
+        Args:
+            writing: runs the writer. What that has raised is left for whoever waits for it.
+            write: writes the files, on the lead's process; None elsewhere.
+        """
+        try:
+            if write is not None:
+                writing.start(partial(self._run, write))
+            patience = self._lead.patience(writing)
+            while (number := self._next()) != _ENDED:
+                if number == _NOTHING:
+                    patience.look()
+                else:
+                    self._supply(*self._places[number])
+        except BaseException:
+            # Or the writer would wait for ever, and whoever ends this process for the writer.
+            self._answers.put(None)
+            writing.abandon()
+            raise
+
+    def _run(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        finally:
+            self._asked.put(_ENDED)
+
+    def _next(self) -> int:
+        """What the lead's writer asks for: the number of a place, or that there is nothing."""
+        number = _ENDED
+        if self._lead.is_here:
+            try:
+                number = self._asked.get(timeout=self._lead.look_s)
+            except queue.Empty:
+                number = _NOTHING
+        return int(self._lead.share(number))
+
+    def _supply(self, entry: int, key: str) -> None:
+        """Bring the lead a tensor of one parameter, and hand it to the writer there."""
+        pack(self._states(entry, key), self._transport.room)
+        brought = self._transport.bring()
+        if self._lead.is_here:
+            states = chain.from_iterable(map(unpack, brought))
+            (tensor,) = join(states, self._pieces, self._lent).tensors
+            self._answers.put([*tensor.parts])
+
+    def _states(self, entry: int, key: str) -> list[PieceState]:
+        if key != VALUES:
+            return self._own.get((entry, key), [])
+        update, frozen = self._update, self._frozen
+        values = {item.number: update.values_of for item in update.owned}
+        values |= {} if frozen is None else dict.fromkeys(frozen.numbers, frozen.part)
+        return [
+            PieceState(number, VALUES, value_of(number), True)
+            for number, value_of in values.items()
+            if self._pieces[number].entry == entry
+        ]
+
+    def _coming(self, entry: int, key: str) -> Iterator[Bytes]:
+        """Ask for a tensor, in the writer's thread, once its bytes are looked at."""
+        self._asked.put(self._numbers[entry, key])
+        # The training thread answers or, if it fails, says so.
+        found = self._answers.get()
+        if found is None:
+            raise CheckpointError("the checkpoint was given up, as another device did not answer")
+        yield from found
+
+    def _place(self, state: PieceState) -> tuple[int, str]:
+        return self._storage.pieces[state.piece].entry, state.key
+
+
+def own_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers of a model under its own names."""
+    return {own_name(name): buffer for name, buffer in module.named_buffers()}
+
+
+def refuse_not_finite(engine: Engine, lead: Lead, step: int, nan_before: Collection[str]) -> None:
+    """Have all devices raise if a value that is saved is not finite.
+
+    The lead looks at what it has, and where each device keeps its span, each of them at that.
+
+    Args:
+        engine: the devices of this process.
+        lead: the lead's work.
+        step: the number of the last step.
+        nan_before: the buffers that were NaN when the run began.
+
+    Raises:
+        StateError: a parameter is not finite, or a buffer has become NaN.
+    """
+    module = engine.replicas[0].module
+    parameters = [own_name(name) for name, _ in module.named_parameters()]
+    names = [*parameters, *own_buffers(module)]
+    found = [*_of_span(engine)]
+    if lead.is_here:
+        found += _of_lead(engine, nan_before)
+    # As a number, which all can be sent: the place of the name in a list that all have.
+    number = lead.least(min(map(names.index, found), default=math.inf))
+    if not math.isfinite(number):
+        return
+    what = "parameter" if number < len(parameters) else "buffer"
+    raise StateError(
+        f"{what} {names[int(number)]} is not finite after step {step}: no "
+        f"checkpoint is written, and those that are there stay. The loss was finite and a "
+        f"gradient, or what was computed beside it, was not. Look at the samples of that "
+        f"step, and at square roots, norms and divisions at 0; lower the learning rate, or "
+        f"set clip_norm. The run can go on from the checkpoint before"
+    )
+
+
+def _of_span(engine: Engine) -> Iterator[str]:
+    """Name what is not finite of the pieces that this device keeps, if it has no more."""
+    if engine.lending.is_whole:
+        return
+    entries = engine.update.storage.lent_layout().layout.entries
+    for item in engine.update.owned:
+        if not all_finite(engine.update.values_of(item.number)):
+            yield own_name(entries[item.piece.entry].name)
+    frozen = engine.exchange.memory.frozen
+    if frozen is not None:
+        spoilt = (n for n in frozen.numbers if not all_finite(frozen.part(n)))
+        yield from (own_name(entries[frozen.entry_of(number)].name) for number in spoilt)
+
+
+def _of_lead(engine: Engine, nan_before: Collection[str]) -> Iterator[str]:
+    """Name the first value that is not finite of all that the lead has."""
+    first, frozen = engine.replicas[0], engine.exchange.memory.frozen
+    of_all = [] if frozen is None else frozen.flat.sections
+    with engine.averaging.training_values() as trained:
+        here = first.parts.named if engine.lending.is_whole else first.parts.other
+        named = {own_name(name): parameter for name, parameter in here.items()}
+        found = first_not_finite((*trained.sections, *first.other.sections, *of_all), named)
+        # Buffers that were NaN from the start are the model's own affair (masks, unset statistics).
+        spoilt = names_with_nan(own_buffers(first.module)) - {*nan_before}
+        yield from [name for name in (found, min(spoilt, default=None)) if name is not None]

@@ -22,7 +22,7 @@ import onefold
 from onefold import Outcome, RunOptions, select_devices, supervise
 from onefold.cli.ownargs import SCRIPT, ScriptCommand, come_too_late
 from onefold.errors import LaunchError, OnefoldError, RunFailed
-from onefold.system.interrupt import Stopped, stopped_by_signals
+from onefold.system.process import Stopped, stopped_by_signals
 
 __all__ = ["app", "main"]
 

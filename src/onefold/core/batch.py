@@ -53,36 +53,8 @@ _NAMED = 8
 """The most samples, or tensors, that an error lists."""
 _FRESH_BYTES = 512
 """On a GPU PyTorch begins every tensor of its own at a multiple of it."""
-_SAME_WIDTH = {
-    torch.bfloat16: torch.int16,
-    torch.complex32: torch.int32,
-    torch.float8_e4m3fn: torch.uint8,
-    torch.float8_e4m3fnuz: torch.uint8,
-    torch.float8_e5m2: torch.uint8,
-    torch.float8_e5m2fnuz: torch.uint8,
-    torch.float8_e8m0fnu: torch.uint8,
-}
-"""For each dtype that NumPy lacks, one of the same width that it can read instead."""
-_TENSOR_KINDS = frozenset(
-    np.dtype(name)
-    for name in (
-        "bool",
-        "u1",
-        "u2",
-        "u4",
-        "u8",
-        "i1",
-        "i2",
-        "i4",
-        "i8",
-        "f2",
-        "f4",
-        "f8",
-        "c8",
-        "c16",
-    )
-)
-"""The array dtypes that `torch.from_numpy` accepts."""
+_WIDTHS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+"""For each width in bytes a dtype that NumPy can read in place of one that it lacks."""
 
 
 @dataclass(slots=True)
@@ -452,7 +424,7 @@ def _as_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
         # The tensor requires a gradient, is lazily conjugated or negated, or has a dtype that NumPy
         # lacks. Trying first costs an ordinary tensor nothing.
         plain = tensor.detach().resolve_conj().resolve_neg()
-        width = _SAME_WIDTH.get(plain.dtype)
+        width = _WIDTHS.get(plain.element_size())
         return plain.numpy() if width is None else plain.view(width).numpy()
 
 
@@ -493,12 +465,22 @@ def _checked_array(array: np.ndarray[Any, Any], path: str) -> np.ndarray[Any, An
         raise TypeError(
             f"{path} is a masked array, and a tensor has no mask: give its data and mask"
         )
-    if array.dtype.newbyteorder("=") not in _TENSOR_KINDS:
+    if not _is_known(array.dtype.newbyteorder("=")):
         raise TypeError(
             f"{path} is an array of {array.dtype}: expected numbers or booleans of a dtype that "
             f"PyTorch has. Use trainer.loader for anything else"
         )
     return array
+
+
+@functools.lru_cache(maxsize=256)
+def _is_known(dtype: np.dtype[Any]) -> bool:
+    """Whether PyTorch has a dtype for what is in such an array."""
+    try:
+        torch.from_numpy(np.empty(0, dtype))
+    except TypeError:
+        return False
+    return True
 
 
 def _lengths(

@@ -1,8 +1,8 @@
-"""How the values of a prediction travel: column by column, as bytes.
+"""How the values of a prediction are kept until all devices have them: column by column.
 
 A value with one row a sample is one column. A list with one tensor a sample, which may all be of
-other sizes, is one as well; a list with one dict a sample has a column for each key. What a column
-holds of a batch is the bytes of its samples, in order; where sizes differ, after all their sizes.
+other sizes, is one as well; a list with one dict a sample has a column for each key. The columns of
+a shard are a dict, which travels as `onefold.core.wire` writes it.
 """
 
 from __future__ import annotations
@@ -10,12 +10,10 @@ from __future__ import annotations
 import json
 import reprlib
 from collections.abc import Mapping, Sequence
-from math import prod
 from typing import Any
 
 import torch
 
-from onefold.core.flat import bits_of
 from onefold.errors import LossError
 
 __all__ = [
@@ -23,9 +21,7 @@ __all__ = [
     "Rows",
     "columns_of",
     "joined_rows",
-    "read_columns",
     "values_by_name",
-    "write_columns",
 ]
 
 Column = str
@@ -70,49 +66,10 @@ def joined_rows(parts: Sequence[Rows]) -> Rows:
     return torch.cat(tensors) if tensors else [entry for part in parts for entry in part]
 
 
-def write_columns(shards: Sequence[Mapping[Column, Rows]], columns: Sequence[Column]) -> bytes:
-    """Write the values of one device's shards of a batch, column by column."""
-    parts: list[bytes] = []
-    for column in columns if shards else ():
-        found = [shard[column] for shard in shards]
-        if _is_ragged(column):
-            entries = [entry for each in found for entry in each]
-            sizes = [list(entry.shape) for entry in entries]
-            parts.append(_bytes_of(torch.tensor(sizes, dtype=torch.int64)))
-            parts += map(_bytes_of, entries)
-        else:
-            parts.append(_bytes_of(torch.cat([each for each in found if torch.is_tensor(each)])))
-    return b"".join(parts)
-
-
-def read_columns(message: bytes, count: int, columns: Sequence[Column]) -> dict[Column, Rows]:
-    """Read what one device has written of its ``count`` samples of a batch."""
-    # frombuffer refuses an empty buffer: a device without samples gets a byte that nobody reads.
-    memory = torch.frombuffer(bytearray(message or b"\0"), dtype=torch.uint8)
-    at = 0
-
-    def take(dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-        nonlocal at
-        start, at = at, at + prod(shape) * dtype.itemsize
-        # A copy starts at an aligned address, as viewing it in a wider dtype demands.
-        return memory[start:at].clone().view(dtype).view(torch.Size(shape))
-
-    found: dict[Column, Rows] = {}
-    for column in columns:
-        _, name, shape, *_ = json.loads(column)
-        dtype = getattr(torch, name)
-        if _is_ragged(column):
-            sizes = take(torch.int64, (count, shape)).tolist()
-            found[column] = [take(dtype, size) for size in sizes]
-        else:
-            found[column] = take(dtype, (count, *shape))
-    return found
-
-
 def values_by_name(
     parts: Sequence[Mapping[Column, Rows]], columns: Sequence[Column]
 ) -> dict[str, Any]:
-    """Join the values of all batches and devices, in order, and name them as the function did."""
+    """Join the values of all shards, in order, and name them as the function did."""
     values: dict[str, Any] = {}
     for column in columns:
         name, _, _, *keys = json.loads(column)
@@ -167,17 +124,9 @@ def _is_of_tensors(entry: object) -> bool:
     )
 
 
-def _is_ragged(column: Column) -> bool:
-    return len(json.loads(column)) > 3
-
-
 def _dtype_of(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
 def _words(tensor: torch.Tensor) -> str:
     return f"{_dtype_of(tensor)} {tuple(tensor.shape)}"
-
-
-def _bytes_of(tensor: torch.Tensor) -> bytes:
-    return bits_of(tensor).numpy().tobytes()

@@ -12,10 +12,13 @@ A section is a view of memory that somebody else allocated, perhaps shared with 
 view of an entry, a piece or a chunk aliases its section: writing to one writes to all of them, and
 in-place additions rely on that. The layout is computed from names, shapes, dtypes and strides
 alone, so that every process finds a tensor at the same offset without asking the others.
+
+A short name for the exact bits of a model.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -23,6 +26,7 @@ from typing import NamedTuple
 import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
+from onefold.core.names import own_name
 from onefold.system.compat import copy_each
 
 __all__ = [
@@ -35,12 +39,16 @@ __all__ = [
     "bits_of",
     "dense_stride",
     "extent",
+    "fingerprint_of",
     "is_dense",
     "laid_out",
     "lay_out",
+    "named_tensors",
     "same_bits",
     "storage_order",
+    "tensor_digests",
 ]
+
 
 # Whatever kernels are chosen by: see the note on where a tensor begins.
 _ALIGNMENT_BYTES = 256
@@ -323,3 +331,29 @@ def aligned(nbytes: int) -> int:
 
 def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
+
+
+def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Every parameter and buffer under its own name, in the module's order; tied ones once."""
+    # A compiled model has the same fingerprint as the plain one: `own_name` drops what the compiler
+    # adds to the names.
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return {own_name(name): tensor for name, tensor in tensors.items()}
+
+
+def tensor_digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Digest every tensor: 32 hexadecimal digits each, over dtype, shape and bits."""
+    return {name: _digest(tensor) for name, tensor in tensors.items()}
+
+
+def fingerprint_of(digests: Mapping[str, str]) -> str:
+    """Combine names and digests, in their order, into 16 hexadecimal digits."""
+    lines = "".join(f"{name} {digest}\n" for name, digest in digests.items())
+    return hashlib.blake2b(lines.encode(), digest_size=8).hexdigest()
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    # Hashed as raw bytes: -0.0 and 0.0 differ, NaN equals itself, and dtypes that NumPy lacks work.
+    text = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=16)
+    text.update(bits_of(tensor.cpu()).numpy().data)
+    return text.hexdigest()

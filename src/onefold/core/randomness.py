@@ -11,6 +11,9 @@ caller's is not touched at all.
 Normal numbers are made in pairs, and the second of a pair is held back for the next call. Python's
 state includes this pending number. NumPy keeps it outside of the generator, and drops it when the
 generator is replaced, so where one is pending the whole state is saved and restored after all.
+
+The states of all generators can be read as bytes, with which another device goes on where this one
+stopped: those of PyTorch (of the host and of one GPU), of Python's ``random`` and of NumPy.
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ import numpy as np
 import torch
 from numpy.random import mtrand
 
+from onefold.core.wire import decode, encode
+
 __all__ = [
     "MOST_SHUFFLED",
     "GeneratorStates",
@@ -37,10 +42,14 @@ __all__ = [
     "kept_generators",
     "loader_seed",
     "order_by_length",
+    "packed_generators",
+    "put_generators",
+    "redo_generators",
     "same_in_all_shards",
     "sample_order",
     "seed_generators",
 ]
+
 
 _POOL_BATCHES = 32
 """Number of batches in a pool, within which samples are sorted by length."""
@@ -339,3 +348,67 @@ def order_by_length(
     rest = order[whole * batch_size :]
     rest = rest[lengths[rest].argsort(stable=True)]
     return torch.cat([batches[torch.randperm(whole, generator=generator)].flatten(), rest])
+
+
+def packed_generators(device: torch.device) -> torch.Tensor:
+    """Pack the states of the generators that the code of a shard may draw from: (n,) uint8.
+
+    Args:
+        device: the one whose generator counts as well, if it is a GPU.
+
+    >>> states = packed_generators(torch.device("cpu"))
+    >>> drawn = torch.rand(())
+    >>> put_generators(states, torch.device("cpu"))
+    >>> bool(torch.rand(()) == drawn)
+    True
+    """
+    version, words, pending = random.getstate()
+    # Made by a step, and so of this kind: see the note at the head.
+    numpy: dict[str, Any] = np.random.get_state(legacy=False)
+    states = {
+        "torch": torch.default_generator.get_state(),
+        "gpu": _of_gpu(device).get_state() if device.type == "cuda" else None,
+        "python": [version, np.array(words, dtype=np.uint64), pending],
+        "numpy": numpy,
+    }
+    return torch.frombuffer(bytearray(encode(states, "generators")), dtype=torch.uint8)
+
+
+def put_generators(packed: torch.Tensor, device: torch.device) -> None:
+    """Have the generators go on from what `packed_generators` has returned.
+
+    Args:
+        packed: (n,) uint8 on the host.
+        device: the one whose generator is set as well, if it is a GPU.
+    """
+    states = decode(packed.numpy().tobytes())
+    torch.default_generator.set_state(states["torch"])
+    if device.type == "cuda" and states["gpu"] is not None:
+        _of_gpu(device).set_state(states["gpu"])
+    version, words, pending = states["python"]
+    random.setstate((version, tuple(words.tolist()), pending))
+    np.random.set_state(states["numpy"])
+
+
+def redo_generators(before: torch.Tensor, after: torch.Tensor, device: torch.device) -> None:
+    """Have each generator of PyTorch that stands as before stand as after; for checkpoints.
+
+    A layer that is computed once more in backward draws from where these stood the first time, if
+    the script wants that, and from all others as they are.
+
+    Args:
+        before: what `packed_generators` has returned.
+        after: the same.
+        device: the one whose generator counts as well, if it is a GPU.
+    """
+    found, wanted = decode(before.numpy().tobytes()), decode(after.numpy().tobytes())
+    pairs = [("torch", torch.default_generator)]
+    if device.type == "cuda":
+        pairs.append(("gpu", _of_gpu(device)))
+    for name, generator in pairs:
+        if torch.equal(generator.get_state(), found[name]):
+            generator.set_state(wanted[name])
+
+
+def _of_gpu(device: torch.device) -> torch.Generator:
+    return torch.cuda.default_generators[device.index]

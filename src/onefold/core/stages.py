@@ -1,15 +1,28 @@
-"""Where a model may be cut: which of its parameters lie in which stage. Pure."""
+"""Where a model may be cut: which of its parameters lie in which stage. Pure.
+
+A line of devices: which stages each has, and in which order it computes. Pure.
+
+The first device of a line computes the beginning of the model, the next one goes on with what it
+was given, and the last one has the loss; backward goes the same way back. A device begins with as
+many forward passes as there are devices behind it, and from then on takes one back for each one
+forth, so that it never has more shards under way than there are devices from it on. This order is
+known as 1F1B (Narayanan et al., 2019, "PipeDream: generalized pipeline parallelism for DNN
+training").
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
+from itertools import pairwise
 
 import torch
 
 from onefold.core.flat import Layout, Piece, aligned
 
-__all__ = ["ROOT", "StageLayout", "Stages"]
+__all__ = ["ROOT", "Move", "StageLayout", "Stages", "cut_line", "in_groups", "moves", "waiting"]
+
 
 ROOT = 0
 """The stage of what lies in no other one, or in several."""
@@ -93,3 +106,131 @@ class StageLayout:
         """(numel,) view of a piece in memory that holds its stage, (stage_bytes,) uint8."""
         start, nbytes, dtype = self._places[number]
         return room[start : start + nbytes].view(dtype)
+
+
+class Move(Enum):
+    """What a device does with a shard, or with a piece of one."""
+
+    FORTH = "forth"
+    BACK = "back"
+
+
+def moves(place: int, devices: int, count: int) -> Iterator[tuple[Move, int]]:
+    """The order in which one device of a line computes.
+
+    Args:
+        place: of the device in its line, from 0.
+        devices: how many the line has.
+        count: how many shards, or pieces of shards, go through it.
+
+    >>> [f"{move.value} {number}" for move, number in moves(0, 2, 3)]
+    ['forth 0', 'forth 1', 'back 0', 'forth 2', 'back 1', 'back 2']
+    """
+    ahead = min(devices - 1 - place, count)
+    for number in range(ahead):
+        yield Move.FORTH, number
+    for number in range(count):
+        if number + ahead < count:
+            yield Move.FORTH, number + ahead
+        yield Move.BACK, number
+
+
+def in_groups(pieces: Sequence[int], devices: int) -> list[tuple[int, int] | None]:
+    """The order in which pieces of shards go through a line.
+
+    A piece begins with what the one before it in its shard has left (random numbers, statistics of
+    batch norm), so it begins after that one has been there and back. Meanwhile other shards are
+    under way: as many as there are devices. Where shards are missing for that, a device does
+    nothing in their place.
+
+    Args:
+        pieces: for each shard that has samples, the number of its pieces.
+        devices: how many the line has.
+
+    Returns:
+        The place of a shard in ``pieces``, and the number of its piece; None for a gap.
+
+    >>> in_groups([2, 1, 1], 2)
+    [(0, 0), (1, 0), (0, 1), None, (2, 0)]
+    """
+    order: list[tuple[int, int] | None] = []
+    for start in range(0, len(pieces), devices):
+        group = range(start, min(start + devices, len(pieces)))
+        most = max(pieces[shard] for shard in group)
+        for piece in range(most):
+            order += [(shard, piece) if piece < pieces[shard] else None for shard in group]
+            # Also a group that is smaller needs the time of a whole one, until its last piece.
+            order += [None] * (devices - len(group) if piece < most - 1 else 0)
+    return order
+
+
+def waiting(devices: int, count: int) -> float:
+    """How much longer a step of an even line takes than the work of one of its devices.
+
+    >>> waiting(4, 8)
+    0.375
+    """
+    return (devices - 1) / count
+
+
+def cut_line(sizes: Sequence[int], devices: int) -> tuple[int, ...]:
+    """Share stages out to the devices of a line, each a row of neighbours of about the same size.
+
+    Args:
+        sizes: of the stages in bytes, in the order of the model.
+        devices: how many there are.
+
+    Returns:
+        The place in the line of each stage, such that the largest share is as small as can be.
+
+    Raises:
+        ValueError: there are fewer stages than devices.
+
+    >>> cut_line((5, 1, 1, 1, 4), 3)
+    (0, 1, 1, 1, 2)
+    """
+    if not 1 <= devices <= len(sizes):
+        raise ValueError(
+            f"expected a stage or more for each device of a line, got {len(sizes)} stages and "
+            f"{devices} devices: use fewer devices, or name more stages with Trainer(stages=[...])"
+        )
+    starts = [0, *_ends(sizes, devices, _least_limit(sizes, devices))]
+    return tuple(
+        place for place, (start, stop) in enumerate(pairwise(starts)) for _ in range(start, stop)
+    )
+
+
+def _least_limit(sizes: Sequence[int], devices: int) -> int:
+    """The least size that no share need be larger than."""
+    low, high = max(sizes), sum(sizes)
+    while low < high:
+        middle = (low + high) // 2
+        if _shares(sizes, middle) <= devices:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _shares(sizes: Sequence[int], limit: int) -> int:
+    """How many shares it takes if each is filled up to a limit."""
+    shares, filled = 1, 0
+    for size in sizes:
+        if filled + size > limit:
+            shares, filled = shares + 1, 0
+        filled += size
+    return shares
+
+
+def _ends(sizes: Sequence[int], devices: int, limit: int) -> list[int]:
+    """Where each share ends, none larger than the limit, and none empty."""
+    ends: list[int] = []
+    stop = 0
+    for place in range(devices):
+        filled, start = 0, stop
+        left = devices - place - 1
+        while stop < len(sizes) - left and (stop == start or filled + sizes[stop] <= limit):
+            filled += sizes[stop]
+            stop += 1
+        ends.append(stop)
+    return ends

@@ -1,5 +1,5 @@
 """Readers of data sets in the layouts that people commonly have them in."""
 
-from onefold.data.idx import mnist, read_idx
+from onefold.data.arrays import mnist, read_idx
 
 __all__ = ["mnist", "read_idx"]

@@ -1,27 +1,46 @@
-"""Reads pictures that come as arrays: IDX files in a folder, and scikit-learn's digits."""
+"""Reads pictures that come as arrays: IDX files in a folder, and scikit-learn's digits.
+
+IDX is the format of MNIST and its relatives, plain or compressed with gzip.
+Format: http://yann.lecun.com/exdb/mnist (two zero bytes, a code for the type of the numbers, the
+number of dimensions, then each dimension as a big-endian uint32, then the numbers in C order).
+
+Note: what a header promises
+----------------------------
+Twenty bytes may promise a tensor of any size, and a gzip file of a megabyte may unpack to a
+gigabyte. So the header is compared with the size of the file before any memory is allocated for the
+numbers; and of what a gzip file unpacks to, no more is read than the header promises and one byte,
+which tells that there is more.
+"""
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import importlib.util
+import os
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from io import BufferedReader
+from math import prod
+from os import PathLike
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from torch.utils.data import TensorDataset
 
 from onefold.data.bad import readable
-from onefold.data.idx import find_file, read_labelled
+from onefold.data.files import open_regular
 from onefold.data.labels import check_labels
-from onefold.data.pictures import (
-    ArrayPictures,
-    Sums,
-)
+from onefold.data.pictures import ArrayPictures, Sums
 from onefold.data.splits import PictureClasses, Split, digest, held_out, notes_of_same, untested
 from onefold.errors import DataError, LaunchError
 
-__all__ = ["read_digits", "read_idx_folder"]
+__all__ = ["find_file", "mnist", "read_digits", "read_idx", "read_idx_folder", "read_labelled"]
 
 
 def read_idx_folder(
@@ -135,3 +154,253 @@ def _array_samples(split: Split, classes: Sequence[str]) -> Iterator[tuple[str, 
         pixels = split.pictures[number].tobytes()
         content = hashlib.blake2b(pixels, digest_size=16).hexdigest()
         yield split.pictures.name(number), classes[label], content
+
+
+GZIP_MAGIC = b"\x1f\x8b"
+NUMBER_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
+
+_MOST_PACKED = 1100
+"""Bytes that a byte of a gzip file may unpack to: DEFLATE cannot exceed 1032, and some to spare."""
+_MOST_UNPACKED_BYTES = 1 << 30
+"""Of one gzip file; MNIST's largest has 47 million."""
+_PIECE_BYTES = 1 << 20
+"""Read at a time, so that no second copy of the whole file is made."""
+
+# Mean and standard deviation of the 60,000 training images of MNIST, pixels in [0, 1].
+MNIST_MEAN = 0.1307
+MNIST_STD = 0.3081
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Header:
+    """What the first bytes of an IDX file declare about the rest."""
+
+    number_type: np.dtype[np.generic]
+    """Type of the numbers as stored, big-endian."""
+
+    shape: tuple[int, ...]
+    """Length of each dimension."""
+
+    length_bytes: int
+    """Length of the header itself."""
+
+
+def read_idx(path: str | PathLike[str]) -> torch.Tensor:
+    """Read one IDX file.
+
+    Args:
+        path: the file; whether it is compressed is read from its content, not from its name.
+
+    Returns:
+        The numbers in the shape and the type that the file declares:
+        uint8, int8, int16, int32, float32 or float64.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is not IDX, is cut short, has bytes left over, or is damaged.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> file = pathlib.Path(tempfile.mkdtemp()) / "labels.idx"
+        >>> _ = file.write_bytes(bytes([0, 0, 8, 1, 0, 0, 0, 3]) + bytes([7, 2, 1]))
+        >>> read_idx(file)
+        tensor([7, 2, 1], dtype=torch.uint8)
+    """
+    path = Path(path)
+    with _unpacked(path) as stream:
+        header = read_header(stream, path)
+        numbers = _read_numbers(stream, header, path)
+    # PyTorch has no big-endian dtypes; for single bytes the copy would be wasted.
+    if header.number_type.itemsize > 1:
+        numbers = numbers.astype(header.number_type.newbyteorder("="))
+    try:
+        return torch.from_numpy(numbers.reshape(header.shape))
+    # Of a size that fits, and still no shape: more dimensions than NumPy knows, or a 0 among
+    # lengths whose product would overflow.
+    except ValueError as error:
+        raise ValueError(
+            f"{path}: expected the shape of a tensor, got one of {len(header.shape)} dimensions: "
+            f"{error}"
+        ) from error
+
+
+@dataclass(slots=True)
+class _Stream:
+    """A file's content, unpacked if need be, and read no further than asked for."""
+
+    file: BufferedReader | gzip.GzipFile
+    size_bytes: int
+    """Size of the file as it lies on the disk."""
+    packed: bool
+    """Whether the file is compressed with gzip."""
+
+    @property
+    def most_bytes(self) -> int:
+        """The longest content that a file of this size can hold."""
+        return self.size_bytes * (_MOST_PACKED if self.packed else 1)
+
+
+@contextmanager
+def _unpacked(path: Path) -> Iterator[_Stream]:
+    """Open a file's content, decompressed if it is a gzip file."""
+    with open_regular(path) as file:
+        # Of the descriptor: the path may stand for another file by now.
+        size = os.fstat(file.fileno()).st_size
+        # By content: downloads often keep the ending .gz after a browser has unpacked them.
+        packed = file.peek(2)[:2] == GZIP_MAGIC
+        if not packed:
+            yield _Stream(file, size, packed)
+            return
+        try:
+            with gzip.GzipFile(fileobj=file) as stream:
+                yield _Stream(stream, size, packed)
+        # Around the yield: damage shows only while the caller reads.
+        except (EOFError, gzip.BadGzipFile, zlib.error) as damage:
+            raise ValueError(
+                f"{path}: expected a whole gzip file, got {size} bytes that do not decompress "
+                f"({damage}); download it again"
+            ) from damage
+
+
+def _read_numbers(
+    stream: _Stream, header: Header, path: Path
+) -> np.ndarray[tuple[int, ...], np.dtype[Any]]:
+    """Read the numbers that the header promises, all of them and nothing more, as (n,).
+
+    Raises:
+        ValueError: the file holds another number of bytes than promised, or could not hold so many.
+    """
+    # In Python's integers: in NumPy's a crafted shape could overflow to something small.
+    length = prod(header.shape) * header.number_type.itemsize
+    expected = (
+        f"{path}: expected {header.length_bytes + length} bytes for {header.number_type.name} "
+        f"numbers of shape {header.shape}"
+    )
+    if length > stream.most_bytes:
+        raise ValueError(f"{expected}, which a file of {stream.size_bytes} bytes cannot hold")
+    if stream.packed and length > _MOST_UNPACKED_BYTES:
+        raise ValueError(
+            f"{expected}, more than the {_MOST_UNPACKED_BYTES} that are taken out of a gzip file: "
+            f"unpack it with gunzip"
+        )
+    # A bytearray, and not bytes: the tensor will share this memory, and must be writable.
+    content = bytearray(length)
+    got = _read_into(stream.file, content)
+    if got < length:
+        raise ValueError(f"{expected}, got {header.length_bytes + got}")
+    # Reading beyond the end also makes gzip compare its checksum.
+    if stream.file.read(1):
+        raise ValueError(f"{expected}, got more")
+    return np.frombuffer(content, header.number_type)
+
+
+def _read_into(file: BufferedReader | gzip.GzipFile, content: bytearray) -> int:
+    """Fill the content as far as the file goes, and return how many bytes that is."""
+    got, view = 0, memoryview(content)
+    while got < len(content):
+        piece = file.read(min(_PIECE_BYTES, len(content) - got))
+        if not piece:
+            break
+        view[got : got + len(piece)] = piece
+        got += len(piece)
+    return got
+
+
+def read_header(stream: _Stream, path: Path) -> Header:
+    """Read and check the header of an IDX file."""
+    head = stream.file.read(4)
+    if len(head) < 4:
+        raise ValueError(f"{path}: expected an IDX header of 4 bytes, got {len(head)}")
+    if head[:2] != b"\x00\x00":
+        raise ValueError(
+            f"{path}: expected an IDX file, which begins with 00 00, got {head[:2].hex(' ')}"
+        )
+    code, dimensions = head[2], head[3]
+    if code not in NUMBER_TYPES:
+        known = ", ".join(f"{number:02x}" for number in NUMBER_TYPES)
+        raise ValueError(f"{path}: expected a type code of {known}, got {code:02x}")
+    if dimensions == 0:
+        raise ValueError(f"{path}: expected one dimension or more, got 0")
+    sizes = stream.file.read(4 * dimensions)
+    length_bytes = 4 + 4 * dimensions
+    if 4 + len(sizes) < length_bytes:
+        raise ValueError(
+            f"{path}: expected a header of {length_bytes} bytes for {dimensions} dimensions, "
+            f"got {4 + len(sizes)}"
+        )
+    shape = tuple(int(size) for size in np.frombuffer(sizes, ">u4", dimensions))
+    return Header(number_type=np.dtype(NUMBER_TYPES[code]), shape=shape, length_bytes=length_bytes)
+
+
+def mnist(directory: str | PathLike[str], train: bool = True) -> TensorDataset:
+    """Read MNIST, or a data set in its layout, from the IDX files of a folder.
+
+    Args:
+        directory: folder with ``train-images-idx3-ubyte``, ``train-labels-idx1-ubyte``,
+            ``t10k-images-idx3-ubyte`` and ``t10k-labels-idx1-ubyte``, each plain or ``.gz``.
+        train: True for the training images, False for the test images.
+
+    Returns:
+        Pairs of an image (1, 28, 28) float32, normalised with MNIST's mean and standard
+        deviation, and a label () int64. The whole set is ``dataset.tensors``.
+
+    Raises:
+        FileNotFoundError: a file is missing; the message lists the names looked for.
+        ValueError: a file is damaged, or the two do not belong together.
+    """
+    images, labels = read_labelled(Path(directory), "train" if train else "t10k")
+    # In place after the one conversion: each copy of 60,000 images takes 188 MB.
+    pixels = images.unsqueeze(1).to(torch.float32).div_(255)
+    return TensorDataset(pixels.sub_(MNIST_MEAN).div_(MNIST_STD), labels)
+
+
+def read_labelled(directory: Path, prefix: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Read images and the labels that belong to them.
+
+    Args:
+        directory: folder of the four files.
+        prefix: ``train`` or ``t10k``.
+
+    Returns:
+        Images (n, h, w) uint8 and labels (n,) int64.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: a file is damaged or empty, or the two do not belong together.
+    """
+    images_path = find_file(directory, f"{prefix}-images-idx3-ubyte")
+    labels_path = find_file(directory, f"{prefix}-labels-idx1-ubyte")
+    images, labels = read_idx(images_path), read_idx(labels_path)
+    expect_bytes(images, images_path, dimensions=3)
+    expect_bytes(labels, labels_path, dimensions=1)
+    if len(images) != len(labels):
+        raise ValueError(
+            f"{labels_path}: expected {len(images)} labels, one for each image of "
+            f"{images_path.name}, got {len(labels)}"
+        )
+    if not images.numel():
+        raise ValueError(
+            f"{images_path}: expected at least one image of at least one pixel, got shape "
+            f"{tuple(images.shape)}"
+        )
+    # cross_entropy takes class numbers as int64 only.
+    return images, labels.to(torch.int64)
+
+
+def find_file(directory: Path, name: str) -> Path:
+    """Find the compressed or the plain file of that name; the compressed one takes precedence."""
+    candidates = [directory / f"{name}.gz", directory / name]
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
+    names = " or ".join(candidate.name for candidate in candidates)
+    raise FileNotFoundError(f"expected {names} in {directory}, found neither")
+
+
+def expect_bytes(numbers: torch.Tensor, path: Path, *, dimensions: int) -> None:
+    """Refuse a file that is valid IDX, but not of the kind that MNIST's are."""
+    if numbers.dtype != torch.uint8 or numbers.ndim != dimensions:
+        raise ValueError(
+            f"{path}: expected uint8 numbers of {dimensions} dimensions, "
+            f"got {numbers.dtype} of shape {tuple(numbers.shape)}"
+        )

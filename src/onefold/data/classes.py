@@ -18,12 +18,13 @@ from onefold.data.pictures import (
     Look,
     Mode,
     PictureFiles,
+    picture_paths,
     sum_looks,
+    visible_folders,
     white_of,
 )
 from onefold.data.scan import Scanning, Seen, deep_note, pack_scan, scan_pictures
 from onefold.data.splits import PictureClasses, Split, digest, held_out, notes_of_same, untested
-from onefold.data.walk import picture_paths, visible_folders
 from onefold.errors import DataError
 
 __all__ = ["read_folders", "test_folder"]

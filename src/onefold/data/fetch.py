@@ -30,7 +30,7 @@ from typing import Any
 
 from onefold.data.files import open_regular
 from onefold.errors import DataError
-from onefold.system.plainfile import write_whole
+from onefold.system.ownfiles import write_whole
 
 __all__ = ["SETS", "RemoteSet", "fetch_dataset"]
 

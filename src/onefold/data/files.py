@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import stat
 from collections.abc import Callable
@@ -9,9 +11,10 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from onefold.system.plainfile import open_plain, parse_json
+from onefold.system.ownfiles import open_plain, parse_json
 
-__all__ = ["open_regular", "read_json", "read_whole", "require_ours"]
+__all__ = ["digest_of", "open_regular", "read_json", "read_whole", "require_ours"]
+
 
 _HEAD_BYTES = 512
 """How much of a file is read to recognise it as one of ours."""
@@ -85,3 +88,14 @@ def require_ours(path: Path, ours: Callable[[bytes], bool], told: str) -> None:
     else:
         came = "a link" if stat.S_ISLNK(found.st_mode) else "no regular file"
     raise ValueError(f"{told}, {path} is {came}: remove it, or give another name")
+
+
+def digest_of(*parts: Any, size_bytes: int = 8) -> str:
+    """Digest texts, numbers, and lists of these; 8 bytes give 16 hexadecimal digits.
+
+    >>> digest_of(["a.png", "b.png"], [0, 1])
+    '0ef90b3a28133b26'
+    """
+    # As JSON, whose brackets and quotes mark where each text ends: joined texts ["ab", "c"] and
+    # ["a", "bc"] would digest alike. Its default escapes also take names that are not UTF-8.
+    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=size_bytes).hexdigest()

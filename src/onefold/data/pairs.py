@@ -9,13 +9,12 @@ from pathlib import Path
 
 from onefold.data.bad import BadFile, readable, refuse
 from onefold.data.classes import test_folder
-from onefold.data.digest import digest_of
+from onefold.data.files import digest_of
+from onefold.data.labels import check_apart, check_one_label
 from onefold.data.masks import MaskLook, MaskRule, look_at_mask
-from onefold.data.overlap import check_apart, check_one_label
-from onefold.data.pictures import Look, Sums, look_at, sum_looks, white_of
+from onefold.data.pictures import Look, Sums, look_at, picture_paths, sum_looks, white_of
 from onefold.data.scan import Scanning, Seen, by_one_white, deep_note, pack_scan, scan_files
 from onefold.data.splits import held_out
-from onefold.data.walk import picture_paths
 from onefold.errors import DataError
 
 __all__ = ["MaskedPictures", "Pair", "read_pairs"]

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 
 from onefold.data.bad import BadFile
-from onefold.data.digest import digest_of
-from onefold.data.overlap import check_apart, check_one_label
+from onefold.data.files import digest_of
+from onefold.data.labels import check_apart, check_one_label
 from onefold.data.pictures import (
     Mode,
     Pictures,

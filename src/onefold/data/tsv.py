@@ -14,8 +14,7 @@ from os import PathLike
 from pathlib import Path
 
 from onefold.data.bad import BadFile
-from onefold.data.digest import digest_of
-from onefold.data.files import open_regular
+from onefold.data.files import digest_of, open_regular
 from onefold.errors import DataError
 from onefold.system.words import listed
 

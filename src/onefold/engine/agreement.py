@@ -9,23 +9,33 @@ nothing: what its user changes between two steps is the user's affair.
 
 A process looks at its own state before it meets the others, and never between: with memory in
 common, a device that was let go first may already be writing.
+
+What a step begins with: what devices compare, and what is refused or warned of before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from onefold.core.head import Call, Said, StepHead, checksum, read_said
+import torch
+
+from onefold.core.batch import ShardedBatch
+from onefold.core.head import Call, Said, StepHead, checksum, plan_number, read_said
+from onefold.core.jsonvalue import from_json, to_json
 from onefold.engine.guard import Samples, Turns, ValueGuard
-from onefold.engine.outside import OutsideModules
-from onefold.engine.ownedpiece import shown_otherwise
+from onefold.engine.modelparts import OutsideModules
 from onefold.engine.replica import Replica
-from onefold.engine.settings import GroupSettings
 from onefold.engine.update import SpanOptimizer
+from onefold.engine.visits import shown_otherwise
 from onefold.errors import DisagreementError, PeerError, PeerLost, PeerTimeout
 from onefold.exchange.exchange import Exchange
 
-__all__ = ["Agreement"]
+__all__ = ["Agreement", "GroupSettings", "ModeWarning", "Siblings", "head_of", "refuse_unfrozen"]
+
+_log = logging.getLogger("onefold")
+
 
 _WITH_AVERAGES = (
     Call.EVALUATE,
@@ -224,3 +234,166 @@ class Agreement:
             f"devices the order of such changes is left to chance; inside that block, what the "
             f"lead changes becomes everybody's"
         )
+
+
+_KEPT = ("params", "param_names")
+"""Keys of a group that belong to each process itself."""
+
+
+class GroupSettings:
+    """Reads the settings of an optimizer's groups; quick where they have not changed.
+
+    Args:
+        optimizer: the user's own.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._last: list[Any] = []
+        self._checksum = 0
+
+    def checksum(self, *, due: bool = True) -> int:
+        """Compute a checksum of all settings but the parameters.
+
+        Args:
+            due: whether to read numbers that lie on a GPU as well, which waits for it.
+        """
+        # Comparing the values costs far less in every step than writing them out as text.
+        now = [
+            value if not isinstance(value, torch.Tensor) else _number(value, due=due)
+            for group in self._optimizer.param_groups
+            for key, value in group.items()
+            if key != "params"
+        ]
+        if now != self._last:
+            self._last = now
+            self._checksum = checksum(repr(now).encode())
+        return self._checksum
+
+    def as_json(self) -> list[dict[str, Any]]:
+        """Return the settings that a script may change, for other devices to adopt."""
+        return [
+            {
+                key: to_json(value, f"{key} of the optimizer's group {number}")
+                for key, value in group.items()
+                if key not in _KEPT
+            }
+            for number, group in enumerate(self._optimizer.param_groups)
+        ]
+
+    def adopt(self, settings: list[dict[str, Any]]) -> None:
+        """Adopt what `as_json` returned on another device; tensors keep their identity."""
+        for group, values in zip(self._optimizer.param_groups, settings, strict=True):
+            for key, value in values.items():
+                came, here = from_json(value), group.get(key)
+                # In place: a schedule, or a captured graph, holds the very tensor.
+                if isinstance(came, torch.Tensor) and isinstance(here, torch.Tensor):
+                    here.copy_(came)
+                else:
+                    group[key] = came
+
+
+def _number(value: torch.Tensor, *, due: bool) -> object:
+    return value.tolist() if due or value.device.type == "cpu" else "on a device"
+
+
+class Siblings:
+    """The first device of a process, and the others, which must have the same values.
+
+    Args:
+        replicas: the model on each device of this process.
+        guard: remembers the parameters of the first one.
+        turns: decides when costly checks are due.
+    """
+
+    def __init__(self, replicas: Sequence[Replica], guard: ValueGuard, turns: Turns) -> None:
+        self._first, *self._others = replicas
+        self._guard = guard
+        self._turns = turns
+        self._samples = [Samples([r.trained, r.other]) for r in self._others]
+
+    def follow_first(self) -> None:
+        """Bring what the user did to the model since the last step to the other devices."""
+        # Buffers are few and change in most steps, so they are copied without looking; parameters
+        # were brought by the exchange, and are copied only if somebody has written to them since.
+        for replica in self._others:
+            replica.buffers.begin_as(self._first.buffers)
+        if self._others and (self._guard.changed() or self._differ()):
+            self.copy_first()
+            # Or what the script has changed would count as changed by the shards that run next.
+            self._guard.note()
+
+    def copy_first(self) -> None:
+        """Copy the first device's parameters to the others of this process."""
+        for replica in self._others:
+            for mine, theirs in (
+                (replica.trained, self._first.trained),
+                (replica.other, self._first.other),
+            ):
+                for target, source in zip(mine.sections, theirs.sections, strict=True):
+                    target.copy_(source)
+
+    def _differ(self) -> bool:
+        """Whether a device of this process has other values, as far as values are looked at."""
+        due, first = self._turns.due, self._guard.samples
+        # The guard keeps no values of a GPU, and cannot see what was changed there through .data.
+        if not (due or first.on_host):
+            return False
+        here = first.add_up() if due else first.read()
+        return any(here != (s.add_up() if due else s.read()) for s in self._samples)
+
+
+def head_of(batch: ShardedBatch, step: int, call: Call, *, loss: int) -> StepHead:
+    """Describe a step by its batch, as far as this process knows it, and its loss's number."""
+    return StepHead(
+        call=call,
+        step=step,
+        loss=loss,
+        samples=batch.samples,
+        plan=plan_number(batch.plan),
+        loader=batch.loader,
+        data_pass=batch.pass_number,
+        place=batch.stop,
+        data=batch.data_digest,
+        batch=batch.digest,
+        arguments=batch.dim,
+    )
+
+
+def refuse_unfrozen(frozen: Mapping[str, torch.nn.Parameter]) -> None:
+    """Refuse parameters that were frozen when Trainer was made, and are not any more.
+
+    Raises:
+        ValueError: there is one.
+    """
+    for name, parameter in frozen.items():
+        if parameter.requires_grad:
+            raise ValueError(
+                f"parameter {name} was frozen when Trainer was made, so it has no place in the "
+                f"gradient buffers. If it is to be trained later, let it require a gradient "
+                f"until Trainer is made, and freeze it then, before the first step"
+            )
+
+
+class ModeWarning:
+    """Warns once where a model is trained in evaluation mode.
+
+    Args:
+        module: the user's.
+        on_lead: whether this process has device 0, which alone warns.
+    """
+
+    def __init__(self, module: torch.nn.Module, *, on_lead: bool) -> None:
+        self._module = module
+        self._on_lead = on_lead
+        self._given = False
+
+    def give(self) -> None:
+        """Warn, if there is reason to, for the first time."""
+        if not self._module.training and not self._given:
+            self._given = True
+            if self._on_lead:
+                _log.warning(
+                    "the model is in evaluation mode: dropout and batch norm do not train. Modes "
+                    "are yours; call model.train() before the steps if that was not meant"
+                )

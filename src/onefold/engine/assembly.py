@@ -3,45 +3,42 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Container, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
+from pathlib import Path
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from onefold.core.cutting import cut_pieces
-from onefold.core.flat import lay_out
+from onefold.core.flat import Layout, laid_out, lay_out, storage_order
 from onefold.core.names import own_name
 from onefold.core.precision import Precision
-from onefold.core.roster import Roster
+from onefold.core.recipe import short_lived
+from onefold.core.roster import Roster, Team
 from onefold.core.settings import Settings
 from onefold.core.shard import Plan
-from onefold.core.storage import Storage
-from onefold.core.team import Team
-from onefold.engine.bufferplaces import BufferPlaces
-from onefold.engine.buffers import BufferSet
+from onefold.core.storage import Storage, cut_pieces
+from onefold.engine.buffers import BufferPlaces, BufferSet
 from onefold.engine.description import compare, describe
 from onefold.engine.engine import Engine
-from onefold.engine.firstparts import hand_out_entries, values_of_entry
 from onefold.engine.firstvalues import revealed, undrawn_of
-from onefold.engine.frozenparts import frozen_in_stages, frozen_of
 from onefold.engine.holders import digests_of_held
 from onefold.engine.leftovers import refuse_clipping
-from onefold.engine.lowprecision import held_in
+from onefold.engine.modelcheck import held_in
 from onefold.engine.modelparts import ModelParts
 from onefold.engine.optimizercheck import updates_by_element
 from onefold.engine.optimizerstate import PieceState, packed, unpack
 from onefold.engine.replica import LossFunction, Replica
-from onefold.engine.stagemodules import StageModules, cut_by_itself
-from onefold.engine.stagesizes import refuse_large_stages
+from onefold.engine.stagemodules import StageModules, cut_by_itself, frozen_in_stages, frozen_of
 from onefold.engine.update import MASTER, SpanOptimizer
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.joining import has_memory_in_common, join
 from onefold.exchange.memory import FirstValues, Memory, Start
 from onefold.system.heap import ORDINARY, DiskHeap, Heap
 
-__all__ = ["assemble"]
+__all__ = ["assemble", "capacity_bytes", "refuse_large_stages", "values_of_entry"]
 
 
 def assemble(
@@ -266,3 +263,135 @@ def _storage(
     on_disk = heap.on_disk and not heap.apart
     refuse_large_stages(storage, team.devices[team.own[0]], on_disk=on_disk)
     return storage
+
+
+def refuse_large_stages(storage: Storage, device: torch.device, *, on_disk: bool) -> None:
+    """Refuse a stage whose parameters and their gradient are more than a device has.
+
+    Args:
+        storage: the sizes of the run.
+        device: one of them.
+        on_disk: whether parameters lie in a file, so that only the gradient must fit.
+
+    Raises:
+        ValueError: there is one; the message names it, and both sizes.
+    """
+    if storage.stages is None:
+        return
+    held = storage.lent_layout().stage_bytes
+    pairs = zip(storage.stage_layout().stage_bytes, held, strict=True)
+    needed = [gradient + (0 if on_disk else values) for gradient, values in pairs]
+    largest = max(range(len(needed)), key=needed.__getitem__)
+    capacity = capacity_bytes(device)
+    if needed[largest] > capacity:
+        what = "gradient" if on_disk else "parameters and gradient"
+        raise ValueError(
+            f"stage {storage.stages.names[largest]} is larger than a device: expected at most "
+            f"{capacity:,} bytes, which {device} has, got {needed[largest]:,} bytes of {what}. Cut "
+            f"it with Trainer(stages=[...]), or its largest layer with onefold.Sliced; `onefold "
+            f"plan` shows all stages"
+        )
+
+
+_ROOT = Path("/sys/fs/cgroup")
+
+
+def capacity_bytes(device: torch.device) -> int:
+    """All memory of a device: of the host, what this process may take of it."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([whole, *_limits()])
+
+
+def _limits() -> list[int]:
+    """The limits of the control groups that this process is in; none where they are not used."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        # Number, what is controlled, path; of version 2 the number is 0 and the second is empty.
+        _, controlled, path = line.split(":", 2)
+        if not controlled:
+            found += _read_limits(_ROOT, path, "memory.max")
+        elif "memory" in controlled.split(","):
+            found += _read_limits(_ROOT / "memory", path, "memory.limit_in_bytes")
+    return found
+
+
+def _read_limits(root: Path, path: str, name: str) -> list[int]:
+    """The limits of a group and of all that it is in."""
+    own = root / path.lstrip("/")
+    found = []
+    for folder in (own, *own.parents):
+        try:
+            text = (folder / name).read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit():
+            found.append(int(text))
+    return found
+
+
+def hand_out_entries(
+    start: Start, update: SpanOptimizer, exchange: Exchange, *, leads: bool
+) -> None:
+    """Bring the lead's values to the owners of their pieces; called on all devices.
+
+    One parameter goes to all devices at a time, so none has more than its own parts and that one.
+
+    Args:
+        start: this process's values, of which the lead's count.
+        update: has the pieces of the trained parameters.
+        exchange: with all devices.
+        leads: whether this is the lead's process.
+    """
+    memory, masters = exchange.memory, update.storage.masters
+    for number, value in enumerate(start.trained):
+        values = _shared(value, masters, number, exchange, leads=leads)
+        for item in update.owned:
+            if item.piece.entry == number:
+                part = values[item.piece.start : item.piece.stop]
+                storage_order(item.values.data).copy_(part)
+    for number, value in enumerate(start.frozen):
+        assert memory.frozen is not None
+        layout = memory.frozen.flat.layout
+        memory.frozen.adopt_entry(number, _shared(value, layout, number, exchange, leads=leads))
+
+
+def values_of_entry(value: torch.Tensor | FirstValues, layout: Layout, number: int) -> torch.Tensor:
+    """(numel,) first values of a parameter, in the storage order that it has in a layout."""
+    entry = layout.entries[number]
+    if isinstance(value, torch.Tensor):
+        return storage_order(laid_out(value, entry.stride))
+    values = _room(layout, number, torch.device("cpu"))
+    value.write_to(values.as_strided(entry.shape, entry.stride))
+    return values
+
+
+def _shared(
+    value: torch.Tensor | FirstValues,
+    layout: Layout,
+    number: int,
+    exchange: Exchange,
+    *,
+    leads: bool,
+) -> torch.Tensor:
+    """(numel,) the lead's values of a parameter."""
+    device = next(iter(exchange.memory.trained.values())).device
+    if leads:
+        values = values_of_entry(value, layout, number).to(device)
+    else:
+        values = _room(layout, number, device)
+    exchange.memory.adopt_lead(values)
+    return values
+
+
+def _room(layout: Layout, number: int, device: torch.device) -> torch.Tensor:
+    """(numel,) for the values of a parameter."""
+    dtype, numel = layout.dtype_of(number), layout.entries[number].numel
+    if device.type == "cpu":
+        return short_lived(numel * dtype.itemsize).view(dtype)
+    return torch.empty(numel, dtype=dtype, device=device)

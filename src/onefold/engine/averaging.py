@@ -23,10 +23,9 @@ import torch
 from onefold.core.averaging import AverageRule
 from onefold.core.flat import FlatTensors
 from onefold.core.head import Call, StepHead, digest
-from onefold.engine.agreement import Agreement
+from onefold.engine.agreement import Agreement, Siblings
 from onefold.engine.optimizerstate import PieceState
 from onefold.engine.replica import Replica
-from onefold.engine.siblings import Siblings
 from onefold.engine.update import SpanOptimizer
 from onefold.exchange.exchange import Exchange
 from onefold.system.compat import copy_each

@@ -21,8 +21,8 @@ import torch
 
 from onefold.core.batch import ShardedBatch, move
 from onefold.core.fold import fold_shards
+from onefold.core.gathering import SyncBatchNorm
 from onefold.core.randomness import derive_seed, seed_generators
-from onefold.core.syncbatchnorm import SyncBatchNorm
 from onefold.engine.engine import Engine
 from onefold.engine.evaluation import DataCall, scoring
 from onefold.engine.replica import Replica

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from onefold.core.batch import ShardedBatch
-from onefold.core.pieces import join_rows
+from onefold.core.shard import join_rows
 from onefold.core.wire import decode, encode
 from onefold.errors import DisagreementError
 from onefold.exchange.exchange import Exchange

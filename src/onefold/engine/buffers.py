@@ -7,7 +7,7 @@ Every shard starts from the step's buffers. What they become afterwards is decid
 - ``max``, for all others: the largest.
 - ``sum``: what each shard added to the value at the start, added up.
 - ``first``: the value of the first shard that changed it.
-- ``shard``: none; each shard goes on with what it left, see `onefold.engine.carried`.
+- ``shard``: none; each shard goes on with what it left in the step before, see the last note.
 
 Note: three copies of a buffer
 ------------------------------
@@ -19,27 +19,39 @@ equal to ``_start`` again before the next one, and `end_step` writes the outcome
 Modules also replace buffers rather than write into them (``self.mean = 0.9 * self.mean + x``), and
 the new tensor would be left out of all this. `absorb` copies its values into ``flat`` and puts the
 old tensor back, so that other names of the same buffer stay right.
+
+Note: where the values of every shard are
+-----------------------------------------
+A recurrent model that reads one long text in every row of its batches begins each batch with the
+hidden state in which the one before ended. With the rule ``"shard"`` such a state is a buffer of
+the model, as large as a shard, of which every shard has values of its own.
+
+What shards leave in buffers travels to all devices in any case (see `onefold.exchange.board`). So
+every process keeps the values of all shards, and whichever device runs a shard next has them. The
+module itself keeps the value that it was made with: that is what each shard begins with, what
+evaluation sees, and what a script changes to have all shards begin anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import NamedTuple, get_args
 
+import numpy as np
 import torch
 
 from onefold.core.batch import ShardedBatch
-from onefold.core.flat import FlatTensors, Layout, same_bits
+from onefold.core.flat import FlatTensors, Layout, lay_out, same_bits
 from onefold.core.fold import fold_shards
 from onefold.core.result import ChangedBuffers
 from onefold.core.settings import BufferRule
-from onefold.engine.bufferplaces import BufferPlaces
-from onefold.engine.carried import Carried
 from onefold.errors import StateError
 from onefold.exchange.board import Board
 from onefold.system.tables import buffers_of
 
-__all__ = ["BufferSet"]
+__all__ = ["BufferPlaces", "BufferSet", "Carried"]
+
 
 _HAVE_MAXIMUM = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 """Whole numbers for which PyTorch has a kernel of `torch.maximum`."""
@@ -398,3 +410,174 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
 def _copy(target: FlatTensors, source: FlatTensors) -> None:
     for to, values in zip(target.sections, source.sections, strict=True):
         to.copy_(values)
+
+
+class Carried:
+    """The buffers that each shard has for itself.
+
+    Args:
+        rules: of all buffers of the module.
+    """
+
+    def __init__(self, rules: Sequence[str | None]) -> None:
+        self.indices = [index for index, rule in enumerate(rules) if rule == "shard"]
+        """Numbers of these buffers among all."""
+        self.is_paused = False
+        """Whether the module shows averages, which are no change of a script's."""
+        self.values: dict[int, dict[int, torch.Tensor]] = {index: {} for index in self.indices}
+        """For each of them what a shard left, by the shard's number; without those that have left
+        nothing since the beginning."""
+
+    def begin_anew_where_changed(self, now: FlatTensors, before: FlatTensors) -> None:
+        """Forget what shards have left in buffers that a script has changed between steps."""
+        for index in self.indices if not self.is_paused else ():
+            if self.values[index] and not same_bits(now.views[index], before.views[index]):
+                self.values[index].clear()
+
+    def left(self, names: Sequence[str]) -> Iterable[tuple[str, int, torch.Tensor]]:
+        """Yield what shards have left: name of the buffer, number of the shard, value.
+
+        Args:
+            names: of all buffers of the module.
+        """
+        for index, by_shard in self.values.items():
+            for shard, value in sorted(by_shard.items()):
+                yield names[index], shard, value
+
+    def go_on(self, left: Mapping[int, Mapping[int, torch.Tensor]]) -> None:
+        """Go on with what shards have left in a run that was saved; by buffer and shard."""
+        self.values = {index: dict(left.get(index, {})) for index in self.indices}
+
+    def put(self, flat: FlatTensors, shard: int) -> None:
+        """Have the module compute with what a shard goes on with."""
+        for index in self.indices:
+            left = self.values[index].get(shard)
+            if left is not None:
+                flat.views[index].copy_(left)
+
+    def keep(
+        self,
+        rows: Sequence[FlatTensors],
+        changed: np.ndarray[tuple[int, int], np.dtype[np.uint8]],
+        device: torch.device,
+    ) -> None:
+        """Keep what the shards of a step have left.
+
+        Args:
+            rows: all buffers as each shard left them.
+            changed: (V, buffers) whether a shard's row is of this step.
+            device: where the values are kept.
+        """
+        for index in self.indices:
+            for shard in changed[:, index].nonzero()[0].tolist():
+                self.values[index][shard] = rows[shard].views[index].to(device, copy=True)
+
+
+class BufferPlaces:
+    """Where a module keeps its buffers, and what becomes of each.
+
+    Args:
+        module: the user's own.
+        rules: the rules of buffers, by name or pattern.
+
+    Raises:
+        ValueError: a rule is unknown, or its pattern matches no buffer.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, rules: Mapping[str, BufferRule] | None = None
+    ) -> None:
+        places = _places(module)
+        self.names = [place.name for place in places]
+        self.tensors = [place.tensor for place in places]
+        self.homes = [place.homes for place in places]
+        self.layout = lay_out({place.name: place.tensor for place in places})
+        self.rules = _rules_of(self.names, rules or {})
+        self._known = [
+            (prefix, buffers_of(owner), {n for n, b in buffers_of(owner).items() if b is not None})
+            for prefix, owner in module.named_modules()
+        ]
+        # The modules' own tables: in most steps their lengths are all that is looked at.
+        self._held = [buffers for _, buffers, _ in self._known]
+        self._number = sum(map(len, self._held))
+        self._some_are_none = self._number != sum(len(known) for _, _, known in self._known)
+
+    def check(self) -> None:
+        """Refuse buffers that were not there when Trainer was made.
+
+        Raises:
+            StateError: a buffer was added, or one that was None got a value.
+        """
+        # Where none was None at the start, a new one shows in their number.
+        if self._some_are_none or sum(map(len, self._held)) != self._number:
+            self._look_closer()
+
+    def checked(self, index: int, value: torch.Tensor | None) -> torch.Tensor:
+        """Return what has come in the place of a buffer, if it can take that place.
+
+        Raises:
+            StateError: the replacement has another shape or dtype.
+        """
+        expected = self.layout.entries[index]
+        dtype = self.layout.dtypes[expected.section]
+        if value is None or tuple(value.shape) != expected.shape or value.dtype != dtype:
+            came = "None" if value is None else f"{value.dtype} {tuple(value.shape)}"
+            raise StateError(
+                f"buffer {self.names[index]}: expected {dtype} {expected.shape} as when Trainer "
+                f"was made, got {came}. A buffer keeps its shape and type through a run: where the "
+                f"first forward pass gives it its shape (observers of quantisation do), run one "
+                f"before Trainer is made"
+            )
+        return value
+
+    def _look_closer(self) -> None:
+        """Name the buffer that is new; one that is None takes no part as long as it is."""
+        for prefix, buffers, known in self._known:
+            for name, value in buffers.items():
+                if value is not None and name not in known:
+                    full = f"{prefix}.{name}" if prefix else name
+                    raise StateError(
+                        f"buffer {full} was not there, or None, when Trainer was made: a shard "
+                        f"that makes it keeps it to itself, and devices would differ. Register it "
+                        f"with a value, or run one forward pass, before Trainer is made"
+                    )
+
+
+class _Place(NamedTuple):
+    name: str
+    tensor: torch.Tensor
+    homes: list[tuple[torch.nn.Module, str]]
+    """Every module that holds it, with the name it has there."""
+
+
+def _places(module: torch.nn.Module) -> list[_Place]:
+    found: dict[int, _Place] = {}
+    for prefix, owner in module.named_modules():
+        for name, buffer in buffers_of(owner).items():
+            if buffer is not None:
+                full_name = f"{prefix}.{name}" if prefix else name
+                place = found.setdefault(id(buffer), _Place(full_name, buffer, []))
+                place.homes.append((owner, name))
+    return list(found.values())
+
+
+def _rules_of(
+    names: Sequence[str], rules: Mapping[str, BufferRule]
+) -> tuple[BufferRule | None, ...]:
+    """Find the rule of each buffer; a later pattern takes precedence."""
+    found: list[BufferRule | None] = [None] * len(names)
+    for pattern, rule in rules.items():
+        if rule not in get_args(BufferRule):
+            raise ValueError(
+                f"expected the rule of buffers {pattern!r} to be one of {get_args(BufferRule)}, "
+                f"got {rule!r}"
+            )
+        matching = [index for index, name in enumerate(names) if fnmatchcase(name, pattern)]
+        if not matching:
+            raise ValueError(
+                f"buffers has a rule for {pattern!r}, which names no buffer of the model: it has "
+                f"{', '.join(names) or 'none'}"
+            )
+        for index in matching:
+            found[index] = rule
+    return tuple(found)

@@ -17,10 +17,9 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from onefold.core.head import Call, StepHead
-from onefold.engine.agreement import Agreement
+from onefold.engine.agreement import Agreement, Siblings
 from onefold.engine.gradients import keeping_gradients
 from onefold.engine.replica import Replica
-from onefold.engine.siblings import Siblings
 from onefold.engine.update import SpanOptimizer
 from onefold.engine.wholestate import WholeState
 from onefold.exchange.exchange import Exchange

@@ -30,12 +30,12 @@ from typing import Any
 import torch
 
 from onefold.core.batch import ShardedBatch
+from onefold.core.gathering import SyncBatchNorm
 from onefold.core.mean import Contribution
 from onefold.core.settings import Settings
 from onefold.core.structure import parts_of
-from onefold.core.syncbatchnorm import SyncBatchNorm
 from onefold.core.values import detached
-from onefold.engine.outside import OutsideModules
+from onefold.engine.modelparts import OutsideModules
 from onefold.engine.replica import LossFunction, Replica, ShardTask
 from onefold.errors import LossError
 from onefold.exchange.board import Board

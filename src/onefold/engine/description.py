@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from onefold.core.roster import Team
 from onefold.core.settings import Settings
 from onefold.core.shard import Plan
 from onefold.core.stages import Stages
-from onefold.core.team import Team
 from onefold.engine.modelparts import ModelParts
 from onefold.engine.optimizercheck import updates_by_element
 from onefold.engine.optimizers import name_of

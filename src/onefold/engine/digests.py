@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from onefold.core.fingerprint import named_tensors, tensor_digests
+from onefold.core.flat import named_tensors, tensor_digests
 from onefold.core.head import Call, StepHead
 from onefold.engine.engine import Engine
 

@@ -1,4 +1,14 @@
-"""Drives a step through replicas, exchange and update; the model's state is the replicas'."""
+"""Drives a step through replicas, exchange and update; the model's state is the replicas'.
+
+Leaves the whole gradient of a batch in ``.grad`` of the user's parameters, on every device.
+
+Note: whose memory it is
+------------------------
+What shards and fold have made belongs to the exchange, which writes to it again in the next step.
+So each call makes new memory for the whole gradient, and ``.grad`` are views of it: it is the
+script's, lives as long as one of them does, and no later call overwrites it. A later call replaces
+``.grad`` by other tensors, as ``zero_grad`` and ``backward`` do.
+"""
 
 from __future__ import annotations
 
@@ -10,41 +20,33 @@ from functools import partial
 import torch
 
 from onefold.core.batch import ShardedBatch
+from onefold.core.flat import FlatTensors
 from onefold.core.head import Call, Said, StepHead
 from onefold.core.randomness import kept_generators
 from onefold.core.result import ShardResult
 from onefold.core.roster import Roster
 from onefold.core.settings import Settings
 from onefold.core.weights_of_step import StepWeight, total_weight
-from onefold.engine.agreement import Agreement
+from onefold.engine.agreement import Agreement, ModeWarning, Siblings, head_of, refuse_unfrozen
 from onefold.engine.averaging import Averaging
 from onefold.engine.changes import Changes
 from onefold.engine.compiling import Rehearsal
 from onefold.engine.fitting import Fitting
-from onefold.engine.gradientrules import GradientRules
+from onefold.engine.gradientrules import FiniteCheck, GradientRules, bad_gradient, named_if_room
 from onefold.engine.gradients import Gradients, keeping_gradients
 from onefold.engine.guard import Turns
-from onefold.engine.handover import arriving_states
 from onefold.engine.kernels import Compilers, current_gpu, repeatable_kernels
 from onefold.engine.leftovers import allow_clipping
 from onefold.engine.lending import lending_of
-from onefold.engine.linerun import line_of
-from onefold.engine.modes import in_mode
-from onefold.engine.nonfinite import FiniteCheck, bad_gradient, named_if_room
-from onefold.engine.objective import objectives_of
+from onefold.engine.modelparts import OutsideModules, in_mode
 from onefold.engine.optimizers import Optimizers
-from onefold.engine.outcome import Outcome
-from onefold.engine.outside import OutsideModules
-from onefold.engine.preparing import Preparing
+from onefold.engine.optimizerstate import PieceState, pack, packed, unpack
 from onefold.engine.replica import LossFunction, Replica, ShardTask
-from onefold.engine.rounds import run_rounds
-from onefold.engine.share import run_share
-from onefold.engine.siblings import Siblings
-from onefold.engine.stepstart import ModeWarning, head_of, refuse_unfrozen
+from onefold.engine.share import line_of, run_rounds, run_share
+from onefold.engine.step import Outcome, verdict_of
+from onefold.engine.together import Preparing, objectives_of
 from onefold.engine.update import SpanOptimizer
 from onefold.engine.valuetrade import ValueTrade
-from onefold.engine.verdict import verdict_of
-from onefold.engine.wholegradient import WholeGradient, check_gradient
 from onefold.errors import DisagreementError
 from onefold.exchange.exchange import Exchange
 from onefold.watch.timing import Span
@@ -488,3 +490,85 @@ class Engine:
                     return bad
                 task, done = self._preparing.prepared(self.objective, batch, task)
             return bad_gradient(self.replicas, self.attached, batch, task, self.exchange, done)
+
+
+def arriving_states(
+    before: Roster, after: Roster, update: SpanOptimizer, exchange: Exchange, *, leads: bool
+) -> Iterator[PieceState]:
+    """Return the states of the pieces that come to this process; called on all devices.
+
+    They travel through the lead's process, which holds them for a moment.
+
+    Args:
+        before: who owns what now.
+        after: who is to own it.
+        update: the optimizer on this process's spans as they are now.
+        exchange: with all devices.
+        leads: whether this is the lead's process.
+    """
+    moving = {n for n in range(before.pieces) if before.owner_of(n) != after.owner_of(n)}
+    transport, heap = exchange.transport, exchange.memory.heap
+    with_others = len(exchange.memory.trained) < len(after.devices)
+    pack([s for s in update.states(moving=True) if s.piece in moving], transport.room)
+    brought = [state for memory in transport.bring() for state in unpack(memory)]
+
+    def make(device: int) -> torch.Tensor:
+        devices = {device} if with_others else set(range(len(after.devices)))
+        return packed([s for s in brought if after.owner_of(s.piece) in devices], heap)
+
+    return unpack(transport.hand_out(make if leads else None))
+
+
+class WholeGradient:
+    """Brings the gradients of all spans together in every process.
+
+    Args:
+        first: the first device of this process, whose parameters are the user's.
+        update: holds the gradients of this process's pieces.
+        exchange: with all devices.
+    """
+
+    def __init__(self, first: Replica, update: SpanOptimizer, exchange: Exchange) -> None:
+        self._first = first
+        self._update = update
+        self._exchange = exchange
+
+    def hand_out(self) -> None:
+        """Set ``.grad`` from the gradients that were taken; called on all devices.
+
+        Parameters to which no shard gave a gradient have None.
+        """
+        update, first = self._update, self._first
+        whole = FlatTensors(update.storage.gradients, device=first.device)
+        for item, gradient in zip(update.owned, update.gradients, strict=True):
+            if gradient is not None:
+                whole.piece(item.piece).copy_(gradient)
+        # Read before the exchange is over: from then on the board is no longer ours to read.
+        gave = self._exchange.board.gave.sum(axis=0).tolist()
+        self._exchange.share_gradient(whole)
+        update.drop()
+        trained = first.parts.trained.values()
+        for parameter, view, given in zip(trained, whole.views, gave, strict=True):
+            # Rounded only now, where the model is in low precision: sums are in float32.
+            parameter.grad = view.to(parameter.dtype) if given else None
+
+
+def check_gradient(update: SpanOptimizer) -> None:
+    """Refuse a gradient without an update where that would not be what it seems.
+
+    Raises:
+        ValueError: the model holds rounded values of those that the optimizer updates, or an
+            average is kept.
+    """
+    if update.storage.rounds:
+        raise ValueError(
+            "trainer.gradient was called in a precision in which Trainer's optimizer updates "
+            "float32 values, of which the model holds rounded ones: an update of the script's "
+            'would be lost in rounding. Expected precision="bf16", "fp16", "fp32" or None'
+        )
+    if update.averages.rule is not None:
+        raise ValueError(
+            "trainer.gradient was called while trainer.average keeps an average, which follows the "
+            "updates that trainer.step makes and would not see the script's: keep it in the "
+            "script, by torch.optim.swa_utils.AveragedModel, or use trainer.step"
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -12,20 +12,36 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from onefold.core.batch import ShardedBatch, move
+from onefold.core.columns import (
+    Column,
+    Rows,
+    columns_of,
+    values_by_name,
+)
 from onefold.core.fold import fold_shards
 from onefold.core.gathering import Refusing, gathering
 from onefold.core.head import Call, StepHead, plan_number
 from onefold.core.mean import weigh
 from onefold.core.randomness import derive_seed, seed_generators
+from onefold.core.wire import decode, encode
 from onefold.engine.engine import Engine
 from onefold.engine.kernels import calls_compiled
 from onefold.engine.lending import QUICK
-from onefold.engine.outside import modules_of
+from onefold.engine.modelparts import modules_of
 from onefold.engine.replica import Replica
 from onefold.errors import DisagreementError, LossError
 from onefold.exchange.exchange import Exchange
 
-__all__ = ["DataCall", "ScoreFunction", "agree_on_lines", "evaluate", "scoring", "values_of_shard"]
+__all__ = [
+    "DataCall",
+    "ScoreFunction",
+    "agree_on_lines",
+    "evaluate",
+    "predict",
+    "scoring",
+    "values_of_shard",
+]
+
 
 _UNDIVIDED = " (not divided)"
 _GATHERED = (
@@ -347,3 +363,97 @@ def agree_on_lines(exchange: Exchange, own: dict[int, list[str]]) -> list[str]:
                 f"{filled[0].splitlines()}: expected the same names for every shard"
             )
     return filled[0].split("\n")
+
+
+def predict(
+    engine: Engine, function: ScoreFunction, batches: Iterable[ShardedBatch], call: DataCall
+) -> dict[str, Any]:
+    """Compute a function's values for all samples of all batches, in order, on every device.
+
+    Args:
+        engine: the devices of this process.
+        function: the user's.
+        batches: the data set's, each with this process's shards.
+        call: what all devices must have been given alike.
+
+    Raises:
+        LossError: a value is neither a tensor with one row per sample nor a list with one tensor,
+            or dict of tensors, per sample.
+        DisagreementError: names, dtypes or shapes differ between shards.
+    """
+    own = {replica.number: _Said() for replica in engine.replicas}
+    counts: list[int] = []
+    batch = None
+    with call.at_hand(engine), engine.evaluating(), ExitStack() as during:
+        for number, batch in enumerate(batches):
+            # Only now: the data's digest is known once the first batch has been read.
+            if number == 0:
+                call.agree(engine, batch)
+                function = during.enter_context(engine.lending.passes(function))
+            counts.append(batch.samples)
+            with scoring(engine, batch, "the first batch of a prediction", first=number == 0):
+                for replica in engine.replicas:
+                    with engine.attached(replica):
+                        _predict_shards(replica, function, batch, number, own, engine.seed)
+    call.agree_on_end(engine, sum(counts), batch)
+    columns = agree_on_lines(engine.exchange, {n: said.columns for n, said in own.items()})
+    # Batch by batch: messages stay small, and each batch's own rows are freed once they are sent.
+    parts: list[dict[Column, Rows]] = []
+    for number in range(len(counts)):
+        texts = {device: said.message(number) for device, said in own.items()}
+        for message in engine.exchange.transport.gather_bytes(texts):
+            parts += decode(message)
+    return values_by_name(parts, columns)
+
+
+def _predict_shards(
+    replica: Replica,
+    function: ScoreFunction,
+    batch: ShardedBatch,
+    number: int,
+    own: Mapping[int, _Said],
+    seed: int,
+) -> None:
+    for shard in batch.plan.shards_of(replica.number):
+        if shard in batch.shards:
+            where = f"batch {number} of a prediction, shard {shard}"
+            _refuse_left_out(batch, shard, where)
+            values = values_of_shard(replica, function, batch, (number, shard), seed, where)
+            own[replica.number].add(values, number, batch.size_of(shard), where)
+
+
+def _refuse_left_out(batch: ShardedBatch, shard: int, where: str) -> None:
+    samples, left = batch.size_of(shard), batch.count_of(shard).samples
+    if left < samples:
+        raise LossError(
+            f"{where}: collate returned {left} rows for {samples} samples: expected a row for each "
+            f"sample, as predictions are in the order of the data set and have one for each. Leave "
+            f"samples out of the data set instead, with torch.utils.data.Subset"
+        )
+
+
+class _Said:
+    """Collects the values of one device's shards, batch by batch."""
+
+    def __init__(self) -> None:
+        self.columns: list[Column] = []
+        self._batches: dict[int, list[dict[Column, Rows]]] = {}
+        """Batch to its shards' values, by column, on the host."""
+
+    def add(self, values: dict[str, Any], number: int, samples: int, where: str) -> None:
+        """Add one shard's values to those of batch ``number``."""
+        found: dict[Column, Rows] = {}
+        for name, value in values.items():
+            found |= columns_of(name, value, samples, where)
+        columns = list(found)
+        if self.columns and columns != self.columns:
+            raise DisagreementError(
+                f"{where}: the function returned {columns}, and {self.columns} before; expected "
+                f"the same names, dtypes and shapes for every shard"
+            )
+        self.columns = columns
+        self._batches.setdefault(number, []).append(found)
+
+    def message(self, number: int) -> bytes:
+        """Return a batch's values as bytes, and forget them."""
+        return encode(self._batches.pop(number, []), "values")

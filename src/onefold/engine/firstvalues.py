@@ -18,7 +18,7 @@ import torch
 
 from onefold.core.recipe import Recipe, View
 from onefold.engine.lentparameter import LentParameters
-from onefold.system.bare import BareMemory
+from onefold.system.heap import BareMemory
 
 __all__ = ["Undrawn", "put_off", "reveal", "revealed", "undrawn_of"]
 

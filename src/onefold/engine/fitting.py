@@ -20,9 +20,9 @@ from dataclasses import replace
 import torch
 
 from onefold.core.batch import ShardedBatch
-from onefold.core.pieces import Search
+from onefold.core.gathering import SyncBatchNorm
 from onefold.core.settings import Settings
-from onefold.core.syncbatchnorm import SyncBatchNorm
+from onefold.core.shard import Search
 from onefold.core.weights_of_step import total_weight
 from onefold.engine.advice import is_shortage
 from onefold.engine.gradients import Gradients

@@ -1,22 +1,44 @@
-"""What `onefold.gather` does inside a shard, in each of the two runs of a step."""
+"""What `onefold.gather` does inside a shard, in each of the two runs of a step.
+
+Note: what is put aside
+-----------------------
+A shard that stops in the middle shares the module and the generators with those that go on. What it
+finds afterwards must be what it left, whoever ran in between, or its bits would depend on the plan:
+gradients, buffers, modes and other attributes of the model's modules, frozen parameters, random
+numbers. Not covered is what a loss keeps elsewhere, in an object of its own.
+
+Note: threads that take turns
+-----------------------------
+A loss stops inside a call of the user's function, and later inside autograd's backward, whose
+C++ frames only a thread can keep. Two threads never compute at the same time: whoever resumes one
+waits for its next stop. So the order of all computing is fixed, and nothing needs a lock. A thread
+ends before `end` returns: at its next stop an exception is raised in it, which unwinds its frames.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import contextvars
+import operator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any, Literal, cast
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from onefold.core.gathering import Gatherer, Joined, in_turn
+from onefold.core.randomness import GeneratorStates
 from onefold.core.result import ShardResult
-from onefold.engine.aside import put_aside
+from onefold.engine.gradients import gradients_of
 from onefold.engine.replica import Replica
-from onefold.engine.shardthread import ShardThread, ThreadSettings
 from onefold.errors import LossError
+from onefold.system.tables import buffers_of
 
-__all__ = ["Call", "Known", "Stop", "Turn"]
+__all__ = ["Call", "Ended", "Known", "ShardThread", "Stop", "ThreadSettings", "Turn", "put_aside"]
+
 
 _AGAIN = (
     "onefold.gather (or onefold.SyncBatchNorm) was called while gradients are computed, as it is "
@@ -82,7 +104,7 @@ class Turn(Gatherer):
         self._outputs: list[torch.Tensor] = []
         # So that what is gathered has a gradient also where parameters are frozen for the time.
         self._anchor = torch.zeros((), requires_grad=True)
-        self.thread = ShardThread[Stop, Any](f"onefold shard {shard}", self._work)
+        self.thread = ShardThread(f"onefold shard {shard}", self._work)
 
     def gather(self, tensor: torch.Tensor) -> Joined:
         if self._forward_is_over:
@@ -200,3 +222,160 @@ class _Pull(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, one: torch.Tensor) -> tuple[torch.Tensor, None]:
         return ctx.gradient, None
+
+
+def put_aside(replica: Replica) -> Callable[[], None]:
+    """Take away what a shard has made so far; the result puts it back.
+
+    Args:
+        replica: computes the shard; attached now, and again when it is put back.
+    """
+    parameters, buffers = list(replica.parts.named.values()), replica.buffers
+    gradients = gradients_of(parameters)
+    _put_gradients(parameters, [None] * len(gradients))
+    # Before `absorb`, which writes what has come in place of a buffer into its memory: the graph
+    # of this shard may hold that memory, and what was there must be there again for backward.
+    sections = [section.clone() for section in buffers.flat.sections]
+    homes = [(buffers_of(o), name) for each in buffers.places.homes for o, name in each]
+    held = [table.get(name) for table, name in homes]
+    buffers.absorb()
+    # Shallow: the tables in which a module holds its parameters and parts stay the same objects.
+    modules = [(part, dict(part.__dict__)) for part in replica.module.modules()]
+    trainable = replica.parts.trainable()
+    generators = GeneratorStates(replica.device)
+
+    def put_back() -> None:
+        for part, attributes in modules:
+            if not _same(part.__dict__, attributes):
+                part.__dict__.clear()
+                part.__dict__.update(attributes)
+        buffers.absorb()
+        for target, section in zip(buffers.flat.sections, sections, strict=True):
+            target.copy_(section)
+        for (table, name), value in zip(homes, held, strict=True):
+            table[name] = value
+        replica.parts.restore_frozen(trainable)
+        _put_gradients(parameters, gradients)
+        generators.restore()
+
+    return put_back
+
+
+def _same(now: dict[str, Any], before: dict[str, Any]) -> bool:
+    """Whether two tables hold the very same objects."""
+    # Not by ==, which compares tensors element by element.
+    return list(now) == list(before) and all(map(operator.is_, now.values(), before.values()))
+
+
+def _put_gradients(
+    parameters: list[torch.nn.Parameter], gradients: list[torch.Tensor | None]
+) -> None:
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        # Setting .grad takes several times as long as reading it, and mostly there is nothing.
+        if parameter.grad is not gradient:
+            parameter.grad = gradient
+
+
+class Ended(BaseException):
+    """Raised inside a thread that is no longer needed; never reaches a script."""
+
+    # Not an Exception: a loss may well catch those.
+
+
+class ShardThread:
+    """Work that stops now and then, to be resumed with an answer.
+
+    Args:
+        name: of the thread.
+        work: runs in the thread; it calls `stop`, and returns the last stop itself.
+    """
+
+    def __init__(self, name: str, work: Callable[[], Any]) -> None:
+        self._work = work
+        self._answers: SimpleQueue[Any] = SimpleQueue()
+        self._stops: SimpleQueue[Any | BaseException] = SimpleQueue()
+        self._ended = False
+        # What a library keeps in context variables (the compiler does) holds in the thread as well.
+        run = contextvars.copy_context().run
+        self._thread = threading.Thread(target=run, args=(self._run,), name=name, daemon=True)
+
+    def resume(self, answer: Any = None) -> Any:
+        """Start the work, or go on with the answer to its last stop; return the next one.
+
+        Raises:
+            BaseException: whatever the work has raised.
+        """
+        if self._thread.ident is None:
+            self._thread.start()
+        else:
+            self._answers.put(answer)
+        stop = self._stops.get()
+        if isinstance(stop, BaseException):
+            raise stop
+        return stop
+
+    def stop(self, stop: Any) -> Any:
+        """Called by the work: hand over, and wait for the answer.
+
+        Raises:
+            Ended: the work is not to go on.
+        """
+        # Also where the work has caught the exception and stops once more.
+        if not self._ended:
+            self._stops.put(stop)
+            answer = self._answers.get()
+            if not self._ended:
+                return answer
+        raise Ended
+
+    def end(self) -> None:
+        """End the work at its next stop, if it has not come to its end, and wait for that."""
+        self._ended = True
+        if self._thread.ident is not None:
+            self._answers.put(None)
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._stops.put(self._work())
+        except BaseException as error:  # raised again by whoever waits in `resume`
+            self._stops.put(error)
+
+
+class ThreadSettings:
+    """Those of PyTorch's settings of the current thread that decide what a model computes.
+
+    Args:
+        device: where the thread will compute.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._grad = torch.is_grad_enabled()
+        self._cache = torch.is_autocast_cache_enabled()
+        self._autocast = [
+            (kind, torch.get_autocast_dtype(kind))
+            for kind in sorted({device.type, "cpu"})
+            if torch.is_autocast_enabled(kind)
+        ]
+        self._made_on = torch.get_default_device()
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    @contextlib.contextmanager
+    def here(self) -> Iterator[None]:
+        """Give the current thread the same settings, until it ends.
+
+        Backward computes in this thread as well, and not in one that PyTorch has for each GPU: it
+        could not stop there.
+        """
+        with contextlib.ExitStack() as stack:
+            for kind, dtype in self._autocast:
+                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=self._cache))
+            if self._made_on.type != "cpu":
+                stack.enter_context(self._made_on)
+            if self._stream is not None:
+                stack.enter_context(torch.cuda.device(self._device))
+                stack.enter_context(torch.cuda.stream(self._stream))
+            stack.enter_context(torch.set_grad_enabled(self._grad))
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            yield

@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from onefold.core.fingerprint import named_tensors, tensor_digests
+from onefold.core.flat import named_tensors, tensor_digests
 
 __all__ = ["Holder", "digests_of_held", "hold", "take_from_holders"]
 

@@ -4,6 +4,12 @@ Note: what is remembered
 ------------------------
 Most stages give the same shapes whenever they are called alike, so they need not be computed again.
 Those that leave something behind, in their arguments or in attributes of their modules, are.
+
+Note: arguments in words
+------------------------
+Tensors travel. All else that a stage is called with (numbers, text, containers) each device makes
+for itself, as it runs the loss; it must be the same as on the device before, which says in words
+what it was there.
 """
 
 from __future__ import annotations
@@ -12,15 +18,16 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
+import numpy as np
 import torch
 
-from onefold.core.generatorstates import packed_generators
-from onefold.core.randomness import forked_generators
+from onefold.core.randomness import forked_generators, packed_generators
 from onefold.core.structure import parts_of
-from onefold.engine.callwords import is_plain, numbers_in
 from onefold.engine.hollow import (
     Hollow,
     Reach,
@@ -36,7 +43,8 @@ from onefold.engine.stagemodules import StageModules
 from onefold.errors import LineError
 from onefold.system.words import message_of
 
-__all__ = ["HollowStages", "are_left", "marks_of"]
+__all__ = ["HollowStages", "are_left", "call_in_words", "marks_of", "unlike"]
+
 
 _NO_VALUES = torch.empty(0)
 """Stands for any tensor."""
@@ -217,3 +225,62 @@ def _emptied(tensor: torch.Tensor) -> torch.Tensor:
 def _hollow_of(reach: Reach, tensor: torch.Tensor) -> torch.Tensor:
     """What a stage gives this time."""
     return tensor if isinstance(tensor, Hollow) else Hollow.like(tensor, reach)
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, np.generic, Enum, torch.dtype)
+
+
+def is_plain(value: object) -> bool:
+    """Whether a value is nothing but what its text tells."""
+    return value is None or isinstance(value, _PLAIN)
+
+
+def words_of(value: object, path: str) -> Iterator[str]:
+    """Say what something is made of, but for the values of tensors and the insides of objects.
+
+    Args:
+        value: anything.
+        path: what it is called.
+
+    >>> list(words_of({"x": torch.ones(2, 3), "rest": (None, 0.5)}, "y"))
+    ["y['x'] is a tensor of shape (2, 3)", "y['rest'][0] is None", "y['rest'][1] is 0.5"]
+    """
+    if isinstance(value, torch.Tensor):
+        yield f"{path} is a tensor of shape {tuple(value.shape)}"
+    elif is_plain(value):
+        yield f"{path} is {value!r}"
+    elif (parts := parts_of(value)) is None:
+        yield f"{path} is of type {type(value).__qualname__}"
+    else:
+        for name, part in parts:
+            yield from words_of(part, path + name)
+
+
+def call_in_words(args: Any, kwargs: Any) -> list[str]:
+    """Say what a stage is called with.
+
+    >>> call_in_words((torch.ones(3), 1), {"causal": True})
+    ['argument [0] is a tensor of shape (3,)', 'argument [1] is 1', "argument ['causal'] is True"]
+    """
+    return [*words_of(args, "argument "), *words_of(kwargs, "argument ")]
+
+
+def unlike(one: Sequence[str], other: Sequence[str]) -> tuple[str, str] | None:
+    """The first words in which two things differ; None if they are alike.
+
+    >>> unlike(["[0] is 1"], ["[0] is 1", "[1] is 2"])
+    ('nothing', '[1] is 2')
+    """
+    for first, second in zip_longest(one, other, fillvalue="nothing"):
+        if first != second:
+            return first, second
+    return None
+
+
+def numbers_in(value: object) -> list[int | float | complex | np.generic]:
+    """The numbers and truth values in nested containers."""
+    if isinstance(value, bool | int | float | complex | np.generic):
+        return [value]
+    if isinstance(value, torch.Tensor):
+        return []
+    return [number for _, part in parts_of(value) or () for number in numbers_in(part)]

@@ -13,8 +13,8 @@ from onefold.core.storage import Storage
 from onefold.engine.guard import as_words, sum_of
 from onefold.engine.lentparameter import LentParameters
 from onefold.engine.modelparts import ModelParts
-from onefold.engine.ownedpiece import shown_otherwise
 from onefold.engine.update import SpanOptimizer
+from onefold.engine.visits import shown_otherwise
 from onefold.errors import StateError
 from onefold.exchange.frozenmemory import FrozenMemory
 

@@ -33,20 +33,15 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from onefold.core.head import Call
 from onefold.core.stages import ROOT
 from onefold.engine.advice import is_about_hooks
-from onefold.engine.athand import Function, Lending
-from onefold.engine.course import Course
 from onefold.engine.gradients import keeping_gradients
 from onefold.engine.hollow import Hollow, Reach
 from onefold.engine.lendable import Lendable
-from onefold.engine.lentparameter import Elsewhere, Replace
+from onefold.engine.lentparameter import Elsewhere, Function, Lending, Replace
 from onefold.engine.replica import Replica
 from onefold.engine.shardtask import ShardTask
 from onefold.engine.stagemodules import StageModules
@@ -56,6 +51,7 @@ from onefold.exchange.carrier import Want
 from onefold.exchange.exchange import Exchange
 
 __all__ = ["QUICK", "SpanLending", "lending_of"]
+
 
 _AT_HAND = 2
 """Stages, besides the root, that are in use at one time in backward; one more is on its way."""
@@ -443,3 +439,22 @@ def _looked_at(part: torch.nn.Module) -> list[torch.nn.Parameter]:
     else:
         parts = [part] if isinstance(part, QUICK) else []
     return [p for each in parts if not each.training for p in each.parameters()]
+
+
+class Course:
+    """The order in which the stages were wanted that were not at hand."""
+
+    def __init__(self) -> None:
+        self._following: dict[tuple[int, bool], int] = {}
+        self._last: tuple[int, bool] | None = None
+
+    def begin(self) -> None:
+        """Begin a shard, with no stage at hand."""
+        self._last = None
+
+    def after(self, stage: int, in_backward: bool) -> int | None:
+        """Note that a stage is wanted now; say which one followed it last time, if one did."""
+        if self._last is not None:
+            self._following[self._last] = stage
+        self._last = stage, in_backward
+        return self._following.get(self._last)

@@ -20,7 +20,7 @@ from onefold.core.flat import FlatTensors, storage_order
 from onefold.core.shard import runs_of
 from onefold.core.storage import Storage
 from onefold.engine.gradients import Gradients, exact_norm
-from onefold.engine.ownedpiece import OwnedPiece
+from onefold.engine.visits import OwnedPiece
 
 __all__ = ["PieceNorms", "exact_total", "plain_norm"]
 

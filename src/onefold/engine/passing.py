@@ -6,11 +6,23 @@ what the device before has sent. When a stage of the next device is called, what
 is sent on, and the loss is left. So whatever lies between two stages is computed, by the device
 that has the first of them; what a script carries past a cut is refused, as are stages that come in
 another order.
+
+Note: backward hooks of a script
+--------------------------------
+PyTorch puts hooks of modules into the graph of what a module is called with and of what it gives.
+What is hollow has no graph, so on a device that computes a stage in shape alone they are hidden; a
+module that more than one device has a part of cannot have any.
+
+Note: the state of a shard
+--------------------------
+On one device the random generators and the buffers of the model stand where the stages before have
+left them, in the forward pass and in backward. So they do in a line: whoever goes on with a shard
+begins with the state in which the device before has stopped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,28 +30,20 @@ from typing import Any
 
 import torch
 
-from onefold.core.generatorstates import packed_generators, redo_generators
+from onefold.core.flat import same_bits
+from onefold.core.randomness import packed_generators, put_generators, redo_generators
 from onefold.core.stages import ROOT
-from onefold.engine.athand import Lending
-from onefold.engine.callwords import call_in_words, unlike
-from onefold.engine.hollow import (
-    Hollow,
-    Reach,
-    in_common,
-    put_tensors,
-    tensors_of,
-    times_written,
-)
-from onefold.engine.hollowstages import HollowStages
-from onefold.engine.linehooks import hooks_in_place
-from onefold.engine.linestate import ShardState
+from onefold.engine.buffers import BufferSet
+from onefold.engine.hollow import Hollow, Reach, in_common, put_tensors, tensors_of, times_written
+from onefold.engine.hollowstages import HollowStages, call_in_words, unlike
+from onefold.engine.lentparameter import Lending
 from onefold.engine.replica import Replica
 from onefold.engine.stagemodules import StageModules
 from onefold.errors import LineError
 from onefold.system.compat import is_in_function, is_transformed
-from onefold.system.hooks import watch_differentiation
+from onefold.system.hooks import has_backward_hooks, hide_backward_hooks, watch_differentiation
 
-__all__ = ["Arrival", "Leaving", "Passage", "Passed", "Passing"]
+__all__ = ["Arrival", "Leaving", "Passage", "Passed", "Passing", "ShardState"]
 
 
 _OF_PYTORCH = {"_is_buffer", "_is_param"}
@@ -58,7 +62,7 @@ class Leaving:
     shared: Sequence[bool]
     """Which of them have memory in common with others."""
     words: Sequence[str]
-    """All arguments in words, see `onefold.engine.callwords`."""
+    """All arguments in words, see `onefold.engine.hollowstages`."""
 
 
 class Passed(BaseException):
@@ -436,3 +440,109 @@ def _entered(arrival: Arrival, number: int) -> torch.Tensor:
     handle = torch.empty((), requires_grad=True)
     entered: torch.Tensor = _Entering.apply(handle, arrival, number)  # type: ignore[no-untyped-call]
     return entered
+
+
+@contextmanager
+def hooks_in_place(
+    model: torch.nn.Module, place_of: Mapping[torch.nn.Module, int], place: int, reach: Reach
+) -> Iterator[None]:
+    """Surround a loss, or a backward, of one shard on a device of a line.
+
+    Args:
+        model: the whole.
+        place_of: the place in the line of each module that is a part of a stage.
+        place: of the device.
+        reach: how far the device has come.
+
+    Raises:
+        LineError: a module has hooks that no device alone could call.
+    """
+    with ExitStack() as put:
+        for name, part in model.named_modules():
+            if not has_backward_hooks(part):
+                continue
+            places = {place_of[inner] for inner in part.modules() if inner in place_of}
+            if len(places) > 1:
+                raise LineError(
+                    f"{reach.where}: {name or 'the model'} has a backward hook, and stages on "
+                    f"several devices of a line, none of which sees both ends of it: expected "
+                    f"backward hooks on stages, or on parts of them. Use --keep span"
+                )
+            if places and min(places) < place:
+                put.enter_context(hide_backward_hooks(part))
+            elif part not in place_of:
+                check = _refusing(name, reach)
+                put.callback(part.register_forward_pre_hook(check, with_kwargs=True).remove)
+        yield
+
+
+def _refusing(name: str, reach: Reach) -> Callable[..., None]:
+    def check(_: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        if any(isinstance(tensor, Hollow) for tensor in tensors_of((args, kwargs))):
+            raise LineError(
+                f"{reach.where}: {name} has a backward hook and is no stage nor part of one, and "
+                f"is called with what a stage on another device gives: expected backward hooks on "
+                f"stages, or on parts of them. Name it as a stage (Trainer(stages=[...])), or use "
+                f"--keep span"
+            )
+
+    return check
+
+
+@dataclass(frozen=True, slots=True)
+class ShardState:
+    """Where the generators stand, and the buffers that are no longer as the step began."""
+
+    generators: torch.Tensor  # (n,) uint8
+    indices: Sequence[int] = ()
+    """Numbers of the changed buffers."""
+    values: Sequence[torch.Tensor] = ()
+    """Theirs, each (numel,)."""
+
+    @classmethod
+    def of(cls, replica: Replica) -> ShardState:
+        """Copy the state that a device is in.
+
+        Raises:
+            StateError: a buffer has been resized, or is new.
+        """
+        generators = packed_generators(replica.device)
+        changed = replica.buffers.changed(exactly=True)
+        if changed is None:
+            return cls(generators)
+        views = [replica.buffers.view_of(changed.sections, number) for number in changed.indices]
+        return cls(generators, changed.indices, views)
+
+    @classmethod
+    def read(cls, indices: Sequence[int], tensors: Iterator[torch.Tensor | None]) -> ShardState:
+        """Read what another device has sent: `tensors` of its state, and perhaps more behind."""
+        found = [next(tensors) for _ in range(1 + len(indices))]
+        generators, *values = [tensor for tensor in found if tensor is not None]
+        return cls(generators, indices, values)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """What is to be sent, beside the indices."""
+        return [self.generators, *self.values]
+
+    def put(self, replica: Replica, shard: int) -> None:
+        """Have a device go on in this state, whatever it has changed itself."""
+        put_generators(self.generators, replica.device)
+        self.put_buffers(replica.buffers, shard)
+
+    def put_buffers(self, buffers: BufferSet, shard: int) -> None:
+        """Have a device go on with these buffers alone."""
+        # What a stage of another device gives may have taken their places.
+        buffers.discard(Hollow)
+        buffers.restore(shard)
+        for number, values in zip(self.indices, self.values, strict=True):
+            buffers.view_of(buffers.flat.sections, number).copy_(values)
+
+    def differing(self, buffers: BufferSet, numbers: Sequence[int]) -> bool:
+        """Whether some of these buffers have other values by now."""
+        here = dict(zip(self.indices, self.values, strict=True))
+        views = {number: buffers.view_of(buffers.flat.sections, number) for number in numbers}
+        return any(
+            number not in here or not same_bits(here[number].to(view.device), view)
+            for number, view in views.items()
+        )

@@ -15,13 +15,12 @@ the step's buffers, from its own seeds, without gradients, and in the modes and 
 parameters that the step began with. Buffers, gradients and seeds are reset before a shard. Modes
 and frozen parameters are reset after it, also when it fails, so that a script that catches the
 error goes on with the model as it was; with one shard they are not, and what the loss does to them
-lasts, as it would in a plain loop.
-"""
+lasts, as it would in a plain loop."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -31,10 +30,10 @@ from onefold.core.batch import ShardedBatch, move
 from onefold.core.flat import FlatTensors
 from onefold.core.gathering import Gatherer, Gathers, gathering
 from onefold.core.mean import Contribution, seeing_whole_batch, weigh
-from onefold.core.pieces import pieces_of, rows_of
 from onefold.core.precision import AS_GIVEN, Precision, added_up_in
 from onefold.core.randomness import derive_seed, seed_generators
 from onefold.core.result import ShardResult
+from onefold.core.shard import pieces_of, rows_of
 from onefold.core.values import ShardValues, read_values, split
 from onefold.core.weights_of_step import GATHERS, LATE
 from onefold.engine.advice import advice_on
@@ -47,9 +46,8 @@ from onefold.engine.gradients import (
     take_gradients,
     widened,
 )
-from onefold.engine.handing import Handing
-from onefold.engine.losswatch import LossWatch
-from onefold.engine.lowprecision import computing_in
+from onefold.engine.losscheck import LossWatch
+from onefold.engine.modelcheck import computing_in
 from onefold.engine.modelparts import ModelParts
 from onefold.engine.shardloss import (
     added_weights,
@@ -61,14 +59,15 @@ from onefold.engine.shardloss import (
     refuse_uneven,
     without_graph,
 )
-from onefold.engine.shardpiece import PieceResult, ShardPiece
-from onefold.engine.shardtask import LossFunction, ShardTask
+from onefold.engine.shardtask import LossFunction, PieceResult, ShardPiece, ShardTask
 from onefold.engine.stagemodules import StageModules
 from onefold.errors import GradientError
+from onefold.exchange.carrier import Gift
 from onefold.system.hooks import hooked
 from onefold.watch.timing import Stopwatch
 
-__all__ = ["LossFunction", "Replica", "ShardTask", "Weighed"]
+__all__ = ["Handing", "LossFunction", "Replica", "ShardTask", "Weighed"]
+
 
 Read = TypeVar("Read")
 
@@ -450,3 +449,65 @@ class Replica:
                     f"times for every number of shards. Call model.zero_grad() before returning, "
                     f"or use torch.autograd.grad"
                 )
+
+
+class Handing:
+    """What has been handed over of one piece, and what has not.
+
+    Args:
+        modules: the stages.
+        piece: of which shard.
+        take: takes the gradients of a stage out of ``.grad``.
+        give: is given each stage.
+    """
+
+    def __init__(
+        self,
+        modules: StageModules,
+        piece: ShardPiece,
+        take: Callable[[int], Gradients],
+        give: Callable[[Gift], None],
+    ) -> None:
+        self._modules = modules
+        self._entries = modules.stages.entries
+        self._piece = piece
+        self._take = take
+        self._give = give
+        self._left = list(reversed(range(len(self._entries))))
+        self.given = [False] * len(modules.stages.stage_of)
+        """For each trained parameter, whether there was a gradient."""
+        self.begin_backward: Callable[[], None]
+        """To be called between the two."""
+        self.is_late = False
+        """Whether a gradient came after its stage had been handed over."""
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Surround a forward pass and its backward."""
+        with self._modules.watched(self._hand_over_early) as self.begin_backward:
+            yield
+
+    def finish(self) -> None:
+        """Hand over all stages that are left, after backward.
+
+        A gradient that came after its stage had been handed over is dropped, and the stage is
+        handed over last from now on: the step has to be computed once more.
+        """
+        for stage in range(len(self._entries)):
+            if stage not in self._left and any(g is not None for g in self._take(stage)):
+                self._modules.last.add(stage)
+                self.is_late = True
+        self._hand_over(list(self._left))
+
+    def _hand_over_early(self, stages: Sequence[int]) -> None:
+        self._hand_over([s for s in stages if s in self._left and s not in self._modules.last])
+
+    def _hand_over(self, stages: Sequence[int]) -> None:
+        for stage in stages:
+            self._left.remove(stage)
+            numbers = self._entries[stage]
+            gradients = self._take(stage)
+            for number, gradient in zip(numbers, gradients, strict=True):
+                self.given[number] = gradient is not None
+            last = self._piece.stop == self._piece.of
+            self._give(Gift(self._piece.shard, stage, last, gradients))

@@ -11,8 +11,7 @@ from onefold.core.batch import ShardedBatch
 from onefold.core.gathering import Discovering, Gatherer, Refusing
 from onefold.core.mean import Contribution
 from onefold.core.weights_of_step import SUM, several
-from onefold.engine.shardpiece import ShardPiece
-from onefold.engine.shardtask import ShardTask
+from onefold.engine.shardtask import ShardPiece, ShardTask
 from onefold.errors import LossError
 
 __all__ = [

@@ -6,8 +6,7 @@ Nothing is put into the graph of autograd: a node between two stages would chang
 it adds gradients where a model has skips, and so the bits. It is enough to be told when an output
 of a stage has its gradient: autograd works backward in the reverse order in which the forward pass
 made its nodes, so everything that was computed after this output is done then. Of a stage that is
-called several times the first call counts.
-"""
+called several times the first call counts."""
 
 from __future__ import annotations
 
@@ -17,11 +16,13 @@ from typing import Any
 
 import torch
 
-from onefold.core.line import cut_line
-from onefold.core.stages import ROOT, Stages
+from onefold.core.flat import lay_out
+from onefold.core.stages import ROOT, Stages, cut_line
+from onefold.core.storage import Frozen
 from onefold.core.structure import parts_of
 
-__all__ = ["StageModules", "cut_by_itself"]
+__all__ = ["StageModules", "cut_by_itself", "frozen_in_stages", "frozen_of"]
+
 
 _LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
 
@@ -176,3 +177,32 @@ def _tensors_of(output: object) -> Iterator[torch.Tensor]:
     parts: Any = parts_of(output) or ()
     for _, value in parts:
         yield from _tensors_of(value)
+
+
+def frozen_in_stages(other: Mapping[str, torch.nn.Parameter], modules: StageModules) -> list[str]:
+    """Name the frozen parameters that can be brought with the stage that they lie in.
+
+    Args:
+        other: the parameters that the optimizer does not train.
+        modules: the stages.
+    """
+    # What has a gradient, which nobody takes, is read by hooks perhaps, whenever they like.
+    return [
+        name for name, p in other.items() if not p.requires_grad and modules.stage_of(p) != ROOT
+    ]
+
+
+def frozen_of(
+    parameters: Mapping[str, torch.nn.Parameter], modules: StageModules, devices: int
+) -> Frozen | None:
+    """Share frozen parameters out to the devices; None if there are none.
+
+    Args:
+        parameters: those that `frozen_in_stages` has named.
+        modules: the stages.
+        devices: how many there are.
+    """
+    if not parameters:
+        return None
+    stage_of = tuple(map(modules.stage_of, parameters.values()))
+    return Frozen.cut(lay_out(parameters), stage_of, modules.stages.places, devices)

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 
 from onefold.core.fold import fold_shards
-from onefold.engine.outcome import Outcome
+from onefold.core.head import Said
+from onefold.core.values import StepValues
+from onefold.core.weights_of_step import StepWeight
 from onefold.watch.timing import PhaseSeconds, Span
 
-__all__ = ["Step"]
+__all__ = ["Outcome", "Step", "Verdict", "verdict_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,3 +95,47 @@ class Step:
         on a GPU waits for the step to be done.
         """
         return PhaseSeconds.of(self._spans)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The result of a step."""
+
+    totals: torch.Tensor
+    """(V,) float64, where the lead computes: each shard's part of the loss."""
+    weight: float
+    """What the sum of totals is divided by."""
+    verdict: Verdict
+    """Whether the parameters were updated and the run goes on; the same on all devices."""
+    norm: torch.Tensor | None
+    """The norm of the whole gradient before clipping, (); None if the step has none."""
+    values: StepValues | None = None
+    """What the loss returned beside itself; None if that was nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What becomes of a step."""
+
+    skipped: str
+    """Why the parameters are left alone; empty where they are updated."""
+    stops: bool
+    """Whether a device was asked to stop: the run then ends after this step, once it is saved."""
+
+    @property
+    def updates(self) -> bool:
+        """Whether the parameters are updated."""
+        return not self.skipped
+
+
+def verdict_of(weight: StepWeight, said: Said, failure: str = "") -> Verdict:
+    """Reach the verdict on a step.
+
+    Args:
+        weight: the whole batch's, the same on all devices.
+        said: what all devices reported when the step began.
+        failure: what is not finite in it, if the step is to be skipped for it.
+    """
+    # From what all devices have in common, and so without another exchange.
+    nothing = "" if weight.value > 0 or failure else "the batch's weights add up to 0"
+    return Verdict(skipped=failure or nothing, stops=said.stop)

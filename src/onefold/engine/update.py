@@ -8,12 +8,18 @@ the parameters; its state is keyed by pieces for good. A whole piece is the para
 other is a flat view of a part of it, so that updating the piece updates the parameter in place. An
 optimizer finds a piece's state by the identity of the tensor object: as long as this process owns a
 piece, the very same object must stand for it.
+
+An update that is made one part of the model after the other.
+
+Where a model is updated stage by stage, the optimizer's ``step()`` is called once for each stage,
+with the pieces of that stage in its groups: what it needs besides is there for one stage at a time.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,23 +32,21 @@ from onefold.engine.averages import AVERAGE, Averages
 from onefold.engine.dividedstate import StateView
 from onefold.engine.leftovers import clipping_each
 from onefold.engine.norms import PieceNorms
-from onefold.engine.optimizercheck import TAKEN
+from onefold.engine.optimizercheck import TAKEN, UpdateDraws
 from onefold.engine.optimizers import name_of, optimizers_in
 from onefold.engine.optimizerstate import PieceState, is_by_element
-from onefold.engine.ownedpiece import OwnedPiece, cut_state
 from onefold.engine.stephooks import (
     explain_state_dict,
     has_own_step,
     refuse_own_steps,
     steps_by_parameter,
 )
-from onefold.engine.updatedraws import UpdateDraws
-from onefold.engine.updateparts import Part, parts_of
-from onefold.engine.visits import Visits, change_at
+from onefold.engine.visits import OwnedPiece, Visits, change_at, cut_state
 from onefold.system.compat import copy_each, multiply_each
 from onefold.system.heap import ORDINARY, Heap
 
-__all__ = ["MASTER", "SpanOptimizer"]
+__all__ = ["MASTER", "Part", "SpanOptimizer", "parts_of"]
+
 
 MASTER = "onefold.master"
 """The key under which a piece's values travel beside its state, where models hold rounded ones."""
@@ -528,3 +532,53 @@ def _scale(gradients: list[torch.Tensor], factor: torch.Tensor) -> None:
     # The factor keeps its own dtype, as in clip_grad_norm_: rounded to bfloat16 it would be coarse.
     for (device, _), group in alike.items():
         multiply_each(group, factor.to(device))
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one call of ``step()`` updates."""
+
+    places: Sequence[int]
+    """Among the pieces of this process."""
+    values: Sequence[torch.Tensor]
+    """Of each of them."""
+    divided: Sequence[Sequence[torch.Tensor]]
+    """For each group of the optimizer, the values of those that lie in it."""
+
+    @classmethod
+    def of(
+        cls,
+        places: Sequence[int],
+        values: Sequence[torch.Tensor],
+        groups: Sequence[int],
+        count: int,
+    ) -> Part:
+        """Divide some of the pieces among the groups.
+
+        Args:
+            places: of these pieces.
+            values: of all pieces of this process.
+            groups: for each of them, the number of its group.
+            count: how many groups there are.
+        """
+        divided: list[list[torch.Tensor]] = [[] for _ in range(count)]
+        for place in places:
+            divided[groups[place]].append(values[place])
+        return cls(places, [values[place] for place in places], divided)
+
+
+def parts_of(
+    values: Sequence[torch.Tensor], groups: Sequence[int], count: int, stages: Sequence[int]
+) -> list[Part]:
+    """Cut an update into one part for each stage; at least one, though it may be empty.
+
+    Args:
+        values: of all pieces of this process.
+        groups: for each of them, the number of its group.
+        count: how many groups there are.
+        stages: for each of them, the number of its stage.
+    """
+    found: dict[int, list[int]] = {}
+    for place, stage in enumerate(stages):
+        found.setdefault(stage, []).append(place)
+    return [Part.of(places, values, groups, count) for places in found.values() or [[]]]

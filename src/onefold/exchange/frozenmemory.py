@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 
 from onefold.core.flat import FlatTensors, same_bits, storage_order
-from onefold.core.frozen import Frozen
 from onefold.core.stages import StageLayout
-from onefold.core.storage import Storage
+from onefold.core.storage import Frozen, Storage
 from onefold.system.heap import ORDINARY, Heap
 
 __all__ = ["FrozenMemory"]

@@ -11,6 +11,11 @@ Note: the keys of the store
 Until there is a group, processes know each other only through the store of the run: each sets a key
 under its own rank and waits for those of the others. Each of these keys has one writer and is never
 removed, so there is no race for it; what every Trainer needs anew has its number in the key.
+
+Note: the store of another launcher
+-----------------------------------
+Its processes find each other there. A name may not resolve, or a port refuse, only because the
+lead's machine is not up yet. So neither ends the wait, but both are named while it lasts.
 """
 
 from __future__ import annotations
@@ -20,22 +25,21 @@ import json
 import logging
 import os
 import secrets
+import socket
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed import (  # type: ignore[attr-defined]  # they are exported
-    FileStore,
-    PrefixStore,
-    Store,
-)
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # they are exported
 
 from onefold.core.world import World
-from onefold.errors import DisagreementError, PeerLost, PeerTimeout
+from onefold.errors import DisagreementError, LaunchError, PeerLost, PeerTimeout
 from onefold.exchange.connections import (
     Connections,
     PeerWatch,
@@ -44,12 +48,10 @@ from onefold.exchange.connections import (
     noted_connections,
 )
 from onefold.exchange.lateness import Lateness
-from onefold.exchange.loopback import gloo_on_loopback
 from onefold.exchange.progress import progress_of
 from onefold.exchange.proof import prove
-from onefold.exchange.rendezvous import reach_store
 from onefold.exchange.sealing import SealedStore, refuse_sealed
-from onefold.exchange.waiting import Waiting
+from onefold.exchange.waiting import FIRST_S, Waiting
 from onefold.system.compat import Groups
 from onefold.system.process import LOOK_S
 
@@ -59,11 +61,14 @@ __all__ = [
     "agree_on_name",
     "break_off",
     "gather_bytes",
+    "gloo_on_loopback",
     "join_group",
+    "reach_store",
     "tell_end",
     "watch_for_end",
     "who_left",
 ]
+
 
 _log = logging.getLogger("onefold")
 _FAREWELL = timedelta(seconds=5)
@@ -455,3 +460,109 @@ def _leave() -> None:
 
 def _left_key(rank: int) -> str:
     return f"onefold/left/{rank}"
+
+
+_TRY_S, _STORE_S = 5.0, 30.0
+_PAUSE_S = 0.1
+
+
+def reach_store(world: World, timeout_s: float, *, first_s: float = FIRST_S) -> Store:
+    """Serve the store, if this is the lead and its launcher does not, or connect to it.
+
+    Raises:
+        LaunchError: the port is taken, or the host has an impossible name.
+        PeerTimeout: nobody serves the store at its address.
+    """
+    host, _, port = world.address.rpartition(":")
+    place = (host.strip("[]"), int(port))
+    if world.rank == 0 and not world.agent_store:
+        return _serve(world, place, timeout_s)
+    waiting = Waiting(world.rank, first_s=first_s, host_has_others=world.local_rank > 0)
+    limit = time.monotonic() + timeout_s
+    while isinstance(found := _connected(place, timeout_s), str):
+        if time.monotonic() > limit:
+            raise PeerTimeout(
+                f"device {world.rank} did not reach device 0 at {world.address} within "
+                f"{timeout_s:g} s: {found}. Expected MASTER_ADDR to be the machine of device 0, by "
+                f"a name or address that every machine knows, and MASTER_PORT to be open there",
+                device=0,
+                step=0,
+            )
+        words = f"device 0 cannot be reached at {world.address}, as {found}"
+        waiting.look(lambda words=words: words)  # type: ignore[misc]
+        time.sleep(_PAUSE_S)
+    return found
+
+
+def _connected(place: tuple[str, int], timeout_s: float) -> Store | str:
+    """The store that is served at an address, or why it cannot be had."""
+    try:
+        # PyTorch says nothing until its own limit, so Python tries first.
+        with socket.create_connection(place, timeout=_TRY_S):
+            pass
+    except UnicodeError:
+        raise LaunchError(
+            f"expected the name of a machine in MASTER_ADDR, got {place[0]}"
+        ) from None
+    except socket.gaierror as error:
+        return f"the name {place[0]} does not resolve on {socket.gethostname()} ({error.strerror})"
+    except ConnectionRefusedError:
+        return "nobody listens at this port yet"
+    except OSError as error:
+        return f"nobody answers ({error.strerror or error}; is there a firewall?)"
+    made: list[Store] = []
+
+    def make() -> None:
+        limit = timedelta(seconds=timeout_s)
+        with suppress(RuntimeError):
+            made.append(TCPStore(*place, timeout=limit, wait_for_workers=False))
+
+    # A thread, as PyTorch waits without a limit for the answer of a stranger at the port.
+    thread = threading.Thread(target=make, daemon=True)
+    thread.start()
+    thread.join(min(_STORE_S, timeout_s))
+    return made[0] if made else "what listens there is no store of PyTorch"
+
+
+def _serve(world: World, place: tuple[str, int], timeout_s: float) -> Store:
+    host, port = place
+    try:
+        with socket.create_server((host, 0)):
+            pass
+    except OSError:
+        host = "127.0.0.1"  # the others' address is none of this machine, but a service's, say
+    try:
+        return TCPStore(
+            host,
+            port,
+            is_master=True,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,  # who is missing is seen by what they write
+            multi_tenant=True,  # the script may have made a store there
+        )
+    except RuntimeError as error:
+        raise LaunchError(
+            f"device 0 cannot let the others join at {world.address}: {error}. Expected "
+            f"MASTER_PORT to be a port that is free on its machine"
+        ) from None
+
+
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+
+
+@contextmanager
+def gloo_on_loopback(world: World) -> Iterator[None]:
+    """Keep gloo from opening ports that other hosts can reach, if all processes are on one host.
+
+    A choice that the user has made in the environment takes precedence.
+    """
+    if not world.one_host or _GLOO_INTERFACE in os.environ:
+        yield
+        return
+    # gloo reads the variable while a group is made, and init_process_group has no argument for it.
+    # It is removed again, as programs that the script starts may make groups of their own.
+    os.environ[_GLOO_INTERFACE] = "lo"
+    try:
+        yield
+    finally:
+        del os.environ[_GLOO_INTERFACE]

@@ -9,35 +9,49 @@ Every process computes the same sizes from the same `Storage` and cuts the files
 no offset is ever sent. Nothing here is locked. The meetings of a step keep writers and readers
 apart (see `onefold.exchange.exchange`): ``meet`` returns in no process before all have called it,
 and so have made their earlier writes.
+
+Note: two boxes for each device
+-------------------------------
+A device copies what is for others into a box in shared memory, and the owners read it there after
+the meeting of the event. It writes into its other box in the next event, so nobody has to wait
+until all have read: by the time it comes back to the first box there has been another meeting,
+which the owners entered when they were done with reading.
+
+Note: who may write to a room
+-----------------------------
+`bring` copies nothing: the lead maps the very memory that each process has filled, and may read it
+as long as it keeps the tensors. So nobody fills its room again before the lead is done with it;
+`onefold.checkpoint.resume` waits for the writing of a checkpoint before it packs the next one.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, chain
 
 import torch
 
-from onefold.core.cutting import cut_chunks
-from onefold.core.flat import FlatTensors
+from onefold.core.flat import FlatTensors, storage_order
 from onefold.core.fold import Published
 from onefold.core.roster import Roster
 from onefold.core.shard import Plan
-from onefold.core.storage import Storage
+from onefold.core.storage import Storage, cut_chunks
+from onefold.errors import PeerTimeout
 from onefold.exchange.board import Board
-from onefold.exchange.carrier import AtOnce, Carrier
+from onefold.exchange.carrier import DONE, AtOnce, Brought, Carrier, Gift, Want, Word
 from onefold.exchange.commonfile import make_own, new_file, take_file
 from onefold.exchange.exchange import Exchange
-from onefold.exchange.host import HostTransport
-from onefold.exchange.hostcarrier import HostCarrier
-from onefold.exchange.hostrelay import HostRelay
 from onefold.exchange.mailbox import Mailbox
 from onefold.exchange.memory import Arrivals, Memory, Start, write_first
+from onefold.exchange.relay import Message, Relay, read_message, room_of, write_message
 from onefold.exchange.spans import Partial, Spanned
+from onefold.exchange.transport import Transport
+from onefold.system.compat import copy_each
 from onefold.system.heap import ORDINARY, Heap
 
-__all__ = ["HostMemory", "shared_exchange"]
+__all__ = ["HostMemory", "HostRelay", "HostTransport", "shared_exchange"]
+
 
 _PAGE_BYTES = 4096
 
@@ -212,3 +226,181 @@ def _common_memory(mailbox: Mailbox, size_bytes: int, heap: Heap) -> torch.Tenso
     finally:
         os.close(descriptor)  # the mapping stays, and a message under way holds the file itself
     return memory
+
+
+class HostRelay(Relay):
+    """The relay of one process of several on a host.
+
+    Args:
+        mailbox: connects the processes.
+        line: how many devices a line has.
+    """
+
+    def __init__(self, mailbox: Mailbox, line: int) -> None:
+        self._mailbox = mailbox
+        self._line = line
+
+    def send(self, device: int, target: int, message: Message) -> None:
+        head, nbytes = room_of(message)
+        descriptor, room = new_file(nbytes)
+        # Closed at once: what was sent holds the file until the other device has received it.
+        try:
+            write_message(message, room)
+            self._mailbox.send_note(target, head)
+            self._mailbox.send_file(target, descriptor)
+        finally:
+            os.close(descriptor)
+
+    def receive(self, device: int, source: int) -> Message:
+        try:
+            head = self._mailbox.receive_note(source)
+            return read_message(head, take_file(self._mailbox, source))
+        except PeerTimeout as error:
+            beyond = source + (source - device)
+            if beyond // self._line != source // self._line:
+                raise
+            # It does not say for whom it waits itself.
+            raise PeerTimeout(
+                f"{error}. In a line, device {source} may itself have waited for device {beyond}",
+                device=error.device,
+                step=error.step,
+            ) from None
+
+    def finish(self) -> None:
+        pass  # what was sent lies in files
+
+    def clear(self) -> None:
+        pass  # a step that fails here ends the run for all processes
+
+
+class HostCarrier(Carrier):
+    """The carrier of one process of several on a host.
+
+    Args:
+        storage: the sizes.
+        transport: connects the processes.
+        boxes: two for each device, each (nbytes of the largest stage,) uint8, the same memory in
+            all processes.
+        among: the devices that give each other what they have computed, this one too.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        transport: HostTransport,
+        boxes: Sequence[Sequence[torch.Tensor]],
+        among: Sequence[int],
+    ) -> None:
+        super().__init__(storage)
+        self._transport = transport
+        self._among = among
+        self._boxes = boxes
+        self._rank = transport.mailbox.rank
+        self._turn = 0
+
+    def bind(self, roster: Roster) -> None:
+        own = frozenset(roster.spans[self._rank])
+        self._mine = [[n for n in numbers if n in own] for numbers in self.layout.pieces]
+        self._others = [[n for n in numbers if n not in own] for numbers in self.layout.pieces]
+
+    def carry(self, gift: Gift | Want | None) -> list[Brought]:
+        if isinstance(gift, Gift):
+            leaving = self.own_pieces(gift, self._others[gift.stage])
+            if leaving:
+                targets = [self._in_box(self._rank, number) for number in leaving]
+                copy_each(targets, [storage_order(piece) for piece in leaving.values()])
+        word = DONE if gift is None else gift.word
+        words = self._transport.meet_among(self._among, word.packed(max(self.sizes)))
+        pairs = zip(self._among, words, strict=True)
+        brought = [self._read(rank, each, gift) for rank, each in pairs]
+        self._turn = 1 - self._turn
+        return brought
+
+    def await_rooms(self) -> None:
+        pass  # in shared memory all parameters are there
+
+    def _read(self, rank: int, packed: bytes, gift: Gift | Want | None) -> Brought:
+        word = Word.read(packed, self.sizes)
+        if not word.is_gift:
+            return Brought(word, {}, False)
+        mine = self._mine[word.stage]
+        if rank == self._rank and isinstance(gift, Gift):
+            # Lent: kept, these views would keep all of the gradients that they are a part of.
+            return Brought(word, self.own_pieces(gift, mine), True)
+        there = [number for number in mine if self.gave(word, number)]
+        pieces = {number: self.shaped(self._in_box(rank, number), number) for number in there}
+        return Brought(word, pieces, True)
+
+    def _in_box(self, rank: int, number: int) -> torch.Tensor:
+        """Where a piece lies in a device's box of this event: (numel,)."""
+        return self.layout.in_room(number, self._boxes[rank][self._turn])
+
+
+class HostTransport(Transport):
+    """One process of several on this host.
+
+    Args:
+        mailbox: connects the processes; closed with this transport.
+        heap: where its `room` lies, and what it hands out.
+    """
+
+    def __init__(self, mailbox: Mailbox, heap: Heap = ORDINARY) -> None:
+        self.mailbox = mailbox
+        self._heap = heap
+        self._room: tuple[int, torch.Tensor] | None = None
+
+    def begin_step(self, step: int) -> None:
+        self.step = self.mailbox.step = step
+
+    def meet(self, word: bytes = b"") -> Sequence[bytes]:
+        return self.mailbox.meet(word)
+
+    def meet_among(self, devices: Sequence[int], word: bytes) -> Sequence[bytes]:
+        """As `meet`, of some devices alone, which are named in ascending order."""
+        return self.mailbox.meet(word, devices)
+
+    def room(self, nbytes: int) -> torch.Tensor:
+        # A larger room is a new file; the lead may still have the old one mapped.
+        if self._room is None or self._room[1].numel() < nbytes:
+            self._drop_room()
+            self._room = new_file(nbytes, self._heap)
+        return self._room[1]
+
+    def bring(self) -> list[torch.Tensor]:
+        if self._room is None:
+            raise ValueError("there is nothing to bring: fill a room first")
+        descriptor, memory = self._room
+        mailbox = self.mailbox
+        if mailbox.rank != 0:
+            mailbox.send_file(0, descriptor)
+            return []
+        return [memory, *(take_file(mailbox, peer) for peer in range(1, mailbox.size))]
+
+    def hand_out(self, make: Callable[[int], torch.Tensor] | None) -> torch.Tensor:
+        if make is None:
+            return take_file(self.mailbox, 0)
+        for peer in range(1, self.mailbox.size):
+            made = make(peer)
+            descriptor, memory = new_file(made.numel(), self._heap)
+            # Written before it is sent, as receiving it is all that the peer waits for.
+            memory[: made.numel()] = made
+            # Closed at once: the message holds the file until the peer has received it.
+            try:
+                self.mailbox.send_file(peer, descriptor)
+            finally:
+                os.close(descriptor)
+        return make(0)
+
+    def close(self, failure: BaseException | None = None) -> None:
+        # The reason first: once the sockets are closed nobody can be told.
+        if failure is not None:
+            self.mailbox.tell_failure(failure)
+        else:
+            self.mailbox.tell_end()
+        self.mailbox.close()
+        self._drop_room()
+
+    def _drop_room(self) -> None:
+        if self._room is not None:
+            os.close(self._room[0])
+            self._room = None

@@ -23,10 +23,10 @@ from typing import Protocol
 
 import torch
 
-from onefold.core.cutting import cut_chunks
 from onefold.core.flat import Chunk, FlatTensors, Layout, Piece, laid_out, storage_order
 from onefold.core.fold import Block, Published, fold, published_by
 from onefold.core.shard import Plan
+from onefold.core.storage import cut_chunks
 from onefold.system.compat import copy_each
 
 __all__ = ["AsGiven", "Partial", "SpanFold", "SpanTensors", "Spanned"]

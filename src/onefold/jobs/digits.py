@@ -165,7 +165,7 @@ def train_epoch(
         step = trainer.step(batch)
         schedule.step()
         # This waits for a GPU in every step. With 23 of them in an epoch it does no harm; the jobs
-        # read losses now and then, see `onefold.jobs.meter`.
+        # read losses now and then, see `onefold.jobs.training`.
         total, samples = total + float(step.loss) * step.samples, samples + step.samples
         bar.advance(step, mean_loss=total / samples)
     return total / samples, time.perf_counter() - start_s

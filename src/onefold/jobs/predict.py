@@ -1,7 +1,11 @@
-"""Uses a trained run on new files, on any number of devices: the output is the same for all."""
+"""Uses a trained run on new files, on any number of devices: the output is the same for all.
+
+Formats predictions as CSV or JSON, and protects files that are not predictions.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -18,30 +22,23 @@ import onefold
 from onefold.data.augment import LabelledPictures, Normalise
 from onefold.data.bad import BadFile, refuse
 from onefold.data.decoding import open_picture, require_pillow
-from onefold.data.pictures import PictureFiles, made_here
+from onefold.data.files import require_ours
+from onefold.data.pictures import PictureFiles, made_here, picture_paths
 from onefold.data.scan import Scanning, scan_pictures
 from onefold.data.tsv import decoded, read_lines
-from onefold.data.walk import picture_paths
 from onefold.errors import CheckpointError, DataError, OnefoldError
 from onefold.jobs import classify, segment, text
 from onefold.jobs.finetune import best_checkpoint, load_finite
 from onefold.jobs.options import MOST_SAMPLES, MOST_SHARDS, MOST_WORKERS, expect
-from onefold.jobs.prediction_files import (
-    MASK_NOTE,
-    as_csv,
-    as_json,
-    require_mask,
-    require_predictions,
-)
 from onefold.jobs.progress import ReadingBar
 from onefold.jobs.runfolder import CHECKPOINTS, kept_facts, read_run, require_writable
 from onefold.jobs.segment_pictures import Padded, whole_logits
 from onefold.jobs.tokens import EncodedTexts
-from onefold.system.ownfiles import aside_of
-from onefold.system.plainfile import write_whole
+from onefold.system.ownfiles import aside_of, write_whole
 from onefold.weights.file import check_weights
 
 __all__ = ["Format", "PredictOptions", "Prediction", "predict_run", "write_prediction"]
+
 
 Format = Literal["csv", "json"]
 _STEP = re.compile(r"step-([0-9]{8,})")
@@ -445,3 +442,84 @@ _PREDICTORS: dict[str, Callable[[Path, Path, _Inputs, PredictOptions], list[dict
     segment.JOB: _predict_masks,
     text.JOB: _predict_texts,
 }
+
+
+_FORMULAS = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")
+"""What a spreadsheet takes for the start of a formula; the last four are East Asian wide forms."""
+_NUMBER = re.compile(r"[-+]?[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
+_QUOTED = ',;"\t\r\n'
+_BEGINNINGS = (
+    b"file,class,confidence", b"file,line,text,class,confidence", b"file,mask,share",
+    b'[\n {\n  "file": ', b"[]",
+)  # fmt: skip
+"""How files of predictions begin."""
+MASK_NOTE = "onefold predict"
+"""Stands in the PNG of each mask as the software that made it, and so marks our own."""
+
+
+def as_json(rows: list[dict[str, Any]]) -> str:
+    """Format predictions as a JSON list of objects."""
+    return json.dumps(rows, indent=1, ensure_ascii=False) + "\n"
+
+
+def as_csv(rows: list[dict[str, Any]]) -> str:
+    """Format predictions as CSV, one line a sample; each further class has columns of its own."""
+    # All rows have the names of the first: a run has one number of classes, and --top is one.
+    flat = [_flat(row) for row in rows]
+    lines = [list(flat[0]) if flat else [], *(list(row.values()) for row in flat)]
+    return "".join(",".join(_cell(value) for value in line) + "\n" for line in lines)
+
+
+def _cell(value: object) -> str:
+    """Format a value as a cell that no spreadsheet takes for a formula.
+
+    Texts that look like one get an apostrophe in front, unless they are plain numbers. Characters
+    that could end the cell are quoted.
+
+    Source: OWASP, CSV Injection.
+    """
+    text = str(value)
+    formula = isinstance(value, str) and text.startswith(_FORMULAS) and not _NUMBER.fullmatch(text)
+    if formula:
+        text = f"'{text}"
+    if formula or any(letter in text for letter in _QUOTED):
+        return '"' + text.replace('"', '""') + '"'
+    return text
+
+
+def _flat(row: dict[str, Any]) -> dict[str, Any]:
+    # The surest class has the plain names, so that a file of one class has no numbered columns.
+    values = {name: value for name, value in row.items() if name != "classes"}
+    for place, each in enumerate(row.get("classes", ()), start=1):
+        suffix = "" if place == 1 else f"_{place}"
+        values[f"class{suffix}"] = each["class"]
+        values[f"confidence{suffix}"] = f"{each['confidence']:.6f}"
+    return values
+
+
+def require_predictions(path: Path) -> None:
+    """Refuse to write over a file that holds something other than predictions."""
+    require_ours(
+        path,
+        lambda head: head.startswith(_BEGINNINGS),
+        f"--output {path}: expected a new file, or predictions of before",
+    )
+
+
+def require_mask(path: Path, folder: Path) -> None:
+    """Refuse to write over a file that is not one of our masks, or through a link."""
+    # Each folder on the way, as a linked one would take the masks out of the output folder. What is
+    # above that is the user's choice.
+    for above in path.parents:
+        if above == folder:
+            break
+        if above.is_symlink():
+            raise ValueError(
+                f"--output {folder}: expected folders of its own, {above} is a link: remove it, or "
+                f"name another folder"
+            )
+    require_ours(
+        path,
+        lambda head: MASK_NOTE.encode() in head,
+        f"--output {folder}: expected new masks, or masks of before",
+    )

@@ -42,7 +42,7 @@ from onefold.jobs.runfolder import (
     require_room,
 )
 from onefold.jobs.training import Task, begin_training
-from onefold.system.interrupt import NOTICES, STOP_SIGNALS, STOPPED_CODE, Stopped
+from onefold.system.process import NOTICES, STOP_SIGNALS, STOPPED_CODE, Stopped
 
 __all__ = ["Job", "read_options", "run_job"]
 

@@ -33,7 +33,7 @@ import msgspec
 from onefold.errors import DataError, LaunchError, OnefoldError
 from onefold.jobs.options import TrainOptions, write_config
 from onefold.system.folderlock import FolderLock
-from onefold.system.plainfile import open_plain, parse_json, read_plain, write_whole
+from onefold.system.ownfiles import open_plain, parse_json, read_plain, write_whole
 
 __all__ = [
     "CHECKPOINTS",

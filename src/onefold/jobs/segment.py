@@ -18,8 +18,8 @@ from onefold.data.augment import IMAGENET, Normalise
 from onefold.data.decoding import open_picture, require_pillow
 from onefold.data.masks import read_mask
 from onefold.data.pairs import MaskedPictures, Pair, read_pairs
+from onefold.data.pictures import require_folder
 from onefold.data.scan import Scanning
-from onefold.data.walk import require_folder
 from onefold.errors import CheckpointError, DataError
 from onefold.jobs.examples import SHOWN, save_picture
 from onefold.jobs.finetune import (
@@ -32,8 +32,7 @@ from onefold.jobs.finetune import (
     require_pretrained,
     run_of,
 )
-from onefold.jobs.options import expect
-from onefold.jobs.rates import scaled_rate, usual_rate
+from onefold.jobs.options import expect, scaled_rate, usual_rate
 from onefold.jobs.runfolder import RunFolder, kept_as, kept_facts, read_run
 from onefold.jobs.segment_options import MOST_WIDTH, SegmentOptions
 from onefold.jobs.segment_pictures import (

@@ -20,8 +20,7 @@ from torch import nn
 import onefold
 from onefold.data.bad import readable, refuse
 from onefold.data.files import read_whole
-from onefold.data.labels import check_labels
-from onefold.data.overlap import check_apart, check_one_label
+from onefold.data.labels import check_apart, check_labels, check_one_label
 from onefold.data.scan import Scanning
 from onefold.data.splits import untested
 from onefold.data.tsv import Line, TextSplits, read_splits
@@ -35,8 +34,8 @@ from onefold.jobs.options import (
     TrainOptions,
     expect,
     option,
+    scaled_rate,
 )
-from onefold.jobs.rates import scaled_rate
 from onefold.jobs.runfolder import kept_facts, read_run
 from onefold.jobs.text_models import (
     build_classifier,

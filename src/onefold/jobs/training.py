@@ -9,34 +9,46 @@ A line of metrics is written before the checkpoint that counts it, so no line ca
 `RunFolder.go_on` removes those that came after the checkpoint. ``run.json`` names the best
 checkpoint only once that is on the disk; what it named before may be gone by then, and
 `best_checkpoint` then looks for the best that is there.
+
+Reads what a run keeps in its checkpoints besides the model: how far it is, and its best epoch.
+
+A checkpoint that is sound by its digests may still be another script's, put in the run's folder.
+
+Adds up losses and times of an epoch's steps, without waiting for a GPU in each.
+
+Note: when a loss is read
+-------------------------
+To read the loss of a step, Python must wait until the GPU has computed it, and meanwhile queues
+no further work. So steps are only collected, and read together every half a second, for a line of
+metrics, or for a checkpoint. The order in which they are added up stays that of the steps.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol, TypedDict
 
+import msgspec
 import torch
 from torch import nn
 
 import onefold
 from onefold.data.bad import BadFile
 from onefold.errors import CheckpointError, LaunchError
-from onefold.jobs.meter import KEPT, Meter
-from onefold.jobs.options import TrainOptions
-from onefold.jobs.progress import TrainingBar, epoch_line
-from onefold.jobs.rates import make_optimizer, rate_factor
-from onefold.jobs.runfolder import RunFolder
-from onefold.jobs.saved import read_saved
-from onefold.system.interrupt import STOPPED_CODE
+from onefold.jobs.options import TrainOptions, make_optimizer, rate_factor
+from onefold.jobs.progress import PHASES, TrainingBar, epoch_line
+from onefold.jobs.runfolder import CHECKPOINTS, RunFolder
+from onefold.system.process import STOPPED_CODE
 from onefold.system.words import counted
 
-__all__ = ["Task", "Training", "begin_training", "facts_of", "train"]
+__all__ = ["Task", "Training", "begin_training", "facts_of", "read_saved", "train"]
+
 
 _log = logging.getLogger("onefold")
 _LINES = 20
@@ -448,3 +460,130 @@ class Training:
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _Best(TypedDict):
+    epoch: _Count
+    score: str
+    value: float
+    # Nothing but a checkpoint of the run: it is loaded for the examples.
+    checkpoint: Annotated[str, msgspec.Meta(pattern=rf"\A{CHECKPOINTS}/step-[0-9]{{8,}}\Z")]
+
+
+class _Saved(TypedDict):
+    part: dict[str, float]
+    epochs_done: _Count
+    best: _Best | None
+
+
+def read_saved(
+    extra: object, checkpoints: Path
+) -> tuple[dict[str, float], int, dict[str, Any] | None]:
+    """Read the ``extra`` of a run's checkpoint.
+
+    Args:
+        extra: what ``Trainer.load`` returned of it.
+        checkpoints: the folder of the run's checkpoints, for the error.
+
+    Returns:
+        The numbers of the epoch that was begun, the number of whole epochs, and the best of them.
+
+    Raises:
+        CheckpointError: it was not saved by ``onefold train``.
+    """
+    try:
+        saved = msgspec.convert(extra, _Saved)
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:
+        raise CheckpointError(
+            f"{checkpoints}: expected checkpoints of onefold train, the newest was saved by "
+            f"something else ({error}): remove it, or begin a new run with another --name"
+        ) from error
+    best = saved["best"]
+    return saved["part"], saved["epochs_done"], None if best is None else {**best}
+
+
+KEPT = 2
+"""How many of the newest checkpoints stay, besides the best: two, in case one is damaged."""
+_LOOK_S = 0.5
+"""How long losses and times go unread while steps are made."""
+
+
+class Meter:
+    """Sums of losses, samples and seconds over the steps of an epoch.
+
+    Args:
+        so_far: what `saved` returned, if the run resumes in the middle of an epoch; else empty.
+    """
+
+    def __init__(self, so_far: Mapping[str, float]) -> None:
+        self.total = so_far.get("total", 0.0)
+        self.samples = int(so_far.get("samples", 0))
+        self._before_s = so_far.get("seconds", 0.0)
+        self.phases = {phase: so_far.get(phase, 0.0) for phase in PHASES}
+        self.rate = so_far.get("rate", 0.0)
+        self._start_s = self._looked_s = time.perf_counter()
+        self._pending: list[onefold.Step] = []
+        self._line = (so_far.get("line_total", 0.0), int(so_far.get("line_samples", 0)))
+        # As if the line had begun earlier by the time that it took before the run was stopped.
+        self._line_start_s = self._start_s - so_far.get("line_seconds", 0.0)
+
+    def add(self, step: onefold.Step, rate: float) -> None:
+        """Count a step, which was made at this learning rate."""
+        self.rate = rate
+        # Unread, or Python would wait for the GPU here: see the note.
+        self._pending.append(step)
+        if time.perf_counter() - self._looked_s > _LOOK_S:
+            self.look()
+
+    def look(self) -> None:
+        """Read the losses and times of the steps that were only collected so far."""
+        line_total, line_samples = self._line
+        for step in self._pending:
+            total = float(step.loss) * step.samples
+            self.total, self.samples = self.total + total, self.samples + step.samples
+            line_total, line_samples = line_total + total, line_samples + step.samples
+            for phase, seconds in asdict(step.seconds).items():
+                self.phases[phase] += seconds
+        self._line = line_total, line_samples
+        self._pending.clear()
+        # Only now: the reading itself may have waited for long.
+        self._looked_s = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the epoch began, those before a stop included."""
+        return self._before_s + time.perf_counter() - self._start_s
+
+    @property
+    def mean_loss(self) -> float:
+        """Mean loss of the samples read so far; NaN if there are none."""
+        return self.total / self.samples if self.samples else float("nan")
+
+    def take_line(self) -> dict[str, float]:
+        """Begin a new line of metrics; return the loss, speed and rate of the one that ends."""
+        self.look()
+        total, samples = self._line
+        now_s = time.perf_counter()
+        # A line may follow another so closely that the clock has not moved.
+        speed = samples / max(now_s - self._line_start_s, 1e-9)
+        self._line, self._line_start_s = (0.0, 0), now_s
+        loss = total / samples if samples else math.nan
+        return {"loss": loss, "samples_per_s": speed, "lr": self.rate}
+
+    def saved(self) -> dict[str, float]:
+        """The numbers that a checkpoint in the middle of the epoch keeps."""
+        # All steps so far are part of the checkpoint, so their losses must be in it as well.
+        self.look()
+        return {
+            "total": self.total,
+            "samples": float(self.samples),
+            "seconds": self.seconds,
+            "rate": self.rate,
+            "line_total": self._line[0],
+            "line_samples": float(self._line[1]),
+            "line_seconds": time.perf_counter() - self._line_start_s,
+            **self.phases,
+        }

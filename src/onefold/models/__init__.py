@@ -4,8 +4,7 @@ from onefold.models.catalog import MODELS, ModelKind, build_model, head_name, he
 from onefold.models.dense_cnn import DenseCNN
 from onefold.models.lenet import LeNet
 from onefold.models.resnet import ResNet, resnet18, resnet34, resnet50, resnet101
-from onefold.models.unet import UNet
-from onefold.models.vgg import VGG, vgg16
+from onefold.models.unet import VGG, UNet, vgg16
 
 __all__ = [
     "MODELS",

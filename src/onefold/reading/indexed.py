@@ -14,9 +14,9 @@ from onefold.core.batch import DataPass
 from onefold.core.numbers import check_whole
 from onefold.core.randomness import MOST_SHUFFLED, order_by_length, sample_order
 from onefold.reading.order import Counting, Order, SampleOrder
+from onefold.reading.position import LoaderSize, LoaderTrack
 from onefold.reading.reader import Answer, Collate, Reader, SizedDataset
 from onefold.reading.samplers import changes_with_epoch, check_sampler, draw_batches, draw_samples
-from onefold.reading.track import LoaderSize, LoaderTrack
 
 __all__ = ["Indexed", "Source", "check_alone", "check_shuffled"]
 

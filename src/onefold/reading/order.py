@@ -30,7 +30,7 @@ class Order(Protocol):
 
     @property
     def length(self) -> int:
-        """Return how many places the pass has; `onefold.reading.track.WHOLE` if nobody knows."""
+        """Return how many places the pass has; `onefold.reading.position.WHOLE` if nobody knows."""
 
     @property
     def digest(self) -> bytes:

@@ -44,11 +44,19 @@ from onefold.core.numbers import check_whole
 from onefold.core.randomness import loader_seed, seed_generators
 from onefold.core.shard import Plan, cut_bounds
 from onefold.errors import CheckpointError
-from onefold.reading.datadigest import digest_of, digest_samples, join_digests
 from onefold.reading.held import MOST, seed_held, within
 from onefold.reading.order import Cut, Order
-from onefold.reading.reader import Answer, Collate, Request, bad_sample, take
-from onefold.reading.track import WHOLE, LoaderSize, LoaderTrack
+from onefold.reading.position import WHOLE, LoaderSize, LoaderTrack
+from onefold.reading.reader import (
+    Answer,
+    Collate,
+    Request,
+    bad_sample,
+    digest_of,
+    digest_samples,
+    join_digests,
+    take,
+)
 
 __all__ = ["Stream", "StreamState", "is_stream"]
 

@@ -18,9 +18,9 @@ from onefold.core.numbers import check_whole
 from onefold.core.randomness import loader_seed, sample_order, seed_generators
 from onefold.reading.indexed import check_shuffled
 from onefold.reading.order import BatchOrder, Counting, Order
+from onefold.reading.position import LoaderSize, LoaderTrack
 from onefold.reading.reader import Answer, Collate, Request, SizedDataset, bad_sample
 from onefold.reading.samplers import check_sampler, draw_samples
-from onefold.reading.track import LoaderSize, LoaderTrack
 
 __all__ = ["BatchRule", "Items", "Rule", "WholeBatches"]
 

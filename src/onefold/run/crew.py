@@ -15,17 +15,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+from onefold.core.options import RunOptions
 from onefold.errors import LaunchError
 from onefold.run.child import Worker, wait_for_end
-from onefold.run.outcome import Outcome
-from onefold.run.requests import Requests
 from onefold.run.rundir import Board, Report
-from onefold.system.interrupt import STOPPED_CODE, StopSignals
-from onefold.system.process import LOOK_S
+from onefold.system.process import LOOK_S, STOPPED_CODE, StopSignals
 
-__all__ = ["Crew"]
+__all__ = ["Crew", "Outcome", "Requests", "StoppedAtOnce"]
+
 
 _LAST_WORDS_S = 3.0
 _KILLED_S = 30.0
@@ -200,3 +199,85 @@ class Crew:
     def _step_text(self, rank: int) -> str:
         step = self._board.progress.step_of(rank)
         return str(step) if step >= 0 else "0 (before the first step)"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended, and what to tell the user about it."""
+
+    exit_code: int
+    """Exit code for the command line: 0 if all is well."""
+    message: str = ""
+    """One line about the first failure."""
+    traceback: str = ""
+    """The traceback of the first failure, if it was an exception."""
+    logs: str = ""
+    """The files with the output of the other devices, kept after a failure."""
+    timeline: str = ""
+    """The timeline's file, if one was asked for and a step was done."""
+    final: bool = False
+    """It ended well, as the user asked, or by a refusal: it is not started again."""
+    failed: bool = False
+    """A device failed; the run was not just stopped."""
+    lost: int = -1
+    """The device whose process was killed or did not respond, or whose GPU failed, if that was the
+    failure; else -1."""
+    stopped_by: signal.Signals | None = None
+    """The signal that ended the run before it was done, if one did."""
+    step: int = -1
+    """The step that the lead was at when the run ended; -1 before the first step."""
+
+
+class StoppedAtOnce(Exception):
+    """The run is to end now: by its first signal, by a second one, or as its grace is over."""
+
+
+class Requests:
+    """Decides what a request to stop does.
+
+    Workers that can save themselves are asked to at the first request, and ended at the second.
+    Others are ended at the first.
+
+    Args:
+        signals: the signals that have come to the launcher.
+        board: the memory shared with the workers.
+        options: the options of the run.
+    """
+
+    def __init__(self, signals: StopSignals, board: Board, options: RunOptions) -> None:
+        self._signals = signals
+        self._progress = board.progress
+        self._saves = options.may_stop
+        self._limit_s = options.grace_s
+        self._deadline_s = 0.0
+
+    @property
+    def came(self) -> bool:
+        """Whether the run was asked to stop, through the launcher or a worker."""
+        return bool(self._signals.came) or self._progress.stop_requested()
+
+    @property
+    def signal(self) -> signal.Signals | None:
+        """The first signal that came to the launcher, if any did."""
+        return self._signals.came[0] if self._signals.came else None
+
+    @property
+    def twice(self) -> bool:
+        """Whether a second signal to stop came to the launcher."""
+        return self._signals.look() > 1
+
+    def check(self) -> None:
+        """Act on the requests that have come since the last call.
+
+        Raises:
+            StoppedAtOnce: the run is to end now.
+        """
+        signals = self._signals.look()
+        if signals > (1 if self._saves else 0):
+            raise StoppedAtOnce
+        # The grace runs from the first request, even if a worker got it: then the table says so.
+        if self.came and not self._deadline_s:
+            self._deadline_s = time.monotonic() + self._limit_s
+            self._progress.request_stop()
+        if self._deadline_s and time.monotonic() > self._deadline_s:
+            raise StoppedAtOnce

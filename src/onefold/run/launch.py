@@ -1,6 +1,8 @@
 """Starts one process for each device of this machine, watches them, and reports how they ended.
 
 This module does not load PyTorch: the workers start sooner than the launcher could load it.
+
+Chooses the checkpoint from which a failed run is started again.
 """
 
 from __future__ import annotations
@@ -9,45 +11,33 @@ import contextlib
 import mmap
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from onefold.core.numbers import check_seconds
-from onefold.core.options import (
-    DEFAULT_GRACE_S,
-    DEFAULT_TIMEOUT_S,
-    ExchangeName,
-    RunOptions,
-)
+from onefold.core.options import DEFAULT_GRACE_S, DEFAULT_TIMEOUT_S, ExchangeName, RunOptions
 from onefold.core.world import World
 from onefold.errors import LaunchError, RunFailed
-from onefold.run.crew import Crew
+from onefold.run.crew import Crew, Outcome, Requests, StoppedAtOnce
 from onefold.run.devices import Selection, select_devices
-from onefold.run.logfiles import LogFiles, log_files
-from onefold.run.outcome import Outcome
-from onefold.run.requests import Requests, StoppedAtOnce
-from onefold.run.restarts import checkpoints_to_leave_out, newest_step, words_of_restart
-from onefold.run.rundir import Board
-from onefold.run.world import (
-    KEEP_VARIABLE,
-    current_world,
-    options_of,
-    worker_environment,
-)
+from onefold.run.rundir import Board, Logs
+from onefold.run.world import KEEP_VARIABLE, current_world, options_of, worker_environment
 from onefold.system.folderlock import lock_of_checkpoints
-from onefold.system.interrupt import StopSignals, ctrl_c_later
 from onefold.system.ownfiles import PrivateFolder
+from onefold.system.process import StopSignals, ctrl_c_later
 from onefold.system.record import check_trace
 from onefold.watch.timeline import check_timeline, join_timeline
 
-__all__ = ["launch", "supervise"]
+__all__ = ["checkpoints_to_leave_out", "launch", "newest_step", "supervise", "words_of_restart"]
+
 
 _PARTS = "timeline"
 _START = (
@@ -358,3 +348,95 @@ def _with_timeline(outcome: Outcome, parts: Path, folder: Path) -> Outcome:
         print(f"onefold: the timeline could not be written: {error}", file=sys.stderr)
         return outcome
     return replace(outcome, timeline=str(timeline or ""))
+
+
+def newest_step(directory: str) -> int:
+    """The highest step of the checkpoints in a directory; -1 if there are none."""
+    names = (path.name for path in Path(directory).glob("step-*")) if directory else ()
+    found = (re.fullmatch(r"step-(\d+)", name) for name in names)
+    return max((int(each[1]) for each in found if each), default=-1)
+
+
+def checkpoints_to_leave_out(failed_in: Sequence[int]) -> int:
+    """How many of the newest checkpoints the next attempt passes over.
+
+    The first failure in a step may be an accident. A second one in the same step may be due to the
+    checkpoint itself, so each further failure there goes back by one.
+
+    Args:
+        failed_in: the step in which each attempt so far has failed.
+
+    >>> [checkpoints_to_leave_out(failed_in) for failed_in in ([6], [6, 6], [6, 6, 9])]
+    [0, 1, 0]
+    """
+    same = 0
+    for step in reversed(failed_in):
+        if step != failed_in[-1]:
+            break
+        same += 1
+    return max(0, same - 1)
+
+
+def words_of_restart(failed_in: Sequence[int], devices: int = 0) -> str:
+    """How a message mentions it: not at all if the newest checkpoint is used.
+
+    Args:
+        failed_in: the step in which each attempt so far has failed.
+        devices: how many devices are left, if some were left out.
+    """
+    left = f", with {devices} device{'' if devices == 1 else 's'}" if devices else ""
+    back = checkpoints_to_leave_out(failed_in)
+    if not back:
+        return left
+    step = failed_in[-1]
+    where = f"in step {step}" if step >= 0 else "before the first step"
+    further = "one checkpoint" if back == 1 else f"{back} checkpoints"
+    newest = f"further back than the newest: it failed {where} {back + 1} times in a row"
+    return f"{left}, {further} {newest}"
+
+
+class LogFiles:
+    """The logs of a run: in the folder that the user named, or in one kept only after a failure."""
+
+    def __init__(self, options: RunOptions, ranks: Sequence[int]) -> None:
+        self._private = None if options.logs else PrivateFolder()
+        place = Path(options.logs) if self._private is None else self._private.path
+        self._logs = Logs(place, ranks)
+        self._any = bool(ranks)
+        self._keeps = False
+        self.descriptor = self._logs.descriptor
+        if ranks and self._logs.number > 1:
+            print(
+                f"onefold: {place} has logs already: those of this run are {self._logs.pattern}",
+                file=sys.stderr,
+            )
+
+    def mention(self, outcome: Outcome) -> Outcome:
+        """Add the place of the logs to an outcome, if there are any worth reading."""
+        if self._private is None:
+            useful = self._any
+        else:
+            useful = outcome.failed and self._logs.size() > 0 and self._private.is_there()
+        if not useful:
+            return replace(outcome, logs="")
+        # A path that the user has read must last, so this decides that the folder is kept.
+        self._keeps = True
+        folder, first = self._logs.folder, self._logs.number == 1
+        return replace(outcome, logs=str(folder) if first else self._logs.pattern)
+
+    def close(self) -> None:
+        """Close the files, and remove a private folder that no outcome mentions."""
+        self._logs.close()
+        if self._private is not None:
+            leave = self._private.keep if self._keeps else self._private.remove
+            leave()
+
+
+@contextlib.contextmanager
+def log_files(options: RunOptions, ranks: Sequence[int]) -> Iterator[LogFiles]:
+    """Open the logs of a run for as long as the block lasts."""
+    files = LogFiles(options, ranks)
+    try:
+        yield files
+    finally:
+        files.close()

@@ -13,6 +13,7 @@ takes back the removal of the logs before that would run.
 from __future__ import annotations
 
 import atexit
+import errno
 import functools
 import logging
 import os
@@ -26,11 +27,11 @@ from typing import Protocol
 from onefold.core.world import World
 from onefold.errors import PeerError
 from onefold.exchange.waiting import WAITING
-from onefold.run.onefile import advice_on_one_file
 from onefold.system.ownfiles import PrivateFolder, create_file
 
 __all__ = [
     "abandon",
+    "advice_on_one_file",
     "at_good_end",
     "end_well",
     "folder_until_the_end",
@@ -183,3 +184,27 @@ def _keep_logs() -> list[Path]:
 def _remove_logs() -> None:
     while _log_folders:
         _log_folders.pop().remove()
+
+
+_IN_THE_WAY = {errno.EEXIST, errno.ENOTEMPTY, errno.EAGAIN, errno.EBUSY, errno.ETXTBSY}
+"""Somebody else has made it, put something into it, locked it or uses it."""
+
+
+def advice_on_one_file(error: BaseException, processes: int) -> str:
+    """Say what to do where another process may have come first; empty for all other errors.
+
+    Args:
+        error: what ended the script.
+        processes: how many processes run it.
+    """
+    if processes < 2 or not isinstance(error, OSError) or error.filename is None:
+        return ""
+    # A name that was renamed away before, by whoever was faster.
+    moved = error.errno == errno.ENOENT and error.filename2 is not None
+    if error.errno not in _IN_THE_WAY and not moved:
+        return ""
+    return (
+        f"all {processes} processes of this run execute the script. If each of them writes "
+        f"{error.filename}, let the lead alone do it, under `if trainer.is_lead:`, and have the "
+        f"others wait in trainer.barrier() where they read it afterwards"
+    )

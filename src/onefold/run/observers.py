@@ -2,24 +2,123 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
-from onefold.core.fingerprint import fingerprint_of, named_tensors, tensor_digests
+from onefold.core.flat import fingerprint_of, named_tensors, same_bits, tensor_digests
+from onefold.core.names import own_name
 from onefold.core.randomness import forked_generators
-from onefold.core.team import Team
+from onefold.core.roster import Team
 from onefold.engine.step import Step
 from onefold.system.record import append_line, keep_steps
-from onefold.watch.probe import Probe
-from onefold.watch.profile import Profile
-from onefold.watch.timing import Span, Stopwatch
+from onefold.watch.timeline import TimelinePart, name_row, slice_of
+from onefold.watch.timing import Moment, Span, Stopwatch, elapsed_s, host_now_s, is_past
 
-__all__ = ["Observers"]
+__all__ = ["PROFILED_STEPS", "Observers", "Probe", "Profile"]
 
 _log = logging.getLogger("onefold")
+
+
+PROFILED_STEPS = 1000
+"""How many steps, the first of the run, a timeline holds; viewers cannot open many more."""
+
+
+class Profile:
+    """Writes the spans of each step to this process's part of the timeline.
+
+    On a GPU a step is written when the next one is done: by then its times are known, in most cases
+    without waiting. The last step is written at the end of the program.
+
+    Args:
+        folder: folder of the timeline's parts.
+        team: the devices of the run, and those of this process.
+        watches: the stopwatches of this process's devices, by number.
+    """
+
+    def __init__(self, folder: Path, team: Team, watches: Mapping[int, Stopwatch]) -> None:
+        self._group = team.trainer
+        self._part = TimelinePart(folder, f"{team.trainer}-{team.own[0]}")
+        self._origins = {number: _origin(watch) for number, watch in watches.items()}
+        # The last step and its spans, while the GPU may still be at work on them.
+        self._held: tuple[int, Mapping[int, Sequence[Span]]] | None = None
+        self._ends = dict.fromkeys(watches, 0.0)
+        for number in watches:
+            name = f"device {number} ({team.devices[number]})"
+            self._part.append(name_row(group=self._group, row=number, name=name))
+        atexit.register(self._write_rest)
+
+    def add_step(self, step: int, spans: Mapping[int, Sequence[Span]]) -> None:
+        """Add what each device of this process did in a step."""
+        # The last step of a GPU is mostly past by now; if it is not, this waits for it, so that no
+        # more than one step of events is ever held.
+        if self._held is not None:
+            self._write_all(*self._held)
+        self._held = (step, spans) if step <= PROFILED_STEPS else None
+        # On a CPU always: its moments are numbers.
+        if self._held is not None and _is_over(spans):
+            self._write_all(*self._held)
+            self._held = None
+
+    def _write_rest(self) -> None:
+        """Write the last step, without waiting: if the run failed, the device may never finish."""
+        try:
+            if self._held is not None and _is_over(self._held[1]):
+                self._write_all(*self._held)
+        # At exit nobody could catch it: a CUDA error of the run is raised again by every query.
+        except RuntimeError as error:
+            _log.info("the last step is missing in the timeline: %s", error)
+
+    def _write_all(self, step: int, spans: Mapping[int, Sequence[Span]]) -> None:
+        for number, ones in spans.items():
+            self._write(step, number, ones)
+
+    def _write(self, step: int, device: int, spans: Sequence[Span]) -> None:
+        known = [(span, *self._bounds(device, span)) for span in spans]
+        first = min(start for _, start, _ in known)
+        last = max(stop for _, _, stop in known)
+        place = {"group": self._group, "row": device, "step": step}
+        events = [slice_of(f"step {step}", "step", first, last, **place)]
+        for span, start, stop in known:
+            events.append(slice_of(span.label, span.phase, start, stop, **place))
+        self._part.append(events)
+        self._ends[device] = last
+
+    def _bounds(self, device: int, span: Span) -> tuple[float, float]:
+        """When a span starts and stops, in seconds on the host's clock.
+
+        The slices of a row must not overlap. The clocks of host and GPU drift apart by
+        microseconds, enough to make two steps overlap: so neither is before the last step's end.
+        """
+        start, stop = (self._host_s(device, moment) for moment in (span.start, span.stop))
+        return max(start, self._ends[device]), max(stop, self._ends[device])
+
+    def _host_s(self, device: int, moment: Moment) -> float:
+        if isinstance(moment, float):
+            return moment
+        # A GPU only measures between two of its events, so each is placed by one whose time on the
+        # host's clock is known.
+        host_s, event = self._origins[device]
+        return host_s + elapsed_s(event, moment)
+
+
+def _is_over(spans: Mapping[int, Sequence[Span]]) -> bool:
+    """Whether all spans are done, so that their times are known without waiting."""
+    return all(is_past(span.stop) for ones in spans.values() for span in ones)
+
+
+def _origin(watch: Stopwatch) -> tuple[float, Moment]:
+    """The same moment on the host's clock and on the device's; waits for the device."""
+    moment = watch.now()
+    # Asking for the time elapsed waits until the event is reached: only then is it now.
+    elapsed_s(moment, moment)
+    return host_now_s(), moment
+
 
 Observer = Callable[[Step, Mapping[int, Sequence[Span]]], None]
 """Called with every finished step, and with what each device of this process did in it."""
@@ -143,3 +242,57 @@ def _prober(probe: Probe, model: torch.nn.Module, steps: int) -> Observer:
             probe.observe(done, model, float(step.loss))
 
     return observe
+
+
+class Probe:
+    """Writes the digests of each step, and how far the model is from that of the recorded run.
+
+    Args:
+        folder: folder of the comparison, shared by all of its runs.
+        records: keep the tensors for the runs that follow, rather than compare with kept ones.
+        run: name of this run; its lines go to ``RUN-TRAINER.jsonl``.
+        trainer: number of the trainer among those of the script.
+    """
+
+    def __init__(self, folder: Path, *, records: bool, run: str, trainer: int = 0) -> None:
+        self._folder = folder
+        self._records = records
+        self._trainer = trainer
+        self._lines = folder / f"{run}-{trainer}.jsonl"
+        self._differs = False
+
+    def observe(self, step: int, module: torch.nn.Module, loss: float | None) -> None:
+        """Write one line for a step; step 0 is the model before the first step."""
+        tensors = {name: tensor.detach() for name, tensor in named_tensors(module).items()}
+        digests = tensor_digests(tensors)
+        line: dict[str, Any] = {"step": step, "loss": loss, "digests": digests}
+        line["fingerprint"] = fingerprint_of(digests)
+        line["parameters"] = [own_name(name) for name, _ in module.named_parameters()]
+        kept = self._folder / f"trainer-{self._trainer}-step-{step}.safetensors"
+        if self._records:
+            # Cloned: safetensors refuses tensors that share storage, and writes dense ones only.
+            save_file({n: t.cpu().contiguous().clone() for n, t in tensors.items()}, kept)
+        # Only the first difference is of interest: from there on everything differs.
+        elif not self._differs and kept.exists():
+            line["differences"] = _differences(load_file(kept), tensors)
+            self._differs = bool(line["differences"])
+        append_line(self._lines, line)
+
+
+def _differences(
+    kept: Mapping[str, torch.Tensor], now: Mapping[str, torch.Tensor]
+) -> dict[str, float | None]:
+    """The largest difference of each tensor whose bits differ; None if its shape differs."""
+    found: dict[str, float | None] = {}
+    for name, value in now.items():
+        # Other shapes have no largest difference; the line says so by null.
+        if name not in kept or kept[name].shape != value.shape:
+            found[name] = None
+            continue
+        theirs = kept[name]
+        if not same_bits(value.cpu(), theirs):
+            # Subtracted in double precision: in their own dtype the difference could round to 0, or
+            # overflow.
+            wide = torch.complex128 if value.is_complex() else torch.float64
+            found[name] = float((value.cpu().to(wide) - theirs.to(wide)).abs().max())
+    return found

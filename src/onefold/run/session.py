@@ -25,15 +25,15 @@ from typing import Any
 
 import torch
 
-from onefold.checkpoint.autosave import Autosave
+from onefold.checkpoint.autosave import Autosave, Resumption
 from onefold.checkpoint.resume import Checkpoints
-from onefold.checkpoint.resumption import Resumption
 from onefold.core.batch import ShardedBatch, checked_dim, cut_batch
 from onefold.core.head import Call
 from onefold.core.precision import AS_GIVEN
 from onefold.core.settings import Settings
 from onefold.core.shard import Plan
 from onefold.core.world import World
+from onefold.engine.agreement import head_of
 from onefold.engine.assembly import assemble
 from onefold.engine.batchnorm import recompute_statistics
 from onefold.engine.between import gather_batch, written_shards
@@ -44,7 +44,6 @@ from onefold.engine.holders import hold, take_from_holders
 from onefold.engine.kernels import calls_compiled
 from onefold.engine.schedule import RunSchedule
 from onefold.engine.step import Step
-from onefold.engine.stepstart import head_of
 from onefold.errors import DisagreementError
 from onefold.exchange.progress import progress_of
 from onefold.reading.loader import Loader
@@ -60,7 +59,7 @@ from onefold.run.team import check_devices, form_team, plan_of, settle_process
 from onefold.run.userparts import UserParts
 from onefold.run.world import have_private_caches
 from onefold.system.compilers import keep_code_in
-from onefold.system.interrupt import STOPPED_CODE, requests_by_signals
+from onefold.system.process import STOPPED_CODE, requests_by_signals
 from onefold.verifying import Verifying
 from onefold.watch.timing import Span, host_now_s
 
@@ -377,12 +376,9 @@ class Session:
     @contextmanager
     def changing(self, *, optimizer_state: bool | None) -> Iterator[None]:
         """Open the block in which the model may be changed; see `Trainer.changing`."""
-        changes = self.engine.changes
         with self.telling_others():
-            with (
-                self.verifying.another_model(),
-                changes.block(self.position.step + 1, state=optimizer_state),
-            ):
+            block = self.engine.changes.block(self.position.step + 1, state=optimizer_state)
+            with self.verifying.another_model(), block:
                 yield
             self.resumption.end_block()
 

@@ -12,8 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from onefold.core.settings import Settings
 from onefold.engine.byscript import check_by_script
 from onefold.engine.compiling import check_layers
-from onefold.engine.lowprecision import check_precision
-from onefold.engine.modelcheck import check_model
+from onefold.engine.modelcheck import check_model, check_precision
 from onefold.engine.optimizercheck import check_optimizer
 from onefold.engine.optimizers import Optimizers, optimizers_in
 from onefold.engine.schedule import check_schedule

@@ -40,13 +40,17 @@ from typing import NoReturn
 from onefold.checkpoint.background import finish_all
 from onefold.errors import PeerError
 from onefold.exchange.progress import progress_of
-from onefold.run.membership import abandon, end_well
-from onefold.run.onefile import advice_on_one_file
+from onefold.run.membership import abandon, advice_on_one_file, end_well
 from onefold.run.rundir import Report, leave_note, write_report
 from onefold.run.world import current_world
-from onefold.system.interrupt import NOTICES, STOP_SIGNALS, STOPPED_CODE, take_requests
 from onefold.system.ownfiles import gather_sockets_in
-from onefold.system.process import die_with_parent
+from onefold.system.process import (
+    NOTICES,
+    STOP_SIGNALS,
+    STOPPED_CODE,
+    die_with_parent,
+    take_requests,
+)
 from onefold.system.words import listed, message_of
 
 __all__ = ["main"]

@@ -2,7 +2,7 @@
 
 A process is alone, or was started by ``onefold run`` or `onefold.launch` (which leave a record in
 ONEFOLD_WORLD), by any launcher that speaks PyTorch's protocol (RANK, WORLD_SIZE, MASTER_ADDR), such
-as torchrun, Ray Train or Kubeflow, or by Slurm's srun (see `onefold.run.slurm`). One that is alone
+as torchrun, Ray Train or Kubeflow, or by Slurm's srun (see `onefold.run.others`). One that is alone
 where another launcher says that there are others may not train (see `onefold.run.others`).
 
 Note: one process is the device
@@ -25,8 +25,7 @@ from pathlib import Path
 from onefold.core.options import RunOptions
 from onefold.core.world import World
 from onefold.errors import LaunchError
-from onefold.run.others import others_of
-from onefold.run.slurm import SlurmTask, slurm_task
+from onefold.run.others import SlurmTask, others_of, slurm_task
 from onefold.system.caches import (
     INDUCTOR,
     check_named,
@@ -34,7 +33,7 @@ from onefold.system.caches import (
     other_caches,
     place_of_code,
 )
-from onefold.system.interrupt import NOTICES, STOP_SIGNALS
+from onefold.system.process import NOTICES, STOP_SIGNALS
 
 __all__ = [
     "KEEP_VARIABLE",

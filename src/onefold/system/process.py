@@ -1,12 +1,51 @@
-"""What the Linux kernel knows about processes, and does with them."""
+"""What the Linux kernel knows about processes, and does with them.
+
+Handles Ctrl-C and other requests to stop: delays them where they would be lost, or notes them.
+
+Note: where Ctrl-C is lost
+--------------------------
+Python raises KeyboardInterrupt wherever the main thread happens to be. In a destructor, and in the
+functions that run before and after a fork, an exception is printed and dropped, and the program
+continues as if nothing had happened. PyTorch ends the worker processes of a pass in a destructor,
+and forks new ones for the next pass.
+
+Note: signals of the launcher
+-----------------------------
+A signal handler that raises may do so anywhere: after a worker was started and before it was
+recorded, or while a folder is being removed. So while a launcher watches over workers, nothing is
+raised. Signals are noted, and the launcher, which waits for a descriptor that wakes it, looks at
+them when its own affairs are in order.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import functools
+import logging
 import os
 import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any, Self
 
-__all__ = ["LOOK_S", "Stillness", "die_with_parent"]
+__all__ = [
+    "LOOK_S",
+    "NOTICES",
+    "STOPPED_CODE",
+    "STOP_SIGNALS",
+    "Stillness",
+    "StopSignals",
+    "Stopped",
+    "ctrl_c_as_before",
+    "ctrl_c_later",
+    "die_with_parent",
+    "requests_by_signals",
+    "stopped_by_signals",
+    "take_requests",
+]
+
 
 LOOK_S = 0.5
 """The interval at which somebody who waits for processes looks at them."""
@@ -63,3 +102,205 @@ def die_with_parent(parent: int) -> None:
     # not have allowed either.
     if os.getppid() != parent:
         os._exit(1)
+
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""The signals that ask a program to stop: Ctrl-C, a scheduler or user, a terminal that closes."""
+
+NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
+"""The signals by which schedulers announce an end, such as Slurm's ``--signal=USR1@60``. They ask
+a run that saves itself to stop, however often they come, and nobody else: a program that does not
+save has no use for them, and one that has a handler of its own keeps it."""
+
+STOPPED_CODE = 75
+"""Exit code of a run that was asked to stop, has saved itself, and can go on (EX_TEMPFAIL)."""
+
+_Handler = Callable[[int, FrameType | None], Any]
+
+
+class _Later:
+    """A handler that notes that Ctrl-C was pressed."""
+
+    def __init__(self, before: _Handler) -> None:
+        self.before = before
+        self.came = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.came = True
+
+
+@contextmanager
+def ctrl_c_later() -> Iterator[None]:
+    """Delay Ctrl-C until the block is left; it then does what it would have done."""
+    before = signal.getsignal(signal.SIGINT)
+    # Without a handler in Python nothing is raised, so nothing can be lost; and handlers run, and
+    # may be set, in the main thread only.
+    if not callable(before) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    later = _Later(before)
+    signal.signal(signal.SIGINT, later)
+    try:
+        yield
+    finally:
+        # The old handler first: it will raise, and a second Ctrl-C must find it in place.
+        signal.signal(signal.SIGINT, before)
+        if later.came:
+            before(signal.SIGINT, None)
+
+
+def ctrl_c_as_before() -> None:
+    """Undo `ctrl_c_later` in a process that was forked inside of such a block."""
+    handler = signal.getsignal(signal.SIGINT)
+    # Blocks may be nested, and the child has left none of them.
+    while isinstance(handler, _Later):
+        handler = handler.before
+    signal.signal(signal.SIGINT, handler)
+
+
+class Stopped(KeyboardInterrupt):
+    """Raised when SIGTERM or SIGHUP arrives; whatever handles Ctrl-C handles it, too."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = signal.Signals(number)
+
+
+class _Raise:
+    """A handler that raises the signal that arrived as `Stopped`."""
+
+    def __init__(self, came: list[signal.Signals]) -> None:
+        self._came = came
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        # Noted before it is raised: somebody may catch the exception, or it may be lost.
+        self._came.append(signal.Signals(number))
+        raise Stopped(number)
+
+
+@contextmanager
+def stopped_by_signals() -> Iterator[list[signal.Signals]]:
+    """Have SIGTERM and SIGHUP raise `Stopped` in the block, so that it can clean up after itself.
+
+    Signals that are ignored (SIGHUP under ``nohup``) or that the program handles are left alone.
+    Yields the list of those that arrived, for code that does not see the exception.
+    """
+    before: dict[int, Any] = {}
+    came: list[signal.Signals] = []
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) == signal.SIG_DFL:
+                before[number] = signal.signal(number, _Raise(came))
+    try:
+        yield came
+    finally:
+        for taken, handler in before.items():
+            signal.signal(taken, handler)
+
+
+def take_requests(numbers: Iterable[signal.Signals], note: Callable[[], None]) -> None:
+    """Have signals ask this process to stop, in place of what they would do.
+
+    The second one ends it as it would have, but for `NOTICES`, which may come several times.
+
+    Args:
+        numbers: the signals. A hang-up that nohup has had ignored stays ignored.
+        note: called in a signal handler when this process is asked to stop.
+    """
+    before: dict[int, Any] = {}  # signal: the handler that it had
+    process, asked = os.getpid(), list[int]()
+
+    def request(number: int, frame: object) -> None:
+        notice = number in NOTICES
+        if os.getpid() == process and (notice or not asked):
+            asked.extend([] if notice else [number])
+            note()
+            return
+        # Slurm gives notice to every process of a step, and loader workers must go on.
+        if notice:
+            return
+        # The second signal, or one to a child of the script: end as the signal would have.
+        signal.signal(number, before[number])
+        os.kill(os.getpid(), number)
+
+    for number in numbers:
+        if number in (signal.SIGINT, signal.SIGTERM) or signal.getsignal(number) != signal.SIG_IGN:
+            before[number] = signal.signal(number, request)
+
+
+@functools.cache
+def requests_by_signals(names: tuple[str, ...]) -> list[bool]:
+    """Take signals as requests to stop, once in a process: a list that they make longer."""
+    came: list[bool] = []
+    if threading.current_thread() is threading.main_thread():
+        take_requests([signal.Signals[f"SIG{name}"] for name in names], lambda: came.append(True))
+    elif names:
+        logging.getLogger("onefold").warning(
+            "Python takes signals in its main thread alone, and this Trainer is made in another: "
+            "%s will not ask the run to stop. Make the Trainer in the main thread",
+            ", ".join(names),
+        )
+    return came
+
+
+class StopSignals:
+    """A block in which signals to stop are noted, and nothing is raised.
+
+    Signals that the program handles itself are left to it, unless the run saves itself; those that
+    are ignored stay ignored, except SIGINT and SIGTERM in such a run. In a thread other than the
+    main one nothing is noted, because Python handles signals in the main thread only.
+
+    Args:
+        saves: whether the run saves itself when it is asked to stop.
+    """
+
+    def __init__(self, *, saves: bool) -> None:
+        self._saves = saves
+        self._before: dict[int, Any] = {}
+        self.came: list[signal.Signals] = []
+        """The signals that arrived, in that order."""
+
+    def __enter__(self) -> Self:
+        # An eventfd rather than a pipe: a counter, which a flood of signals cannot fill up so that
+        # the handler would block. Workers must not inherit it.
+        self.descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        """Readable once a signal has arrived that `look` has not seen."""
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
+            # If SIGCHLD is ignored, the kernel reaps dead workers itself: their exit codes are
+            # lost, and their process ids may belong to strangers by the time we send a signal.
+            self._before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for number in (*STOP_SIGNALS, *NOTICES):
+            if self._takes(number):
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        # Closed last: until the handlers are restored, a signal still writes to it.
+        os.close(self.descriptor)
+
+    def look(self) -> int:
+        """Clear the descriptor, and return how many signals but `NOTICES` have arrived so far."""
+        # Cleared before counting: a signal in between is counted and wakes the launcher once too
+        # often. The other way round it would be missed.
+        with suppress(BlockingIOError):
+            os.eventfd_read(self.descriptor)
+        return sum(number not in NOTICES for number in self.came)
+
+    def _takes(self, number: signal.Signals) -> bool:
+        before = signal.getsignal(number)
+        if number in NOTICES:
+            return self._saves and before == signal.SIG_DFL
+        # None stands for a handler that was not set from Python; it could not be restored.
+        if before is None or before == signal.SIG_IGN:
+            return before is not None and self._saves and number != signal.SIGHUP
+        ends_program = before in (signal.SIG_DFL, signal.default_int_handler)
+        return self._saves or ends_program or isinstance(before, _Raise)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        # First the note, then the wake-up: whoever is woken must find something.
+        self.came.append(signal.Signals(number))
+        os.eventfd_write(self.descriptor, 1)

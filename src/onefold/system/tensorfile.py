@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from onefold.system.plainfile import open_plain
+from onefold.system.ownfiles import open_plain
 
 __all__ = ["DTYPES", "Seal", "TensorParts", "digest_file", "write_tensors"]
 

@@ -2,7 +2,7 @@
 
 Such a run records its steps, in the folder of the comparison:
 
-- ``RUN-T.jsonl``: the digests of trainer T after each step, see `onefold.watch.probe`.
+- ``RUN-T.jsonl``: the digests of trainer T after each step, see `onefold.run.observers`.
 - ``RUN-T-state-D.jsonl``: what changed on device D that must not, see `onefold.verifying.state`.
 - ``RUN-T-mathematics.jsonl``: V shards against one, see `onefold.verifying.mathematics`.
 - ``RUN/checkpoints/``: what the script saved.
@@ -30,8 +30,8 @@ import safetensors.torch
 import torch
 
 from onefold.core.batch import ShardedBatch, map_parts
+from onefold.core.roster import Team
 from onefold.core.sharing import OwnLength, Shared
-from onefold.core.team import Team
 from onefold.core.world import World
 from onefold.engine.engine import Engine
 from onefold.engine.replica import LossFunction

@@ -26,7 +26,7 @@ from onefold.checkpoint.folder import (
 )
 from onefold.checkpoint.record import TENSOR_FILES
 from onefold.errors import CheckpointError
-from onefold.system.plainfile import open_plain
+from onefold.system.ownfiles import open_plain
 from onefold.system.words import message_of
 
 __all__ = ["best_scored", "check_weights", "keys_of_states", "read_weights", "state_under"]

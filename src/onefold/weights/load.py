@@ -1,7 +1,6 @@
 """Loads weights that others saved into a model, in place, and either as a whole or not at all.
 
-It does not read files (`onefold.weights.file`), nor decide which name is which
-(`onefold.weights.names`).
+It does not read files; see `onefold.weights.file`.
 
 Note: whole or not at all
 -------------------------
@@ -10,13 +9,22 @@ before the first value is copied: names, shapes, dtypes, and memory that cannot 
 then does the model's own ``load_state_dict`` copy, since modules may have hooks of their own in it.
 It is called with ``strict=False``: what strict means is decided here, where tied parameters and the
 words of wrappers are known.
+
+Note: names
+-----------
+Wrappers put words into a name: DataParallel and DDP ``module.``, torch.compile ``_orig_mod.``, in
+front or, where only a part of a model was wrapped, further in. Either side may be wrapped, the file
+or the model. ``_orig_mod`` is nobody's own word, and is left out on both sides. ``module`` may be a
+name of the model's own. So it is first removed from the front of all names of the file together, as
+often as turns most of them into names of the model; and a name that is still not the model's is
+compared without ``module`` anywhere. If that leaves a choice, nothing is guessed.
 """
 
 from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -27,12 +35,12 @@ from torch.nn.parameter import is_lazy
 
 from onefold.core.finite import first_not_finite, names_with_nan
 from onefold.core.flat import same_bits
+from onefold.core.names import own_name
 from onefold.errors import CheckpointError
 from onefold.system.words import listed
 from onefold.weights.file import keys_of_states, read_weights, state_under
-from onefold.weights.names import match_names
 
-__all__ = ["Loaded", "load_weights", "refuse_spoilt"]
+__all__ = ["Loaded", "load_weights", "match_names", "refuse_spoilt"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,3 +330,59 @@ def refuse_spoilt(model: torch.nn.Module, weights: Path) -> None:
             f"{weights}: {spoilt} has values that are NaN or infinite: expected finite ones. The "
             f"run that saved them went wrong before; use an earlier checkpoint of it"
         )
+
+
+def match_names(found: Collection[str], own: Collection[str]) -> dict[str, str]:
+    """Map each name of the file to one of the model; names without a counterpart are left out.
+
+    Raises:
+        CheckpointError: a name of the file could be several of the model, or two could be one.
+    """
+    by_plain, by_bare = _grouped(own, own_name), _grouped(own, _bare)
+    matched: dict[str, str] = {}
+    taken: dict[str, str] = {}
+    for name, plain in _peeled(found, by_plain).items():
+        # An exact name takes precedence: only the others are compared without ``module``.
+        options = by_plain.get(plain) or by_bare.get(_bare(plain), [])
+        if len(options) > 1:
+            raise CheckpointError(f"{name} of the file may be {' or '.join(options)} of the model")
+        for target in options:
+            if target in taken:
+                raise CheckpointError(f"{taken[target]} and {name} of the file are both {target}")
+            taken[target] = name
+            matched[name] = target
+    return matched
+
+
+def _peeled(found: Collection[str], own: Collection[str]) -> dict[str, str]:
+    """Remove the ``module.`` that all names begin with, as often as helps most.
+
+    Returns:
+        What is left of each of the file's names, by the name as the file has it.
+    """
+    peeled = {name: own_name(name) for name in found}
+    best = peeled
+    while peeled and all(name.startswith("module.") for name in peeled.values()):
+        peeled = {name: rest.removeprefix("module.") for name, rest in peeled.items()}
+        # Strictly more: of two that fit equally well, the one nearer to the file is taken.
+        if _known(peeled, own) > _known(best, own):
+            best = peeled
+    return best
+
+
+def _known(peeled: Mapping[str, str], own: Collection[str]) -> int:
+    return sum(name in own for name in peeled.values())
+
+
+def _grouped(names: Collection[str], form: Callable[[str], str]) -> dict[str, list[str]]:
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(form(name), []).append(name)
+    return groups
+
+
+def _bare(name: str) -> str:
+    """Leave out the words of wrappers anywhere in a name."""
+    # Except at the end: there it would be the name of a parameter, and not of a module.
+    *path, last = own_name(name).split(".")
+    return ".".join([*(word for word in path if word != "module"), last])

@@ -12,8 +12,7 @@ from typer.testing import CliRunner
 from onefold.cli.main import app
 from onefold.errors import DataError, LaunchError
 from onefold.jobs.report import build_report
-from onefold.jobs.report.markup import page
-from onefold.jobs.report.page import write_page
+from onefold.jobs.report.page import page, write_page
 from onefold.jobs.report.words import NOTHING
 from tests.jobs.report import runs
 from tests.jobs.report.pages import Page, check_accessible, check_stands_alone

@@ -6,7 +6,6 @@ a run that was killed, or is still going on, has a report too.
 
 from __future__ import annotations
 
-from onefold.jobs.report.compare import compare_runs
-from onefold.jobs.report.page import build_report
+from onefold.jobs.report.page import build_report, compare_runs
 
 __all__ = ["build_report", "compare_runs"]

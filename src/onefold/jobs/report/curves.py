@@ -1,15 +1,39 @@
-"""Chooses the curves that are drawn of one run, and of several runs over each other."""
+"""Chooses the curves that are drawn of one run, and of several runs over each other.
+
+Draws curves as pictures inside the page, by matplotlib without any of its global state.
+
+Names stand beside the picture, in the page.
+
+Note: colours
+-------------
+A chart must be legible on a light and on a dark page, so its colours are variables of the page's
+style sheet. matplotlib takes no variables. So it draws in inks, blues that nothing else uses, and
+the text of the SVG is searched for them afterwards.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from io import StringIO
 from itertools import accumulate
+from typing import TYPE_CHECKING
+from zlib import crc32
 
-from onefold.jobs.report.charts import Chart, Line, Points, charts_of, of_run
+from markupsafe import Markup
+
+from onefold.errors import LaunchError
 from onefold.jobs.report.folder import EpochLine, Run, finite_or_zero
 from onefold.jobs.report.words import is_share
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 __all__ = ["curves_of_one", "curves_of_several"]
+
 
 _SPEED = "Training speed in samples/s"
 _UNITS = ((7200.0, 3600.0, "hours"), (300.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
@@ -108,3 +132,215 @@ def _score_by_time(runs: Runs, name: str) -> Chart:
 
     lines = _lines(runs, points)
     return Chart(title=f"Test {name} by time", lines=lines, across=unit, share=is_share(name))
+
+
+Points = Sequence[tuple[float, float]]
+
+_MOST_POINTS = 500
+"""A line of more points is drawn as means of neighbours; the page would have megabytes of them."""
+_MARKED_POINTS = 30
+"""A line of more points is drawn without a mark at each."""
+_LOGARITHMIC_RATIO = 200
+"""Largest over smallest value from which on the axis is logarithmic, or small ones look alike."""
+
+_WIDTH_POINTS, _HEIGHT_POINTS = 388.8, 216.0
+_POINTS_PER_INCH = 72
+"""As matplotlib always counts in an SVG."""
+
+_COLOURS = 7
+"""Number of the page's colours for lines; style.css names them ``--c0``, ``--c1`` and so on."""
+_INK = "#0000fe"
+_INKS = tuple(f"#0000{number:02x}" for number in range(1, _COLOURS + 1))
+"""Stand for the text colour of the page, and its colours for lines, while matplotlib draws."""
+_DASHES = ((), (5.0, 2.0), (1.5, 1.5), (7.0, 2.0, 1.5, 2.0))
+"""Patterns of lines, as lengths of dashes and gaps in points; the first is a solid line."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Line:
+    """One curve."""
+
+    label: str
+    """What it shows."""
+    points: Points
+    """Its (x, y) in order of x; y is NaN where there was no finite number."""
+    colour: int = 0
+    """Number of one of the page's colours."""
+    dashes: Sequence[float] = ()
+    """Lengths of its dashes and gaps, in points; a solid line has none."""
+    width: float = 2.0
+    """Width of the line, in points."""
+    faint: bool = False
+    """Whether it is pale and has no marks, as a background for others."""
+
+    @property
+    def finite(self) -> list[float]:
+        """Values of y, without those that are not finite."""
+        return _finite(self.points)
+
+
+def of_run(index: int, label: str, points: Points, *, runs: int) -> Line:
+    """Make the curve of one run among several.
+
+    Each line is thinner than the one before, so that runs of the same numbers can all be seen.
+    """
+    # 7 colours and 4 patterns have no factor in common: the first 28 runs all look different.
+    return Line(
+        label=label,
+        points=points,
+        colour=index % _COLOURS,
+        dashes=_DASHES[index % len(_DASHES)],
+        width=1.6 + 3.2 * (runs - 1 - index) / max(1, runs - 1),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chart:
+    """A set of curves that share their axes."""
+
+    title: str
+    """What is shown; different from that of every other chart of the page."""
+    lines: Sequence[Line]
+    """The curves; those without a finite number are left out."""
+    across: str
+    """What the x axis counts."""
+    share: bool = False
+    """Whether values are shown in percent."""
+
+    @property
+    def view_box(self) -> str:
+        """Return the drawing's extent, as an SVG element's ``viewBox`` has it."""
+        return f"0 0 {_WIDTH_POINTS:g} {_HEIGHT_POINTS:g}"
+
+    def drawing(self) -> Markup:
+        """Draw the content of the SVG element: axes and lines, in the page's colours.
+
+        Raises:
+            LaunchError: matplotlib is not installed.
+        """
+        svg = _picture(self)
+        svg = svg[svg.index(">", svg.index("<svg")) + 1 : svg.rindex("</svg>")]
+        # A style element inside an SVG would apply to the whole page.
+        svg = re.sub(r"<(metadata|style).*?</\1>|<!--.*?-->", "", svg, flags=re.DOTALL)
+        # See the note on colours.
+        svg = svg.replace(_INK, "currentColor")
+        for number, ink in enumerate(_INKS):
+            svg = svg.replace(ink, f"var(--c{number})")
+        svg = re.sub(r"\s*\n\s*", "\n", svg).strip()
+        # Markup, or the template would escape it; nothing in the drawing is text of a run.
+        # "replace": the title may have the name of a score, with lone surrogates from a JSON file.
+        return Markup(_renamed(svg, prefix=f"c{crc32(self.title.encode('utf-8', 'replace')):08x}"))
+
+
+def charts_of(charts: Iterable[Chart]) -> list[Chart]:
+    """Leave out lines without a finite number, and charts without a line."""
+    seen = (replace(chart, lines=[each for each in chart.lines if each.finite]) for chart in charts)
+    return [chart for chart in seen if chart.lines]
+
+
+def _finite(points: Points) -> list[float]:
+    return [y for _, y in points if math.isfinite(y)]
+
+
+def thinned(points: Points) -> Points:
+    """Reduce a line to at most 500 points: means of neighbours, of those that are finite.
+
+    >>> len(thinned([(float(x), 1.0) for x in range(1001)]))
+    334
+    """
+    size = math.ceil(len(points) / _MOST_POINTS)
+    if size <= 1:
+        return points
+    # A group keeps the x of its last point: a line that is still growing ends where its run is.
+    groups = (points[start : start + size] for start in range(0, len(points), size))
+    return [(group[-1][0], _mean(_finite(group))) for group in groups]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values) if values else math.nan
+
+
+def _figure() -> Figure:
+    # Not pyplot, which picks a window system, and keeps every figure until it is closed.
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise LaunchError(
+            "a report needs matplotlib, which is not installed here; "
+            'run: pip install "onefold[report]"'
+        ) from None
+    size = (_WIDTH_POINTS / _POINTS_PER_INCH, _HEIGHT_POINTS / _POINTS_PER_INCH)
+    return Figure(figsize=size, dpi=_POINTS_PER_INCH, layout="constrained", facecolor="none")
+
+
+def _picture(chart: Chart) -> str:
+    figure = _figure()
+    axes = figure.subplots()
+    for depth, line in enumerate(chart.lines):
+        _draw(axes, line, depth=depth)
+    _dress(axes, across=chart.across)
+    _scale(axes, chart)
+    written = StringIO()
+    # Without the date, so that the same numbers always make the same page.
+    figure.savefig(written, format="svg", transparent=True, metadata={"Date": None})
+    return written.getvalue()
+
+
+def _draw(axes: Axes, line: Line, *, depth: int) -> None:
+    points = thinned(line.points)
+    marked = len(points) <= _MARKED_POINTS and not line.faint
+    axes.plot(
+        [x for x, _ in points],
+        [y for _, y in points],
+        color=_INKS[line.colour],
+        linewidth=line.width,
+        alpha=0.5 if line.faint else 1.0,
+        linestyle=(0, line.dashes) if line.dashes else "-",
+        # A single point has no line that could be seen.
+        marker="o" if marked or len(points) == 1 else "",
+        markersize=2.0 + line.width,
+        zorder=3 + depth,
+    )
+
+
+def _dress(axes: Axes, *, across: str) -> None:
+    axes.set_facecolor("none")
+    axes.set_xlabel(across, color=_INK, fontsize=11)
+    axes.tick_params(which="both", color=_INK, labelcolor=_INK, labelsize=10.5)
+    axes.grid(color=_INK, alpha=0.15, linewidth=0.8)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side in ("left", "bottom"))
+        spine.set_color(_INK)
+        spine.set_alpha(0.5)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.get_offset_text().set(color=_INK, fontsize=10)
+
+
+def _scale(axes: Axes, chart: Chart) -> None:
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+    values = [value for line in chart.lines for value in line.finite]
+    least, most = min(values), max(values)
+    if chart.across in ("epoch", "step"):
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
+    if chart.share:
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    elif least > 0 and most / least > _LOGARITHMIC_RATIO:
+        axes.set_yscale("log")
+    # From 0 where that still leaves the curves three fifths of the height.
+    if 0 <= least < 0.4 * most and axes.get_yscale() == "linear":
+        axes.set_ylim(bottom=0)
+
+
+def _renamed(svg: str, *, prefix: str) -> str:
+    """Rename the ids that are referred to, by number, and remove the others.
+
+    matplotlib draws ids at random, so no two pages of the same run would be equal. The prefix keeps
+    charts apart: ids hold for the whole page, and one chart would be clipped by another's frame.
+    """
+    used = dict.fromkeys(re.findall(r'(?:href="|url\()#([^")]+)', svg))
+    numbers = {name: f"{prefix}-{number}" for number, name in enumerate(used)}
+    name = r'(?<= id=")[^"]+|(?<=href="#)[^"]+|(?<=url\(#)[^)]+'
+    svg = re.sub(name, lambda found: numbers.get(found[0], ""), svg)
+    return svg.replace(' id=""', "")

@@ -1,20 +1,34 @@
-"""Makes the page of one run."""
+"""Makes the page of one run.
+
+Adds up where the time of a run went, by device.
+"""
 
 from __future__ import annotations
 
-from functools import partial
+import os
+import struct
+from base64 import b64encode
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache, partial
+from html import escape
 from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import quote
 
-from onefold.data.files import require_ours
-from onefold.jobs.report.confusion import frequent_confusions
-from onefold.jobs.report.curves import curves_of_one
-from onefold.jobs.report.folder import Run, number, read_run
-from onefold.jobs.report.markup import is_page, page
-from onefold.jobs.report.phases import ALL_PHASES, device_times
-from onefold.jobs.report.pictures import read_picture
-from onefold.system.plainfile import write_whole
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
-__all__ = ["REPORT_NAME", "build_report", "write_page"]
+from onefold.data.files import read_whole, require_ours
+from onefold.jobs.progress import PHASES
+from onefold.jobs.report import words
+from onefold.jobs.report.curves import Runs, curves_of_one, curves_of_several
+from onefold.jobs.report.folder import EpochLine, Run, finite_or_zero, number, read_run
+from onefold.jobs.report.words import NOTHING, option
+from onefold.system.ownfiles import write_whole
+from onefold.system.words import counted
+
+__all__ = ["REPORT_NAME", "build_report", "compare_runs", "page", "write_page"]
+
 
 REPORT_NAME = "report.html"
 
@@ -73,3 +87,237 @@ def write_page(path: Path, text: str) -> Path:
     # "replace", as the page shows names of files, and a name may hold bytes that are not UTF-8.
     write_whole(path, text.encode("utf-8", "replace"))
     return path
+
+
+Counts = Sequence[Sequence[int]]  # (classes, classes): true class by row, predicted by column
+
+
+def frequent_confusions(counts: Counts) -> list[tuple[int, int, int]]:
+    """List mistakes as (true class, predicted class, count), the most frequent first.
+
+    >>> frequent_confusions([[5, 1], [3, 7]])
+    [(1, 0, 3), (0, 1, 1)]
+    """
+    mistakes = [
+        (true, predicted, count)
+        for true, row in enumerate(counts)
+        for predicted, count in enumerate(row)
+        if true != predicted and count > 0
+    ]
+    # Negated and not reversed: sorting is stable, so equal counts stay in the order of classes.
+    return sorted(mistakes, key=lambda mistake: -mistake[2])
+
+
+_BEGINNING = struct.Struct(">8s8xII")
+"""Of a PNG: signature, length and name of the first chunk (not read), width and height."""
+_PNG = b"\x89PNG\r\n\x1a\n"
+_MOST_BYTES = 1 << 23
+"""Of one picture; those that a run keeps as examples are far smaller."""
+
+
+class Picture(NamedTuple):
+    """A PNG that is part of the page."""
+
+    source: str
+    """A ``data:`` URL that holds the whole file."""
+    width: int
+    """In pixels."""
+    height: int
+    """In pixels."""
+
+
+def read_picture(folder: Path, name: object) -> Picture | None:
+    """Read a PNG of a run's folder; files elsewhere are not the report's to show.
+
+    Args:
+        folder: folder of the run.
+        name: path of the file below it.
+
+    Returns:
+        The picture; None where the folder holds no such PNG.
+    """
+    try:
+        # Resolved first: "..", an absolute path or a link could lead to any file of this machine,
+        # and a page is made to be shared.
+        path = (folder / str(name or "")).resolve()
+        if not path.is_relative_to(folder.resolve()):
+            return None
+        content = read_whole(path, _MOST_BYTES)
+        signature, width, height = _BEGINNING.unpack_from(content)
+    # ValueError for a file that is too large, and for a NUL in the name.
+    except (OSError, ValueError, struct.error):
+        return None
+    source = "data:image/png;base64," + b64encode(content).decode("ascii")
+    return Picture(source, width, height) if signature == _PNG else None
+
+
+ALL_PHASES = (*PHASES, "evaluation", "other")
+"""The phases of training, the evaluation, and what is in none of these."""
+
+_NEGLIGIBLE = 0.005
+"""Share of a device's time below which evaluation and the rest are not shown."""
+
+Times = Mapping[str, float]
+
+
+class DeviceTime(NamedTuple):
+    """The time of one device over all epochs."""
+
+    name: str
+    """Number and name of the device."""
+    times_s: Times
+    """Seconds in each phase."""
+
+    @property
+    def together_s(self) -> float:
+        """Seconds in all phases."""
+        return sum(self.times_s.values())
+
+    def share(self, phase: str) -> float:
+        """Return the share of a phase in the device's time, 0 to 1."""
+        return self.times_s[phase] / self.together_s
+
+
+def device_times(run: Run) -> list[DeviceTime]:
+    """List the devices whose time was measured, all with the phases that are worth showing."""
+    names: dict[int, str] = {}
+    times: dict[int, dict[str, float]] = defaultdict(lambda: dict.fromkeys(ALL_PHASES, 0.0))
+    for epoch in run.epochs:
+        for index, (name, training) in enumerate(epoch.devices):
+            # A resumed run may have other devices: a number has the name that it had last.
+            names[index] = f"{index}: {name}"
+            for phase, time_s in _spent(epoch, training).items():
+                times[index][phase] += time_s
+    # A device without any time would have no shares: they are divided by its sum.
+    measured = {index: spent for index, spent in times.items() if sum(spent.values()) > 0}
+    shown = [phase for phase in ALL_PHASES if _is_shown(phase, measured.values())]
+    return [
+        DeviceTime(names[index], {phase: measured[index][phase] for phase in shown})
+        for index in sorted(measured)
+    ]
+
+
+def _spent(epoch: EpochLine, training: Times) -> Times:
+    spent = {phase: finite_or_zero(time_s) for phase, time_s in training.items()}
+    # Clocks of phases and of the epoch are read apart, so the rest may come out below 0.
+    other_s = max(0.0, finite_or_zero(epoch.train_s) - sum(spent.values()))
+    return {**spent, "evaluation": finite_or_zero(epoch.evaluate_s), "other": other_s}
+
+
+def _is_shown(phase: str, devices: Iterable[Times]) -> bool:
+    return phase in PHASES or any(
+        times[phase] > _NEGLIGIBLE * sum(times.values()) for times in devices
+    )
+
+
+def compare_runs(runs: Sequence[Path], output: Path) -> Path:
+    """Write one page that compares runs.
+
+    Args:
+        runs: their folders, in the order of the page.
+        output: path of the page; its folder is created if it is missing.
+
+    Returns:
+        ``output``: one file that needs no other, with links to the runs' own reports.
+
+    Raises:
+        ValueError: ``runs`` is empty; or something that onefold did not make is at ``output``.
+        DataError: a folder is not that of a run, or a file in it cannot be read.
+        LaunchError: matplotlib is not installed.
+    """
+    if not runs:
+        raise ValueError("expected one run or more, got none; give the folders of some runs")
+    output = Path(output)
+    read = [read_run(Path(run)) for run in runs]
+    # Numbered, because two runs may have the same name.
+    named = {f"{index}. {run.name}": run for index, run in enumerate(read, start=1)}
+    text = page(
+        "compare.html.j2",
+        title=f"{counted(len(read), 'run')} compared",
+        runs=named,
+        links={name: _link(run, output.parent) for name, run in named.items()},
+        same=_same_models(named),
+        charts=curves_of_several(named),
+        differences=_differences(read),
+    )
+    return write_page(output, text)
+
+
+def _link(run: Run, folder: Path) -> str | None:
+    """Make a link to the run's own report, from a page in this folder; None if it has none."""
+    report = run.folder / REPORT_NAME
+    if not report.is_file():
+        return None
+    # Relative, so that the links still hold when all runs are moved or copied together.
+    relative = os.path.relpath(report.resolve(), folder.resolve())
+    # The bytes of a name as they are: a browser asks for just these, whether UTF-8 or not.
+    return quote(Path(relative).as_posix(), errors="surrogateescape")
+
+
+def _same_models(runs: Runs) -> list[list[str]]:
+    """Group the names of runs that trained the same model, bit for bit."""
+    together: dict[str, list[str]] = {}
+    for name, run in runs.items():
+        if run.facts.get("fingerprint"):
+            together.setdefault(str(run.facts["fingerprint"]), []).append(name)
+    return [names for names in together.values() if len(names) > 1]
+
+
+def _differences(runs: Sequence[Run]) -> dict[str, list[str]]:
+    """Find the options that are not the same in all runs, each with its value in every run."""
+    values = {
+        name: [option(run.options[name]) if name in run.options else NOTHING for run in runs]
+        for name in sorted({name for run in runs for name in run.options})
+    }
+    return {name: each for name, each in values.items() if len(set(each)) > 1}
+
+
+_NOTHING_FROM_ELSEWHERE = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+"""A policy by which the browser itself refuses what no page of ours holds: scripts, other hosts."""
+
+_QUOTES = {"&#34;": "&quot;", "&#39;": "&#x27;"}
+"""Spelling of quotes by jinja, and by Python's escape, with which `is_page` finds the policy."""
+
+
+def page(template: str, **values: object) -> str:
+    """Make a page that needs no other file.
+
+    Args:
+        template: name of the template's file.
+        values: what the template shows. Plain text is escaped; markupsafe.Markup is HTML already.
+
+    Raises:
+        LaunchError: the page has a chart, and matplotlib is not installed.
+    """
+    text = _environment().get_template(template).render(values)
+    for spelling, ours in _QUOTES.items():
+        text = text.replace(spelling, ours)
+    return text
+
+
+def is_page(head: bytes) -> bool:
+    """Whether the beginning of a file is that of a page that `page` has made.
+
+    >>> ours = page("page.html.j2", title="title").encode()
+    >>> is_page(ours[:512]), is_page(b"<!doctype html><title>mine</title>")
+    (True, False)
+    """
+    # The policy marks a page as ours: hardly any other file has this one at its very beginning.
+    policy = escape(_NOTHING_FROM_ELSEWHERE).encode()
+    return head.startswith(b"<!doctype html>") and policy in head
+
+
+@cache
+def _environment() -> Environment:
+    # StrictUndefined, or a misspelt name in a template would leave a gap that nobody notices.
+    environment = Environment(
+        loader=PackageLoader(__package__),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.globals |= {name: getattr(words, name) for name in words.__all__}
+    environment.globals["counted"] = counted
+    environment.globals["policy"] = _NOTHING_FROM_ELSEWHERE
+    return environment
