@@ -38,10 +38,9 @@ from onefold.core.flat import FlatTensors, lay_out
 from onefold.core.roster import Roster
 from onefold.core.shard import Plan
 from onefold.core.storage import Storage, cut_pieces
-from onefold.exchange.connections import Connections, PeerWatch
+from onefold.exchange.connections import Connections, Lateness, PeerWatch
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.group import Joined
-from onefold.exchange.lateness import Lateness
 from onefold.exchange.mailbox import Mailbox
 from onefold.exchange.memory import Start
 from onefold.exchange.private import collective_exchange

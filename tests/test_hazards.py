@@ -44,8 +44,8 @@ WRITES_OR_REMOVES = """
     checkpoint/folder.py path.open: a new file in the folder that is being written
     checkpoint/folder.py shutil.rmtree: what was put aside under a name that we have drawn
     checkpoint/folder.py tempfile.TemporaryDirectory: in the directory, to try it
-    exchange/commonfile.py os.ftruncate: memory without a name
-    jobs/digits_report.py figure.savefig: into a file that is put aside first
+    exchange/shared.py os.ftruncate: memory without a name
+    jobs/digits.py figure.savefig: into a file that is put aside first
     jobs/report/curves.py figure.savefig: into memory
     jobs/runfolder.py os.fdopen: appends to the metrics, through no link
     jobs/runfolder.py os.open: the same
@@ -83,11 +83,11 @@ WRITES_OR_REMOVES = """
 
 ENDS = """
     exchange/mailbox.py os.pidfd_open: of a peer that the kernel has named; only looked at
-    run/child.py os.killpg: of a worker whose end was not collected, so nobody can have its number
-    run/child.py os.pidfd_open: of a child that was just started
-    run/child.py os.kill: a worker whose end was not collected, where there are no pidfds
-    run/child.py self.signal: by pidfd, or as above
-    run/child.py signal.pidfd_send_signal: to a child
+    run/crew.py os.killpg: of a worker whose end was not collected, so nobody can have its number
+    run/crew.py os.pidfd_open: of a child that was just started
+    run/crew.py os.kill: a worker whose end was not collected, where there are no pidfds
+    run/crew.py self.signal: by pidfd, or as above
+    run/crew.py signal.pidfd_send_signal: to a child
     run/crew.py worker.signal: by pidfd, or as above
     system/process.py os._exit: itself, where its parent is gone
     system/process.py os.kill: itself, by a second signal, as without the run
@@ -132,14 +132,14 @@ WAITS = """
     exchange/group.py store.wait: a farewell, for seconds
     exchange/group.py time.sleep: in a loop with a limit
     exchange/group.py time.sleep: in a loop with a limit
-    exchange/lateness.py time.sleep: in a loop with a limit
+    exchange/connections.py time.sleep: in a loop with a limit
     system/folderlock.py time.sleep: in a loop with a limit
     exchange/sealing.py self._store.wait: as the caller says, and else for the limit of the store
     exchange/stagefold.py self._carrier.bind: no socket: follows a roster
     exchange/mailbox.py poller.poll: for part of the limit
     reading/workers.py time.sleep: until the batch before is taken, for which there is a limit
-    run/child.py poller.poll: for part of a limit, or as long as the workers run, signals noticed
-    run/child.py self._process.wait: for what the kernel has said to have ended
+    run/crew.py poller.poll: for part of a limit, or as long as the workers run, signals noticed
+    run/crew.py self._process.wait: for what the kernel has said to have ended
     run/session.py self.engine.bind: no socket: follows a roster
 """
 

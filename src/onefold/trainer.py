@@ -14,10 +14,10 @@ from onefold.core.settings import BufferRule, Microbatch, OnNonfinite, ScheduleE
 from onefold.engine.evaluation import ScoreFunction, evaluate, predict
 from onefold.engine.replica import LossFunction
 from onefold.engine.step import Step
+from onefold.reading.indexed import BatchRule, Rule
 from onefold.reading.loader import Loader
 from onefold.reading.reader import Collate, as_it_is
 from onefold.reading.takeover import DataSource, TorchNames, choose
-from onefold.reading.wholebatches import BatchRule, Rule
 from onefold.run.session import Session
 from onefold.run.userparts import GivenOptimizer, GivenSchedule, UserParts
 from onefold.run.world import current_world

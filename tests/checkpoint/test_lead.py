@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from onefold.checkpoint.background import Background
-from onefold.checkpoint.lead import Lead
+from onefold.checkpoint.saving import Lead
 from onefold.errors import PeerLost
 from tests.engine.assembled import engine_of, team_of
 from tests.engine.meeting import Seat, together

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from onefold.cli.ownargs import come_too_late, with_end_of_options
+from onefold.cli.main import come_too_late, with_end_of_options
 
 OWN = {"-m", "--devices", "--timeout", "--keep"}
 TRAINING = """

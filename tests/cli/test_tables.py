@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from onefold.cli.tables import device_table
+from onefold.cli.plan import device_table
 from onefold.run.devices import DeviceInfo
 
 GPU = DeviceInfo(

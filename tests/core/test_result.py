@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from onefold.core.result import ChangedBuffers, ShardResult
+from onefold.core.values import ChangedBuffers, ShardResult
 
 
 def result(*gradients: torch.Tensor | None) -> ShardResult:

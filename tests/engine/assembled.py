@@ -12,10 +12,10 @@ from torch import nn
 from onefold.core.batch import ShardedBatch, cut_batch
 from onefold.core.flat import FlatTensors, lay_out, storage_order
 from onefold.core.randomness import kept_generators
-from onefold.core.result import ShardResult
 from onefold.core.roster import Team
 from onefold.core.settings import Settings
 from onefold.core.shard import Plan
+from onefold.core.values import ShardResult
 from onefold.core.world import World
 from onefold.engine.assembly import assemble
 from onefold.engine.buffers import BufferPlaces, BufferSet

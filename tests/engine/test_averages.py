@@ -10,7 +10,7 @@ from torch import nn
 
 from onefold.core.averaging import AverageRule
 from onefold.core.flat import FlatTensors, lay_out, storage_order
-from onefold.engine.averages import AVERAGE, Averages
+from onefold.engine.optimizerstate import AVERAGE, Averages
 from tests.engine.assembled import bytes_of, cut_for, engine_of
 from tests.small import line, points
 

@@ -15,7 +15,7 @@ from torch import nn
 import onefold
 from onefold.core.fold import fold_shards
 from onefold.core.randomness import kept_generators
-from onefold.core.result import ShardResult
+from onefold.core.values import ShardResult
 from onefold.core.weights_of_step import SUM, several, total_weight
 from onefold.engine.modelparts import ModelParts
 from onefold.errors import GradientError

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from onefold.engine.stephooks import refuse_own_steps, steps_by_parameter
+from onefold.engine.optimizers import refuse_own_steps, steps_by_parameter
 from onefold.engine.update import Part, parts_of
 
 VALUES = [torch.nn.Parameter(torch.full((2,), float(n))) for n in range(5)]

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from onefold.core.flat import lay_out
-from onefold.core.result import ChangedBuffers, ShardResult
 from onefold.core.storage import BoardShape
-from onefold.core.values import MOST, ShardValues
+from onefold.core.values import MOST, ChangedBuffers, ShardResult, ShardValues
 from onefold.exchange.board import Board
 from tests.exchange.together import CPU
 

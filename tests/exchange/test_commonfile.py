@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from onefold.exchange import commonfile
-from onefold.exchange.commonfile import memory_of, new_file, take_file
+from onefold.exchange.shared import memory_of, new_file, take_file
 from tests.exchange.together import mailboxes
 
 

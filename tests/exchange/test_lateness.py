@@ -15,8 +15,7 @@ from torch.distributed import HashStore
 from onefold.errors import PeerError, PeerLost, PeerTimeout
 from onefold.exchange import connections, lateness
 from onefold.exchange.collective import GroupTransport
-from onefold.exchange.connections import Connections, PeerWatch
-from onefold.exchange.lateness import Lateness
+from onefold.exchange.connections import Connections, Lateness, PeerWatch
 
 DEVICES = 3
 QUICK_S = 0.02

@@ -9,7 +9,7 @@ from threading import Barrier
 import pytest
 
 from onefold.errors import DisagreementError
-from onefold.exchange.proof import prove
+from onefold.exchange.sealing import prove
 from tests.exchange.together import LIMIT_S, endings
 
 SECRET = b"long enough that nobody guesses it"

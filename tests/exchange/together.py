@@ -15,9 +15,8 @@ import torch.distributed as dist
 from torch.distributed import HashStore
 from torch.distributed import distributed_c10d as c10d
 
-from onefold.exchange.connections import Connections, PeerWatch
+from onefold.exchange.connections import Connections, Lateness, PeerWatch
 from onefold.exchange.group import Joined
-from onefold.exchange.lateness import Lateness
 from onefold.exchange.mailbox import Mailbox
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from rich.console import Console
 import onefold
 from onefold.errors import LaunchError
 from onefold.jobs import digits
-from onefold.jobs.digits_report import Epoch, Run, draw_curves, results_table, verdict
+from onefold.jobs.digits import Epoch, Run, draw_curves, results_table, verdict
 
 pytestmark = pytest.mark.full
 

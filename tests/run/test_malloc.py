@@ -74,7 +74,7 @@ def test_who_chooses_the_allocator(
 
 def test_shared_memory_that_the_limits_forbid_is_one_error() -> None:
     code = (
-        "import resource, signal; from onefold.exchange.commonfile import new_file; "
+        "import resource, signal; from onefold.exchange.shared import new_file; "
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
         "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)); new_file(1_000_000)"
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from onefold.run.child import Worker, wait_for_end
+from onefold.run.crew import Worker, wait_for_end
 from onefold.system.ownfiles import memory_file
 
 REFUSING = Path(__file__).parents[1] / "scripts" / "refusing.py"

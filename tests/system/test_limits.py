@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from onefold.system.limits import naming_limits
+from onefold.system.heap import naming_limits
 
 
 @pytest.mark.parametrize(

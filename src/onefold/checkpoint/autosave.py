@@ -59,7 +59,7 @@ from onefold.exchange.progress import Progress
 from onefold.reading.position import Position, Reached
 from onefold.system.folderlock import FolderLock, lock_of_checkpoints
 
-__all__ = ["Autosave", "Resumption", "SaveClock"]
+__all__ = ["Autosave", "Resumption"]
 
 _log = logging.getLogger("onefold")
 

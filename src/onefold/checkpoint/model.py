@@ -19,9 +19,8 @@ from onefold.core.averaging import AverageRule, averaged_in
 from onefold.core.flat import aligned, bits_of, fingerprint_of, named_tensors, tensor_digests
 from onefold.core.names import own_name
 from onefold.core.storage import Storage
-from onefold.engine.averages import AVERAGE
 from onefold.engine.lentparameter import Elsewhere
-from onefold.engine.optimizerstate import PieceState, check_saved, packed, take_apart
+from onefold.engine.optimizerstate import AVERAGE, PieceState, check_saved, packed, take_apart
 from onefold.engine.update import MASTER
 from onefold.errors import CheckpointError
 from onefold.system.compat import EXTRA_STATE_KEY_SUFFIX
@@ -31,7 +30,6 @@ from onefold.system.tensorfile import DTYPES, TensorParts
 __all__ = [
     "VALUES",
     "ModelCopy",
-    "ModelFiles",
     "StoredStates",
     "buffer_parts",
     "carried_parts",
@@ -42,7 +40,6 @@ __all__ = [
     "is_saved_as_it_is",
     "left_by_shard",
     "saved_rule",
-    "tensor_parts",
 ]
 
 

@@ -38,7 +38,6 @@ from onefold.checkpoint.folder import (
     has_checkpoints,
     try_directory,
 )
-from onefold.checkpoint.lead import Lead, told_all
 from onefold.checkpoint.model import (
     StoredStates,
     check_fingerprint,
@@ -48,7 +47,7 @@ from onefold.checkpoint.model import (
 )
 from onefold.checkpoint.record import Place, check_run
 from onefold.checkpoint.runstate import OF_THE_SCRIPT, RunState
-from onefold.checkpoint.saving import Saving, own_buffers, refuse_not_finite
+from onefold.checkpoint.saving import Lead, Saving, own_buffers, refuse_not_finite, told_all
 from onefold.core.finite import names_with_nan
 from onefold.core.flat import fingerprint_of
 from onefold.core.head import Call, StepHead, digest

@@ -14,11 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from onefold.checkpoint.folder import (
-    FORMAT,
-    Keeping,
-    StoredCheckpoint,
-)
+from onefold.checkpoint.folder import FORMAT, Keeping, StoredCheckpoint
 from onefold.checkpoint.model import saved_rule
 from onefold.checkpoint.record import Place
 from onefold.core.flat import named_tensors

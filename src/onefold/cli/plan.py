@@ -1,10 +1,13 @@
-"""Shows where a script's model may be cut, and what it would take of memory."""
+"""Shows where a script's model may be cut, and what it would take of memory.
+
+The table that ``onefold devices`` prints.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -13,10 +16,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from onefold import RunOptions, list_devices, select_devices, supervise
+from onefold import DeviceInfo, RunOptions, list_devices, select_devices, supervise
 from onefold.system.ownfiles import PrivateFolder
 
-__all__ = ["plan_script"]
+__all__ = ["device_table", "plan_script"]
 
 
 def plan_script(command: Sequence[str], devices: str, *, options: RunOptions) -> int:
@@ -115,3 +118,21 @@ def _rows(rows: Sequence[dict[str, Any]]) -> Table:
 
 def _mebibytes(number: int | None) -> str:
     return "-" if number is None else f"{number / 2**20:,.1f}"
+
+
+def device_table(devices: Iterable[DeviceInfo]) -> Table:
+    """Make a table with a row for each device: index, kind, name, total and free memory."""
+    table = Table(title="Devices of this machine")
+    for heading in ("index", "kind", "name", "memory total", "memory free"):
+        table.add_column(
+            heading, justify="right" if heading.startswith(("index", "mem")) else "left"
+        )
+    for device in devices:
+        name = f"{device.name} ({device.count} cores)" if device.kind == "cpu" else device.name
+        row = (escape(name), _gibibytes(device.total_bytes), _gibibytes(device.free_bytes))
+        table.add_row(str(device.index), device.kind, *row)
+    return table
+
+
+def _gibibytes(number: int) -> str:
+    return f"{number / 2**30:.1f} GiB"

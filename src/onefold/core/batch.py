@@ -30,16 +30,7 @@ from onefold.core.shard import Plan, cut_bounds
 from onefold.core.sharing import OwnLength, Shared
 from onefold.core.structure import has_fields, parts_of, with_parts
 
-__all__ = [
-    "DataPass",
-    "ShardedBatch",
-    "as_if_copied",
-    "batch_digest",
-    "checked_dim",
-    "cut_batch",
-    "map_parts",
-    "move",
-]
+__all__ = ["DataPass", "ShardedBatch", "checked_dim", "cut_batch", "map_parts", "move"]
 
 _Leaf = torch.Tensor | np.ndarray[Any, Any]
 

@@ -31,7 +31,6 @@ from onefold.system.compat import copy_each
 
 __all__ = [
     "Chunk",
-    "Entry",
     "FlatTensors",
     "Layout",
     "Piece",

@@ -33,8 +33,6 @@ __all__ = [
     "gather",
     "gathering",
     "in_turn",
-    "join",
-    "joins",
     "packed_bytes",
     "unpacked_bytes",
 ]

@@ -26,16 +26,7 @@ from typing import NamedTuple
 from onefold.core.shard import Plan
 from onefold.errors import DisagreementError
 
-__all__ = [
-    "Call",
-    "Said",
-    "StepHead",
-    "checksum",
-    "differing",
-    "digest",
-    "plan_number",
-    "read_said",
-]
+__all__ = ["Call", "Said", "StepHead", "checksum", "digest", "plan_number", "read_said"]
 
 
 class Call(IntEnum):

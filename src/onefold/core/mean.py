@@ -36,11 +36,9 @@ from onefold.system.compat import version_of
 
 __all__ = [
     "Contribution",
-    "Kind",
     "Mean",
     "Means",
     "Sum",
-    "mean_of_whole",
     "seeing_whole_batch",
     "sees_whole_batch",
     "weigh",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["MOST_S", "check_positive", "check_seconds", "check_whole"]
+__all__ = ["check_positive", "check_seconds", "check_whole"]
 
 MOST_S = 24 * 86_400
 """24 days: poll() and its like take milliseconds in 31 bits, which is 24.8 days at most."""

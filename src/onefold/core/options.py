@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from onefold.core.numbers import check_seconds, check_whole
 
-__all__ = ["DEFAULT_GRACE_S", "DEFAULT_TIMEOUT_S", "ExchangeName", "KeepName", "RunOptions"]
+__all__ = ["DEFAULT_GRACE_S", "DEFAULT_TIMEOUT_S", "ExchangeName", "RunOptions"]
 
 DEFAULT_TIMEOUT_S = 600.0
 DEFAULT_GRACE_S = 60.0

@@ -18,6 +18,14 @@ Note: nothing is waited for
 Totals stay on their device until somebody reads `Step.values`, and so do weights that a GPU
 computes: unlike those of a loss, they decide nothing. For outputs, which are copied to the host,
 it waits.
+
+The result of one shard in a step: a value that knows nothing of devices, boards or exchanges.
+
+How the values of a prediction are kept until all devices have them: column by column.
+
+A value with one row a sample is one column. A list with one tensor a sample, which may all be of
+other sizes, is one as well; a list with one dict a sample has a column for each key. The columns of
+a shard are a dict, which travels as `onefold.core.wire` writes it.
 """
 
 from __future__ import annotations
@@ -25,19 +33,142 @@ from __future__ import annotations
 import functools
 import json
 import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from onefold.core.columns import Column, Rows, columns_of, joined_rows
 from onefold.core.fold import fold_shards
 from onefold.core.head import checksum
 from onefold.core.mean import Mean, Means, Sum, weigh
 from onefold.errors import DisagreementError, LossError
 
-__all__ = ["MOST", "ShardValues", "StepValues", "detached", "names_of", "read_values", "split"]
+__all__ = [
+    "MOST",
+    "ChangedBuffers",
+    "Column",
+    "Rows",
+    "ShardResult",
+    "ShardValues",
+    "StepValues",
+    "columns_of",
+    "detached",
+    "names_of",
+    "read_values",
+    "split",
+    "values_by_name",
+]
+
+
+Column = str
+"""What one column holds, as JSON: name, dtype and shape of each sample's row; or name, dtype,
+number of dimensions, and the key in each sample's dict (null if it is no dict)."""
+
+Rows = torch.Tensor | list[torch.Tensor]
+"""The values of some samples in one column: (samples, ...), or one tensor for each."""
+
+
+def columns_of(name: str, value: object, samples: int, where: str) -> dict[Column, Rows]:
+    """Cut one value of a shard into columns, copied to the host.
+
+    Args:
+        name: of the value.
+        value: a tensor (samples, ...), or a list with one tensor, or dict of tensors, a sample.
+        samples: number of samples in the shard.
+        where: batch and shard, for errors.
+
+    Raises:
+        LossError: the value has not one entry a sample, or entries of other kinds.
+    """
+    if isinstance(value, torch.Tensor) and value.dim() and len(value) == samples:
+        kind = [name, _dtype_of(value), list(value.shape[1:])]
+        # A copy even on the host: the value may be a view of a large tensor, or of a buffer.
+        return {json.dumps(kind): value.detach().to("cpu", copy=True)}
+    if isinstance(value, list) and len(value) == samples and samples:
+        if all(isinstance(entry, torch.Tensor) for entry in value):
+            return _ragged(name, None, value, where)
+        if all(_is_of_tensors(entry) for entry in value):
+            return _of_dicts(name, value, where)
+    came = tuple(value.shape) if isinstance(value, torch.Tensor) else reprlib.repr(value)
+    raise LossError(
+        f"{where}: expected {name!r} to be a tensor with one row, or a list with one tensor or "
+        f"dict of tensors, for each of {samples} samples, got {came}"
+    )
+
+
+def joined_rows(parts: Sequence[Rows]) -> Rows:
+    """Join the values of several parts of a batch in one column."""
+    tensors = [part for part in parts if isinstance(part, torch.Tensor)]
+    return torch.cat(tensors) if tensors else [entry for part in parts for entry in part]
+
+
+def values_by_name(
+    parts: Sequence[Mapping[Column, Rows]], columns: Sequence[Column]
+) -> dict[str, Any]:
+    """Join the values of all shards, in order, and name them as the function did."""
+    values: dict[str, Any] = {}
+    for column in columns:
+        name, _, _, *keys = json.loads(column)
+        entries = joined_rows([part[column] for part in parts])
+        if not keys or keys[0] is None:
+            values[name] = entries
+            continue
+        dicts = values.setdefault(name, [{} for _ in entries])
+        for each, entry in zip(dicts, entries, strict=True):
+            each[keys[0]] = entry
+    return values
+
+
+def _ragged(
+    name: str, key: str | None, entries: Sequence[torch.Tensor], where: str
+) -> dict[Column, Rows]:
+    first = entries[0]
+    for number, entry in enumerate(entries):
+        if (entry.dtype, entry.dim()) != (first.dtype, first.dim()):
+            called = repr(name) if key is None else f"{key!r} of {name!r}"
+            raise LossError(
+                f"{where}: expected {called} to be alike in dtype and number of dimensions for "
+                f"all samples, got {_words(first)} for sample 0 of the shard and {_words(entry)} "
+                f"for sample {number}. Where there is nothing, as many dimensions all the same, "
+                f"such as torch.zeros(0, 4)"
+            )
+    column = json.dumps([name, _dtype_of(first), first.dim(), key])
+    return {column: [entry.detach().to("cpu", copy=True) for entry in entries]}
+
+
+def _of_dicts(
+    name: str, entries: Sequence[Mapping[str, torch.Tensor]], where: str
+) -> dict[Column, Rows]:
+    keys = list(entries[0])
+    for number, entry in enumerate(entries):
+        if entry.keys() != set(keys):
+            raise LossError(
+                f"{where}: expected the dicts of {name!r} to have the same keys for all samples, "
+                f"got {keys} for sample 0 of the shard and {list(entry)} for sample {number}"
+            )
+    columns: dict[Column, Rows] = {}
+    for key in keys:
+        columns |= _ragged(name, key, [entry[key] for entry in entries], where)
+    return columns
+
+
+def _is_of_tensors(entry: object) -> bool:
+    return (
+        isinstance(entry, Mapping)
+        and len(entry) > 0
+        and all(type(key) is str and torch.is_tensor(each) for key, each in entry.items())
+    )
+
+
+def _dtype_of(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _words(tensor: torch.Tensor) -> str:
+    return f"{_dtype_of(tensor)} {tuple(tensor.shape)}"
+
 
 MOST = 32
 """The most numbers beside the loss of a shard; a value of several terms has one for each."""
@@ -259,3 +390,45 @@ def _numbers(
 def _constant(number: float, device: torch.device) -> torch.Tensor:
     """() float64: mostly the number of samples, which is the same in most steps."""
     return torch.full((), number, dtype=torch.float64, device=device)
+
+
+@dataclass(frozen=True, slots=True)
+class ChangedBuffers:
+    """The buffers that a shard changed, and their values afterwards."""
+
+    indices: Sequence[int]
+    """Numbers of the changed buffers, in the order of their layout."""
+    sections: Sequence[torch.Tensor]
+    """Values of all buffers, changed or not: one flat tensor for each section of their layout."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardResult:
+    """The result of one shard.
+
+    It depends on the parameters, the buffers, the shard's samples, and (seed, step, shard), and on
+    nothing else: the same call on another device, or later, returns the same bits.
+    """
+
+    gradients: list[torch.Tensor | None]
+    """One for each trained parameter, shaped like it; None where the shard computed none. Empty
+    if they have been handed over stage by stage."""
+    total: torch.Tensor | None
+    """() float64: the shard's part of the loss; None until a loss of several terms has divisors."""
+    weight: float
+    """The shard's part of the divisor, or a code below 0: see `onefold.core.weights_of_step`."""
+    buffers: ChangedBuffers | None
+    """The buffers that the shard changed; None if it changed none."""
+    values: ShardValues | None = None
+    """What the loss returned beside itself, if anything."""
+
+    left_out: int = 0
+    """How many of the shard's samples ``collate`` has left out."""
+
+    given: Sequence[bool] = ()
+    """What `gave` returns of gradients that have been handed over."""
+
+    @property
+    def gave(self) -> Sequence[bool]:
+        """For each trained parameter, whether the shard computed a gradient for it."""
+        return self.given or [gradient is not None for gradient in self.gradients]

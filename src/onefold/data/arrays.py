@@ -40,7 +40,7 @@ from onefold.data.pictures import ArrayPictures, Sums
 from onefold.data.splits import PictureClasses, Split, digest, held_out, notes_of_same, untested
 from onefold.errors import DataError, LaunchError
 
-__all__ = ["find_file", "mnist", "read_digits", "read_idx", "read_idx_folder", "read_labelled"]
+__all__ = ["mnist", "read_digits", "read_idx", "read_idx_folder"]
 
 
 def read_idx_folder(

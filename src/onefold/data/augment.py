@@ -31,7 +31,6 @@ __all__ = [
     "RandomShift",
     "below",
     "between",
-    "chain",
 ]
 
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))

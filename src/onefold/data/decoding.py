@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from PIL.ImageFile import ImageFile
 
 __all__ = [
-    "MOST_PIXELS",
     "ORIENTATION",
     "TURNED",
     "finite",

@@ -32,7 +32,7 @@ from onefold.data.files import open_regular
 from onefold.errors import DataError
 from onefold.system.ownfiles import write_whole
 
-__all__ = ["SETS", "RemoteSet", "fetch_dataset"]
+__all__ = ["fetch_dataset"]
 
 _CHUNK_BYTES = 1 << 20
 _LARGEST_BYTES = 1 << 28

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from onefold.errors import DataError
 
-__all__ = ["check_apart", "check_labels", "check_one_label", "refuse_spellings"]
+__all__ = ["check_apart", "check_labels", "check_one_label"]
 
 
 _MANY = 20

@@ -31,7 +31,6 @@ from onefold.data.pictures import Look, Watch, look_at, look_through, white_of
 from onefold.errors import DataError
 
 __all__ = [
-    "PictureFacts",
     "Scanning",
     "Seen",
     "by_one_white",
@@ -40,7 +39,6 @@ __all__ = [
     "read_scan",
     "scan_files",
     "scan_pictures",
-    "unpack_scan",
 ]
 
 _FORMAT = 1

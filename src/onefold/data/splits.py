@@ -10,11 +10,7 @@ import torch
 from onefold.data.bad import BadFile
 from onefold.data.files import digest_of
 from onefold.data.labels import check_apart, check_one_label
-from onefold.data.pictures import (
-    Mode,
-    Pictures,
-    Sums,
-)
+from onefold.data.pictures import Mode, Pictures, Sums
 from onefold.system.words import listed
 
 __all__ = ["PictureClasses", "Split", "digest", "held_out", "notes_of_same", "untested"]

@@ -18,7 +18,7 @@ from onefold.data.files import digest_of, open_regular
 from onefold.errors import DataError
 from onefold.system.words import listed
 
-__all__ = ["Line", "TextSplits", "decoded", "read_lines", "read_splits", "read_tsv"]
+__all__ = ["Line", "TextSplits", "decoded", "read_lines", "read_splits"]
 
 _BOM = b"\xef\xbb\xbf"
 _LONGEST_LINE_BYTES = 1 << 20

@@ -32,7 +32,7 @@ from onefold.engine.visits import shown_otherwise
 from onefold.errors import DisagreementError, PeerError, PeerLost, PeerTimeout
 from onefold.exchange.exchange import Exchange
 
-__all__ = ["Agreement", "GroupSettings", "ModeWarning", "Siblings", "head_of", "refuse_unfrozen"]
+__all__ = ["Agreement", "ModeWarning", "Siblings", "head_of", "refuse_unfrozen"]
 
 _log = logging.getLogger("onefold")
 

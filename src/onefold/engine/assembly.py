@@ -38,7 +38,7 @@ from onefold.exchange.joining import has_memory_in_common, join
 from onefold.exchange.memory import FirstValues, Memory, Start
 from onefold.system.heap import ORDINARY, DiskHeap, Heap
 
-__all__ = ["assemble", "capacity_bytes", "refuse_large_stages", "values_of_entry"]
+__all__ = ["assemble"]
 
 
 def assemble(

@@ -44,8 +44,8 @@ import torch
 from onefold.core.batch import ShardedBatch
 from onefold.core.flat import FlatTensors, Layout, lay_out, same_bits
 from onefold.core.fold import fold_shards
-from onefold.core.result import ChangedBuffers
 from onefold.core.settings import BufferRule
+from onefold.core.values import ChangedBuffers
 from onefold.errors import StateError
 from onefold.exchange.board import Board
 from onefold.system.tables import buffers_of

@@ -41,7 +41,7 @@ from onefold.errors import LossError
 from onefold.exchange.board import Board
 from onefold.system.compilers import code_compiler
 
-__all__ = ["CompiledLoss", "Rehearsal", "check_compiler", "check_layers", "compiled"]
+__all__ = ["Rehearsal", "check_compiler", "check_layers", "compiled"]
 
 _log = logging.getLogger("onefold")
 _MANY_SHAPES = 16

@@ -19,8 +19,7 @@ from onefold.core.shard import Plan
 from onefold.core.stages import Stages
 from onefold.engine.modelparts import ModelParts
 from onefold.engine.optimizercheck import updates_by_element
-from onefold.engine.optimizers import name_of
-from onefold.engine.schedules import class_of
+from onefold.engine.optimizers import class_of, name_of
 from onefold.errors import DisagreementError
 from onefold.system.compilers import code_compiler
 

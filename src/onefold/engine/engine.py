@@ -23,9 +23,9 @@ from onefold.core.batch import ShardedBatch
 from onefold.core.flat import FlatTensors
 from onefold.core.head import Call, Said, StepHead
 from onefold.core.randomness import kept_generators
-from onefold.core.result import ShardResult
 from onefold.core.roster import Roster
 from onefold.core.settings import Settings
+from onefold.core.values import ShardResult
 from onefold.core.weights_of_step import StepWeight, total_weight
 from onefold.engine.agreement import Agreement, ModeWarning, Siblings, head_of, refuse_unfrozen
 from onefold.engine.averaging import Averaging

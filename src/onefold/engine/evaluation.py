@@ -12,17 +12,12 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from onefold.core.batch import ShardedBatch, move
-from onefold.core.columns import (
-    Column,
-    Rows,
-    columns_of,
-    values_by_name,
-)
 from onefold.core.fold import fold_shards
 from onefold.core.gathering import Refusing, gathering
 from onefold.core.head import Call, StepHead, plan_number
 from onefold.core.mean import weigh
 from onefold.core.randomness import derive_seed, seed_generators
+from onefold.core.values import Column, Rows, columns_of, values_by_name
 from onefold.core.wire import decode, encode
 from onefold.engine.engine import Engine
 from onefold.engine.kernels import calls_compiled
@@ -32,15 +27,7 @@ from onefold.engine.replica import Replica
 from onefold.errors import DisagreementError, LossError
 from onefold.exchange.exchange import Exchange
 
-__all__ = [
-    "DataCall",
-    "ScoreFunction",
-    "agree_on_lines",
-    "evaluate",
-    "predict",
-    "scoring",
-    "values_of_shard",
-]
+__all__ = ["DataCall", "ScoreFunction", "evaluate", "predict", "scoring"]
 
 
 _UNDIVIDED = " (not divided)"

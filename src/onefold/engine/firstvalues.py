@@ -20,7 +20,7 @@ from onefold.core.recipe import Recipe, View
 from onefold.engine.lentparameter import LentParameters
 from onefold.system.heap import BareMemory
 
-__all__ = ["Undrawn", "put_off", "reveal", "revealed", "undrawn_of"]
+__all__ = ["Undrawn", "put_off", "revealed", "undrawn_of"]
 
 _NAME = "onefold_undrawn"
 _ABOUT_MEMORY = frozenset(

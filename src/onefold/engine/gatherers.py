@@ -31,13 +31,13 @@ from torch.autograd.function import once_differentiable
 
 from onefold.core.gathering import Gatherer, Joined, in_turn
 from onefold.core.randomness import GeneratorStates
-from onefold.core.result import ShardResult
+from onefold.core.values import ShardResult
 from onefold.engine.gradients import gradients_of
 from onefold.engine.replica import Replica
 from onefold.errors import LossError
 from onefold.system.tables import buffers_of
 
-__all__ = ["Call", "Ended", "Known", "ShardThread", "Stop", "ThreadSettings", "Turn", "put_aside"]
+__all__ = ["Call", "Known", "Stop", "Turn"]
 
 
 _AGAIN = (

@@ -35,12 +35,11 @@ import torch
 from onefold.core.batch import ShardedBatch
 from onefold.core.finite import all_finite
 from onefold.core.precision import LossScale
-from onefold.core.result import ShardResult
 from onefold.core.settings import Settings
+from onefold.core.values import ShardResult
 from onefold.core.weights_of_step import StepWeight
 from onefold.engine.advice import ONE_SAMPLE
-from onefold.engine.gradients import Gradients, exact_norm
-from onefold.engine.norms import exact_total, plain_norm
+from onefold.engine.gradients import Gradients, exact_norm, exact_total, plain_norm
 from onefold.engine.replica import Replica, ShardTask
 from onefold.engine.update import SpanOptimizer
 from onefold.errors import GradientError, LossError

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from onefold.core.flat import named_tensors, tensor_digests
 
-__all__ = ["Holder", "digests_of_held", "hold", "take_from_holders"]
+__all__ = ["digests_of_held", "hold", "take_from_holders"]
 
 
 class Holder(Protocol):

@@ -16,7 +16,7 @@ from onefold.engine.modelparts import ModelParts
 from onefold.engine.update import SpanOptimizer
 from onefold.engine.visits import shown_otherwise
 from onefold.errors import StateError
-from onefold.exchange.frozenmemory import FrozenMemory
+from onefold.exchange.memory import FrozenMemory
 
 __all__ = ["Lendable"]
 

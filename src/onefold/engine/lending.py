@@ -50,7 +50,7 @@ from onefold.errors import LineError
 from onefold.exchange.carrier import Want
 from onefold.exchange.exchange import Exchange
 
-__all__ = ["QUICK", "SpanLending", "lending_of"]
+__all__ = ["QUICK", "lending_of"]
 
 
 _AT_HAND = 2

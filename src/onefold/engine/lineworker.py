@@ -13,17 +13,22 @@ import torch
 from onefold.core.batch import ShardedBatch
 from onefold.core.gathering import Gathers, gathering
 from onefold.core.mean import Contribution
-from onefold.core.result import ShardResult
 from onefold.core.shard import pieces_of
 from onefold.core.stages import ROOT, Move, in_groups, moves
-from onefold.core.values import ShardValues
+from onefold.core.values import ShardResult, ShardValues
 from onefold.engine.gradients import Gradients
 from onefold.engine.hollow import Hollow, Reach
 from onefold.engine.hollowstages import are_left, marks_of
 from onefold.engine.passing import Arrival, Leaving, Passage, Passed, Passing, ShardState
 from onefold.engine.replica import Replica
-from onefold.engine.shardloss import backward, code_of, gatherer_of
-from onefold.engine.shardtask import PieceResult, ShardPiece, ShardTask
+from onefold.engine.shardtask import (
+    PieceResult,
+    ShardPiece,
+    ShardTask,
+    backward,
+    code_of,
+    gatherer_of,
+)
 from onefold.errors import LineError
 from onefold.exchange.board import Board
 from onefold.exchange.carrier import Gift

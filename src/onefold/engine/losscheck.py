@@ -26,7 +26,7 @@ import torch
 from onefold.core.counting import Count
 from onefold.errors import LossError
 
-__all__ = ["FindingKind", "LossFinding", "LossWatch", "inspect_loss"]
+__all__ = ["LossFinding", "LossWatch", "inspect_loss"]
 
 _log = logging.getLogger("onefold")
 

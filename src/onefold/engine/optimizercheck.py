@@ -18,8 +18,7 @@ import torch
 
 from onefold.core.randomness import GeneratorStates
 from onefold.engine.byscript import ByScript
-from onefold.engine.optimizers import optimizers_in
-from onefold.engine.stephooks import has_own_step, steps_by_parameter
+from onefold.engine.optimizers import has_own_step, optimizers_in, steps_by_parameter
 from onefold.errors import StateError
 from onefold.reading.held import held_states
 

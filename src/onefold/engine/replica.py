@@ -32,9 +32,8 @@ from onefold.core.gathering import Gatherer, Gathers, gathering
 from onefold.core.mean import Contribution, seeing_whole_batch, weigh
 from onefold.core.precision import AS_GIVEN, Precision, added_up_in
 from onefold.core.randomness import derive_seed, seed_generators
-from onefold.core.result import ShardResult
 from onefold.core.shard import pieces_of, rows_of
-from onefold.core.values import ShardValues, read_values, split
+from onefold.core.values import ShardResult, ShardValues, read_values, split
 from onefold.core.weights_of_step import GATHERS, LATE
 from onefold.engine.advice import advice_on
 from onefold.engine.buffers import BufferSet
@@ -49,7 +48,11 @@ from onefold.engine.gradients import (
 from onefold.engine.losscheck import LossWatch
 from onefold.engine.modelcheck import computing_in
 from onefold.engine.modelparts import ModelParts
-from onefold.engine.shardloss import (
+from onefold.engine.shardtask import (
+    LossFunction,
+    PieceResult,
+    ShardPiece,
+    ShardTask,
     added_weights,
     backward,
     code_of,
@@ -59,14 +62,13 @@ from onefold.engine.shardloss import (
     refuse_uneven,
     without_graph,
 )
-from onefold.engine.shardtask import LossFunction, PieceResult, ShardPiece, ShardTask
 from onefold.engine.stagemodules import StageModules
 from onefold.errors import GradientError
 from onefold.exchange.carrier import Gift
 from onefold.system.hooks import hooked
 from onefold.watch.timing import Stopwatch
 
-__all__ = ["Handing", "LossFunction", "Replica", "ShardTask", "Weighed"]
+__all__ = ["LossFunction", "Replica", "ShardTask", "Weighed"]
 
 
 Read = TypeVar("Read")

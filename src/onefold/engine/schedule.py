@@ -33,12 +33,11 @@ from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPl
 
 from onefold.core.jsonvalue import from_json, to_json
 from onefold.core.settings import ScheduleEvery
-from onefold.engine.optimizers import optimizers_in, scheduled
-from onefold.engine.schedules import Schedules, class_of, schedules_in
+from onefold.engine.optimizers import Schedules, class_of, optimizers_in, scheduled, schedules_in
 from onefold.errors import CheckpointError
 from onefold.system.words import message_of
 
-__all__ = ["RunSchedule", "check_schedule", "check_state", "read_schedule", "write_schedule"]
+__all__ = ["RunSchedule", "check_schedule"]
 
 
 class RunSchedule:

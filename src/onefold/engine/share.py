@@ -20,8 +20,8 @@ import torch
 
 from onefold.core.batch import ShardedBatch
 from onefold.core.fold import Block, blocks_of, fold
-from onefold.core.result import ShardResult
 from onefold.core.stages import ROOT, Stages, waiting
+from onefold.core.values import ShardResult
 from onefold.engine.gradients import Gradients, add_gradients
 from onefold.engine.kernels import Compilers
 from onefold.engine.lentparameter import Lending

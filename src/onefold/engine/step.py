@@ -15,7 +15,7 @@ from onefold.core.values import StepValues
 from onefold.core.weights_of_step import StepWeight
 from onefold.watch.timing import PhaseSeconds, Span
 
-__all__ = ["Outcome", "Step", "Verdict", "verdict_of"]
+__all__ = ["Outcome", "Step", "verdict_of"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,8 +35,8 @@ from onefold.core.batch import ShardedBatch
 from onefold.core.finite import all_finite
 from onefold.core.fold import fold_shards
 from onefold.core.gathering import Joined, SyncBatchNorm
-from onefold.core.result import ShardResult
 from onefold.core.settings import Settings
+from onefold.core.values import ShardResult
 from onefold.engine.compiling import compiled
 from onefold.engine.gatherers import Call, Known, Stop, Turn
 from onefold.engine.optimizers import Optimizers
@@ -47,7 +47,7 @@ from onefold.errors import LossError
 from onefold.exchange.exchange import Exchange
 from onefold.watch.timing import Phase
 
-__all__ = ["Preparing", "Together", "objectives_of", "trade_divisors"]
+__all__ = ["Preparing", "objectives_of"]
 
 
 class Together:

@@ -28,24 +28,24 @@ import torch
 from onefold.core.flat import FlatTensors, Piece, laid_out, storage_order
 from onefold.core.roster import Roster
 from onefold.core.storage import Storage
-from onefold.engine.averages import AVERAGE, Averages
-from onefold.engine.dividedstate import StateView
+from onefold.engine.gradients import PieceNorms
 from onefold.engine.leftovers import clipping_each
-from onefold.engine.norms import PieceNorms
 from onefold.engine.optimizercheck import TAKEN, UpdateDraws
-from onefold.engine.optimizers import name_of, optimizers_in
-from onefold.engine.optimizerstate import PieceState, is_by_element
-from onefold.engine.stephooks import (
+from onefold.engine.optimizers import (
+    StateView,
     explain_state_dict,
     has_own_step,
+    name_of,
+    optimizers_in,
     refuse_own_steps,
     steps_by_parameter,
 )
+from onefold.engine.optimizerstate import AVERAGE, Averages, PieceState, is_by_element
 from onefold.engine.visits import OwnedPiece, Visits, change_at, cut_state
 from onefold.system.compat import copy_each, multiply_each
 from onefold.system.heap import ORDINARY, Heap
 
-__all__ = ["MASTER", "Part", "SpanOptimizer", "parts_of"]
+__all__ = ["MASTER", "SpanOptimizer"]
 
 
 MASTER = "onefold.master"

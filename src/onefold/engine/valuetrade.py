@@ -15,12 +15,11 @@ from typing import Any
 import torch
 
 from onefold.core.batch import ShardedBatch
-from onefold.core.columns import Column, values_by_name
 from onefold.core.fold import Block, blocks_of, fold, published_by
 from onefold.core.gathering import packed_bytes, unpacked_bytes
 from onefold.core.precision import added_up_in
 from onefold.core.shard import runs_of
-from onefold.core.values import StepValues, names_of
+from onefold.core.values import Column, StepValues, names_of, values_by_name
 from onefold.core.wire import decode, encode
 from onefold.engine.replica import Replica
 from onefold.errors import DisagreementError, LossError

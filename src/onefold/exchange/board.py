@@ -16,10 +16,9 @@ import numpy as np
 import torch
 
 from onefold.core.flat import FlatTensors
-from onefold.core.result import ChangedBuffers, ShardResult
 from onefold.core.shard import runs_of
 from onefold.core.storage import BoardShape
-from onefold.core.values import ShardValues
+from onefold.core.values import ChangedBuffers, ShardResult, ShardValues
 
 __all__ = ["Board"]
 

@@ -42,15 +42,14 @@ from onefold.core.world import World
 from onefold.errors import DisagreementError, LaunchError, PeerLost, PeerTimeout
 from onefold.exchange.connections import (
     Connections,
+    Lateness,
     PeerWatch,
     close_watches,
     host_identity,
     noted_connections,
 )
-from onefold.exchange.lateness import Lateness
 from onefold.exchange.progress import progress_of
-from onefold.exchange.proof import prove
-from onefold.exchange.sealing import SealedStore, refuse_sealed
+from onefold.exchange.sealing import SealedStore, prove, refuse_sealed
 from onefold.exchange.waiting import FIRST_S, Waiting
 from onefold.system.compat import Groups
 from onefold.system.process import LOOK_S
@@ -61,10 +60,7 @@ __all__ = [
     "agree_on_name",
     "break_off",
     "gather_bytes",
-    "gloo_on_loopback",
     "join_group",
-    "reach_store",
-    "tell_end",
     "watch_for_end",
     "who_left",
 ]

@@ -27,7 +27,6 @@ from onefold.core.storage import Storage, cut_chunks
 from onefold.exchange.board import Board
 from onefold.exchange.carrier import AtOnce
 from onefold.exchange.exchange import Exchange
-from onefold.exchange.frozenmemory import FrozenMemory
 from onefold.exchange.group import (
     agree_on_kind,
     agree_on_name,
@@ -36,7 +35,15 @@ from onefold.exchange.group import (
     watch_for_end,
 )
 from onefold.exchange.mailbox import Mailbox
-from onefold.exchange.memory import Arrivals, FirstValues, Memory, Start, new_flat, write_first
+from onefold.exchange.memory import (
+    Arrivals,
+    FirstValues,
+    FrozenMemory,
+    Memory,
+    Start,
+    new_flat,
+    write_first,
+)
 from onefold.exchange.private import collective_exchange
 from onefold.exchange.relay import LocalRelay
 from onefold.exchange.shared import shared_exchange
@@ -44,7 +51,7 @@ from onefold.exchange.spans import AsGiven, Partial, Spanned
 from onefold.exchange.transport import Alone
 from onefold.system.heap import ORDINARY, Heap
 
-__all__ = ["DevicesMemory", "OneDeviceMemory", "has_memory_in_common", "join", "local_exchange"]
+__all__ = ["has_memory_in_common", "join"]
 
 
 Compare = Callable[[Sequence[bytes]], None]

@@ -42,7 +42,7 @@ from onefold.exchange.waiting import Waiting
 from onefold.system.process import LOOK_S, Stillness
 from onefold.system.words import message_of, words_of_failure
 
-__all__ = ["Mailbox", "connected", "credentials"]
+__all__ = ["Mailbox"]
 
 
 _ARRIVED, _NOTE, _MORE, _FAILED, _LEAVING = b"A", b"N", b"M", b"F", b"L"

@@ -38,14 +38,13 @@ from onefold.exchange.board import Board
 from onefold.exchange.carrier import DONE, Brought, Carrier, Gift, Want, Word
 from onefold.exchange.collective import GroupTransport, Moving, Operation
 from onefold.exchange.exchange import Exchange
-from onefold.exchange.frozenmemory import FrozenMemory
 from onefold.exchange.group import Joined
-from onefold.exchange.memory import Arrivals, Memory, Start, new_flat, write_first
+from onefold.exchange.memory import Arrivals, FrozenMemory, Memory, Start, new_flat, write_first
 from onefold.exchange.relay import Message, Relay, read_message, room_of, write_message
 from onefold.exchange.spans import Partial, Spanned, SpanTensors
 from onefold.system.heap import ORDINARY, Heap
 
-__all__ = ["GroupRelay", "PrivateMemory", "collective_exchange"]
+__all__ = ["PrivateMemory", "collective_exchange"]
 
 
 def collective_exchange(

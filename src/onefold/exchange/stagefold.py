@@ -26,7 +26,7 @@ from onefold.exchange.carrier import DONE, Brought, Carrier, Gift, Want
 from onefold.system.compat import add_each
 from onefold.system.heap import Heap
 
-__all__ = ["StageFold", "StageSum", "StageSums"]
+__all__ = ["StageFold"]
 
 
 _EVENTS_UNDERWAY = 2

@@ -15,7 +15,7 @@ import torch
 from onefold.errors import OnefoldError
 from onefold.system.heap import ORDINARY, Heap
 
-__all__ = ["Alone", "Courier", "Transport", "has_left", "roomy"]
+__all__ = ["Alone", "Transport", "has_left", "roomy"]
 
 
 def has_left(failure: str) -> OnefoldError:

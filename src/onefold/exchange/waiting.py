@@ -1,6 +1,6 @@
 """Says whom a device waits for before it has joined the others, once that takes long.
 
-Later waits are those of a step, see `onefold.exchange.lateness`. Does not load PyTorch.
+Later waits are those of a step, see `onefold.exchange.connections`. Does not load PyTorch.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 from onefold.jobs import classify, segment, text
 from onefold.jobs.run import Job
 
-__all__ = ["JOBS", "job_of"]
+__all__ = ["JOBS"]
 
 JOBS = (
     Job(

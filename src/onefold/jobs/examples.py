@@ -14,7 +14,7 @@ from onefold.system.ownfiles import aside_of
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["choose_examples", "classifier_examples", "confusion_matrix", "save_picture"]
+__all__ = ["classifier_examples", "save_picture"]
 
 SHOWN = 24
 """How many examples of each kind a report shows."""

@@ -37,7 +37,7 @@ from onefold.jobs.tokens import EncodedTexts
 from onefold.system.ownfiles import aside_of, write_whole
 from onefold.weights.file import check_weights
 
-__all__ = ["Format", "PredictOptions", "Prediction", "predict_run", "write_prediction"]
+__all__ = ["PredictOptions", "predict_run", "write_prediction"]
 
 
 Format = Literal["csv", "json"]

@@ -21,7 +21,7 @@ from rich.text import Text
 import onefold
 from onefold.system.words import counted
 
-__all__ = ["PHASES", "ReadingBar", "SpeedColumn", "TrainingBar", "epoch_line", "phase_shares"]
+__all__ = ["PHASES", "ReadingBar", "TrainingBar", "epoch_line"]
 
 PHASES = ("data", "forward", "backward", "exchange", "update")
 """What the time of a step is spent on; see `onefold.Step.seconds`."""

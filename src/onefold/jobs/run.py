@@ -25,12 +25,7 @@ import onefold
 from onefold.data.bad import visible
 from onefold.data.scan import Scanning, read_scan
 from onefold.errors import CheckpointError, DataError, LaunchError, PeerFailed, PeerLost, RunFailed
-from onefold.jobs.options import (
-    RUN_OPTIONS,
-    TrainOptions,
-    from_mapping,
-    read_config,
-)
+from onefold.jobs.options import RUN_OPTIONS, TrainOptions, from_mapping, read_config
 from onefold.jobs.progress import ReadingBar
 from onefold.jobs.runfolder import (
     CONFIG,

@@ -18,16 +18,7 @@ from onefold.jobs.segment_options import SegmentOptions
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = [
-    "LARGEST_CROP",
-    "Crops",
-    "Padded",
-    "WholePictures",
-    "counted_pixels",
-    "inside",
-    "padded_size",
-    "whole_logits",
-]
+__all__ = ["LARGEST_CROP", "Crops", "Padded", "WholePictures", "counted_pixels", "whole_logits"]
 
 LARGEST_CROP = 256
 

@@ -25,9 +25,7 @@ from torch.utils.data import Dataset
 from onefold.errors import LaunchError
 
 __all__ = [
-    "MASK_ID",
     "PAD_ID",
-    "SPECIAL_TOKENS",
     "EncodedTexts",
     "encode_texts",
     "pad_shard",

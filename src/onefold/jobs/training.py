@@ -47,7 +47,7 @@ from onefold.jobs.runfolder import CHECKPOINTS, RunFolder
 from onefold.system.process import STOPPED_CODE
 from onefold.system.words import counted
 
-__all__ = ["Task", "Training", "begin_training", "facts_of", "read_saved", "train"]
+__all__ = ["Task", "begin_training", "facts_of"]
 
 
 _log = logging.getLogger("onefold")

@@ -1,8 +1,7 @@
 """The models that the jobs and the examples train; plain `torch.nn.Module`s."""
 
 from onefold.models.catalog import MODELS, ModelKind, build_model, head_name, head_of
-from onefold.models.dense_cnn import DenseCNN
-from onefold.models.lenet import LeNet
+from onefold.models.lenet import DenseCNN, LeNet
 from onefold.models.resnet import ResNet, resnet18, resnet34, resnet50, resnet101
 from onefold.models.unet import VGG, UNet, vgg16
 

@@ -15,8 +15,7 @@ from typing import Any
 from torch import nn
 
 from onefold.errors import LaunchError
-from onefold.models.dense_cnn import DenseCNN
-from onefold.models.lenet import LeNet
+from onefold.models.lenet import DenseCNN, LeNet
 from onefold.models.resnet import ResNet, resnet18, resnet34, resnet50, resnet101
 from onefold.models.unet import UNet
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-__all__ = ["BasicBlock", "Bottleneck", "ResNet", "resnet18", "resnet34", "resnet50", "resnet101"]
+__all__ = ["ResNet", "resnet18", "resnet34", "resnet50", "resnet101"]
 
 
 def conv3x3(in_channels: int, out_channels: int, *, stride: int = 1) -> nn.Conv2d:

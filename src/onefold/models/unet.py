@@ -21,7 +21,7 @@ from torch import nn
 
 from onefold.models.resnet import ResNet, conv3x3, initialise, resnet18, resnet34, resnet101
 
-__all__ = ["ENCODERS", "VGG", "UNet", "vgg16"]
+__all__ = ["VGG", "UNet", "vgg16"]
 
 
 class VGG(nn.Module):

@@ -24,11 +24,10 @@ from onefold.core.batch import DataPass, ShardedBatch
 from onefold.core.randomness import kept_generators
 from onefold.core.shard import Plan
 from onefold.errors import SampleError
-from onefold.reading.indexed import Indexed, Source
+from onefold.reading.indexed import Indexed, Items, Rule, Source, WholeBatches
 from onefold.reading.position import LoaderTrack
 from onefold.reading.reader import Answer, BadSample, Collate, Request, one_thread
 from onefold.reading.stream import Stream, is_stream
-from onefold.reading.wholebatches import Items, Rule, WholeBatches
 from onefold.reading.workers import Requests, Workers, disown
 from onefold.system.process import ctrl_c_later
 from onefold.watch.timing import host_now_s

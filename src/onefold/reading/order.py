@@ -11,7 +11,7 @@ import torch
 
 from onefold.core.shard import Plan, cut_bounds
 
-__all__ = ["BatchOrder", "Counting", "Cut", "Indices", "Order", "SampleOrder"]
+__all__ = ["BatchOrder", "Counting", "Cut", "Order", "SampleOrder"]
 
 
 class Cut(NamedTuple):

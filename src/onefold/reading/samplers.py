@@ -35,7 +35,7 @@ from onefold.reading.held import kept_apart, put_back, seed_held, states_of, wit
 from onefold.reading.order import SampleOrder
 from onefold.reading.reader import one_thread, take
 
-__all__ = ["changes_with_epoch", "check_sampler", "draw_batches", "draw_samples", "samplers_within"]
+__all__ = ["changes_with_epoch", "check_sampler", "draw_batches", "draw_samples"]
 
 _log = logging.getLogger("onefold")
 

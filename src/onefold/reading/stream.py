@@ -58,7 +58,7 @@ from onefold.reading.reader import (
     take,
 )
 
-__all__ = ["Stream", "StreamState", "is_stream"]
+__all__ = ["Stream", "is_stream"]
 
 _log = logging.getLogger("onefold")
 

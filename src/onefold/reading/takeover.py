@@ -25,13 +25,13 @@ from torch.utils.data import (
     default_collate,
 )
 
+from onefold.reading.indexed import Items
 from onefold.reading.reader import Collate, SizedDataset
 from onefold.reading.samplers import check_sampler
 from onefold.reading.stream import is_stream
-from onefold.reading.wholebatches import Items
 from onefold.reading.workers import Workers
 
-__all__ = ["Chosen", "DataSource", "TorchNames", "choose"]
+__all__ = ["DataSource", "TorchNames", "choose"]
 
 DataSource = SizedDataset | Iterable[Any] | DataLoader[Any]
 """What a loader can be made of: a data set with an index, a stream, or a DataLoader."""

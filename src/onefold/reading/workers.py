@@ -35,7 +35,7 @@ from onefold.reading.reader import Answer, BadSample, Request
 from onefold.system.ownfiles import LONGEST_TEMPORARY_PATH
 from onefold.system.process import ctrl_c_as_before, die_with_parent
 
-__all__ = ["Requests", "Sending", "Workers", "allow_open_files", "count_tensors", "disown"]
+__all__ = ["Requests", "Workers", "disown"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,7 +36,7 @@ from onefold.system.process import StopSignals, ctrl_c_later
 from onefold.system.record import check_trace
 from onefold.watch.timeline import check_timeline, join_timeline
 
-__all__ = ["checkpoints_to_leave_out", "launch", "newest_step", "supervise", "words_of_restart"]
+__all__ = ["launch", "supervise"]
 
 
 _PARTS = "timeline"

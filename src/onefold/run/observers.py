@@ -20,7 +20,7 @@ from onefold.system.record import append_line, keep_steps
 from onefold.watch.timeline import TimelinePart, name_row, slice_of
 from onefold.watch.timing import Moment, Span, Stopwatch, elapsed_s, host_now_s, is_past
 
-__all__ = ["PROFILED_STEPS", "Observers", "Probe", "Profile"]
+__all__ = ["Observers"]
 
 _log = logging.getLogger("onefold")
 

@@ -39,7 +39,7 @@ from typing import NamedTuple
 
 from onefold.errors import LaunchError
 
-__all__ = ["Others", "SlurmTask", "first_node", "others_of", "slurm_task", "tasks_of_nodes"]
+__all__ = ["SlurmTask", "others_of", "slurm_task"]
 
 
 class _Launcher(NamedTuple):

@@ -26,7 +26,7 @@ from onefold.engine.stagemodules import StageModules, cut_by_itself, frozen_in_s
 from onefold.run.userparts import UserParts
 from onefold.system.ownfiles import replace_file
 
-__all__ = ["Footprint", "plan_instead"]
+__all__ = ["plan_instead"]
 
 
 _USUAL_STATE = 2

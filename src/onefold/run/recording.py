@@ -57,7 +57,7 @@ from onefold.run.world import current_world
 from onefold.system.compat import asking_for_truncated_normal, holders_of
 from onefold.system.heap import BareMemory, home_of
 
-__all__ = ["Recording", "build"]
+__all__ = ["build"]
 
 
 @dataclass(slots=True)

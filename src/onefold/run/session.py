@@ -46,10 +46,10 @@ from onefold.engine.schedule import RunSchedule
 from onefold.engine.step import Step
 from onefold.errors import DisagreementError
 from onefold.exchange.progress import progress_of
+from onefold.reading.indexed import Items, Rule
 from onefold.reading.loader import Loader
 from onefold.reading.position import Position, Reached
 from onefold.reading.reader import Collate, SizedDataset
-from onefold.reading.wholebatches import Items, Rule
 from onefold.run.ending import Stopped, is_failing, only_noting
 from onefold.run.gradientsteps import GradientSteps, Place
 from onefold.run.membership import at_good_end, folder_until_the_end, register

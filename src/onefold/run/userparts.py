@@ -14,9 +14,8 @@ from onefold.engine.byscript import check_by_script
 from onefold.engine.compiling import check_layers
 from onefold.engine.modelcheck import check_model, check_precision
 from onefold.engine.optimizercheck import check_optimizer
-from onefold.engine.optimizers import Optimizers, optimizers_in
+from onefold.engine.optimizers import Optimizers, Schedules, optimizers_in
 from onefold.engine.schedule import check_schedule
-from onefold.engine.schedules import Schedules
 from onefold.engine.shardtask import LossFunction
 
 __all__ = ["GivenOptimizer", "GivenSchedule", "UserParts"]
@@ -51,7 +50,7 @@ class UserParts:
     losses: Mapping[str, LossFunction]
     """The losses by name; one alone has an empty name."""
     schedule: LRScheduler | None
-    """Of several optimizers, `onefold.engine.schedules.Schedules`; None if there is none."""
+    """Of several optimizers, `onefold.engine.optimizers.Schedules`; None if there is none."""
     stages: Sequence[torch.nn.Module] | None = None
     """Where the model may be cut; None to find that out."""
 

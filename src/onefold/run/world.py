@@ -43,8 +43,6 @@ __all__ = [
     "have_private_caches",
     "is_launched",
     "options_of",
-    "read_world",
-    "take_world",
     "visible_gpus",
     "worker_environment",
 ]

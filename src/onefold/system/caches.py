@@ -31,14 +31,7 @@ from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
-__all__ = [
-    "INDUCTOR",
-    "check_cache",
-    "check_named",
-    "default_of_torch",
-    "other_caches",
-    "place_of_code",
-]
+__all__ = ["INDUCTOR", "check_named", "default_of_torch", "other_caches", "place_of_code"]
 
 INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
 """Holds everything of ``torch.compile``: graphs, kernels, what was tuned, and its locks."""

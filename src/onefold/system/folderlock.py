@@ -37,7 +37,7 @@ from pathlib import Path
 
 from onefold.errors import LaunchError
 
-__all__ = ["LOCK", "FolderLock", "lock_of_checkpoints"]
+__all__ = ["FolderLock", "lock_of_checkpoints"]
 
 LOCK = ".lock"
 """Name of the file in the folder."""

@@ -16,22 +16,26 @@ functions is kept from it. What goes past them (a compiled extension, an address
 zeros, which look like values. So one small piece of memory, each byte of which is 0xFF, is mapped
 again and again: that is a NaN in every floating point dtype, and -1 in integers. Written to, a page
 becomes the writer's own.
+
+Says what was wanted where the system refuses it, and which of its limits holds.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
 import mmap
 import os
 import tempfile
 import weakref
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
-from onefold.system.limits import naming_limits
 from onefold.system.ownfiles import memory_file
 
 __all__ = [
@@ -40,9 +44,39 @@ __all__ = [
     "DiskHeap",
     "Heap",
     "home_of",
+    "naming_limits",
     "new_disk_file",
-    "warn_of_memory",
 ]
+
+
+_FULL = (
+    "Name a folder on a larger disk by --home or ONEFOLD_HOME; `onefold plan` shows how large a "
+    "model becomes there"
+)
+_ADVICE = {
+    errno.ENOSPC: _FULL,
+    errno.EDQUOT: _FULL,
+    errno.EFBIG: "The limit for the size of files holds for it (ulimit -f)",
+    errno.ENOMEM: "The limits for memory (ulimit -v) and for the number of mappings hold for it",
+}
+
+
+@contextmanager
+def naming_limits(wanted: str) -> Iterator[None]:
+    """Have an error of the system inside this block say what was wanted, and what to do.
+
+    Args:
+        wanted: what follows "expected".
+
+    Raises:
+        OSError: the same one, in these words.
+    """
+    try:
+        yield
+    except OSError as error:
+        number = error.errno or 0
+        advice = f". {_ADVICE[number]}" if number in _ADVICE else ""
+        raise OSError(number, f"expected {wanted}, got: {error.strerror}{advice}") from error
 
 
 _log = logging.getLogger("onefold")

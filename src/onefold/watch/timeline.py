@@ -17,7 +17,7 @@ from typing import Any
 
 from onefold.system.ownfiles import create_file, open_regular, replace_file
 
-__all__ = ["Event", "TimelinePart", "check_timeline", "join_timeline", "name_row", "slice_of"]
+__all__ = ["TimelinePart", "check_timeline", "join_timeline", "name_row", "slice_of"]
 
 Event = Mapping[str, Any]
 

@@ -40,7 +40,7 @@ from onefold.errors import CheckpointError
 from onefold.system.words import listed
 from onefold.weights.file import keys_of_states, read_weights, state_under
 
-__all__ = ["Loaded", "load_weights", "match_names", "refuse_spoilt"]
+__all__ = ["Loaded", "load_weights", "refuse_spoilt"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from onefold.errors import DataError
 from onefold.jobs.progress import PHASES
 from onefold.system.ownfiles import nested_too_deeply, open_plain, parse_json, read_plain
 
-__all__ = ["EpochLine", "Run", "StepsLine", "finite_or_zero", "number", "read_run"]
+__all__ = ["EpochLine", "Run", "finite_or_zero", "number", "read_run"]
 
 
 _BEGINNING = re.compile(r'(?=\{"kind":)')

@@ -27,7 +27,7 @@ from onefold.jobs.report.words import NOTHING, option
 from onefold.system.ownfiles import write_whole
 from onefold.system.words import counted
 
-__all__ = ["REPORT_NAME", "build_report", "compare_runs", "page", "write_page"]
+__all__ = ["build_report", "compare_runs"]
 
 
 REPORT_NAME = "report.html"
