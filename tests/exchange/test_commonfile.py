@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from onefold.exchange import commonfile
+from onefold.exchange import shared as commonfile
 from onefold.exchange.shared import memory_of, new_file, take_file
 from tests.exchange.together import mailboxes
 

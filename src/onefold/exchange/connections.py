@@ -167,7 +167,7 @@ def noted_connections(connections: Connections) -> Iterator[None]:
 class PeerWatch:
     """Watches from a thread for a stopped process on this host, and ends all waits for it.
 
-    The same thread answers peers that ask who is waiting; see `onefold.exchange.lateness`.
+    The same thread answers peers that ask who is waiting; see `Lateness`.
 
     Args:
         pids: process id of each peer on this host, by its rank.
