@@ -168,7 +168,7 @@ def of_many(values: list[Any]) -> dict[str, Any]:
 NAN = {"kind of value": "float", "items": "nan"}
 RANGES: dict[str, tuple[str, Any, str]] = {
     "a rate below 0": ("lr", -1, "lr .* is -1 .*AdamW refuses .Invalid learning rate: -1.*"),
-    "a rate that is no number": ("lr", NAN, "lr .* is nan .*, which is not finite.*"),
+    "a rate that is no number": ("lr", NAN, "lr .* is nan .*, not finite.*"),
     "a beta of 2": ("betas", of_many([2.0, 0.9]), r"betas .* is \(2.0, 0.9\) .*index 0: 2.0.*"),
     "a beta that is no number": ("betas", of_many([0.9, NAN]), r"betas .* is \(0.9, nan\) .*"),
     "a decay without end": (

@@ -294,7 +294,8 @@ class TrainedModel:
             session.resumption.begin_save()
             place = session.verifying.writes_to(directory)
             save = partial(session.checkpoints.save, keeping=keeping, wait=wait, extra=copied)
-            saved: Path = session.verifying.result(place, None, lambda: save(place))
+            what = (place, keeping, copied)
+            saved: Path = session.verifying.result(what, None, lambda: save(place))
             return saved
 
     @overload

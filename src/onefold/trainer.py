@@ -346,7 +346,9 @@ class Trainer(TrainedModel):
         sizes = {"batch_size": batch_size, "workers": workers, "collate": collate}
         batches = self._in_order(dataset, names, sizes)
         compute = partial(evaluate, self._session.engine, part, batches)
-        found: dict[str, float] = self._session.over_data(Call.EVALUATE, score, batches, compute)
+        found: dict[str, float] = self._session.over_data(
+            Call.EVALUATE, score, model, batches, compute
+        )
         return found
 
     def predict(
@@ -386,7 +388,9 @@ class Trainer(TrainedModel):
         sizes = {"batch_size": batch_size, "workers": workers, "collate": collate}
         batches = self._in_order(dataset, names, sizes)
         compute = partial(predict, self._session.engine, part, batches)
-        found: dict[str, Any] = self._session.over_data(Call.PREDICT, function, batches, compute)
+        found: dict[str, Any] = self._session.over_data(
+            Call.PREDICT, function, model, batches, compute
+        )
         return found
 
     def _in_order(self, dataset: DataSource, names: TorchNames, sizes: Mapping[str, Any]) -> Loader:

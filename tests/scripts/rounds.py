@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 from typing import Any
 
@@ -33,7 +35,9 @@ for _ in range(3):
             trainer.step(batch)
         accuracy = trainer.evaluate(score, data, batch_size=16)["accuracy"]
         if accuracy >= best and trainer.is_lead:
-            torch.save(model.state_dict(), "best.pt")
+            torch.save(model.state_dict(), "last.pt.part")
+            os.replace("last.pt.part", "last.pt")
+            shutil.copyfile("last.pt", "best.pt")
         best = max(best, accuracy)
     trainer.barrier()
     trainer.close()

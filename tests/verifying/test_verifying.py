@@ -117,7 +117,9 @@ def test_gradients_are_not_computed_either(compared: Compared) -> None:
             trainer.gradient(batch)
             with torch.no_grad():
                 for parameter in trainer.model.parameters():
+                    assert parameter.grad is not None
                     parameter -= 0.1 * parameter.grad
+                    parameter.grad = None
 
     assert [computed(calls, update) for _ in range(5)] == [True] * 3 + [False] * 2
     assert trainer.steps == 5
@@ -150,6 +152,46 @@ def test_loaders_and_evaluations_go_on_unread(compared: Compared) -> None:
         for parameter in trainer.model.parameters():
             parameter.zero_()
     assert trainer.evaluate(score, data, batch_size=4)["error"] == 1 != error
+
+
+def test_a_stream_goes_on(compared: Compared) -> None:
+    class Endless(torch.utils.data.IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
+        def __iter__(self) -> Any:
+            while True:
+                yield torch.ones(3), torch.ones(1)
+
+    trainer = compared.trainer(line(), square)
+    batches = iter(trainer.loader(Endless(), batch_size=4))
+    for _ in range(50):
+        trainer.step(next(batches))
+    assert trainer.steps == 50
+
+
+def test_gradients_of_a_loaders_batches_count(compared: Compared) -> None:
+    trainer = compared.trainer(line(), square)
+    data = torch.utils.data.TensorDataset(*points(10))
+    for _ in trainer.epochs(3):
+        for batch in trainer.loader(data, batch_size=4):
+            trainer.gradient(batch)
+            with trainer.changing(), torch.no_grad():
+                for parameter in trainer.model.parameters():
+                    assert parameter.grad is not None
+                    parameter -= 0.1 * parameter.grad
+    assert trainer.steps == 9
+
+
+def test_calls_of_one_function_are_told_apart(compared: Compared) -> None:
+    trainer = compared.trainer(line(), square)
+    for _ in range(4):
+        trainer.step(points(6))
+    data = torch.utils.data.TensorDataset(*points(10))
+
+    def values(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+        return {"y": model(batch[0])[:, 0]}
+
+    score = trainer.evaluate(values, data, batch_size=4)["y"]
+    assert trainer.predict(values, data, batch_size=4)["y"].shape == (10,)
+    assert trainer.evaluate(values, data, batch_size=4)["y"] == score
 
 
 def test_so_many_trainers_are_compared(compared: Compared) -> None:

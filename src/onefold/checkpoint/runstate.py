@@ -214,16 +214,20 @@ class RunState:
         groups = zip(kinds, self._optimizer.param_groups, saved, strict=False)
         for number, (kind, group, values) in enumerate(groups):
             read = {k: from_json(v) for k, v in values.items() if k not in OF_THE_SCRIPT}
-            came, said = {**group, **read}, "which is not finite"
+            # A schedule may end at a rate of 0, where a class wants more to begin with.
+            came = {**group, **{k: v for k, v in read.items() if k != "lr" or v}}
+            said = "not finite"
             wrong = [k for k in read if not _is_finite(read[k]) and _is_finite(group.get(k, 0))]
             # A class that takes other arguments, or refuses what the script has set, says nothing.
             if not wrong and not _refusal(kind, group) and (said := _refusal(kind, came)):
                 alone = [k for k in read if k in group and not _refusal(kind, came | {k: group[k]})]
                 wrong = alone or [k for k in read if k in group and read[k] is not group[k]]
             if wrong:
-                shown = ", ".join(repr(read[k]) for k in wrong)
+                shown = ("is " if len(wrong) == 1 else "are ") + ", ".join(
+                    repr(read[k]) for k in wrong
+                )
                 raise CheckpointError(
-                    f"{', '.join(wrong)} of the optimizer's group {number} is {shown} in the "
+                    f"{', '.join(wrong)} of the optimizer's group {number} {shown} in the "
                     f"checkpoint, {said}: expected settings that {kind.__name__} takes. Go on from "
                     f"another checkpoint, or begin with a new optimizer: trainer.load(..., "
                     f"changed=['optimizer'])"

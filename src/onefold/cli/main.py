@@ -244,23 +244,23 @@ def verify(
     exchange: Exchange = "auto",
     timeout: Timeout = _DEFAULTS.timeout_s,
 ) -> None:
-    """Run a script on several device counts and say whether the bits agree, and the mathematics.
+    """Run a script on several device counts and say whether the bits and the mathematics agree.
 
-    The bits of every Trainer are compared after each of its first steps. The script then goes on to
-    its end or its next Trainer, but computes no more steps: each returns the last one again. Code
-    of its own still takes its time; --trainers 1 ends the script there. Then the same steps are
-    made once more in float64, without dropout and with batch norm by its statistics, and each
-    batch is computed as one shard as well, as a plain loop would: loss and gradient must be the
-    same to 1e-9. If not, the likely cause is named: a sum that is read as a mean, class weights,
-    ignored targets, a loss of the whole batch, a batch that is cut along time. The whole batch
-    must fit on one device.
+    The bits of every Trainer are compared after each of its first steps. The script then goes
+    on to its end or its next Trainer, but computes no more steps: each returns the last one
+    again. Its own code still runs and takes time; --trainers 1 ends the script at that point.
+    Then the same steps are made once more in float64, without dropout and with batch norm by
+    its statistics, and each batch is computed as one shard as well, as a plain loop would: loss
+    and gradient must be the same to 1e-9. If not, the likely cause is named: a sum that is read
+    as a mean, class weights, ignored targets, a loss of the whole batch, a batch that is cut
+    along time. The whole batch must fit on one device.
 
     trainer.save, torch.save and safetensors write to a temporary folder meanwhile, and
-    trainer.load(..., if_any=True) finds nothing but what was saved there. Other files of the script
-    are written as ever.
+    trainer.load(..., if_any=True) finds nothing but what was saved there. Other files of the
+    script are written as usual.
 
-    Exit code 0: all agree; 1: they do not, nothing was trained, or onefold refuses the script; 2: a
-    run failed.
+    Exit code 0: everything agrees; 1: it does not, nothing was trained, or onefold refuses the
+    script; 2: a run failed.
     """
     from onefold.cli.verify import verify_script
 

@@ -156,7 +156,7 @@ class _Comparison:
         name, outcome = self._run(str(way), way, "")
         trainers = self._lines(name, "")
         if outcome.exit_code:
-            self._check_only_the_end_failed(outcome, trainers, f"on {way}")
+            self._check_only_the_end_failed(outcome, name, f"on {way}")
         if not any(len(lines) > 1 for lines in trainers):
             print("onefold: the script made no step of a Trainer", file=sys.stderr)
             raise _Failed(_FAILED)
@@ -175,7 +175,7 @@ class _Comparison:
         for precision in ("float64", "float32"):
             name, outcome = self._run(f"V shards and one, {precision}", alone, precision)
             trainers = self._lines(name, "-mathematics")
-            if not outcome.exit_code or self._is_compared(outcome, trainers):
+            if not outcome.exit_code or self._is_compared(outcome, name):
                 return precision, trainers
         self._report(outcome, "computing every batch as one shard as well")
         return "", []
@@ -201,19 +201,16 @@ class _Comparison:
         with status:
             return name, supervise(self._command, select_devices(way.devices), options)
 
-    def _is_compared(self, outcome: Outcome, trainers: Sequence[Sequence[object]]) -> bool:
+    def _is_compared(self, outcome: Outcome, name: str) -> bool:
         """Whether a run that failed had made all steps, and is not one that onefold refuses."""
-        made = trainers and all(len(lines) > self.steps for lines in trainers)
-        return bool(made) and _REFUSALS.search(outcome.message) is None
+        done = (self._folder / f"{name}-done").exists()
+        return done and _REFUSALS.search(outcome.message) is None
 
-    def _check_only_the_end_failed(
-        self, outcome: Outcome, trainers: Sequence[Sequence[object]], where: str
-    ) -> None:
-        if not self._is_compared(outcome, trainers):
+    def _check_only_the_end_failed(self, outcome: Outcome, name: str, where: str) -> None:
+        if not self._is_compared(outcome, name):
             self._report(outcome, where)
-        self._console.print(
-            f"[yellow]The script failed after the compared steps[/] {where}:", end=" "
-        )
+        said = f"[yellow]The script failed after the compared steps[/] {where}:"
+        self._console.print(said, end=" ")
         self._console.print(outcome.message, markup=False)
 
     def _report(self, outcome: Outcome, where: str) -> None:

@@ -37,8 +37,10 @@ _GATHERED = (
     "those; for the loss of a batch: call it outside of the trainer's calls"
 )
 
-_SAME = frozenset({"clone", "cpu", "detach", "double", "float", "neg", "squeeze", "to"})
-"""What gives a scalar another dtype, device or sign, and divides it by nothing."""
+_SAME = frozenset(
+    {"add", "clone", "cpu", "detach", "double", "float", "neg", "reshape", "squeeze", "sub", "to"}
+)
+"""What gives a scalar another dtype, device or sign, or adds others, and divides it by nothing."""
 
 ScoreFunction = Callable[[torch.nn.Module, Any], object]
 """Takes the model and one shard; returns a dict of values as `onefold.core.mean` reads them."""

@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import Dataset
@@ -36,6 +37,9 @@ __all__ = ["Loader"]
 
 
 _log = logging.getLogger("onefold")
+
+_OF_A_STREAM = 10_000
+"""How many batches a pass without a length has that repeats one batch."""
 
 _USED_BEFORE = (
     "this pass was used before the run was saved, so it comes empty, and the next one may as well: "
@@ -154,7 +158,7 @@ class Loader:
         was_used = 0 < this.end <= this.given
         try:
             if this.given < this.end:
-                yield from self._repeated(this) if self._is_repeating() else self._batches(this)
+                yield from self._repeated(this, 0) if self._is_repeating() else self._batches(this)
         except GeneratorExit:
             # The script has left its loop by `break` or an exception, and dropped the iterator.
             self.track.end(this, broken_off=True)
@@ -166,7 +170,7 @@ class Loader:
         return _USED_BEFORE if was_used else ""
 
     def _batches(self, this: DataPass) -> Iterator[ShardedBatch]:
-        start, process = host_now_s(), os.getpid()
+        start, process, handed = host_now_s(), os.getpid(), 0
         requests = self._requests(this)
         # Only now is it known that all was used before the run resumed.
         if this.given >= this.end:
@@ -210,8 +214,9 @@ class Loader:
                 )
                 self._last = batch if self._repeats else None
                 yield batch
+                handed += 1
                 if self._is_repeating():
-                    yield from self._repeated(this)
+                    yield from self._repeated(this, handed)
                     break
                 # The wait for the next batch begins when the script asks for it.
                 start = host_now_s()
@@ -227,14 +232,14 @@ class Loader:
     def _is_repeating(self) -> bool:
         return self._last is not None and self._repeats is not None and self._repeats()
 
-    def _repeated(self, this: DataPass) -> Iterator[ShardedBatch]:
-        """Yield the last batch as often as the rest of the pass has batches; once for a stream."""
+    def _repeated(self, this: DataPass, handed: int) -> Iterator[ShardedBatch]:
+        """Yield the last batch, as often as the pass has batches besides those handed out."""
         assert self._last is not None
-        left = 1
+        batches = _OF_A_STREAM
         with suppress(TypeError):
-            left = len(self)
-        for _ in range(left - this.given // self._last.samples):
-            yield self._last
+            batches = len(self)
+        for _ in range(batches - handed):
+            yield replace(self._last)
         this.given = this.end
 
     def _warn_of_nothing(self, this: DataPass) -> None:

@@ -201,8 +201,7 @@ class Session:
         keeps = not isinstance(dataset, Rule | Items)
         collate = self.verifying.collate(collate, keeps=keeps)
         choices |= {"plan": lambda: self.engine.roster.plan, "gather": self.whole}
-        if self._world.options.probe:
-            choices["repeats"] = lambda: self.verifying.is_done
+        choices["repeats"] = self.verifying.repeats
         made = self._loader(dataset, collate, **choices)
         self.position.add(made.track)
         self.verifying.add(made, collate)
@@ -233,6 +232,7 @@ class Session:
         self,
         call: Call,
         function: ScoreFunction,
+        model: str | None,
         batches: Loader,
         compute: Callable[[DataCall], Any],
     ) -> Any:
@@ -243,7 +243,8 @@ class Session:
             self.resumption.note_result(call.words)
             size = batches.track.size
             made = DataCall(call, self.position.step + 1, size.samples, size.batch_size, function)
-            return self.verifying.result(function, batches.dataset, lambda: compute(made))
+            data = batches.dataset
+            return self.verifying.result((call, function, model), data, partial(compute, made))
 
     @contextmanager
     def averaged(
@@ -347,6 +348,7 @@ class Session:
             with self._seen_whole():
                 self.observers.observe(step, spans | {self.team.own[0]: first})
             self.verifying.note_step(step)
+        self.verifying.note_gradients()
         return step
 
     def _seen_whole(self) -> AbstractContextManager[None]:
@@ -412,6 +414,7 @@ class Session:
             with self.telling_others():
                 self._leave(together=not failing and not self._left)
         self._left = True
+        self.verifying.end()
         self.resumption.end()
         self.engine.exchange.close()
 
@@ -433,7 +436,6 @@ class Session:
 
     def _leave(self, *, together: bool) -> None:
         self._is_over = True
-        self.verifying.end()
         self.engine.leave(self.position.step + 1, _OVER, together=together)
 
     def _finish(self) -> None:

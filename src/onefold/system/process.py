@@ -225,7 +225,7 @@ def take_requests(numbers: Iterable[signal.Signals], note: Callable[[], None]) -
 
     for number in numbers:
         if number in (signal.SIGINT, signal.SIGTERM) or signal.getsignal(number) != signal.SIG_IGN:
-            before[number] = signal.signal(number, request)
+            before[number] = signal.signal(number, request) or signal.SIG_DFL
 
 
 @functools.cache

@@ -20,12 +20,15 @@ from __future__ import annotations
 import copy
 import functools
 import os
+import shutil
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import safetensors
 import safetensors.torch
 import torch
 
@@ -86,6 +89,14 @@ def prepare_process(world: World) -> None:
     ):
         setattr(module, saves, _saving_aside(getattr(module, saves), world))
         setattr(module, loads, _loading_from_aside(getattr(module, loads), world))
+    # Where a tensor is read by name from a file.
+    vars(safetensors)["safe_open"] = _loading_from_aside(safetensors.safe_open, world)
+    for module, names in (
+        (os, ("rename", "replace")),
+        (shutil, ("copy", "copy2", "copyfile", "move")),
+    ):
+        for name in names:
+            setattr(module, name, _moving_aside(getattr(module, name), world))
     # Compiled code would not see the functions that a comparison replaces, and the script is to
     # make its tensors in the comparison's precision from the first line.
     if world.options.probe_mathematics:
@@ -97,7 +108,7 @@ def _saving_aside(save: Callable[..., Any], world: World) -> Callable[..., Any]:
     @functools.wraps(save)
     def save_aside(value: Any, file: Any, *args: Any, **names: Any) -> Any:
         if isinstance(file, str | os.PathLike):
-            file = _place_of(Path(file).absolute(), world)
+            file = _place_of(file, world)
             file.parent.mkdir(parents=True, exist_ok=True)
         return save(value, file, *args, **names)
 
@@ -108,15 +119,30 @@ def _loading_from_aside(load: Callable[..., Any], world: World) -> Callable[...,
     @functools.wraps(load)
     def load_from_aside(file: Any, *args: Any, **names: Any) -> Any:
         if isinstance(file, str | os.PathLike):
-            place = _place_of(Path(file).absolute(), world)
+            place = _place_of(file, world)
             file = place if place.exists() else file
         return load(file, *args, **names)
 
     return load_from_aside
 
 
-def _place_of(absolute: Path, world: World) -> Path:
+def _moving_aside(move: Callable[..., Any], world: World) -> Callable[..., Any]:
+    @functools.wraps(move)
+    def move_aside(source: Any, target: Any, *args: Any, **names: Any) -> Any:
+        if isinstance(source, str | os.PathLike) and isinstance(target, str | os.PathLike):
+            place = _place_of(source, world)
+            # What was saved aside stays there, under whatever name.
+            if place != Path(os.path.abspath(source)) and place.exists():
+                source, target = place, _place_of(target, world)
+                target.parent.mkdir(parents=True, exist_ok=True)
+        return move(source, target, *args, **names)
+
+    return move_aside
+
+
+def _place_of(path: str | os.PathLike[str], world: World) -> Path:
     """Where a run of a comparison has what the script saves under a path."""
+    absolute = Path(os.path.abspath(path))
     # What lies there already is onefold's own, or a path that was returned before.
     if any(map(absolute.is_relative_to, (world.options.probe, world.directory))):
         return absolute
@@ -151,9 +177,8 @@ class Verifying:
         self._dtype: torch.dtype | None = None
         self._progress = _Progress()
         self._same: dict[str, Step] = {}
-        self._results: list[tuple[object, object, Any]] = []
-        if self._on:
-            _progress.append(self._progress)
+        self._gradients: list[tuple[torch.nn.Parameter, torch.Tensor | None]] = []
+        self._results: deque[tuple[object, object, Any]] = deque(maxlen=8)
         if self._on and world.options.probe_mathematics:
             if world.options.probe_mathematics == "float64":
                 self._dtype = torch.float64
@@ -166,6 +191,8 @@ class Verifying:
         self._engine, self._team = engine, team
         if not self._on:
             return
+        _progress.append(self._progress)
+        self._done_mark.unlink(missing_ok=True)
         # A refusal would end the run at the first finding; the comparison reports what it does.
         for replica in engine.replicas:
             replica.loss_watch.refuses = False
@@ -252,9 +279,19 @@ class Verifying:
         """Whether all of its steps that are compared were made, so that no more are computed."""
         return self._progress.is_done
 
+    @property
+    def repeats(self) -> Callable[[], bool] | None:
+        """Whether a loader's last batch stands for all that follow; None if it never does."""
+        return (lambda: self.is_done) if self._on else None
+
     def end(self) -> None:
         """Note that the Trainer makes no more steps."""
         self._progress.is_done = True
+
+    @property
+    def _done_mark(self) -> Path:
+        """A file that exists while no Trainer makes steps that are compared."""
+        return Path(self._world.options.probe) / f"{self._world.options.probe_run}-done"
 
     def note_step(self, step: Step) -> None:
         """Note that a step was made; end the comparison of all Trainers that have made theirs.
@@ -272,12 +309,21 @@ class Verifying:
         if all(each.made >= options.probe_steps for each in under_way):
             for each in under_way:
                 each.is_done = True
-            if len(_progress) == options.probe_trainers:
+            self._done_mark.touch()
+            if 0 < options.probe_trainers <= len(_progress):
                 raise SystemExit(0)
         own.is_done |= own.made >= _PATIENCE * options.probe_steps
 
+    def note_gradients(self) -> None:
+        """Keep what `Trainer.gradient` has left in ``.grad``, for the steps that follow."""
+        if self._on:
+            model = self._engine.replicas[0].module
+            self._gradients = [(each, each.grad) for each in model.parameters()]
+
     def step_again(self, name: str) -> Step | None:
         """Return the last step of a loss, by name, where it stands for all that follow.
+
+        Gradients that the last one has left are there again.
 
         Raises:
             SystemExit: that was so for very many steps.
@@ -287,16 +333,24 @@ class Verifying:
         self._progress.made += 1
         if self._progress.made > _LONGEST:
             raise SystemExit(0)
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
         return self._same[name]
 
-    def result(self, function: object, data: object, compute: Callable[[], Any]) -> Any:
-        """Return what an evaluation or a save gives; of the same model and data, what it gave."""
+    def result(self, call: object, data: object, compute: Callable[[], Any]) -> Any:
+        """Return what a call gives; where the model is the same, what it gave before.
+
+        Args:
+            call: equal for calls that give the same, from the same data.
+            data: the object that the call goes through.
+            compute: makes the call.
+        """
         if not self.is_done:
             return compute()
         for known, of, result in self._results:
-            if known == function and of is data:
+            if known == call and of is data:
                 return copy.deepcopy(result)
-        self._results.append((function, data, compute()))
+        self._results.append((call, data, compute()))
         return copy.deepcopy(self._results[-1][-1])
 
     @contextmanager
@@ -328,8 +382,7 @@ class Verifying:
         return place if if_any or known else Path(path).absolute()
 
     def _aside(self, path: str | Path) -> Path:
-        absolute = Path(path).absolute()
-        return _place_of(absolute, self._world) if self._on else absolute
+        return _place_of(path, self._world) if self._on else Path(path).absolute()
 
     def _unpacked(self, batch: ShardedBatch) -> tuple[ShardedBatch, WholeBatch]:
         """Return the batch with plain payloads, and the whole batch that they are shards of."""
