@@ -13,7 +13,7 @@ import pytest
 from torch.distributed import HashStore
 
 from onefold.errors import PeerError, PeerLost, PeerTimeout
-from onefold.exchange import connections, lateness
+from onefold.exchange import connections
 from onefold.exchange.collective import GroupTransport
 from onefold.exchange.connections import Connections, Lateness, PeerWatch
 
@@ -23,8 +23,8 @@ QUICK_S = 0.02
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lateness, "LOOK_S", QUICK_S)
-    monkeypatch.setattr(lateness, "ANSWERS_S", 1.0)
+    monkeypatch.setattr(connections, "LOOK_S", QUICK_S)
+    monkeypatch.setattr(connections, "ANSWERS_S", 1.0)
 
 
 @contextmanager
@@ -76,7 +76,7 @@ def test_nobody_is_late_because_of_an_answer_at_the_very_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The store is looked at once more after the time is over."""
-    monkeypatch.setattr(lateness, "ANSWERS_S", 0.0)
+    monkeypatch.setattr(connections, "ANSWERS_S", 0.0)
     store = HashStore()
     one, other = (Lateness(store, rank, 2) for rank in range(2))
     one.ask()
