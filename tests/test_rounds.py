@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import onefold
-from onefold.engine.holders import digests_of_held
+from onefold.engine.assembly import digests_of_held
 from tests.rounds import ENDS, WAYS, left_alone, run, run_all, written
 from tests.small import line, make_trainer, points
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from onefold.cli.hints import State, hints_of
+from onefold.cli.verify import State, hints_of
 
 
 def state(step: int, **changes: Any) -> State:

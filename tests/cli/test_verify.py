@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from onefold.cli.hints import State
-from onefold.cli.verify import Difference, _Comparison, _hints, _Run, _Way, first_difference
+from onefold.cli.verify import Difference, State, _Comparison, _hints, _Run, _Way, first_difference
 
 ROOT = Path(__file__).parent.parent.parent
 SCRIPTS = ROOT / "tests" / "scripts"

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onefold.core.fold import fold_shards
-from onefold.core.runningfold import RunningFold
 from onefold.core.shard import Plan
+from onefold.exchange.stagefold import RunningFold
 
 
 def named(left: str, right: str) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from onefold.verifying.relation import PARTS, Relation, relation_of
+from onefold.verifying.mathematics import PARTS, Relation, relation_of
 
 LOSSES = {"A": [0.3, 1.2], "B": [0.7], "C": [2.0, 0.1, 0.4]}
 WEIGHTS = {"A": [1.0, 5.0], "B": [2.0], "C": [3.0, 1.0, 0.0]}

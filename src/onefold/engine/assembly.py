@@ -1,18 +1,40 @@
-"""Puts an engine together from the user's model and optimizer and from who takes part."""
+"""Puts an engine together from the user's model and optimizer and from who takes part.
+
+Which Trainer a model belongs to: the last one that was made of it.
+
+Another Trainer may take the model, or a part of it. The one before leaves the run first, as by
+`Trainer.close`: its memory may be that of several processes, and its optimizer has the state.
+
+Note: values after a Trainer
+----------------------------
+Of a model that no Trainer has held, the lead's values become everybody's, so that it may be drawn
+from unseeded random numbers. One that comes from a Trainer had the same values on every device. If
+they differ now, the script has changed them on one device alone, and that is refused.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import weakref
 from collections.abc import Callable, Container, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from onefold.core.flat import Layout, laid_out, lay_out, storage_order
+from onefold.core.flat import (
+    Layout,
+    laid_out,
+    lay_out,
+    named_tensors,
+    storage_order,
+    tensor_digests,
+)
 from onefold.core.names import own_name
 from onefold.core.precision import Precision
 from onefold.core.recipe import short_lived
@@ -24,7 +46,6 @@ from onefold.engine.buffers import BufferPlaces, BufferSet
 from onefold.engine.description import compare, describe
 from onefold.engine.engine import Engine
 from onefold.engine.firstvalues import revealed, undrawn_of
-from onefold.engine.holders import digests_of_held
 from onefold.engine.leftovers import refuse_clipping
 from onefold.engine.modelcheck import held_in
 from onefold.engine.modelparts import ModelParts
@@ -38,7 +59,40 @@ from onefold.exchange.joining import has_memory_in_common, join
 from onefold.exchange.memory import FirstValues, Memory, Start
 from onefold.system.heap import ORDINARY, DiskHeap, Heap
 
-__all__ = ["assemble"]
+__all__ = ["assemble", "hold", "take_from_holders"]
+
+
+class Holder(Protocol):
+    """What a model belongs to."""
+
+    def close(self) -> None:
+        """Leave the run, so that the model is the script's."""
+
+
+# By identity, as tensors compare by element, and weakly on both sides: nothing here keeps a model
+# or a Trainer. An entry stays when its Trainer is gone.
+_holders = WeakTensorKeyDictionary()
+
+
+def take_from_holders(module: torch.nn.Module) -> None:
+    """Have every Trainer that holds a part of a model leave the run; called on all devices."""
+    # By its parameters alone: Trainers may share buffers, which each has in memory of its own.
+    found = [_holders[tensor]() for tensor in module.parameters() if tensor in _holders]
+    for holder in dict.fromkeys(each for each in found if each is not None):
+        holder.close()
+
+
+def hold(module: torch.nn.Module, holder: Holder) -> None:
+    """Note that a model now belongs to a Trainer."""
+    reference = weakref.ref(holder)
+    for tensor in chain(module.parameters(), module.buffers()):
+        _holders[tensor] = reference
+
+
+def digests_of_held(module: torch.nn.Module) -> dict[str, str]:
+    """Digest the parameters and buffers that have belonged to a Trainer, by name."""
+    tensors = named_tensors(module)
+    return tensor_digests({n: tensor for n, tensor in tensors.items() if tensor in _holders})
 
 
 def assemble(

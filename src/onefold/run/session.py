@@ -34,13 +34,12 @@ from onefold.core.settings import Settings
 from onefold.core.shard import Plan
 from onefold.core.world import World
 from onefold.engine.agreement import head_of
-from onefold.engine.assembly import assemble
+from onefold.engine.assembly import assemble, hold, take_from_holders
 from onefold.engine.batchnorm import recompute_statistics
 from onefold.engine.between import gather_batch, written_shards
 from onefold.engine.byscript import NO_STEP, ByScript, chosen_optimizer
 from onefold.engine.engine import Outcome
 from onefold.engine.evaluation import DataCall, ScoreFunction
-from onefold.engine.holders import hold, take_from_holders
 from onefold.engine.kernels import calls_compiled
 from onefold.engine.schedule import RunSchedule
 from onefold.engine.step import Step

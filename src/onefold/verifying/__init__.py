@@ -44,8 +44,7 @@ from onefold.reading.reader import Collate
 from onefold.reading.stream import is_stream
 from onefold.system.record import append_line
 from onefold.verifying.causes import causes_of
-from onefold.verifying.mathematics import Mathematics
-from onefold.verifying.rounding import tolerance_of
+from onefold.verifying.mathematics import Mathematics, tolerance_of
 from onefold.verifying.state import StateWatch, place_of, unseeded_generators, watch_unseeded
 from onefold.verifying.whole import (
     KeepingCollate,
