@@ -102,11 +102,9 @@ def test_the_dense_cnn_refuses_a_size_that_is_not_even(size: int) -> None:
 
 MODULES = [
     "catalog",
-    "dense_cnn",
     "lenet",
     "resnet",
     "unet",
-    "vgg",
 ]
 
 
