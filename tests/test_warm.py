@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import TCPStore
 
 import onefold
 from tests import warm
@@ -60,6 +61,9 @@ def test_a_fork_finds_what_a_start_does(tmp_path: Path, forks: list[int]) -> Non
     assert len(forks) == 1
     started = surroundings(tmp_path, False)
     assert len(forks) == 1
+    # With those of a pipe that a library in this process makes anew in each fork.
+    assert set(started[0]["descriptors"]) <= set(forked[0]["descriptors"])
+    assert len(forked[0].pop("descriptors")) - len(started[0].pop("descriptors")) in (0, 2)
     for name in started[0]:
         assert forked[0][name] == started[0][name], name
     assert forked[1:] == started[1:]
@@ -84,3 +88,16 @@ def test_a_device_fails_alike(kind: str, forks: list[int]) -> None:
         words.append(str(caught.value).replace(pid, "PID") if pid else str(caught.value))
     assert len(forks) == 1
     assert words[0] == words[1]
+
+
+def test_a_pipe_that_a_library_makes_anew_in_each_fork_takes_no_others_place(
+    forks: list[int],
+) -> None:
+    """PyTorch's store does: loader workers then wait at the pipe that has come in their place."""
+    warm.start_by_fork(False)
+    store = TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
+    command = [sys.executable, str(warm.SCRIPTS / "pipes.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert (done.stdout, done.stderr) == ("0\n", "")
+    assert len(forks) == 1
+    del store

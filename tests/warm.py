@@ -18,6 +18,7 @@ pytest has put in place of streams and warnings, exit functions, caches that bel
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import faulthandler
 import gc
@@ -89,9 +90,10 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
         sys.stderr.flush()
         # A fork copies the tables of all pages, also of those that hold nothing any more.
         _libc.malloc_trim(0)
+        before = _descriptors()
         pid = os.fork()
         if pid == 0:
-            _Child(asked).become(program)
+            _Child(asked, before).become(program)
         self.pid = pid
         self._child_created = True
         self._close_pipe_fds(  # type: ignore[attr-defined]
@@ -188,8 +190,11 @@ def _fresh_path() -> list[str]:
 class _Child:
     """The forked process on its way to be a program of its own."""
 
-    def __init__(self, asked: types.SimpleNamespace) -> None:
+    def __init__(self, asked: types.SimpleNamespace, before: dict[int, str]) -> None:
         self._asked = asked
+        # libuv, which PyTorch's store uses, makes a pipe anew in every forked process, and closes
+        # the old one by its numbers: these must not come to be those of other files.
+        self._anew = {n for n, target in _descriptors().items() if before.get(n, target) != target}
 
     def become(self, program: Callable[[], None]) -> NoReturn:
         """Run the program and end as it ends; never returns to the parent's stack."""
@@ -240,11 +245,21 @@ class _Child:
         for number, stream in enumerate(streams):
             if stream != -1:
                 os.dup2(stream, number)
-        kept = sorted({int(each) for each in asked.pass_fds} | {0, 1, 2})
+        inherited = {int(each) for each in asked.pass_fds} | {0, 1, 2}
+        kept = sorted(inherited | self._anew)
         for low, high in zip(kept, [*kept[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
             os.closerange(low + 1, high)
-        for number in kept:
+        for number in inherited:
             os.set_inheritable(number, True)
+
+
+def _descriptors() -> dict[int, str]:
+    """What the open descriptors of this process lead to."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the folder which is being read
+            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+    return found
 
 
 def _restore_python() -> None:
