@@ -1,5 +1,7 @@
 """Checkpoints as files: written whole or not at all, checked before use, pruned and tidied up.
 
+`Keeping` says which checkpoints of a directory stay.
+
 A checkpoint is a folder ``step-00001234`` of a directory::
 
     model.safetensors      parameters and buffers under the user's own names

@@ -1,6 +1,7 @@
-"""Moves a model between memory and files: copies it for writing, and fills in saved values.
+"""Copies a model for writing, fills in saved values, and reads the other tensors of a checkpoint.
 
-The files of a checkpoint that is loaded: which of their tensors are used, and what for.
+`copy_model` and `ModelFiles` move a model between memory and files. `StoredStates` has the files of
+a checkpoint that is loaded: it decides which of their tensors are used, and what for.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
-"""Writes a run as it is now to files, from copies or as the devices bring what they keep.
+"""Writes a run as it is now to files, and has the lead work while the other devices wait for it.
+
+`Saving` writes from `Copies`, or by a `Stream` as the devices bring what they keep. `Lead` has the
+lead do work while the other devices wait for it, however long it takes.
 
 Note: who does what
 -------------------
 The lead writes in a thread, as ever. When it comes to the bytes of a tensor that the devices keep
 in pieces, it asks for them and waits. The training threads of all devices meet, learn what is asked
 for, send the lead their pieces, and meet again; also while nothing is asked for, so that they know
-that the lead is at work (see `Lead`). So the lead has its own span and one
-tensor, or two while one comes and the other is being let go. Training waits for all of it.
-
-Has the lead do work while the other devices wait for it, however long it takes.
+that the lead is at work (see `Lead`). So the lead has its own span and one tensor, or two while one
+comes and the other is being let go. Training waits for all of it.
 
 Note: slow but alive is alive
 -----------------------------

@@ -1,15 +1,17 @@
-"""The commands of ``onefold``. What they do is in the modules that they call.
+"""The commands of ``onefold``, and which of their arguments belong to a script that they run.
+
+What the commands do is in the modules that they call.
+
+`ScriptCommand` tells the arguments of ``onefold run``, ``onefold verify`` and ``onefold plan`` from
+those of the script. Only what stands before the script, or before ``-m MODULE`` and in it, is the
+command's: everything behind belongs to the script, whatever it is called. ``--`` may stand between
+the two.
 
 Note: imports inside of commands
 --------------------------------
 typer reads every command before it runs one. The jobs, the tables and the comparison are imported
 by the command that needs them, so that ``onefold run`` starts without them. The docstring of a
 command is its help.
-
-Tells the arguments of ``onefold run`` and ``onefold verify`` from those of the script.
-
-Only what stands before the script, or before ``-m MODULE`` and in it, is the command's: everything
-behind belongs to the script, whatever it is called. ``--`` may stand between the two.
 """
 
 from __future__ import annotations

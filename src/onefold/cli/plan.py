@@ -1,6 +1,7 @@
-"""Shows where a script's model may be cut, and what it would take of memory.
+"""Shows where a script's model may be cut and what memory it would take, and lists the devices.
 
-The table that ``onefold devices`` prints.
+`plan_script` prints the plan of a model. `device_table` makes the table that ``onefold devices``
+prints.
 """
 
 from __future__ import annotations

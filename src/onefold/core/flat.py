@@ -1,4 +1,7 @@
-"""Packs many tensors into a few flat ones, of which pieces and chunks are views.
+"""Packs many tensors into a few flat ones, and names the exact bits of a model.
+
+Pieces and chunks are views of the flat tensors. `fingerprint_of` makes a short name for the exact
+bits of a model.
 
 Note: where a tensor begins
 ---------------------------
@@ -12,8 +15,6 @@ A section is a view of memory that somebody else allocated, perhaps shared with 
 view of an entry, a piece or a chunk aliases its section: writing to one writes to all of them, and
 in-place additions rely on that. The layout is computed from names, shapes, dtypes and strides
 alone, so that every process finds a tensor at the same offset without asking the others.
-
-A short name for the exact bits of a model.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """`gather`, by which a loss sees the tensors of all shards, and how it finds the shard it is in.
 
+`SyncBatchNorm` gathers by it, and normalises by the whole batch.
+
 What is done with a tensor is up to the `Gatherer` of the shard that is being computed; those of a
 step that joins shards are in `onefold.engine.together`.
 

@@ -1,10 +1,8 @@
-"""The precisions in which a run can compute, and what each of them means for its numbers.
+"""The precisions in which a run can compute, and what each of them means for its numbers. Pure.
 
-The factor by which losses of float16 are multiplied before backward. Pure.
-
-Gradients below 6e-8 are 0 in float16. Multiplied by a power of two, a loss has gradients that
-survive, and dividing by it again rounds nothing (Micikevicius et al. 2018, Mixed Precision
-Training).
+`LossScale` is the factor by which losses of float16 are multiplied before backward. Gradients below
+6e-8 are 0 in float16. Multiplied by a power of two, a loss has gradients that survive, and dividing
+by it again rounds nothing (Micikevicius et al. 2018, Mixed Precision Training).
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Seeds that depend on what is computed, and never on which device computes it.
+"""Seeds that depend on what is computed and never on the device, and the states of generators.
+
+`packed_generators` returns the states of all generators as bytes, with which another device goes on
+where this one stopped: those of PyTorch (of the host and of one GPU), of Python's ``random`` and of
+NumPy.
 
 Note: what is seeded, and what it costs
 ---------------------------------------
@@ -11,9 +15,6 @@ caller's is not touched at all.
 Normal numbers are made in pairs, and the second of a pair is held back for the next call. Python's
 state includes this pending number. NumPy keeps it outside of the generator, and drops it when the
 generator is replaced, so where one is pending the whole state is saved and restored after all.
-
-The states of all generators can be read as bytes, with which another device goes on where this one
-stopped: those of PyTorch (of the host and of one GPU), of Python's ``random`` and of NumPy.
 """
 
 from __future__ import annotations

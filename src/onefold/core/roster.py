@@ -1,5 +1,7 @@
 """The devices that take part in a run, from one step to another: a value that never changes.
 
+`Team` says which devices there are, and which of them this process drives.
+
 Note: the next roster
 ---------------------
 A plan that follows measured speed, a device that dies, one that joins, one more host: each of these

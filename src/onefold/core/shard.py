@@ -1,6 +1,7 @@
 """How a batch is cut into shards, which device runs which, and how a shard is cut. Pure.
 
-A shard is run in pieces where a whole one is too large for its device's memory.
+A shard is run in pieces where a whole one is too large for its device's memory: `pieces_of` cuts
+it, and `Search` finds the largest pieces that fit.
 
 Note: lists of samples
 ----------------------

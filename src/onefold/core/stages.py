@@ -1,6 +1,7 @@
-"""Where a model may be cut: which of its parameters lie in which stage. Pure.
+"""Where a model may be cut into stages, and how a line of devices computes these. Pure.
 
-A line of devices: which stages each has, and in which order it computes. Pure.
+`Stages` records which of the model's parameters lie in which stage. `cut_line` decides which stages
+each device of a line has, and `moves` in which order it computes.
 
 The first device of a line computes the beginning of the model, the next one goes on with what it
 was given, and the last one has the loss; backward goes the same way back. A device begins with as

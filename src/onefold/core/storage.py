@@ -2,7 +2,7 @@
 
 A layout is cut into pieces, these into a span for each device, and spans into chunks.
 
-Of frozen parameters each device may keep a part, as it does of the trained ones. Nothing is
+Of `Frozen` parameters each device may keep a part, as it does of the trained ones. Nothing is
 computed from the bounds of these parts, so that they may depend on the devices. Their pieces are
 counted on from those of the trained parameters, and follow them in the memory of a stage.
 

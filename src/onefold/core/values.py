@@ -1,4 +1,13 @@
-"""Values that a loss returns beside itself, such as an accuracy: reported, and never trained on.
+"""What shards return: gradient and loss, the values beside a loss, and the rows of a prediction.
+
+`ShardValues` and `StepValues` are values that a loss returns beside itself, such as an accuracy:
+reported, and never trained on. `ShardResult` is the result of one shard in a step: a value that
+knows nothing of devices, boards or exchanges.
+
+`columns_of` cuts the values of a prediction into columns, in which they are kept until all devices
+have them. A value with one row a sample is one column. A list with one tensor a sample, which may
+all be of other sizes, is one as well; a list with one dict a sample has a column for each key. The
+columns of a shard are a dict, which travels as `onefold.core.wire` writes it.
 
 Note: how values travel
 -----------------------
@@ -18,14 +27,6 @@ Note: nothing is waited for
 Totals stay on their device until somebody reads `Step.values`, and so do weights that a GPU
 computes: unlike those of a loss, they decide nothing. For outputs, which are copied to the host,
 it waits.
-
-The result of one shard in a step: a value that knows nothing of devices, boards or exchanges.
-
-How the values of a prediction are kept until all devices have them: column by column.
-
-A value with one row a sample is one column. A list with one tensor a sample, which may all be of
-other sizes, is one as well; a list with one dict a sample has a column for each key. The columns of
-a shard are a dict, which travels as `onefold.core.wire` writes it.
 """
 
 from __future__ import annotations

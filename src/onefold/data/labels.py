@@ -1,5 +1,7 @@
 """Finds labels that are probably not classes, before a model learns them.
 
+`check_apart` and `check_one_label` compare the samples of training and test, and equal samples.
+
 To a program a label is any text. Measured numbers, lists of labels, and one label in two spellings
 all look like classes, and training on them raises no error: it ends with a model of something else
 than was asked for. The numbers below are rules of thumb, which --labels-as-is switches off.

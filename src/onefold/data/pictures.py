@@ -1,6 +1,8 @@
-"""Reads pictures, one or all of them, and finds before training those that cannot be read.
+"""Finds the pictures below a folder, and reads them: one, or all to find bad ones before training.
 
 A picture here is a ``PIL.Image`` of mode ``L`` (grey) or ``RGB``, turned upright by its EXIF note.
+`picture_paths` finds the pictures below a folder. `look_through` reads all of them, and finds
+before training those that cannot be read.
 
 Note: more than 8 bits
 ----------------------
@@ -20,8 +22,6 @@ Note: exact sums
 Mean and standard deviation of the pixels end up in every sample, so they must not depend on what
 has been added first. So sums are kept as Python's integers, which have no limit and no rounding,
 and are divided once, at the end.
-
-Finds the pictures below a folder.
 """
 
 from __future__ import annotations

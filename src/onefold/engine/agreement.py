@@ -1,4 +1,7 @@
-"""Opens every call: all devices must have begun the same one, in the same state.
+"""Opens every call: all devices must begin the same one, in a state that is alike and valid.
+
+`head_of` describes what a step begins with, which devices compare. `refuse_unfrozen` and
+`ModeWarning` refuse a model, or warn of its mode, before the step.
 
 Note: what is compared, and when
 --------------------------------
@@ -9,8 +12,6 @@ nothing: what its user changes between two steps is the user's affair.
 
 A process looks at its own state before it meets the others, and never between: with memory in
 common, a device that was let go first may already be writing.
-
-What a step begins with: what devices compare, and what is refused or warned of before it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Puts an engine together from the user's model and optimizer and from who takes part.
+"""Puts an engine together from model, optimizer and devices, and records whose the model is.
 
-Which Trainer a model belongs to: the last one that was made of it.
-
-Another Trainer may take the model, or a part of it. The one before leaves the run first, as by
-`Trainer.close`: its memory may be that of several processes, and its optimizer has the state.
+`assemble` makes the engine of the user's model and optimizer and of who takes part. `hold` records
+which Trainer a model belongs to: the last one that was made of it. Another Trainer may take the
+model, or a part of it. The one before leaves the run first, as by `Trainer.close`: its memory may
+be that of several processes, and its optimizer has the state.
 
 Note: values after a Trainer
 ----------------------------

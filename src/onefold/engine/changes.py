@@ -1,4 +1,7 @@
-"""The block in which a script may change the model between two steps: `Trainer.changing`.
+"""The block in which a script may change model and optimizer between steps: `Trainer.changing`.
+
+`Changes` is about the model and the settings. `WholeState` brings the optimizer's state together,
+so that the script may change it in the block.
 
 Note: a gradient inside the block
 ---------------------------------
@@ -8,15 +11,14 @@ block is closed for as long as that takes: the lead's values become everybody's,
 everybody goes on from there, in new copies. What the script holds are the parameters themselves,
 which stay the same objects; the gradients in their ``.grad`` are each process's own, and stay too.
 
-Brings an optimizer's state together in `Trainer.changing`, where a script may change it.
-
 Note: whose state it is
 -----------------------
 A device keeps the state of the pieces that it updates, under the tensors of these pieces. Between
-steps the optimizers' own ``state`` is therefore another mapping, `DividedState`. In a block that
-asks for it, all devices have the state of whole parameters there. When the block ends, the lead's
-is cut again, and each device takes that of its own pieces. Where one device has all of it, in
-pieces that are whole parameters, nothing is divided, and nothing of this is done.
+steps the optimizers' own ``state`` is therefore another mapping,
+`onefold.engine.optimizers.DividedState`. In a block that asks for it, all devices have the state of
+whole parameters there. When the block ends, the lead's is cut again, and each device takes that of
+its own pieces. Where one device has all of it, in pieces that are whole parameters, nothing is
+divided, and nothing of this is done.
 """
 
 from __future__ import annotations

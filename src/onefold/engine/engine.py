@@ -1,6 +1,7 @@
-"""Drives a step through replicas, exchange and update; the model's state is the replicas'.
+"""Drives a step through replicas, exchange and update, or leaves its gradient to the script.
 
-Leaves the whole gradient of a batch in ``.grad`` of the user's parameters, on every device.
+The model's state is the replicas'. `WholeGradient` leaves the whole gradient of a batch in
+``.grad`` of the user's parameters, on every device.
 
 Note: whose memory it is
 ------------------------

@@ -1,4 +1,10 @@
-"""From the totals of a step to the gradient that the optimizer gets, and whether it gets one.
+"""From a step's totals to the optimizer's gradient, if it gets one, and what in it is not finite.
+
+`GradientRules` makes the gradient that the optimizer gets. `FiniteCheck` looks whether it may be
+used. `bad_gradient` finds what is not finite in a step, and names the shard, its samples and the
+parameter. A gradient that is not finite is seen in the sum of all shards, where nobody can tell any
+more which of them it came from. The shards are then computed once more: they are pure functions of
+what the step began with, and nothing has been updated.
 
 Note: the order
 ---------------
@@ -6,12 +12,6 @@ Totals are first divided by what backward could not know yet, and by the scale o
 norm of the whole gradient is added up, piece by piece in float64, and every device has it: a single
 value that is not finite makes the norm not finite, so one number decides for all devices whether
 anything is updated. Only then is the gradient clipped, first by norm and then by value.
-
-Finds what is not finite in a step, and names the shard, its samples and the parameter.
-
-A gradient that is not finite is seen in the sum of all shards, where nobody can tell any more which
-of them it came from. The shards are then computed once more: they are pure functions of what the
-step began with, and nothing has been updated.
 
 Note: when a GPU is asked
 -------------------------

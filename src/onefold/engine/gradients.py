@@ -1,4 +1,7 @@
-"""Takes over what backward leaves behind: one shard's gradients, each in memory of its own.
+"""Takes over the gradients that backward leaves behind, shard by shard, and computes their norms.
+
+`take_gradients` takes one shard's gradients, each in memory of its own. `PieceNorms` computes the
+norm of the whole gradient, of which each device has the pieces that it owns.
 
 Note: who owns a gradient
 -------------------------
@@ -10,8 +13,6 @@ one tensor, where they went through ``torch.cat`` or a sum, and a hook may hand 
 it keeps, one that is expanded, or one whose strides are not its parameter's. Such gradients are
 copied first, into the parameter's strides: a norm is added up in the order of the memory, and fused
 optimizers read gradients in the parameter's order, whatever their strides.
-
-The norm of the whole gradient, of which each device has the pieces that it owns.
 
 Note: two norms
 ---------------

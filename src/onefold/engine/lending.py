@@ -1,5 +1,7 @@
 """Has the parameters of a stage brought to this device while they are needed, and not longer.
 
+`Course` remembers in which order stages are wanted, so that the next one can come early.
+
 Note: what autograd keeps
 -------------------------
 Backward needs the parameters of a stage long after its forward pass. What autograd keeps of them,

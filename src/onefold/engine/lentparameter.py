@@ -1,4 +1,7 @@
-"""Notices when somebody computes with a parameter that is not on this device."""
+"""Notices when somebody computes with a parameter that is not on this device.
+
+`Lending` stands for devices that have all parameters, where nothing is brought.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """Finds out from the graph of a loss what it is, where onefold would read it as something else.
 
+`LossWatch` looks at the losses of a run, and refuses or warns once.
+
 A tensor does not say what it was divided by. A scalar is read as the mean over the shard's samples,
 and (n,) values are divided by n; a sum, or a mean by class weights or by targets that are not
 ignored, gives the same bits on any number of devices and a loss that nobody intended. The node of

@@ -1,6 +1,7 @@
 """Refuses models that cannot be trained alike on any number of devices, before any work.
 
-Low precision needs more of a model and its devices, which is checked here as well.
+Low precision needs more of a model and its devices, which `check_precision` and `check_device`
+check.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""The parts of the user's model, as they were when Trainer was made, and whether they still are.
+"""The parts of the user's model and their modes, and modules that its loss uses beside it.
 
-Finds modules that the loss uses beside the model: nothing folds or saves their state.
+`ModelParts` has the parts as they were when Trainer was made, and finds out whether they still are.
 
-Modules show themselves when they are called: in some steps every call of a module is noted, and
-what such a module had before its first call is compared with what it has after the last.
+`OutsideModules` finds modules that the loss uses beside the model: nothing folds or saves their
+state. Modules show themselves when they are called: in some steps every call of a module is noted,
+and what such a module had before its first call is compared with what it has after the last.
 """
 
 from __future__ import annotations

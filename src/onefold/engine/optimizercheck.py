@@ -1,10 +1,9 @@
-"""Which optimizers can be divided among devices, and how finely.
+"""Which optimizers can be divided among devices, and how finely; those that draw are refused.
 
-Refuses optimizers that draw random numbers while they update.
-
-Each device updates its own spans, and draws for them from where its generators stand: all devices
-the same numbers for other parameters, and as many as its spans need. Noise would repeat in the
-model, and depend on how many devices there are.
+`UpdateDraws` refuses optimizers that draw random numbers while they update. Each device updates its
+own spans, and would draw for them from where its generators stand: all devices the same numbers for
+other parameters, and as many as its spans need. Noise would repeat in the model, and depend on how
+many devices there are.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Several optimizers, each for parameters of its own, as one.
+"""The user's optimizers and schedules: several as one, hooks on them, and what of them is seen.
 
-The schedules of several optimizers, as one.
-
-Hooks on the user's optimizers: ours refuse what a script calls by mistake; its own are seen.
-
-What a script sees of an optimizer's state that is divided among devices.
+`Optimizers` has several optimizers, each for parameters of its own, act as one; `Schedules` does
+the same with the schedules of several optimizers. Hooks on the user's optimizers, such as those of
+`refuse_own_steps`, refuse what a script calls by mistake; `has_own_step` sees the script's own.
+`StateView` decides what a script sees of an optimizer's state that is divided among devices.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Converts the optimizer's state between devices, which hold pieces, and files of whole tensors.
+"""Converts the optimizer's state between pieces and whole tensors, and keeps the model's averages.
+
+Devices hold pieces, and files hold whole tensors. `Averages` keeps the averages of the model: of
+parameters piece by piece at their owners, of buffers everywhere.
 
 A process packs the state of its pieces into one stretch of bytes, so that it can travel; the lead
 joins what it receives from all into whole tensors, under the parameters' names. For a process that
@@ -10,8 +13,6 @@ First a header of JSON that lists every value, then the tensors' bytes, each ali
 `unpack` can view them in place in any dtype. Nothing is pickled: a stretch may come over a
 network. The memory may be a transport's that is used again, so whoever keeps what `unpack` yields
 must copy it.
-
-The averages of the model: of parameters piece by piece at their owners, of buffers everywhere.
 
 Note: where an average lies
 ---------------------------

@@ -1,5 +1,7 @@
 """The model on one device: computes one shard at a time and hands over its gradients.
 
+`Handing` hands over the gradients of one piece, stage by stage, while backward runs.
+
 Note: one module for all devices of a process
 ---------------------------------------------
 The user's module exists once. Where one process drives several devices, each has memory of its own

@@ -1,6 +1,8 @@
-"""What all shards of a step have in common.
+"""What all shards of a step have in common, and what the loss of each means for the step.
 
-What a shard's loss means for the step: its divisors, its backward, and what it may gather.
+`ShardTask` is what all shards of a step have in common. `of_one_divisor`, `backward` and
+`gatherer_of` decide what a shard's loss means for the step: its divisors, its backward, and what it
+may gather. `ShardPiece` has samples of a shard that run at once.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """One device's share of a step: runs its shards, adds up inside its blocks, hands the sums over.
 
+`run_rounds` does so where devices hand gradients over stage by stage, and `Line` in a pipeline.
+
 Note: the order of addition in blocks
 -------------------------------------
 A device's shards are a row of whole blocks of the fold's tree (see `onefold.core.fold`). Inside a

@@ -1,5 +1,7 @@
 """The modules at whose ends a model may be cut, and what of the model lies in which.
 
+`frozen_of` shares frozen parameters out to the devices.
+
 Note: when a stage is done
 --------------------------
 Nothing is put into the graph of autograd: a node between two stages would change the order in which

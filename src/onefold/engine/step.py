@@ -1,4 +1,7 @@
-"""The result of one update, as the user gets it."""
+"""The result of one update, as the user gets it.
+
+`Outcome` is what the engine knows of an update, and `verdict_of` decides whether it is made.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """Runs the shards of a step together, where the loss needs the tensors of all of them.
 
+`Preparing` and `trade_divisors` find what the shards must know of each other beforehand.
+
 Note: two runs
 --------------
 A loss that gathers cannot come to its end in one shard before it has begun in all others. To keep

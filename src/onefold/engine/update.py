@@ -1,5 +1,9 @@
 """The user's own optimizer, at work on the spans of this process.
 
+`parts_of` cuts an update, which is then made one part of the model after the other. Where a model
+is updated stage by stage, the optimizer's ``step()`` is called once for each stage, with the pieces
+of that stage in its groups: what it needs besides is there for one stage at a time.
+
 Note: how an optimizer is divided
 ---------------------------------
 The user's optimizer object is kept, so that schedulers attached to it, its hooks and its parameter
@@ -8,11 +12,6 @@ the parameters; its state is keyed by pieces for good. A whole piece is the para
 other is a flat view of a part of it, so that updating the piece updates the parameter in place. An
 optimizer finds a piece's state by the identity of the tensor object: as long as this process owns a
 piece, the very same object must stand for it.
-
-An update that is made one part of the model after the other.
-
-Where a model is updated stage by stage, the optimizer's ``step()`` is called once for each stage,
-with the pieces of that stage in its groups: what it needs besides is there for one stage at a time.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Brings together what the shards' losses returned beside themselves, and what shards gather.
 
-What is gathered goes to all devices, and the gradients of it come back, added up. Its tensors
-travel as bits in rows of float64, the only thing that `Transport.share` moves. Rows of one trade
-have one length, so shorter ones are filled up.
+`ValueTrade` knows which values a run has seen. `RowTrade` brings what shards gather to all devices,
+and the gradients of it back, added up. Its tensors travel as bits in rows of float64, the only
+thing that `Transport.share` moves. Rows of one trade have one length, so shorter ones are filled
+up.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Has pieces that are kept in other memory visit the device that computes with them.
+"""The pieces that this process updates, and their visits to the device that computes with them.
+
+`OwnedPiece` is a piece of the model that a device of this process updates. `Visits` has pieces that
+are kept in other memory visit the device that computes with them.
 
 Note: what is computed where
 ----------------------------
@@ -7,8 +10,6 @@ has the same bits everywhere, and so has a product with one number that the host
 that flushes denormal numbers on the host has others there.) All else is computed on the device, one
 piece or one stage at a time, as processors and GPUs order the additions of a norm differently, and
 round a product that is added at once in another place.
-
-A piece of the model that a device of this process updates.
 """
 
 from __future__ import annotations

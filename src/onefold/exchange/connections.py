@@ -1,4 +1,7 @@
-"""Cuts the connections of a process group, when this process fails or a peer stops responding.
+"""Cuts the connections of a failed process group, and finds the device that all others wait for.
+
+`Connections` can be cut when this process fails or a peer stops responding, which `PeerWatch`
+notices. `Lateness` finds out which device all others wait for.
 
 Note: why connections are cut
 -----------------------------
@@ -14,8 +17,6 @@ The backend closes its sockets when it likes, from threads of its own, and the k
 number to the next file that is opened. So every socket is known by its inode as well, and nothing
 is done through the number itself: it is duplicated first, as nobody else closes the copy, and the
 copy is used only if its inode is the right one (see `_copy_of`).
-
-Finds out which device all others wait for.
 
 Note: who is late
 -----------------

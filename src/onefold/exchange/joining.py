@@ -1,5 +1,7 @@
 """Joins the devices of a run: chooses memory and transport, and compares before it shares.
 
+`OneDeviceMemory` and `DevicesMemory` are the memory of a process that drives all devices.
+
 Note: compare first
 -------------------
 Whatever follows takes for granted that all processes have the same sizes: shared memory is cut and

@@ -1,8 +1,13 @@
-"""Short messages between the processes of one host, and prompt notice of a dead one.
+"""Connects all processes of a host: for short messages, and for prompt notice of a dead one.
 
 Every process holds a socket to every other one. The kernel closes the sockets of a process that
 ends, whatever ended it; where a child still holds a copy, a pidfd reports the end all the same. So
 whoever waits notices a dead peer at once.
+
+`connected` connects every process of one host with every other one. The sockets have abstract
+names: there is no port and no file, and nothing to clean up. Anyone on the host can list such
+names, and connect to them. So a name is derived from an address that only the processes of the run
+know, both ends look at the other's user, and who connects gives its number first.
 
 Note: a peer's last words
 -------------------------
@@ -10,13 +15,6 @@ A process that fails sends why and hangs up at once. If it leaves messages unrea
 reports a reset connection before it delivers what the process sent. It also reports the end too
 early to who finds no message just before the process sends its last and hangs up. So neither is
 final until a second read has found nothing: the reason comes last (see `_read`, `_explain_unsent`).
-
-Connects every process of one host with every other one.
-
-The sockets have abstract names: there is no port and no file, and nothing to clean up. Anyone on
-the host can list such names, and connect to them. So a name is derived from an address that only
-the processes of the run know, both ends look at the other's user, and who connects gives its
-number first.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Where parameters, partial sums and the board of a run lie.
+"""Where parameters, frozen or not, partial sums and the board of a run lie.
 
-What one device keeps of the frozen parameters, where each of several devices keeps a part.
+`Memory` is that of this process's devices. `FrozenMemory` is what one device keeps of the frozen
+parameters, where each of several devices keeps a part.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Memory of one process of several that cannot see each other's: tensors are moved.
 
-Partial sums go from every device straight to the owner of each span, and the updated spans straight
-back to everybody.
+In `PrivateMemory` partial sums go from every device straight to the owner of each span, and the
+updated spans straight back to everybody. `GroupCarrier` brings gradients to their owners through
+torch.distributed as well, and so does `GroupRelay` the tensors that devices of a line pass to each
+other.
 
 Note: what is in flight, and who may touch it
 ---------------------------------------------
@@ -10,9 +12,6 @@ own span of theirs. Until ``finish`` the transport still reads what it sends. Th
 a chunk of its span all the same, once that has arrived: a span is sent to its owner alone, so this
 device's part of its own span is in no message. ``hand_on`` receives into the parameters themselves;
 nobody computes with them between ``collect`` and ``spread``.
-
-Gradients on their way to their owners travel through torch.distributed as well, and so do tensors
-that devices of a line pass to each other.
 
 Note: by way of the host
 ------------------------

@@ -1,12 +1,12 @@
-"""A store whose values only processes with the secret of the run can write.
+"""Proves by the run's secret who wrote a value of the store, and that processes belong to the run.
 
-Whoever reaches the store's port may set any key, ahead of its owner or after it: the address at
-which a device listens, say. So each value carries a digest of its key and of itself, keyed with the
-secret (HMAC-SHA256), and one without it ends the run. Counters and the mere presence of keys carry
-none: a stranger can hold a run up with those, or end it, and nothing else.
+`SealedStore` is a store whose values only processes with the secret of the run can write. Whoever
+reaches the store's port may set any key, ahead of its owner or after it: the address at which a
+device listens, say. So each value carries a digest of its key and of itself, keyed with the secret
+(HMAC-SHA256), and one without it ends the run. Counters and the mere presence of keys carry none: a
+stranger can hold a run up with those, or end it, and nothing else.
 
-Proves that every process of a group belongs to the run, before anything it sends is used.
-
+`prove` proves that every process of a group belongs to the run, before anything it sends is used.
 Each process draws a challenge, and each answers the challenges of all with a keyed digest of them
 and of its own number (HMAC-SHA256, RFC 2104). Nobody can answer without the secret of the run, and
 an answer is of no use in another group, whose challenges differ. The secret itself is never sent.

@@ -1,7 +1,13 @@
-"""Memory that the processes of one host share.
+"""Memory that the processes of one host share, and what they send to each other through it.
 
-The parameters exist once, and every process computes with them where they are. They lie in a file
-without a name, partial sums and the board in another, which the lead makes and hands to the others.
+In `HostMemory` the parameters exist once, and every process computes with them where they are. They
+lie in a file without a name, partial sums and the board in another, which the lead makes and hands
+to the others. `new_file` makes such memory, which is handed over by descriptor; `take_file`
+receives it.
+
+`HostCarrier` brings gradients to their owners through shared memory, and `HostRelay` passes tensors
+in files without a name. `HostTransport` reaches the other processes: words go through sockets,
+bytes through shared files.
 
 Note: files cut alike everywhere
 --------------------------------
@@ -22,8 +28,6 @@ Note: who may write to a room
 `bring` copies nothing: the lead maps the very memory that each process has filled, and may read it
 as long as it keeps the tensors. So nobody fills its room again before the lead is done with it;
 `onefold.checkpoint.resume` waits for the writing of a checkpoint before it packs the next one.
-
-Memory that processes of a host share: a file without a name, handed over by descriptor.
 
 Note: how long it lives
 -----------------------

@@ -1,6 +1,7 @@
 """The fold of gradients that come stage by stage, shard by shard, to the owners of their pieces.
 
-The owner's sums where gradients come stage by stage, shard by shard.
+`StageFold` takes what devices give. `StageSums` has the owner's sums. `RunningFold` is the fold of
+values that come one by one, in any order: it keeps as few sums as it can.
 
 Note: lent tensors
 ------------------
@@ -8,8 +9,6 @@ Much of what comes need not be kept: it lies in a gradient that backward would l
 memory that another device will write again, and it is mostly added to something else at once. So a
 sum may hold tensors that are *lent*: an addition never writes to them, and what is still lent when
 all that came at one time has been added is copied.
-
-The fold of values that come one by one, in any order: keeps as few sums as it can. Pure.
 
 Note: how many sums are kept
 ----------------------------

@@ -3,7 +3,8 @@
     from onefold.integrations.transformers import Trainer
 
 in the place of transformers' own, before any ``TrainingArguments`` are made. Its loop, callbacks,
-checkpoints and evaluation stay; docs/guides/transformers.md has an example.
+checkpoints and evaluation stay; docs/guides/transformers.md has an example. `check_arguments`
+decides which `transformers.TrainingArguments` a run of several devices can have.
 
 Note: how its loop is driven
 ----------------------------
@@ -20,8 +21,6 @@ The loop counts the labels of the whole batch, and losses that take this number 
 it: those of shards add up. Other losses are means and must be weighted. The signature does not tell
 (many models accept the number and ignore it), the graph does: the loss has a derivative by the
 number, or has none.
-
-Which `transformers.TrainingArguments` a run of several devices can have.
 """
 
 from __future__ import annotations

@@ -3,16 +3,15 @@
 The data are the 1,797 images of scikit-learn's ``load_digits``, which need no download. The job is
 also an example of a job: it uses nothing but the public interface.
 
+`results_table`, `verdict` and `draw_curves` make what the demo shows: the table of its runs, the
+verdict on them and their learning curves. They train nothing; a `Run` comes from `train`.
+
 Note: what must be alike on all devices
 ---------------------------------------
 Each device is a process that calls `train` by itself. The first weights and the split of the data
 are drawn with fixed seeds, so all have the same. The shifts are drawn from PyTorch's global
 generator, which the trainer's loader seeds for every sample: so a sample is shifted alike whichever
 device reads it.
-
-What the demo shows: the table of its runs, the verdict on them and their learning curves.
-
-Nothing here trains; a `Run` comes from `onefold.jobs.digits.train`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,10 @@
-"""Options of the ready-made jobs: each with a name, a help, a default and a check.
+"""Options of the ready-made jobs, and the optimizers and learning rates that come of them.
 
-They come from a config file and from the command line, which takes precedence. Options that are
-left open are settled once the data are known (`dataclasses.replace`), and all are saved with the
+An `option` has a name, a help, a default and a check. Options come from a config file and from the
+command line, which takes precedence. Those that are left open are settled once the data are known
+(`dataclasses.replace`), and all are saved with the run.
+
+`scaled_rate` scales a learning rate to the batch size. `rate_factor` has it rise and fall during a
 run.
 
 Note: why everything has a largest value
@@ -10,8 +13,6 @@ A config file may be anybody's, and a typo on the command line is quickly made. 
 machine can serve would not fail as what it is, but as an overflow in PyTorch, a process killed for
 want of memory, or a loop that never ends. So each option that sets a size or a factor has a bound,
 far above anything sensible.
-
-Learning rates: scaled to the batch size, and as they rise and fall during a run.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Uses a trained run on new files, on any number of devices: the output is the same for all.
+"""Uses a trained run on new files, and writes the predictions: the same on any number of devices.
 
-Formats predictions as CSV or JSON, and protects files that are not predictions.
+`as_csv` and `as_json` format predictions. `require_predictions` and `require_mask` protect files
+that are not predictions.
 """
 
 from __future__ import annotations

@@ -2,19 +2,18 @@
 
 It uses nothing but the public interface, so it is also an example of how to use that.
 
+`read_saved` reads what a run keeps in its checkpoints besides the model: how far it is, and its
+best epoch. A checkpoint that is sound by its digests may still be another script's, put in the
+run's folder. `Meter` adds up losses and times of an epoch's steps, without waiting for a GPU in
+each.
+
 Note: what an end at any point leaves
 -------------------------------------
 Only the checkpoints decide where a run resumes; ``metrics.jsonl`` and ``run.json`` follow them.
 A line of metrics is written before the checkpoint that counts it, so no line can be missing, and
 `RunFolder.go_on` removes those that came after the checkpoint. ``run.json`` names the best
 checkpoint only once that is on the disk; what it named before may be gone by then, and
-`best_checkpoint` then looks for the best that is there.
-
-Reads what a run keeps in its checkpoints besides the model: how far it is, and its best epoch.
-
-A checkpoint that is sound by its digests may still be another script's, put in the run's folder.
-
-Adds up losses and times of an epoch's steps, without waiting for a GPU in each.
+`onefold.jobs.finetune.best_checkpoint` then looks for the best that is there.
 
 Note: when a loss is read
 -------------------------

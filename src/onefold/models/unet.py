@@ -1,13 +1,13 @@
-"""U-Nets: one logit for each pixel (Ronneberger et al., 2015, "U-Net: convolutional networks").
+"""U-Nets, which give one logit for each pixel, and the convolutions of VGG-16 as an encoder.
 
-The way down is a network made for classification, without its last layer, so that training can
-start from published weights of that network. It differs from the paper in this, and in padded
-convolutions and batch norm on the way up: the output is as large as the input.
+`UNet` follows Ronneberger et al. (2015, "U-Net: convolutional networks"). The way down is a network
+made for classification, without its last layer, so that training can start from published weights
+of that network. It differs from the paper in this, and in padded convolutions and batch norm on the
+way up: the output is as large as the input.
 
-The convolutions of VGG-16 (Simonyan and Zisserman, 2014, "Very deep convolutional networks").
-
-Parameters carry the names of torchvision's VGG, so its weights load here without those of the
-classifier: three dense layers that have no use in an encoder and are not made.
+`vgg16` builds the convolutions of VGG-16 (Simonyan and Zisserman, 2014, "Very deep convolutional
+networks"). Its parameters carry the names of torchvision's VGG, so the weights of that load here
+without those of the classifier: three dense layers that have no use in an encoder and are not made.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A data set with an index, as the source of a loader's batches.
+"""Sources of a loader's batches: a data set with an index, and whole batches.
 
-Whole batches as the source of a loader: by the script's own rule, or the items of a data set.
-
-Every process makes the whole batch and keeps its own shards of it, as `trainer.step` does with a
-batch of the script's own; so what it costs to make a batch is not divided between devices.
+`Indexed` is a data set with an index. `WholeBatches` has whole batches, by the script's own `Rule`
+or as the `Items` of a data set: every process makes the whole batch and keeps its own shards of it,
+as `trainer.step` does with a batch of the script's own; so what it costs to make a batch is not
+divided between devices.
 """
 
 from __future__ import annotations

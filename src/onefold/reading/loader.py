@@ -1,5 +1,7 @@
 """Reads a data set in shards: the same samples, order and augmentation on any number of devices.
 
+`source_of` decides how a data set is read.
+
 Note: who keeps the workers alive
 ---------------------------------
 PyTorch ends the worker processes of a pass when the pass's iterator is destroyed, in a destructor.

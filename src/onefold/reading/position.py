@@ -1,5 +1,8 @@
 """Keeps track of where a run is: its step, its epoch, and how much each loader has been used.
 
+`Position` counts steps and epochs. `LoaderTrack` records which passes over its data a loader has
+been through, and which come next.
+
 Note: what counts as done
 -------------------------
 A batch counts as used when its step is done, not when a loader hands it out: what was merely read
@@ -15,8 +18,6 @@ A resumed script runs again from its beginning, and then from the beginning of t
 in. So it asks again for passes that it has already been through there: those come again empty, and
 those of which no step used anything come again whole. A loader is recognised by where it is made:
 outside the epochs or in one, and as which one there.
-
-Records which passes over its data a loader has been through, and which come next.
 """
 
 from __future__ import annotations

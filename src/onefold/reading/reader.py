@@ -1,11 +1,11 @@
-"""Reads the shards of a batch, in a worker process or in this one.
+"""Reads the shards of a batch, in a worker process or in this one, and digests a data set.
 
-Digests a data set from a few samples, so that processes notice when they read different ones.
-
-A digest covers the length and at most three samples. So it detects data that were generated without
-a seed or lie in the wrong folder, and not a single picture in a thousand that differs. Equal data
-have equal digests in any process: nothing in a digest depends on addresses, on the order of a set
-or on the hash of a string.
+`Reader` answers requests for batches. It also digests a data set from a few samples, so that
+processes notice when they read different ones: `digest_of` digests one sample, and `join_digests`
+combines them. Such a digest covers the length and at most three samples. So it detects data that
+were generated without a seed or lie in the wrong folder, and not a single picture in a thousand
+that differs. Equal data have equal digests in any process: nothing in a digest depends on
+addresses, on the order of a set or on the hash of a string.
 
 Note: why not pickle
 --------------------

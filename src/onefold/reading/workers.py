@@ -1,6 +1,7 @@
-"""The worker processes that read ahead for a pass.
+"""The worker processes that read ahead for a pass, and how they send what they have read.
 
-How worker processes send what they have read: each tensor by a descriptor of its memory.
+`Requests` has the batches of a pass that are to be read. `Sending` looks whether a worker can send
+what it has read: each tensor goes by a descriptor of its memory.
 
 Note: when descriptors run out
 ------------------------------

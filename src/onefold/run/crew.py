@@ -1,13 +1,14 @@
 """The workers of one attempt at a run: watches over them, ends them, and finds out how it went.
 
+`Crew` has all of them. `Worker` is one worker of a run, as its launcher sees it. `Outcome` records
+how the run ended, and `Requests` passes requests to stop it on.
+
 Note: how a run ends
 --------------------
 Each worker leads a process group of its own, so its children (loader workers) end with it. The
 kernel kills a worker whose launcher is gone. When one worker fails, the others notice by themselves
 (they wait for it) and get ``_LAST_WORDS_S`` to report; then whatever is left is killed. The user is
 shown the first failure that no other device caused.
-
-One worker of a run, as its launcher sees it.
 
 Note: when a process id is safe to signal
 -----------------------------------------

@@ -1,8 +1,8 @@
-"""Starts one process for each device of this machine, watches them, and reports how they ended.
+"""Starts a process for each device, watches them, starts failed runs again, and reports their end.
 
-This module does not load PyTorch: the workers start sooner than the launcher could load it.
-
-Chooses the checkpoint from which a failed run is started again.
+All devices are of this machine. This module does not load PyTorch: the workers start sooner than
+the launcher could load it. `checkpoints_to_leave_out` chooses the checkpoint from which a failed
+run is started again. `LogFiles` has the logs of the run.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """Keeps the runs that this process is part of, so that the others are told when it fails.
 
+`advice_on_one_file` says what to do where two processes of a run wrote one file.
+
 A worker of ``onefold run`` reports through `onefold.run.worker`; under another launcher, the hooks
 set here do. A forked child is part of no run: it forgets everything here, and reports nothing.
 

@@ -1,4 +1,7 @@
-"""Makes what watches the steps of a run: the trace, the timeline, the comparison of runs."""
+"""Makes what watches the steps of a run: the trace, the timeline, the comparison of runs.
+
+`Profile` writes the timeline, and `Probe` what a comparison needs.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Finds what a model would take of memory, in place of training it.
 
-What a model takes of memory, by what devices keep of it. Pure.
-
-Activations, and what PyTorch takes for itself, come on top: nobody knows them before a step.
+`Footprint` computes what a model takes of memory, by what devices keep of it. Activations, and what
+PyTorch takes for itself, come on top: nobody knows them before a step.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """Notes how the tensors of a model come about, and leaves the large ones without values.
 
+`build` makes a model in that way.
+
 Note: what is drawn while it is noted
 -------------------------------------
 Whoever draws later, a dropout layer or the script, must find the generator where the plain way

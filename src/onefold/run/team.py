@@ -1,17 +1,21 @@
-"""Decides which devices take part, and which of them this process drives.
+"""Decides which devices take part and which this process drives, and sets up the process for them.
+
+`keep_memory` has the process keep the memory that it was once given, so that every step finds it
+ready; `return_memory` has it given back, for a model that is larger than memory.
 
 Note: why memory is kept
 ------------------------
 By default the C library asks the system anew for every large block and hands it back at once. A
 training step frees and allocates the same activations and gradients over and over, and the system
 clears every page of them first: on a processor this costs up to a quarter of a step. With the first
-two settings here, freed blocks stay in the process and are used again, as PyTorch itself does on a
-GPU. The peak is what it was, or little more; what is left at the end of a step is no longer given
-back.
+two settings of `keep_memory`, freed blocks stay in the process and are used again, as PyTorch
+itself does on a GPU. The peak is what it was, or little more; what is left at the end of a step is
+no longer given back.
 
-Threads share one heap. Shards that take turns (`onefold.gather`) compute in threads of their own,
-of which each would otherwise have a heap that keeps what the shard has freed, out of reach of the
-next one. It holds for heaps that are not there yet, so for all threads but the first few.
+By the third, threads share one heap. Shards that take turns (`onefold.gather`) compute in threads
+of their own, of which each would otherwise have a heap that keeps what the shard has freed, out of
+reach of the next one. It holds for heaps that are not there yet, so for all threads but the first
+few.
 """
 
 from __future__ import annotations

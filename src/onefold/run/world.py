@@ -2,8 +2,8 @@
 
 A process is alone, or was started by ``onefold run`` or `onefold.launch` (which leave a record in
 ONEFOLD_WORLD), by any launcher that speaks PyTorch's protocol (RANK, WORLD_SIZE, MASTER_ADDR), such
-as torchrun, Ray Train or Kubeflow, or by Slurm's srun (see `onefold.run.others`). One that is alone
-where another launcher says that there are others may not train (see `onefold.run.others`).
+as torchrun, Ray Train or Kubeflow, or by Slurm's srun. One that is alone where another launcher
+says that there are others may not train. For Slurm and such launchers see `onefold.run.others`.
 
 Note: one process is the device
 -------------------------------

@@ -1,4 +1,8 @@
-"""Where large tensors on the host lie: in memory, or in a file of which the system keeps some.
+"""Where large tensors on the host lie: in memory, in a file, or nowhere until they have values.
+
+`DiskHeap` is a file of which the system keeps some in memory. `BareMemory` takes no room until it
+is provided, and is not a number in the meantime. `naming_limits` has an error say what was wanted
+where the system refuses it, and which of its limits holds.
 
 Note: what a file is for
 ------------------------
@@ -7,17 +11,13 @@ those of ordinary memory stay until the process is killed. The file has no name,
 the last process that has it open, whatever ended that process. Room on the disk is reserved before
 it is mapped: writing to a page for which there is no room would end the process without a word.
 
-Memory that takes no room until it is provided, and is not a number in the meantime.
-
 Note: what is read too early
 ----------------------------
-Nobody is to read such memory before `BareMemory.provide`, and all that goes through PyTorch's
+Nobody is to read bare memory before `BareMemory.provide`, and all that goes through PyTorch's
 functions is kept from it. What goes past them (a compiled extension, an address) must not find
 zeros, which look like values. So one small piece of memory, each byte of which is 0xFF, is mapped
 again and again: that is a NaN in every floating point dtype, and -1 in integers. Written to, a page
 becomes the writer's own.
-
-Says what was wanted where the system refuses it, and which of its limits holds.
 """
 
 from __future__ import annotations

@@ -11,10 +11,11 @@ is opened is checked by its descriptor.
 
 Note: what is read
 ------------------
-Files that anybody may have put in place: regular ones only, and never without a limit. A link could
-lead anywhere, opening a FIFO would wait, a device has no end, and JSON may be nested
-until Python gives up. Each of these ends here, in an `OSError` or a `ValueError`. Writing is here
-as well, since a file is written so that a reader finds either the old one or the new one, whole.
+`read_plain` reads files that anybody may have put in place: regular ones only, and never without a
+limit. A link could lead anywhere, opening a FIFO would wait, a device has no end, and JSON may be
+nested until Python gives up. Each of these ends here, in an `OSError` or a `ValueError`.
+`write_whole` is here as well, since a file is written so that a reader finds either the old one or
+the new one, whole.
 """
 
 from __future__ import annotations

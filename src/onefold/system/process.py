@@ -1,6 +1,7 @@
-"""What the Linux kernel knows about processes, and does with them.
+"""What the Linux kernel knows about processes and does with them, and how requests to stop arrive.
 
-Handles Ctrl-C and other requests to stop: delays them where they would be lost, or notes them.
+`ctrl_c_later` delays Ctrl-C where it would be lost. `StopSignals` and `take_requests` note requests
+to stop, and `stopped_by_signals` has them raise `Stopped`.
 
 Note: where Ctrl-C is lost
 --------------------------

@@ -1,5 +1,14 @@
 """Computes every batch a second time, as one shard, for the loss and gradient of a plain loop.
 
+`Mathematics` compares each step with that. `tolerance_of` returns how far two ways of computing the
+same may differ, by the precision that they compute in.
+
+`relation_of` finds out from the losses of parts of a batch what kind of number a loss is. A batch
+is cut into three parts, A, B and C; the loss is computed of each, of each two, and of all. A mean
+over samples, a sum, and a mean by weights of its own (tokens, classes) each have a rule by which
+the losses of two parts give that of both. Where none holds, a sample's loss depends on which other
+samples are computed with it.
+
 Note: what is compared
 ----------------------
 Before each step the whole batch goes through the user's loss at once, with the parameters and
@@ -14,15 +23,6 @@ The extra computations must leave the run as it would be without them. Buffers a
 very tensors that the model had, gradients are dropped or set aside, and generators are kept. The
 whole batch goes first, while the model is as the step will find it; the closer look comes between
 the fold and the update, where ``.grad`` already belongs to the optimizer.
-
-Finds out from the losses of parts of a batch what kind of number a loss is. Pure.
-
-A batch is cut into three parts, A, B and C; the loss is computed of each, of each two, and of all.
-A mean over samples, a sum, and a mean by weights of its own (tokens, classes) each have a rule by
-which the losses of two parts give that of both. Where none holds, a sample's loss depends on which
-other samples are computed with it.
-
-How far two ways of computing the same may differ, by the precision that they compute in.
 """
 
 from __future__ import annotations

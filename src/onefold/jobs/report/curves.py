@@ -1,8 +1,7 @@
-"""Chooses the curves that are drawn of one run, and of several runs over each other.
+"""Chooses the curves of one run, or of several runs over each other, and draws them for the page.
 
-Draws curves as pictures inside the page, by matplotlib without any of its global state.
-
-Names stand beside the picture, in the page.
+`curves_of_one` and `curves_of_several` choose. A `Chart` draws its curves as a picture inside the
+page, by matplotlib without any of its global state. Names stand beside the picture, in the page.
 
 Note: colours
 -------------

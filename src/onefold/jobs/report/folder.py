@@ -1,4 +1,4 @@
-"""Reads a run's folder: options, facts, numbers and examples, as they stand at the moment.
+"""Reads and checks a run's folder: options, facts, numbers and examples, as they are at the moment.
 
 A run writes while this reads, and may be killed at any time. A line that is cut short is left out
 and counted; what is not there yet is empty. Numbers that were not finite are NaN.
@@ -6,10 +6,10 @@ and counted; what is not there yet is empty. Numbers that were not finite are Na
 No file is opened through a link: a folder may come from anywhere, and a page, which is made to be
 shared, must not show what lies elsewhere on this machine.
 
-Which shape the JSON of a run's folder must have for a page to be made of it.
-
-A folder may come from anywhere, and a page takes apart what is in it: of anything but a list or a
-number it would raise an error of Python's that names no file. What is only shown may be anything.
+`check_facts`, `check_examples` and `is_line` check that the JSON of a run's folder has the shape
+that it must have for a page to be made of it. A page takes apart what is in the folder: of anything
+but a list or a number it would raise an error of Python's that names no file. What is only shown
+may be anything.
 """
 
 from __future__ import annotations

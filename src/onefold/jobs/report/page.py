@@ -1,6 +1,7 @@
-"""Makes the page of one run.
+"""Makes the page of one run, or the one that compares several.
 
-Adds up where the time of a run went, by device.
+`build_report` makes the page of one run, and `compare_runs` that of several. `device_times` adds up
+where the time of a run went, by device.
 """
 
 from __future__ import annotations
