@@ -59,8 +59,9 @@ WRITES_OR_REMOVES = """
     system/heap.py tempfile.TemporaryFile: without a name, in the home that was named
     run/membership.py os.fdopen: a copy of stderr
     run/rundir.py os.ftruncate: memory without a name
-    verifying/__init__.py self._done_mark.touch: in the comparison's own folder
-    verifying/__init__.py self._done_mark.unlink: as above
+    verifying/__init__.py self._mark('done').touch: in the comparison's own folder
+    verifying/__init__.py self._mark('done').unlink: as above
+    verifying/__init__.py self._mark('cut').write_text: as above
     run/rundir.py self.path(rank).unlink: a log that was just made, as another of them was taken
     run/others.py os.open: the terminal of this process, only to learn whether there is one
     run/worker.py os.fdopen: what the function returned, into the launcher's file without a name
@@ -107,6 +108,7 @@ LOCKS = """
 """
 
 WAITS = """
+    verifying/__init__.py signature.bind: of arguments, not of a socket
     checkpoint/background.py background.wait: for a file that is being written by this process
     checkpoint/background.py self._thread.join: the same; done_within has a limit
     checkpoint/background.py self.wait: the same

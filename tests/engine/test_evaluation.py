@@ -293,6 +293,8 @@ SUMS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "a module": lambda x, y: nn.L1Loss(reduction="sum")(x, y),
     "of old": lambda x, y: nn.MSELoss(size_average=False)(x, y),
     "in another dtype": lambda x, y: -F.huber_loss(x, y, reduction="sum").detach().double(),
+    "in another view": lambda x, y: F.mse_loss(x, y, reduction="sum").view(1).reshape(()),
+    "of two": lambda x, y: F.mse_loss(x, y, reduction="sum") + F.l1_loss(x, y, reduction="sum"),
 }
 NO_SUMS: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
     "a mean": F.mse_loss,

@@ -35,7 +35,7 @@ for _ in range(3):
             trainer.step(batch)
         accuracy = trainer.evaluate(score, data, batch_size=16)["accuracy"]
         if accuracy >= best and trainer.is_lead:
-            torch.save(model.state_dict(), "last.pt.part")
+            torch.save(obj=model.state_dict(), f="last.pt.part")
             os.replace("last.pt.part", "last.pt")
             shutil.copyfile("last.pt", "best.pt")
         best = max(best, accuracy)

@@ -194,6 +194,43 @@ def test_calls_of_one_function_are_told_apart(compared: Compared) -> None:
     assert trainer.evaluate(values, data, batch_size=4)["y"] == score
 
 
+def test_averages_are_another_model_also_where_their_block_fails(compared: Compared) -> None:
+    trainer = compared.trainer(line(), square)
+    trainer.average(decay=0.5)
+    for _ in range(4):
+        trainer.step(points(6))
+    data = torch.utils.data.TensorDataset(*points(10))
+
+    def error() -> float:
+        return trainer.evaluate(score, data, batch_size=4)["error"]
+
+    def score(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+        return {"error": square(model, batch)}
+
+    def fail_in_averages() -> None:
+        with trainer.averaged():
+            assert error() != trained
+            raise ArithmeticError
+
+    trained = error()
+    with pytest.raises(ArithmeticError):
+        fail_in_averages()
+    assert error() == trained
+
+
+def test_a_script_that_waits_for_a_result_is_ended_with_a_word(
+    compared: Compared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("onefold.verifying._LONGEST", 10)
+    trainer = compared.trainer(line(), square)
+    for _ in range(10):
+        trainer.step(points(6))
+    with pytest.raises(SystemExit, match="0"):
+        trainer.step(points(6))
+    said = (compared.folder / "0-cut").read_text()
+    assert "further steps, which compute nothing, with one Trainer" in said
+
+
 def test_so_many_trainers_are_compared(compared: Compared) -> None:
     compared.world = replace(
         compared.world, options=replace(compared.world.options, probe_trainers=2)

@@ -9,7 +9,7 @@ also keeps the tensors themselves, so that later ones can measure how far they a
 comparison reads these files only, after the runs have ended: nothing of one run is in the memory of
 another. A script that makes several Trainers has a file for each, numbered as they were made.
 
-Finds what may have made the bits of two runs differ, in what their devices recorded. Pure.
+Where bits differ, `hints_of` finds what may have made them differ, in what the devices recorded.
 
 Note: why a difference is one
 -----------------------------
@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -124,15 +124,11 @@ def _uneven(run: _States) -> Iterator[tuple[str, int]]:
             # system until a script does it, so that of them only changes can be compared.
             if name.startswith("torch") and len(digests) > 1:
                 yield name, rows[0].step
-    for before, after in _pairs([*zip(*run.values(), strict=False)]):
+    for before, after in pairwise(zip(*run.values(), strict=False)):
         for name in after[0].states:
             changed = {b.states[name] != a.states[name] for b, a in zip(before, after, strict=True)}
             if len(changed) > 1 and not name.startswith("torch"):
                 yield name, after[0].step
-
-
-def _pairs(rows: Sequence[tuple[State, ...]]) -> Iterable[tuple[tuple[State, ...], ...]]:
-    return pairwise(rows)
 
 
 _AGREE, _DIFFER, _FAILED = 0, 1, 2
@@ -259,7 +255,11 @@ class _Comparison:
         name, outcome = self._run(str(way), way, "")
         trainers = self._lines(name, "")
         if outcome.exit_code:
-            self._check_only_the_end_failed(outcome, name, f"on {way}")
+            if not self._is_compared(outcome, name):
+                self._report(outcome, f"on {way}")
+            self._note("The script failed after the compared steps", way, outcome.message)
+        if (cut := self._folder / f"{name}-cut").exists():
+            self._note("The script was cut short", way, cut.read_text())
         if not any(len(lines) > 1 for lines in trainers):
             print("onefold: the script made no step of a Trainer", file=sys.stderr)
             raise _Failed(_FAILED)
@@ -309,12 +309,9 @@ class _Comparison:
         done = (self._folder / f"{name}-done").exists()
         return done and _REFUSALS.search(outcome.message) is None
 
-    def _check_only_the_end_failed(self, outcome: Outcome, name: str, where: str) -> None:
-        if not self._is_compared(outcome, name):
-            self._report(outcome, where)
-        said = f"[yellow]The script failed after the compared steps[/] {where}:"
-        self._console.print(said, end=" ")
-        self._console.print(outcome.message, markup=False)
+    def _note(self, what: str, way: _Way, text: str) -> None:
+        self._console.print(f"[yellow]{what}[/] on {way}:", end=" ")
+        self._console.print(text, markup=False)
 
     def _report(self, outcome: Outcome, where: str) -> None:
         # What onefold refuses is a finding about the script; anything else is a run that failed.

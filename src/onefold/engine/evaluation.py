@@ -37,9 +37,8 @@ _GATHERED = (
     "those; for the loss of a batch: call it outside of the trainer's calls"
 )
 
-_SAME = frozenset(
-    {"add", "clone", "cpu", "detach", "double", "float", "neg", "reshape", "squeeze", "sub", "to"}
-)
+_SAME = {"clone", "cpu", "detach", "double", "float", "reshape", "squeeze", "to", "view"}
+_SAME |= {"add", "neg", "sub"}
 """What gives a scalar another dtype, device or sign, or adds others, and divides it by nothing."""
 
 ScoreFunction = Callable[[torch.nn.Module, Any], object]

@@ -5,20 +5,22 @@ Such a run records its steps, in the folder of the comparison:
 - ``RUN-T.jsonl``: the digests of trainer T after each step, see `onefold.run.observers`.
 - ``RUN-T-state-D.jsonl``: what changed on device D that must not, see `onefold.verifying.state`.
 - ``RUN-T-mathematics.jsonl``: V shards against one, see `onefold.verifying.mathematics`.
-- ``RUN/checkpoints/``: what the script saved.
+- ``RUN-done``: there while all Trainers so far have made their steps.
+- ``RUN-cut``: why the script was ended.
 
 Note: past the steps that are compared
 --------------------------------------
 A script may make its next Trainer only after the last step of the one before. So it goes on past
 the steps that are compared, but nothing is computed any more for that Trainer: a step returns the
 last one again, a loader gives its last batch again, an evaluation or a save of the same model its
-last result. What the script saves by PyTorch lies in the comparison's folder as well.
+last result. What the script saves by PyTorch lies in the folder of the run, which ends with it.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import os
 import shutil
 from collections import deque
@@ -57,9 +59,25 @@ from onefold.verifying.whole import (
 __all__ = ["Verifying", "prepare_process"]
 
 
+_OF_FILES: tuple[tuple[Any, tuple[str, ...], str, str], ...] = (
+    (torch, ("save",), "", "f"),
+    (torch, ("load",), "f", ""),
+    (safetensors.torch, ("save_file",), "", "filename"),
+    (safetensors.torch, ("load_file",), "filename", ""),
+    (safetensors, ("safe_open",), "filename", ""),
+    (os, ("rename", "replace"), "src", "dst"),
+    (shutil, ("copy", "copy2", "copyfile", "move"), "src", "dst"),
+)
+"""Functions with the names of their arguments that are read, and written: what a script saves by
+them, and copies and moves from there, stays aside."""
+
 _PATIENCE = 10
 _LONGEST = 100_000
 """Steps that are not computed, after which a script is taken for one that waits for a result."""
+_CUT = (
+    f"the script made {_LONGEST} further steps, which compute nothing, with one Trainer. Trainers "
+    f"after it were not compared. --trainers 1 ends a script that waits for a small loss sooner"
+)
 
 _progress: list[_Progress] = []
 """Of each Trainer of the script, in a comparison."""
@@ -82,20 +100,9 @@ def prepare_process(world: World) -> None:
         return
     watch_unseeded()
     # Before the script imports any of them by name.
-    for module, saves, loads in (
-        (torch, "save", "load"),
-        (safetensors.torch, "save_file", "load_file"),
-    ):
-        setattr(module, saves, _saving_aside(getattr(module, saves), world))
-        setattr(module, loads, _loading_from_aside(getattr(module, loads), world))
-    # Where a tensor is read by name from a file.
-    vars(safetensors)["safe_open"] = _loading_from_aside(safetensors.safe_open, world)
-    for module, names in (
-        (os, ("rename", "replace")),
-        (shutil, ("copy", "copy2", "copyfile", "move")),
-    ):
+    for module, names, read, written in _OF_FILES:
         for name in names:
-            setattr(module, name, _moving_aside(getattr(module, name), world))
+            setattr(module, name, _aside(getattr(module, name), world, read, written))
     # Compiled code would not see the functions that a comparison replaces, and the script is to
     # make its tensors in the comparison's precision from the first line.
     if world.options.probe_mathematics:
@@ -103,40 +110,25 @@ def prepare_process(world: World) -> None:
         torch.set_default_dtype(getattr(torch, world.options.probe_mathematics))
 
 
-def _saving_aside(save: Callable[..., Any], world: World) -> Callable[..., Any]:
-    @functools.wraps(save)
-    def save_aside(value: Any, file: Any, *args: Any, **names: Any) -> Any:
-        if isinstance(file, str | os.PathLike):
-            file = _place_of(file, world)
-            file.parent.mkdir(parents=True, exist_ok=True)
-        return save(value, file, *args, **names)
+def _aside(call: Callable[..., Any], world: World, read: str, written: str) -> Callable[..., Any]:
+    """Have a function write to the run's folder, unless it reads a file that is not there."""
+    signature = inspect.signature(call)
 
-    return save_aside
+    @functools.wraps(call)
+    def aside(*args: Any, **names: Any) -> Any:
+        bound = signature.bind(*args, **names)
+        given = bound.arguments
+        for name in filter(None, (read, written)):
+            if not isinstance(given[name], str | os.PathLike):
+                break
+            place = _place_of(given[name], world)
+            if name == read and not place.exists():
+                break
+            place.parent.mkdir(parents=True, exist_ok=True)
+            given[name] = place
+        return call(*bound.args, **bound.kwargs)
 
-
-def _loading_from_aside(load: Callable[..., Any], world: World) -> Callable[..., Any]:
-    @functools.wraps(load)
-    def load_from_aside(file: Any, *args: Any, **names: Any) -> Any:
-        if isinstance(file, str | os.PathLike):
-            place = _place_of(file, world)
-            file = place if place.exists() else file
-        return load(file, *args, **names)
-
-    return load_from_aside
-
-
-def _moving_aside(move: Callable[..., Any], world: World) -> Callable[..., Any]:
-    @functools.wraps(move)
-    def move_aside(source: Any, target: Any, *args: Any, **names: Any) -> Any:
-        if isinstance(source, str | os.PathLike) and isinstance(target, str | os.PathLike):
-            place = _place_of(source, world)
-            # What was saved aside stays there, under whatever name.
-            if place != Path(os.path.abspath(source)) and place.exists():
-                source, target = place, _place_of(target, world)
-                target.parent.mkdir(parents=True, exist_ok=True)
-        return move(source, target, *args, **names)
-
-    return move_aside
+    return aside
 
 
 def _place_of(path: str | os.PathLike[str], world: World) -> Path:
@@ -191,7 +183,8 @@ class Verifying:
         if not self._on:
             return
         _progress.append(self._progress)
-        self._done_mark.unlink(missing_ok=True)
+        if team.has_lead:
+            self._mark("done").unlink(missing_ok=True)
         # A refusal would end the run at the first finding; the comparison reports what it does.
         for replica in engine.replicas:
             replica.loss_watch.refuses = False
@@ -287,10 +280,9 @@ class Verifying:
         """Note that the Trainer makes no more steps."""
         self._progress.is_done = True
 
-    @property
-    def _done_mark(self) -> Path:
-        """A file that exists while no Trainer makes steps that are compared."""
-        return Path(self._world.options.probe) / f"{self._world.options.probe_run}-done"
+    def _mark(self, what: str) -> Path:
+        """A file by which the lead tells the comparison how far the script has come."""
+        return Path(self._world.options.probe) / f"{self._world.options.probe_run}-{what}"
 
     def note_step(self, step: Step) -> None:
         """Note that a step was made; end the comparison of all Trainers that have made theirs.
@@ -301,17 +293,18 @@ class Verifying:
         if not self._on:
             return
         self._same[step.name] = step
-        self._progress.made += 1
         options, own = self._world.options, self._progress
-        under_way = [each for each in _progress if not each.is_done]
+        own.made += 1
         # Those that alternate go on until the last has made its steps; one may never make any.
+        own.is_done |= own.made >= _PATIENCE * options.probe_steps
+        under_way = [each for each in _progress if not each.is_done]
         if all(each.made >= options.probe_steps for each in under_way):
             for each in under_way:
                 each.is_done = True
-            self._done_mark.touch()
+            if self._team.has_lead:
+                self._mark("done").touch()
             if 0 < options.probe_trainers <= len(_progress):
                 raise SystemExit(0)
-        own.is_done |= own.made >= _PATIENCE * options.probe_steps
 
     def note_gradients(self) -> None:
         """Keep what `Trainer.gradient` has left in ``.grad``, for the steps that follow."""
@@ -331,6 +324,8 @@ class Verifying:
             return None
         self._progress.made += 1
         if self._progress.made > _LONGEST:
+            if self._team.has_lead:
+                self._mark("cut").write_text(_CUT)
             raise SystemExit(0)
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
@@ -356,8 +351,10 @@ class Verifying:
     def another_model(self) -> Iterator[None]:
         """Surround a block in which the model may hold other values than before and after."""
         self._results.clear()
-        yield
-        self._results.clear()
+        try:
+            yield
+        finally:
+            self._results.clear()
 
     def writes_to(self, path: str | Path) -> Path:
         """Return where a directory's checkpoints are written: in a comparison, in its own folder.
