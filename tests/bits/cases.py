@@ -97,7 +97,7 @@ class Pairs(nn.Module):
         image, rows = onefold.gather(F.normalize(self.images(images)), rows=True)
         label = onefold.gather(F.normalize(self.labels(labels)))
         logits = image @ label.T * self.sharpness.exp()
-        targets = torch.arange(len(logits))
+        targets = torch.arange(len(logits), device=logits.device)
         losses = F.cross_entropy(logits, targets, reduction="none")
         losses = losses + F.cross_entropy(logits.T, targets, reduction="none")
         return F.dropout(losses, 0.1, self.training)[rows]

@@ -9,7 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from onefold.cli.verify import Difference, State, _Comparison, _hints, _Run, _Way, first_difference
+from onefold import RunOptions
+from onefold.cli.verify import (
+    Difference,
+    State,
+    _Comparison,
+    _hints,
+    _Run,
+    _Way,
+    first_difference,
+    verify_script,
+)
+from onefold.errors import LaunchError
+from onefold.run import devices as found
 
 ROOT = Path(__file__).parent.parent.parent
 SCRIPTS = ROOT / "tests" / "scripts"
@@ -71,7 +83,7 @@ def test_a_run_repeats_itself_if_it_makes_the_same_trainers_steps_and_bits(
     again: list[list[dict[str, object]]], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     states: list[dict[int, list[State]]] = [{0: []}, {0: []}]
-    one, two = (_Way(devices, "all", tells_keep=False) for devices in (1, 2))
+    one, two = (_Way(devices, "all", tells_keep=False, on="") for devices in (1, 2))
     monkeypatch.setattr(_Comparison, "run", lambda *_: _Run(one, again, states))
     compare = _Comparison.__new__(_Comparison)
     reference, other = _Run(one, [TWO_STEPS] * 2, states), _Run(two, [TWO_STEPS] * 2, states)
@@ -237,8 +249,22 @@ def test_what_devices_cannot_keep_is_refused(tmp_path: Path) -> None:
     assert "expected keep to be one of all, span, host, stages, got 'spam'" in done.stderr
 
 
-@pytest.mark.parametrize("devices", ["1", "", "1,x", "0,1"])
+def test_where_there_are_too_few_gpus_that_is_said_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    gpu = found.DeviceInfo(
+        index=0, kind="cuda", name="NVIDIA H200", total_bytes=1 << 37, free_bytes=1 << 37
+    )
+    monkeypatch.setattr(found, "_gpus", lambda: [gpu])
+    script = [str(SCRIPTS / "verified.py"), "none"]
+    with pytest.raises(LaunchError, match=r"number of GPUs here is 1.*at most 1, or for cpu:2"):
+        verify_script(["missing.py"], "1,2", steps=2, options=RunOptions(quiet=True))
+    assert verify_script(script, "cpu:1, cpu:2", steps=2, options=RunOptions(quiet=True)) == 0
+    assert "The bits agree after each of 2 steps." in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("devices", ["1", "", "1,x", "0,1", "1,cpu:2", "cpu:2"])
 def test_counts_that_cannot_be_read_are_refused(tmp_path: Path, devices: str) -> None:
     code, said = verify_fault(tmp_path, "none", devices)
     assert code == 2
-    assert "expected two or more device counts" in said
+    assert "expected two or more counts" in said

@@ -228,7 +228,7 @@ def verify(
     context: typer.Context,
     script: Script = None,
     module: Module = None,
-    devices: Annotated[str, typer.Option(help="Device counts to compare, such as 1,2,3.")] = "1,2",
+    devices: Annotated[str, typer.Option(help="Counts to compare: 1,2,3 or cpu:1,2,3.")] = "1,2",
     steps: Annotated[int, typer.Option(help="Steps of each Trainer to compare.")] = 5,
     trainers: Annotated[
         int | None,

@@ -156,6 +156,8 @@ class _Way:
     keep: str
     tells_keep: bool
     """Whether there are runs that keep something else."""
+    on: str
+    """``cpu:`` for processes on the processor also where there are GPUs, else empty."""
 
     def __str__(self) -> str:
         kept = f" that keep {self.keep}" if self.tells_keep else ""
@@ -206,13 +208,18 @@ def verify_script(
 
     Args:
         command: the script and its arguments.
-        devices: device counts, such as ``1,2,3``; the others are compared with the first.
+        devices: device counts, such as ``1,2,3``, or ``cpu:1,2,3`` for processes on the processor;
+            the others are compared with the first.
         steps: how many steps of each trainer to compare.
         options: the options of every run.
         keep: what devices keep, such as ``all,span``: each with every count.
 
     Returns:
         0 if all agree, 1 if bits or mathematics differ, 2 if a run failed.
+
+    Raises:
+        LaunchError: this machine has fewer GPUs than one of the counts.
+        ValueError: the device counts, the steps, or what is kept cannot be used.
     """
     ways = _read_ways(devices, keep)
     if steps < 1:
@@ -223,7 +230,7 @@ def verify_script(
         try:
             bits = _verify_bits(console, compare, ways)
             # Even if bits differ: the mathematics may name the cause.
-            return max(bits, _verify_mathematics(console, compare))
+            return max(bits, _verify_mathematics(console, compare, ways[0]))
         except _Failed as failed:
             return int(failed.args[0])
 
@@ -266,15 +273,18 @@ class _Comparison:
         states = [self._states(name, trainer, way.devices) for trainer in range(len(trainers))]
         return _Run(way, trainers, states)
 
-    def mathematics(self) -> tuple[str, list[list[dict[str, Any]]]]:
-        """Compare V shards with one; return the precision used, and the lines of each trainer.
+    def mathematics(self, way: _Way) -> tuple[str, list[list[dict[str, Any]]]]:
+        """Compare V shards with one, on one device of ``way``.
+
+        Returns:
+            The precision used, and the lines of each trainer.
 
         Raises:
             _Failed: the script failed in both precisions.
         """
         # In float64 rounding is far below any true difference. A script that insists on float32, by
         # a cast or a kernel of its own, fails there, and is compared as it is.
-        alone = _Way(1, "all", tells_keep=False)
+        alone = replace(way, devices=1, keep="all", tells_keep=False)
         for precision in ("float64", "float32"):
             name, outcome = self._run(f"V shards and one, {precision}", alone, precision)
             trainers = self._lines(name, "-mathematics")
@@ -300,9 +310,8 @@ class _Comparison:
         self._runs += 1
         # Its thread is for the screen alone, and a file shows nothing of it.
         shown = self._console.is_terminal
-        status = self._console.status(f"{title}, {self.steps} steps") if shown else nullcontext()
-        with status:
-            return name, supervise(self._command, select_devices(way.devices), options)
+        with self._console.status(f"{title}, {self.steps} steps") if shown else nullcontext():
+            return name, supervise(self._command, select_devices(f"{way.on}{way.devices}"), options)
 
     def _is_compared(self, outcome: Outcome, name: str) -> bool:
         """Whether a run that failed had made all steps, and is not one that onefold refuses."""
@@ -464,8 +473,8 @@ _GUESSES = {
 """The hints that remain, by whether a run repeats its bits."""
 
 
-def _verify_mathematics(console: Console, compare: _Comparison) -> int:
-    precision, trainers = compare.mathematics()
+def _verify_mathematics(console: Console, compare: _Comparison, way: _Way) -> int:
+    precision, trainers = compare.mathematics(way)
     return _AGREE if report_mathematics(console, precision, trainers) else _DIFFER
 
 
@@ -499,15 +508,16 @@ def _read_ways(devices: str, keep: str) -> list[_Way]:
     kept = [part.strip() for part in keep.split(",")]
     for each in kept:
         RunOptions(keep=each)  # to be refused before anything runs
-    counts = [part.strip() for part in devices.split(",")]
+    on = "cpu:" if devices.strip().startswith("cpu:") else ""
+    counts = [part.strip().removeprefix(on) for part in devices.split(",")]
     usable = all(part.isdecimal() and int(part) > 0 for part in counts)
     if not usable or len(counts) * len(kept) < 2:
         raise ValueError(
-            f"--devices {devices!r}: expected two or more device counts, such as 1,2,3"
+            f"--devices {devices!r}: expected two or more counts, such as 1,2,3 or cpu:1,2,3"
         )
     # With `stages:2`, an odd number of devices makes no whole lines.
     ways = [
-        _Way(int(count), each, tells_keep=len(kept) > 1)
+        _Way(int(count), each, tells_keep=len(kept) > 1, on=on)
         for each in kept
         for count in counts
         if _makes_lines(each, int(count))
@@ -521,6 +531,7 @@ def _read_ways(devices: str, keep: str) -> list[_Way]:
         raise ValueError(
             f"--devices {devices} --keep {keep}: expected two ways to compare, got one"
         )
+    select_devices(f"{on}{max(way.devices for way in ways)}")  # likewise
     return ways
 
 

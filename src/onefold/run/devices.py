@@ -147,8 +147,8 @@ def _count(number: int) -> tuple[str, ...]:
         return ("cpu",) * number
     if number > len(gpus):
         raise LaunchError(
-            f"{number} devices were asked for and this machine has {len(gpus)} GPUs. Use "
-            f"--devices {len(gpus)}, or --devices cpu:{number} for processes on the processor"
+            f"{number} devices were asked for and the number of GPUs here is {len(gpus)}. Ask for "
+            f"at most {len(gpus)}, or for cpu:{number}, processes on the processor"
         )
     # Chosen by free memory, yet in the order of their indices, so that ranks follow the bus.
     emptiest = sorted(gpus, key=lambda gpu: (-gpu.free_bytes, gpu.index))[:number]
