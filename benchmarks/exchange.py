@@ -38,10 +38,11 @@ from onefold.core.flat import FlatTensors, lay_out
 from onefold.core.roster import Roster
 from onefold.core.shard import Plan
 from onefold.core.storage import Storage, cut_pieces
+from onefold.exchange.collective import GroupTransport
 from onefold.exchange.connections import Connections, Lateness, PeerWatch
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.group import Joined
-from onefold.exchange.mailbox import Mailbox
+from onefold.exchange.mailbox import Mailbox, connected
 from onefold.exchange.memory import Start
 from onefold.exchange.private import collective_exchange
 from onefold.exchange.shared import shared_exchange
@@ -167,7 +168,9 @@ def exchanges_of(rank: int, amount: Amount) -> dict[str, Callable[[], object]]:
 def new_shared(rank: int, amount: Amount) -> Exchange:
     """onefold's exchange in shared memory."""
     address = f"onefold-benchmark-{os.getppid()}-{amount.size_bytes}"
-    mailbox = Mailbox(address, rank=rank, size=PROCESSES, timeout_s=TIMEOUT_S)
+    mailbox = Mailbox(
+        connected(address, rank, PROCESSES, TIMEOUT_S), rank=rank, timeout_s=TIMEOUT_S
+    )
     storage = storage_of(amount)
     return shared_exchange(storage, start_of(amount), mailbox, roster_of(storage))
 
@@ -180,9 +183,10 @@ def new_collective(rank: int, amount: Amount) -> Exchange:
     store = dist.distributed_c10d._get_default_store()
     connections, lateness = Connections(), Lateness(store, rank, PROCESSES)
     watch = PeerWatch({}, connections, lateness)
-    joined = Joined(group, store, connections, watch, lateness)
+    joined = Joined(group, store, connections, watch, lateness, list)
     storage = storage_of(amount)
-    return collective_exchange(storage, start_of(amount), joined, roster_of(storage), TIMEOUT_S)
+    transport = GroupTransport(torch.device("cpu"), joined, TIMEOUT_S)
+    return collective_exchange(storage, start_of(amount), transport, roster_of(storage))
 
 
 def storage_of(amount: Amount) -> Storage:

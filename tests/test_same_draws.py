@@ -128,7 +128,7 @@ def test_outside_of_a_shard_there_is_nothing_to_be_the_same_in(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Whatever a test before this one has seeded by itself.
-    monkeypatch.setattr(randomness._common, "numbers", None)
+    monkeypatch.setattr(randomness.COMMON, "numbers", None)
     trainer = trainer_of(Draws())
     trainer.step(batch_of(1))
     with (

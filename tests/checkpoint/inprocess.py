@@ -91,7 +91,7 @@ class Runs:
             patch.setattr("onefold.trainer.current_world", lambda: World(options=options))
             patch.setattr("onefold.run.session.progress_of", lambda world: progress)
             patch.setattr(team, "_trainers", itertools.count())
-            patch.setattr(membership, "_endings", [])
+            patch.setattr(membership, "members", membership.Members())
             try:
                 result: str | None = script(life)
                 membership.end_well()

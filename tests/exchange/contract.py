@@ -17,9 +17,10 @@ from onefold.core.shard import Plan
 from onefold.core.stages import Stages
 from onefold.core.storage import Storage, cut_pieces
 from onefold.exchange.carrier import Gift
+from onefold.exchange.collective import GroupTransport
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.group import join_group
-from onefold.exchange.mailbox import Mailbox
+from onefold.exchange.mailbox import Mailbox, connected
 from onefold.exchange.memory import Start, write_first
 from onefold.exchange.private import collective_exchange
 from onefold.exchange.shared import shared_exchange
@@ -283,12 +284,17 @@ def check_one_launched(name: str, trainer: int) -> str:
     begun = start(world.rank, sizes)
     exchange: Exchange
     if kind == "shared":
-        mailbox = Mailbox(world.run_id, rank=world.rank, size=world.size, timeout_s=30)
+        if world.network:
+            mailbox = world.network.mailbox(trainer)
+        else:
+            peers = connected(world.run_id, world.rank, world.size, 30.0)
+            mailbox = Mailbox(peers, rank=world.rank, timeout_s=30)
         exchange = shared_exchange(sizes, begun, mailbox, roster(sizes), home)
     else:
         joined = join_group(world, "cpu", world.size, timeout_s=30, trainer=trainer)
-        exchange = collective_exchange(sizes, begun, joined, roster(sizes), 30, home)
+        transport = GroupTransport(CPU, joined, 30, home)
+        exchange = collective_exchange(sizes, begun, transport, roster(sizes), home)
     check_exchange(exchange, sizes, begun, range(world.rank, world.rank + 1))
-    if kind == "collective":
+    if kind == "collective" and not world.network:
         dist.barrier(joined.group)
     return name

@@ -328,7 +328,7 @@ def test_a_stopped_device_is_named_first(pair: Pair, monkeypatch: pytest.MonkeyP
 def test_who_has_come_to_the_end_of_its_script_is_named(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(collective, "who_left", lambda: [1])
+    monkeypatch.setattr(pair[0], "_who_left", lambda: [1])
     error = pair[0]._explain(RuntimeError("Connection reset by peer"))
     assert type(error) is PeerLost
     assert str(error).startswith("device 1 ended: its script came to an end before the others'")

@@ -10,6 +10,7 @@ import onefold
 from onefold.exchange.joining import local_exchange
 from onefold.system import heap
 from onefold.system.heap import ORDINARY, DiskHeap
+from onefold.testing import simulate
 from tests.exchange.contract import check_exchange, check_launched, roster, start, storage
 
 
@@ -28,9 +29,20 @@ def test_devices_of_one_process(
     check_exchange(exchange, sizes, begun, range(devices))
 
 
-@pytest.mark.processes
+WAYS = ["", ", in stages", ", in stages, on a disk"]
+KINDS = [kind + way for kind in ("shared", "collective") for way in WAYS]
+
+
 @pytest.mark.parametrize("devices", [2, 3, 5])
+@pytest.mark.parametrize("seed", range(3))
+def test_simulated_devices(devices: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heap, "_LEAST_BYTES", 1)
+    # A Trainer of the simulation reaches the others in one way alone.
+    for kind in KINDS:
+        assert simulate(check_launched, devices, seed=seed, args=([kind],)) == [[kind]] * devices
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("devices", [3, *(pytest.param(n, marks=pytest.mark.full) for n in (2, 5))])
 def test_devices_of_several_processes(devices: int) -> None:
-    ways = ["", ", in stages", ", in stages, on a disk"]
-    kinds = [kind + way for kind in ("shared", "collective") for way in ways]
-    assert onefold.launch(check_launched, devices=f"cpu:{devices}", args=(kinds,)) == kinds
+    assert onefold.launch(check_launched, devices=f"cpu:{devices}", args=(KINDS,)) == KINDS

@@ -13,7 +13,7 @@ import pytest
 
 from onefold.errors import PeerLost, PeerTimeout
 from onefold.exchange import mailbox
-from onefold.exchange.mailbox import Mailbox
+from onefold.exchange.mailbox import Mailbox, connected
 from tests.exchange.together import LIMIT_S, endings, together
 
 SHORT_S = 0.2
@@ -27,7 +27,11 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def start(rank: int, size: int = 2, **options: object) -> Mailbox:
     address = options.pop("address", f"test-{uuid.uuid4()}")
     limit = options.pop("timeout_s", SHORT_S)
-    return Mailbox(str(address), rank=rank, size=size, timeout_s=limit, **options)  # type: ignore[arg-type]
+    return Mailbox(
+        connected(str(address), rank, size, limit, **options),  # type: ignore[arg-type]
+        rank=rank,
+        timeout_s=limit,
+    )
 
 
 @pytest.mark.parametrize(

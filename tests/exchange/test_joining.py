@@ -179,13 +179,13 @@ def test_devices_of_torchrun_meet_under_a_name_that_nobody_can_guess(
 ) -> None:
     """The number of such a run is known to all on the host."""
     addresses: list[str] = []
-    mailbox = joining.Mailbox
+    connect = joining.connected
 
-    def noted(address: str, **options: object) -> object:
+    def noted(address: str, *options: object) -> object:
         addresses.append(address)
-        return mailbox(address, **options)  # type: ignore[arg-type]
+        return connect(address, *options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(joining, "Mailbox", noted)
+    monkeypatch.setattr(joining, "connected", noted)
     world = replace(world, launcher="torch")
     for exchange in together(2, lambda rank: joined(world, rank)):
         exchange.close()

@@ -12,12 +12,14 @@ from onefold.core.fold import Published, blocks_of, published_by
 from onefold.core.roster import Roster
 from onefold.core.shard import Plan
 from onefold.core.storage import Storage
+from onefold.exchange.collective import GroupTransport
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.memory import Start
 from onefold.exchange.private import PrivateMemory, collective_exchange
 from onefold.exchange.spans import SpanTensors
 from tests.exchange.contract import (
     BUFFERS,
+    CPU,
     SHARDS,
     check_exchange,
     roster,
@@ -41,7 +43,9 @@ def private(devices: int) -> Iterator[Made]:
     with joined(devices) as parts:
 
         def make(rank: int) -> Exchange:
-            return collective_exchange(sizes, begun[rank], parts[rank], roster(sizes), LIMIT_S)
+            return collective_exchange(
+                sizes, begun[rank], GroupTransport(CPU, parts[rank], LIMIT_S), roster(sizes)
+            )
 
         made = together(devices, make)
         yield sizes, begun, made

@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from onefold.exchange.connections import Connections, Lateness, PeerWatch
 from onefold.exchange.group import Joined
-from onefold.exchange.mailbox import Mailbox
+from onefold.exchange.mailbox import Mailbox, connected
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
@@ -59,11 +59,11 @@ def mailboxes(
     """
     address = f"test-{uuid.uuid4()}"
 
-    def connected(rank: int) -> Mailbox:
+    def reached(rank: int) -> Mailbox:
         time.sleep(starts_s[rank] if starts_s else 0)
-        return Mailbox(address, rank=rank, size=size, timeout_s=timeout_s)
+        return Mailbox(connected(address, rank, size, timeout_s), rank=rank, timeout_s=timeout_s)
 
-    boxes = together(size, connected)
+    boxes = together(size, reached)
     for box, limit_s in zip(boxes, timeouts_s, strict=False):
         box.timeout_s = limit_s
     try:
@@ -99,4 +99,4 @@ def _joined(store: HashStore, rank: int, size: int, timeout_s: float) -> Joined:
     c10d._world.pg_group_ranks[group] = {number: number for number in range(size)}
     lateness = Lateness(store, rank, size)
     connections = Connections()
-    return Joined(group, store, connections, PeerWatch({}, connections, lateness), lateness)
+    return Joined(group, store, connections, PeerWatch({}, connections, lateness), lateness, list)

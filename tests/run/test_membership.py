@@ -7,7 +7,6 @@ import gc
 import os
 import subprocess
 import sys
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,8 +30,7 @@ class Member:
 def at_exit(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
     """A process that is part of no run yet, and what it does at its end."""
     calls: list[Callable[[], None]] = []
-    monkeypatch.setattr(membership, "_open", weakref.WeakSet())
-    monkeypatch.setattr(membership, "_endings", [])
+    monkeypatch.setattr(membership, "members", membership.Members())
     monkeypatch.setattr(atexit, "register", calls.append)
     return calls
 
@@ -57,7 +55,7 @@ def test_at_the_end_of_the_program_every_run_is_left(at_exit: list[Callable[[], 
 def test_a_run_that_nobody_holds_any_more_is_not_kept() -> None:
     register(Member())
     gc.collect()
-    assert list(membership._open) == []
+    assert list(membership.members.open) == []
     abandon(ValueError("over"))
 
 

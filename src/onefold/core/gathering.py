@@ -26,6 +26,7 @@ from onefold.errors import LossError
 from onefold.system.compat import BatchNorm
 
 __all__ = [
+    "GATHERER",
     "Discovering",
     "Gatherer",
     "Gathers",
@@ -117,28 +118,29 @@ class _Place:
     gatherer: Gatherer | None = None
 
 
-_place = _Place()
+GATHERER = _Place()
+"""Of this process, or of the simulated device that goes on."""
 
 
 @contextmanager
 def gathering(gatherer: Gatherer | None) -> Iterator[None]:
     """Have `gather` find this gatherer inside the context; with None it changes nothing."""
-    _place.gatherer = gatherer
+    GATHERER.gatherer = gatherer
     try:
         yield
     finally:
         # Not the one before: shards that take turns do not end in the order in which they began.
-        _place.gatherer = None
+        GATHERER.gatherer = None
 
 
 def in_turn(gatherer: Gatherer) -> None:
     """Have `gather` find this gatherer, whose shard goes on."""
-    _place.gatherer = gatherer
+    GATHERER.gatherer = gatherer
 
 
 def joins() -> bool:
     """Whether a shard of a step is being computed that is not the whole batch."""
-    return _place.gatherer is not None and _place.gatherer.is_of_step
+    return GATHERER.gatherer is not None and GATHERER.gatherer.is_of_step
 
 
 @overload
@@ -186,16 +188,16 @@ def gather(
             f"({tensor.layout}). Of single numbers make a row: value.reshape(1)"
         )
     joined = join(tensor)
-    if _place.gatherer is not None:
-        _place.gatherer.sees_batch = True
+    if GATHERER.gatherer is not None:
+        GATHERER.gatherer.sees_batch = True
     return (joined.whole, joined.own) if rows else joined.whole
 
 
 def join(tensor: torch.Tensor) -> Joined:
     """Gather for a layer: what the loss is a mean over does not change by it."""
-    if _place.gatherer is None:
+    if GATHERER.gatherer is None:
         return Joined(tensor, slice(0, len(tensor)))
-    return _place.gatherer.gather(tensor)
+    return GATHERER.gatherer.gather(tensor)
 
 
 def packed_bytes(tensors: Sequence[torch.Tensor], nbytes: int) -> torch.Tensor:

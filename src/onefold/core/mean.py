@@ -35,6 +35,7 @@ from onefold.errors import LossError
 from onefold.system.compat import version_of
 
 __all__ = [
+    "PASS",
     "Contribution",
     "Mean",
     "Means",
@@ -53,22 +54,23 @@ class _Pass:
     whole = False
 
 
-_pass = _Pass()
+PASS = _Pass()
+"""Of this process, or of the simulated device that goes on."""
 
 
 @contextmanager
 def seeing_whole_batch(sees: bool) -> Iterator[None]:
     """Have losses know whether the pass inside this context sees the whole batch."""
-    _pass.whole = sees
+    PASS.whole = sees
     try:
         yield
     finally:
-        _pass.whole = False
+        PASS.whole = False
 
 
 def sees_whole_batch() -> bool:
     """Whether the loss that is being computed is that of a whole batch, as in a plain loop."""
-    return _pass.whole
+    return PASS.whole
 
 
 class _Arithmetic(ABC):
@@ -96,7 +98,7 @@ class _Arithmetic(ABC):
         if not isinstance(other, _Arithmetic):
             raise self._cannot_add(other)
         added = Means(self.terms + other.terms)
-        return _with_whole(added, self._plain() + other._plain()) if _pass.whole else added
+        return _with_whole(added, self._plain() + other._plain()) if PASS.whole else added
 
     def __radd__(self, other: object) -> Self:
         # The built-in sum() begins with 0. Any other number has no weight, and is refused.
@@ -392,7 +394,7 @@ def weigh(result: object, samples: int, what: str) -> Contribution:
         return Contribution(root=result.new_zeros(()), share=1.0, weight=0.0)
     if result.dim() == 0:
         # Of the whole batch it is the loss: in float64, times n and by n would round it.
-        count = 1.0 if _pass.whole else float(samples)
+        count = 1.0 if PASS.whole else float(samples)
         return Contribution(root=result, share=count, weight=count)
     if result.shape == (samples, 1):
         return Contribution(root=result.squeeze(1), share=1.0, weight=float(samples))

@@ -34,10 +34,12 @@ from numpy.random import mtrand
 from onefold.core.wire import decode, encode
 
 __all__ = [
+    "COMMON",
     "MOST_SHUFFLED",
     "GeneratorStates",
     "comparable_state",
     "derive_seed",
+    "forget_numpy",
     "forked_generators",
     "in_common",
     "kept_generators",
@@ -94,7 +96,8 @@ class _Common:
     device: torch.device | None = None
 
 
-_common = _Common()
+COMMON = _Common()
+"""Of this process, or of the simulated device that goes on."""
 
 
 def seed_generators(
@@ -111,8 +114,8 @@ def seed_generators(
         common: a purpose and numbers which all shards of the batch have alike, for
             `same_in_all_shards`.
     """
-    _common.purpose, _common.numbers = common or ("", None)
-    _common.device = device
+    COMMON.purpose, COMMON.numbers = common or ("", None)
+    COMMON.device = device
     # Not torch.manual_seed, which would seed every GPU of the machine, and other backends besides.
     torch.default_generator.manual_seed(seed)
     if device is not None and device.type == "cuda":
@@ -129,12 +132,12 @@ def kept_generators(*devices: torch.device) -> Iterator[None]:
     gpu_states = [generator.get_state() for generator in gpus]
     cpu_state = torch.default_generator.get_state()
     python_state = random.getstate()
-    common = _common.purpose, _common.numbers, _common.device
+    common = COMMON.purpose, COMMON.numbers, COMMON.device
     try:
         with _kept_numpy():
             yield
     finally:
-        _common.purpose, _common.numbers, _common.device = common
+        COMMON.purpose, COMMON.numbers, COMMON.device = common
         random.setstate(python_state)
         torch.default_generator.set_state(cpu_state)
         for generator, state in zip(gpus, gpu_states, strict=True):
@@ -146,7 +149,7 @@ def in_common() -> tuple[str, tuple[int, ...]] | None:
 
     Given to `seed_generators` as ``common``, it has `same_in_all_shards` draw the same elsewhere.
     """
-    return None if _common.numbers is None else (_common.purpose, _common.numbers)
+    return None if COMMON.numbers is None else (COMMON.purpose, COMMON.numbers)
 
 
 @contextmanager
@@ -169,7 +172,7 @@ def same_in_all_shards(name: str = "") -> Iterator[None]:
     ...         size = int(torch.randint(8, 17, ()))
     ...     return model(batch[:, :size]).mean(dim=1)
     """
-    numbers, purpose, device = _common.numbers, _common.purpose, _common.device
+    numbers, purpose, device = COMMON.numbers, COMMON.purpose, COMMON.device
     if numbers is None:
         raise RuntimeError(
             "onefold.same_in_all_shards() was called where no shard is computed or read: expected "
@@ -303,6 +306,11 @@ class _NumpyGenerator:
 # NumPy's struct of this generator: 624 words of 32 bits, and the position among them.
 _MT19937_BYTES = 625 * 4
 _numpy = _NumpyGenerator()
+
+
+def forget_numpy() -> None:
+    """Look at NumPy's whole state the next time, as something else has set it."""
+    _numpy.forget()
 
 
 def sample_order(

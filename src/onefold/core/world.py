@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from onefold.core.options import RunOptions
 
@@ -60,6 +60,8 @@ class World:
     none."""
     refusal: str = ""
     """Why this process, which is alone, must not train; empty if it may."""
+    network: Any = field(default=None, repr=False, compare=False)
+    """What reaches the other devices, if they are simulated: `onefold.testing`."""
 
     @property
     def launched(self) -> bool:

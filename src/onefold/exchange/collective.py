@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 
 from onefold.errors import PeerError, PeerFailed, PeerLost, PeerTimeout
-from onefold.exchange.group import Joined, break_off, who_left
+from onefold.exchange.group import Joined, break_off
 from onefold.exchange.transport import Transport, has_left, roomy
 from onefold.system.heap import ORDINARY, Heap
 from onefold.system.words import words_of_failure
@@ -76,6 +76,7 @@ class GroupTransport(Transport):
         self._connections = joined.connections
         self._watch = joined.watch
         self._lateness = joined.lateness
+        self._who_left = joined.left
         self._heap = heap
         self._room: torch.Tensor | None = None
         self._leaving: list[tuple[torch.Tensor, dist.Work]] = []
@@ -322,7 +323,7 @@ class GroupTransport(Transport):
 
     def _gone(self) -> list[int]:
         try:
-            return who_left()
+            return self._who_left()
         except RuntimeError:  # the store went with the device that is lost
             return []
 

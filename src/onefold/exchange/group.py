@@ -135,6 +135,8 @@ class Joined(NamedTuple):
     """Watches the peers on this host."""
     lateness: Lateness
     """Finds out which device the others wait for."""
+    left: Callable[[], list[int]]
+    """Lists the devices whose program has ended."""
 
 
 def join_group(world: World, kind: str, size: int, *, timeout_s: float, trainer: int) -> Joined:
@@ -155,6 +157,9 @@ def join_group(world: World, kind: str, size: int, *, timeout_s: float, trainer:
         PeerError: another process did not join.
         RuntimeError: the connections broke in every attempt.
     """
+    if world.network:
+        simulated: Joined = world.network.group(trainer)
+        return simulated
     if not world.one_host and not world.secret and world.rank == 0 and trainer == 0:
         _log.warning(
             "this run goes over several hosts without a secret: whoever reaches them may take "
@@ -173,7 +178,8 @@ def join_group(world: World, kind: str, size: int, *, timeout_s: float, trainer:
     # A process id means something on its own host and in its own namespace only.
     pids = {r: int(pid) for r, (host, pid) in enumerate(found) if host == here and r != rank}
     lateness = Lateness(store, rank, group.size())
-    return Joined(group, store, connections, PeerWatch(pids, connections, lateness), lateness)
+    watch = PeerWatch(pids, connections, lateness)
+    return Joined(group, store, connections, watch, lateness, who_left)
 
 
 def _meet(

@@ -28,15 +28,15 @@ from onefold.core.shard import Plan
 from onefold.core.storage import Storage, cut_chunks
 from onefold.exchange.board import Board
 from onefold.exchange.carrier import AtOnce
+from onefold.exchange.collective import GroupTransport
 from onefold.exchange.exchange import Exchange
 from onefold.exchange.group import (
     agree_on_kind,
     agree_on_name,
-    gather_bytes,
     join_group,
     watch_for_end,
 )
-from onefold.exchange.mailbox import Mailbox
+from onefold.exchange.mailbox import Mailbox, connected
 from onefold.exchange.memory import (
     Arrivals,
     FirstValues,
@@ -92,7 +92,7 @@ def join(
         return local_exchange(storage, start, roster, heap)
     kind, world, size = team.devices[team.own[0]].type, team.world, len(team.devices)
     shares = has_memory_in_common(team)
-    if world.launcher == "torch" or not shares:
+    if (world.launcher == "torch" or not shares) and not world.network:
         # Under PyTorch's launcher each process has chosen its device by itself. Compared before the
         # branch below, or processes of two kinds would wait in two different exchanges.
         agree_on_kind(world, kind, size, timeout_s)
@@ -111,11 +111,12 @@ def join(
             mailbox.close()
             raise
     joined = join_group(world, kind, size, timeout_s=timeout_s, trainer=team.trainer)
+    transport = GroupTransport(roster.devices[joined.group.rank()], joined, timeout_s, heap)
     try:
-        compare(gather_bytes(joined.group, description))
-        return collective_exchange(storage, start, joined, roster, timeout_s, heap)
-    except BaseException:
-        joined.watch.close()
+        compare(transport.gather_bytes({transport.rank: description}))
+        return collective_exchange(storage, start, transport, roster, heap)
+    except BaseException as error:
+        transport.close(error)
         raise
 
 
@@ -130,18 +131,17 @@ def has_memory_in_common(team: Team) -> bool:
 def _mailbox(team: Team, timeout_s: float) -> Mailbox:
     """Connections to the other processes of this host, for one Trainer."""
     world, size = team.world, len(team.devices)
+    if world.network:
+        simulated: Mailbox = world.network.mailbox(team.trainer)
+        return simulated
     # Drawn at random by onefold's launcher and known to its workers alone. PyTorch's launcher has
     # an id that others can guess, so there the lead draws a name.
     drawn = world.run_id
     if world.launcher == "torch":
         drawn = agree_on_name(world, size, timeout_s, team.trainer)
-    return Mailbox(
-        f"{drawn}-{team.trainer}",
-        rank=team.own[0],
-        size=size,
-        timeout_s=timeout_s,
-        ended=watch_for_end(world, size, timeout_s),
-    )
+    address, rank = f"{drawn}-{team.trainer}", team.own[0]
+    peers = connected(address, rank, size, timeout_s, watch_for_end(world, size, timeout_s))
+    return Mailbox(peers, rank=rank, timeout_s=timeout_s)
 
 
 def _compare_on_host(mailbox: Mailbox, description: bytes, compare: Compare) -> None:

@@ -30,7 +30,7 @@ import struct
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -40,7 +40,7 @@ from onefold.exchange.waiting import Waiting
 from onefold.system.process import LOOK_S, Stillness
 from onefold.system.words import message_of, words_of_failure
 
-__all__ = ["Mailbox"]
+__all__ = ["Mailbox", "Peer", "connected"]
 
 
 _ARRIVED, _NOTE, _MORE, _FAILED, _LEAVING = b"A", b"N", b"M", b"F", b"L"
@@ -50,7 +50,9 @@ _FRAME_BYTES = 64 * 1024
 
 
 @dataclass(slots=True)
-class _Peer:
+class Peer:
+    """The connection to another process."""
+
     number: int
     socket: socket.socket
     pid: int
@@ -62,45 +64,25 @@ class _Peer:
 
 
 class Mailbox:
-    """Connects this process with all others of the run on this host.
+    """Reaches all other processes of the run on this host.
 
     Args:
-        address: known to this run's processes alone: whoever can guess it could claim it first.
+        peers: connections to them, by their numbers; closed with the mailbox.
         rank: number of this process.
-        size: how many processes there are.
         timeout_s: the longest that any call here waits.
-        ended: whether the script of a process has ended, so that it will never connect.
-
-    Raises:
-        PeerTimeout: a process did not connect in time.
-        PeerLost: a process ended before it connected.
     """
 
-    def __init__(
-        self,
-        address: str,
-        *,
-        rank: int,
-        size: int,
-        timeout_s: float,
-        ended: Callable[[int], bool] = lambda rank: False,
-    ) -> None:
+    def __init__(self, peers: Mapping[int, Peer], *, rank: int, timeout_s: float) -> None:
         self.rank = rank
-        self.size = size
+        self.size = len(peers) + 1
         self.timeout_s = timeout_s
         self.step = 1
         """The step that the run is at, for error messages; set by the owner of the mailbox."""
         # Spinning saves a wake-up, but with more processes than cores it starves the peer.
-        self._spin_s = _SPIN_S if size <= len(os.sched_getaffinity(0)) else 0.0
-        self._peers: dict[int, _Peer] = {}
+        self._spin_s = _SPIN_S if self.size <= len(os.sched_getaffinity(0)) else 0.0
+        self._peers = dict(peers)
         self._closed = False
         self._failure = ""
-        try:
-            for peer, connection in connected(address, rank, size, timeout_s, ended).items():
-                self._peers[peer] = _peer(peer, connection, timeout_s)
-        except BaseException:
-            self.close()
-            raise
         _let_go_in_children(self)
 
     def meet(self, word: bytes = b"", among: Collection[int] | None = None) -> list[bytes]:
@@ -209,7 +191,7 @@ class Mailbox:
 
     # Waiting
 
-    def _peer(self, rank: int) -> _Peer:
+    def _peer(self, rank: int) -> Peer:
         if self._closed:
             raise has_left(self._failure)
         return self._peers[rank]
@@ -233,21 +215,21 @@ class Mailbox:
             else:
                 os.sched_yield()  # the peer may be waiting for this very core
 
-    def _expected(self, peer: _Peer, kinds: tuple[bytes, ...]) -> bytes:
+    def _expected(self, peer: Peer, kinds: tuple[bytes, ...]) -> bytes:
         frame = peer.frames.popleft()
         # Each sender's messages stay in order, so another kind is another call, not a late one.
         if frame[:1] not in kinds:
             raise self._elsewhere(peer)
         return frame
 
-    def _elsewhere(self, peer: _Peer) -> DisagreementError:
+    def _elsewhere(self, peer: Peer) -> DisagreementError:
         return DisagreementError(
             f"device {peer.number} is at another point of the program than device {self.rank} "
             f"(step {self.step}): all devices must make the same calls of the trainer in the same "
             f"order"
         )
 
-    def _drain(self, peer: _Peer) -> bool:
+    def _drain(self, peer: Peer) -> bool:
         """Queue the next frame from a peer without waiting; return whether there was one."""
         try:
             frame = _read(peer.socket.recv, _FRAME_BYTES, socket.MSG_DONTWAIT)
@@ -266,7 +248,7 @@ class Mailbox:
         peer.frames.append(frame)
         return True
 
-    def _wait_for_news(self, pending: Iterable[_Peer], limit: float) -> bool:
+    def _wait_for_news(self, pending: Iterable[Peer], limit: float) -> bool:
         """Wait for `LOOK_S` at most; return whether a peer has sent something or ended."""
         waiting = list(pending)
         if self._wait_readable(waiting, LOOK_S):
@@ -278,7 +260,7 @@ class Mailbox:
             raise self._late(waiting)
         return False
 
-    def _late(self, peers: list[_Peer]) -> PeerTimeout:
+    def _late(self, peers: list[Peer]) -> PeerTimeout:
         names = ", ".join(f"{peer.number} (process {peer.pid})" for peer in peers)
         return PeerTimeout.in_step(
             f"device {names}",
@@ -288,10 +270,10 @@ class Mailbox:
             step=self.step,
         )
 
-    def _wait_readable(self, peers: list[_Peer], within_s: float) -> bool:
+    def _wait_readable(self, peers: list[Peer], within_s: float) -> bool:
         """Return whether a peer has sent something or ended."""
         poller = select.poll()
-        ends: dict[int, _Peer] = {}
+        ends: dict[int, Peer] = {}
         for peer in peers:
             poller.register(peer.socket, select.POLLIN)
             if peer.pidfd is not None:
@@ -309,11 +291,11 @@ class Mailbox:
                     self._raise_ended(peer)
         return bool(events)
 
-    def _look_at(self, peer: _Peer) -> None:
+    def _look_at(self, peer: Peer) -> None:
         if peer.stillness.look():
             raise PeerLost.stopped(peer.number, peer.pid, waiting=self.rank, step=self.step)
 
-    def _raise_ended(self, peer: _Peer) -> NoReturn:
+    def _raise_ended(self, peer: Peer) -> NoReturn:
         how = (
             "ended: its script came to an end before the others', or closed its Trainer"
             if peer.has_left
@@ -327,7 +309,7 @@ class Mailbox:
             step=self.step,
         )
 
-    def _raise_failed(self, peer: _Peer, frame: bytes) -> NoReturn:
+    def _raise_failed(self, peer: Peer, frame: bytes) -> NoReturn:
         word = json.loads(frame[1:])
         if word["disagreement"] is not None:
             raise DisagreementError(word["disagreement"])
@@ -335,13 +317,13 @@ class Mailbox:
             f"device {peer.number} {word['words']}", device=peer.number, step=word["step"]
         )
 
-    def _send(self, peer: _Peer, frame: bytes) -> None:
+    def _send(self, peer: Peer, frame: bytes) -> None:
         try:
             peer.socket.send(frame)
         except OSError as error:
             self._explain_unsent(error, peer)
 
-    def _explain_unsent(self, error: OSError, peer: _Peer) -> NoReturn:
+    def _explain_unsent(self, error: OSError, peer: Peer) -> NoReturn:
         """Turn an error of the socket into one that says what happened to the peer."""
         if isinstance(error, BlockingIOError):
             raise self._late([peer]) from None
@@ -378,13 +360,13 @@ def _close_all() -> None:
         mailbox.close()
 
 
-def _peer(number: int, connection: socket.socket, timeout_s: float) -> _Peer:
+def _peer(number: int, connection: socket.socket, timeout_s: float) -> Peer:
     # The kernel's own limit, as Python's would make the socket non-blocking for good.
     connection.setblocking(True)
     limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
     pid, _ = credentials(connection)
-    return _Peer(number, connection, pid, _open_pidfd(pid), Stillness(pid))
+    return Peer(number, connection, pid, _open_pidfd(pid), Stillness(pid))
 
 
 def _open_pidfd(pid: int) -> int | None:
@@ -399,12 +381,23 @@ _HELLO_S = 5.0
 
 
 def connected(
-    address: str, rank: int, size: int, timeout_s: float, ended: Callable[[int], bool]
-) -> dict[int, socket.socket]:
-    """Connect this process with all others; see `Mailbox` for the arguments.
+    address: str,
+    rank: int,
+    size: int,
+    timeout_s: float,
+    ended: Callable[[int], bool] = lambda rank: False,
+) -> dict[int, Peer]:
+    """Connect this process with all others.
+
+    Args:
+        address: known to this run's processes alone: whoever can guess it could claim it first.
+        rank: number of this process.
+        size: how many processes there are.
+        timeout_s: the longest wait for another process, here and in later calls.
+        ended: whether the script of a process has ended, so that it will never connect.
 
     Returns:
-        a socket for messages to each other process, in the order of their numbers.
+        the connection to each other process, in the order of their numbers.
 
     Raises:
         PeerTimeout: a process did not connect in time.
@@ -417,7 +410,8 @@ def connected(
         for connection in dialing.connections.values():
             connection.close()
         raise
-    return dict(sorted(dialing.connections.items()))  # they connect in any order
+    # They connect in any order.
+    return {n: _peer(n, each, timeout_s) for n, each in sorted(dialing.connections.items())}
 
 
 class _Dialing:

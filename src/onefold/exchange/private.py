@@ -37,7 +37,6 @@ from onefold.exchange.board import Board
 from onefold.exchange.carrier import DONE, Brought, Carrier, Gift, Want, Word
 from onefold.exchange.collective import GroupTransport, Moving, Operation
 from onefold.exchange.exchange import Exchange
-from onefold.exchange.group import Joined
 from onefold.exchange.memory import Arrivals, FrozenMemory, Memory, Start, new_flat, write_first
 from onefold.exchange.relay import Message, Relay, read_message, room_of, write_message
 from onefold.exchange.spans import Partial, Spanned, SpanTensors
@@ -49,9 +48,8 @@ __all__ = ["PrivateMemory", "collective_exchange"]
 def collective_exchange(
     storage: Storage,
     start: Start,
-    joined: Joined,
+    transport: GroupTransport,
     roster: Roster,
-    timeout_s: float,
     heap: Heap = ORDINARY,
 ) -> Exchange:
     """Make the exchange of one process of a group; every process must call this together.
@@ -59,12 +57,10 @@ def collective_exchange(
     Args:
         storage: the sizes.
         start: this process's values, replaced by the lead's.
-        joined: the process group, whose ranks are the devices' numbers.
+        transport: to the other devices.
         roster: who takes part.
-        timeout_s: the limit of the group, for error messages.
         heap: where this process has its model, if its device is the processor, or keeps nothing.
     """
-    transport = GroupTransport(roster.devices[joined.group.rank()], joined, timeout_s, heap)
     memory = PrivateMemory(storage, start, transport, heap)
     plan = roster.plan
     carrier: Carrier | None = None

@@ -8,7 +8,7 @@ set here do. A forked child is part of no run: it forgets everything here, and r
 Note: what runs at the end, and in which order
 ----------------------------------------------
 An uncaught exception passes `sys.excepthook` first and the functions of `atexit` afterwards, in
-reverse order of registration. So the hook tells the others why before `_leave` closes anything, and
+reverse order of registration. So the hook tells the others why before `leave` closes anything, and
 takes back the removal of the logs before that would run.
 """
 
@@ -32,12 +32,14 @@ from onefold.exchange.waiting import WAITING
 from onefold.system.ownfiles import PrivateFolder, create_file
 
 __all__ = [
+    "Members",
     "abandon",
     "advice_on_one_file",
     "at_good_end",
     "end_well",
     "folder_until_the_end",
     "hush_and_report",
+    "leave",
     "register",
 ]
 
@@ -46,41 +48,53 @@ class _Closable(Protocol):
     def close(self, failure: BaseException | None = None) -> None: ...
 
 
-_endings: list[Callable[[], None]] = []
-# Weak, so that a Trainer that the script has dropped is not kept until the end.
-_open: weakref.WeakSet[_Closable] = weakref.WeakSet()
+class Members:
+    """What is open in this process, and what is to be done in the end."""
+
+    def __init__(self) -> None:
+        self.endings: list[Callable[[], None]] = []
+        # Weak, so that a Trainer that the script has dropped is not kept until the end.
+        self.open: weakref.WeakSet[_Closable] = weakref.WeakSet()
+
+    def leave(self, failure: BaseException | None = None) -> None:
+        """Close all that is open."""
+        for member in list(self.open):
+            member.close(failure)
+
+
+members = Members()
+"""Of this process, or of the simulated device that goes on."""
 
 
 def register(member: _Closable) -> None:
     """Have ``member`` closed when this process fails or ends."""
     _forget_in_children()
-    if not _open:
-        atexit.register(_leave)
-    _open.add(member)
+    if not members.open:
+        atexit.register(leave)
+    members.open.add(member)
 
 
 def abandon(failure: BaseException) -> None:
     """Tell the other devices of every run that this process has failed."""
-    for member in list(_open):
-        member.close(failure)
+    members.leave(failure)
 
 
 def at_good_end(call: Callable[[], None]) -> None:
     """Have a function called when the script of a worker has ended without an error."""
     _forget_in_children()
-    _endings.append(call)
+    members.endings.append(call)
 
 
 def end_well() -> None:
     """Call what `at_good_end` was given; an exception from one of these makes the run fail."""
     # Taken out before the call, so that none is called twice if it fails.
-    while _endings:
-        _endings.pop(0)()
+    while members.endings:
+        members.endings.pop(0)()
 
 
-def _leave() -> None:
-    for member in list(_open):
-        member.close()
+def leave() -> None:
+    """Close all that is open, as the script has ended."""
+    members.leave()
 
 
 @functools.cache
@@ -91,11 +105,11 @@ def _forget_in_children() -> None:
 def _forget() -> None:
     """In a child that was just forked: the parent is the device, and will end the run."""
     # Emptied, not closed: what the members hold is the parent's, and so are the folders.
-    _endings.clear()
-    _open.clear()
+    members.endings.clear()
+    members.open.clear()
     _log_folders.clear()
     _folders.clear()
-    for call in (_leave, _remove_logs, _remove_folders):
+    for call in (leave, _remove_logs, _remove_folders):
         atexit.unregister(call)
 
 

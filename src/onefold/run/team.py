@@ -136,7 +136,12 @@ def form_team(
     for number in own[:1]:
         if devices[number].type == "cuda":
             torch.cuda.set_device(devices[number])
-    return Team(devices=devices, own=own, world=world, trainer=next(_trainers))
+    return Team(
+        devices=devices,
+        own=own,
+        world=world,
+        trainer=next(world.network.trainers if world.network else _trainers),
+    )
 
 
 def settle_process(team: Team, settings: Settings) -> None:

@@ -18,7 +18,9 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable, Mapping, MutableMapping
+import threading
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,6 +45,7 @@ __all__ = [
     "have_private_caches",
     "is_launched",
     "options_of",
+    "simulated",
     "visible_gpus",
     "worker_environment",
 ]
@@ -226,6 +229,8 @@ def current_world() -> World:
     Raises:
         LaunchError: this is a forked child of a process that is part of a run.
     """
+    if _simulated.world is not None:
+        return _simulated.world
     world, process = _own_world()
     if world.launched and os.getpid() != process:
         raise LaunchError(
@@ -234,6 +239,25 @@ def current_world() -> World:
             f"there; in a child, compute without it, or start the child by the spawn method"
         )
     return world
+
+
+class _Simulated(threading.local):
+    """The world of the simulated device that this thread is, if it is one."""
+
+    world: World | None = None
+
+
+_simulated = _Simulated()
+
+
+@contextmanager
+def simulated(world: World) -> Iterator[None]:
+    """Have this thread be a device of a simulated run inside the block."""
+    _simulated.world = world
+    try:
+        yield
+    finally:
+        _simulated.world = None
 
 
 def is_launched() -> bool:

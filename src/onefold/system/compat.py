@@ -179,16 +179,26 @@ class Groups:
             if group in world.tags_to_pg.get(tag, ()):
                 world.tags_to_pg[tag].remove(group)
         inner._unregister_process_group(group.group_name)
-        # By these, messages between two processes find them.
-        world.pg_group_ranks[group] = {number: number for number in range(size)}
+        Groups.adopt(group, size)
         found: torch.distributed.ProcessGroup = group
         return found
 
     @staticmethod
+    def adopt(group: torch.distributed.ProcessGroup, size: int) -> None:
+        """Have messages between two processes of a group find them, whoever has made it."""
+        ranks: Any = torch.distributed.distributed_c10d._world.pg_group_ranks
+        ranks[group] = {number: number for number in range(size)}
+
+    @staticmethod
+    def forget(group: torch.distributed.ProcessGroup) -> None:
+        """Undo `adopt`."""
+        ranks: Any = torch.distributed.distributed_c10d._world.pg_group_ranks
+        ranks.pop(group, None)
+
+    @staticmethod
     def end(group: torch.distributed.ProcessGroup) -> None:
         """Tear a group down that `beside_default` has made."""
-        inner: Any = torch.distributed.distributed_c10d
-        inner._world.pg_group_ranks.pop(group, None)
+        Groups.forget(group)
         group.shutdown()
 
     @staticmethod

@@ -1,0 +1,273 @@
+"""Lets one of several threads go on at a time: the devices of a simulated run.
+
+Note: what a process has of its own
+-----------------------------------
+Generators, settings of kernels and the list of open Trainers are one of a kind in a process, and a
+device takes them for its own. `Surroundings` takes them along when a device hands over, and puts
+those of the next one in their place. Modes of PyTorch (no_grad, autocast, function modes) belong to
+a thread anyway.
+
+Note: time
+----------
+There is no clock. A device that waits goes on when what it waits for is there. If no device can go
+on, the one that has waited longest gives up, as if the time limit had passed.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.random import mtrand
+
+from onefold.core.gathering import GATHERER
+from onefold.core.mean import PASS
+from onefold.core.randomness import COMMON, forget_numpy
+from onefold.run import membership
+from onefold.system.compilers import KernelSettings
+
+__all__ = ["Baton", "Fault", "Killed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """What happens to a simulated device.
+
+    Args:
+        device: its number.
+        call: the call of the transport at which it happens, counted from 1 for each device.
+        kind: ``kill`` ends the device without a word. ``stop`` has it never go on, as a process
+            that was stopped by SIGSTOP. ``delay`` has it go on only when no other device can.
+            ``cut`` breaks its connections.
+    """
+
+    device: int
+    call: int
+    kind: Literal["kill", "stop", "delay", "cut"] = "kill"
+
+
+class Killed(BaseException):
+    """Raised in a simulated device that is killed."""
+
+
+class Surroundings:
+    """What a process has one of, as it is now.
+
+    Args:
+        owned: the generator that NumPy had when the simulation began.
+    """
+
+    def __init__(self, owned: Any) -> None:
+        self._owned = owned
+        self._torch = torch.default_generator.get_state()
+        self._python = random.getstate()
+        # Inside a step another generator takes the place of NumPy's own, which is still kept there.
+        self._generator = mtrand.get_bit_generator()
+        self._numpy = np.random.get_state(legacy=False)
+        self._own_numpy = owned.state
+        self._dtype = torch.get_default_dtype()
+        self._kernels = KernelSettings()
+        self._members = membership.members
+        self._places = [vars(place).copy() for place in (COMMON, GATHERER, PASS)]
+
+    def put_back(self) -> None:
+        """Make these those of the process."""
+        torch.default_generator.set_state(self._torch)
+        random.setstate(self._python)
+        self._owned.state = self._own_numpy
+        mtrand.set_bit_generator(self._generator)
+        np.random.set_state(self._numpy)
+        forget_numpy()
+        torch.set_default_dtype(self._dtype)
+        self._kernels.put_back()
+        membership.members = self._members
+        for place, values in zip((COMMON, GATHERER, PASS), self._places, strict=True):
+            vars(place).clear()
+            vars(place).update(values)
+
+
+@dataclass(slots=True)
+class _Seat:
+    """One device."""
+
+    turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    ready: Callable[[], bool] | None = None
+    """Says whether what the device waits for is there."""
+    since: int = 0
+    """When it began to wait, counted in handovers."""
+    calls: int = 0
+    is_over: bool = False
+    is_stopped: bool = False
+    is_late: bool = False
+    is_killed: bool = False
+    gives_up: bool = False
+
+
+class Baton:
+    """Runs functions in threads, of which the one that has the baton goes on.
+
+    Args:
+        seed: the order of the devices is drawn from it.
+        faults: what happens to them.
+        cut: called with the number of a device whose connections break.
+    """
+
+    def __init__(
+        self, devices: int, seed: int, faults: Sequence[Fault], cut: Callable[[int], None]
+    ) -> None:
+        for fault in faults:
+            if not 0 <= fault.device < devices or fault.call < 1:
+                raise ValueError(
+                    f"expected a device below {devices} and a call from 1, got {fault}"
+                )
+        self._seats = [_Seat() for _ in range(devices)]
+        self._faults, self._cut = faults, cut
+        self._order = random.Random(seed)
+        self._handovers = 0
+        self._owned = mtrand.get_bit_generator()
+        self._all_over = threading.Semaphore(0)
+        self._begins = seed
+
+    def run(self, live: Callable[[int], None]) -> None:
+        """Have each device call ``live`` with its number, and wait until all have ended."""
+        before = Surroundings(self._owned)
+        threads = [
+            threading.Thread(target=self._run_one, args=(live, number), name=f"device {number}")
+            for number in range(len(self._seats))
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            self._give(self._next())
+            self._all_over.acquire()
+        finally:
+            for seat in self._seats:
+                # Only where this thread was interrupted is there a device that is not over.
+                seat.is_killed = True
+                seat.turn.release()
+            for thread in threads:
+                thread.join()
+            before.put_back()
+
+    def calls(self, number: int) -> int:
+        """How many calls of the transport a device has made."""
+        return self._seats[number].calls
+
+    def is_over(self, number: int) -> bool:
+        """Whether a device has ended, in whatever way."""
+        return self._seats[number].is_over
+
+    def is_stopped(self, number: int) -> bool:
+        """Whether a device will never go on."""
+        return self._seats[number].is_stopped
+
+    def is_killed(self, number: int) -> bool:
+        """Whether a device was killed."""
+        return self._seats[number].is_killed
+
+    def late(self) -> list[int]:
+        """The devices that neither wait nor have ended."""
+        return [n for n, s in enumerate(self._seats) if s.ready is None and not s.is_over]
+
+    def begin_call(self, number: int) -> None:
+        """Note that a device calls the transport: another one may go on first."""
+        seat = self._seats[number]
+        seat.calls += 1
+        for fault in self._faults:
+            if (fault.device, fault.call) == (number, seat.calls):
+                self._strike(number, fault)
+        if not seat.is_killed:
+            self._hand_over(number)
+        if seat.is_killed:
+            raise Killed
+
+    def wait(self, number: int, ready: Callable[[], bool]) -> bool:
+        """Have the other devices go on until something is there; return False if it never will.
+
+        Args:
+            number: of the device that waits.
+            ready: says whether it is there, and changes nothing.
+        """
+        seat = self._seats[number]
+        if seat.is_killed:
+            raise Killed
+        if ready():
+            return True
+        seat.ready, seat.since = ready, self._handovers
+        self._hand_over(number)
+        seat.ready = None
+        seat.gives_up, gave_up = False, seat.gives_up
+        return not gave_up
+
+    def _strike(self, number: int, fault: Fault) -> None:
+        seat = self._seats[number]
+        if fault.kind in ("kill", "cut"):
+            self._cut(number)
+        seat.is_killed |= fault.kind == "kill"
+        seat.is_stopped |= fault.kind == "stop"
+        seat.is_late |= fault.kind == "delay"
+
+    def _run_one(self, live: Callable[[int], None], number: int) -> None:
+        seat = self._seats[number]
+        seat.turn.acquire()
+        if not seat.is_killed:
+            self._begin(number)
+            live(number)
+        seat.is_over = True
+        chosen = self._next()
+        if chosen is None:
+            self._all_over.release()
+        else:
+            self._give(chosen)
+
+    def _begin(self, number: int) -> None:
+        """Give a device generators as those of a process that has just begun."""
+        torch.default_generator.manual_seed(torch.default_generator.initial_seed())
+        # In processes these come from the system, and so differ.
+        random.seed(f"{self._begins} {number}")
+        mtrand.set_bit_generator(self._owned)
+        np.random.seed((self._begins * 1009 + number) & 0xFFFFFFFF)
+        forget_numpy()
+        membership.members = membership.Members()
+
+    def _hand_over(self, number: int) -> None:
+        chosen = self._next()
+        seat = self._seats[number]
+        if chosen != number:
+            own = Surroundings(self._owned)
+            self._give(chosen)
+            seat.turn.acquire()
+            own.put_back()
+        if seat.is_killed:
+            self._cut(number)
+            raise Killed
+
+    def _give(self, number: int | None) -> None:
+        assert number is not None  # a device that hands over is not over itself
+        self._handovers += 1
+        self._seats[number].turn.release()
+
+    def _next(self) -> int | None:
+        """Choose who goes on; None if all have ended."""
+        there = {n: s for n, s in enumerate(self._seats) if not s.is_over}
+        able = {n: s for n, s in there.items() if not s.is_stopped and (not s.ready or s.ready())}
+        prompt = [n for n, s in able.items() if not s.is_late]
+        if able:
+            chosen = self._order.choice(prompt or list(able))
+            able[chosen].is_late = False
+            return chosen
+        waiting = [n for n, s in there.items() if not s.is_stopped]
+        if waiting:
+            chosen = min(waiting, key=lambda n: self._seats[n].since)
+            self._seats[chosen].gives_up = True
+            return chosen
+        # Nobody is left but those that were stopped.
+        for number, seat in there.items():
+            seat.is_killed = True
+            return number
+        return None

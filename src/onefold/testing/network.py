@@ -1,0 +1,402 @@
+"""What simulated devices send each other: the calls of sockets and of a process group.
+
+`Mailbox` and `GroupTransport`, and all that is built on them, work here as between processes. What
+takes the place of the system is what they call: `_Socket` for a socket to one other device, and
+`_Group` for a process group over any backend.
+
+Note: what the backend may do
+-----------------------------
+A tensor that is sent is read as late as possible, when one of both ends waits for it, and what is
+to be received has bytes of 255 until then, which are NaN in all floating-point dtypes. So a buffer
+that is used too early, or written to too early, changes the bits. A message is on its way once both
+ends have begun, and an end that waits before the other has begun lets other devices go on.
+"""
+
+from __future__ import annotations
+
+import array
+import itertools
+import os
+import socket
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from onefold.errors import PeerLost, PeerTimeout
+from onefold.exchange.connections import Lateness
+from onefold.exchange.group import Joined
+from onefold.exchange.mailbox import Mailbox, Peer
+from onefold.system.compat import Groups
+from onefold.system.process import Stillness
+from onefold.testing.baton import Baton
+
+__all__ = ["Network"]
+
+
+class Network:
+    """Connects the devices of a simulated run.
+
+    Args:
+        devices: how many there are.
+        baton: has them go on one at a time.
+        limit_s: the limit of waits, for messages: see `Baton`.
+    """
+
+    def __init__(self, devices: int, baton: Baton, limit_s: float) -> None:
+        self.size, self.baton, self.limit_s = devices, baton, limit_s
+        self.stores: dict[int, dict[str, bytes]] = {}
+        self._seen: dict[int, dict[int, Any]] = {}
+        self._sockets: dict[tuple[int, int], list[_Socket]] = {}
+        self._broken: set[int] = set()
+        self.left: list[int] = []
+        """Devices whose script has come to its end in order."""
+        self.is_asked = False
+        """Whether a device has waited in vain, over a process group."""
+
+    def of(self, number: int) -> Connection:
+        """What a device reaches the others by."""
+        return Connection(self, number)
+
+    def cut(self, number: int) -> None:
+        """Break all connections of a device."""
+        self._broken.add(number)
+        for ends, made in self._sockets.items():
+            if number in ends:
+                for each in made:
+                    each.close()
+
+    def is_broken(self, number: int) -> bool:
+        """Whether nothing comes from a device any more, or goes there."""
+        return number in self._broken
+
+    def meet(self, trainer: int, number: int, given: Any) -> dict[int, Any]:
+        """Wait for all devices to make a Trainer; what each has given, by device."""
+        seen = self._seen.setdefault(trainer, {})
+        seen[number] = given
+
+        def missing() -> list[int]:
+            return [n for n in range(self.size) if n not in seen]
+
+        def ended() -> list[int]:
+            return [n for n in missing() if self.baton.is_over(n)]
+
+        self.baton.begin_call(number)
+        came = self.baton.wait(number, lambda: not missing() or bool(ended()))
+        if ended():
+            raise PeerLost.before_start(ended()[0])
+        if not came:
+            raise PeerTimeout(
+                f"device {', '.join(map(str, missing()))} did not join: every device must run the "
+                f"same script and make its Trainer",
+                device=missing()[0],
+                step=0,
+            )
+        return seen
+
+    def sockets(self, one: int, other: int) -> None:
+        """Connect two devices, once for each Trainer."""
+        here, there = _Socket(), _Socket()
+        here.other, there.other = there, here
+        self._sockets.setdefault((one, other), []).append(here)
+        self._sockets.setdefault((other, one), []).append(there)
+        if self._broken & {one, other}:
+            here.close()
+
+    def socket(self, trainer: int, one: int, other: int) -> _Socket:
+        """The end of a device of its connection to another one."""
+        pair = min(one, other), max(one, other)
+        while len(self._sockets.get(pair, [])) <= trainer:
+            self.sockets(*pair)
+        return self._sockets[one, other][trainer]
+
+
+class Connection:
+    """What one device reaches the others by: its part of the network."""
+
+    def __init__(self, network: Network, number: int) -> None:
+        self.network, self.number = network, number
+        self.trainers: Iterator[int] = itertools.count()
+        """Numbers of the Trainers that the device makes."""
+
+    def mailbox(self, trainer: int) -> Mailbox:
+        """Connect the device with all others, as processes of one host are."""
+        self.network.meet(trainer, self.number, None)
+        return _Mailbox(self.network, trainer, self.number)
+
+    def group(self, trainer: int) -> Joined:
+        """Join a process group of all devices."""
+        network = self.network
+        groups = network.meet(trainer, self.number, _Group(network, self.number))
+        group: _Group = groups[self.number]
+        group.peers = groups
+        watch: Any = _Watch(network, self.number)
+        store: Any = _Store(network, self.number, network.stores.setdefault(trainer, {}))
+        cut: Any = SimpleNamespace(cut=lambda: network.cut(self.number))
+        return Joined(
+            group=group,
+            store=store,
+            connections=cut,
+            watch=watch,
+            lateness=_Lateness(network, self.number),
+            left=lambda: network.left,
+        )
+
+
+class _Socket:
+    """One end of a connection for messages, with the methods that `Mailbox` calls."""
+
+    other: _Socket
+
+    def __init__(self) -> None:
+        self._came: deque[tuple[bytes, list[int]]] = deque()
+        self._closed = False
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self._came) or self._closed or self.other._closed
+
+    def send(self, message: bytes, flags: int = 0) -> int:
+        return self.sendmsg([message])
+
+    def sendmsg(self, parts: Sequence[bytes], beside: Sequence[tuple[int, int, Any]] = ()) -> int:
+        if self._closed or self.other._closed:
+            raise BrokenPipeError
+        message = b"".join(parts)
+        files = [os.dup(n) for _, _, numbers in beside for n in array.array("i", numbers)]
+        self.other._came.append((message, files))
+        return len(message)
+
+    def recv(self, most: int, flags: int = 0) -> bytes:
+        return self.recvmsg(most)[0]
+
+    def recvmsg(self, most: int, room: int = 0, flags: int = 0) -> tuple[bytes, Any, int, None]:
+        if not self._came and not self.has_news:
+            raise BlockingIOError
+        message, files = self._came.popleft() if self._came else (b"", [])
+        numbers = array.array("i", files).tobytes()
+        return message, [(socket.SOL_SOCKET, socket.SCM_RIGHTS, numbers)] if files else [], 0, None
+
+    def close(self) -> None:
+        self._closed = True
+        for _, files in self._came:
+            for number in files:
+                os.close(number)
+        self._came.clear()
+
+
+class _Stopped(Stillness):
+    """Whether a device will never go on."""
+
+    def __init__(self, network: Network, number: int) -> None:
+        self._baton, self._number = network.baton, number
+
+    def look(self) -> bool:
+        return self._baton.is_stopped(self._number)
+
+
+class _Mailbox(Mailbox):
+    """A mailbox whose waits let other devices go on."""
+
+    def __init__(self, network: Network, trainer: int, rank: int) -> None:
+        self._network = network
+        others = [n for n in range(network.size) if n != rank]
+        super().__init__(
+            {
+                n: Peer(
+                    n,
+                    network.socket(trainer, rank, n),  # type: ignore[arg-type]  # as it is called
+                    pid=os.getpid(),
+                    pidfd=None,
+                    stillness=_Stopped(network, n),
+                )
+                for n in others
+            },
+            rank=rank,
+            timeout_s=network.limit_s,
+        )
+
+    def _send(self, peer: Peer, frame: bytes) -> None:
+        self._network.baton.begin_call(self.rank)
+        super()._send(peer, frame)
+
+    def send_file(self, rank: int, descriptor: int) -> None:
+        self._network.baton.begin_call(self.rank)
+        super().send_file(rank, descriptor)
+
+    def _wait_for_news(self, pending: Any, limit: float) -> bool:
+        peers: list[Peer] = list(pending)
+        sockets: list[Any] = [peer.socket for peer in peers]
+        if self._network.baton.wait(self.rank, lambda: any(s.has_news for s in sockets)):
+            return True
+        for peer in peers:
+            self._look_at(peer)
+        raise self._late(peers)
+
+
+class _Sent:
+    """A tensor on its way from one device to another."""
+
+    def __init__(self, network: Network, source: int, target: int) -> None:
+        self._network, self._ends = network, (source, target)
+        self.source: torch.Tensor | None = None
+        self.target: torch.Tensor | None = None
+        self.is_done = False
+
+    @property
+    def _is_lost(self) -> bool:
+        gone = self._network.baton.is_over
+        return any(self._network.is_broken(n) or gone(n) for n in self._ends)
+
+    def finish(self, number: int) -> None:
+        """Wait, as one of both ends, until the tensor is there."""
+        baton = self._network.baton
+        baton.begin_call(number)
+        came = baton.wait(number, lambda: self._has_both or self._is_lost)
+        if self.is_done:
+            return
+        if self.source is not None and self.target is not None:
+            self.target.copy_(self.source)
+            self.is_done = True
+            self.source = self.target = None
+            return
+        raise RuntimeError("Connection closed by peer" if came else "Timed out waiting for a peer")
+
+    @property
+    def _has_both(self) -> bool:
+        return self.is_done or (self.source is not None and self.target is not None)
+
+
+class _Work:
+    """What a process group returns for a message."""
+
+    def __init__(self, message: _Sent, number: int) -> None:
+        self._message, self._number = message, number
+
+    def wait(self, limit: timedelta | None = None) -> bool:
+        self._message.finish(self._number)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._message.is_done
+
+
+class _Group(dist.ProcessGroup):
+    """The process group of one device, with the methods that are called of it."""
+
+    def __init__(self, network: Network, rank: int) -> None:
+        super().__init__(rank, network.size)  # type: ignore[call-arg]
+        self._network, self._number = network, rank
+        self.peers: Mapping[int, _Group] = {}
+        self._with: dict[int, list[_Sent]] = {n: [] for n in range(network.size)}
+        """What this device sends to another one, in order."""
+        self._begun: dict[tuple[bool, int], int] = {}
+        Groups.adopt(self, network.size)
+
+    def _next(self, source: int, target: int) -> _Sent:
+        """The next message that this device has begun, as one of both ends."""
+        sends = source == self._number
+        place = self._begun.get((sends, target if sends else source), 0)
+        self._begun[sends, target if sends else source] = place + 1
+        messages = self.peers[source]._with[target]
+        while len(messages) <= place:
+            messages.append(_Sent(self._network, source, target))
+        return messages[place]
+
+    def send(self, tensors: list[torch.Tensor], target: int, tag: int = 0) -> _Work:  # type: ignore[override]
+        message = self._next(self._number, target)
+        (message.source,) = tensors
+        return _Work(message, self._number)
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int = 0) -> _Work:  # type: ignore[override]
+        message = self._next(source, self._number)
+        (message.target,) = tensors
+        message.target.view(torch.uint8).fill_(255)
+        return _Work(message, self._number)
+
+    def allgather(self, rooms: Any, tensors: list[torch.Tensor], options: Any = None) -> None:  # type: ignore[override]
+        (parts,), (own,) = rooms, tensors
+        parts[self._number].copy_(own)
+        others = [n for n in range(self._network.size) if n != self._number]
+        works = [self.send([own], n) for n in others]
+        works += [self.recv([parts[n]], n) for n in others]
+        for work in works:
+            work.wait()
+
+    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> None:  # type: ignore[override]
+        lead = options.rootRank
+        if self._number != lead:
+            self.recv(tensors, lead).wait()
+            return
+        works = [self.send(tensors, n) for n in range(self._network.size) if n != lead]
+        for work in works:
+            work.wait()
+
+
+class _Store:
+    """A store that all devices see, but for those whose connections are broken."""
+
+    def __init__(self, network: Network, number: int, values: dict[str, bytes]) -> None:
+        self._network, self._number, self._values = network, number, values
+
+    def set(self, key: str, value: str) -> None:
+        if self._network.baton.is_killed(self._number):
+            return
+        if self._network.is_broken(self._number):
+            raise RuntimeError("Connection to the store is broken")
+        self._values[key] = value.encode()
+
+    def compare_set(self, key: str, expected: str, value: str) -> None:
+        if self._values.get(key, b"") == expected.encode():
+            self.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        return self._values[key]
+
+    def wait(self, keys: Sequence[str], limit: timedelta) -> None:
+        if not all(key in self._values for key in keys):
+            raise RuntimeError("nobody has set it")
+
+
+class _Watch:
+    """Says which device was found stopped."""
+
+    def __init__(self, network: Network, number: int) -> None:
+        self._network = network
+        self.pids = dict.fromkeys(range(network.size), os.getpid())
+
+    @property
+    def stopped(self) -> int | None:
+        baton = self._network.baton
+        return next((n for n in range(self._network.size) if baton.is_stopped(n)), None)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class _Lateness(Lateness):
+    """Knows who waits."""
+
+    def __init__(self, network: Network, number: int) -> None:
+        self._network, self._number = network, number
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        yield
+
+    def is_asked(self) -> bool:
+        return self._network.is_asked
+
+    def ask(self) -> None:
+        self._network.is_asked = True
+
+    def answer(self) -> None:
+        """It is known."""
+
+    def late(self) -> list[int]:
+        return [n for n in self._network.baton.late() if n != self._number]

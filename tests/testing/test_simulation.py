@@ -1,0 +1,162 @@
+"""Simulated devices have the bits of one, whatever their order, and fail as processes do."""
+
+from __future__ import annotations
+
+import functools
+import random
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import onefold
+from onefold.core.options import ExchangeName, RunOptions
+from onefold.errors import PeerError, PeerLost
+from onefold.testing import Ended, Fault, outcomes, simulate
+
+STEPS = 3
+EXCHANGES: tuple[ExchangeName, ...] = ("shared", "collective")
+KEEPS = ("all", "span", "host", "stages")
+
+
+def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean(dim=1)
+
+
+def trained(steps: int = STEPS) -> tuple[str, str]:
+    """A model with buffers, dropout, and a layer of several pieces."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 300), nn.BatchNorm1d(300), nn.Dropout(0.1), nn.Linear(300, 5)]
+    model = nn.Sequential(*layers, nn.Tanh())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    trainer = onefold.Trainer(model, optimizer, loss, shards=5, threads=1, clip_norm=0.1)
+    last = [trainer.step(torch.randn(11, 6)) for _ in range(steps)][-1]
+    return trainer.fingerprint(), float(last.loss).hex()
+
+
+@functools.cache
+def reference() -> tuple[str, str]:
+    (found,) = simulate(trained, devices=1)
+    return found  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("keep", KEEPS)
+def test_the_bits_are_those_of_one_device(exchange: ExchangeName, keep: str) -> None:
+    for devices, seed in ((2, 0), (2, 1), (3, 2), (3, 3)):
+        found = simulate(trained, devices, seed=seed, keep=keep, exchange=exchange)
+        assert found == [reference()] * devices
+
+
+def test_the_bits_are_those_of_a_process() -> None:
+    assert onefold.launch(trained, devices="cpu:2", timeout_s=300) == reference()
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("keep", ["all", "span"])
+@pytest.mark.parametrize("kind", ["kill", "stop", "cut"])
+def test_a_device_that_is_lost_ends_the_run_on_all(
+    exchange: ExchangeName, keep: str, kind: str
+) -> None:
+    """At every call: the others end with an error that says so, or had all that they needed."""
+    options = RunOptions(exchange=exchange, keep=keep)
+    (well,) = {each.value for each in outcomes(trained, 3, options=options)}
+    calls = outcomes(trained, 3, options=options)[1].calls
+    ended_early = 0
+    for call in range(1, calls + 1, 5 if keep == "all" else 31):
+        fault = Fault(device=1, call=call, kind=kind)  # type: ignore[arg-type]
+        found = outcomes(trained, 3, seed=call, options=options, faults=[fault])
+        assert found[1].was_killed == (kind != "cut")
+        for each in (found[0], found[2]):
+            assert each.value == well or isinstance(each.error, PeerError), (call, each.error)
+        errors = [str(found[n].error) for n in (0, 2) if found[n].error is not None]
+        ended_early += len(errors) == 2
+        if kind == "stop" and errors:
+            assert any("device 1" in error for error in errors)
+    assert ended_early > 0
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_a_late_device_changes_nothing(exchange: ExchangeName) -> None:
+    options = RunOptions(exchange=exchange, keep="span")
+    for call in range(1, 40, 3):
+        faults = [Fault(device=call % 3, call=call, kind="delay")]
+        found = outcomes(trained, 3, seed=call, options=options, faults=faults)
+        assert [each.value for each in found] == [reference()] * 3
+
+
+def test_a_device_that_fails_is_the_one_that_is_named() -> None:
+    def main() -> None:
+        trained(1)
+        if not onefold.trainer.current_world().rank:
+            raise ArithmeticError("over the top")
+        trained(1)
+
+    with pytest.raises(ArithmeticError) as caught:
+        simulate(main, 3)
+    assert caught.value.__notes__ == ["raised on simulated device 0 of 3, with seed 0"]
+    others = outcomes(main, 3)[1:]
+    assert all(isinstance(each.error, PeerLost | onefold.errors.PeerFailed) for each in others)
+
+
+def test_a_device_that_never_comes_is_named() -> None:
+    def main() -> None:
+        if onefold.trainer.current_world().rank != 2:
+            trained(1)
+
+    found = outcomes(main, 3)
+    assert found[2] == Ended(calls=0)
+    for each in found[:2]:
+        assert isinstance(each.error, PeerError)
+        assert each.error.device == 2
+
+
+def test_each_device_has_generators_of_its_own() -> None:
+    def drawn() -> tuple[float, float, float]:
+        trained(1)
+        return torch.rand(()).item(), random.random(), np.random.rand()
+
+    first, second = simulate(drawn, 2, seed=4), simulate(drawn, 2, seed=4)
+    assert first == second
+    assert first[0][0] == first[1][0]  # seeded by the script
+    assert first[0][1:] != first[1][1:]  # as in processes that nobody has seeded
+
+
+def test_what_the_caller_has_is_left_alone() -> None:
+    torch.manual_seed(1), random.seed(1), np.random.seed(1)
+    expected = torch.rand(2).tolist(), random.random(), np.random.randn(), np.random.randn()
+    torch.manual_seed(1), random.seed(1), np.random.seed(1)
+    before = np.random.mtrand.get_bit_generator(), threading.active_count()
+    first = torch.rand(2).tolist(), random.random(), np.random.randn()
+    simulate(trained, 2, exchange="collective")
+    assert (*first, np.random.randn()) == expected
+    assert (np.random.mtrand.get_bit_generator(), threading.active_count()) == before
+
+
+def test_the_same_seed_has_the_same_order() -> None:
+    """And another seed another one: the devices' first words are put down as they come."""
+
+    def order(seed: int) -> list[int]:
+        said: list[int] = []
+
+        def main() -> None:
+            trainer_of_none()
+            said.append(onefold.trainer.current_world().rank)
+
+        simulate(main, 4, seed=seed)
+        return said
+
+    assert order(1) == order(1)
+    assert len({tuple(order(seed)) for seed in range(8)}) > 1
+
+
+def trainer_of_none() -> None:
+    model = nn.Linear(2, 1)
+    onefold.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, shards=4)
+
+
+def test_faults_of_no_device_are_refused() -> None:
+    with pytest.raises(ValueError, match="expected a device below 2 and a call from 1"):
+        outcomes(trained, 2, faults=[Fault(device=2, call=1)])
