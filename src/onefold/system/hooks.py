@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 __all__ = [
+    "ProcessHooks",
     "count_hooks",
     "has_backward_hooks",
     "hide_backward_hooks",
@@ -24,6 +25,28 @@ __all__ = [
 
 _AUTOGRAD: Any = torch.autograd
 _OPTIMIZER: Any = sys.modules["torch.optim.optimizer"]  # torch.optim does not show it
+
+
+_OF_ALL_MODULES: list[dict[int, Any]] = [
+    table
+    for name, table in vars(torch.nn.modules.module).items()
+    if name.startswith("_global_") and isinstance(table, dict)
+]
+
+
+class ProcessHooks:
+    """The hooks on all modules, and what looks at backward passes, as they are now."""
+
+    def __init__(self) -> None:
+        self._of_modules = [table.copy() for table in _OF_ALL_MODULES]
+        self._backward = _AUTOGRAD._engine_run_backward
+
+    def put_back(self) -> None:
+        """Make them these again."""
+        for table, kept in zip(_OF_ALL_MODULES, self._of_modules, strict=True):
+            table.clear()
+            table.update(kept)
+        _AUTOGRAD._engine_run_backward = self._backward
 
 
 def count_hooks(module: torch.nn.Module) -> int:

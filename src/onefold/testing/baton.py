@@ -2,10 +2,10 @@
 
 Note: what a process has of its own
 -----------------------------------
-Generators, settings of kernels and the list of open Trainers are one of a kind in a process, and a
-device takes them for its own. `Surroundings` takes them along when a device hands over, and puts
-those of the next one in their place. Modes of PyTorch (no_grad, autocast, function modes) belong to
-a thread anyway.
+Generators, settings of kernels, hooks on all modules and the list of open Trainers are one of a
+kind in a process, and a device takes them for its own. `Surroundings` takes them along when a
+device hands over, and puts those of the next one in their place. Modes of PyTorch (no_grad,
+autocast, function modes) belong to a thread anyway.
 
 Note: time
 ----------
@@ -30,6 +30,7 @@ from onefold.core.mean import PASS
 from onefold.core.randomness import COMMON, forget_numpy
 from onefold.run import membership
 from onefold.system.compilers import KernelSettings
+from onefold.system.hooks import ProcessHooks
 
 __all__ = ["Baton", "Fault", "Killed"]
 
@@ -49,6 +50,10 @@ class Fault:
     device: int
     call: int
     kind: Literal["kill", "stop", "delay", "cut"] = "kill"
+
+
+_PAUSES = 0.3
+"""How often a device lets another one go on though it need not wait."""
 
 
 class Killed(BaseException):
@@ -72,6 +77,7 @@ class Surroundings:
         self._own_numpy = owned.state
         self._dtype = torch.get_default_dtype()
         self._kernels = KernelSettings()
+        self._hooks = ProcessHooks()
         self._members = membership.members
         self._places = [vars(place).copy() for place in (COMMON, GATHERER, PASS)]
 
@@ -85,6 +91,7 @@ class Surroundings:
         forget_numpy()
         torch.set_default_dtype(self._dtype)
         self._kernels.put_back()
+        self._hooks.put_back()
         membership.members = self._members
         for place, values in zip((COMMON, GATHERER, PASS), self._places, strict=True):
             vars(place).clear()
@@ -181,7 +188,9 @@ class Baton:
         for fault in self._faults:
             if (fault.device, fault.call) == (number, seat.calls):
                 self._strike(number, fault)
-        if not seat.is_killed:
+        # Not each time: what a device takes along when it hands over is most of what that costs.
+        pauses = seat.is_late or seat.is_stopped or self._order.random() < _PAUSES
+        if pauses and not seat.is_killed:
             self._hand_over(number)
         if seat.is_killed:
             raise Killed
