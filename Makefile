@@ -1,6 +1,8 @@
 # make demo    train on real digits, on one device and then on all, and compare
 # make test    lint, types and every test that needs no GPU
 # make test-all  the same with those marked full: the whole cross product, and real launchers
+# make golden  small runs on simulated devices, whose bits are in tests/golden.json
+# make mutants plants faults in the source one at a time, and asks whether make test finds each; takes hours
 # make venv    the environment that tests and examples need
 # make api     a page of each public module, from its docstrings, in build/api
 # make bench   all benchmarks, in an environment of their own: results as data, and the picture
@@ -16,16 +18,23 @@ RESULTS := benchmarks/results
 # Of the environment in which the stamp lies that is being made.
 PIP = $(@D)/bin/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: demo test test-all lint venv api bench bench-venv gpu clean
+.PHONY: demo test test-all golden mutants lint venv api bench bench-venv gpu clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/onefold demo
 
+# The golden bits first: what they find needs no further tests.
 # Two workers, as most of the tests that take time start processes of their own.
-test: lint $(VENV)/dev.stamp
+test: lint golden
 	$(BIN)/pytest --numprocesses 2 --dist loadgroup
 
-test-all: lint $(VENV)/dev.stamp
+golden: $(VENV)/dev.stamp
+	$(BIN)/python -m tests.golden
+
+mutants: $(VENV)/dev.stamp
+	$(BIN)/python -m tests.mutants
+
+test-all: lint golden
 	$(BIN)/pytest --numprocesses 2 --dist loadgroup -m "not gpu"
 
 lint: $(VENV)/dev.stamp

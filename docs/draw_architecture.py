@@ -56,6 +56,7 @@ BOXES = {
     "integrations": Box(11.05, 11.6, "others' training loops"),
     "data": Box(11.3, 8.6, "what jobs read", width=1.6),
     "models": Box(9.6, 8.6, "what jobs train", width=1.6),
+    "testing": Box(1.6, 8.3, "simulated devices", width=1.9),
     "onefold": Box(4.3, 9.9, "the public names"),
     "trainer": Box(4.3, 8.3, "the face"),
     "trainedmodel": Box(5.95, 7.05, "change, save, average", width=1.9),

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-import gc
 import os
+
+# Before PyTorch is loaded, which reads them then. One of two test workers computes as a processor
+# without AVX-512 does, so that what is found here does not depend on the machine.
+AVX2_ALONE = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+if os.environ.get("PYTEST_XDIST_WORKER") == "gw1":
+    for name, value in AVX2_ALONE.items():
+        os.environ.setdefault(name, value)
+
+import gc
 import re
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -46,6 +54,39 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     warm.start_by_fork(item.get_closest_marker("fresh") is not None)
 
 
+SEED_OF_PYTORCH = 67280421310721
+"""That its generator has in a process which has just begun."""
+MOST_CPU_S = 5.0
+"""Of a test that is not marked full, with the processes that it starts."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """Note the processor time of a test: unlike that of a clock it does not depend on the load."""
+    before = os.times()
+    try:
+        return (yield)
+    finally:
+        used = sum(after - first for after, first in zip(os.times()[:4], before[:4], strict=True))
+        if used > MOST_CPU_S and item.get_closest_marker("full") is None:
+            item.user_properties.append(("processor seconds", round(used, 1)))
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Print what takes too long for `make test`, and the seed of the order."""
+    reports = [r for rs in terminalreporter.stats.values() for r in rs if hasattr(r, "when")]
+    slow = [(dict(r.user_properties), r.nodeid) for r in reports if r.when == "call"]
+    slow = [(p["processor seconds"], name) for p, name in slow if "processor seconds" in p]
+    for seconds, name in sorted(slow, reverse=True):
+        terminalreporter.write_line(
+            f"{name} took {seconds} processor seconds: mark it full, or make it smaller"
+        )
+    seed = config.getoption("randomly_seed", None)
+    terminalreporter.write_line(f"order of the tests: --randomly-seed={seed}")
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """The folder of real data sets, beside the project or where ONEFOLD_DATA says."""
@@ -59,7 +100,10 @@ def shared_data() -> Path:
 def _leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaves processes, threads, files in shared memory or other settings."""
     torch.set_num_threads(1)
+    # Whatever earlier tests have drawn.
+    torch.default_generator.manual_seed(SEED_OF_PYTORCH)
     before, open_before = _surroundings(), len(open_files())
+    modules = {name: id(module) for name, module in sys.modules.items()}
     settings = _settings()
     environment = _environment()
     yield
@@ -79,6 +123,8 @@ def _leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     assert not left, f"left behind: {sorted(left)}"
     assert _environment() == environment, "the test changed the environment"
     assert _settings() == settings, "the test changed global settings of PyTorch or NumPy"
+    replaced = [n for n, number in modules.items() if id(sys.modules.get(n)) != number]
+    assert not replaced, f"the test replaced modules: {replaced}"
 
 
 def _settings() -> tuple[object, ...]:

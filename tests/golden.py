@@ -17,12 +17,14 @@ are compared with these.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -54,10 +56,13 @@ class Golden(NamedTuple):
     """One problem."""
 
     name: str
-    compute: Callable[[], Sequence[str]]
+    compute: Callable[[], Sequence[Any]]
     ways: Sequence[Way]
-    part: Callable[[Path, int], Sequence[str]] | None = None
-    """Goes on from a folder if there is something in it, to a step, and saves there."""
+    part: Callable[[Path, int | None], Sequence[Any]] | None = None
+    """Goes on from a folder if there is something in it, to a step or to the end, and saves there
+    if it stops at a step."""
+    stop: int = 1
+    """The step at which it is stopped."""
 
 
 WAYS = [
@@ -71,52 +76,97 @@ LINES = [
     for devices, keep in ((2, "stages"), (3, "stages"), (4, "stages:2"))
     for exchange in ("shared", "collective")
 ]
-ALONE = [Way(1, "host", "auto"), Way(1, "span", "auto")]
+APART = "host, apart"
+"""As on a GPU: what a device does not keep lies in another memory."""
+ALONE = [Way(1, "host", "auto"), Way(1, APART, "auto"), Way(3, APART, "collective")]
 
 
-def problems() -> Iterator[Golden]:
+def problems() -> list[Golden]:
     """All of them, each with two ways or three: every way has several problems."""
-    from tests.bits import cases, large, lined, options
-
-    found: list[tuple[str, Callable[[], Sequence[str]], bool]] = []
-    parts: dict[str, Callable[[Path, int], Sequence[str]]] = {}
-    for case in golden_cases():
-        name = "-".join(str(value) for value in case_words(case))
-        found.append((name, partial(cases.run, case), False))
-    for option in options.OPTIONS:
-        if option != "compile":
-            chosen = options.Case("transformer", (option,))
-            found.append((f"option-{option}", partial(_optional, chosen, None), False))
-            parts[f"option-{option}"] = partial(_optional, chosen)
-    for pair in options.pairs()[::5]:
-        if "compile" not in pair:
-            chosen = options.Case("transformer", pair)
-            found.append((f"option-{'-'.join(pair)}", partial(_optional, chosen, None), False))
-    for cut in large.CASES[::3]:
-        found.append((f"stages-{cut.model}-{cut.optimizer}", partial(large.run, cut), False))
-    for cell in lined.CASES[::3]:
-        words = [cell.model, cell.optimizer, cell.precision or "", str(cell.microbatch or "")]
-        found.append(("line-" + "-".join(filter(None, words)), partial(lined.run, cell), True))
-    lines = 0
-    for number, (name, compute, has_lines) in enumerate(found):
-        ways = [WAYS[(number + 7 * turn) % len(WAYS)] for turn in range(1 if has_lines else 2)]
-        if has_lines:
-            ways.append(LINES[lines % len(LINES)])
-            lines += 1
-        if number % 6 == 0:
-            ways.append(ALONE[number // 6 % 2])
-        yield Golden(name, compute, ways, parts.get(name))
+    others = [*models(), *options_of_trainers(), *loaders(), *in_stages()]
+    found = []
+    for number, (name, compute, part, stop) in enumerate(others):
+        ways = [WAYS[(number + 7 * turn) % len(WAYS)] for turn in range(2)]
+        ways += ALONE[number // 6 % 3 :][:1] if number % 6 == 0 else []
+        found.append(Golden(name, compute, ways, part, stop))
+    for number, (name, compute) in enumerate(in_lines()):
+        ways = [WAYS[(5 * number + 2) % len(WAYS)], LINES[number % len(LINES)]]
+        found.append(Golden(name, compute, ways))
+    return found
 
 
-def golden_cases() -> list[Any]:
-    """Models, optimizers and precisions of `tests.bits.cases`, without processes that read."""
-    from tests.bits.cases import Case, covering
+Compute = Callable[[], Sequence[Any]]
+Part = Callable[[Path, int | None], Sequence[Any]]
+Problem = tuple[str, Compute, Part | None, int]
 
-    light = [case for case in covering() if case.model not in ("cnn", "resnet18")]
+
+def models() -> Iterator[Problem]:
+    """Kinds of models, optimizers and precisions, read by loaders, over two epochs."""
+    from tests.bits import cases
+
+    light = [case for case in cases.covering() if case.model not in ("cnn", "resnet18")]
     once = {
         (case.model, case.optimizer, case.precision): case for case in light if not case.workers
     }
-    return [*once.values(), Case("mixed", "adamw", 4, uneven=True, microbatch=1)]
+    for case in (*once.values(), cases.Case("mixed", "adamw", 4, uneven=True, microbatch=1)):
+        yield "-".join(case_words(case)), partial(cases.run, case), None, 0
+
+
+def options_of_trainers() -> Iterator[Problem]:
+    """What a Trainer can be asked for, alone and in pairs; the runs are stopped and go on."""
+    from tests.bits import options
+
+    alone = [(name,) for name in options.OPTIONS]
+    for names in (*alone, *options.pairs()[::5]):
+        if "compile" not in names:
+            case = options.Case("transformer", names)
+            part = partial(_optional, case) if len(names) == 1 else None
+            yield f"option-{'-'.join(names)}", partial(_optional, case, None), part, 1
+
+
+def _optional(case: Any, folder: Path | None, stop: int | None = None) -> Sequence[str]:
+    from tests.bits.options import STEPS, run_part
+
+    return [run_part(case, folder, stop or STEPS)]
+
+
+def loaders() -> Iterator[Problem]:
+    """Every kind of loader, without processes that read ahead; stopped in the second pass."""
+    from tests.bits.loaders import KINDS, run_part
+
+    for kind in KINDS:
+        whole = partial(run_part, kind, 0, Path("nowhere"), None)
+        yield f"loader-{kind}", whole, partial(run_part, kind, 0), 6
+
+
+def in_stages() -> Iterator[Problem]:
+    """Models that are cut into stages, in equal and unequal shares; frozen ones among them."""
+    from tests.bits import adapted, large
+
+    for case in large.CASES[::3]:
+        yield f"stages-{case.model}-{case.optimizer}", partial(large.run, case), None, 0
+
+    def part(folder: Path | None, stop: int | None) -> Sequence[str]:
+        return adapted.part_of_a_run(folder, stop or 4)[:1]
+
+    yield "frozen-stopped", partial(part, None, None), part, 2
+
+
+def in_lines() -> Iterator[tuple[str, Compute]]:
+    """Models that a line of devices can compute."""
+    from tests.bits import adapted, lined
+
+    for case in lined.CASES[::3]:
+        words = [case.model, case.optimizer, case.precision or "", str(case.microbatch or "")]
+        yield "line-" + "-".join(filter(None, words)), partial(lined.run, case)
+    for average in (False, True):
+        compute = partial(_digest, adapted.all_that_a_run_can_be, None, average)
+        yield f"frozen-{'average' if average else 'gradient'}", compute
+
+
+def _digest(compute: Callable[..., object], *given: object) -> Sequence[str]:
+    """All that a run can be is too much to be kept."""
+    return [hashlib.sha256(repr(compute(*given)).encode()).hexdigest()[:16]]
 
 
 def case_words(case: Any) -> Iterator[str]:
@@ -130,12 +180,6 @@ def case_words(case: Any) -> Iterator[str]:
             yield name
 
 
-def _optional(case: Any, folder: Path | None, steps: int = 3) -> Sequence[str]:
-    from tests.bits.options import run_part
-
-    return [run_part(case, folder, steps)]
-
-
 def computed(number: int) -> tuple[str, Found, dict[str, Found]]:
     """A problem on one device, and the ways that have other bits.
 
@@ -146,17 +190,20 @@ def computed(number: int) -> tuple[str, Found, dict[str, Found]]:
 
     from onefold.system import heap
     from onefold.testing import simulate
+    from tests.apart import apart
 
     begun = time.monotonic()
     torch.set_num_threads(1)
     heap._LEAST_BYTES = 1  # the models are small, and the home is to have all of them
-    problem = list(problems())[number]
+    problem = problems()[number]
     one = [str(value) for value in simulate(problem.compute, 1)[0]]
     wrong = {}
 
-    def compare(compute: Callable[[], Sequence[str]], way: Way, seed: int, before: str) -> None:
+    def compare(compute: Callable[[], Sequence[Any]], way: Way, seed: int, before: str) -> None:
         exchange: Any = way.exchange
-        each = simulate(compute, way.devices, seed=seed, keep=way.keep, exchange=exchange)
+        keep = "host" if way.keep == APART else way.keep
+        with apart() if way.keep == APART else nullcontext():
+            each = simulate(compute, way.devices, seed=seed, keep=keep, exchange=exchange)
         for values in each:
             if [str(value) for value in values] != one and not before.endswith("saved"):
                 wrong[f"{before}{way}, seed {seed}"] = [str(value) for value in values]
@@ -166,9 +213,11 @@ def computed(number: int) -> tuple[str, Found, dict[str, Found]]:
     if problem.part is not None:
         first, then = WAYS[number % len(WAYS)], WAYS[(number + 5) % len(WAYS)]
         with TemporaryDirectory() as folder:
-            compare(partial(problem.part, Path(folder, "run"), 1), first, number, "saved")
             compare(
-                partial(problem.part, Path(folder, "run"), 3), then, number, f"from {first} to "
+                partial(problem.part, Path(folder, "run"), problem.stop), first, number, "saved"
+            )
+            compare(
+                partial(problem.part, Path(folder, "run"), None), then, number, f"from {first} to "
             )
     print(f"{time.monotonic() - begun:6.2f} s {problem.name}", file=sys.stderr)
     return problem.name, one, wrong

@@ -105,6 +105,7 @@ LOCKS = """
     system/folderlock.py fcntl.lockf: on a file of its owner alone; never waits
     system/ownfiles.py fcntl.flock: on the private folder, so that cleaners leave it, and on its
         mark, so that others do; never waits
+    testing/baton.py threading.Semaphore: of simulated devices, one of which always goes on
 """
 
 WAITS = """
@@ -145,6 +146,13 @@ WAITS = """
     run/crew.py poller.poll: for part of a limit, or as long as the workers run, signals noticed
     run/crew.py self._process.wait: for what the kernel has said to have ended
     run/session.py self.engine.bind: no socket: follows a roster
+    testing/baton.py thread.join: each device ends, or is made to
+    testing/network.py baton.wait: for devices of this process; ends where none can go on
+    testing/network.py self._network.baton.wait: the same
+    testing/network.py self.baton.wait: the same
+    testing/network.py self.recv: no socket: a message of another thread
+    testing/network.py self.recv(tensors, lead).wait: the same
+    testing/network.py work.wait: the same
 """
 
 ENVIRONMENT = """

@@ -29,6 +29,7 @@ ROOMS = (
     "trainedmodel",
     "trainer",
     "onefold",
+    "testing",
     "models",
     "data",
     "jobs",

@@ -52,7 +52,9 @@ class Fault:
     kind: Literal["kill", "stop", "delay", "cut"] = "kill"
 
 
-_PAUSES = 0.3
+_SEED_OF_PYTORCH = 67280421310721
+"""That its generator has in a process which has just begun."""
+_PAUSES = 0.1
 """How often a device lets another one go on though it need not wait."""
 
 
@@ -236,7 +238,7 @@ class Baton:
 
     def _begin(self, number: int) -> None:
         """Give a device generators as those of a process that has just begun."""
-        torch.default_generator.manual_seed(torch.default_generator.initial_seed())
+        torch.default_generator.manual_seed(_SEED_OF_PYTORCH)
         # In processes these come from the system, and so differ.
         random.seed(f"{self._begins} {number}")
         mtrand.set_bit_generator(self._owned)

@@ -54,10 +54,12 @@ class Network:
         self._seen: dict[int, dict[int, Any]] = {}
         self._sockets: dict[tuple[int, int], list[_Socket]] = {}
         self._broken: set[int] = set()
+        self._broken_in: set[tuple[int, int]] = set()
+        """Trainers and the devices whose connections of that one Trainer are broken."""
         self.left: list[int] = []
         """Devices whose script has come to its end in order."""
-        self.is_asked = False
-        """Whether a device has waited in vain, over a process group."""
+        self.asked: set[int] = set()
+        """The Trainers for which a device has waited in vain, over a process group."""
 
     def of(self, number: int) -> Connection:
         """What a device reaches the others by."""
@@ -71,9 +73,13 @@ class Network:
                 for each in made:
                     each.close()
 
-    def is_broken(self, number: int) -> bool:
-        """Whether nothing comes from a device any more, or goes there."""
-        return number in self._broken
+    def cut_group(self, trainer: int, number: int) -> None:
+        """Break those connections of a device that are of one Trainer's process group."""
+        self._broken_in.add((trainer, number))
+
+    def is_broken(self, trainer: int, number: int) -> bool:
+        """Whether nothing comes from a device any more, or goes there, over a process group."""
+        return number in self._broken or (trainer, number) in self._broken_in
 
     def meet(self, trainer: int, number: int, given: Any) -> dict[int, Any]:
         """Wait for all devices to make a Trainer; what each has given, by device."""
@@ -132,18 +138,18 @@ class Connection:
     def group(self, trainer: int) -> Joined:
         """Join a process group of all devices."""
         network = self.network
-        groups = network.meet(trainer, self.number, _Group(network, self.number))
+        groups = network.meet(trainer, self.number, _Group(network, trainer, self.number))
         group: _Group = groups[self.number]
         group.peers = groups
         watch: Any = _Watch(network, self.number)
-        store: Any = _Store(network, self.number, network.stores.setdefault(trainer, {}))
-        cut: Any = SimpleNamespace(cut=lambda: network.cut(self.number))
+        store: Any = _Store(network, trainer, self.number)
+        cut: Any = SimpleNamespace(cut=lambda: network.cut_group(trainer, self.number))
         return Joined(
             group=group,
             store=store,
             connections=cut,
             watch=watch,
-            lateness=_Lateness(network, self.number),
+            lateness=_Lateness(network, trainer, self.number),
             left=lambda: network.left,
         )
 
@@ -242,8 +248,8 @@ class _Mailbox(Mailbox):
 class _Sent:
     """A tensor on its way from one device to another."""
 
-    def __init__(self, network: Network, source: int, target: int) -> None:
-        self._network, self._ends = network, (source, target)
+    def __init__(self, network: Network, trainer: int, source: int, target: int) -> None:
+        self._network, self._trainer, self._ends = network, trainer, (source, target)
         self.source: torch.Tensor | None = None
         self.target: torch.Tensor | None = None
         self.is_done = False
@@ -251,7 +257,7 @@ class _Sent:
     @property
     def _is_lost(self) -> bool:
         gone = self._network.baton.is_over
-        return any(self._network.is_broken(n) or gone(n) for n in self._ends)
+        return any(self._network.is_broken(self._trainer, n) or gone(n) for n in self._ends)
 
     def finish(self, number: int) -> None:
         """Wait, as one of both ends, until the tensor is there."""
@@ -289,9 +295,9 @@ class _Work:
 class _Group(dist.ProcessGroup):
     """The process group of one device, with the methods that are called of it."""
 
-    def __init__(self, network: Network, rank: int) -> None:
+    def __init__(self, network: Network, trainer: int, rank: int) -> None:
         super().__init__(rank, network.size)  # type: ignore[call-arg]
-        self._network, self._number = network, rank
+        self._network, self._trainer, self._number = network, trainer, rank
         self.peers: Mapping[int, _Group] = {}
         self._with: dict[int, list[_Sent]] = {n: [] for n in range(network.size)}
         """What this device sends to another one, in order."""
@@ -305,7 +311,7 @@ class _Group(dist.ProcessGroup):
         self._begun[sends, target if sends else source] = place + 1
         messages = self.peers[source]._with[target]
         while len(messages) <= place:
-            messages.append(_Sent(self._network, source, target))
+            messages.append(_Sent(self._network, self._trainer, source, target))
         return messages[place]
 
     def send(self, tensors: list[torch.Tensor], target: int, tag: int = 0) -> _Work:  # type: ignore[override]
@@ -341,13 +347,14 @@ class _Group(dist.ProcessGroup):
 class _Store:
     """A store that all devices see, but for those whose connections are broken."""
 
-    def __init__(self, network: Network, number: int, values: dict[str, bytes]) -> None:
-        self._network, self._number, self._values = network, number, values
+    def __init__(self, network: Network, trainer: int, number: int) -> None:
+        self._network, self._trainer, self._number = network, trainer, number
+        self._values = network.stores.setdefault(trainer, {})
 
     def set(self, key: str, value: str) -> None:
         if self._network.baton.is_killed(self._number):
             return
-        if self._network.is_broken(self._number):
+        if self._network.is_broken(self._trainer, self._number):
             raise RuntimeError("Connection to the store is broken")
         self._values[key] = value.encode()
 
@@ -382,18 +389,18 @@ class _Watch:
 class _Lateness(Lateness):
     """Knows who waits."""
 
-    def __init__(self, network: Network, number: int) -> None:
-        self._network, self._number = network, number
+    def __init__(self, network: Network, trainer: int, number: int) -> None:
+        self._network, self._trainer, self._number = network, trainer, number
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
         yield
 
     def is_asked(self) -> bool:
-        return self._network.is_asked
+        return self._trainer in self._network.asked
 
     def ask(self) -> None:
-        self._network.is_asked = True
+        self._network.asked.add(self._trainer)
 
     def answer(self) -> None:
         """It is known."""

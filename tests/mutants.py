@@ -1,0 +1,680 @@
+"""Faults that are planted in the source one at a time, to see whether the tests find them.
+
+    python -m tests.mutants                   all that have no result yet
+    python -m tests.mutants --list            say what there is
+    python -m tests.mutants --only seed       those with this word in their names
+    python -m tests.mutants --unchanged       the tests in a copy without a fault: they must pass
+
+Each `Mutant` is a fault that somebody might well make: the file still compiles, and computes
+something else, or refuses something less. The project is copied into a temporary folder, and a
+fault is planted there. Then come the golden bits (`tests.golden`) and, if they have not noticed,
+the tests. What found the fault first is kept in a JSON file, so that a run that was interrupted
+goes on where it stopped.
+
+All of it takes hours: a fault that nobody finds costs a run of all tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from importlib.util import cache_from_source
+from pathlib import Path
+from tempfile import TemporaryDirectory, TemporaryFile
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCE = Path("src", "onefold")
+"""Below the project, or a copy of it."""
+FILE = Path(__file__).with_suffix(".json")
+_COUNT = 60
+
+GOLDEN, TESTS = "golden", "tests"
+NOBODY, TIME = "nobody", "time is up"
+"""What a result has in place of what found the fault: all have passed, or had no time to end."""
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+\.py.*?)(?: - .*)?$", re.MULTILINE)
+_NOT_RUN = (4, 5)
+"""Exit codes of pytest that has run no test: called wrongly, or with nothing to run."""
+
+
+class Mutant(NamedTuple):
+    """One fault."""
+
+    name: str
+    """What is wrong, in a few words."""
+    file: str
+    """Where, below ``src/onefold``."""
+    old: str
+    """A text that is there exactly once."""
+    new: str
+    """What takes its place."""
+
+
+MUTANTS: list[Mutant] = [
+    # What is computed without devices
+    Mutant(
+        "totals of shards are added from left to right",
+        "core/fold.py",
+        "    return fold(leaves.get, Block(0, len(values)), add)",
+        "    total = values[0]\n"
+        "    for value in list(leaves.values())[1:]:\n"
+        "        total = add(total, value)\n"
+        "    return total",
+    ),
+    Mutant(
+        "pieces of a shard are larger than was asked",
+        "core/shard.py",
+        "max(1, -(-samples // size))",
+        "max(1, samples // size)",
+    ),
+    Mutant(
+        "the seed of NumPy forgets the shard",
+        "core/randomness.py",
+        "np.random.seed(seed & 0xFFFFFFFF)",
+        "np.random.seed(0)",
+    ),
+    Mutant(
+        "samples of a short last batch by length are lost",
+        "core/randomness.py",
+        "    rest = order[whole * batch_size :]",
+        "    rest = order[(whole + 1) * batch_size :]",
+    ),
+    Mutant(
+        "a scalar loss counts alike for shards of any size",
+        "core/mean.py",
+        "count = 1.0 if PASS.whole else float(samples)",
+        "count = 1.0",
+    ),
+    Mutant(
+        "stages of a line are cut as if for one device fewer",
+        "core/stages.py",
+        "if _shares(sizes, middle) <= devices:",
+        "if _shares(sizes, middle) < devices:",
+    ),
+    # What devices give each other
+    Mutant(
+        "partial sums are added from left to right",
+        "exchange/spans.py",
+        "            total = fold(parts.get, Block(0, self._shards), _add_in_place)",
+        "            total = parts[min(parts)]\n"
+        "            for block in sorted(parts)[1:]:\n"
+        "                total = _add_in_place(total, parts[block])",
+    ),
+    Mutant(
+        "large gradients are not shown to other processes",
+        "exchange/spans.py",
+        "self._visible = [chunk for chunk in visible if chunk.entry is not None]",
+        "self._visible = []",
+    ),
+    Mutant(
+        "gradients by stage are added in the order in which they come",
+        "exchange/stagefold.py",
+        "        node = Block(shard, shard + 1)\n"
+        "        for left, right, above in _climb(shard, self._shards):",
+        "        node = Block(0, self._shards)\n"
+        "        if node in self._kept:\n"
+        "            value = self._add(self._kept[node], value)\n"
+        "        for left, right, above in _climb(shard, 1):",
+    ),
+    Mutant(
+        "two partial sums of a device are taken for each other",
+        "exchange/private.py",
+        "for slot in range(len(blocks_of(theirs, plan.shards))):",
+        "for slot in reversed(range(len(blocks_of(theirs, plan.shards)))):",
+    ),
+    Mutant(
+        "buffers of a later shard are those of an earlier one",
+        "exchange/private.py",
+        "                place += size",
+        "                place = 0",
+    ),
+    Mutant(
+        "of two messages of a line the later one is taken first",
+        "exchange/relay.py",
+        "self._sent[source, device].popleft()",
+        "self._sent[source, device].pop()",
+    ),
+    Mutant(
+        "a piece of a shard is taken for its last one",
+        "exchange/carrier.py",
+        "return cls(shard, stage, bool(last), ",
+        "return cls(shard, stage, True, ",
+    ),
+    Mutant(
+        "values of the last device are taken for those of the lead",
+        "exchange/collective.py",
+        "group_src=0)",
+        "group_src=self.size - 1)",
+    ),
+    Mutant(
+        "a device writes to the box that others still read",
+        "exchange/shared.py",
+        "self._turn = 1 - self._turn",
+        "self._turn = 0",
+    ),
+    Mutant(
+        "an empty shard keeps the weight of the step before",
+        "exchange/board.py",
+        "            self.weights[rows] = 0.0\n",
+        "",
+    ),
+    Mutant(
+        "a sealed value may be moved to another key",
+        "exchange/sealing.py",
+        "parts = [self._run_id, key.encode(), value]",
+        "parts = [self._run_id, value]",
+    ),
+    Mutant(
+        "nobody looks who stands between two devices",
+        "exchange/group.py",
+        "prove(world.proof, group.rank(), trade, connections.ends())",
+        "prove(world.proof, group.rank(), trade)",
+    ),
+    # Steps
+    Mutant(
+        "a gradient that only the right half has is lost",
+        "engine/gradients.py",
+        "    return [b if a is None else a for a, b in pairs]",
+        "    return [a for a, _ in pairs]",
+    ),
+    Mutant(
+        "the norm leaves out what other devices have",
+        "engine/gradients.py",
+        "return rows.sum(dim=0) if len(rows) > 1 else rows[0]",
+        "return rows[0]",
+    ),
+    Mutant(
+        "the norm is added up device by device",
+        "engine/gradients.py",
+        "return self._shared(share).sum()",
+        "return share(self._rows).sum(dim=1).sum()",
+    ),
+    Mutant(
+        "the seed of a shard forgets the step",
+        "engine/replica.py",
+        'derive_seed("shard", task.seed, task.step, shard)',
+        'derive_seed("shard", task.seed, shard)',
+    ),
+    Mutant(
+        "a shard begins with the buffers that another one left",
+        "engine/replica.py",
+        "self.buffers.restore(shard)",
+        "self.buffers.absorb()",
+    ),
+    Mutant(
+        "gradients are divided by samples and not by the weight",
+        "engine/gradientrules.py",
+        "factor = divisor / weight.value / self.loss_scale",
+        "factor = 1.0 / self.loss_scale",
+    ),
+    Mutant(
+        "gradients keep the scale of the loss",
+        "engine/gradientrules.py",
+        "factor = divisor / weight.value / self.loss_scale",
+        "factor = divisor / weight.value",
+    ),
+    Mutant(
+        "an infinite gradient counts as finite",
+        "engine/gradientrules.py",
+        "        if math.isfinite(value):",
+        "        if not math.isnan(value):",
+    ),
+    Mutant(
+        "buffers follow a step that is not finite",
+        "engine/engine.py",
+        "for replica in self.replicas if not failure else ():",
+        "for replica in self.replicas:",
+    ),
+    Mutant(
+        "averages follow a step that is skipped",
+        "engine/engine.py",
+        "        if outcome.verdict.updates:\n            self.averaging.follow(name)",
+        "        self.averaging.follow(name)",
+    ),
+    Mutant(
+        "the optimizer's state stays behind when a piece moves",
+        "engine/engine.py",
+        "        self.update.adopt_states(arriving)",
+        "        list(arriving)",
+    ),
+    Mutant(
+        "the first stage of a model on a disk is not updated",
+        "engine/update.py",
+        "parts = self._parts if cut else [self._whole]",
+        "parts = self._parts[1:] if cut else [self._whole]",
+    ),
+    Mutant(
+        "exact values are rounded to what the model shows",
+        "engine/update.py",
+        "exact.copy_(torch.where(exact.to(shown.dtype) == shown, exact, shown))",
+        "exact.copy_(shown)",
+    ),
+    Mutant(
+        "the warm-up of an average counts steps and not updates",
+        "engine/optimizerstate.py",
+        "self.rule.kept(self.steps // self.rule.every)",
+        "self.rule.kept(self.steps)",
+    ),
+    Mutant(
+        "a shard that left a buffer alone counts with an old row",
+        "engine/buffers.py",
+        "_run_of(board.buffer_rows[shard] if by_shard else self._start, run)",
+        "_run_of(board.buffer_rows[shard], run)",
+    ),
+    Mutant(
+        "a schedule is stepped twice in an epoch that is resumed",
+        "engine/schedule.py",
+        'self._open < run["epoch"]',
+        'self._open <= run["epoch"]',
+    ),
+    Mutant(
+        "values that are changed by .data go unseen",
+        "engine/guard.py",
+        "return len(self._names) + 1 if sampled != self._values else 0",
+        "return 0",
+    ),
+    Mutant(
+        "a mean over targets that are ignored in part goes unseen",
+        "engine/losscheck.py",
+        "    if ignored > 0:",
+        "    if ignored > targets.numel():",
+    ),
+    Mutant(
+        "settings of the optimizer are compared as they were first",
+        "engine/agreement.py",
+        "        if now != self._last:",
+        "        if not self._last:",
+    ),
+    Mutant(
+        "a trained parameter may share memory with a frozen one",
+        "engine/modelcheck.py",
+        "(tensor.requires_grad or other.requires_grad)",
+        "(tensor.requires_grad and other.requires_grad)",
+    ),
+    Mutant(
+        "subclasses of optimizers are given parts of parameters",
+        "engine/optimizercheck.py",
+        "type(one) in _BY_ELEMENT and",
+        "isinstance(one, tuple(_BY_ELEMENT)) and",
+    ),
+    Mutant(
+        "an evaluation counts samples that collate has left out",
+        "engine/evaluation.py",
+        "tally.add(shard, values, batch.count_of(shard).samples, where)",
+        "tally.add(shard, values, batch.size_of(shard), where)",
+    ),
+    Mutant(
+        "random numbers begin anew on the next device of a line",
+        "engine/passing.py",
+        "        put_generators(self.generators, replica.device)\n",
+        "",
+    ),
+    Mutant(
+        "gathered rows come in the order of devices",
+        "engine/valuetrade.py",
+        "torch.cat([parts[shard] for shard in sorted(parts)])",
+        "torch.cat([parts[shard] for shard in parts])",
+    ),
+    # Data
+    Mutant(
+        "a sample is augmented alike in every epoch",
+        "reading/reader.py",
+        "loader_seed(kind, seed, epoch, number, loader=loader)",
+        "loader_seed(kind, seed, 0, number, loader=loader)",
+    ),
+    Mutant(
+        "a stream that goes on repeats its last sample",
+        "reading/stream.py",
+        "for _ in take(self._samples, start):",
+        "for _ in take(self._samples, max(start - 1, 0)):",
+    ),
+    Mutant(
+        "a pass that goes on has all its samples again",
+        "reading/position.py",
+        "            number, used = self._coming.pop(0)",
+        "            number = self._coming.pop(0)[0]",
+    ),
+    Mutant(
+        "batches that were read ahead are lost with their plan",
+        "reading/workers.py",
+        "self._plan, self._next = plan, start",
+        "self._plan = plan",
+    ),
+    # Checkpoints
+    Mutant(
+        "a checkpoint forgets how long the loss scale was good",
+        "checkpoint/runstate.py",
+        '"good_steps": 0 if self._rules.scale is None else self._rules.scale.good_steps,',
+        '"good_steps": 0,',
+    ),
+    Mutant(
+        "checkpoints are made a step too early",
+        "checkpoint/autosave.py",
+        "(self._every > 0 and step % self._every == 0)",
+        "(self._every > 0 and (step + 1) % self._every == 0)",
+    ),
+    Mutant(
+        "of the files of a checkpoint only sizes are compared",
+        "checkpoint/folder.py",
+        "    if came != expected:",
+        "    if came.size > expected.size:",
+    ),
+    Mutant(
+        "a run that was saved with its averages goes on with them",
+        "checkpoint/model.py",
+        "ModelFiles(*(paths if trained is None else [trained]))",
+        "ModelFiles(*paths)",
+    ),
+    # What lies around a run
+    Mutant(
+        "anybody may look into a private folder",
+        "system/ownfiles.py",
+        "        self._mark = _marked(self.path)",
+        "        os.fchmod(self._descriptor, 0o755)\n        self._mark = _marked(self.path)",
+    ),
+    Mutant(
+        "a run that torchrun starts again has its old name",
+        "run/world.py",
+        '("TORCHELASTIC_RUN_ID", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")',
+        '("TORCHELASTIC_RUN_ID", "MASTER_PORT")',
+    ),
+    Mutant(
+        "the fullest GPUs are chosen",
+        "run/devices.py",
+        "key=lambda gpu: (-gpu.free_bytes, gpu.index)",
+        "key=lambda gpu: (gpu.free_bytes, gpu.index)",
+    ),
+    Mutant(
+        "restarts are counted though the run gets on",
+        "run/launch.py",
+        "failures = 1 if now_saved > saved else failures + 1",
+        "failures += 1",
+    ),
+    Mutant(
+        "verify compares the first values alone",
+        "cli/verify.py",
+        "zip(reference, other, strict=False)",
+        "zip(reference[:1], other[:1], strict=False)",
+    ),
+    Mutant(
+        "a file that lacks names is loaded in part",
+        "weights/load.py",
+        "(lacking or self._strange or self._misfits)",
+        "(self._strange or self._misfits)",
+    ),
+    Mutant(
+        "ignored targets count with the weight of class 0",
+        "losses.py",
+        "return _added(weights.where(counts, 0))",
+        "return _added(weights)",
+    ),
+    Mutant(
+        "numbers beyond the largest of an option are accepted",
+        "jobs/options.py",
+        "small = value is None or most is None or value <= most",
+        "small = value is None or most is None or value < math.inf",
+    ),
+    Mutant(
+        "the numbers of classes follow the hashes of their names",
+        "data/classes.py",
+        "classes = tuple(sorted(set(train.labels)))",
+        "classes = tuple(set(train.labels))",
+    ),
+    Mutant(
+        "a report has the mean of speeds and not samples over seconds",
+        "jobs/report/folder.py",
+        "sum(samples for samples, _ in measured) / sum(time_s for _, time_s in measured)",
+        "sum(samples / time_s for samples, time_s in measured) / len(measured)",
+    ),
+]
+
+
+class Result(NamedTuple):
+    """What became of a mutant."""
+
+    by: str
+    """What found it: `GOLDEN` or `TESTS`; or else `NOBODY` or `TIME`."""
+    test: str
+    """The first problem or test that failed."""
+    seconds: float
+
+    @property
+    def is_found(self) -> bool:
+        """Whether the fault was noticed."""
+        return self.by in (GOLDEN, TESTS)
+
+
+class Ended(NamedTuple):
+    """How a command ended."""
+
+    code: int | None
+    """None if it had to be ended, as its time was up."""
+    out: str
+    errors: str
+
+
+def planted(mutant: Mutant, root: Path = ROOT) -> str:
+    """The text of a mutant's file with the fault in it."""
+    return (root / SOURCE / mutant.file).read_text().replace(mutant.old, mutant.new)
+
+
+def check(root: Path = ROOT) -> None:
+    """Look that each mutant fits the source as it is.
+
+    Args:
+        root: of the project, or of a copy.
+
+    Raises:
+        AssertionError: there are more or fewer of them, two have one name, or a text is not there
+            exactly once.
+        SyntaxError: a file does not compile with the fault in it.
+    """
+    assert len(MUTANTS) == _COUNT, f"expected {_COUNT} mutants, got {len(MUTANTS)}"
+    assert len({mutant.name for mutant in MUTANTS}) == _COUNT, "two mutants have one name"
+    for mutant in MUTANTS:
+        count = (root / SOURCE / mutant.file).read_text().count(mutant.old)
+        assert count == 1, f"{mutant.name}: its text is in {mutant.file} {count} times"
+        assert mutant.old != mutant.new, f"{mutant.name}: it changes nothing"
+        compile(planted(mutant, root), mutant.file, "exec", dont_inherit=True)
+
+
+@contextmanager
+def copied() -> Iterator[Path]:
+    """A copy of what git has of the project, and of what is new and not ignored."""
+    # What is ended at once may still write there for a moment.
+    with TemporaryDirectory(prefix="mutants-", ignore_cleanup_errors=True) as folder:
+        copy_project(Path(folder))
+        check(Path(folder))  # somebody may have changed the project meanwhile
+        yield Path(folder)
+
+
+def copy_project(target: Path) -> None:
+    """Copy the files that make up the project."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    for name in filter(None, listed.split("\0")):
+        source, place = ROOT / name, target / name
+        if source.is_file():  # it may be deleted, and git does not know yet
+            place.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, place, follow_symlinks=False)
+
+
+def environment(copy: Path) -> dict[str, str]:
+    """That of the tests in a copy: its own source, and the data sets beside the project."""
+    found = {**os.environ, "PYTHONPATH": str(copy / "src")}
+    data = ROOT.parent / "shared" / "data"
+    if data.is_dir():
+        found.setdefault("ONEFOLD_DATA", str(data))
+    return found
+
+
+def run(command: Sequence[str], copy: Path, limit_s: float) -> Ended:
+    """Run a module of Python in a copy; end it with all its processes when its time is up."""
+    with TemporaryFile() as out, TemporaryFile() as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-m", *command],
+            cwd=copy,
+            env=environment(copy),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=errors,
+            start_new_session=True,
+        )
+        code: int | None = None
+        try:
+            code = process.wait(max(limit_s, 0.0))
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            # Also where this program is interrupted, and while the number is still its own.
+            if code is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        for file in (out, errors):
+            file.seek(0)
+        return Ended(code, *(file.read().decode(errors="replace") for file in (out, errors)))
+
+
+def first_wrong(ended: Ended) -> str:
+    """Which of the golden problems differs, or what error ended them."""
+    differing = [line for line in ended.out.splitlines() if ": " in line]
+    # The last line of all is that of the counts: "68 problems and 148 ways in 50 s: ...".
+    if len(differing) > 1:
+        return differing[0].partition(": ")[0]
+    raised = [line for line in ended.errors.splitlines() if re.match(r"[\w.]+: ", line)]
+    return (raised or ["?"])[-1][:120]
+
+
+def tested(copy: Path, paths: Sequence[str], limit_s: float) -> Result:
+    """Run golden bits and tests in a copy until something fails.
+
+    Args:
+        copy: of the project.
+        paths: of tests, below the copy; all if there are none.
+        limit_s: how long both may take.
+
+    Raises:
+        RuntimeError: pytest has run no test.
+    """
+    begun = time.monotonic()
+
+    def result(by: str, name: str = "") -> Result:
+        return Result(by, name, round(time.monotonic() - begun, 1))
+
+    ended = run(["tests.golden"], copy, limit_s)
+    if ended.code is None:
+        return result(TIME, "tests.golden")
+    if ended.code:
+        return result(GOLDEN, first_wrong(ended))
+    workers = ["--numprocesses", "2", "--dist", "loadgroup"]
+    left_s = limit_s - (time.monotonic() - begun)
+    ended = run(["pytest", "-x", "-q", *workers, *paths], copy, left_s)
+    found = _FAILED.search(ended.out)
+    if found:
+        return result(TESTS, found[1])
+    if ended.code in _NOT_RUN:
+        raise RuntimeError(f"pytest has run nothing: {(ended.errors or ended.out)[-2000:]}")
+    if ended.code is None:
+        return result(TIME)
+    return result(TESTS, "?") if ended.code else result(NOBODY)
+
+
+def tried(mutant: Mutant, copy: Path, paths: Sequence[str], limit_s: float) -> Result:
+    """Plant a fault in a copy, test it, and mend it again."""
+    path = copy / SOURCE / mutant.file
+    before = path.read_text()
+    try:
+        write(path, planted(mutant, copy))
+        return tested(copy, paths, limit_s)
+    finally:
+        write(path, before)
+
+
+def write(path: Path, text: str) -> None:
+    """Write a source file, and have Python compile it anew."""
+    path.write_text(text)
+    # Compiled code is told by time and size, and both may be alike.
+    Path(cache_from_source(str(path))).unlink(missing_ok=True)
+
+
+def read_results(path: Path) -> dict[str, Result]:
+    """What is known of mutants, by name."""
+    if not path.exists():
+        return {}
+    known: dict[str, dict[str, Any]] = json.loads(path.read_text())
+    return {name: Result(each["by"], each["test"], each["seconds"]) for name, each in known.items()}
+
+
+def write_results(path: Path, results: Mapping[str, Result]) -> None:
+    """Write what is known, so that a reader finds the old file or the new one."""
+    aside = path.with_name(f"{path.name}.part")
+    aside.write_text(
+        json.dumps({name: each._asdict() for name, each in results.items()}, indent=1) + "\n"
+    )
+    aside.replace(path)
+
+
+def print_table(results: Mapping[str, Result]) -> None:
+    """Say what found each mutant, and how many nobody has found."""
+    wide = max(map(len, results), default=0)
+    for name, each in results.items():
+        print(f"{name:{wide}}  {each.by:10}  {each.seconds:7.1f} s  {each.test}")
+    found = sum(each.is_found for each in results.values())
+    print(f"{found} of {len(results)} were found")
+
+
+def main() -> int:
+    """Plant the faults one after the other."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--list", action="store_true", help="only say which there are")
+    parser.add_argument("--only", default="", metavar="WORDS", help="those with it in their names")
+    parser.add_argument("--seconds", type=float, default=1200.0, help="limit for each of them")
+    parser.add_argument("--results", type=Path, default=FILE, metavar="FILE", help="kept here")
+    parser.add_argument("--again", action="store_true", help="also those that have a result")
+    parser.add_argument("--tests", nargs="+", default=[], metavar="PATH", help="instead of all")
+    parser.add_argument("--unchanged", action="store_true", help="only test without a fault")
+    options = parser.parse_args()
+    # Or a run that is ended would leave its tests behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    check()
+    chosen = [mutant for mutant in MUTANTS if options.only in mutant.name]
+    if options.list:
+        for mutant in chosen:
+            print(f"{mutant.file:24} {mutant.name}")
+        return 0
+    if options.unchanged:
+        with copied() as copy:
+            result = tested(copy, options.tests, options.seconds)
+        print_table({"unchanged": result})
+        return int(result.by != NOBODY)
+    results = read_results(options.results)
+    left = [mutant for mutant in chosen if options.again or mutant.name not in results]
+    with copied() if left else nullcontext(ROOT) as copy:
+        for mutant in left:
+            result = tried(mutant, copy, options.tests, options.seconds)
+            results[mutant.name] = result
+            write_results(options.results, results)
+            print(f"{mutant.name}: {result.by} {result.test}", file=sys.stderr, flush=True)
+    shown = {mutant.name: results[mutant.name] for mutant in chosen}
+    print_table(shown)
+    return int(not all(each.is_found for each in shown.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
