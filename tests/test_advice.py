@@ -10,6 +10,7 @@ from torch import nn
 
 import onefold
 from onefold.run.membership import advice_on_one_file
+from tests import simulated
 from tests.small import line, make_trainer, points, sgd, square
 
 
@@ -30,13 +31,14 @@ def evaluated_by_the_lead(folder: str) -> None:
             torch.randn(10_000).sort()
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("exchange", ["shared", "collective"])
 def test_a_save_of_the_lead_alone_is_named(tmp_path: Path, exchange: str) -> None:
     """At the end of a script, where the others have ended already."""
     words = r"Device 0 is in trainer.save, which must be called on every device, and so not under"
-    with pytest.raises(onefold.errors.RunFailed, match=words):
-        onefold.launch(saved_by_the_lead, devices="cpu:2", args=(str(tmp_path),), exchange=exchange)
+    with pytest.raises(onefold.errors.PeerError, match=words):
+        simulated.launch(
+            saved_by_the_lead, devices="cpu:2", args=(str(tmp_path),), exchange=exchange
+        )
     assert not list(tmp_path.iterdir())
 
 

@@ -9,19 +9,18 @@ from pathlib import Path
 import pytest
 
 import onefold
+from tests import simulated
 from tests.disagreeing import CASES, run_and_write, run_late
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("exchange", ["shared", "collective"])
 def test_every_difference_ends_in_one_error_on_every_device(exchange: str, tmp_path: Path) -> None:
-    """One after the other in the same processes: a new Trainer works after each failure."""
-    onefold.launch(
+    """One after the other on the same devices: a new Trainer works after each failure."""
+    simulated.launch(
         run_and_write,
         devices="cpu:2",
         args=(list(CASES), str(tmp_path)),
         exchange=exchange,
-        timeout_s=300,
     )
     said = [json.loads((tmp_path / f"{device}.json").read_text()) for device in range(2)]
     wrong = {

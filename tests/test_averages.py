@@ -20,6 +20,7 @@ from torch.utils.data import TensorDataset
 import onefold
 from onefold.core.precision import PRECISIONS
 from onefold.errors import CheckpointError, LossError
+from tests import simulated
 from tests.averaged import (
     Net,
     all_of_it,
@@ -126,16 +127,14 @@ def test_a_stopped_run_goes_on_with_the_same_bits(
     assert both(train(trainers[2], 4, 5)) == whole
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("exchange", ["shared", "collective"])
 @pytest.mark.parametrize("precision", [None, "bf16-params"])
 def test_every_process_has_the_same(exchange: str, precision: str | None, tmp_path: Path) -> None:
-    found = onefold.launch(
+    found = simulated.launch(
         all_of_it,
         devices="cpu:3",
         args=(None, str(tmp_path / "launched"), precision),
         exchange=exchange,
-        timeout_s=300,
     )
     assert found == all_of_it(1, str(tmp_path / "alone"), precision)
     assert found == all_of_it(2, str(tmp_path / "two"), precision)

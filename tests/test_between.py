@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +10,9 @@ import torch
 
 import onefold
 from onefold.core.wire import decode, encode
-from onefold.errors import DisagreementError, RunFailed
+from onefold.errors import DisagreementError, PeerFailed, RunFailed
+from onefold.testing import outcomes
+from tests import simulated
 from tests.between import (
     drawing,
     exchange_of,
@@ -57,16 +58,18 @@ def test_a_device_that_does_not_come_is_named() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("script", "words"),
-    [
-        (not_sendable_on_one, r"TypeError: the value\['value'\] is of type object"),
-        (not_sendable_by_the_lead, r"the value\['model'\] is of type Linear.*its state_dict\(\)"),
-    ],
-)
-def test_what_cannot_be_sent_leaves_nobody_waiting(script: Any, words: str) -> None:
-    with pytest.raises(RunFailed, match=words):
-        onefold.launch(script, devices="cpu:2", timeout_s=300)
+def test_what_cannot_be_sent_leaves_nobody_waiting() -> None:
+    with pytest.raises(RunFailed, match=r"TypeError: the value\['value'\] is of type object"):
+        onefold.launch(not_sendable_on_one, devices="cpu:2", timeout_s=300)
+
+
+def test_what_the_lead_cannot_send_leaves_nobody_waiting() -> None:
+    words = r"the value\['model'\] is of type Linear.*its state_dict\(\)"
+    lead, other = outcomes(not_sendable_by_the_lead, 2)
+    with pytest.raises(TypeError, match=words):
+        raise lead.error
+    with pytest.raises(PeerFailed, match=words):
+        raise other.error
 
 
 def test_dicts_of_numbers_are_floats_of_the_same_names() -> None:
@@ -108,11 +111,12 @@ def test_a_fork_restores_every_generator_and_goes_on_inside() -> None:
         assert draws() == inside
 
 
-@pytest.mark.processes
 def test_what_the_lead_draws_alone_shifts_nobody() -> None:
-    with pytest.raises(RunFailed, match=r"another batch than device 0.*with trainer.fork_rng\(\)"):
-        onefold.launch(drawing, devices="cpu:2", args=(False,), timeout_s=300)
-    assert onefold.launch(drawing, devices="cpu:2", args=(True,), timeout_s=300) == drawing(True)
+    with pytest.raises(
+        DisagreementError, match=r"another batch than device 0.*with trainer.fork_rng\(\)"
+    ):
+        simulated.launch(drawing, devices="cpu:2", args=(False,))
+    assert simulated.launch(drawing, devices="cpu:2", args=(True,)) == drawing(True)
 
 
 def test_names_differ(monkeypatch: pytest.MonkeyPatch) -> None:

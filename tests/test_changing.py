@@ -5,15 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-import onefold
+from tests import simulated
 from tests.changes import CHANGES, run, run_all
 from tests.small import bits, make_trainer, points
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("exchange", ["shared", "collective"])
 def test_every_process_has_the_leads_changes(exchange: str) -> None:
-    found = onefold.launch(run_all, devices="cpu:3", exchange=exchange, timeout_s=300)
+    found = simulated.launch(run_all, devices="cpu:3", exchange=exchange)
     assert found == {key: run(*key, devices=1) for key in found}
     assert len(found) == 2 * len(CHANGES)
 

@@ -17,8 +17,9 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 import onefold
-from onefold.errors import GradientError, LossError, RunFailed
-from tests import averaged
+from onefold.errors import GradientError, LossError, OnefoldError, RunFailed
+from onefold.testing import outcomes
+from tests import averaged, simulated
 from tests.averaged import Net, batch_of, loss
 from tests.gradients import (
     PROGRAMS,
@@ -208,10 +209,9 @@ def test_the_bits_do_not_depend_on_the_devices(name: str) -> None:
     assert run(name, 3, plan=(0, 3, 1)) == alone
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("exchange", ["shared", "collective"])
 def test_every_process_has_the_same(exchange: Any) -> None:
-    found = onefold.launch(run_all, devices="cpu:3", exchange=exchange, timeout_s=300)
+    found = simulated.launch(run_all, devices="cpu:3", exchange=exchange)
     assert found == {name: run(name, 1) for name in PROGRAMS}
 
 
@@ -426,17 +426,22 @@ def failing_in_a_search() -> None:
         optimizer.step(lambda: trainer.gradient(batch).loss)
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("script", "words"),
     [
         (by_the_lead_alone, r"device 1 calls trainer.barrier while device 0 calls .*gradient"),
-        (failing_in_a_search, r"device 1 .*ArithmeticError: the fault"),
         (another_batch, r"trainer.gradient: device 1 was given another batch.*fork_rng"),
         (unlike_calls, r"device 1 is in step 2 and device 0 in step 1"),
         (outside_of_the_block, r"outside of `with trainer.changing\(\):`"),
     ],
 )
 def test_devices_that_differ_are_named(script: Any, words: str) -> None:
-    with pytest.raises(RunFailed, match=words):
-        onefold.launch(script, devices="cpu:2", timeout_s=300)
+    for ended in outcomes(script, 2):
+        with pytest.raises(OnefoldError, match=words):
+            raise ended.error
+
+
+@pytest.mark.processes
+def test_a_device_that_fails_in_a_search_is_named() -> None:
+    with pytest.raises(RunFailed, match=r"device 1 .*ArithmeticError: the fault"):
+        onefold.launch(failing_in_a_search, devices="cpu:2", timeout_s=300)

@@ -17,6 +17,7 @@ from torch import nn
 import onefold
 from onefold.engine.advice import is_shortage
 from onefold.errors import CheckpointError, LossError
+from tests import simulated
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 TOKENS = (12, 5)
@@ -417,11 +418,8 @@ def of_one_process(fits: int) -> tuple[int | None, str]:
     return trainer._session.engine.fitting.samples, found[0]
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("exchange", ["shared", "collective"])
 def test_processes_agree_on_the_smallest(exchange: str) -> None:
-    number, found = onefold.launch(
-        of_one_process, devices="cpu:2", args=(2,), exchange=exchange, timeout_s=300
-    )
+    number, found = simulated.launch(of_one_process, devices="cpu:2", args=(2,), exchange=exchange)
     assert number == 2
     assert found == result(trainer_of(model=Words(), microbatch=2), batches(3))[0]

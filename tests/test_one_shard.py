@@ -13,6 +13,7 @@ import onefold
 from onefold.core.options import RunOptions
 from onefold.core.world import World
 from onefold.errors import GradientError
+from tests import simulated
 
 KEEPS = [("all", 1), ("host", 1), ("stages", 1), ("stages", 3)]
 CLIP = 0.05
@@ -177,13 +178,10 @@ def clipped() -> tuple[list[Any], list[list[float]]]:
         return norms, [parameter.flatten().tolist() for parameter in model.parameters()]
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("exchange", ["shared", "collective"])
 def test_processes_of_a_line_share_the_norms_of_their_parameters(exchange: Any) -> None:
     torch.manual_seed(2)
     expected = Plain()
     norms = plain(expected)
-    found = onefold.launch(
-        clipped, devices="cpu:3", keep="stages", exchange=exchange, timeout_s=300
-    )
+    found = simulated.launch(clipped, devices="cpu:3", keep="stages", exchange=exchange)
     assert found == (norms, [parameter.flatten().tolist() for parameter in expected.parameters()])

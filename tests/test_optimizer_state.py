@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 import onefold
 from onefold.core.options import RunOptions
 from onefold.core.world import World
+from tests import simulated
 from tests.small import Batch, bits, make_trainer, points
 
 INPUTS = 130
@@ -213,7 +214,6 @@ def of_a_process(name: str) -> dict[str, bytes]:
     return found
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("name", "choices"),
     [
@@ -224,7 +224,7 @@ def of_a_process(name: str) -> dict[str, bytes]:
     ],
 )
 def test_every_process_has_the_same(name: str, choices: Any) -> None:
-    found = onefold.launch(of_a_process, devices="cpu:3", args=(name,), timeout_s=300, **choices)
+    found = simulated.launch(of_a_process, devices="cpu:3", args=(name,), **choices)
     assert found == folded(*CASES[name], devices=1)
 
 

@@ -8,6 +8,7 @@ from torch import nn
 
 import onefold
 from onefold.engine.assembly import digests_of_held
+from tests import simulated
 from tests.rounds import ENDS, WAYS, left_alone, run, run_all, written
 from tests.small import line, make_trainer, points
 
@@ -18,13 +19,12 @@ def test_every_device_of_a_process_has_the_same_rounds(name: str, ends: str) -> 
     assert run(name, ends, devices=2) == run(name, ends, devices=1)
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("exchange", "keep"),
     [("shared", "all"), ("shared", "host"), ("collective", "all")],
 )
 def test_every_process_has_values_of_its_own_and_the_same(exchange: str, keep: str) -> None:
-    found = onefold.launch(run_all, devices="cpu:2", exchange=exchange, keep=keep, timeout_s=300)
+    found = simulated.launch(run_all, devices="cpu:2", exchange=exchange, keep=keep)
     assert found == {key: [run(*key, devices=1)] * 2 for key in found}
     assert len(found) == len(WAYS) * len(ENDS)
 
@@ -37,19 +37,15 @@ def run_in_parts() -> tuple[str, ...]:
     return tuple(run(name, "close") for name in IN_PARTS)
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("exchange", "keep"),
     [("shared", "span"), ("shared", "stages"), ("collective", "span"), ("collective", "stages")],
 )
 def test_devices_that_keep_parts_have_all_of_it_at_the_end(exchange: str, keep: str) -> None:
-    found = onefold.launch(
-        run_in_parts, devices="cpu:2", exchange=exchange, keep=keep, timeout_s=300
-    )
+    found = simulated.launch(run_in_parts, devices="cpu:2", exchange=exchange, keep=keep)
     assert found == tuple(run(name, "close", devices=1) for name in IN_PARTS)
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("exchange", ["shared", "collective"])
 @pytest.mark.parametrize(
     ("where", "how", "name", "words"),
@@ -64,8 +60,8 @@ def test_what_devices_write_alone_is_refused_by_name(
     exchange: str, where: str, how: str, name: str, words: str
 ) -> None:
     try:
-        said = onefold.launch(
-            written, args=(where, how, name), devices="cpu:2", exchange=exchange, timeout_s=300
+        said = simulated.launch(
+            written, args=(where, how, name), devices="cpu:2", exchange=exchange
         )
     except onefold.errors.OnefoldError as error:
         said = str(error)
@@ -81,10 +77,9 @@ def raced() -> None:
         model.weight.mul_(0.5)
 
 
-@pytest.mark.processes
 def test_what_is_left_to_chance_at_the_end_of_a_script_is_refused_by_name() -> None:
     with pytest.raises(onefold.errors.OnefoldError, match="weight was changed on device 1 after"):
-        onefold.launch(raced, devices="cpu:2", timeout_s=300)
+        simulated.launch(raced, devices="cpu:2")
 
 
 @pytest.mark.parametrize("how", ["close", "another takes it"])

@@ -13,6 +13,7 @@ from torch.optim import lr_scheduler as lrs
 from torch.utils.data import TensorDataset
 
 import onefold
+from tests import simulated
 from tests.small import line, make_trainer, points, sgd, square
 
 EPOCHS = 4
@@ -306,10 +307,9 @@ def _launched(every: str) -> Sequence[object]:
     return trainer.fingerprint(), rates
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("exchange", ["shared", "collective"])
 def test_processes_come_to_the_same(tmp_path: Path, exchange: str) -> None:
-    found = onefold.launch(_launched, devices="cpu:3", args=("epoch",), exchange=exchange)
+    found = simulated.launch(_launched, devices="cpu:3", args=("epoch",), exchange=exchange)
     assert found == _trained("epoch", tmp_path)
 
 
@@ -325,7 +325,8 @@ def _lead_alone(every: str) -> None:
     trainer.step(points(8))
 
 
-@pytest.mark.processes
 def test_a_script_that_steps_it_on_the_lead_alone_is_named() -> None:
-    with pytest.raises(onefold.errors.RunFailed, match="the optimizer's settings of device 1"):
-        onefold.launch(_lead_alone, devices="cpu:2", args=("script",))
+    with pytest.raises(
+        onefold.errors.DisagreementError, match="the optimizer's settings of device 1"
+    ):
+        simulated.launch(_lead_alone, devices="cpu:2", args=("script",))

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import onefold
+from tests import simulated
 from tests.several import (
     LOSSES,
     all_of_it,
@@ -96,23 +97,20 @@ def test_a_stopped_run_goes_on_with_the_same_bits(
         assert going_on.fingerprint() == whole.fingerprint() != trained
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("exchange", ["shared", "collective"])
 def test_every_process_has_the_same(exchange: str, tmp_path: Path) -> None:
-    found = onefold.launch(
+    found = simulated.launch(
         all_of_it,
         devices="cpu:3",
         args=(None, str(tmp_path / "launched")),
         exchange=exchange,
-        timeout_s=300,
     )
     assert found == all_of_it(1, str(tmp_path / "alone"))
     assert found == all_of_it(2, str(tmp_path / "two"))
 
 
-@pytest.mark.processes
 def test_devices_that_step_different_losses_are_named() -> None:
-    words = onefold.launch(one_steps_another_loss, devices="cpu:2", timeout_s=300)
+    words = simulated.launch(one_steps_another_loss, devices="cpu:2")
     assert "device 1 computes loss 1 of the Trainer's and device 0 loss 0" in words
 
 

@@ -15,6 +15,7 @@ from torch import nn
 
 import onefold
 from onefold.errors import DisagreementError, LossError
+from tests import simulated
 from tests.conftest import ROOT
 from tests.verifying.compared import Compared, compared
 
@@ -121,7 +122,7 @@ def result(trainer: onefold.Trainer, steps: Sequence[Batch]) -> Result:
 
 
 def launched(loss: str, microbatch: int | None, plan: tuple[int, ...] | None) -> Result:
-    """In each of the processes that a launcher starts."""
+    """On each device of a run."""
     of = {each.__name__: each for each in LOSSES}[loss]
     trainer = trainer_of(of, devices=None, microbatch=microbatch)
     if plan is not None:
@@ -219,7 +220,6 @@ def test_the_bits_do_not_depend_on_the_devices(loss: LossOf, options: dict[str, 
     assert all(each == found[0] for each in found)
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("exchange", ["shared", "collective"])
 @pytest.mark.parametrize(
     ("loss", "microbatch", "plan"),
@@ -229,8 +229,8 @@ def test_the_bits_do_not_depend_on_the_exchange(
     exchange: str, loss: LossOf, microbatch: int | None, plan: tuple[int, ...] | None
 ) -> None:
     name = loss.__name__  # type: ignore[attr-defined]
-    found = onefold.launch(
-        launched, devices="cpu:2", args=(name, microbatch, plan), exchange=exchange, timeout_s=300
+    found = simulated.launch(
+        launched, devices="cpu:2", args=(name, microbatch, plan), exchange=exchange
     )
     assert found == result(trainer_of(loss), batches(2))
 

@@ -17,6 +17,7 @@ from torch import nn
 
 import onefold
 from onefold.errors import CheckpointError
+from tests import simulated
 from tests.checkpoint.folders import full_disk, names_in, steps_in
 from tests.small import bits, line, make_trainer, points, sgd, square
 
@@ -143,7 +144,7 @@ def test_a_run_that_may_be_the_first_begins_without_a_checkpoint(tmp_path: Path)
 
 
 def load_in_vain(folder: Path) -> tuple[str, str]:
-    """In a launched process: what a refused load says, and the bits of a run that goes on."""
+    """On each device: what a refused load says, and the bits of a run that goes on."""
     trainer = make_trainer(devices=None)
     said = ""
     try:
@@ -156,11 +157,10 @@ def load_in_vain(folder: Path) -> tuple[str, str]:
     return result
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("exchange", ["shared", "collective"])
 def test_a_refused_load_is_survived_by_all_devices(tmp_path: Path, exchange: Any) -> None:
-    said, fingerprint = onefold.launch(
-        load_in_vain, devices="cpu:2", args=(tmp_path,), exchange=exchange, timeout_s=300
+    said, fingerprint = simulated.launch(
+        load_in_vain, devices="cpu:2", args=(tmp_path,), exchange=exchange
     )
     assert said.startswith(f"there is no checkpoint in {tmp_path}")
     alone = make_trainer()
@@ -169,7 +169,7 @@ def test_a_refused_load_is_survived_by_all_devices(tmp_path: Path, exchange: Any
 
 
 def save_in_vain(folder: Path) -> list[str]:
-    """In a launched process: what is said after a save that failed and was caught."""
+    """On each device: what is said after a save that failed and was caught."""
     trainer = make_trainer(devices=None)
     said = []
     for call in (lambda: trainer.save(folder / "file"), lambda: trainer.step(points(8))):
@@ -180,11 +180,10 @@ def save_in_vain(folder: Path) -> list[str]:
     return said
 
 
-@pytest.mark.processes
 def test_after_a_save_that_failed_several_devices_do_not_go_on_unnoticed(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
-    first, second = onefold.launch(
-        save_in_vain, devices="cpu:2", args=(tmp_path,), exchange="shared", timeout_s=300
+    first, second = simulated.launch(
+        save_in_vain, devices="cpu:2", args=(tmp_path,), exchange="shared"
     )
     assert "file" in first
     assert second.startswith("OnefoldError: this trainer has left its run")

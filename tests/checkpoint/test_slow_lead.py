@@ -12,12 +12,13 @@ import pytest
 
 import onefold
 from onefold.checkpoint import model, resume, saving
-from onefold.errors import RunFailed
+from onefold.core.options import ExchangeName, RunOptions
+from onefold.errors import PeerFailed
+from onefold.testing import outcomes
 from tests.small import make_trainer, points
 
 LIMIT_S = 6.0
 SLOW_S = 7.5
-pytestmark = [pytest.mark.processes]
 
 
 def slowly(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -57,11 +58,13 @@ def on_two(call: Callable[..., str], *arguments: object, exchange: str) -> str:
     return told
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("exchange", ["shared", "collective"])
 def test_writing_may_take_longer_than_a_device_waits(tmp_path: Path, exchange: str) -> None:
     assert on_two(save_twice, tmp_path, exchange=exchange).startswith("4 ")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("exchange", ["shared", "collective"])
 @pytest.mark.parametrize("slow", ["find_checkpoint", "fill", "take_apart"])
 def test_reading_may_take_longer_than_a_device_waits(
@@ -75,18 +78,17 @@ def test_reading_may_take_longer_than_a_device_waits(
     assert said == f"1 {trainer.fingerprint()}"
 
 
-def fail_while_reading(directory: Path) -> str:
-    def fail(*_: object, **__: object) -> None:
-        raise ArithmeticError("the fault that was asked for")
-
-    with mock.patch.object(resume, "find_checkpoint", fail):
-        trainer = make_trainer(devices=None)
-        trainer.load(directory)
-    return "loaded"
+def load(directory: Path) -> None:
+    make_trainer(devices=None).load(directory)
 
 
 @pytest.mark.parametrize("exchange", ["shared", "collective"])
-def test_what_fails_in_the_leads_work_ends_all(tmp_path: Path, exchange: str) -> None:
+def test_what_fails_in_the_leads_work_ends_all(tmp_path: Path, exchange: ExchangeName) -> None:
     make_trainer().save(tmp_path)
-    with pytest.raises(RunFailed, match="ArithmeticError: the fault that was asked for"):
-        on_two(fail_while_reading, tmp_path, exchange=exchange)
+    fail = mock.Mock(side_effect=ArithmeticError("the fault that was asked for"))
+    with mock.patch.object(resume, "find_checkpoint", fail):
+        lead, other = outcomes(load, 2, args=(tmp_path,), options=RunOptions(exchange=exchange))
+    assert fail.call_count == 1
+    assert isinstance(lead.error, ArithmeticError)
+    with pytest.raises(PeerFailed, match="ArithmeticError: the fault that was asked for"):
+        raise other.error

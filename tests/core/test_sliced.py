@@ -11,6 +11,7 @@ from torch import nn
 
 import onefold
 from onefold.core.sliced import Sliced
+from tests import simulated
 
 CLOSE = {"atol": 1e-9, "rtol": 1e-9}
 
@@ -289,12 +290,11 @@ def trained(slices: int) -> str:
     return trainer.fingerprint()
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("devices", [2, 3, 4])
 def test_four_slices_are_the_same_on_any_number_of_devices(devices: int) -> None:
     expected = trained(4)
     for keep in ("span", "host"):
-        found = onefold.launch(trained, devices=f"cpu:{devices}", keep=keep, args=(4,))
+        found = simulated.launch(trained, devices=f"cpu:{devices}", keep=keep, args=(4,))
         assert found == expected, keep
 
 

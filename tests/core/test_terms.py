@@ -10,6 +10,7 @@ from torch import nn
 
 import onefold
 from onefold.errors import LossError
+from tests import simulated
 from tests.small import Batch, bits, line, make_trainer, points, square
 
 SAMPLES = 11
@@ -109,10 +110,9 @@ def run_losses() -> list[tuple[str, list[float]]]:
     return found
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("exchange", ["shared", "collective"])
 def test_processes_trade_the_divisors(exchange: str) -> None:
-    found = onefold.launch(run_losses, devices="cpu:3", exchange=exchange, timeout_s=300)
+    found = simulated.launch(run_losses, devices="cpu:3", exchange=exchange)
     for (name, (loss, _)), (fingerprint, losses) in zip(LOSSES.items(), found, strict=True):
         trainer = make_trainer(line(), loss, shards=4)
         expected = [float(trainer.step(points(samples)).loss) for samples in (2, 11, 3)]

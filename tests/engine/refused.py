@@ -1,12 +1,10 @@
-"""Models and losses that a line of devices cannot compute; also for launched processes."""
+"""Models and losses that a line of devices cannot compute."""
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -416,8 +414,8 @@ REFUSED = {
 }
 
 
-def attempt(name: str, folder: str = "", devices: list[str] | None = None) -> None:
-    """Make a step that is refused; write down what each process was told."""
+def attempt(name: str, devices: list[str] | None = None) -> None:
+    """Make a step that is refused."""
     case = REFUSED[name]
     torch.manual_seed(3)
     model = Layers(case.forward, case.layer)
@@ -429,10 +427,5 @@ def attempt(name: str, folder: str = "", devices: list[str] | None = None) -> No
     try:
         with set_checkpoint_early_stop(case.stops_early):
             trainer.step(batch)
-    except Exception as error:
-        if folder:
-            own = f"{type(error).__name__}: {error}"
-            Path(folder, f"{os.getpid()}").write_text(own)
-        raise
     finally:
         trainer.close()

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import onefold
+from tests import simulated
 
 SHARDS = 4
 CUTS = [(0, 1, 2, 4), (0, 0, 4, 4), (0, 3, 3, 4)]
@@ -74,13 +75,12 @@ def test_spans_and_shares_change_hands_in_one_process(
     assert generation == len(CUTS)
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("exchange", "keep"), [("shared", "all"), ("collective", "all"), ("collective", "span")]
 )
 def test_spans_and_shares_change_hands_between_processes(exchange: str, keep: str) -> None:
     alone, _ = train(by_element, changes=False)
-    moved, generation = onefold.launch(
+    moved, generation = simulated.launch(
         train, devices="cpu:3", args=(by_element,), exchange=exchange, keep=keep
     )
     assert moved == alone

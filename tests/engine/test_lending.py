@@ -12,12 +12,11 @@ import torch
 from torch import nn
 
 import onefold
-from onefold.engine.lentparameter import LentParameters
-from onefold.errors import DisagreementError, LossError, RunFailed, StateError
+from onefold.engine.lending import SpanLending
+from onefold.engine.lentparameter import Elsewhere, LentParameters
+from onefold.errors import DisagreementError, LossError, StateError
 from onefold.exchange.carrier import Want
-from onefold.exchange.stagefold import StageFold
-
-pytestmark = pytest.mark.processes
+from tests import simulated
 
 FEATURES = 12
 
@@ -72,6 +71,7 @@ def trained(trainer: onefold.Trainer, steps: int = 4) -> str:
 def launched(
     function: Callable[..., Any], *given: Any, devices: int = 2, keep: str = "span"
 ) -> Any:
+    """In processes: for those whose functions change what a process has one of."""
     return onefold.launch(
         function,
         devices=f"cpu:{devices}",
@@ -82,13 +82,19 @@ def launched(
     )
 
 
+def run(function: Callable[..., Any], *given: Any, devices: int = 2, keep: str = "span") -> Any:
+    return simulated.launch(
+        function, devices=f"cpu:{devices}", args=given, keep=keep, exchange="collective"
+    )
+
+
 def with_a_model_that_skips() -> str:
     return trained(trainer_of())
 
 
 def test_parameters_that_are_used_outside_of_their_stage() -> None:
     alone = with_a_model_that_skips()
-    assert [launched(with_a_model_that_skips, devices=n) for n in (2, 3)] == [alone] * 2
+    assert [run(with_a_model_that_skips, devices=n) for n in (2, 3)] == [alone] * 2
 
 
 def looked_at_between_steps() -> dict[str, str]:
@@ -122,7 +128,7 @@ def looked_at_between_steps() -> dict[str, str]:
 
 
 def test_a_script_cannot_read_what_is_not_there() -> None:
-    found = launched(looked_at_between_steps)
+    found = run(looked_at_between_steps)
     assert sorted(found) == ["call", "copy", "data", "item", "numpy", "state", "sum"]
     assert all("with trainer.whole()" in text for text in found.values())
     assert "parameter scale was read on device 0" in found["sum"]
@@ -142,7 +148,7 @@ def read_in_the_block() -> tuple[bool, list[float], list[float], str]:
 
 
 def test_a_script_reads_and_trains_in_the_block() -> None:
-    assert launched(read_in_the_block) == read_in_the_block()
+    assert run(read_in_the_block) == read_in_the_block()
 
 
 def distilled() -> tuple[str, str]:
@@ -165,7 +171,7 @@ def distilled() -> tuple[str, str]:
 
 
 def test_a_model_of_another_trainer_is_a_teacher_in_the_block() -> None:
-    assert launched(distilled) == distilled()
+    assert run(distilled) == distilled()
 
 
 def distilled_without_the_block() -> None:
@@ -176,9 +182,9 @@ def distilled_without_the_block() -> None:
 
 def test_a_teacher_that_is_not_there_is_named_where_it_is_used() -> None:
     words = r"parameter layers.3.weight was read on device \d, .* `with trainer\.whole\(\):`"
-    with pytest.raises(RunFailed, match=words) as caught:
-        launched(distilled_without_the_block)
-    assert "raised in step 1, shard" in str(caught.value)
+    with pytest.raises(Elsewhere, match=words) as caught:
+        run(distilled_without_the_block)
+    assert any("raised in step 1, shard" in note for note in caught.value.__notes__)
 
 
 def changed_and_averaged() -> list[Any]:
@@ -197,7 +203,7 @@ def changed_and_averaged() -> list[Any]:
 
 
 def test_changes_and_averages() -> None:
-    assert launched(changed_and_averaged, devices=3) == changed_and_averaged()
+    assert run(changed_and_averaged, devices=3) == changed_and_averaged()
 
 
 def terms(model: nn.Module, batch: torch.Tensor) -> Any:
@@ -230,7 +236,7 @@ def with_loss(loss: Callable[[Any, Any], Any], settings: dict[str, Any]) -> str:
 def test_steps_that_are_no_plain_ones(
     loss: Callable[[Any, Any], Any], settings: dict[str, Any]
 ) -> None:
-    assert launched(with_loss, loss, settings) == with_loss(loss, settings)
+    assert run(with_loss, loss, settings) == with_loss(loss, settings)
 
 
 class Renormed(nn.Module):
@@ -257,7 +263,7 @@ def with_a_write() -> str:
 
 
 def test_a_loss_may_not_write_to_what_was_brought() -> None:
-    assert "layers.0.weight was written to while the loss was" in launched(with_a_write)
+    assert "layers.0.weight was written to while the loss was" in run(with_a_write)
 
 
 class Masked(nn.Module):
@@ -284,9 +290,9 @@ def with_a_hidden_write() -> None:
 
 @pytest.mark.parametrize("keep", ["span", "stages"])
 def test_what_is_written_past_pytorch_is_named(keep: str) -> None:
-    words = "StateError: parameter layers.1.weight was written to while .* in a buffer"
-    with pytest.raises(RunFailed, match=words):
-        launched(with_a_hidden_write, keep=keep)
+    words = "^parameter layers.1.weight was written to while .* in a buffer"
+    with pytest.raises(StateError, match=words):
+        run(with_a_hidden_write, keep=keep)
 
 
 class Scaling(Masked):
@@ -317,9 +323,9 @@ def with_a_write_in_an_evaluation(make: type[Scaling], call: str) -> None:
 @pytest.mark.parametrize("make", [Scaling, ScalingInSight])
 @pytest.mark.parametrize("keep", ["span", "stages"])
 def test_what_an_evaluation_writes_to_is_named(keep: str, make: type[Scaling], call: str) -> None:
-    words = r"StateError: .*parameter layers\.1\.weight was written to while"
-    with pytest.raises(RunFailed, match=words):
-        launched(with_a_write_in_an_evaluation, make, call, keep=keep)
+    words = r"parameter layers\.1\.weight was written to while"
+    with pytest.raises(StateError, match=words):
+        run(with_a_write_in_an_evaluation, make, call, keep=keep)
 
 
 def with_torch_func() -> str:
@@ -335,7 +341,7 @@ def with_torch_func() -> str:
 
 
 def test_what_cannot_be_used_in_a_loss_is_said() -> None:
-    assert "use torch.autograd.grad in the loss" in launched(with_torch_func)
+    assert "use torch.autograd.grad in the loss" in run(with_torch_func)
 
 
 def with_a_spoilt_sample() -> str:
@@ -351,13 +357,13 @@ def with_a_spoilt_sample() -> str:
 
 
 def test_what_is_not_finite_is_named_as_ever() -> None:
-    found = launched(with_a_spoilt_sample)
+    found = run(with_a_spoilt_sample)
     assert found == with_a_spoilt_sample()
     assert "shard 3" in found
 
 
 def alone_in_the_block() -> str:
-    trainer = trainer_of(timeout_s=300)
+    trainer = trainer_of()
     trained(trainer, 1)
     try:
         if trainer.is_lead:
@@ -371,20 +377,19 @@ def alone_in_the_block() -> str:
 
 
 def test_one_device_alone_is_told_so() -> None:
-    assert "trainer.whole" in launched(alone_in_the_block)
+    assert "trainer.whole" in run(alone_in_the_block)
 
 
 def stages_brought() -> tuple[list[int], list[bool], int, bool]:
     """The stages that a step brings to this device, and the most of them at one time."""
     wishes: list[Want] = []
     most = 0
-    want = StageFold.want
 
-    def noting(self: StageFold, wish: Want) -> None:
+    def noting(wish: Want) -> None:
         nonlocal most
         wishes.append(wish)
         most = max(most, len({*lending._rooms, *lending._coming, wish.stage}))
-        want(self, wish)
+        want(wish)
 
     def plain(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         return model(batch).square().mean(dim=1)  # type: ignore[no-any-return]
@@ -394,14 +399,16 @@ def stages_brought() -> tuple[list[int], list[bool], int, bool]:
 
     trainer = trainer_of(layers, plain)
     lending = trainer._session.engine.lending
-    StageFold.want = noting  # type: ignore[method-assign]
+    assert isinstance(lending, SpanLending)
+    want = lending._fold.want
+    lending._fold.want = noting  # type: ignore[method-assign]
     trainer.step(batches(1)[0])
     (flat,) = trainer._session.engine.exchange.memory.trained.values()
     return [w.stage for w in wishes], [w.ahead for w in wishes], most, flat.is_there
 
 
 def test_a_step_brings_one_stage_after_the_other() -> None:
-    brought, ahead, most, is_there = launched(stages_brought)
+    brought, ahead, most, is_there = run(stages_brought)
     # The last is still here when backward begins, and nothing needs the first one's weight then.
     assert brought == [0, *[1, 2, 3, 4, 5, 4, 3, 2] * 2]
     # Nobody knows what the first shard needs next. Later ones begin with a stage that is waited

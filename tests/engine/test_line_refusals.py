@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import re
 
 import pytest
 import torch
 
 import onefold
-from onefold.core.options import RunOptions
+from onefold.core.options import ExchangeName, RunOptions
 from onefold.core.world import World
-from onefold.errors import LineError, RunFailed
+from onefold.errors import LineError, PeerFailed
+from onefold.testing import outcomes
 from tests.engine.refused import DEVICES, REFUSED, Layers, Linear, attempt, far, in_order
 
-LIMIT_S = 60
 OF_PROCESSES = [name for name, case in REFUSED.items() if case.in_processes != "-"]
 
 
@@ -37,33 +37,24 @@ def test_one_device_computes_it(name: str) -> None:
     attempt(name, devices=["cpu"])
 
 
-def refused(name: str, folder: Path, exchange: str) -> None:
+def refused(name: str, exchange: ExchangeName) -> None:
     case = REFUSED[name]
-    with pytest.raises(RunFailed, match=case.in_processes or case.match):
-        onefold.launch(
-            attempt,
-            devices=f"cpu:{DEVICES}",
-            args=(name, str(folder)),
-            keep="stages",
-            exchange=exchange,  # type: ignore[arg-type]
-            timeout_s=LIMIT_S,
-        )
-    told = sorted(path.read_text() for path in folder.iterdir())
-    assert len(told) == DEVICES
-    assert {text.split(":")[0] for text in told} <= {"LineError", "PeerFailed"}
-    assert all("LineError" in text for text in told)
+    options = RunOptions(keep="stages", exchange=exchange)
+    errors = [each.error for each in outcomes(attempt, DEVICES, args=(name,), options=options)]
+    assert {type(error) for error in errors} <= {LineError, PeerFailed}
+    causes = [str(error) for error in errors if isinstance(error, LineError)]
+    assert re.search(case.in_processes or case.match, causes[0])
+    assert all("LineError" in str(error) for error in errors if isinstance(error, PeerFailed))
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("name", OF_PROCESSES)
-def test_devices_that_share_memory(name: str, tmp_path: Path) -> None:
-    refused(name, tmp_path, "shared")
+def test_devices_that_share_memory(name: str) -> None:
+    refused(name, "shared")
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("name", ["values", "order", "left out", "scale", "gather", "reentrant"])
-def test_devices_that_share_nothing(name: str, tmp_path: Path) -> None:
-    refused(name, tmp_path, "collective")
+def test_devices_that_share_nothing(name: str) -> None:
+    refused(name, "collective")
 
 
 @pytest.mark.usefixtures("in_line")

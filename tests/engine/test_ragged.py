@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-import onefold
 from onefold.errors import DisagreementError, LossError
+from tests import simulated
 from tests.small import line, make_trainer, points
 
 Said = dict[str, Any]
@@ -92,10 +92,9 @@ def in_processes() -> str:
     return digest(predict(devices=None, batch_size=9))
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("exchange", ["shared", "collective"])
 def test_processes_say_the_same_as_one_device(exchange: Any) -> None:
-    found = onefold.launch(in_processes, devices="cpu:3", exchange=exchange, timeout_s=300)
+    found = simulated.launch(in_processes, devices="cpu:3", exchange=exchange)
     assert found == digest(predict(batch_size=9))
 
 

@@ -6,17 +6,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 import onefold
-from onefold.core.flat import FlatTensors
+from onefold.core.options import RunOptions
+from onefold.engine.lending import SpanLending
+from onefold.errors import PeerFailed
 from onefold.exchange.carrier import Want
-from onefold.exchange.stagefold import StageFold
-
-pytestmark = pytest.mark.processes
+from onefold.testing import outcomes
+from tests import simulated
 
 FEATURES, LAYERS = 64, 6
 LAYER_BYTES = 4 * (FEATURES * FEATURES + FEATURES)
@@ -38,26 +40,29 @@ class AtHand:
 @contextmanager
 def watched(trainer: onefold.Trainer) -> Iterator[AtHand]:
     found = AtHand()
-    lending: Any = trainer._session.engine.lending
-    want, get_back = StageFold.want, FlatTensors.get_back
+    lending = trainer._session.engine.lending
+    if not isinstance(lending, SpanLending):
+        yield found
+        return
+    # Of this device: what is patched in a class would be patched for all that are simulated.
+    fold, flat = lending._fold, lending._flat
+    want, get_back = fold.want, flat.get_back
 
-    def noting_want(self: StageFold, wish: Want) -> None:
+    def noting_want(wish: Want) -> None:
         found.stages.append(wish.stage)
         here = [room.numel() for room in lending._rooms.values()]
         found.most_bytes = max(found.most_bytes, sum(here) + wish.room.numel())
-        want(self, wish)
+        want(wish)
 
-    def noting_whole(self: FlatTensors) -> None:
-        # Frozen parameters come back with the others.
-        found.whole += self is lending._flat
-        get_back(self)
+    def noting_whole() -> None:
+        found.whole += 1
+        get_back()
 
-    StageFold.want = noting_want  # type: ignore[method-assign]
-    FlatTensors.get_back = noting_whole  # type: ignore[method-assign]
-    try:
+    with (
+        mock.patch.object(fold, "want", noting_want),
+        mock.patch.object(flat, "get_back", noting_whole),
+    ):
         yield found
-    finally:
-        StageFold.want, FlatTensors.get_back = want, get_back  # type: ignore[method-assign]
 
 
 class Layered(nn.Module):
@@ -101,12 +106,11 @@ def trained(
 
 
 def launched(function: Callable[..., Any], *given: Any, devices: int = 2, **options: Any) -> Any:
-    return onefold.launch(
+    return simulated.launch(
         function,
         devices=f"cpu:{devices}",
         args=given,
         exchange="collective",
-        timeout_s=300,
         **{"keep": "span", **options},
     )
 
@@ -274,7 +278,7 @@ class Row(nn.Module):
 
 def changed_in_a_block(how: str, factors: tuple[float, ...] = (2.0,)) -> str:
     """What the error says of a change to one parameter, or the fingerprint."""
-    trainer = trained(Row, timeout_s=300)
+    trainer = trained(Row)
     model: Any = trainer.model
     weight = model.layers[2].weight
     try:
@@ -364,8 +368,11 @@ def failing_on_one_device() -> None:
 
 
 def test_a_failure_on_one_device_ends_the_others_wait() -> None:
-    with pytest.raises(onefold.errors.OnefoldError, match="of device 1"):
-        launched(failing_on_one_device)
+    options = RunOptions(keep="span", exchange="collective")
+    lead, other = outcomes(failing_on_one_device, 2, options=options)
+    with pytest.raises(PeerFailed, match="of device 1"):
+        raise lead.error
+    assert isinstance(other.error, ZeroDivisionError)
 
 
 class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
@@ -379,7 +386,7 @@ class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
 
 
 def streams_that_differ(longer: int) -> str:
-    trainer = trained(timeout_s=300)
+    trainer = trained()
     try:
         stream = Stream(longer if trainer.is_lead else 8)
         trainer.evaluate(scored, stream, batch_size=4)
@@ -427,7 +434,7 @@ def test_a_module_beside_the_model_that_shares_a_parameter() -> None:
 
 
 def calling(call: str, whole: bool) -> str:
-    trainer = trained(timeout_s=300)
+    trainer = trained()
 
     def score(model: nn.Module, batch: torch.Tensor) -> dict[str, torch.Tensor]:
         getattr(trainer, call)(*([1.0] if call == "gather" else []))

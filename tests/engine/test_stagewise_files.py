@@ -14,11 +14,12 @@ from torch import nn
 
 import onefold
 from onefold.checkpoint import saving
-from onefold.errors import CheckpointError, OnefoldError, StateError
+from onefold.core.options import RunOptions
+from onefold.errors import CheckpointError, PeerFailed, StateError
+from onefold.testing import outcomes
 from tests.engine.test_stagewise import Layered, launched, samples, trained, watched
 
-pytestmark = pytest.mark.processes
-
+SPANS = RunOptions(keep="span", exchange="collective")
 FEATURES_OF_WIDE, WIDTH = 5, 9000
 WIDEST_BYTES = 4 * WIDTH * (FEATURES_OF_WIDE + 1) + 2 * 256  # what is between them included
 OF_ONE_RUN = ("sha256", "run", "time", "devices", "serial", "threads")
@@ -184,38 +185,33 @@ def test_what_is_not_finite_is_named(where: str, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def on_a_full_disk(directory: str) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(28, "no space left on this disk")
-
-    trainer = trained()
-    with mock.patch("onefold.system.tensorfile._write_all", full):
-        trainer.save(directory)
+def trained_and_saved(directory: str) -> None:
+    trained().save(directory)
 
 
 def test_a_disk_that_is_full_ends_the_wait_of_all(tmp_path: Path) -> None:
-    with pytest.raises(OnefoldError, match="no space left on this disk"):
-        launched(on_a_full_disk, str(tmp_path))
+    full = mock.Mock(side_effect=OSError(28, "no space left on this disk"))
+    with mock.patch("onefold.system.tensorfile._write_all", full):
+        lead, other = outcomes(trained_and_saved, 2, args=(str(tmp_path),), options=SPANS)
+    for each, kind in ((lead, OSError), (other, PeerFailed)):
+        with pytest.raises(kind, match="no space left on this disk"):
+            raise each.error
     assert not list(tmp_path.iterdir())
 
 
-def without_an_answer(directory: str) -> None:
-    trainer = trained()
-    if not trainer.is_lead:
-        supply = saving.Stream._supply
-
-        def once(self: saving.Stream, entry: int, key: str) -> None:
-            if entry > 2:
-                raise ZeroDivisionError("of device 1")
-            supply(self, entry, key)
-
-        saving.Stream._supply = once  # type: ignore[method-assign]
-    trainer.save(directory)
-
-
 def test_a_device_that_fails_meanwhile_leaves_no_file(tmp_path: Path) -> None:
-    with pytest.raises(OnefoldError, match="of device 1"):
-        launched(without_an_answer, str(tmp_path))
+    supply = saving.Stream._supply
+
+    def once(self: saving.Stream, entry: int, key: str) -> None:
+        if entry > 2 and not self._lead.is_here:
+            raise ZeroDivisionError("of device 1")
+        supply(self, entry, key)
+
+    with mock.patch.object(saving.Stream, "_supply", once):
+        lead, other = outcomes(trained_and_saved, 2, args=(str(tmp_path),), options=SPANS)
+    for each, kind in ((lead, PeerFailed), (other, ZeroDivisionError)):
+        with pytest.raises(kind, match="of device 1"):
+            raise each.error
     assert not list(tmp_path.iterdir())
 
 
@@ -233,10 +229,19 @@ def slowly(directory: str) -> str:
     return trainer.fingerprint()
 
 
+@pytest.mark.processes
 def test_a_slow_disk_is_waited_for(tmp_path: Path) -> None:
     trainer = trained()
     trainer.step(samples())
-    assert launched(slowly, str(tmp_path)) == trainer.fingerprint()
+    found = onefold.launch(
+        slowly,
+        devices="cpu:2",
+        args=(str(tmp_path),),
+        keep="span",
+        exchange="collective",
+        timeout_s=300,
+    )
+    assert found == trainer.fingerprint()
 
 
 def damaged(directory: str) -> tuple[str, str, str]:

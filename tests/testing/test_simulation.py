@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 import onefold
 from onefold.core.options import ExchangeName, RunOptions
 from onefold.errors import PeerError, PeerLost
+from onefold.system import hooks
 from onefold.testing import Ended, Fault, outcomes, simulate
 
 STEPS = 3
@@ -135,6 +137,43 @@ def test_what_the_caller_has_is_left_alone() -> None:
     assert (np.random.mtrand.get_bit_generator(), threading.active_count()) == before
 
 
+def test_settings_of_the_process_are_each_devices_own() -> None:
+    """Though devices enter and leave such blocks in another order than blocks are nested in."""
+
+    def main() -> list[object]:
+        lead = onefold.trainer.current_world().rank == 0
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("medium" if lead else "high")
+        words = "matrix products is medium on device 0 and high on device 1"
+        with set_checkpoint_early_stop(lead):
+            with pytest.raises(onefold.errors.DisagreementError, match=words):
+                trainer_of_none()
+            found = [torch.get_float32_matmul_precision(), hooks.ProcessHooks()._stops_early]
+        torch.set_float32_matmul_precision(before)
+        trained(1)
+        return [*found, torch.get_float32_matmul_precision(), hooks.ProcessHooks()._stops_early]
+
+    start = hooks.ProcessHooks()._stops_early
+    for seed in range(3):
+        assert simulate(main, 2, seed=seed, exchange="collective") == [
+            ["medium", True, "highest", start],
+            ["high", False, "highest", start],
+        ]
+    assert hooks.ProcessHooks()._stops_early is start
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_a_trainer_that_fails_cuts_no_other_one(exchange: ExchangeName) -> None:
+    def main() -> str:
+        lead = onefold.trainer.current_world().rank == 0
+        for _ in range(2):
+            with pytest.raises(onefold.errors.DisagreementError, match="deterministic is"):
+                trainer_of_none(deterministic=lead)
+        return trained()[0]
+
+    assert set(simulate(main, 2, exchange=exchange)) == {reference()[0]}
+
+
 def test_the_same_seed_has_the_same_order() -> None:
     """And another seed another one: the devices' first words are put down as they come."""
 
@@ -152,9 +191,9 @@ def test_the_same_seed_has_the_same_order() -> None:
     assert len({tuple(order(seed)) for seed in range(8)}) > 1
 
 
-def trainer_of_none() -> None:
+def trainer_of_none(**settings: bool) -> None:
     model = nn.Linear(2, 1)
-    onefold.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, shards=4)
+    onefold.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, shards=4, **settings)
 
 
 def test_faults_of_no_device_are_refused() -> None:

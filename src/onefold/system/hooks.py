@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 
 __all__ = [
     "ProcessHooks",
@@ -24,6 +25,7 @@ __all__ = [
 ]
 
 _AUTOGRAD: Any = torch.autograd
+_CHECKPOINT: Any = torch.utils.checkpoint
 _OPTIMIZER: Any = sys.modules["torch.optim.optimizer"]  # torch.optim does not show it
 
 
@@ -35,11 +37,15 @@ _OF_ALL_MODULES: list[dict[int, Any]] = [
 
 
 class ProcessHooks:
-    """The hooks on all modules, and what looks at backward passes, as they are now."""
+    """The hooks on all modules, and what looks at backward passes, as they are now.
+
+    Also whether a layer that is checkpointed is computed again only as far as it is needed.
+    """
 
     def __init__(self) -> None:
         self._of_modules = [table.copy() for table in _OF_ALL_MODULES]
         self._backward = _AUTOGRAD._engine_run_backward
+        self._stops_early = _CHECKPOINT._enable_checkpoint_early_stop
 
     def put_back(self) -> None:
         """Make them these again."""
@@ -47,6 +53,7 @@ class ProcessHooks:
             table.clear()
             table.update(kept)
         _AUTOGRAD._engine_run_backward = self._backward
+        _CHECKPOINT._enable_checkpoint_early_stop = self._stops_early
 
 
 def count_hooks(module: torch.nn.Module) -> int:

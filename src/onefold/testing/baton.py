@@ -78,6 +78,7 @@ class Surroundings:
         self._numpy = np.random.get_state(legacy=False)
         self._own_numpy = owned.state
         self._dtype = torch.get_default_dtype()
+        self._products = torch.get_float32_matmul_precision()
         self._kernels = KernelSettings()
         self._hooks = ProcessHooks()
         self._members = membership.members
@@ -92,6 +93,7 @@ class Surroundings:
         np.random.set_state(self._numpy)
         forget_numpy()
         torch.set_default_dtype(self._dtype)
+        torch.set_float32_matmul_precision(self._products)
         self._kernels.put_back()
         self._hooks.put_back()
         membership.members = self._members
@@ -144,7 +146,7 @@ class Baton:
 
     def run(self, live: Callable[[int], None]) -> None:
         """Have each device call ``live`` with its number, and wait until all have ended."""
-        before = Surroundings(self._owned)
+        self._before = Surroundings(self._owned)
         threads = [
             threading.Thread(target=self._run_one, args=(live, number), name=f"device {number}")
             for number in range(len(self._seats))
@@ -161,7 +163,7 @@ class Baton:
                 seat.turn.release()
             for thread in threads:
                 thread.join()
-            before.put_back()
+            self._before.put_back()
 
     def calls(self, number: int) -> int:
         """How many calls of the transport a device has made."""
@@ -237,7 +239,9 @@ class Baton:
             self._give(chosen)
 
     def _begin(self, number: int) -> None:
-        """Give a device generators as those of a process that has just begun."""
+        """Give a device what a process has that has just begun."""
+        # Another device may be in the middle of a step.
+        self._before.put_back()
         torch.default_generator.manual_seed(_SEED_OF_PYTORCH)
         # In processes these come from the system, and so differ.
         random.seed(f"{self._begins} {number}")
