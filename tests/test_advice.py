@@ -12,6 +12,7 @@ import onefold
 from onefold.run.membership import advice_on_one_file
 from tests import simulated
 from tests.small import line, make_trainer, points, sgd, square
+from tests.tables import for_each
 
 
 def saved_by_the_lead(folder: str) -> None:
@@ -31,7 +32,7 @@ def evaluated_by_the_lead(folder: str) -> None:
             torch.randn(10_000).sort()
 
 
-@pytest.mark.parametrize("exchange", ["shared", "collective"])
+@for_each("exchange", ["shared", "collective"])
 def test_a_save_of_the_lead_alone_is_named(tmp_path: Path, exchange: str) -> None:
     """At the end of a script, where the others have ended already."""
     words = r"Device 0 is in trainer.save, which must be called on every device, and so not under"
@@ -126,7 +127,7 @@ def test_unfreezing_as_advised_is_unfreezing_in_a_plain_loop() -> None:
         torch.testing.assert_close(a, d, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("stop", [2, UNFROZEN_FROM, 6])
+@for_each("stop", [2, UNFROZEN_FROM, 6])
 def test_it_goes_on_after_a_stop(tmp_path: Path, stop: int) -> None:
     unfreezing(3, stop=stop, to=tmp_path)
     for a, b in zip(values(unfreezing(1)), values(unfreezing(2, start=tmp_path)), strict=True):

@@ -11,9 +11,10 @@ import pytest
 import onefold
 from tests import simulated
 from tests.disagreeing import CASES, run_and_write, run_late
+from tests.tables import for_each
 
 
-@pytest.mark.parametrize("exchange", ["shared", "collective"])
+@for_each("exchange", ["shared", "collective"])
 def test_every_difference_ends_in_one_error_on_every_device(exchange: str, tmp_path: Path) -> None:
     """One after the other on the same devices: a new Trainer works after each failure."""
     simulated.launch(

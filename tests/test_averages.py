@@ -36,8 +36,9 @@ from tests.averaged import (
 )
 from tests.checkpoint.folders import names_in
 from tests.small import bits
+from tests.tables import for_each
 
-each_kind = pytest.mark.parametrize("kind", [{"decay": 0.9}, {"mean": True}])
+each_kind = for_each("kind", [{"decay": 0.9}, {"mean": True}])
 
 
 def plain(kind: dict[str, Any], model: nn.Module, steps: range) -> AveragedModel:
@@ -68,7 +69,7 @@ def assert_near(ours: nn.Module, theirs: nn.Module) -> None:
 
 
 @each_kind
-@pytest.mark.parametrize("devices", [1, 3])
+@for_each("devices", [1, 3])
 def test_plain_pytorch_comes_to_the_same(kind: dict[str, Any], devices: int) -> None:
     model = nn.Sequential(nn.Linear(20, 300), nn.Tanh(), nn.Linear(300, 4))
     expected = plain(kind, copy.deepcopy(model), range(1, 21))
@@ -95,7 +96,7 @@ def test_buffers_follow_by_the_same_rule(
         assert trainer.model.mask.tolist() == [0.0, -float("inf")]  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("precision", [None, *PRECISIONS])
+@for_each("precision", [None, *PRECISIONS])
 def test_the_bits_do_not_depend_on_the_devices(precision: str | None) -> None:
     found = set()
     for devices, plan in ((1, None), (2, None), (3, (0, 3, 1))):
@@ -107,8 +108,8 @@ def test_the_bits_do_not_depend_on_the_devices(precision: str | None) -> None:
     assert {trained for trained, _ in found} == {without.fingerprint()}
 
 
-@pytest.mark.parametrize("precision", [None, "bf16-params"])
-@pytest.mark.parametrize("inside", [False, True])
+@for_each("precision", [None, "bf16-params"])
+@for_each("inside", [False, True])
 def test_a_stopped_run_goes_on_with_the_same_bits(
     precision: str | None, inside: bool, tmp_path: Path
 ) -> None:
@@ -127,8 +128,8 @@ def test_a_stopped_run_goes_on_with_the_same_bits(
     assert both(train(trainers[2], 4, 5)) == whole
 
 
-@pytest.mark.parametrize("exchange", ["shared", "collective"])
-@pytest.mark.parametrize("precision", [None, "bf16-params"])
+@for_each("exchange", ["shared", "collective"])
+@for_each("precision", [None, "bf16-params"])
 def test_every_process_has_the_same(exchange: str, precision: str | None, tmp_path: Path) -> None:
     found = simulated.launch(
         all_of_it,
@@ -173,8 +174,8 @@ INSIDE: dict[str, Callable[[onefold.Trainer], object]] = {
 }
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("name", INSIDE)
+@for_each("devices", [1, 2])
+@for_each("name", INSIDE)
 def test_calls_for_what_is_trained_are_refused_in_the_block(name: str, devices: int) -> None:
     trainer = averaging(devices)
     before = both(trainer)
@@ -193,8 +194,8 @@ def test_the_block_cannot_be_opened_in_changing() -> None:
         shown(trainer)
 
 
-@pytest.mark.parametrize("precision", [None, "fp16-params"])
-@pytest.mark.parametrize("devices", [1, 2])
+@for_each("precision", [None, "fp16-params"])
+@for_each("devices", [1, 2])
 def test_what_the_block_does_to_the_model_is_gone(precision: str | None, devices: int) -> None:
     trainer = averaging(devices, precision=precision)
     before, expected = bits(trainer.model), both(trainer)
@@ -426,7 +427,7 @@ def saved(folder: Path, **choice: Any) -> onefold.Trainer:
     return trainer
 
 
-@pytest.mark.parametrize("order", ["before", "after", "never"])
+@for_each("order", ["before", "after", "never"])
 def test_the_line_may_stand_anywhere_on_resuming(order: str, tmp_path: Path) -> None:
     first = saved(tmp_path, decay=0.9, every=2)
     second = trainer_of(2)

@@ -17,6 +17,7 @@ import onefold
 from onefold.errors import DisagreementError
 from tests import simulated
 from tests.small import bits, line, make_trainer, points, sgd, square
+from tests.tables import for_each
 from tests.verifying.compared import Compared, compared
 
 __all__ = ["compared"]
@@ -56,8 +57,8 @@ KINDS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("options", [{}, {"microbatch": 2}, {"devices": 2, "plan": (3, 1)}])
+@for_each("kind", KINDS)
+@for_each("options", [{}, {"microbatch": 2}, {"devices": 2, "plan": (3, 1)}])
 def test_a_step_takes_batches_of_each_kind(kind: str, options: dict[str, Any]) -> None:
     found, seen = [], set()
 
@@ -172,7 +173,7 @@ def found_boxes(collate: Callable[[list[Any]], Any], **options: Any) -> tuple[An
     return bits(model), values
 
 
-@pytest.mark.parametrize("collate", [as_lists, as_zip, Graphs])
+@for_each("collate", [as_lists, as_zip, Graphs])
 def test_detection_trains_alike_on_any_number_of_devices(
     collate: Callable[[list[Any]], Any],
 ) -> None:
@@ -182,8 +183,8 @@ def test_detection_trains_alike_on_any_number_of_devices(
         assert found_boxes(collate, shards=3, **options) == (expected, boxes)
 
 
-@pytest.mark.parametrize("collate", [as_lists, as_zip])
-@pytest.mark.parametrize("shards", [1, 2, 3])
+@for_each("collate", [as_lists, as_zip])
+@for_each("shards", [1, 2, 3])
 def test_pieces_of_detection_are_of_samples(
     collate: Callable[[list[Any]], Any], shards: int
 ) -> None:
@@ -262,7 +263,7 @@ def test_a_time_major_batch_is_cut_along_its_samples() -> None:
     assert len(found) == 1
 
 
-@pytest.mark.parametrize("options", [{}, {"microbatch": 2}, {"shards": 1, "microbatch": 2}])
+@for_each("options", [{}, {"microbatch": 2}, {"shards": 1, "microbatch": 2}])
 def test_its_gradient_is_that_of_the_whole_batch(options: dict[str, Any]) -> None:
     model, expected = Reader().double(), Reader().double()
     x, y = texts(7)
@@ -312,7 +313,7 @@ def test_pieces_of_a_loaders_time_major_shards_follow_the_dimension() -> None:
         read.step(batch)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("batch", "dim", "error", "words"),
     [
         ((torch.ones(3, 4), torch.ones(3)), 1, ValueError, r"batch\[1\] has shape \(3,\): .*dim=1"),

@@ -24,11 +24,12 @@ from tests.between import (
     shown,
 )
 from tests.small import make_trainer
+from tests.tables import for_each
 
 by_either = pytest.mark.parametrize("exchange", ["shared", "collective"])
 
 
-@pytest.mark.parametrize("devices", [1, 3])
+@for_each("devices", [1, 3])
 def test_devices_of_one_process_have_its_value(devices: int) -> None:
     trainer = make_trainer(devices=devices)
     value = mine(2)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import onefold
+from tests.tables import for_each
 
 ROWS, SHARDS, WIDTH, STEPS = 12, 4, 5, 6
 RULES: dict[str, Any] = {"hidden": "shard"}
@@ -79,7 +80,7 @@ def train(trainer: onefold.Trainer, first: int, last: int) -> onefold.Trainer:
     return trainer
 
 
-@pytest.mark.parametrize("assigns", [False, True])
+@for_each("assigns", [False, True])
 def test_a_plain_loop_over_whole_batches_comes_to_the_same(assigns: bool) -> None:
     plain, ours = made(ROWS), made(assigns=assigns)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.5, momentum=0.9)
@@ -107,7 +108,7 @@ def test_the_bits_do_not_depend_on_who_runs_a_shard() -> None:
     assert moved.fingerprint() == whole
 
 
-@pytest.mark.parametrize("devices", [(1, 3, 2), (2, 1, 3)])
+@for_each("devices", [(1, 3, 2), (2, 1, 3)])
 def test_a_stopped_run_goes_on_with_what_shards_have_left(
     devices: tuple[int, int, int], tmp_path: Path
 ) -> None:

@@ -8,16 +8,17 @@ import torch
 from tests import simulated
 from tests.changes import CHANGES, run, run_all
 from tests.small import bits, make_trainer, points
+from tests.tables import for_each
 
 
-@pytest.mark.parametrize("exchange", ["shared", "collective"])
+@for_each("exchange", ["shared", "collective"])
 def test_every_process_has_the_leads_changes(exchange: str) -> None:
     found = simulated.launch(run_all, devices="cpu:3", exchange=exchange)
     assert found == {key: run(*key, devices=1) for key in found}
     assert len(found) == 2 * len(CHANGES)
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@for_each("name", CHANGES)
 def test_every_device_of_a_process_has_them(name: str) -> None:
     assert run(name, False, devices=3) == run(name, False, devices=1)
 

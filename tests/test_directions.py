@@ -21,6 +21,7 @@ from onefold.core.world import World
 from onefold.errors import CheckpointError, LineError, LossError
 from tests.checkpoint.folders import seal
 from tests.small import line, make_trainer, points
+from tests.tables import for_each
 
 ROWS = torch.randn(8, 3, generator=torch.Generator().manual_seed(1))
 
@@ -84,7 +85,7 @@ class Crossed(nn.Module):
     by_hand = False
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@for_each("precision", ["bf16", "fp16"])
 def test_what_autocast_has_no_rule_for_is_named(precision: str) -> None:
     def step(model: Crossed, precision: str) -> None:
         loss = lambda m, x: m(x).float().square().mean(1)  # noqa: E731
@@ -144,7 +145,7 @@ def changed(folder: Path, key: str, value: Any) -> None:
     seal(folder, json.dumps({**record, "sha256": "0" * 64}, indent=2) + "\n")
 
 
-@pytest.mark.parametrize("kind", VALUES)
+@for_each("kind", VALUES)
 def test_settings_of_the_wrong_kind_are_refused_when_they_are_loaded(
     kind: str, tmp_path: Path
 ) -> None:
@@ -179,7 +180,7 @@ RANGES: dict[str, tuple[str, Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", RANGES)
+@for_each("kind", RANGES)
 def test_settings_out_of_range_are_refused_when_they_are_loaded(kind: str, tmp_path: Path) -> None:
     key, value, words = RANGES[kind]
     trainer = adam()
@@ -221,7 +222,7 @@ class Choosy(torch.optim.SGD):
         super().__init__(model.parameters(), lr=rate)
 
 
-@pytest.mark.parametrize("made", [lambda m: Choosy(m, 0.1), lambda m: by_hand(m)])
+@for_each("made", [lambda m: Choosy(m, 0.1), lambda m: by_hand(m)])
 def test_what_a_class_does_not_check_is_loaded(
     made: Callable[[nn.Module], torch.optim.Optimizer], tmp_path: Path
 ) -> None:
@@ -240,7 +241,7 @@ def by_hand(model: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("key", "value"),
     [("lr", 1), ("lr", {"kind of value": "tensor", "dtype": "float32", "items": 0.5})],
 )

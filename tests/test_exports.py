@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import onefold
+from tests.tables import for_each
 
 SOURCE = Path(onefold.__file__).parent
 
@@ -37,7 +38,7 @@ def test_the_public_names_are_these() -> None:
     assert set(onefold.__all__) == set(dir(onefold))
 
 
-@pytest.mark.parametrize("name", onefold.__all__)
+@for_each("name", onefold.__all__)
 def test_every_public_name_is_there(name: str) -> None:
     assert getattr(onefold, name) is not None
 
@@ -48,7 +49,7 @@ def test_there_are_all_the_modules() -> None:
     )
 
 
-@pytest.mark.parametrize("name", MODULES)
+@for_each("name", MODULES)
 def test_every_module_names_what_is_public(name: str) -> None:
     if name == "onefold.integrations.transformers":
         pytest.importorskip("transformers")

@@ -11,6 +11,7 @@ from torch import nn
 
 import onefold
 from onefold.errors import LossError
+from tests.tables import for_each
 
 SAMPLES, BATCH = 24, 8
 BAD = {1, 9, 10, 16, 17, 20}
@@ -77,8 +78,8 @@ def plain() -> tuple[nn.Module, list[float]]:
     return model, values
 
 
-@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())
-@pytest.mark.parametrize("shards", [1, 3, 4])
+@for_each("loss", LOSSES.values(), ids=LOSSES.keys())
+@for_each("shards", [1, 3, 4])
 def test_shards_count_what_is_left(shards: int, loss: Callable[[nn.Module, Any], Any]) -> None:
     model, optimizer = made()
     trainer = onefold.Trainer(model, optimizer, loss, shards=shards)
@@ -92,7 +93,7 @@ def test_shards_count_what_is_left(shards: int, loss: Callable[[nn.Module, Any],
     torch.testing.assert_close(model.weight, expected.weight, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("data", "settings"),
     [
         (Data(), {"devices": ["cpu"] * 3}),
@@ -111,7 +112,7 @@ def test_they_do_so_however_they_are_read_and_run(data: Any, settings: dict[str,
     torch.testing.assert_close(model.weight, plain()[0].weight, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("devices", [1, 3])
+@for_each("devices", [1, 3])
 def test_averages_of_buffers_count_what_is_left(devices: int) -> None:
     class Norm(nn.Module):
         def __init__(self) -> None:

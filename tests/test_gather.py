@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import onefold
 from onefold.errors import GradientError, LossError, RunFailed
+from tests.tables import for_each
 from tests.verifying.compared import Compared, compared
 
 __all__ = ["compared"]
@@ -136,8 +137,8 @@ def furthest(model: nn.Module, other: nn.Module) -> float:
     return max(float((a - b).detach().abs().max()) for a, b in pairs)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize(("shards", "devices"), [(2, 1), (5, 2), (16, 3)])
+@for_each("loss", LOSSES)
+@for_each(("shards", "devices"), [(2, 1), (5, 2), (16, 3)])
 def test_the_gradient_is_that_of_one_big_batch(loss: LossOf, shards: int, devices: int) -> None:
     model = Towers().double()
     expected, steps = copy.deepcopy(model), batches(1, dtype=torch.float64)
@@ -147,7 +148,7 @@ def test_the_gradient_is_that_of_one_big_batch(loss: LossOf, shards: int, device
     assert furthest(model, expected) < 1e-13
 
 
-@pytest.mark.parametrize("loss", [of_the_batch, of_own_rows])
+@for_each("loss", [of_the_batch, of_own_rows])
 def test_twenty_steps_are_those_of_one_big_batch(loss: LossOf) -> None:
     model, steps = Towers(), batches(20)
     expected = copy.deepcopy(model)
@@ -156,7 +157,7 @@ def test_twenty_steps_are_those_of_one_big_batch(loss: LossOf) -> None:
     assert furthest(model, expected) < 2e-6
 
 
-@pytest.mark.parametrize("loss", [of_the_batch, of_own_rows])
+@for_each("loss", [of_the_batch, of_own_rows])
 def test_one_shard_has_the_bits_of_a_plain_loop(loss: LossOf) -> None:
     model, steps = Towers(), batches(3)
     expected = copy.deepcopy(model)
@@ -165,8 +166,8 @@ def test_one_shard_has_the_bits_of_a_plain_loop(loss: LossOf) -> None:
     assert furthest(model, expected) == 0.0
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize(
+@for_each("loss", LOSSES)
+@for_each(
     "options",
     [
         {"clip_norm": 0.5},
@@ -307,8 +308,8 @@ def without_gradient(model: nn.Module, batch: Batch) -> torch.Tensor:
         return onefold.gather(one).sum()
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize(
+@for_each("devices", [1, 2])
+@for_each(
     ("loss", "words"),
     [
         (other_shape, r"shard 0 gathers float32 \(3, 8\), and shard 2 gathers float32 \(2, 7\)"),
@@ -375,8 +376,8 @@ def test_what_has_no_rows_is_refused() -> None:
 # What goes wrong
 
 
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("devices", [1, 2])
+@for_each("late", [False, True])
+@for_each("devices", [1, 2])
 def test_the_error_of_a_shard_ends_the_others(devices: int, late: bool) -> None:
     def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
         one, other = model(batch)
@@ -431,7 +432,7 @@ class Infinite(torch.autograd.Function):
         return gradient * torch.inf
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("after", "words"),
     [
         (True, r"shard 2 \(samples 5 to 6 .*gradient of what call 1 of onefold.gather"),

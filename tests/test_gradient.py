@@ -32,6 +32,7 @@ from tests.gradients import (
     trainer_of,
 )
 from tests.small import Batch, line, make_trainer, points, square
+from tests.tables import for_each
 from tests.test_gather import Towers, batches, of_own_rows, of_terms
 
 
@@ -51,7 +52,7 @@ def exact(step: int, samples: int = 14) -> Batch:
 # The gradient
 
 
-@pytest.mark.parametrize(("devices", "plan"), [(1, None), (2, (1, 3)), (3, (0, 3, 1))])
+@for_each(("devices", "plan"), [(1, None), (2, (1, 3)), (3, (0, 3, 1))])
 def test_it_is_plain_pytorchs(devices: int, plan: tuple[int, ...] | None) -> None:
     model, expected = smooth(), smooth()
     trainer = trainer_of(devices, model=model, plan=plan)
@@ -74,7 +75,7 @@ def test_it_is_plain_pytorchs(devices: int, plan: tuple[int, ...] | None) -> Non
     assert torch.equal(model.unused, torch.ones(3).double())
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@for_each("devices", [1, 2])
 def test_it_has_the_shape_strides_and_dtype_of_its_parameter(devices: int) -> None:
     model = nn.Sequential(
         nn.Conv2d(2, 40, 3), nn.Flatten(), nn.Linear(40 * 4, 3, dtype=torch.float32)
@@ -112,7 +113,7 @@ def test_the_next_call_replaces_it_and_leaves_the_old_one_alone() -> None:
         assert torch.equal(mine, copied)
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@for_each("devices", [1, 2])
 def test_it_is_what_step_would_have_used(devices: int) -> None:
     """Also with an optimizer, clipped as step clips it."""
     options = {"clip_norm": 0.05, "clip_value": 0.01, "devices": devices}
@@ -129,7 +130,7 @@ def test_it_is_what_step_would_have_used(devices: int) -> None:
     assert all(p.grad is None for p in stepping.model.parameters())
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@for_each("precision", ["bf16", "fp16"])
 def test_low_precision_is_unscaled_and_alike_on_all_devices(precision: str) -> None:
     found = {run("plain updates", devices, precision=precision) for devices in (1, 2, 3)}
     assert len(found) == 1
@@ -153,7 +154,7 @@ def test_what_is_not_finite_is_refused_or_skipped() -> None:
     assert float(torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), 1.0)) == 0.0
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@for_each("devices", [1, 2])
 def test_an_error_in_a_search_may_be_survived(devices: int) -> None:
     def spoilt(model: nn.Module, batch: Batch) -> torch.Tensor:
         return square(model, batch) * torch.where(model.weight.sum() > 10, math.nan, 1.0)
@@ -173,7 +174,7 @@ def test_an_error_in_a_search_may_be_survived(devices: int) -> None:
     assert trainer.gradient(points(8)).number == 2
 
 
-@pytest.mark.parametrize("function", [of_own_rows, of_terms])
+@for_each("function", [of_own_rows, of_terms])
 def test_losses_of_the_whole_batch_have_one_too(function: Any) -> None:
     batch = batches(1, 11)[0]
     found = set()
@@ -187,7 +188,7 @@ def test_losses_of_the_whole_batch_have_one_too(function: Any) -> None:
     assert (float(step.loss), step.grad_norm) == (value, norm)
 
 
-@pytest.mark.parametrize("samples", [1, 2, 5])
+@for_each("samples", [1, 2, 5])
 def test_shards_may_be_empty_and_run_in_pieces(samples: int) -> None:
     found = set()
     for devices, plan in ((1, None), (2, (1, 3)), (4, None)):
@@ -202,14 +203,14 @@ def test_shards_may_be_empty_and_run_in_pieces(samples: int) -> None:
 # Updates
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@for_each("name", PROGRAMS)
 def test_the_bits_do_not_depend_on_the_devices(name: str) -> None:
     alone = run(name, 1)
     assert run(name, 2) == alone
     assert run(name, 3, plan=(0, 3, 1)) == alone
 
 
-@pytest.mark.parametrize("exchange", ["shared", "collective"])
+@for_each("exchange", ["shared", "collective"])
 def test_every_process_has_the_same(exchange: Any) -> None:
     found = simulated.launch(run_all, devices="cpu:3", exchange=exchange)
     assert found == {name: run(name, 1) for name in PROGRAMS}
@@ -225,8 +226,8 @@ def plainly(optimizer: torch.optim.Optimizer, model: nn.Module, batch: Batch) ->
     return float(optimizer.step(closure).detach())  # type: ignore[arg-type,attr-defined]
 
 
-@pytest.mark.parametrize("search", [None, "strong_wolfe"])
-@pytest.mark.parametrize("devices", [1, 3])
+@for_each("search", [None, "strong_wolfe"])
+@for_each("devices", [1, 3])
 def test_lbfgs_is_that_of_a_plain_loop(search: str | None, devices: int) -> None:
     model, expected = smooth(), smooth()
     options: dict[str, Any] = {"max_iter": 5, "lr": 0.5, "line_search_fn": search}
@@ -241,7 +242,7 @@ def test_lbfgs_is_that_of_a_plain_loop(search: str | None, devices: int) -> None
         torch.testing.assert_close(mine, other, rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", ["two passes", "two blocks"])
+@for_each("name", ["two passes", "two blocks"])
 def test_sam_is_that_of_a_plain_loop(name: str) -> None:
     model, expected = smooth(), smooth()
     trainer = trainer_of(2, model=model)
@@ -257,7 +258,7 @@ def test_sam_is_that_of_a_plain_loop(name: str) -> None:
         torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("counts", [(1, 3), (3, 2)])
+@for_each("counts", [(1, 3), (3, 2)])
 def test_a_stopped_run_goes_on_with_the_same_bits(counts: Sequence[int], tmp_path: Path) -> None:
     whole = run_with_loader(1, str(tmp_path / "none"))
     for devices, stops in zip(counts, [(4,), ()], strict=True):
@@ -426,7 +427,7 @@ def failing_in_a_search() -> None:
         optimizer.step(lambda: trainer.gradient(batch).loss)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("script", "words"),
     [
         (by_the_lead_alone, r"device 1 calls trainer.barrier while device 0 calls .*gradient"),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tables import for_each
 from tests.test_between_docs import GUIDES, script_of
 
 PAGES = sorted(page.name for page in GUIDES.glob("*.md"))
@@ -17,7 +18,7 @@ def test_there_are_guides() -> None:
     assert "several-models.md" in PAGES
 
 
-@pytest.mark.parametrize("page", PAGES)
+@for_each("page", PAGES)
 def test_the_examples_of_a_guide_run(page: str, tmp_path: Path) -> None:
     for name in NEEDED.get(page, ()):
         pytest.importorskip(name)

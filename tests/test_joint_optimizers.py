@@ -17,6 +17,7 @@ import onefold
 from onefold.core.options import RunOptions
 from onefold.core.world import World
 from tests.small import Batch, bits, points
+from tests.tables import for_each
 
 INPUTS, STEPS = 130, 4
 
@@ -77,8 +78,8 @@ def train(trainer: onefold.Trainer, first: int = 1, last: int = STEPS) -> onefol
     return trainer
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("make", WAYS)
+@for_each("kind", KINDS)
+@for_each("make", WAYS)
 def test_one_shard_has_the_bits_of_a_plain_loop(make: Any, kind: str) -> None:
     torch.set_num_threads(1)
     model = model_of()
@@ -95,8 +96,8 @@ def test_one_shard_has_the_bits_of_a_plain_loop(make: Any, kind: str) -> None:
     assert bits(trainer.model) == bits(model)
 
 
-@pytest.mark.parametrize("precision", [None, "fp16", "bf16-params"])
-@pytest.mark.parametrize("make", WAYS)
+@for_each("precision", [None, "fp16", "bf16-params"])
+@for_each("make", WAYS)
 def test_bits_do_not_depend_on_devices(make: Any, precision: Any) -> None:
     found = set()
     for devices in (1, 2, 3):
@@ -109,8 +110,8 @@ def test_bits_do_not_depend_on_devices(make: Any, precision: Any) -> None:
     assert len(found) == 1
 
 
-@pytest.mark.parametrize("kind", ["list", "dict"])
-@pytest.mark.parametrize("make", WAYS)
+@for_each("kind", ["list", "dict"])
+@for_each("make", WAYS)
 def test_a_stopped_run_goes_on_with_other_devices(make: Any, kind: str, tmp_path: Path) -> None:
     whole = train(trainer_of(make, kind, scheduled=True), 1, 4)
     train(trainer_of(make, kind, devices=2, scheduled=True), 1, 2).save(tmp_path)
@@ -119,8 +120,8 @@ def test_a_stopped_run_goes_on_with_other_devices(make: Any, kind: str, tmp_path
     assert train(going_on, 3, 4).fingerprint() == whole.fingerprint()
 
 
-@pytest.mark.parametrize("keep", ["host", "stages"])
-@pytest.mark.parametrize("make", WAYS)
+@for_each("keep", ["host", "stages"])
+@for_each("make", WAYS)
 def test_what_devices_keep_is_no_matter(
     make: Any, keep: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,7 +142,7 @@ def test_a_schedule_may_be_missing_in_a_list() -> None:
     assert [each.param_groups[0]["lr"] for each in optimizers] == [0.1, 0.0025]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("change", "message"),
     [
         (lambda m, o, s: ([], loss, None), "at least one optimizer, got an empty list"),

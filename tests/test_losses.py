@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 import onefold
 from onefold import losses
 from onefold.core.mean import weigh
+from tests.tables import for_each
 
 SAMPLES = 11
 CUTS = {
@@ -181,25 +182,25 @@ def make_cases(seed: int = 3) -> dict[str, Case]:
 CASES = make_cases()
 
 
-@pytest.mark.parametrize("sizes", CUTS.values(), ids=CUTS.keys())
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@for_each("sizes", CUTS.values(), ids=CUTS.keys())
+@for_each("case", CASES.values(), ids=CASES.keys())
 def test_totals_over_weights_are_pytorchs_loss_of_the_whole_batch(
     case: Case, sizes: tuple[int, ...]
 ) -> None:
     assert_same(case, "mean", sizes)
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@for_each("case", CASES.values(), ids=CASES.keys())
 def test_sums_are_those_of_pytorch(case: Case) -> None:
     assert_same(case, "sum", CUTS["unequal parts"])
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@for_each("case", CASES.values(), ids=CASES.keys())
 def test_without_a_reduction_it_is_pytorchs_own_tensor(case: Case) -> None:
     assert torch.equal(case.ours("none"), case.theirs("none"))
 
 
-@pytest.mark.parametrize("case", [c for n, c in CASES.items() if n.startswith("kl_div")])
+@for_each("case", [c for n, c in CASES.items() if n.startswith("kl_div")])
 def test_a_mean_over_the_first_dimension(case: Case) -> None:
     assert_same(case, "batchmean", CUTS["unequal parts"])
 
@@ -225,7 +226,7 @@ def test_every_loss_is_compared_and_every_reduction_too() -> None:
     assert {case.name for case in CASES.values()} == set(losses.__all__)
 
 
-@pytest.mark.parametrize("name", losses.__all__)
+@for_each("name", losses.__all__)
 def test_arguments_have_pytorchs_names_order_and_defaults(name: str) -> None:
     left_out = {"size_average", "reduce"}
     theirs = inspect.signature(getattr(F, name)).parameters
@@ -235,14 +236,14 @@ def test_arguments_have_pytorchs_names_order_and_defaults(name: str) -> None:
     assert expected == {n: p.default for n, p in ours.items()}
 
 
-@pytest.mark.parametrize("name", losses.__all__)
+@for_each("name", losses.__all__)
 def test_an_unknown_reduction_is_refused(name: str) -> None:
     case = next(case for case in CASES.values() if case.name == name)
     with pytest.raises(ValueError, match=r"expected reduction to be 'mean', .* got 'average'"):
         case.ours("average")
 
 
-@pytest.mark.parametrize("name", losses.__all__)
+@for_each("name", losses.__all__)
 def test_one_part_in_float32_is_pytorchs_value_to_a_rounding(name: str) -> None:
     for case in (case for case in CASES.values() if case.name == name):
         narrow = {
@@ -293,9 +294,9 @@ def map_shards(case: Case, sizes: tuple[int, ...]) -> list[onefold.Mean]:
     return [case.ours("mean", **shard) for shard in case.shards(sizes, {})]
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("weight", [None, torch.ones(3)], ids=["", "weights"])
-@pytest.mark.parametrize("shape", [(), (4,)])
+@for_each("smoothing", [0.0, 0.1])
+@for_each("weight", [None, torch.ones(3)], ids=["", "weights"])
+@for_each("shape", [(), (4,)])
 def test_ignored_targets_only_are_a_zero_that_backward_can_begin_at(
     shape: tuple[int, ...], weight: torch.Tensor | None, smoothing: float
 ) -> None:
@@ -309,7 +310,7 @@ def test_ignored_targets_only_are_a_zero_that_backward_can_begin_at(
     assert not logits.grad.any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@for_each("dtype", [torch.float16, torch.bfloat16])
 def test_totals_of_half_precision_are_neither_rounded_nor_infinite(dtype: torch.dtype) -> None:
     values = torch.full((3000, 100), 1.5).to(dtype).requires_grad_()
     mean = losses.mse_loss(values, torch.zeros_like(values))
@@ -329,8 +330,8 @@ SHAPES = [((5, 1), (5,)), ((5,), (5, 1)), ((5, 3), (5, 5, 3)), ((), (5,))]
 PAIRS = ["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "poisson_nll_loss"]
 
 
-@pytest.mark.parametrize("shapes", SHAPES, ids=str)
-@pytest.mark.parametrize("name", [*PAIRS, "soft_margin_loss", "hinge_embedding_loss"])
+@for_each("shapes", SHAPES, ids=str)
+@for_each("name", [*PAIRS, "soft_margin_loss", "hinge_embedding_loss"])
 def test_shapes_that_compare_samples_with_each_other_are_refused(
     name: str, shapes: tuple[tuple[int, ...], tuple[int, ...]]
 ) -> None:
@@ -346,7 +347,7 @@ def test_a_target_that_is_the_same_for_every_sample_is_not_refused() -> None:
     torch.testing.assert_close(mean.total / mean.weight, expected)
 
 
-@pytest.mark.parametrize("name", ["cross_entropy", "nll_loss", "mse_loss", "ctc_loss"])
+@for_each("name", ["cross_entropy", "nll_loss", "mse_loss", "ctc_loss"])
 def test_one_sample_without_a_batch(name: str) -> None:
     logits = torch.randn(5).log_softmax(0)
     arguments: dict[str, tuple[Any, ...]] = {
@@ -360,7 +361,7 @@ def test_one_sample_without_a_batch(name: str) -> None:
     torch.testing.assert_close(mean.total / mean.weight, expected)
 
 
-@pytest.mark.parametrize("shards", [1, 3, 8])
+@for_each("shards", [1, 3, 8])
 def test_a_trainer_has_the_plain_loops_gradient(shards: int) -> None:
     """With class weights and ignored targets, of which some shards have nothing else."""
     ours, theirs = (torch.nn.Linear(4, 3, dtype=torch.float64) for _ in range(2))
@@ -383,7 +384,7 @@ def test_a_trainer_has_the_plain_loops_gradient(shards: int) -> None:
         torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("shards", [2, 5])
+@for_each("shards", [2, 5])
 def test_tokens_of_sequences_of_unequal_length_count_alike(shards: int) -> None:
     """A scalar mean of each shard, weighed by samples, would not be the plain loop's."""
     lengths = torch.tensor([9, 1, 2, 9, 3, 1, 1, 4, 9, 2])
@@ -444,8 +445,8 @@ def assert_bits_of_plain_loop(
 DTYPES = (torch.float32, torch.float64)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", losses.__all__)
+@for_each("dtype", DTYPES, ids=str)
+@for_each("name", losses.__all__)
 def test_one_shard_has_the_bits_of_pytorchs_loss(name: str, dtype: torch.dtype) -> None:
     """Of every loss, with every option: the value and the weights."""
     for case in (case for case in CASES.values() if case.name == name):
@@ -487,9 +488,9 @@ COMBINED: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", ["mean", "sum"])
-@pytest.mark.parametrize("name", COMBINED)
+@for_each("dtype", [*DTYPES, torch.bfloat16], ids=str)
+@for_each("kind", ["mean", "sum"])
+@for_each("name", COMBINED)
 def test_one_shard_has_the_bits_of_an_expression_of_losses(
     name: str, kind: str, dtype: torch.dtype
 ) -> None:
@@ -507,7 +508,7 @@ def test_one_shard_has_the_bits_of_an_expression_of_losses(
     assert_bits_of_plain_loop(logits, dtype, one, other)
 
 
-@pytest.mark.parametrize("change", ["written to", "replaced", "made anew"])
+@for_each("change", ["written to", "replaced", "made anew"])
 def test_a_total_that_the_script_changes_is_the_one_that_counts(change: str) -> None:
     def loss(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> onefold.Mean:
         mean = losses.mse_loss(model(batch[0]), batch[1])
@@ -526,8 +527,8 @@ def test_a_total_that_the_script_changes_is_the_one_that_counts(change: str) -> 
     assert float(step.loss) == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("empty", [False, True], ids=["ignored", "empty"])
-@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside another"])
+@for_each("empty", [False, True], ids=["ignored", "empty"])
+@for_each("beside", [False, True], ids=["alone", "beside another"])
 def test_one_shard_in_which_a_mean_has_nothing_to_count(empty: bool, beside: bool) -> None:
     """PyTorch's mean is NaN there; as with several shards, the term counts for nothing."""
 

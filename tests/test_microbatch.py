@@ -18,6 +18,7 @@ import onefold
 from onefold.engine.advice import is_shortage
 from onefold.errors import CheckpointError, LossError
 from tests import simulated
+from tests.tables import for_each
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 TOKENS = (12, 5)
@@ -116,9 +117,9 @@ def gradient(loss: Callable[..., object], **options: Any) -> tuple[dict[str, tor
     return {n: before[n] - p for n, p in model.state_dict().items()}, float(step.loss)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("shards", [1, 2, 5])
-@pytest.mark.parametrize("microbatch", [1, 2, 3])
+@for_each("loss", LOSSES)
+@for_each("shards", [1, 2, 5])
+@for_each("microbatch", [1, 2, 3])
 def test_the_gradient_is_that_of_the_whole_batch(
     loss: Callable[..., object], shards: int, microbatch: int
 ) -> None:
@@ -135,8 +136,8 @@ def result(trainer: onefold.Trainer, steps: list[Batch]) -> tuple[str, str]:
     return trainer.fingerprint(), float(last.loss).hex()
 
 
-@pytest.mark.parametrize("loss", [of_tokens, of_both])
-@pytest.mark.parametrize("precision", [None, "bf16", "fp16-params"])
+@for_each("loss", [of_tokens, of_both])
+@for_each("precision", [None, "bf16", "fp16-params"])
 def test_the_bits_do_not_depend_on_the_devices(
     loss: Callable[..., object], precision: str | None
 ) -> None:
@@ -149,7 +150,7 @@ def test_the_bits_do_not_depend_on_the_devices(
     assert result(trainer_of(loss, **options), steps) not in found
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@for_each("loss", LOSSES)
 def test_pieces_that_hold_a_whole_shard_change_nothing(loss: Callable[..., object]) -> None:
     for shards in (1, 3):
         found = {
@@ -201,7 +202,7 @@ def test_pieces_with_other_terms_are_refused() -> None:
         trainer_of(loss, shards=2, microbatch=1).step(batches(1)[0])
 
 
-@pytest.mark.parametrize("wrong", [0, -1, 1.5, True, "all"])
+@for_each("wrong", [0, -1, 1.5, True, "all"])
 def test_a_number_that_is_none_is_refused(wrong: object) -> None:
     with pytest.raises((TypeError, ValueError), match="microbatch"):
         trainer_of(microbatch=wrong)
@@ -241,8 +242,8 @@ class Small:
         return of_tokens(model, batch)
 
 
-@pytest.mark.parametrize(("fits", "found"), [(4, None), (3, 2), (2, 2), (1, 1)])
-@pytest.mark.parametrize("devices", [1, 2, 3])
+@for_each(("fits", "found"), [(4, None), (3, 2), (2, 2), (1, 1)])
+@for_each("devices", [1, 2, 3])
 def test_the_largest_pieces_that_fit_are_found(
     fits: int, found: int | None, devices: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -275,7 +276,7 @@ class Hungry(torch.autograd.Function):
         return gradient, None
 
 
-@pytest.mark.parametrize("microbatch", [1, 2])
+@for_each("microbatch", [1, 2])
 def test_no_piece_begins_while_the_graph_of_another_is_there(microbatch: int) -> None:
     """Also where a loss of several terms is first computed for its weights alone."""
     graphs: list[weakref.ref[torch.Tensor]] = []
@@ -363,7 +364,7 @@ def filling(**options: Any) -> onefold.Trainer:
     )
 
 
-@pytest.mark.parametrize("saved_at", [0, 1, 2])
+@for_each("saved_at", [0, 1, 2])
 def test_a_run_that_goes_on_looks_when_the_saved_one_would_have(
     saved_at: int, tmp_path: Path
 ) -> None:
@@ -418,7 +419,7 @@ def of_one_process(fits: int) -> tuple[int | None, str]:
     return trainer._session.engine.fitting.samples, found[0]
 
 
-@pytest.mark.parametrize("exchange", ["shared", "collective"])
+@for_each("exchange", ["shared", "collective"])
 def test_processes_agree_on_the_smallest(exchange: str) -> None:
     number, found = simulated.launch(of_one_process, devices="cpu:2", args=(2,), exchange=exchange)
     assert number == 2

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
 import torch
 from torch import nn
 
 from tests.small import Batch, bits, line, make_trainer, points, square
+from tests.tables import for_each
 
 SHARDS, SAMPLES = 6, 18
 
@@ -109,15 +109,15 @@ def trained(devices: int, change: Change, *, before: bool) -> dict[str, bytes]:
     return bits(model)
 
 
-@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
-@pytest.mark.parametrize("change", CHANGES)
+@for_each("before", [True, False], ids=["before", "after"])
+@for_each("change", CHANGES)
 def test_what_is_changed_holds_on_every_device(change: str, before: bool) -> None:
     alone = trained(1, CHANGES[change], before=before)
     assert trained(3, CHANGES[change], before=before) == alone
     assert alone != trained(1, lambda model: None, before=before)
 
 
-@pytest.mark.parametrize("devices", [1, 3])
+@for_each("devices", [1, 3])
 def test_a_loss_may_close_over_the_model(devices: int) -> None:
     model = Small()
 
@@ -164,7 +164,7 @@ class Counted(nn.Module):
         return self.line(self.statistics(inputs))
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@for_each("devices", [1, 2])
 def test_two_trainers_may_share_buffers(devices: int) -> None:
     """Each takes over what the other has left in them, as two plain loops would."""
     shared = nn.BatchNorm1d(3, affine=False)

@@ -14,6 +14,7 @@ from onefold.core.options import RunOptions
 from onefold.core.world import World
 from onefold.errors import GradientError
 from tests import simulated
+from tests.tables import for_each
 
 KEEPS = [("all", 1), ("host", 1), ("stages", 1), ("stages", 3)]
 CLIP = 0.05
@@ -178,7 +179,7 @@ def clipped() -> tuple[list[Any], list[list[float]]]:
         return norms, [parameter.flatten().tolist() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("exchange", ["shared", "collective"])
+@for_each("exchange", ["shared", "collective"])
 def test_processes_of_a_line_share_the_norms_of_their_parameters(exchange: Any) -> None:
     torch.manual_seed(2)
     expected = Plain()

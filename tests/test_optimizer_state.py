@@ -17,6 +17,7 @@ from onefold.core.options import RunOptions
 from onefold.core.world import World
 from tests import simulated
 from tests.small import Batch, bits, make_trainer, points
+from tests.tables import for_each
 
 INPUTS = 130
 
@@ -178,7 +179,7 @@ def folded(make: Make, change: Change, *, state: bool | None = True, **choices: 
     return found
 
 
-@pytest.mark.parametrize("name", CASES)
+@for_each("name", CASES)
 def test_one_shard_has_the_bits_of_a_plain_loop(name: str) -> None:
     make, change = CASES[name]
     expected = plainly(make, change)
@@ -187,14 +188,14 @@ def test_one_shard_has_the_bits_of_a_plain_loop(name: str) -> None:
         assert plainly(make, lambda _: None) != expected
 
 
-@pytest.mark.parametrize("name", CASES)
+@for_each("name", CASES)
 def test_bits_do_not_depend_on_devices(name: str) -> None:
     found = [folded(*CASES[name], devices=n) for n in (1, 2, 3)]
     assert found[0] == found[1] == found[2]
 
 
-@pytest.mark.parametrize("keep", ["host", "stages"])
-@pytest.mark.parametrize("name", ["schedule-free", "halved"])
+@for_each("keep", ["host", "stages"])
+@for_each("name", ["schedule-free", "halved"])
 def test_what_devices_keep_is_no_matter(
     name: str, keep: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,7 +215,7 @@ def of_a_process(name: str) -> dict[str, bytes]:
     return found
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "choices"),
     [
         ("schedule-free", {}),
@@ -228,7 +229,7 @@ def test_every_process_has_the_same(name: str, choices: Any) -> None:
     assert found == folded(*CASES[name], devices=1)
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@for_each("devices", [1, 2])
 def test_state_is_read_as_in_a_plain_loop(devices: int) -> None:
     torch.set_num_threads(1)
     plain, model = model_of(), model_of()
@@ -259,9 +260,9 @@ LOOKUPS: dict[str, Change] = {
 }
 
 
-@pytest.mark.parametrize("where", ["between", "changing"])
-@pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("look", LOOKUPS.values(), ids=LOOKUPS)
+@for_each("where", ["between", "changing"])
+@for_each("devices", [1, 2])
+@for_each("look", LOOKUPS.values(), ids=LOOKUPS)
 def test_elsewhere_it_is_refused(look: Change, devices: int, where: str) -> None:
     model = model_of()
     trainer = make_trainer(model, loss, optimizer=(optimizer := adam(model)), devices=devices)

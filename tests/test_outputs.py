@@ -13,6 +13,7 @@ import onefold
 from onefold.errors import DisagreementError, LossError
 from tests import simulated
 from tests.small import bits, line, make_trainer, points
+from tests.tables import for_each
 
 DEVICES = (1, 2, 3)
 PLANS = ((3,), (1, 2), (2, 0, 1))
@@ -55,8 +56,8 @@ def trained(loss: Any, devices: int, *, samples: int = 8, **choices: Any) -> lis
     return found
 
 
-@pytest.mark.parametrize("loss", [with_errors, only_outputs, with_gather])
-@pytest.mark.parametrize("samples", [8, 2])
+@for_each("loss", [with_errors, only_outputs, with_gather])
+@for_each("samples", [8, 2])
 def test_outputs_have_the_bits_of_one_device(loss: Any, samples: int) -> None:
     first = trained(loss, 1, samples=samples)
     for plan in PLANS:
@@ -107,7 +108,7 @@ def test_rows_may_have_another_shape_in_another_step() -> None:
     trainer.close()
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("outputs", "error", "words"),
     [
         ({"td": torch.tensor(1.0)}, LossError, "expected 'td' to be a tensor with one row"),
@@ -202,7 +203,7 @@ def both() -> tuple[Any, ...]:
     return tuple(found)
 
 
-@pytest.mark.parametrize("exchange", ["shared", "collective"])
+@for_each("exchange", ["shared", "collective"])
 def test_processes_hold_what_one_device_holds(exchange: Any) -> None:
     found = simulated.launch(both, devices="cpu:3", exchange=exchange)
     assert found == simulated.launch(both, devices="cpu:1")

@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
 import onefold
 from tests.conftest import ROOT
+from tests.tables import for_each
 
 SOURCE = Path(onefold.__file__).parent
 NOT_OURS = {"pickle.py"}
@@ -20,14 +19,14 @@ PAGES = sorted(
 )
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@for_each("page", PAGES, ids=lambda page: page.name)
 def test_every_module_that_a_page_names_is_there(page: Path) -> None:
     named = set(re.findall(r"`([\w/.]+\.py)`", page.read_text())) - NOT_OURS
     missing = [name for name in named if not any((at / name).exists() for at in (ROOT, SOURCE))]
     assert missing == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@for_each("page", PAGES, ids=lambda page: page.name)
 def test_every_link_within_the_tree_leads_somewhere(page: Path) -> None:
     links = re.findall(r"\]\((?!https?:)([^)#\s]+)", page.read_text())
     assert [link for link in links if not (page.parent / link).exists()] == []

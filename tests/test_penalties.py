@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from tests.small import Batch, make_trainer
+from tests.tables import for_each
 
 
 class Critic(nn.Module):
@@ -36,9 +36,9 @@ def r1(model: nn.Module, batch: Batch) -> torch.Tensor:
     return F.softplus(-model(real)) + 0.5 * slope.square().sum(dim=1)
 
 
-@pytest.mark.parametrize("function", [with_penalty, r1])
-@pytest.mark.parametrize("options", [{}, {"microbatch": 2}])
-@pytest.mark.parametrize("devices", [1, 3])
+@for_each("function", [with_penalty, r1])
+@for_each("options", [{}, {"microbatch": 2}])
+@for_each("devices", [1, 3])
 def test_gradient_penalties_work_in_a_step(
     function: Any, options: dict[str, Any], devices: int
 ) -> None:
@@ -57,7 +57,7 @@ def test_gradient_penalties_work_in_a_step(
         torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("function", [with_penalty, r1])
+@for_each("function", [with_penalty, r1])
 def test_the_bits_of_a_penalty_do_not_depend_on_the_devices(function: Any) -> None:
     torch.manual_seed(2)
     batch, start = (torch.randn(11, 5), torch.randn(11, 5)), Critic()

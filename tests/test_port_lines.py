@@ -8,6 +8,7 @@ import runpy
 import pytest
 
 from tests.conftest import ROOT
+from tests.tables import for_each
 
 COUNTER = runpy.run_path(str(ROOT / "examples" / "ports" / "count_lines.py"))
 PAGE = (ROOT / "docs" / "ports.md").read_text(encoding="utf-8")
@@ -36,6 +37,6 @@ def test_there_are_scripts_before_and_after() -> None:
     assert len(BLOCKS) >= 10
 
 
-@pytest.mark.parametrize(("block", "name"), BLOCKS)
+@for_each(("block", "name"), BLOCKS)
 def test_a_script_before_and_after_is_as_it_is_printed(block: str, name: str) -> None:
     assert block == COUNTER["difference"](name)

@@ -16,12 +16,13 @@ from torch import nn
 import onefold
 from onefold.core.precision import PRECISIONS
 from onefold.errors import CheckpointError, GradientError, LossError
+from tests.tables import for_each
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 SAMPLES = 18
 
-each_precision = pytest.mark.parametrize("precision", PRECISIONS)
-scaled = pytest.mark.parametrize("precision", ["fp16", "fp16-params"])
+each_precision = for_each("precision", PRECISIONS)
+scaled = for_each("precision", ["fp16", "fp16-params"])
 
 
 class Net(nn.Module):
@@ -112,7 +113,7 @@ def result(trainer: onefold.Trainer, steps: Sequence[Batch]) -> tuple[str, str]:
 
 
 @each_precision
-@pytest.mark.parametrize("options", [{}, {"clip_norm": 0.5, "clip_value": 0.01}])
+@for_each("options", [{}, {"clip_norm": 0.5, "clip_value": 0.01}])
 def test_the_bits_do_not_depend_on_the_devices(precision: str, options: dict[str, Any]) -> None:
     steps = batches(4)
     found = {result(trainer_of(precision, devices, **options), steps) for devices in (1, 2, 3)}
@@ -156,7 +157,7 @@ def test_another_precision_is_refused_and_may_be_chosen(tmp_path: Path) -> None:
     assert second.fingerprint() == first.fingerprint()
 
 
-@pytest.mark.parametrize("precisions", [("bf16", "bf16-params"), ("fp16-params", "bf16-params")])
+@for_each("precisions", [("bf16", "bf16-params"), ("fp16-params", "bf16-params")])
 def test_parameters_of_another_dtype_are_refused_by_name(
     precisions: tuple[str, str], tmp_path: Path
 ) -> None:
@@ -181,7 +182,7 @@ def test_what_one_device_changes_by_itself_is_in_the_checkpoint(tmp_path: Path) 
     assert len(found) == 1
 
 
-@pytest.mark.parametrize("precision", [None, "bf16", "fp16", "fp16-params"])
+@for_each("precision", [None, "bf16", "fp16", "fp16-params"])
 def test_the_norm_of_one_shard_is_that_of_its_gradient(precision: str | None) -> None:
     """Also where backward gives strides of its own, as to a convolution of 1 x 1."""
     torch.manual_seed(0)
@@ -222,7 +223,7 @@ def test_large_gradients_are_finite() -> None:
         assert trainer.step((torch.ones(4, 3),)).grad_norm == pytest.approx(2e25, rel=1e-6)
 
 
-@pytest.mark.parametrize("precision", ["bf16-params", "fp16-params"])
+@for_each("precision", ["bf16-params", "fp16-params"])
 def test_transformers_and_norms_at_the_head_run(precision: str) -> None:
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
     head = [nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(64, 1)]
@@ -257,7 +258,7 @@ def test_autocast_around_the_loop_keeps_no_weights() -> None:
         assert result(trainer_of("bf16"), steps) == plain
 
 
-@pytest.mark.parametrize("precision", ["bf16-params", "fp16-params"])
+@for_each("precision", ["bf16-params", "fp16-params"])
 def test_models_hold_low_precision_and_the_optimizer_float32(precision: str) -> None:
     trainer = trainer_of(precision, 2)
     low = torch.bfloat16 if precision.startswith("bf16") else torch.float16
@@ -333,7 +334,7 @@ def test_gradients_are_added_up_in_float32() -> None:
 
 
 @scaled
-@pytest.mark.parametrize("devices", [1, 3])
+@for_each("devices", [1, 3])
 def test_an_overflow_in_one_shard_is_a_skipped_step_everywhere(
     precision: str, devices: int
 ) -> None:
@@ -370,8 +371,8 @@ def test_the_scale_is_part_of_a_checkpoint(precision: str, tmp_path: Path) -> No
     assert second._session.engine.rules.loss_scale == 2.0**15
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("spoilt", [float("inf"), float("nan")])
+@for_each("devices", [1, 2])
+@for_each("spoilt", [float("inf"), float("nan")])
 def test_a_gradient_that_is_not_finite_is_named(devices: int, spoilt: float) -> None:
     trainer = trainer_of(None, devices, loss=Loss(spoilt))
     before = trainer.fingerprint()
@@ -381,7 +382,7 @@ def test_a_gradient_that_is_not_finite_is_named(devices: int, spoilt: float) -> 
     assert trainer.fingerprint() == before
 
 
-@pytest.mark.parametrize("precision", [None, "bf16"])
+@for_each("precision", [None, "bf16"])
 def test_steps_that_are_not_finite_may_be_skipped(precision: str | None) -> None:
     loss = Loss(float("nan"))
     trainer = trainer_of(precision, 2, loss=loss, on_nonfinite="skip")
@@ -407,7 +408,7 @@ def test_samples_of_a_data_set_are_named_by_number() -> None:
         trainer.step(second)
 
 
-@pytest.mark.parametrize("shards", [1, 4])
+@for_each("shards", [1, 4])
 def test_the_norm_of_a_step_is_that_of_plain_pytorch(shards: int) -> None:
     images, labels = batches(1)[0]
     model = nn.Sequential(nn.Flatten(), nn.Linear(196, 10))
@@ -418,7 +419,7 @@ def test_the_norm_of_a_step_is_that_of_plain_pytorch(shards: int) -> None:
     assert step.grad_norm == pytest.approx(norm, rel=1e-6)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16-params"])
+@for_each("precision", ["bf16", "fp16", "bf16-params"])
 def test_plain_pytorch_comes_to_nearly_the_same(precision: str) -> None:
     """Autocast and GradScaler with one batch as a whole, over 20 steps."""
     torch.manual_seed(0)
@@ -460,7 +461,7 @@ def test_evaluation_computes_in_the_runs_precision() -> None:
     assert set(seen[half:]) == {torch.float32}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("options", "words"),
     [
         ({"precision": "half"}, 'expected precision to be one of "fp32", "bf16", .*got half'),

@@ -11,15 +11,16 @@ from onefold.engine.assembly import digests_of_held
 from tests import simulated
 from tests.rounds import ENDS, WAYS, left_alone, run, run_all, written
 from tests.small import line, make_trainer, points
+from tests.tables import for_each
 
 
-@pytest.mark.parametrize("ends", ENDS)
-@pytest.mark.parametrize("name", WAYS)
+@for_each("ends", ENDS)
+@for_each("name", WAYS)
 def test_every_device_of_a_process_has_the_same_rounds(name: str, ends: str) -> None:
     assert run(name, ends, devices=2) == run(name, ends, devices=1)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("exchange", "keep"),
     [("shared", "all"), ("shared", "host"), ("collective", "all")],
 )
@@ -37,7 +38,7 @@ def run_in_parts() -> tuple[str, ...]:
     return tuple(run(name, "close") for name in IN_PARTS)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("exchange", "keep"),
     [("shared", "span"), ("shared", "stages"), ("collective", "span"), ("collective", "stages")],
 )
@@ -46,8 +47,8 @@ def test_devices_that_keep_parts_have_all_of_it_at_the_end(exchange: str, keep: 
     assert found == tuple(run(name, "close", devices=1) for name in IN_PARTS)
 
 
-@pytest.mark.parametrize("exchange", ["shared", "collective"])
-@pytest.mark.parametrize(
+@for_each("exchange", ["shared", "collective"])
+@for_each(
     ("where", "how", "name", "words"),
     [
         ("lead", "close", "1.weight", "parameter 1.weight has other values on device 1"),
@@ -82,7 +83,7 @@ def test_what_is_left_to_chance_at_the_end_of_a_script_is_refused_by_name() -> N
         simulated.launch(raced, devices="cpu:2")
 
 
-@pytest.mark.parametrize("how", ["close", "another takes it"])
+@for_each("how", ["close", "another takes it"])
 def test_a_trainer_that_is_over_makes_no_step(how: str) -> None:
     said = left_alone(how)
     assert "; 0; trainer.step was called after trainer.close(), or after another Trainer" in said

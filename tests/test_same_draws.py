@@ -12,6 +12,7 @@ from torch import nn
 
 import onefold
 from onefold.core import randomness
+from tests.tables import for_each
 
 Drawn = tuple[float, float, float]
 
@@ -59,8 +60,8 @@ def batch_of(step: int) -> torch.Tensor:
     return torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
 
 
-@pytest.mark.parametrize("choices", [{}, {"microbatch": 2}, {"shards": 1}])
-@pytest.mark.parametrize("gathers", [False, True])
+@for_each("choices", [{}, {"microbatch": 2}, {"shards": 1}])
+@for_each("gathers", [False, True])
 def test_all_shards_draw_alike_and_each_step_anew(choices: dict[str, Any], gathers: bool) -> None:
     if gathers and "microbatch" in choices:
         pytest.skip("pieces of a shard cannot gather")
@@ -89,7 +90,7 @@ def test_what_is_drawn_around_a_block_is_as_if_it_were_not_there() -> None:
     assert len(set(own)) == 3  # and those are each shard's own
 
 
-@pytest.mark.parametrize("gathers", [False, True])
+@for_each("gathers", [False, True])
 def test_the_bits_do_not_depend_on_the_devices(gathers: bool) -> None:
     found = set()
     for devices in (1, 2, 3):
@@ -164,8 +165,8 @@ class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
         return stream()
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("kind", [Scaled, Stream])
+@for_each("workers", [0, 1])
+@for_each("kind", [Scaled, Stream])
 def test_a_collate_and_samples_draw_alike_in_each_batch(workers: int, kind: Any) -> None:
     found: list[torch.Tensor] = []
 

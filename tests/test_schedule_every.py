@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 import onefold
 from tests import simulated
 from tests.small import line, make_trainer, points, sgd, square
+from tests.tables import for_each
 
 EPOCHS = 4
 SAMPLES = 10
@@ -119,7 +120,7 @@ def plain_rates(make: Callable[..., Any]) -> list[float]:
     return rates
 
 
-@pytest.mark.parametrize("name", EACH)
+@for_each("name", EACH)
 def test_the_rate_of_an_epoch_is_that_of_a_plain_loop(tmp_path: Path, name: str) -> None:
     found = []
     with warnings.catch_warnings():
@@ -144,12 +145,12 @@ def gone_on(
     assert first.rates.keys().isdisjoint(second.rates)
 
 
-@pytest.mark.parametrize("place", PLACES, ids=str)
+@for_each("place", PLACES, ids=str)
 def test_it_is_stepped_once_wherever_the_run_was_saved(tmp_path: Path, place: Place) -> None:
     gone_on(Script, tmp_path, "epoch", EACH["cosine"], place)
 
 
-@pytest.mark.parametrize("place", [p for p in PLACES if p.batch != "end"], ids=str)
+@for_each("place", [p for p in PLACES if p.batch != "end"], ids=str)
 def test_a_plateau_is_followed_across_a_stop(tmp_path: Path, place: Place) -> None:
     """The best score so far, and for how long it has been the best, are in the checkpoint.
 
@@ -202,7 +203,7 @@ def test_a_step_that_is_in_no_epoch_is_refused_where_epochs_step_it() -> None:
     assert trainer.steps == 0
 
 
-@pytest.mark.parametrize("every", ["step", "epoch"])
+@for_each("every", ["step", "epoch"])
 def test_a_line_that_is_left_over_is_named(every: str) -> None:
     """Or the rate would fall twice as fast."""
     optimizer = sgd(model := line())
@@ -240,14 +241,14 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@for_each("name", REFUSED)
 def test_what_makes_no_sense_is_refused(name: str) -> None:
     settings, kind, text = REFUSED[name]
     with pytest.raises(kind, match=text):
         make_trainer(**settings)
 
 
-@pytest.mark.parametrize("every", ["step", "epoch"])
+@for_each("every", ["step", "epoch"])
 def test_a_plateau_is_for_the_script(every: str) -> None:
     optimizer = sgd(model := line())
     schedule = lrs.ReduceLROnPlateau(optimizer)
@@ -307,7 +308,7 @@ def _launched(every: str) -> Sequence[object]:
     return trainer.fingerprint(), rates
 
 
-@pytest.mark.parametrize("exchange", ["shared", "collective"])
+@for_each("exchange", ["shared", "collective"])
 def test_processes_come_to_the_same(tmp_path: Path, exchange: str) -> None:
     found = simulated.launch(_launched, devices="cpu:3", args=("epoch",), exchange=exchange)
     assert found == _trained("epoch", tmp_path)

@@ -26,6 +26,7 @@ from tests.several import (
     trainer_of,
 )
 from tests.small import bits
+from tests.tables import for_each
 
 
 def plain(
@@ -66,8 +67,8 @@ def test_many_shards_come_to_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("precision", [None, "bf16-params", "fp16"])
-@pytest.mark.parametrize("microbatch", [None, 4])
+@for_each("precision", [None, "bf16-params", "fp16"])
+@for_each("microbatch", [None, 4])
 def test_the_bits_do_not_depend_on_the_devices(
     precision: str | None, microbatch: int | None
 ) -> None:
@@ -80,7 +81,7 @@ def test_the_bits_do_not_depend_on_the_devices(
     assert len(found) == 1
 
 
-@pytest.mark.parametrize("devices", [(1, 3, 2), (3, 2, 1)])
+@for_each("devices", [(1, 3, 2), (3, 2, 1)])
 def test_a_stopped_run_goes_on_with_the_same_bits(
     devices: tuple[int, int, int], tmp_path: Path
 ) -> None:
@@ -97,7 +98,7 @@ def test_a_stopped_run_goes_on_with_the_same_bits(
         assert going_on.fingerprint() == whole.fingerprint() != trained
 
 
-@pytest.mark.parametrize("exchange", ["shared", "collective"])
+@for_each("exchange", ["shared", "collective"])
 def test_every_process_has_the_same(exchange: str, tmp_path: Path) -> None:
     found = simulated.launch(
         all_of_it,
@@ -211,7 +212,7 @@ def test_schedules_go_on_with_a_checkpoint(tmp_path: Path) -> None:
     assert train(going_on, 4, 5).fingerprint() == whole
 
 
-@pytest.mark.parametrize("changed", ["optimizer", "schedule"])
+@for_each("changed", ["optimizer", "schedule"])
 def test_a_load_with_another_part_keeps_the_rates_of_unscheduled_optimizers(
     changed: str, tmp_path: Path
 ) -> None:
@@ -316,7 +317,7 @@ def learned(models: Mapping[str, nn.Module], batch: Any) -> torch.Tensor:
     return models["criterion"](models["net"](inputs), wanted)
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@for_each("devices", [1, 2])
 def test_a_loss_with_parameters_is_one_of_the_models(devices: int) -> None:
     torch.manual_seed(0)
     models = {"net": nn.Linear(2, 4), "criterion": Weighed()}
@@ -448,7 +449,7 @@ def test_what_needs_a_single_loss_is_refused() -> None:
         raise AssertionError("the block is not entered")
 
 
-@pytest.mark.parametrize("name", ["generator", "discriminator"])
+@for_each("name", ["generator", "discriminator"])
 def test_the_optimizers_own_steps_are_refused(name: str) -> None:
     models, optimizers = made()
     given(model=models, optimizer=optimizers)

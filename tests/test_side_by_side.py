@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 import onefold
 from onefold.errors import LossError
 from tests.small import bits, line, make_trainer, points
+from tests.tables import for_each
 
 DEVICES = (1, 2, 3)
 
@@ -106,7 +107,7 @@ def run(made: Made, devices: int, *, shards: int = 3) -> tuple[dict[str, bytes],
     return found, [(float(step.loss), step.samples) for step in steps]
 
 
-@pytest.mark.parametrize("made", SCRIPTS)
+@for_each("made", SCRIPTS)
 def test_two_loaders_have_the_bits_of_one_device(made: Made) -> None:
     first = run(made, 1)
     assert all(run(made, devices) == first for devices in DEVICES[1:])
@@ -122,8 +123,8 @@ def test_two_loaders_in_one_shard_are_the_plain_loop() -> None:
     trainer.close()
 
 
-@pytest.mark.parametrize("made", SCRIPTS)
-@pytest.mark.parametrize("stop", range(1, 10))
+@for_each("made", SCRIPTS)
+@for_each("stop", range(1, 10))
 def test_a_run_of_two_loaders_goes_on_at_its_place(made: Made, stop: int, tmp_path: Path) -> None:
     straight = run(made, 2)
     stop = min(stop, len(straight[1]))
@@ -189,7 +190,7 @@ def with_shared(step: int, generator: torch.Generator) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("by_rule", [False, True])
+@for_each("by_rule", [False, True])
 def test_parts_of_another_length_have_the_bits_of_one_device(by_rule: bool) -> None:
     found = []
     for devices in DEVICES:
@@ -233,7 +234,7 @@ def test_tensors_lie_beside_a_loaders_batch() -> None:
 X = torch.ones(6, 3)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("batch", "error", "words"),
     [
         ({"x": X, "t": torch.ones(5)}, ValueError, r"onefold.Shared\(value\).*onefold.OwnLength"),
@@ -257,7 +258,7 @@ def mean_of_both(model: nn.Module, batch: Any) -> torch.Tensor:
     return model(batch[0]).square().mean() + model(batch[1]).square().mean()
 
 
-@pytest.mark.parametrize("beside", [False, True])
+@for_each("beside", [False, True])
 def test_a_mean_over_unequal_shares_is_refused(beside: bool) -> None:
     def loss(model: nn.Module, batch: Any) -> Any:
         mean = mean_of_both(model, batch)

@@ -16,6 +16,7 @@ from onefold.core.options import RunOptions
 from onefold.core.wire import decode, encode
 from onefold.core.world import World
 from tests.small import make_trainer
+from tests.tables import for_each
 
 Form = Callable[[], torch.Tensor]
 
@@ -203,8 +204,8 @@ def test_values_do_not_depend_on_how_tensors_lie(
     assert story(itself, devices, others, tmp_path) == expected
 
 
-@pytest.mark.parametrize(("source", "target"), [(itself, plain), (plain, itself)])
-@pytest.mark.parametrize("kind", ["file", "checkpoint"])
+@for_each(("source", "target"), [(itself, plain), (plain, itself)])
+@for_each("kind", ["file", "checkpoint"])
 def test_weights_of_one_layout_load_into_another(
     source: Callable[[torch.Tensor], torch.Tensor],
     target: Callable[[torch.Tensor], torch.Tensor],
@@ -227,7 +228,7 @@ def test_weights_of_one_layout_load_into_another(
     assert values(model.state_dict().items()) == values(trainer.model.state_dict().items())
 
 
-@pytest.mark.parametrize("name", [name for name in REAL if name not in ("single number", "empty")])
+@for_each("name", [name for name in REAL if name not in ("single number", "empty")])
 def test_rows_are_gathered_whatever_they_lie_in(name: str) -> None:
     """Into the loss of every shard, with the gradients that a contiguous tensor gets."""
 
@@ -251,7 +252,7 @@ def test_rows_are_gathered_whatever_they_lie_in(name: str) -> None:
     assert run(itself) == run(plain)
 
 
-@pytest.mark.parametrize("name", FORMS)
+@for_each("name", FORMS)
 def test_bits_are_those_of_the_values(name: str) -> None:
     """For comparisons, fingerprints, and what travels between devices."""
     ours, theirs = FORMS[name](), plain(FORMS[name]())
@@ -302,8 +303,8 @@ def strides_of(trainer: onefold.Trainer) -> list[dict[str, tuple[int, ...]]]:
     return [{s.key: s.value.stride()} for s in sorted(states, key=lambda s: (s.piece, s.key))]
 
 
-@pytest.mark.parametrize("keep", ["all", "span", "host"])
-@pytest.mark.parametrize(("devices", "others"), [(1, 1), (1, 2), (2, 1)])
+@for_each("keep", ["all", "span", "host"])
+@for_each(("devices", "others"), [(1, 1), (1, 2), (2, 1)])
 def test_matrices_of_an_optimizer_lie_as_they_did(
     keep: str, devices: int, others: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

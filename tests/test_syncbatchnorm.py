@@ -16,6 +16,7 @@ from torch import nn
 
 import onefold
 from onefold.errors import GradientError, LossError
+from tests.tables import for_each
 from tests.verifying.compared import Compared, compared
 
 __all__ = ["compared"]
@@ -89,7 +90,7 @@ def furthest(one: nn.Module, other: nn.Module) -> float:
     return max(float(gap.max()) for gap in gaps)
 
 
-@pytest.mark.parametrize(("shards", "devices"), [(2, 1), (5, 2), (16, 3)])
+@for_each(("shards", "devices"), [(2, 1), (5, 2), (16, 3)])
 def test_it_is_the_batch_norm_of_one_big_batch(shards: int, devices: int) -> None:
     model, expected = synced().double(), Net().double()
     steps = batches(3, dtype=torch.float64)
@@ -112,7 +113,7 @@ def test_one_shard_has_the_bits_of_batch_norm() -> None:
     assert furthest(model, expected) == 0.0
 
 
-@pytest.mark.parametrize(
+@for_each(
     "options",
     [
         {"clip_norm": 0.5},

@@ -24,8 +24,9 @@ import onefold
 from onefold.errors import GradientError, LaunchError, LossError
 from onefold.run.devices import cores
 from tests.small import Batch, bits, line, make_trainer, points, sgd, square
+from tests.tables import for_each
 
-both = pytest.mark.parametrize("devices", [1, 3])
+both = for_each("devices", [1, 3])
 
 
 class Noisy(nn.Module):
@@ -139,7 +140,7 @@ def test_the_callers_generators_and_modes_are_left_alone(devices: int) -> None:
     assert {name for name, part in model.named_modules() if not part.training} == {"norm"}
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@for_each("devices", [1, 2])
 def test_a_batch_may_be_of_any_containers(devices: int) -> None:
     inputs, targets = points(7)
     results = set()
@@ -190,7 +191,7 @@ def test_a_plan_may_change_between_steps() -> None:
     assert trainer.fingerprint() == trained().fingerprint()
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("plan", "words"),
     [
         ((4,), r"the plan \(4,\) has 1 devices and 4 shards; this run has 2 devices and 4 shards"),
@@ -314,7 +315,7 @@ def test_a_fingerprint_changes_with_every_step_and_with_nothing_else() -> None:
     assert trainer.fingerprint() != before
 
 
-@pytest.mark.parametrize("shards", [1, 2, 64])
+@for_each("shards", [1, 2, 64])
 def test_threads_are_shared_among_the_shards(shards: int) -> None:
     make_trainer(shards=shards, threads=None)
     assert torch.get_num_threads() == max(1, cores() // shards)
@@ -325,7 +326,7 @@ def test_threads_may_be_chosen() -> None:
     assert torch.get_num_threads() == 3
 
 
-@pytest.mark.parametrize(("first", "told"), [(True, True), (False, False)])
+@for_each(("first", "told"), [(True, True), (False, False)])
 def test_idle_cores_are_told_once(
     first: bool, told: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -342,7 +343,7 @@ def test_idle_cores_are_told_once(
 # -- what is refused ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("choice", "kind", "words"),
     [
         ({"shards": 0}, ValueError, "expected shards of at least 1, got 0"),
@@ -376,7 +377,7 @@ def test_an_argument_that_is_not_usable_is_refused(
         make_trainer(**choice)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("choice", "kind", "words"),
     [
         ({"seed": 2**63}, ValueError, "expected seed of at most 9223372036854775807"),
@@ -397,7 +398,7 @@ def test_an_argument_of_the_wrong_kind_is_refused(
         make_trainer(devices=2, **choice).step(points(4))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("devices", "kind", "words"),
     [
         (["cuda:7"], LaunchError, r"^cuda:7 is not there: PyTorch sees \d GPUs on this machine"),
@@ -420,7 +421,7 @@ def test_devices_of_several_kinds_are_refused(monkeypatch: pytest.MonkeyPatch) -
         onefold.Trainer(model := line(), sgd(model), square, shards=4, devices=["cpu", "cuda:1"])
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("devices", "words"), [("cpu", "a list of devices"), (["gpu"], "'gpu'"), (2, "a list of devic")]
 )
 def test_devices_that_cannot_be_read_are_explained(devices: Any, words: str) -> None:
@@ -466,9 +467,7 @@ def test_a_parameter_that_is_replaced_is_refused() -> None:
         trainer.step(points(8))
 
 
-@pytest.mark.parametrize(
-    ("kind", "words"), [("parameters", "twin and weight"), ("buffer", "shadow and weight")]
-)
+@for_each(("kind", "words"), [("parameters", "twin and weight"), ("buffer", "shadow and weight")])
 def test_tensors_that_share_memory_are_refused(kind: str, words: str) -> None:
     """Each gets a place of its own, so that one would no longer follow the other."""
     with pytest.raises(ValueError, match=f"^{words} share memory .* clone one of them"):
@@ -480,7 +479,7 @@ def test_tied_and_neighbouring_tensors_are_not_refused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
-@pytest.mark.parametrize(
+@for_each(
     ("build", "kind", "words"),
     [
         (Lazy, ValueError, r"^layer\.weight has no shape yet: run one forward pass"),
@@ -513,7 +512,7 @@ def test_a_model_that_cannot_be_folded_is_refused(
         make_trainer(model, optimizer=optimizer)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("batch", "kind", "words"),
     [
         ((torch.ones(4, 3), torch.ones(3, 1)), ValueError, r"batch\[0\] has 4, batch\[1\] has 3"),
@@ -536,7 +535,7 @@ def test_a_batch_that_cannot_be_cut_is_refused(
 
 
 @both
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@for_each("value", [math.nan, math.inf, -math.inf])
 def test_a_loss_that_is_not_finite_names_step_and_shard(devices: int, value: float) -> None:
     trainer = make_trainer(devices=devices)
     trainer.step(points(8))
@@ -556,7 +555,7 @@ def no_gradient(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 @both
-@pytest.mark.parametrize(
+@for_each(
     "loss",
     [no_gradient, lambda m, b: square(m, b).detach()],
     ids=["no grad", "detached"],
@@ -589,7 +588,7 @@ def test_a_shard_in_which_nothing_counts_gives_no_gradient(devices: int) -> None
 
 
 @both
-@pytest.mark.parametrize(
+@for_each(
     ("loss", "words"),
     [
         (lambda m, b: m(b[0]).expand(-1, 3), r"expected shape \(2,\), .* got shape \(2, 3\)"),
@@ -653,7 +652,7 @@ class FailsOnce:
 
 
 @both
-@pytest.mark.parametrize("shard", [1, 3])
+@for_each("shard", [1, 3])
 def test_a_step_that_failed_may_be_repeated(devices: int, shard: int) -> None:
     trainer = make_trainer(line(), FailsOnce(2, shard), devices=devices)
     expected = make_trainer(devices=devices)
@@ -666,7 +665,7 @@ def test_a_step_that_failed_may_be_repeated(devices: int, shard: int) -> None:
     assert trainer.fingerprint() == expected.fingerprint()
 
 
-@pytest.mark.parametrize(
+@for_each(
     "devices",
     [1, 3],
 )
@@ -689,7 +688,7 @@ def test_gradients_that_the_user_left_do_not_count(devices: int) -> None:
     assert trainer.fingerprint() == expected.fingerprint()
 
 
-@pytest.mark.parametrize(
+@for_each(
     "devices",
     [1, 3],
 )
@@ -711,7 +710,7 @@ def test_what_the_user_writes_into_parameters_between_steps_counts(devices: int)
 # -- batches of another trainer -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("theirs", "ours"),
     [
         ({"shards": 4}, {"shards": 2}),
@@ -755,7 +754,7 @@ class Checkpointed(nn.Module):
         return self.last(x)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@for_each("reentrant", [False, True])
 def test_gradients_that_come_in_portions_fold_to_the_same_bits(reentrant: bool) -> None:
     def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         return model(batch).square().mean(dim=1)
@@ -785,8 +784,8 @@ class TwoInOne(nn.Module):
         return x * (self.first.view(1, -1) + self.second.view(1, -1))
 
 
-@pytest.mark.parametrize("width", [5, 70_000])
-@pytest.mark.parametrize(("shards", "devices"), [(1, 1), (2, 1), (4, 1), (4, 2), (4, 4)])
+@for_each("width", [5, 70_000])
+@for_each(("shards", "devices"), [(1, 1), (2, 1), (4, 1), (4, 2), (4, 4)])
 def test_gradients_in_the_same_memory_are_added_once(width: int, shards: int, devices: int) -> None:
     model = TwoInOne(width)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

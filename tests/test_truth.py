@@ -12,6 +12,7 @@ from torch import nn
 
 import onefold
 from onefold.models import LeNet, resnet18
+from tests.tables import for_each
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 SIZES = (12, 12, 7, 2)  # a short batch, and one with fewer samples than shards
@@ -110,8 +111,8 @@ def plain(
     return values
 
 
-@pytest.mark.parametrize("kind", LOSSES)
-@pytest.mark.parametrize("model", MODELS)
+@for_each("kind", LOSSES)
+@for_each("model", MODELS)
 def test_one_shard_has_the_bits_of_the_plain_loop(model: str, kind: str) -> None:
     ours, theirs = build(model), build(model)
     optimizer = OPTIMIZERS["sgd"](list(ours.parameters()))
@@ -122,7 +123,7 @@ def test_one_shard_has_the_bits_of_the_plain_loop(model: str, kind: str) -> None
     assert_same_bits(ours, theirs)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@for_each("name", OPTIMIZERS)
 def test_every_optimizer_has_the_bits_of_the_plain_loop(name: str) -> None:
     ours, theirs = build("wide"), build("wide")
     optimizer = OPTIMIZERS[name](list(ours.parameters()))
@@ -133,9 +134,9 @@ def test_every_optimizer_has_the_bits_of_the_plain_loop(name: str) -> None:
     assert_same_bits(ours, theirs)
 
 
-@pytest.mark.parametrize("shards", [2, 4, 7])
-@pytest.mark.parametrize("kind", LOSSES)
-@pytest.mark.parametrize("model", ["wide", "lenet", "transformer", "lstm"])
+@for_each("shards", [2, 4, 7])
+@for_each("kind", LOSSES)
+@for_each("model", ["wide", "lenet", "transformer", "lstm"])
 def test_many_shards_agree_with_the_whole_batch(model: str, kind: str, shards: int) -> None:
     ours, theirs = build(model, torch.float64), build(model, torch.float64)
     data = batches(model, torch.float64)
@@ -210,8 +211,8 @@ def test_a_scheduler_of_the_users_own_optimizer_works() -> None:
     assert_same_bits(ours, theirs)
 
 
-@pytest.mark.parametrize("devices", [1, 3])
-@pytest.mark.parametrize("name", ["sgd", "adamw", "adagrad", "adafactor"])
+@for_each("devices", [1, 3])
+@for_each("name", ["sgd", "adamw", "adagrad", "adafactor"])
 def test_state_that_an_optimizer_already_has_is_kept(name: str, devices: int) -> None:
     ours, theirs = build("wide", torch.float64), build("wide", torch.float64)
     optimizer, other = (OPTIMIZERS[name](list(m.parameters())) for m in (ours, theirs))

@@ -17,6 +17,7 @@ import onefold
 from onefold.errors import DisagreementError, LossError
 from tests import simulated
 from tests.conftest import ROOT
+from tests.tables import for_each
 from tests.verifying.compared import Compared, compared
 
 __all__ = ["compared"]
@@ -137,7 +138,7 @@ def launched(loss: str, microbatch: int | None, plan: tuple[int, ...] | None) ->
 # What they are
 
 
-@pytest.mark.parametrize(("shards", "devices"), [(1, 1), (2, 2), (5, 3), (16, 2)])
+@for_each(("shards", "devices"), [(1, 1), (2, 2), (5, 3), (16, 2)])
 def test_they_are_those_of_the_whole_batch(shards: int, devices: int) -> None:
     model = Net(restless=False).double()
     inputs, labels = batches(1, dtype=torch.float64)[0]
@@ -166,8 +167,8 @@ def test_a_loss_alone_has_none() -> None:
     assert trainer_of(of_samples).step(batches(1)[0]).values == {}
 
 
-@pytest.mark.parametrize("shards", [1, 5])
-@pytest.mark.parametrize("microbatch", [None, 2])
+@for_each("shards", [1, 5])
+@for_each("microbatch", [None, 2])
 def test_training_is_what_it_is_without_them(shards: int, microbatch: int | None) -> None:
     options: dict[str, Any] = {"shards": shards, "microbatch": microbatch}
     model = {"model": Net(restless=False)} if microbatch else {}
@@ -203,8 +204,8 @@ def test_they_are_kept_until_they_are_asked_for() -> None:
 # On any number of devices
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize(
+@for_each("loss", LOSSES)
+@for_each(
     "options", [{}, {"samples": 3}, {"precision": "bf16"}, {"microbatch": 1, "restless": False}]
 )
 def test_the_bits_do_not_depend_on_the_devices(loss: LossOf, options: dict[str, Any]) -> None:
@@ -220,8 +221,8 @@ def test_the_bits_do_not_depend_on_the_devices(loss: LossOf, options: dict[str, 
     assert all(each == found[0] for each in found)
 
 
-@pytest.mark.parametrize("exchange", ["shared", "collective"])
-@pytest.mark.parametrize(
+@for_each("exchange", ["shared", "collective"])
+@for_each(
     ("loss", "microbatch", "plan"),
     [(with_values, None, None), (of_terms, None, (1, 4)), (of_gathered, None, None)],
 )
@@ -301,7 +302,7 @@ def test_a_step_without_values_sends_nothing_more(monkeypatch: pytest.MonkeyPatc
 # What is refused
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@for_each("devices", [1, 2])
 def test_names_that_differ_between_shards_are_refused(devices: int) -> None:
     def loss(model: nn.Module, batch: Batch) -> object:
         losses = of_samples(model, batch)
@@ -339,7 +340,7 @@ def test_pieces_with_other_names_are_refused() -> None:
         trainer_of(loss, model=Net(restless=False), microbatch=2).step(batches(1)[0])
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@for_each("devices", [1, 2])
 def test_a_tuple_of_something_else_is_refused(devices: int) -> None:
     def loss(model: nn.Module, batch: Batch) -> object:
         logits = model(batch[0])

@@ -6,6 +6,7 @@ import threading
 import pytest
 
 from onefold.checkpoint.background import Background, finish_all
+from tests.tables import for_each
 
 
 def test_a_job_runs_beside_the_caller() -> None:
@@ -23,7 +24,7 @@ def fail() -> None:
     raise OSError("the disk is full")
 
 
-@pytest.mark.parametrize("how", ["check", "wait"])
+@for_each("how", ["check", "wait"])
 def test_what_fails_is_raised_once(how: str) -> None:
     background = Background("writing")
     background.start(fail)

@@ -19,6 +19,7 @@ from onefold.errors import CheckpointError
 from onefold.system.ownfiles import RECORD_BYTES
 from tests.checkpoint.folders import names_in, reseal, seal, sealed
 from tests.small import line, make_trainer, points
+from tests.tables import for_each
 
 DIGITS = "7" * 5000
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -287,7 +288,7 @@ TENSORS: dict[str, Callable[[dict[str, torch.Tensor]], None]] = {
 }
 
 
-@pytest.mark.parametrize("words", TENSORS)
+@for_each("words", TENSORS)
 def test_averages_of_the_wrong_form(words: str, tmp_path: Path) -> None:
     def normed() -> onefold.Trainer:
         return make_trainer(torch.nn.Sequential(torch.nn.BatchNorm1d(3), line()))

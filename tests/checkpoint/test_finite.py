@@ -19,6 +19,7 @@ from onefold.core.finite import all_finite, first_not_finite, names_with_nan
 from onefold.errors import LossError, StateError
 from tests.checkpoint.folders import full_disk, names_in, steps_in
 from tests.small import line, make_trainer, points, square
+from tests.tables import for_each
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "poisoned.py"
 BAD = [float("nan"), float("inf"), float("-inf")]
@@ -34,7 +35,7 @@ def test_one_bad_value_is_found_wherever_it_is(dtype: torch.dtype, place: int, b
     assert not all_finite(values)
 
 
-@pytest.mark.parametrize("dtype", TYPES[:4])
+@for_each("dtype", TYPES[:4])
 def test_a_sum_that_overflows_is_no_alarm(dtype: torch.dtype) -> None:
     assert all_finite(torch.full((5000,), torch.finfo(dtype).max, dtype=dtype))
 
@@ -73,8 +74,8 @@ class Poisoning(torch.optim.SGD):
             weight.data.fill_(float("nan"))
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("wait", [True, False])
+@for_each("devices", [1, 2])
+@for_each("wait", [True, False])
 def test_a_poisoned_step_does_not_replace_a_good_one(
     tmp_path: Path, devices: int, wait: bool
 ) -> None:
@@ -254,7 +255,7 @@ def test_a_directory_that_cannot_be_written_to_is_refused_at_the_start(
     assert names_in(tmp_path / "happened") == set()
 
 
-@pytest.mark.parametrize("below", ["", "deeper/still"])
+@for_each("below", ["", "deeper/still"])
 def test_a_file_in_place_of_the_directory_is_told(tmp_path: Path, below: str) -> None:
     (tmp_path / "kept").write_text("mine")
     message = "kept.*: expected a directory that checkpoints can be written to, got"

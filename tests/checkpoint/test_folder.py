@@ -26,6 +26,7 @@ from onefold.system.tensorfile import TensorParts
 from tests.checkpoint.folders import full_disk, names_in, steps_in
 from tests.small import bits, make_trainer, points
 from tests.somebody import NOBODY, needs_root, somebody_else
+from tests.tables import for_each
 
 FILES = {"model.safetensors", "optimizer.safetensors", "run.json"}
 
@@ -52,7 +53,7 @@ def loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(model(tokens), tokens, reduction="none")
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@for_each("devices", [1, 2])
 def test_what_was_saved_loads_into_a_fresh_model(tmp_path: Path, devices: int) -> None:
     torch.manual_seed(0)
     trainer = make_trainer(Tied(), loss, devices=devices)
@@ -106,7 +107,7 @@ def test_where_the_run_is_can_be_read(tmp_path: Path) -> None:
     assert {name: seal["size"] for name, seal in record["files"].items()} == sizes
 
 
-@pytest.mark.parametrize("devices", [1, 3])
+@for_each("devices", [1, 3])
 def test_the_optimizer_lies_there_whole_under_the_names_of_the_parameters(
     tmp_path: Path, devices: int
 ) -> None:
@@ -191,7 +192,7 @@ def test_a_file_holds_its_own_tensors_alone(tmp_path: Path) -> None:
     assert 4 * numbers < (folder / "model.safetensors").stat().st_size < 4 * numbers + 1000
 
 
-@pytest.mark.parametrize("strange", ["notes.txt", "model.safetensors.bak", "src"])
+@for_each("strange", ["notes.txt", "model.safetensors.bak", "src"])
 def test_a_folder_with_other_files_is_left_alone(tmp_path: Path, strange: str) -> None:
     folder = tmp_path / "step-00000001"
     write(folder, 2)
@@ -202,7 +203,7 @@ def test_a_folder_with_other_files_is_left_alone(tmp_path: Path, strange: str) -
     assert names_in(tmp_path) == {"step-00000001"}
 
 
-@pytest.mark.parametrize("below", ["", "/deeper"])
+@for_each("below", ["", "/deeper"])
 def test_a_file_where_a_folder_should_be_is_told(tmp_path: Path, below: str) -> None:
     (tmp_path / "run").write_text("mine")
     with pytest.raises(OSError, match="run"):
@@ -238,7 +239,7 @@ def test_a_record_that_cannot_be_written_leaves_what_was_there(tmp_path: Path) -
     assert names_in(tmp_path) == {"step-00000001"}
 
 
-@pytest.mark.parametrize("left", ["part", "old", "gone"])
+@for_each("left", ["part", "old", "gone"])
 def test_what_a_killed_process_left_is_swept_up(tmp_path: Path, left: str) -> None:
     write(tmp_path / "step-00000001", 2)
     rest = tmp_path / f".step-00000001.0123abcd.{left}"
@@ -249,7 +250,7 @@ def test_what_a_killed_process_left_is_swept_up(tmp_path: Path, left: str) -> No
     assert value_in(tmp_path / "step-00000001") == 2
 
 
-@pytest.mark.parametrize("name", [".step-1.part", ".other.0123abcd.part", "step-1.part", ".git"])
+@for_each("name", [".step-1.part", ".other.0123abcd.part", "step-1.part", ".git"])
 def test_what_others_left_stays(tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir()
     write(tmp_path / "step-00000002", 3)
@@ -299,7 +300,7 @@ def test_a_lock_is_its_owners_alone(tmp_path: Path) -> None:
     assert names_in(tmp_path) == {"step-00000001"}
 
 
-@pytest.mark.parametrize("left", ["part", "old", "gone"])
+@for_each("left", ["part", "old", "gone"])
 def test_what_is_no_part_of_a_checkpoint_is_not_swept_up(tmp_path: Path, left: str) -> None:
     rest = tmp_path / f".step-00000001.0123abcd.{left}"
     rest.mkdir()
@@ -427,7 +428,7 @@ def test_damaged_ones_do_not_count_as_kept(tmp_path: Path) -> None:
     assert steps_in(tmp_path) == [2, 3]
 
 
-@pytest.mark.parametrize("text", ["accuracy", "best accuracy", "highest", "highest ", ""])
+@for_each("text", ["accuracy", "best accuracy", "highest", "highest ", ""])
 def test_what_is_best_must_be_said(text: str) -> None:
     with pytest.raises(ValueError, match='expected best to be "highest NAME"'):
         Best.read(text)

@@ -16,6 +16,7 @@ from onefold.checkpoint.saving import Lead
 from onefold.errors import PeerLost
 from tests.engine.assembled import engine_of, team_of
 from tests.engine.meeting import Seat, together
+from tests.tables import for_each
 
 Result = TypeVar("Result")
 
@@ -39,7 +40,7 @@ def test_the_lead_is_where_device_0_is() -> None:
     assert alone(3).is_here
 
 
-@pytest.mark.parametrize("devices", [1, 3])
+@for_each("devices", [1, 3])
 def test_a_number_alone_is_shared_with_oneself(devices: int) -> None:
     assert alone(devices).share(2.5) == 2.5
 
@@ -51,7 +52,7 @@ def test_the_number_of_the_lead_is_everybodys() -> None:
 # Work.
 
 
-@pytest.mark.parametrize("devices", [1, 3])
+@for_each("devices", [1, 3])
 def test_a_process_alone_does_the_work_at_once_in_its_own_thread(devices: int) -> None:
     assert alone(devices).do("it", threading.current_thread) is threading.current_thread()
     assert alone(devices).do("it", None) is None

@@ -21,6 +21,7 @@ from onefold.checkpoint.model import (
 from onefold.core.flat import fingerprint_of, named_tensors, tensor_digests
 from onefold.errors import CheckpointError
 from onefold.system.tensorfile import write_tensors
+from tests.tables import for_each
 
 
 class Odd(nn.Module):
@@ -132,7 +133,7 @@ def quiet_complex() -> nn.Module:
     return module
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("make", "words"),
     [
         (lambda: nn.Sequential(Extra(1, 1)), "^the model's state_dict holds 0._extra_state, which"),
@@ -191,7 +192,7 @@ def changed(change: Callable[[Any], object]) -> nn.Module:
     return module
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("change", "words"),
     [
         (

@@ -13,6 +13,7 @@ import torch
 
 from onefold.checkpoint.record import TENSOR_FILES, check_run, check_stored
 from tests.small import line, make_trainer, points
+from tests.tables import for_each
 
 Record = dict[str, Any]
 Change = Callable[[Any], object]
@@ -132,14 +133,14 @@ GOOD: dict[str, Change] = {
 }
 
 
-@pytest.mark.parametrize("name", GOOD)
+@for_each("name", GOOD)
 def test_what_may_be_is_not_refused(name: str) -> None:
     changed = record()
     GOOD[name](changed)
     checked(changed)
 
 
-@pytest.mark.parametrize("kind", ["sgd", "adam"])
+@for_each("kind", ["sgd", "adam"])
 def test_what_a_trainer_writes_is_right(tmp_path: Path, kind: str) -> None:
     model = line()
     make = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[kind]
@@ -157,13 +158,13 @@ def test_what_a_trainer_writes_is_right(tmp_path: Path, kind: str) -> None:
 TOP = sorted(record().keys() - {"extra"})
 
 
-@pytest.mark.parametrize("name", [*TOP, "extra"])
+@for_each("name", [*TOP, "extra"])
 def test_what_is_missing_is_named(name: str) -> None:
     assert refusal(out(name)) == f"{name} is missing"
 
 
-@pytest.mark.parametrize("name", TOP)
-@pytest.mark.parametrize("value", [[["x"]], {1: 2, "y": "z"}, True], ids=["list", "dict", "truth"])
+@for_each("name", TOP)
+@for_each("value", [[["x"]], {1: 2, "y": "z"}, True], ids=["list", "dict", "truth"])
 def test_what_is_of_another_kind_is_named(name: str, value: object) -> None:
     if isinstance(value, dict) and isinstance(record()[name], dict):
         value = "text"
@@ -265,7 +266,7 @@ BAD: dict[str, tuple[Change, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
+@for_each("name", BAD)
 def test_what_is_wrong_is_put_into_words(name: str) -> None:
     change, words = BAD[name]
     said = refusal(change)
@@ -276,7 +277,7 @@ def test_what_is_wrong_is_put_into_words(name: str) -> None:
 LOADER = list(record()["position"][0])
 
 
-@pytest.mark.parametrize("name", LOADER)
+@for_each("name", LOADER)
 def test_what_a_loader_lacks_is_named_with_its_place(name: str) -> None:
     def change(found: Record) -> None:
         found["position"] = [copy.deepcopy(found["position"][0]) for _ in range(2)]
@@ -285,7 +286,7 @@ def test_what_a_loader_lacks_is_named_with_its_place(name: str) -> None:
     assert refusal(change) == f"position[1].{name} is missing"
 
 
-@pytest.mark.parametrize("whole", [None, [], "text", 3])
+@for_each("whole", [None, [], "text", 3])
 def test_the_whole_must_be_values_by_name(whole: object) -> None:
     with pytest.raises(ValueError, match=r"^expected the whole to be values by name, got "):
         check_stored(whole)

@@ -20,6 +20,7 @@ from onefold.errors import CheckpointError
 from tests import simulated
 from tests.checkpoint.folders import full_disk, names_in, steps_in
 from tests.small import bits, line, make_trainer, points, sgd, square
+from tests.tables import for_each
 
 Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -71,7 +72,7 @@ def odd_trainer(make: Optimizer, devices: int, **settings: Any) -> onefold.Train
     return make_trainer(model, optimizer=optimizer, devices=devices, **settings)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@for_each("name", OPTIMIZERS)
 def test_every_optimizer_goes_on_where_it_was(tmp_path: Path, name: str) -> None:
     def run(devices: int, steps: int, load: Path | None, save: Path | None) -> str:
         trainer = odd_trainer(OPTIMIZERS[name], devices)
@@ -157,7 +158,7 @@ def load_in_vain(folder: Path) -> tuple[str, str]:
     return result
 
 
-@pytest.mark.parametrize("exchange", ["shared", "collective"])
+@for_each("exchange", ["shared", "collective"])
 def test_a_refused_load_is_survived_by_all_devices(tmp_path: Path, exchange: Any) -> None:
     said, fingerprint = simulated.launch(
         load_in_vain, devices="cpu:2", args=(tmp_path,), exchange=exchange
@@ -350,7 +351,7 @@ def changed_trainer(choices: dict[str, Any]) -> onefold.Trainer:
     return make_trainer(model, optimizer=optimizer, **choices)
 
 
-@pytest.mark.parametrize("what", CHANGES)
+@for_each("what", CHANGES)
 def test_another_run_is_refused_by_name_and_taken_on_request(tmp_path: Path, what: str) -> None:
     choices, said, promise = CHANGES[what]
     trainer = make_trainer()
@@ -448,7 +449,7 @@ class Remembered(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return torch.full((3,), index / 40), torch.zeros(1)
 
 
-@pytest.mark.parametrize("lengths", [None, [n % 7 for n in range(40)]], ids=["", "by length"])
+@for_each("lengths", [None, [n % 7 for n in range(40)]], ids=["", "by length"])
 def test_nothing_is_read_that_came_before(tmp_path: Path, lengths: list[int] | None) -> None:
     first, second = Remembered(40), Remembered(40)
     trainer = make_trainer()
@@ -466,7 +467,7 @@ def test_nothing_is_read_that_came_before(tmp_path: Path, lengths: list[int] | N
     assert again.fingerprint() == trainer.fingerprint()
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@for_each("workers", [0, 2])
 def test_an_epoch_of_which_nothing_is_left_is_empty(tmp_path: Path, workers: int) -> None:
     data = torch.utils.data.TensorDataset(*points(12))
     trainer = make_trainer()
@@ -522,7 +523,7 @@ def test_a_run_that_goes_on_tidies_up_what_it_wrote_before(tmp_path: Path) -> No
     assert steps_in(tmp_path) == [2]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("choices", "kind", "text"),
     [
         ({"keep": 0}, ValueError, "expected keep of at least 1, got 0"),
@@ -580,7 +581,7 @@ def test_what_is_saved_is_the_run_as_it_was(tmp_path: Path, monkeypatch: Any) ->
     assert then == now
 
 
-@pytest.mark.parametrize("call", ["step", "save", "load", "evaluate", "close"])
+@for_each("call", ["step", "save", "load", "evaluate", "close"])
 def test_a_failed_write_is_raised_at_the_next_call(tmp_path: Path, call: str) -> None:
     trainer = make_trainer()
     trainer.save(tmp_path / "good")

@@ -16,6 +16,7 @@ from onefold.core.options import ExchangeName, RunOptions
 from onefold.errors import PeerFailed
 from onefold.testing import outcomes
 from tests.small import make_trainer, points
+from tests.tables import for_each
 
 LIMIT_S = 6.0
 SLOW_S = 7.5
@@ -82,7 +83,7 @@ def load(directory: Path) -> None:
     make_trainer(devices=None).load(directory)
 
 
-@pytest.mark.parametrize("exchange", ["shared", "collective"])
+@for_each("exchange", ["shared", "collective"])
 def test_what_fails_in_the_leads_work_ends_all(tmp_path: Path, exchange: ExchangeName) -> None:
     make_trainer().save(tmp_path)
     fail = mock.Mock(side_effect=ArithmeticError("the fault that was asked for"))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from onefold.cli.verify import State, hints_of
+from tests.tables import for_each
 
 
 def state(step: int, **changes: Any) -> State:
@@ -31,7 +30,7 @@ def test_what_one_device_saw_is_named() -> None:
     assert [hint.split(":")[0] for hint in hints] == ["g", "attribute a of module m"]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "digests", "found"),
     [
         ("torch's", [["a", "b"], ["a", "b"]], False),

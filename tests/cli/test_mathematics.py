@@ -6,12 +6,12 @@ import io
 from dataclasses import asdict
 from typing import Any
 
-import pytest
 from rich.console import Console
 
 from onefold.cli.mathematics import report_mathematics
 from onefold.verifying.causes import causes_of
 from onefold.verifying.mathematics import Comparison
+from tests.tables import for_each
 
 
 def step(number: int, **facts: Any) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def test_a_buffer_alone_is_not_what_a_plain_loop_does() -> None:
     assert "Likely cause: buffer seen is 3 with the shards, 10 with one." in said
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("facts", "precision", "words"),
     [
         ({"evaluation": False}, "float64", "The loss cannot be computed in evaluation mode"),

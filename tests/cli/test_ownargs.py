@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from onefold.cli.main import come_too_late, with_end_of_options
+from tests.tables import for_each
 
 OWN = {"-m", "--devices", "--timeout", "--keep"}
 TRAINING = """
@@ -28,7 +29,7 @@ argparse.ArgumentParser().parse_args()
 ARGUMENTS = ["--keep", "7", "-m", "mine", "--timeout", "1", "--devices=9", "--help", "--", "-x"]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("given", "taken"),
     [
         ("train.py --devices 2", "train.py --devices 2"),
@@ -93,7 +94,7 @@ def test_a_script_that_refuses_one_of_ours_is_explained(tmp_path: Path) -> None:
     assert "what stands after" not in done.stderr
 
 
-@pytest.mark.parametrize("command", ["run", "verify"])
+@for_each("command", ["run", "verify"])
 def test_an_option_that_nobody_has_is_named_before_the_script(tmp_path: Path, command: str) -> None:
     (tmp_path / "train.py").write_text("raise SystemExit('the script was started')")
     done = cli(tmp_path, command, "--device", "2", "train.py")

@@ -19,8 +19,9 @@ from onefold.jobs.catalog import JOBS
 from onefold.jobs.options import TrainOptions, write_config
 from onefold.jobs.run import Job
 from onefold.jobs.text import TextOptions
+from tests.tables import for_each
 
-each_job = pytest.mark.parametrize("job", [pytest.param(job, id=job.name) for job in JOBS])
+each_job = for_each("job", [pytest.param(job, id=job.name) for job in JOBS])
 
 RESULT: dict[str, Any] = {
     "folder": "runs/one",
@@ -83,7 +84,7 @@ def told(text: str) -> str:
     return " ".join(text.replace("│", " ").split())
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("option", "value"),
     [
         *(

@@ -22,6 +22,7 @@ from onefold.cli.verify import (
 )
 from onefold.errors import LaunchError
 from onefold.run import devices as found
+from tests.tables import for_each
 
 ROOT = Path(__file__).parent.parent.parent
 SCRIPTS = ROOT / "tests" / "scripts"
@@ -69,7 +70,7 @@ def test_the_first_difference_is_found() -> None:
 TWO_STEPS = [line(0, a="1"), line(1, a="3"), line(2, a="5")]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("again", "words"),
     [
         ([TWO_STEPS, TWO_STEPS], "1 device twice gives the same bits"),
@@ -263,7 +264,7 @@ def test_where_there_are_too_few_gpus_that_is_said_before_anything_runs(
     assert "The bits agree after each of 2 steps." in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("devices", ["1", "", "1,x", "0,1", "1,cpu:2", "cpu:2"])
+@for_each("devices", ["1", "", "1,x", "0,1", "1,cpu:2", "cpu:2"])
 def test_counts_that_cannot_be_read_are_refused(tmp_path: Path, devices: str) -> None:
     code, said = verify_fault(tmp_path, "none", devices)
     assert code == 2

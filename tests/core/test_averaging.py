@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onefold.core.averaging import AverageRule
+from tests.tables import for_each
 
 
 @given(st.floats(0, 1, exclude_max=True), st.integers(1, 10**6))
@@ -29,13 +30,13 @@ def test_a_mean_has_all_values_alike_and_not_the_first_one(values: list[float]) 
     assert average == pytest.approx(sum(values) / len(values), abs=1e-9)
 
 
-@pytest.mark.parametrize("rule", [AverageRule(0.0), AverageRule(None, 7), AverageRule(0.999, 2)])
+@for_each("rule", [AverageRule(0.0), AverageRule(None, 7), AverageRule(0.999, 2)])
 def test_it_is_the_same_from_a_checkpoint(rule: AverageRule) -> None:
     saved = json.loads(json.dumps(rule.to_json(12)))
     assert (AverageRule.from_json(saved), saved["steps"]) == (rule, 12)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("choice", "words"),
     [
         ({}, r"expected either decay, .* or mean=True .*, got decay=None and mean=False"),

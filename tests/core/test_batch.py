@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from onefold.core.batch import as_if_copied, batch_digest, cut_batch, move
 from onefold.core.shard import Plan
 from tests.small import bits, make_trainer, points
+from tests.tables import for_each
 
 
 class Pair(NamedTuple):
@@ -83,7 +84,7 @@ def test_nothing_is_copied() -> None:
     assert part.data_ptr() == batch[2:].data_ptr()
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("batch", "words"),
     [
         ((torch.ones(3), torch.ones(2)), r"batch\[0\] has 3, batch\[1\] has 2"),
@@ -103,7 +104,7 @@ def test_a_batch_that_cannot_be_cut_is_explained(batch: object, words: str) -> N
         cut_batch(batch, Plan((2,)), range(2))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("batch", "words"),
     [
         (np.float32(3), "batch: expected a tensor or NumPy array.* got float32"),
@@ -153,10 +154,10 @@ def test_arrays_are_cut_like_tensors() -> None:
         zipped(check, cut.shards[shard], tensors.shards[shard])
 
 
-@pytest.mark.parametrize(
+@for_each(
     "dtype", ["?", "u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4", "f8", "c8", "c16"]
 )
-@pytest.mark.parametrize("order", ["<", ">"])
+@for_each("order", ["<", ">"])
 def test_arrays_of_every_dtype_that_tensors_have(dtype: str, order: str) -> None:
     array = np.arange(6).astype(dtype).astype(np.dtype(dtype).newbyteorder(order))
     part = cut_batch(array, Plan((2,)), [1]).shards[1]
@@ -193,7 +194,7 @@ def between_others() -> Any:
     return np.array([(1, n) for n in range(6)], dtype=[("a", "i1"), ("b", "<f4")])["b"]
 
 
-@pytest.mark.parametrize(
+@for_each(
     "array",
     [
         read_only(),
@@ -212,7 +213,7 @@ def test_arrays_that_pytorch_cannot_use_are_copied(array: Any) -> None:
     assert not any(np.shares_memory(part.numpy(), array) for part in parts)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("array", "words"),
     [
         (np.array(["a", "b"]), r"batch\['x'\]\[1\] is an array of <U1: expected numbers"),
@@ -229,7 +230,7 @@ def test_arrays_of_what_no_tensor_holds_are_refused(array: Any, words: str) -> N
         cut_batch({"x": (torch.ones(2), array)}, Plan((2,)), range(2))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("batch", "words"),
     [
         ((np.ones(3), torch.ones(2)), r"batch\[0\] has 3, batch\[1\] has 2"),
@@ -270,7 +271,7 @@ def test_up_to_64_elements_count_the_first_and_last_among_them(n: int) -> None:
     assert n > 62 or len(seen) == n
 
 
-@pytest.mark.parametrize("width", [3, 28, 31, 62, 63, 64, 93, 224, 256])
+@for_each("width", [3, 28, 31, 62, 63, 64, 93, 224, 256])
 def test_the_elements_that_count_lie_in_many_columns(width: int) -> None:
     """A picture's margin is alike in most pictures."""
     for rows in (62, 63, 64, 93, 124, 128):
@@ -280,7 +281,7 @@ def test_the_elements_that_count_lie_in_many_columns(width: int) -> None:
         assert len(digests) > min(width, 64) / 3
 
 
-@pytest.mark.parametrize(
+@for_each(
     "dtype",
     [
         *(torch.bool, torch.uint8, torch.uint16, torch.int64, torch.float8_e4m3fn),
@@ -293,7 +294,7 @@ def test_batches_of_every_dtype_have_digests(dtype: torch.dtype) -> None:
     assert batch_digest(ones.t()) == batch_digest(ones.t().contiguous())
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("one", "other"),
     [
         (torch.zeros(2, 3), torch.zeros(3, 2)),
@@ -311,7 +312,7 @@ def test_batches_that_differ_have_other_digests(one: object, other: object) -> N
     assert batch_digest(one) != batch_digest(other)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("one", "other"),
     [
         ({"x": torch.zeros(2), "y": torch.ones(2)}, {"y": torch.ones(2), "x": torch.zeros(2)}),
@@ -421,7 +422,7 @@ def test_moving_keeps_types_and_leaves_the_first_as_it_is() -> None:
     assert batch["a"].x.device.type == "cpu"  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("way", ["a new one", "itself", "nothing"])
+@for_each("way", ["a new one", "itself", "nothing"])
 def test_an_object_is_moved_by_its_own_method(way: str) -> None:
     moved: Any = move({"a": [Moved(way=way)]}, torch.device("meta"))
     assert isinstance(moved["a"][0], Moved)

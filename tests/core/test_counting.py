@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from onefold.core.counting import Count, count_of
+from tests.tables import for_each
 
 N, K, T, F = 8, 5, 3, 4
 
@@ -72,19 +72,19 @@ UNSURE: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("payload", FEWER.values(), ids=FEWER.keys())
+@for_each("payload", FEWER.values(), ids=FEWER.keys())
 def test_samples_that_are_left_out_are_seen(payload: Any) -> None:
     count, sure = count_of(payload, N)
     assert sure
     assert count in (0, 1, K)
 
 
-@pytest.mark.parametrize("payload", ALL.values(), ids=ALL.keys())
+@for_each("payload", ALL.values(), ids=ALL.keys())
 def test_what_may_be_all_samples_counts_as_all(payload: Any) -> None:
     assert count_of(payload, N) == Count(N)
 
 
-@pytest.mark.parametrize("payload", UNSURE.values(), ids=UNSURE.keys())
+@for_each("payload", UNSURE.values(), ids=UNSURE.keys())
 def test_what_cannot_be_told_counts_as_all_and_says_so(payload: Any) -> None:
     assert count_of(payload, N) == Count(N, sure=False)
 
@@ -95,7 +95,7 @@ def test_the_dimension_of_the_samples_is_the_scripts() -> None:
     assert count_of(rows(K), N, dim=1) == Count(N)
 
 
-@pytest.mark.parametrize("fields", [[rows(1, F), classes(1)], rows(1, F)], ids=["fields", "one"])
+@for_each("fields", [[rows(1, F), classes(1)], rows(1, F)], ids=["fields", "one"])
 def test_one_of_two_is_left(fields: Any) -> None:
     """A list of two fields is not one of two samples."""
     assert count_of(fields, 2) == Count(1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,6 +14,7 @@ from onefold.core.storage import (
     cut_spans_by_stage,
     cut_spans_in_lines,
 )
+from tests.tables import for_each
 
 SHAPES = st.lists(st.lists(st.integers(0, 300), min_size=0, max_size=2), min_size=1, max_size=12)
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
@@ -61,7 +61,7 @@ def test_pieces_do_not_depend_on_the_number_of_devices_but_on_the_model() -> Non
     assert not any(piece.whole for piece in pieces)
 
 
-@pytest.mark.parametrize("devices", [1, 2, 5])
+@for_each("devices", [1, 2, 5])
 def test_more_devices_than_pieces_leave_some_without_a_span(devices: int) -> None:
     pieces = cut_pieces(lay_out({"a": torch.empty(3)}), by_element=True)
     assert sum(len(span) for span in cut_spans(pieces, devices)) == 1

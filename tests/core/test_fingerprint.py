@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from onefold.core.flat import fingerprint_of, named_tensors, tensor_digests
+from tests.tables import for_each
 
 DTYPES = [
     torch.float32,
@@ -42,8 +43,8 @@ def test_a_fingerprint_stays_what_it_is() -> None:
     assert fingerprint(module) == "f91159ea91d038b3"
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 4), (2, 3)], ids=str)
+@for_each("dtype", DTYPES, ids=str)
+@for_each("shape", [(), (0,), (3,), (2, 0, 4), (2, 3)], ids=str)
 def test_the_same_bits_have_the_same_fingerprint(
     dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
@@ -53,7 +54,7 @@ def test_the_same_bits_have_the_same_fingerprint(
     assert int(fingerprint(one), 16) >= 0
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@for_each("dtype", DTYPES, ids=str)
 def test_one_other_element_gives_another_fingerprint(dtype: torch.dtype) -> None:
     values = torch.zeros(5)
     one = fingerprint(holding(x=values.to(dtype)))
@@ -61,7 +62,7 @@ def test_one_other_element_gives_another_fingerprint(dtype: torch.dtype) -> None
     assert fingerprint(holding(x=values.to(dtype))) != one
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("one", "other"),
     [
         pytest.param({"x": torch.tensor(0.0)}, {"x": torch.tensor(-0.0)}, id="the sign of zero"),

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from onefold.core.finite import all_finite, first_not_finite, names_with_nan
+from tests.tables import for_each
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2]
 WHOLE = [torch.int64, torch.uint8, torch.bool, torch.uint64]
 BAD = [math.nan, math.inf, -math.inf]
 
 
-@pytest.mark.parametrize("place", [0, 1, 999])
-@pytest.mark.parametrize("value", BAD)
-@pytest.mark.parametrize("dtype", FLOATS)
+@for_each("place", [0, 1, 999])
+@for_each("value", BAD)
+@for_each("dtype", FLOATS)
 def test_one_bad_value_is_found_wherever_it_is(
     dtype: torch.dtype, value: float, place: int
 ) -> None:
@@ -27,7 +27,7 @@ def test_one_bad_value_is_found_wherever_it_is(
     assert not all_finite(values.to(dtype))
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
+@for_each("dtype", FLOATS)
 def test_the_largest_values_are_finite_though_their_sum_is_not(dtype: torch.dtype) -> None:
     largest = torch.finfo(dtype).max
     assert all_finite(torch.full((1000,), largest, dtype=torch.float64).to(dtype))
@@ -37,26 +37,24 @@ def test_infinities_that_cancel_are_found() -> None:
     assert not all_finite(torch.tensor([math.inf, -math.inf]))
 
 
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
-@pytest.mark.parametrize(
-    "value", [complex(0, math.nan), complex(math.inf, 0), complex(0, -math.inf)]
-)
+@for_each("dtype", [torch.complex64, torch.complex128])
+@for_each("value", [complex(0, math.nan), complex(math.inf, 0), complex(0, -math.inf)])
 def test_either_part_of_a_complex_number_counts(dtype: torch.dtype, value: complex) -> None:
     assert all_finite(torch.ones(3, dtype=dtype))
     assert not all_finite(torch.tensor([1, value], dtype=dtype))
 
 
-@pytest.mark.parametrize("dtype", [*FLOATS, *WHOLE, torch.complex64])
+@for_each("dtype", [*FLOATS, *WHOLE, torch.complex64])
 def test_nothing_is_finite(dtype: torch.dtype) -> None:
     assert all_finite(torch.empty((0, 3), dtype=dtype))
 
 
-@pytest.mark.parametrize("dtype", WHOLE)
+@for_each("dtype", WHOLE)
 def test_whole_numbers_always_are(dtype: torch.dtype) -> None:
     assert all_finite(torch.ones(5).to(dtype))
 
 
-@pytest.mark.parametrize(
+@for_each(
     "view", [lambda t: t.t(), lambda t: t[::2], lambda t: t[1].expand(4, 3), lambda t: t[0, 0]]
 )
 def test_views_are_looked_at_by_what_they_show(view: object) -> None:
@@ -104,7 +102,7 @@ def test_any_section_may_be_the_one() -> None:
     assert first_not_finite([first, second], {**one, **two}) == "b"
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
+@for_each("dtype", FLOATS)
 def test_infinities_are_no_nan(dtype: torch.dtype) -> None:
     tensors = {
         "mask": torch.tensor([1.0, -math.inf]).to(dtype),

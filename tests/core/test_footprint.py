@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from onefold.run.planning import Footprint
+from tests.tables import for_each
 
 MIB = 1 << 20
 # A text model with AdamW; as in docs/large-models.md.
@@ -13,7 +12,7 @@ MEASURED = Footprint(
 )
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("devices", "keeping_all", "keeping_span"), [(1, 2077, 1838), (2, 1541, 860), (4, 1088, 385)]
 )
 def test_formulas_tell_what_was_measured(devices: int, keeping_all: int, keeping_span: int) -> None:

@@ -17,6 +17,7 @@ from onefold.core.gathering import (
     unpacked_bytes,
 )
 from onefold.errors import LossError
+from tests.tables import for_each
 
 DTYPES = (
     *(torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn),
@@ -24,7 +25,7 @@ DTYPES = (
 )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@for_each("dtype", DTYPES)
 def test_bits_come_out_as_they_went_in(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     shapes = [(3, 5), (0, 5), (1, 5)]

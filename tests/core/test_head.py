@@ -8,12 +8,13 @@ from hypothesis import strategies as st
 
 from onefold.core.head import Call, StepHead, differing, read_said
 from onefold.errors import DisagreementError
+from tests.tables import for_each
 
 HEAD = StepHead(call=Call.STEP, step=7, samples=64, plan=5)
 NUMBERS = st.integers(-(2**63), 2**63 - 1)
 
 
-@pytest.mark.parametrize("devices", [1, 2, 5])
+@for_each("devices", [1, 2, 5])
 def test_devices_that_agree_are_told_nothing(devices: int) -> None:
     said = read_said([HEAD.word()] * devices)
     assert said.changed == (0,) * devices
@@ -26,7 +27,7 @@ def test_what_may_differ_is_reported_by_device() -> None:
     assert said.stop
 
 
-@pytest.mark.parametrize("field", StepHead._fields)
+@for_each("field", StepHead._fields)
 def test_every_field_that_differs_is_an_error_that_names_the_device(field: str) -> None:
     other = HEAD._replace(**{field: Call.SAVE if field == "call" else 3})
     base = HEAD._replace(outside=2)

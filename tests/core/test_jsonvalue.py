@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onefold.core.jsonvalue import from_json, to_json
+from tests.tables import for_each
 
 leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 nested = st.recursive(
@@ -37,7 +38,7 @@ def test_values_come_back_as_they_were(value: object) -> None:
     assert type(back) is type(value)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "value",
     [
         Counter({3: 1, 9: 2}),
@@ -61,7 +62,7 @@ def test_nan_stays_nan() -> None:
     assert math.isnan(there_and_back(float("nan")))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64])
+@for_each("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64])
 def test_a_tensor_keeps_type_shape_and_bits(dtype: torch.dtype) -> None:
     tensor = (torch.randn(3, 2) * 10).to(dtype)
     back = there_and_back({"lr": tensor})["lr"]
@@ -70,14 +71,14 @@ def test_a_tensor_keeps_type_shape_and_bits(dtype: torch.dtype) -> None:
     assert torch.equal(there_and_back(torch.tensor(0.1)), torch.tensor(0.1))
 
 
-@pytest.mark.parametrize("dtype", ["?", "u4", "i8", "f4", ">f8"])
+@for_each("dtype", ["?", "u4", "i8", "f4", ">f8"])
 def test_an_array_keeps_type_shape_and_bits(dtype: str) -> None:
     array = (np.random.default_rng(1).random((3, 2)) * 10).astype(dtype)
     back = there_and_back({"key": array})["key"]
     assert (type(back), back.dtype, back.tobytes()) == (np.ndarray, array.dtype, array.tobytes())
 
 
-@pytest.mark.parametrize("dtype", ["O", "f16", "U3", "f8,f8", "nothing"])
+@for_each("dtype", ["O", "f16", "U3", "f8,f8", "nothing"])
 def test_an_array_of_another_kind_is_refused(dtype: str) -> None:
     if dtype != "nothing":
         with pytest.raises(TypeError, match="it is of type ndarray, which a checkpoint"):
@@ -93,9 +94,7 @@ def test_numbers_of_numpy_become_pythons() -> None:
     assert [type(v) for v in back] == [float, int, float, bool]
 
 
-@pytest.mark.parametrize(
-    ("value", "where"), [({"f": print}, r"it\['f'\]"), ([1, object()], r"it\[1\]")]
-)
+@for_each(("value", "where"), [({"f": print}, r"it\['f'\]"), ([1, object()], r"it\[1\]")])
 def test_anything_else_is_refused_by_its_place(value: object, where: str) -> None:
     with pytest.raises(TypeError, match=rf"{where} is of type .*, which a checkpoint cannot hold"):
         to_json(value, "it")

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from onefold.core.mean import Mean, Means, Sum, weigh
 from onefold.errors import LossError
+from tests.tables import for_each
 
 WEIGHTS = [3, 3.0, torch.tensor(3), torch.tensor([3.0]), np.int64(3), np.float32(3), np.uint8(3)]
 NUMBERS = st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=20)
@@ -32,7 +33,7 @@ def test_totals_are_added_in_float64() -> None:
     assert total.item() == values.double().sum().item()
 
 
-@pytest.mark.parametrize("kind", ["per sample", "scalar"])
+@for_each("kind", ["per sample", "scalar"])
 def test_one_shard_seeds_backward_as_a_plain_mean_does(kind: str) -> None:
     ours, theirs = (torch.linspace(-1, 1, 7).requires_grad_() for _ in range(2))
     values = ours.sin() * 3
@@ -56,13 +57,13 @@ def test_one_sample_may_come_as_a_vector_or_as_a_scalar() -> None:
         assert (part.total().item(), part.weight) == (2.0, 1.0)
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.bfloat16])
+@for_each("dtype", [torch.bool, torch.int64, torch.bfloat16])
 def test_scores_may_be_of_any_type(dtype: torch.dtype) -> None:
     part = weigh(torch.tensor([1, 0, 1]).to(dtype), 3, "the accuracy")
     assert (part.total().item(), part.weight) == (2.0, 3.0)
 
 
-@pytest.mark.parametrize("weight", WEIGHTS)
+@for_each("weight", WEIGHTS)
 def test_a_weight_may_be_a_number_or_a_tensor(weight: float | torch.Tensor) -> None:
     part = weigh(Mean(torch.tensor(6.0), weight), 5, "the loss")
     assert (part.total().item(), part.weight) == (6.0, 3.0)
@@ -72,7 +73,7 @@ def test_a_weight_of_zero_is_allowed() -> None:
     assert weigh(Mean(torch.tensor(0.0), 0), 5, "the loss").weight == 0.0
 
 
-@pytest.mark.parametrize(
+@for_each(
     "shape",
     [(2,), (4,), (4, 1), (1, 3), (3, 3), (3, 1, 1), (0,)],
     ids=lambda shape: str(shape),
@@ -83,13 +84,13 @@ def test_another_shape_is_refused_and_told(shape: tuple[int, ...]) -> None:
         weigh(torch.ones(shape), 3, "the loss of shard 3")
 
 
-@pytest.mark.parametrize("result", [0.5, None, [1.0, 2.0, 3.0], {"loss": torch.ones(3)}])
+@for_each("result", [0.5, None, [1.0, 2.0, 3.0], {"loss": torch.ones(3)}])
 def test_another_type_is_refused_and_told(result: object) -> None:
     with pytest.raises(LossError, match=rf"^the loss: .* got {type(result).__name__}\. Return"):
         weigh(result, 3, "the loss")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("total", "words"),
     [(torch.ones(2), r"got \(2,\)"), (torch.ones(1), r"got \(1,\)"), (3.0, "got 3.0")],
 )
@@ -98,7 +99,7 @@ def test_the_total_of_a_mean_must_be_a_scalar(total: torch.Tensor, words: str) -
         weigh(Mean(total, 1), 2, "the loss")
 
 
-@pytest.mark.parametrize("weight", [-1, -0.5, math.inf, math.nan, torch.tensor(-2.0)])
+@for_each("weight", [-1, -0.5, math.inf, math.nan, torch.tensor(-2.0)])
 def test_a_weight_below_zero_or_not_finite_is_refused(weight: float | torch.Tensor) -> None:
     came = str(float(weight))
     with pytest.raises(LossError, match=f"^the loss: .* must be finite and >= 0, got {came}"):
@@ -116,7 +117,7 @@ NO_WEIGHTS = {
 }
 
 
-@pytest.mark.parametrize("weight", NO_WEIGHTS.values(), ids=NO_WEIGHTS.keys())
+@for_each("weight", NO_WEIGHTS.values(), ids=NO_WEIGHTS.keys())
 def test_a_weight_that_is_no_number_is_refused(weight: float) -> None:
     with pytest.raises(LossError, match=r"^the loss: the weight of onefold\.Mean must be"):
         weigh(Mean(torch.tensor(1.0), weight), 2, "the loss")
@@ -167,7 +168,7 @@ def test_the_sum_of_a_loss_is_divided_by_nothing() -> None:
 FACTORS = [3, 0.5, -2, np.float64(1.5), np.float32(1.5), np.int64(2), torch.tensor(0.25)]
 
 
-@pytest.mark.parametrize("factor", FACTORS, ids=lambda factor: f"{type(factor).__name__} {factor}")
+@for_each("factor", FACTORS, ids=lambda factor: f"{type(factor).__name__} {factor}")
 def test_factors_scale_totals_and_leave_weights(factor: float) -> None:
     number = float(factor)
     for scaled in (factor * Mean(torch.tensor(6.0), 5), Mean(torch.tensor(6.0), 5) * factor):
@@ -206,8 +207,8 @@ TERMS = {
 }
 
 
-@pytest.mark.parametrize("term", TERMS.values(), ids=TERMS.keys())
-@pytest.mark.parametrize("other", [torch.tensor(1.0), torch.ones(3), 1, 0.5, np.float32(1), None])
+@for_each("term", TERMS.values(), ids=TERMS.keys())
+@for_each("other", [torch.tensor(1.0), torch.ones(3), 1, 0.5, np.float32(1), None])
 def test_what_has_no_divisor_is_not_added_to_a_term(term: Mean, other: object) -> None:
     came = f"a tensor of shape .{tuple(other.shape)}." if torch.is_tensor(other) else repr(other)
     came = (
@@ -234,7 +235,7 @@ def test_what_is_no_number_does_not_scale() -> None:
             mean / factor
 
 
-@pytest.mark.parametrize("weights", [(3, 4), (1, 7)])
+@for_each("weights", [(3, 4), (1, 7)])
 def test_several_terms_over_a_cut_batch_are_those_of_the_whole(weights: tuple[int, int]) -> None:
     """Every shard's gradient is added up, as the fold does, with the weights of all shards."""
     ours, theirs = (torch.linspace(-2, 3, 8, dtype=torch.float64).requires_grad_() for _ in "ab")
@@ -270,7 +271,7 @@ def test_one_shard_of_several_terms_has_the_bits_of_the_plain_loop() -> None:
     assert torch.equal(ours.grad, theirs.grad)
 
 
-@pytest.mark.parametrize("nothing", [0.0, math.nan, math.inf])
+@for_each("nothing", [0.0, math.nan, math.inf])
 def test_a_term_without_weight_anywhere_is_left_out(nothing: float) -> None:
     values = torch.ones(2, requires_grad=True)
     part = weigh(Mean(values.sum() * nothing, 0) + Sum(values.sum()), 2, "the loss")

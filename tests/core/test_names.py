@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
 from torch import nn
 
 from onefold.core.names import own_name
+from tests.tables import for_each
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "own"),
     [
         ("weight", "weight"),

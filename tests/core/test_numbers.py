@@ -8,12 +8,13 @@ import pytest
 import onefold
 from onefold.core.numbers import MOST_S, check_seconds
 from onefold.core.options import RunOptions
+from tests.tables import for_each
 
 TOO_LARGE = [1e12, 1e300, math.inf, MOST_S + 1]
 NOT_POSITIVE = [0, -1, math.nan, -math.inf]
 
 
-@pytest.mark.parametrize("value", [*TOO_LARGE, *NOT_POSITIVE])
+@for_each("value", [*TOO_LARGE, *NOT_POSITIVE])
 def test_what_is_no_limit_is_refused(value: float) -> None:
     words = "finite and at most" if value in TOO_LARGE else "more than 0"
     for refused in (
@@ -27,7 +28,7 @@ def test_what_is_no_limit_is_refused(value: float) -> None:
             refused()
 
 
-@pytest.mark.parametrize("value", ["5", None, True])
+@for_each("value", ["5", None, True])
 def test_what_is_no_number_is_refused(value: object) -> None:
     with pytest.raises(TypeError, match="expected it to be a number"):
         check_seconds("it", value)

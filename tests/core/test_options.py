@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from onefold.core.options import DEFAULT_GRACE_S, DEFAULT_TIMEOUT_S, RunOptions
+from tests.tables import for_each
 
 
 def test_what_nobody_chose() -> None:
@@ -17,7 +18,7 @@ def test_what_nobody_chose() -> None:
     assert not options.may_stop
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("chosen", "words"),
     [
         ({"every": 0}, "^expected every of at least 1, got 0"),
@@ -43,7 +44,7 @@ def test_what_makes_no_sense_is_refused_by_name(chosen: dict[str, Any], words: s
         RunOptions(**chosen)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "chosen",
     [
         {"every": 1, "keep_last": 1},
@@ -60,7 +61,7 @@ def test_what_makes_sense_is_not_refused(chosen: dict[str, Any]) -> None:
     assert all(getattr(options, name) == value for name, value in chosen.items())
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("chosen", "may_stop"),
     [({}, False), ({"saves": True}, True), ({"checkpoint": "kept"}, True), ({"trace": "t"}, False)],
 )
@@ -81,7 +82,7 @@ def test_what_was_checked_stays_checked_when_it_is_changed() -> None:
     assert dataclasses.replace(RunOptions(), every=0, every_s=60).every == 0
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("keep", "devices", "line"),
     [("all", 4, 1), ("span", 3, 1), ("stages", 3, 3), ("stages:2", 6, 2), ("stages:3", 3, 3)],
 )
@@ -90,7 +91,7 @@ def test_how_many_devices_compute_a_shard(keep: str, devices: int, line: int) ->
     assert RunOptions(keep=keep).keeps == keep.partition(":")[0]
 
 
-@pytest.mark.parametrize("devices", [1, 3, 5])
+@for_each("devices", [1, 3, 5])
 def test_lines_that_would_not_be_whole_are_refused(devices: int) -> None:
     with pytest.raises(ValueError, match=f"multiple of 2 with --keep stages:2.* got {devices}"):
         RunOptions(keep="stages:2").line_of(devices)

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onefold.core.shard import Search, pieces_of, rows_of
+from tests.tables import for_each
 
 sizes = st.integers(1, 300)
 
@@ -55,7 +56,7 @@ def test_every_kind_of_payload_is_cut_alike() -> None:
     assert rows["x"].data_ptr() == inputs[1:].data_ptr()
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("payload", "error", "words"),
     [
         ({"x": torch.ones(4, 2)}, ValueError, r"batch\['x'\]: expected a first dimension of 5"),
@@ -87,7 +88,7 @@ def test_dataclasses_and_other_mappings_keep_their_type() -> None:
     assert cut["a"].name == "all"
 
 
-@pytest.mark.parametrize(
+@for_each(
     "rows",
     [
         [{"boxes": torch.ones(n, 4)} for n in range(5)],

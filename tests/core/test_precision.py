@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from onefold.core.precision import AS_GIVEN, PRECISIONS, Precision, added_up_in
+from tests.tables import for_each
 
 MEANINGS = {
     "fp32": (None, None, False),
@@ -28,13 +29,13 @@ def test_without_a_name_everything_is_as_the_model_has_it() -> None:
     assert (AS_GIVEN.compute, AS_GIVEN.parameters, AS_GIVEN.is_scaled) == (None, None, False)
 
 
-@pytest.mark.parametrize("name", ["", "float16", "fp16-", "-params", "BF16"])
+@for_each("name", ["", "float16", "fp16-", "-params", "BF16"])
 def test_another_name_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match='expected precision to be one of "fp32", "bf16"'):
         Precision(name)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("dtype", "wide"),
     [
         (torch.bfloat16, torch.float32),

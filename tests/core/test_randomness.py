@@ -20,6 +20,7 @@ from onefold.core.randomness import (
     sample_order,
     seed_generators,
 )
+from tests.tables import for_each
 
 WORDS = st.tuples(
     st.sampled_from(["shard", "sample", "order"]),
@@ -61,7 +62,7 @@ def test_a_seed_sets_all_generators(seed: int) -> None:
         assert all(a != b for a, b in zip(draw(), first, strict=True))
 
 
-@pytest.mark.parametrize("fails", [False, True])
+@for_each("fails", [False, True])
 def test_the_callers_generators_are_given_back(fails: bool) -> None:
     torch.manual_seed(5)
     random.seed(5)

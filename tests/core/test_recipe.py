@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from onefold.core.recipe import Around, Generation, Made, Recipe, Reference, View, replaced
+from tests.tables import for_each
 
 NUMEL = 24
 WHOLE = View(torch.float32, (4, 6), (6, 1), 0)
@@ -81,7 +81,7 @@ def test_a_generator_of_the_script_draws_the_same_again() -> None:
         assert torch.equal(WHOLE.within(recipe.made()), expected)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("dtype", "stride"),
     [(torch.float32, (6, 1)), (torch.float32, (1, 4)), (torch.bfloat16, (6, 1))],
 )

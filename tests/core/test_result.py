@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from onefold.core.values import ChangedBuffers, ShardResult
+from tests.tables import for_each
 
 
 def result(*gradients: torch.Tensor | None) -> ShardResult:
@@ -25,7 +26,7 @@ def test_gradients_without_elements_count() -> None:
     assert result(torch.zeros(0)).gave == [True]
 
 
-@pytest.mark.parametrize("name", ["gradients", "total", "weight", "buffers"])
+@for_each("name", ["gradients", "total", "weight", "buffers"])
 def test_a_result_is_final(name: str) -> None:
     with pytest.raises(dataclasses.FrozenInstanceError, match=name):
         setattr(result(), name, None)

@@ -6,6 +6,7 @@ import torch
 from onefold.core.flat import Piece
 from onefold.core.roster import Roster
 from onefold.core.shard import Plan
+from tests.tables import for_each
 
 CPU = torch.device("cpu")
 PIECES = [Piece(number, 0, 10, whole=True) for number in range(6)]
@@ -32,7 +33,7 @@ def test_the_next_one_is_another_value() -> None:
     assert [later.owner_of(piece) for piece in range(6)] == [1, 1, 1, 1, 1, 2]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("spans", "words"),
     [
         ([range(3), range(3, 6)], "3 devices, got 3 hosts, 3 shares and 2 spans"),

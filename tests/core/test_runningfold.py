@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from onefold.core.fold import fold_shards
 from onefold.core.shard import Plan
 from onefold.exchange.stagefold import RunningFold
+from tests.tables import for_each
 
 
 def named(left: str, right: str) -> str:
@@ -67,7 +68,7 @@ def test_what_has_not_come_is_named() -> None:
         running.total  # noqa: B018
 
 
-@pytest.mark.parametrize("shard", [0, 3, -1])
+@for_each("shard", [0, 3, -1])
 def test_a_shard_comes_once(shard: int) -> None:
     running = RunningFold(3, named)
     running.put(0, "a")

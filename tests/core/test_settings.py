@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from onefold.core.settings import Settings
+from tests.tables import for_each
 
 CHOSEN: dict[str, Any] = {
     "shards": 4,
@@ -20,7 +21,7 @@ CHOSEN: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(
+@for_each(
     "chosen",
     [
         {},
@@ -39,7 +40,7 @@ def test_what_can_be_is_kept(chosen: dict[str, Any]) -> None:
     assert settings.buffers == {}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "value", "words"),
     [
         ("shards", 0, "^expected shards of at least 1, got 0"),
@@ -58,7 +59,7 @@ def test_numbers_out_of_bounds_are_named(name: str, value: object, words: str) -
         Settings(**{**CHOSEN, name: value})
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "value", "words"),
     [
         ("shards", 4.0, "^expected shards to be a whole number, got 4.0"),

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onefold.core.shard import Plan, cut_bounds, runs_of
+from tests.tables import for_each
 
 
 @given(samples=st.integers(0, 500), shards=st.integers(1, 70))
@@ -34,7 +35,7 @@ def test_more_devices_than_shards_are_refused() -> None:
         Plan.even(shards=2, devices=3)
 
 
-@pytest.mark.parametrize("counts", [(), (0, 0), (2, -1)])
+@for_each("counts", [(), (0, 0), (2, -1)])
 def test_a_plan_without_shards_is_refused(counts: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="zero or more shards"):
         Plan(counts)

@@ -12,6 +12,7 @@ from torch import nn
 import onefold
 from onefold.core.sliced import Sliced
 from tests import simulated
+from tests.tables import for_each
 
 CLOSE = {"atol": 1e-9, "rtol": 1e-9}
 
@@ -30,10 +31,10 @@ def gradients(layer: nn.Module, *inputs: Any, **more: Any) -> list[torch.Tensor]
     return [result.detach(), given.grad]
 
 
-@pytest.mark.parametrize("dim", [None, 0, 1])
-@pytest.mark.parametrize("slices", [1, 2, 3, 5])
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shape", [(5,), (4, 5), (2, 3, 5), (0, 5)], ids=str)
+@for_each("dim", [None, 0, 1])
+@for_each("slices", [1, 2, 3, 5])
+@for_each("bias", [True, False])
+@for_each("shape", [(5,), (4, 5), (2, 3, 5), (0, 5)], ids=str)
 def test_a_linear_layer(dim: int | None, slices: int, bias: bool, shape: tuple[int, ...]) -> None:
     torch.manual_seed(1)
     layer = in_float64(nn.Linear(5, 7, bias=bias))
@@ -71,9 +72,9 @@ MASKS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("slices", [1, 2, 4, 6])
-@pytest.mark.parametrize("masks", list(MASKS))
-@pytest.mark.parametrize(
+@for_each("slices", [1, 2, 4, 6])
+@for_each("masks", list(MASKS))
+@for_each(
     "options",
     [{"batch_first": True}, {}, {"bias": False}, {"kdim": 9, "vdim": 10}],
     ids=["samples first", "time first", "no bias", "own sizes"],
@@ -100,10 +101,10 @@ def test_attention_to_one_sample_without_a_batch() -> None:
     torch.testing.assert_close(found[0], expected[0], **CLOSE)
 
 
-@pytest.mark.parametrize("cut", ["attention", "layers", "both"])
-@pytest.mark.parametrize("masked", ["time", "padding", "no"])
-@pytest.mark.parametrize("made", ["before", "after"])
-@pytest.mark.parametrize("training", [True, False])
+@for_each("cut", ["attention", "layers", "both"])
+@for_each("masked", ["time", "padding", "no"])
+@for_each("made", ["before", "after"])
+@for_each("training", [True, False])
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True", "ignore:The PyTorch API of")
 def test_pytorchs_own_layers_take_it(cut: str, masked: str, made: str, training: bool) -> None:
     def slice_all(part: nn.Module) -> None:
@@ -145,7 +146,7 @@ def test_an_encoder_that_expects_whole_layers_is_told_so() -> None:
         encoder(torch.randn(1, 5, 12), src_key_padding_mask=padding)
 
 
-@pytest.mark.parametrize("dim", [0, 1])
+@for_each("dim", [0, 1])
 def test_the_dtype_under_autocast_is_that_of_the_layer(dim: int) -> None:
     layer, attending = nn.Linear(8, 8), nn.MultiheadAttention(8, 2, batch_first=True)
     inputs = torch.randn(2, 3, 8)
@@ -218,7 +219,7 @@ def hooked() -> nn.Module:
     return layer
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("make", "text"),
     [
         (lambda: Sliced(nn.Linear(3, 4), 5), "expected 1 to 4 slices, as the layer has 4 outputs"),
@@ -290,7 +291,7 @@ def trained(slices: int) -> str:
     return trainer.fingerprint()
 
 
-@pytest.mark.parametrize("devices", [2, 3, 4])
+@for_each("devices", [2, 3, 4])
 def test_four_slices_are_the_same_on_any_number_of_devices(devices: int) -> None:
     expected = trained(4)
     for keep in ("span", "host"):

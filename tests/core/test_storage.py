@@ -14,6 +14,7 @@ from onefold.core.fold import blocks_of
 from onefold.core.precision import added_up_in
 from onefold.core.storage import BoardShape, Storage, cut_pieces
 from onefold.exchange.board import Board
+from tests.tables import for_each
 
 TRAINED = {"weight": torch.zeros(5, 3), "half": torch.zeros(7, dtype=torch.bfloat16)}
 BUFFERS = {"mean": torch.zeros(3), "count": torch.zeros((), dtype=torch.int64)}
@@ -77,7 +78,7 @@ def test_some_plan_needs_all_slots() -> None:
     assert max(len(blocks_of(range(a, b), 16)) for a in range(16) for b in range(a, 17)) == slots
 
 
-@pytest.mark.parametrize(("shards", "devices"), [(1, 1), (4, 2), (7, 3), (65, 64)])
+@for_each(("shards", "devices"), [(1, 1), (4, 2), (7, 3), (65, 64)])
 def test_a_board_of_these_sizes_has_room_for_every_row(shards: int, devices: int) -> None:
     shape = storage(shards=shards, devices=devices).board
     assert shape == BoardShape(devices, shards, 2, shape.buffers)

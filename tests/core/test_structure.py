@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from onefold.core.structure import parts_of, with_parts
+from tests.tables import for_each
 
 
 class Pair(NamedTuple):
@@ -76,7 +77,7 @@ EACH: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("container", EACH, ids=lambda c: type(c).__name__)
+@for_each("container", EACH, ids=lambda c: type(c).__name__)
 def test_one_like_another_has_its_type_and_the_new_parts(container: Any) -> None:
     parts = parts_of(container)
     assert parts is not None

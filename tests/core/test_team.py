@@ -10,6 +10,7 @@ import torch
 
 from onefold.core.roster import Team
 from onefold.core.world import World
+from tests.tables import for_each
 
 
 def team(devices: int, own: tuple[int, ...], **world: Any) -> Team:
@@ -28,7 +29,7 @@ def test_who_drives_device_0_has_the_lead() -> None:
     assert not team(3, (2,)).has_lead
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("devices", "local_size", "hosts"),
     [(4, 2, (0, 0, 1, 1)), (4, 4, (0, 0, 0, 0)), (3, 1, (0, 1, 2)), (5, 2, (0, 0, 1, 1, 2))],
 )
@@ -39,7 +40,7 @@ def test_ranks_of_a_host_follow_one_another(
     assert found.hosts == hosts
 
 
-@pytest.mark.parametrize("launcher", ["none", "onefold"])
+@for_each("launcher", ["none", "onefold"])
 def test_other_launchers_start_on_one_host(launcher: str) -> None:
     """Where one process drives several devices, its local size says nothing of them."""
     assert team(4, (0, 1, 2, 3), launcher=launcher).hosts == (0, 0, 0, 0)

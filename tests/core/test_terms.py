@@ -12,6 +12,7 @@ import onefold
 from onefold.errors import LossError
 from tests import simulated
 from tests.small import Batch, bits, line, make_trainer, points, square
+from tests.tables import for_each
 
 SAMPLES = 11
 Loss = Callable[[nn.Module, Batch], object]
@@ -69,8 +70,8 @@ def batch() -> Batch:
     return inputs.double(), targets.double()
 
 
-@pytest.mark.parametrize("shards", [1, 2, 5, 16])
-@pytest.mark.parametrize("name", LOSSES)
+@for_each("shards", [1, 2, 5, 16])
+@for_each("name", LOSSES)
 def test_loss_and_gradient_are_those_of_the_whole_batch(name: str, shards: int) -> None:
     ours, theirs = line().double(), line().double()
     loss, plain = LOSSES[name]
@@ -87,8 +88,8 @@ def test_loss_and_gradient_are_those_of_the_whole_batch(name: str, shards: int) 
         torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("devices", [2, 3])
-@pytest.mark.parametrize("name", LOSSES)
+@for_each("devices", [2, 3])
+@for_each("name", LOSSES)
 def test_the_bits_do_not_depend_on_the_devices(name: str, devices: int) -> None:
     results = []
     for count in (1, devices):
@@ -110,7 +111,7 @@ def run_losses() -> list[tuple[str, list[float]]]:
     return found
 
 
-@pytest.mark.parametrize("exchange", ["shared", "collective"])
+@for_each("exchange", ["shared", "collective"])
 def test_processes_trade_the_divisors(exchange: str) -> None:
     found = simulated.launch(run_losses, devices="cpu:3", exchange=exchange)
     for (name, (loss, _)), (fingerprint, losses) in zip(LOSSES.items(), found, strict=True):
@@ -174,7 +175,7 @@ def test_scores_may_have_several_terms() -> None:
     assert scores["sum"] == pytest.approx(summed_plain(model, points(SAMPLES)).item())
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@for_each("devices", [1, 2])
 def test_terms_may_go_through_a_gradient_of_their_own(devices: int) -> None:
     def loss(model: nn.Module, batch: Batch) -> onefold.Means:
         inputs = batch[0].clone().requires_grad_(True)

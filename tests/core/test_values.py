@@ -19,6 +19,7 @@ from onefold.core.values import (
     split,
 )
 from onefold.errors import DisagreementError, LossError
+from tests.tables import for_each
 
 HERE = "step 7, shard 3"
 
@@ -45,7 +46,7 @@ def test_a_loss_and_its_values_are_told_apart() -> None:
     assert split((loss, values, outputs), "the loss") == (loss, values, outputs)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("result", "words"),
     [
         (
@@ -86,7 +87,7 @@ def test_nothing_is_kept_of_the_graph() -> None:
     assert found.numbers.tolist() == [[4, 2], [6, 2]]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("values", "words"),
     [
         ({"": torch.ones(2)}, "expected names of one line for values, got ''"),

@@ -6,6 +6,7 @@ import pytest
 
 from onefold.core.weights_of_step import GATHERS, LATE, SUM, several, total_weight
 from onefold.errors import LossError
+from tests.tables import for_each
 
 
 def test_weights_are_added_in_the_folds_order() -> None:
@@ -25,7 +26,7 @@ def test_what_is_not_divided_has_the_divisor_1() -> None:
     assert (found.value, found.divided, found.terms) == (1.0, False, 1)
 
 
-@pytest.mark.parametrize("other", [2.0, SUM, several(2)])
+@for_each("other", [2.0, SUM, several(2)])
 def test_one_shard_is_enough_to_start_over(other: float) -> None:
     assert total_weight([other, GATHERS, LATE], [1, 1, 1], 1).gathers
     found = total_weight([other, LATE], [1, 1], 1)
@@ -34,7 +35,7 @@ def test_one_shard_is_enough_to_start_over(other: float) -> None:
     assert not total_weight([other, LATE], [1, 0], 1).late
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("weights", "words"),
     [
         ([SUM, 2.0], r"step 4 is of several kinds: a mean, onefold.Sum\. Expected the same"),

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from onefold.core.wire import decode, encode
 from tests.between import mine, shown
+from tests.tables import for_each
 
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),
@@ -39,12 +40,12 @@ def test_so_do_tensors_and_arrays() -> None:
     assert decode(encode(torch.zeros(3, 1).expand(3, 4), "value")).tolist() == [[0.0] * 4] * 3
 
 
-@pytest.mark.parametrize(
+@for_each(
     "dtype",
     [torch.bool, torch.uint16, torch.int64, torch.float16, torch.float8_e4m3fn, torch.complex64],
     ids=str,
 )
-@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (2, 3)], ids=str)
+@for_each("shape", [(), (0,), (3, 0), (2, 3)], ids=str)
 def test_tensors_of_any_dtype_and_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     value = torch.ones(shape).to(dtype)
     assert shown(decode(encode(value, "value"))) == shown(value)
@@ -68,7 +69,7 @@ class Colour(enum.IntEnum):
 Pair = collections.namedtuple("Pair", "one other")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("value", "words"),
     [
         (object(), "the value is of type object, which no device can send"),
@@ -98,9 +99,7 @@ def test_what_holds_itself_is_refused() -> None:
         encode(value, "the value")
 
 
-@pytest.mark.parametrize(
-    "tree", [["object"], ["tensor", "load", [1]], ["array", "|O", [1]], ["scalar", "<U3"]]
-)
+@for_each("tree", [["object"], ["tensor", "load", [1]], ["array", "|O", [1]], ["scalar", "<U3"]])
 def test_nothing_else_is_ever_constructed(tree: list[object]) -> None:
     text = json.dumps(tree).encode()
     with pytest.raises(ValueError, match="there is no"):

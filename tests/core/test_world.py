@@ -10,6 +10,7 @@ import pytest
 
 from onefold.core.options import RunOptions
 from onefold.core.world import World
+from tests.tables import for_each
 
 
 def test_a_process_that_nobody_launched_is_alone() -> None:
@@ -19,12 +20,12 @@ def test_a_process_that_nobody_launched_is_alone() -> None:
     assert world.proof == b""
 
 
-@pytest.mark.parametrize("launcher", ["onefold", "torch"])
+@for_each("launcher", ["onefold", "torch"])
 def test_a_launcher_has_chosen_the_devices(launcher: Any) -> None:
     assert World(launcher=launcher).launched
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("fields", "proof"),
     [
         ({"launcher": "onefold", "run_id": "drawn"}, b"drawn"),
@@ -44,7 +45,7 @@ def test_a_secret_is_not_shown() -> None:
     assert "given" not in repr(World(secret="given"))
 
 
-@pytest.mark.parametrize("text", ["", "with spaces", 'a "quote"', "two\nlines", "naïve 文", "\\"])
+@for_each("text", ["", "with spaces", 'a "quote"', "two\nlines", "naïve 文", "\\"])
 def test_any_text_comes_back(text: str) -> None:
     options = RunOptions(changed=(text, "seed"), trace=text)
     world = World(directory=text, devices=(text, "cuda:1"), secret=text, options=options)
@@ -64,7 +65,7 @@ def other_than(value: object) -> object:
     return (*value, "more") if isinstance(value, tuple) else "collective"
 
 
-@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(World)])
+@for_each("field", [field.name for field in dataclasses.fields(World)])
 def test_every_field_travels(field: str) -> None:
     value: object = RunOptions(keep_last=9)
     if field != "options":
@@ -74,7 +75,7 @@ def test_every_field_travels(field: str) -> None:
     assert getattr(World.from_json(world.to_json()), field) == value
 
 
-@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(RunOptions)])
+@for_each("field", [field.name for field in dataclasses.fields(RunOptions)])
 def test_every_option_travels(field: str) -> None:
     chosen = {field: other_than(getattr(RunOptions(), field)), "checkpoint": "kept"}
     options = RunOptions(**chosen)  # type: ignore[arg-type]

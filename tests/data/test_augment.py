@@ -23,6 +23,7 @@ from onefold.data.augment import (
 )
 from onefold.data.pictures import ArrayPictures, Mode
 from tests.data.pictures import noise
+from tests.tables import for_each
 
 MEAN, STD = (0.5, 0.25, 0.125), (0.5, 0.25, 2.0)
 TO_A_SQUARE: dict[str, Callable[[int], Callable[[Image.Image], Image.Image]]] = {
@@ -83,7 +84,7 @@ def test_nothing_but_the_picture_is_in_what_is_cut_out(
     assert set(cut.tobytes()) == {200}
 
 
-@pytest.mark.parametrize("name", [*RANDOM, "flip"])
+@for_each("name", [*RANDOM, "flip"])
 def test_the_same_seed_gives_the_same_bits_and_others_give_others(name: str) -> None:
     change = RandomFlip() if name == "flip" else TO_A_SQUARE[name](16)
     picture = noise((40, 30))
@@ -97,7 +98,7 @@ def test_the_same_seed_gives_the_same_bits_and_others_give_others(name: str) -> 
     assert len(set(drawn(1))) > 1
 
 
-@pytest.mark.parametrize("name", [*RANDOM, "flip"])
+@for_each("name", [*RANDOM, "flip"])
 def test_only_pytorchs_generator_is_drawn_from(name: str) -> None:
     change = RandomFlip() if name == "flip" else TO_A_SQUARE[name](16)
 
@@ -110,14 +111,14 @@ def test_only_pytorchs_generator_is_drawn_from(name: str) -> None:
     assert not torch.equal(torch.get_rng_state(), drawn_before)
 
 
-@pytest.mark.parametrize("name", ["centre", "centre without margin"])
+@for_each("name", ["centre", "centre without margin"])
 def test_the_middle_is_cut_out_without_drawing(name: str) -> None:
     before = torch.get_rng_state()
     TO_A_SQUARE[name](16)(noise((40, 30)))
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("size", [1, 7, 8, 12, 28, 64])
+@for_each("size", [1, 7, 8, 12, 28, 64])
 def test_a_shift_is_an_eighth_at_the_most_and_black_comes_in(size: int) -> None:
     torch.manual_seed(0)
     picture = noise((size, size), "L", seed=size)
@@ -152,13 +153,13 @@ def test_half_of_the_pictures_are_flipped() -> None:
     assert 440 < drawn.count(flipped) < 560
 
 
-@pytest.mark.parametrize("mode", ["L", "RGB"])
+@for_each("mode", ["L", "RGB"])
 def test_a_picture_of_the_right_size_is_not_changed(mode: str) -> None:
     picture = noise((32, 32), mode)
     assert CentreCrop(32, 1.0)(picture).tobytes() == picture.tobytes()
 
 
-@pytest.mark.parametrize("size", [(45, 32), (32, 45), (32, 33), (1000, 32)])
+@for_each("size", [(45, 32), (32, 45), (32, 33), (1000, 32)])
 def test_a_picture_with_a_right_side_is_only_cut(size: tuple[int, int]) -> None:
     picture = noise(size)
     left, top = (size[0] - 32) // 2, (size[1] - 32) // 2
@@ -171,7 +172,7 @@ def test_a_test_picture_is_256_for_224() -> None:
     assert CentreCrop(224)(picture).tobytes() == picture.crop((16, 16, 240, 240)).tobytes()
 
 
-@pytest.mark.parametrize("size", [(70, 90), (200, 100), (301, 77), (20, 20), (9, 31)])
+@for_each("size", [(70, 90), (200, 100), (301, 77), (20, 20), (9, 31)])
 def test_the_middle_is_that_of_the_whole_picture_resized(size: tuple[int, int]) -> None:
     picture = noise(size).resize(size, Image.Resampling.BILINEAR)
     scale = 32 / min(size)
@@ -187,7 +188,7 @@ def test_the_middle_is_that_of_the_whole_picture_resized(size: tuple[int, int]) 
     assert difference.max() <= 8
 
 
-@pytest.mark.parametrize("least_area", [0.05, 0.35, 0.9])
+@for_each("least_area", [0.05, 0.35, 0.9])
 def test_a_random_box_is_large_enough_and_within_the_picture(least_area: float) -> None:
     torch.manual_seed(0)
     crop = RandomResizedCrop(8, least_area)
@@ -199,7 +200,7 @@ def test_a_random_box_is_large_enough_and_within_the_picture(least_area: float) 
         assert 0.7 < (right - left) / (bottom - top) < 1.4
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("size", "box"),
     [
         ((500, 3), (248, 0, 252, 3)),
@@ -245,7 +246,7 @@ def labelled(mode: Mode, changes: list[Any]) -> LabelledPictures:
     )
 
 
-@pytest.mark.parametrize(("mode", "channels"), [("L", 1), ("RGB", 3)])
+@for_each(("mode", "channels"), [("L", 1), ("RGB", 3)])
 def test_a_sample_is_a_picture_of_the_mode_and_its_label(mode: Mode, channels: int) -> None:
     data = labelled(mode, [CentreCrop(8, 1.0)])
     samples = [data[i] for i in range(len(data))]

@@ -8,6 +8,7 @@ import pytest
 
 from onefold.data.bad import BadFile, readable, refuse
 from onefold.errors import DataError
+from tests.tables import for_each
 
 
 def bad_files(count: int) -> list[BadFile]:
@@ -18,7 +19,7 @@ def test_nothing_bad_is_not_refused() -> None:
     assert refuse([]) is None  # type: ignore[func-returns-value]
 
 
-@pytest.mark.parametrize("count", [1, 4, 5])
+@for_each("count", [1, 4, 5])
 def test_up_to_five_are_all_named(count: int) -> None:
     with pytest.raises(
         DataError, match=f"^{count} of the files and lines cannot be used"
@@ -29,7 +30,7 @@ def test_up_to_five_are_all_named(count: int) -> None:
     assert advice.endswith("--skip-bad")
 
 
-@pytest.mark.parametrize(("count", "more"), [(6, 1), (1005, 1000)])
+@for_each(("count", "more"), [(6, 1), (1005, 1000)])
 def test_of_many_five_are_named_and_the_others_counted(count: int, more: int) -> None:
     with pytest.raises(
         DataError, match=f"^{count} of the files and lines cannot be used"
@@ -50,7 +51,7 @@ def test_a_name_that_is_not_utf_8_can_be_written() -> None:
     assert str(BadFile(path, "why")).encode() == b"caf\\xe9.png: why"
 
 
-@pytest.mark.parametrize("name", ["猫/ñandú 1.png", "a b/'c'.png", "."])
+@for_each("name", ["猫/ñandú 1.png", "a b/'c'.png", "."])
 def test_any_other_name_is_told_as_it_is(name: str) -> None:
     assert readable(Path(name)) == name
 

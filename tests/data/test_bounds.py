@@ -28,6 +28,7 @@ from onefold.data.scan import scan_pictures
 from onefold.data.tsv import read_splits, read_tsv
 from onefold.errors import DataError
 from tests.data.pictures import noise
+from tests.tables import for_each
 
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n"
 MEBIBYTE = 1 << 20
@@ -234,7 +235,7 @@ def test_a_value_of_a_mask_of_many_digits_is_refused() -> None:
         MaskRule(foreground=("9" * 5000,))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("labels", "words"),
     [
         (("cat", "ca\u200bt"), "expected one spelling of every class"),

@@ -23,6 +23,7 @@ from onefold.data.pictures import ArrayPictures
 from onefold.data.splits import PictureClasses, Split, held_out
 from onefold.errors import DataError, LaunchError
 from tests.data.pictures import noise, write_class_folders, write_cut_jpeg, write_page
+from tests.tables import for_each
 
 PETS = ("cat", "dog")
 
@@ -119,7 +120,7 @@ def test_grey_pictures_make_a_grey_data_set(tmp_path: Path) -> None:
     assert (data.mode, len(data.sums.mean_and_std()[0])) == ("L", 1)
 
 
-@pytest.mark.parametrize("file", ["train/cat/1.jpg", "test/dog/1.jpg"])
+@for_each("file", ["train/cat/1.jpg", "test/dog/1.jpg"])
 def test_one_coloured_picture_makes_a_coloured_data_set(tmp_path: Path, file: str) -> None:
     root = write_class_folders(tmp_path, PETS, mode="L")
     noise((12, 10)).save(root / file)
@@ -276,7 +277,7 @@ def test_a_class_that_is_only_in_train_is_a_class(given_test: Path) -> None:
     assert (data.classes, set(data.test.labels)) == (PETS, {1})
 
 
-@pytest.mark.parametrize("test", [0, 2])
+@for_each("test", [0, 2])
 def test_one_class_alone_is_refused(tmp_path: Path, test: int) -> None:
     root = write_class_folders(tmp_path, ["cat"], train=4, test=test)
     with pytest.raises(DataError, match="pictures of two classes or more, found only 'cat'"):
@@ -328,8 +329,8 @@ def test_a_class_without_a_test_picture_is_mentioned(given_test: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("within", ["", "train"])
-@pytest.mark.parametrize(
+@for_each("within", ["", "train"])
+@for_each(
     ("folders", "words"),
     [
         (("images", "masks"), r"onefold train segment --data [^ ]*/data$"),
@@ -346,7 +347,7 @@ def test_pictures_and_their_masks_are_no_two_classes(
         read(root)
 
 
-@pytest.mark.parametrize("folders", [("images", "texts"), ("masks", "faces")])
+@for_each("folders", [("images", "texts"), ("masks", "faces")])
 def test_a_class_may_have_the_name_of_a_kind_of_file(
     tmp_path: Path, folders: tuple[str, ...]
 ) -> None:
@@ -354,7 +355,7 @@ def test_a_class_may_have_the_name_of_a_kind_of_file(
     assert read(root).classes == tuple(sorted(folders))
 
 
-@pytest.mark.parametrize("pair", [("Lob", "lob"), ("caf\u00e9", "cafe\u0301"), ("a b", "a  b")])
+@for_each("pair", [("Lob", "lob"), ("caf\u00e9", "cafe\u0301"), ("a b", "a  b")])
 def test_classes_that_differ_by_spelling_are_refused_before_anything_is_read(
     tmp_path: Path, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -496,7 +497,7 @@ def test_the_white_of_a_data_set_is_that_of_training_and_test(tmp_path: Path) ->
     assert max(np.asarray(data.train.pictures[i]).max() for i in range(6)) == 900 * 255 // 4095
 
 
-@pytest.mark.parametrize("kind", ["nothing", "a file", "an empty folder", "pictures"])
+@for_each("kind", ["nothing", "a file", "an empty folder", "pictures"])
 def test_what_is_no_folder_of_class_folders_is_refused(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "data"
     if kind == "a file":
@@ -611,7 +612,7 @@ def test_the_idx_data_set_reaches_other_processes(tmp_path: Path) -> None:
     assert copy.test.pictures[0].tobytes() == data.test.pictures[0].tobytes()
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("train", "test", "words"),
     [
         ([0, 1], [2], "t10k-labels.*expected labels of the training set, 0 to 1, got 2"),

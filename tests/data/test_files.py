@@ -9,6 +9,7 @@ import pytest
 
 from onefold.data.files import open_regular, read_json, read_whole, require_ours
 from onefold.system.ownfiles import aside_of, write_whole
+from tests.tables import for_each
 
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
@@ -17,7 +18,7 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
         open_regular(tmp_path / "pipe")
 
 
-@pytest.mark.parametrize(("path", "words"), [("/dev/zero", "a device"), ("/", "a folder")])
+@for_each(("path", "words"), [("/dev/zero", "a device"), ("/", "a folder")])
 def test_what_is_no_regular_file_is_not_opened(path: str, words: str) -> None:
     with pytest.raises(OSError, match=words):
         open_regular(Path(path))
@@ -31,7 +32,7 @@ def test_no_more_is_read_than_was_asked_for(tmp_path: Path) -> None:
         read_whole(path, 4)
 
 
-@pytest.mark.parametrize("content", ["[" * 100_000, "{", "9" * 5000, "\xff"])
+@for_each("content", ["[" * 100_000, "{", "9" * 5000, "\xff"])
 def test_what_is_no_json_is_one_error(tmp_path: Path, content: str) -> None:
     path = tmp_path / "a.json"
     path.write_text(content, encoding="latin-1")
@@ -62,7 +63,7 @@ def test_what_fails_leaves_what_was_there(tmp_path: Path) -> None:
     assert (tmp_path / "a").read_bytes() == b"before"
 
 
-@pytest.mark.parametrize("kind", ["another file", "a link", "a folder", "a pipe"])
+@for_each("kind", ["another file", "a link", "a folder", "a pipe"])
 def test_what_is_not_ours_is_not_written_over(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "a"
     if kind == "another file":
@@ -77,7 +78,7 @@ def test_what_is_not_ours_is_not_written_over(tmp_path: Path, kind: str) -> None
         require_ours(path, lambda head: head.startswith(b"ours"), "expected nothing there")
 
 
-@pytest.mark.parametrize("content", [None, b"", b"ours too"])
+@for_each("content", [None, b"", b"ours too"])
 def test_what_is_ours_may_be_written_over(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
         (tmp_path / "a").write_bytes(content)

@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 
 from onefold.data import arrays, mnist, read_idx
 from onefold.data.arrays import read_labelled
+from tests.tables import for_each
 
 CODES = {
     "uint8": 0x08,
@@ -76,7 +77,7 @@ def test_what_was_written_is_read(
     np.testing.assert_array_equal(tensor.numpy(), array)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("content", "complaint"),
     [
         (b"", "an IDX header of 4 bytes, got 0"),
@@ -92,7 +93,7 @@ def test_what_was_written_is_read(
         (b"\0\0\x08\4" + b"\0" * 4 + b"\xff" * 12, "the shape of a tensor, .* 4 dimensions: .*big"),
     ],
 )
-@pytest.mark.parametrize("compressed", [False, True])
+@for_each("compressed", [False, True])
 def test_a_file_that_is_not_sound_idx_is_refused(
     tmp_path: Path, content: bytes, complaint: str, compressed: bool
 ) -> None:
@@ -108,7 +109,7 @@ def spoil_middle(content: bytes) -> bytes:
     return content[:middle] + bytes([content[middle] ^ 0xFF]) + content[middle + 1 :]
 
 
-@pytest.mark.parametrize(
+@for_each(
     "damage",
     [
         pytest.param(lambda content: content[:2], id="only the magic number"),
@@ -193,7 +194,7 @@ def test_the_real_mnist_reads(shared_data: Path) -> None:
         assert labels.bincount(minlength=10).min() > samples * 0.07
 
 
-@pytest.mark.parametrize("module", [arrays])
+@for_each("module", [arrays])
 def test_examples_in_docstrings_run(module: ModuleType) -> None:
     result = doctest.testmod(module)
     assert result.attempted > 0

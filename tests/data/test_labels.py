@@ -5,13 +5,14 @@ import pytest
 from onefold.data.labels import check_apart, check_labels
 from onefold.data.pictures import Look, Sums, white_of
 from onefold.errors import DataError
+from tests.tables import for_each
 
 
 def measured(count: int, each: int = 1) -> dict[str, int]:
     return {f"{number / 3:.2f}": each for number in range(count)}
 
 
-@pytest.mark.parametrize(
+@for_each(
     "counts",
     [
         {"0": 5, "1": 6},
@@ -31,7 +32,7 @@ def test_labels_of_classes_pass_without_a_word(counts: dict[str, int]) -> None:
     assert check_labels(counts, "train.tsv") == []
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("counts", "words"),
     [
         (measured(21), "got 21 different ones on 21 samples, all of them numbers, such as '0.00'"),
@@ -60,7 +61,7 @@ def test_many_whole_numbers_are_mentioned() -> None:
     assert note.startswith("train.tsv: 73 classes, all of them whole numbers: if these are measur")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("deep", "white"),
     [
         ([], None),
@@ -87,7 +88,7 @@ def test_samples_that_nothing_is_known_of_are_not_the_same() -> None:
     assert check_apart(["", "1"], [""], where="pets", **names) == []
 
 
-@pytest.mark.parametrize(("same", "refused"), [(0, False), (2, False), (3, True), (4, True)])
+@for_each(("same", "refused"), [(0, False), (2, False), (3, True), (4, True)])
 def test_a_test_set_is_refused_if_more_than_half_of_it_was_trained_with(
     same: int, refused: bool
 ) -> None:

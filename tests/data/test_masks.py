@@ -12,6 +12,7 @@ import pytest
 from onefold.data.masks import VOID, MaskLook, MaskRule, look_at_mask, mask_tensor, read_mask
 from onefold.errors import DataError
 from tests.masked import save
+from tests.tables import for_each
 
 pillow = pytest.importorskip("PIL.Image", reason='needs pip install "onefold[images]"')
 
@@ -49,7 +50,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@for_each("kind", KINDS)
 def test_every_kind_of_mask_means_the_same(tmp_path: Path, kind: str) -> None:
     pixels = KINDS[kind]
     picture = pixels if isinstance(pixels, pillow.Image) else pillow.fromarray(pixels)
@@ -63,14 +64,14 @@ def test_every_kind_of_mask_means_the_same(tmp_path: Path, kind: str) -> None:
     assert mask_tensor(mask).tolist() == expected.astype(float).tolist()
 
 
-@pytest.mark.parametrize("value", [0, 1, 255])
+@for_each("value", [0, 1, 255])
 def test_a_mask_may_be_of_one_value(tmp_path: Path, value: int) -> None:
     path = save(tmp_path / "mask.png", np.full((2, 3), value, dtype=np.uint8))
     assert np.asarray(read_mask(path)).tolist() == [[255 if value else 0] * 3] * 2
     assert look_at_mask(path, PLAIN).foreground == (6 if value else 0)
 
 
-@pytest.mark.parametrize("colours", [(), (3,)])
+@for_each("colours", [(), (3,)])
 def test_the_noise_of_jpeg_does_not_count(tmp_path: Path, colours: tuple[int, ...]) -> None:
     meant = np.zeros((32, 32, *colours), dtype=np.uint8)
     meant[8:24, 5:21] = 255
@@ -120,7 +121,7 @@ SMOOTHED = {
 }
 
 
-@pytest.mark.parametrize("kind", SMOOTHED)
+@for_each("kind", SMOOTHED)
 def test_smooth_edges_do_no_harm(tmp_path: Path, kind: str) -> None:
     pixels = SMOOTHED[kind]
     picture = pixels if isinstance(pixels, pillow.Image) else None
@@ -134,8 +135,8 @@ def test_smooth_edges_do_no_harm(tmp_path: Path, kind: str) -> None:
     assert np.array_equal(np.asarray(read_mask(path)) == 255, expected > 127)
 
 
-@pytest.mark.parametrize("quality", [30, 75, 95])
-@pytest.mark.parametrize("in_colour", [False, True])
+@for_each("quality", [30, 75, 95])
+@for_each("in_colour", [False, True])
 def test_the_noise_of_jpeg_does_no_harm(tmp_path: Path, quality: int, in_colour: bool) -> None:
     pixels = np.where(disc(96) > 127, 255, 0).astype(np.uint8)
     if in_colour:
@@ -173,7 +174,7 @@ UNCLEAR = {
 }
 
 
-@pytest.mark.parametrize("kind", UNCLEAR)
+@for_each("kind", UNCLEAR)
 def test_a_mask_of_more_meanings_than_two_is_refused(tmp_path: Path, kind: str) -> None:
     pixels, words = UNCLEAR[kind]
     path = tmp_path / "mask.png"
@@ -194,7 +195,7 @@ def test_three_levels_in_a_jpeg_are_refused(tmp_path: Path) -> None:
         look_at_mask(path, PLAIN)
 
 
-@pytest.mark.parametrize("brightest", [2, 127])
+@for_each("brightest", [2, 127])
 def test_a_mask_without_a_bright_pixel_is_refused(tmp_path: Path, brightest: int) -> None:
     path = save(tmp_path / "mask.png", np.array([[0, brightest]], dtype=np.uint8))
     words = re.escape(f"{path}: expected a mask of 0 and 1, or of 0 and 255, got 0 (50.0%), ")
@@ -211,7 +212,7 @@ def read_by(path: Path, *foreground: str, void: tuple[str, ...] = ()) -> Any:
     return [VOID if value == VOID else int(value) for value in mask[0, ::8].tolist()]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("foreground", "void", "expected"),
     [
         (("15",), (), [0, 1, 0, 0]),
@@ -237,7 +238,7 @@ def test_values_are_foreground_background_or_void(
     assert sorted(look.named) == sorted([*foreground, *void])
 
 
-@pytest.mark.parametrize(("number", "colour"), [("1", "#800000"), ("3", "#e0e0c0")])
+@for_each(("number", "colour"), [("1", "#800000"), ("3", "#e0e0c0")])
 def test_a_palette_has_numbers_and_colours(tmp_path: Path, number: str, colour: str) -> None:
     with_palette(fields(0, 1, 2, 3), *VOC).save(tmp_path / "mask.png")
     expected = [int(place == int(number)) for place in range(4)]
@@ -263,7 +264,7 @@ def test_without_what_is_void_the_rest_must_be_clear(tmp_path: Path) -> None:
     assert look_at_mask(path, MaskRule(void=("255", "2"))).foreground == 24 * 8
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("foreground", "void", "words"),
     [
         (("x",), (), "--foreground x: expected values of the masks' pixels, such as 15, 128-255"),
@@ -286,7 +287,7 @@ def test_what_is_kept_of_a_mask_can_be_written(tmp_path: Path) -> None:
     assert MaskLook.unpacked(look.packed()) == look
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("values", "expected"),
     [
         ((0, 1, np.inf), [0, 1, 0]),

@@ -25,6 +25,7 @@ from onefold.data.pictures import ArrayPictures, PictureFiles, Sums, sum_looks
 from onefold.data.scan import scan_pictures
 from onefold.errors import DataError, LaunchError
 from tests.data.pictures import WAYS_TO_BE_BAD, noise, write_cut_jpeg, write_page
+from tests.tables import for_each
 
 SIZE = (12, 10)
 NO_EXIF = [
@@ -53,7 +54,7 @@ def assert_true(sums: Sums, arrays: list[np.ndarray]) -> None:
     torch.testing.assert_close(std, expected_std.clamp_min(1 / 255), rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "expected"),
     [
         ("a.jpg", True),
@@ -74,7 +75,7 @@ def test_a_picture_is_known_by_its_name(name: str, expected: bool) -> None:
     assert is_picture(Path("folder") / name) is expected
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("mode", "suffix", "expected"),
     [
         ("L", "png", "L"),
@@ -122,7 +123,7 @@ def test_a_jpeg_for_printers_has_about_the_colours_it_was_made_of(tmp_path: Path
     assert np.abs(colours - (250, 10, 120)).max() < 6
 
 
-@pytest.mark.parametrize("suffix", ["gif", "webp", "png"])
+@for_each("suffix", ["gif", "webp", "png"])
 def test_of_a_film_the_first_picture_is_taken(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"film.{suffix}"
     frames = [Image.new("RGB", SIZE, colour) for colour in ("white", "black")]
@@ -130,8 +131,8 @@ def test_of_a_film_the_first_picture_is_taken(tmp_path: Path, suffix: str) -> No
     assert set(open_picture(path).tobytes()) == {255}
 
 
-@pytest.mark.parametrize("orientation", range(1, 9))
-@pytest.mark.parametrize("suffix", ["png", "tiff", "webp"])
+@for_each("orientation", range(1, 9))
+@for_each("suffix", ["png", "tiff", "webp"])
 def test_a_picture_is_turned_as_its_note_says(
     tmp_path: Path, orientation: int, suffix: str
 ) -> None:
@@ -154,7 +155,7 @@ def test_a_photograph_taken_upright_is_upright_for_all(tmp_path: Path) -> None:
     assert open_picture(path).size == scan_pictures([path]).looks[0].size == (30, 40)
 
 
-@pytest.mark.parametrize("exif", NO_EXIF)
+@for_each("exif", NO_EXIF)
 def test_a_damaged_note_does_no_harm_to_a_picture(tmp_path: Path, exif: bytes) -> None:
     path = tmp_path / "a.jpg"
     noise(SIZE).save(path, exif=exif)
@@ -183,7 +184,7 @@ def test_a_picture_too_large_for_pillow_is_bad(file: Path, monkeypatch: pytest.M
         open_picture(file)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("values", "kind", "suffix", "expected"),
     [
         ([0, 257, 65535], np.uint16, "png", [0, 1, 255]),
@@ -208,7 +209,7 @@ def test_more_than_a_byte_for_a_pixel_becomes_a_byte(
     assert list(picture.tobytes()) == expected
 
 
-@pytest.mark.parametrize("way", WAYS_TO_BE_BAD)
+@for_each("way", WAYS_TO_BE_BAD)
 def test_what_cannot_be_read_is_named_and_told(tmp_path: Path, way: str) -> None:
     write, reason = WAYS_TO_BE_BAD[way]
     path = tmp_path / "bad.jpg"
@@ -268,7 +269,7 @@ def test_want_of_memory_is_not_laid_on_the_file(
         open_picture(file)
 
 
-@pytest.mark.parametrize("suffix", ["bmp", "gif", "jpg", "pgm", "png", "tiff", "webp"])
+@for_each("suffix", ["bmp", "gif", "jpg", "pgm", "png", "tiff", "webp"])
 def test_a_damaged_file_is_read_or_refused_and_nothing_else(
     tmp_path: Path, suffix: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -434,7 +435,7 @@ def test_pictures_in_memory_are_grey_and_numbered() -> None:
     assert list(copy[1].tobytes()) == list(range(12, 24))
 
 
-@pytest.mark.parametrize("change", [lambda p: p.convert("L"), lambda p: p.crop((0, 0, 4, 3))])
+@for_each("change", [lambda p: p.convert("L"), lambda p: p.crop((0, 0, 4, 3))])
 def test_changing_a_picture_leaves_the_memory_alone(
     change: Callable[[Image.Image], Image.Image],
 ) -> None:

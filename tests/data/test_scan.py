@@ -27,6 +27,7 @@ from onefold.data.splits import PictureClasses
 from onefold.errors import DataError
 from tests.data.pictures import noise, write_class_folders
 from tests.masked import save_pairs
+from tests.tables import for_each
 
 PETS = ("cat", "dog")
 
@@ -172,7 +173,7 @@ def test_what_was_seen_by_another_white_is_brought_to_the_new_one(
     assert again.sums == read(tmp_path / "data").sums
 
 
-@pytest.mark.parametrize(
+@for_each(
     "content",
     ["", "{", "[]", '{"format": 0, "files": {}}', '{"format": 1, "files": {"a": [1]}}', "\xff"],
 )
@@ -206,7 +207,7 @@ def full_sums(path: Path) -> Sums:
     return sums
 
 
-@pytest.mark.parametrize("size", [(1000, 1600), (511, 3000), (40, 30)])
+@for_each("size", [(1000, 1600), (511, 3000), (40, 30)])
 def test_a_picture_that_is_not_large_is_looked_at_in_full(
     tmp_path: Path, size: tuple[int, int]
 ) -> None:
@@ -216,7 +217,7 @@ def test_a_picture_that_is_not_large_is_looked_at_in_full(
     assert look_at(path) == Look(size, False, full_sums(path))
 
 
-@pytest.mark.parametrize("orientation", [1, 6])
+@for_each("orientation", [1, 6])
 def test_a_large_jpeg_is_looked_at_in_less_detail(tmp_path: Path, orientation: int) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation
@@ -243,7 +244,7 @@ def test_training_reads_every_pixel_of_a_large_jpeg(tmp_path: Path) -> None:
         assert open_picture(path).tobytes() == whole.convert("RGB").tobytes()
 
 
-@pytest.mark.parametrize("mode", ["L", "RGB"])
+@for_each("mode", ["L", "RGB"])
 def test_sums_of_a_picture_are_those_of_its_pixels(tmp_path: Path, mode: str) -> None:
     noise((31, 17), mode).save(tmp_path / "a.png")
     pixels = np.asarray(open_picture(tmp_path / "a.png")).reshape(17, 31, -1)
@@ -281,7 +282,7 @@ def fail() -> None:
     raise MemoryError
 
 
-@pytest.mark.parametrize(("how", "raised"), [(interrupt, KeyboardInterrupt), (fail, MemoryError)])
+@for_each(("how", "raised"), [(interrupt, KeyboardInterrupt), (fail, MemoryError)])
 def test_a_look_through_stops_after_the_pictures_in_hand(
     how: Callable[[], None], raised: type[BaseException]
 ) -> None:
@@ -319,7 +320,7 @@ PICTURE = [[4, 4], True, [16, [9], [9]], None, False, None]
 MASK = [[4, 4], 3, 0, 1, ["0", "1"], []]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("kind", "look"),
     [
         *(("picture", [*PICTURE[:at], "x", *PICTURE[at + 1 :]]) for at in range(6)),

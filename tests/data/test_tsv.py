@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from onefold.data.bad import BadFile
 from onefold.data.tsv import Line, read_splits, read_tsv
 from onefold.errors import DataError
+from tests.tables import for_each
 
 UNSPLIT = st.characters(exclude_categories=["Cs"], exclude_characters="\t\n\r\0\ufeff")
 TEXTS = st.text(UNSPLIT, min_size=1).filter(str.strip)
@@ -127,7 +128,7 @@ def splits(folder: Path, train: str, dev: str) -> tuple[Path, Path]:
     return paths
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("labels", "classes"),
     [
         (["10", "9", "-1"], ["-1", "9", "10"]),
@@ -162,7 +163,7 @@ def test_of_many_classes_some_are_named(tmp_path: Path) -> None:
     assert "(0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 2 more), got '12'" in bad[0].reason
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("train", "dev", "complaint"),
     [
         (

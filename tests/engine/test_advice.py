@@ -8,9 +8,10 @@ from torch import nn
 
 from onefold.engine.advice import advice_on
 from tests.small import Batch, make_trainer, points, square
+from tests.tables import for_each
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("error", "words"),
     [
         (
@@ -30,7 +31,7 @@ def test_other_errors_speak_for_themselves() -> None:
     assert advice_on(RuntimeError("out of order"), samples=3, shards=4) == ""
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@for_each("devices", [1, 2])
 def test_a_lack_of_memory_names_step_and_shard_and_says_what_to_do(devices: int) -> None:
     fails = [False]
 

@@ -28,6 +28,7 @@ from onefold.exchange.memory import Start
 from tests.engine.assembled import CPU, Restless, engine_of, replica_of
 from tests.engine.meeting import Seat, Table, together
 from tests.small import line, sgd, square
+from tests.tables import for_each
 
 HEAD = StepHead(call=Call.STEP, step=7, samples=64, batch_size=16, plan=5, loader=2)
 
@@ -119,13 +120,13 @@ def words_of(found: list[Said | Exception]) -> str:
 # What both say alike.
 
 
-@pytest.mark.parametrize("call", Call, ids=lambda call: call.name)
+@for_each("call", Call, ids=lambda call: call.name)
 def test_devices_that_agree_go_on(call: Call) -> None:
     head = HEAD._replace(call=call)
     assert agreed(heads=(head, head)) == [Said((0, 0), False)] * 2
 
 
-@pytest.mark.parametrize("stops", [(True, False), (False, True), (True, True)])
+@for_each("stops", [(True, False), (False, True), (True, True)])
 def test_all_hear_that_one_was_asked_to_stop(stops: tuple[bool, bool]) -> None:
     assert agreed(stops=stops) == [Said((0, 0), True)] * 2
 
@@ -151,7 +152,7 @@ OF_THE_HEAD: dict[str, tuple[int, str]] = {
 }
 
 
-@pytest.mark.parametrize("field", OF_THE_HEAD)
+@for_each("field", OF_THE_HEAD)
 def test_a_head_that_differs_is_put_into_words_on_both_devices(field: str) -> None:
     value, words = OF_THE_HEAD[field]
     other = HEAD._replace(**{field: value})
@@ -200,7 +201,7 @@ OF_THE_STATE: dict[str, tuple[Change, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", OF_THE_STATE)
+@for_each("name", OF_THE_STATE)
 def test_a_state_that_differs_is_put_into_words_on_both_devices(name: str) -> None:
     change, words = OF_THE_STATE[name]
     assert re.search(words, words_of(agreed(change)))
@@ -211,13 +212,13 @@ def test_every_field_is_among_them() -> None:
     assert {*OF_THE_HEAD, *of_the_state} == set(StepHead._fields)
 
 
-@pytest.mark.parametrize("due", [True, False])
+@for_each("due", [True, False])
 def test_modules_beside_the_model_are_looked_at_when_it_is_due(due: bool) -> None:
     found = agreed(OF_THE_STATE["outside"][0], due=due)
     assert all(isinstance(each, DisagreementError) for each in found) is due
 
 
-@pytest.mark.parametrize(("due", "common"), [(True, False), (False, False), (True, True)])
+@for_each(("due", "common"), [(True, False), (False, False), (True, True)])
 def test_all_values_are_added_up_when_it_is_due_and_memory_is_not_common(
     due: bool, common: bool
 ) -> None:
@@ -244,7 +245,7 @@ def behind(device: Device) -> None:
         parameter.data.mul_(0.5)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("change", "words"),
     [
         (in_place, r"^step 7, trainer\.step: parameter last\.bias changed since the call before,"),
@@ -268,21 +269,21 @@ def alike_on_both(seat: Seat, call: Call) -> Said:
     return device.agreement.begin(HEAD._replace(call=call))
 
 
-@pytest.mark.parametrize("call", [Call.STEP, Call.EVALUATE, Call.SAVE, Call.CHANGING])
+@for_each("call", [Call.STEP, Call.EVALUATE, Call.SAVE, Call.CHANGING])
 def test_a_change_is_refused_where_all_made_it_too(call: Call) -> None:
     """The order of such changes would be left to chance."""
     words = words_of(together(lambda seat: alike_on_both(seat, call)))
     assert "parameter last.bias changed since the call before, on device 0" in words
 
 
-@pytest.mark.parametrize("call", [Call.LOAD, Call.CHANGED])
-@pytest.mark.parametrize("change", [in_place, behind, lower_rate])
+@for_each("call", [Call.LOAD, Call.CHANGED])
+@for_each("change", [in_place, behind, lower_rate])
 def test_what_settles_everything_asks_for_nothing_of_it(call: Call, change: Change) -> None:
     head = HEAD._replace(call=call)
     assert agreed(change, heads=(head, head)) == [Said((0, 0), False)] * 2
 
 
-@pytest.mark.parametrize("call", [Call.LOAD, Call.CHANGED])
+@for_each("call", [Call.LOAD, Call.CHANGED])
 def test_modes_are_nobodys_to_settle(call: Call) -> None:
     head = HEAD._replace(call=call)
     found = agreed(lambda d: d.model.eval(), heads=(head, head))
@@ -314,7 +315,7 @@ def with_another_part(device: Device) -> None:
     device.model.more = nn.Linear(2, 2)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("change", "kind", "words"),
     [
         (grown, ValueError, "parameter groups were changed after Trainer was made"),
@@ -333,8 +334,8 @@ def test_a_device_whose_own_state_is_wrong_does_not_ask_the_others(
     assert seat.rounds == 0
 
 
-@pytest.mark.parametrize("devices", [1, 3])
-@pytest.mark.parametrize("stop", [True, False])
+@for_each("devices", [1, 3])
+@for_each("stop", [True, False])
 def test_a_process_alone_agrees_with_itself(devices: int, stop: bool) -> None:
     engine = engine_of(devices=devices)
     with torch.no_grad():

@@ -18,6 +18,7 @@ from onefold.exchange.exchange import Exchange
 from onefold.system.heap import DiskHeap
 from tests.engine.assembled import Restless, engine_of, settings_of, team_of
 from tests.small import bits, line, sgd, square
+from tests.tables import for_each
 
 
 def test_parameters_keep_values_and_identity_in_the_engines_memory() -> None:
@@ -123,7 +124,7 @@ def team_on(device: str, options: RunOptions) -> Team:
     return Team(devices=(torch.device(device),), own=(0,), world=world, trainer=0)
 
 
-@pytest.mark.parametrize("keep", ["all", "span", "host"])
+@for_each("keep", ["all", "span", "host"])
 def test_the_model_lies_in_a_file_only_if_devices_keep_nothing(
     keep: KeepName, tmp_path: Path
 ) -> None:

@@ -13,6 +13,7 @@ from onefold.core.flat import FlatTensors, lay_out, storage_order
 from onefold.engine.optimizerstate import AVERAGE, Averages
 from tests.engine.assembled import bytes_of, cut_for, engine_of
 from tests.small import line, points
+from tests.tables import for_each
 
 
 def flat_of(**tensors: torch.Tensor) -> FlatTensors:
@@ -47,7 +48,7 @@ def test_it_follows_each_so_many_steps() -> None:
     assert seen == [0, 2, 2, 3, 3, 4]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@for_each("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_is_averaged_in_float32(dtype: torch.dtype) -> None:
     """In which a decay of 0.9999 does not stand still."""
     values = torch.zeros(4, dtype=dtype)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import pairwise
 
-import pytest
 import torch
 from torch import nn
 
 import onefold
 from tests import simulated
+from tests.tables import for_each
 
 SHARDS = 4
 CUTS = [(0, 1, 2, 4), (0, 0, 4, 4), (0, 3, 3, 4)]
@@ -65,7 +65,7 @@ def train(
     return prints, generation
 
 
-@pytest.mark.parametrize("make", [by_element, by_parameter])
+@for_each("make", [by_element, by_parameter])
 def test_spans_and_shares_change_hands_in_one_process(
     make: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
 ) -> None:
@@ -75,9 +75,7 @@ def test_spans_and_shares_change_hands_in_one_process(
     assert generation == len(CUTS)
 
 
-@pytest.mark.parametrize(
-    ("exchange", "keep"), [("shared", "all"), ("collective", "all"), ("collective", "span")]
-)
+@for_each(("exchange", "keep"), [("shared", "all"), ("collective", "all"), ("collective", "span")])
 def test_spans_and_shares_change_hands_between_processes(exchange: str, keep: str) -> None:
     alone, _ = train(by_element, changes=False)
     moved, generation = simulated.launch(

@@ -14,10 +14,11 @@ from onefold.core.fold import fold_shards
 from onefold.core.shard import cut_bounds
 from onefold.errors import StateError
 from tests.small import Batch, bits, line, make_trainer, points, square
+from tests.tables import for_each
 
 SAMPLES, SHARDS = 7, 3
 
-both = pytest.mark.parametrize("devices", [1, 2])
+both = for_each("devices", [1, 2])
 
 
 class Noting(nn.Module):
@@ -77,7 +78,7 @@ def test_batch_norm_takes_the_mean_over_the_shards_by_their_samples(devices: int
 
 
 @both
-@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool])
+@for_each("dtype", [torch.int64, torch.uint8, torch.bool])
 def test_whole_numbers_take_the_largest(devices: int, dtype: torch.dtype) -> None:
     firsts = torch.tensor([1, 0, 0, 5, 0, 3, 0]).to(dtype)
 
@@ -93,7 +94,7 @@ def test_whole_numbers_take_the_largest(devices: int, dtype: torch.dtype) -> Non
 
 
 @both
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+@for_each("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 def test_other_numbers_take_the_weighted_mean(devices: int, dtype: torch.dtype) -> None:
     batch = points(SAMPLES)
 
@@ -209,7 +210,7 @@ def test_buffers_keep_their_identity_and_shape(devices: int) -> None:
 
 
 @both
-@pytest.mark.parametrize(
+@for_each(
     ("value", "words"),
     [
         (
@@ -232,11 +233,11 @@ def test_a_buffer_that_changes_its_form_is_refused_by_name(
         step(module, devices)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "devices",
     [1, 2],
 )
-@pytest.mark.parametrize("replaced", [False, True])
+@for_each("replaced", [False, True])
 def test_what_the_user_does_to_a_buffer_between_steps_counts(replaced: bool, devices: int) -> None:
     def note(module: Noting, inputs: torch.Tensor) -> None:
         module.value.add_(1)
@@ -308,7 +309,7 @@ def test_buffers_are_what_they_were_after_a_score_that_failed(devices: int) -> N
     assert bits(module) == before
 
 
-@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64], ids=str)
+@for_each("dtype", [torch.uint16, torch.uint32, torch.uint64], ids=str)
 def test_unsigned_numbers_take_the_largest_too(dtype: torch.dtype) -> None:
     def note(module: Noting, inputs: torch.Tensor) -> None:
         module.most = torch.tensor(4).to(dtype)
@@ -356,7 +357,7 @@ def test_the_rule_of_a_buffer_can_be_chosen(devices: int) -> None:
 
 
 @both
-@pytest.mark.parametrize(
+@for_each(
     ("rule", "expected"), [("max", 5.0), ("first", 1.0), ("sum", 9.0), ("mean", (3 + 10 + 6) / 7)]
 )
 def test_each_rule(devices: int, rule: str, expected: float) -> None:
@@ -371,7 +372,7 @@ def test_each_rule(devices: int, rule: str, expected: float) -> None:
     assert module.value.item() == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("rules", "words"),
     [
         ({"value": "median"}, r"rule of buffers 'value' to be one of .*, got 'median'"),
@@ -396,7 +397,7 @@ def given_a_value(module: Noting, inputs: torch.Tensor) -> None:
 
 
 @both
-@pytest.mark.parametrize("note", [made_in_forward, given_a_value])
+@for_each("note", [made_in_forward, given_a_value])
 def test_a_buffer_that_a_shard_makes_is_refused(
     devices: int, note: Callable[[Noting, torch.Tensor], None]
 ) -> None:

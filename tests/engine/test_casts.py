@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -13,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from onefold.engine.hollow import gives_unsure, tells_dtype
 from tests.capabilities import has_lstm, needs_lstm
+from tests.tables import for_each
 
 SQUARE = torch.randn(2, 4, 4)
 IMAGE = torch.randn(1, 4, 6, 6)
@@ -95,7 +95,7 @@ class Noting(TorchFunctionMode):
         return made
 
 
-@pytest.mark.parametrize("name", DONE)
+@for_each("name", DONE)
 def test_nothing_that_autocast_casts_counts_as_sure(name: str) -> None:
     if name == "lstm":
         needs_lstm(torch.bfloat16)
@@ -112,7 +112,7 @@ def test_the_cases_above_are_cast_at_all() -> None:
     assert noting.casts >= 20
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "args", "unsure"),
     [
         ("linear", (), True),
@@ -127,7 +127,7 @@ def test_what_is_made_of_what_is_sure(name: str, args: Any, unsure: bool) -> Non
     assert not gives_unsure(name, args, {}, [(ROW, False)], "cpu")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "other", "unsure"),
     [
         ("add", ROW, False),

@@ -17,6 +17,7 @@ from onefold.engine.modelparts import ModelParts
 from onefold.errors import DisagreementError
 from tests.engine.assembled import settings_of, team_of
 from tests.small import sgd
+from tests.tables import for_each
 
 
 def model() -> nn.Sequential:
@@ -119,7 +120,7 @@ DIFFERENT: dict[str, tuple[Callable[[], dict[str, str]], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", DIFFERENT)
+@for_each("name", DIFFERENT)
 def test_what_differs_is_named_with_the_device_and_both_values(name: str) -> None:
     make, words = DIFFERENT[name]
     with pytest.raises(DisagreementError, match=f"^{words}"):
@@ -156,7 +157,7 @@ SURROUNDINGS = {
 }
 
 
-@pytest.mark.parametrize("what", SURROUNDINGS)
+@for_each("what", SURROUNDINGS)
 def test_what_bits_depend_on_beside_the_script_is_compared(what: str) -> None:
     found = said()
     assert found[what] == SURROUNDINGS[what]
@@ -164,7 +165,7 @@ def test_what_bits_depend_on_beside_the_script_is_compared(what: str) -> None:
         compare(as_bytes(found, {**found, what: "other"}))
 
 
-@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+@for_each("kind", ["cpu", "cuda"])
 def test_scripts_may_set_the_precision_of_products_in_either_way(kind: str) -> None:
     """Asked in the old way after it was set in the new one, PyTorch raises."""
     device, backend = torch.device(kind), torch.backends.cuda

@@ -15,6 +15,7 @@ from onefold.errors import LossError
 from tests.engine.assembled import CPU, cut, engine_of
 from tests.engine.meeting import Seat, together
 from tests.small import points
+from tests.tables import for_each
 
 Terms = Sequence[tuple[str, float]]
 
@@ -42,7 +43,7 @@ WEIGHTS = {0: 1.0, 1: TINY, 2: TINY, 3: TINY}
 IN_THE_FOLDS_ORDER = (1.0 + TINY) + (TINY + TINY)
 
 
-@pytest.mark.parametrize("plan", [(4,), (2, 2), (1, 3), (1, 1, 1, 1)])
+@for_each("plan", [(4,), (2, 2), (1, 3), (1, 1, 1, 1)])
 def test_weights_are_added_in_the_folds_order_whoever_has_them(plan: tuple[int, ...]) -> None:
     terms = {shard: [("mean", weight), ("mean", 1.0)] for shard, weight in WEIGHTS.items()}
     assert traded(plan, terms) == (IN_THE_FOLDS_ORDER, 4.0)
@@ -63,7 +64,7 @@ def test_a_loss_of_one_term_needs_none_beforehand() -> None:
     assert traded((2, 2), {shard: [("mean", 2.0)] for shard in range(4)}) is None
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("numbers", "words"),
     [
         ((2, 2, 1, 2), r"^the loss of step 5, shard 2 has 1 terms and that of another shard 2: ex"),

@@ -17,8 +17,9 @@ from onefold.core.world import World
 from onefold.errors import LossError
 from tests.engine.assembled import Restless, cut_for, engine_of, given_to, pictures
 from tests.small import Batch, bits, line, make_trainer, points, sgd, square
+from tests.tables import for_each
 
-both = pytest.mark.parametrize("devices", [1, 3])
+both = for_each("devices", [1, 3])
 
 
 class Weighed:
@@ -96,8 +97,8 @@ def test_one_shard_with_weight_has_all_devices_update(devices: int) -> None:
 
 
 @both
-@pytest.mark.parametrize("asked", [False, True])
-@pytest.mark.parametrize("on", [False, True])
+@for_each("asked", [False, True])
+@for_each("on", [False, True])
 def test_a_run_that_was_asked_to_stop_stops_after_the_step(
     devices: int, asked: bool, on: bool
 ) -> None:
@@ -253,7 +254,7 @@ def test_a_step_that_broke_off_before_its_update_has_torn_nothing() -> None:
 # The devices of a process.
 
 
-@pytest.mark.parametrize("fails", [False, True])
+@for_each("fails", [False, True])
 def test_the_module_computes_on_one_device_at_a_time_and_then_on_the_first(fails: bool) -> None:
     engine = engine_of(devices=3)
     first, _, third = engine.replicas
@@ -313,7 +314,7 @@ def test_plans_have_different_numbers() -> None:
     assert plan_number(Plan((3, 1))) == plan_number(Plan((3, 1)))
 
 
-@pytest.mark.parametrize("frozen", ["weight", "bias"])
+@for_each("frozen", ["weight", "bias"])
 def test_a_parameter_that_was_frozen_at_the_start_must_stay_so(frozen: str) -> None:
     model = line()
     model.get_parameter(frozen).requires_grad_(False)
@@ -347,8 +348,8 @@ def test_a_model_in_evaluation_mode_is_mentioned_once(
     assert len(mentioned) == 1
 
 
-@pytest.mark.parametrize("shards", [1, 2, 5])
-@pytest.mark.parametrize("skipped", [False, True])
+@for_each("shards", [1, 2, 5])
+@for_each("skipped", [False, True])
 def test_no_gradient_is_kept_from_one_step_to_the_next(shards: int, skipped: bool) -> None:
     """They would lie beside those of the next step."""
     before = bytes_of_tensors()

@@ -17,10 +17,11 @@ from torch.utils.data import TensorDataset
 import onefold
 from onefold.errors import DisagreementError, LossError
 from tests.small import Batch, bits, line, make_trainer, points, square
+from tests.tables import for_each
 
 Scores = dict[str, Any]
 
-both = pytest.mark.parametrize("devices", [1, 3])
+both = for_each("devices", [1, 3])
 
 
 def loss_of(model: nn.Module, batch: Batch) -> Scores:
@@ -102,8 +103,8 @@ def test_the_scores_are_those_of_a_plain_loop(devices: int) -> None:
     assert scores["accuracy"] == right / 23
 
 
-@pytest.mark.parametrize("samples", [2, 5, 23])
-@pytest.mark.parametrize("plan", [(2, 2), (0, 4), (3, 1), (1, 1, 1, 1)])
+@for_each("samples", [2, 5, 23])
+@for_each("plan", [(2, 2), (0, 4), (3, 1), (1, 1, 1, 1)])
 def test_the_bits_do_not_depend_on_the_devices(samples: int, plan: tuple[int, ...]) -> None:
     def score(model: nn.Module, batch: Batch) -> Scores:
         noise = torch.rand(()) + random.random() + np.random.rand()
@@ -186,7 +187,7 @@ def test_nothing_of_the_run_is_changed(devices: int) -> None:
     assert (torch.rand(()).item(), random.random(), np.random.rand()) == expected
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@for_each("devices", [1, 2])
 def test_names_that_differ_between_shards_are_refused(devices: int) -> None:
     def score(model: nn.Module, batch: Batch) -> Scores:
         name = "first" if batch[0][0, 0] == 0 else "other"
@@ -202,7 +203,7 @@ def test_names_that_differ_between_shards_are_refused(devices: int) -> None:
         )
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("result", "words"),
     [
         (torch.ones(2), "expected the function to return a dict .* got Tensor"),
@@ -220,7 +221,7 @@ def test_a_score_of_another_kind_is_refused(result: object, words: str) -> None:
         trainer.evaluate(lambda model, batch: result, TensorDataset(*points(8)), batch_size=8)
 
 
-@pytest.mark.parametrize("name", [0, "", "two\nlines"])
+@for_each("name", [0, "", "two\nlines"])
 def test_names_must_be_words(name: Any) -> None:
     with pytest.raises(LossError, match="expected names of one line"):
         make_trainer().evaluate(
@@ -259,13 +260,13 @@ def doubled(samples: list[float]) -> torch.Tensor:
     return 2 * torch.tensor(samples)
 
 
-@pytest.mark.parametrize("choice", [{"batch_size": 0}, {"batch_size": 4, "workers": -1}])
+@for_each("choice", [{"batch_size": 0}, {"batch_size": 4, "workers": -1}])
 def test_wrong_numbers_are_refused(choice: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="of at least"):
         make_trainer().evaluate(loss_of, TensorDataset(*points(8)), **choice)
 
 
-@pytest.mark.parametrize("fails", ["in a score", "in an item"])
+@for_each("fails", ["in a score", "in an item"])
 def test_a_run_goes_on_after_an_evaluation_that_failed(fails: str) -> None:
     def score(model: nn.Module, batch: Batch) -> Scores:
         raise KeyError("a label")
@@ -309,8 +310,8 @@ def paired(samples: int) -> TensorDataset:
     return TensorDataset(*points(samples))
 
 
-@pytest.mark.parametrize("batch_size", [3, 6], ids=["one sample a shard", "two"])
-@pytest.mark.parametrize("form", SUMS)
+@for_each("batch_size", [3, 6], ids=["one sample a shard", "two"])
+@for_each("form", SUMS)
 @pytest.mark.filterwarnings("ignore:size_average")
 def test_a_sum_is_not_read_as_a_mean(form: str, batch_size: int) -> None:
     trainer = make_trainer(shards=3)
@@ -320,7 +321,7 @@ def test_a_sum_is_not_read_as_a_mean(form: str, batch_size: int) -> None:
         )
 
 
-@pytest.mark.parametrize("form", NO_SUMS)
+@for_each("form", NO_SUMS)
 def test_what_is_divided_is_no_sum(form: str) -> None:
     model, (inputs, targets) = line(), points(6)
     expected = F.mse_loss(model(inputs), targets).item()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from onefold.core.flat import lay_out
 from onefold.engine.assembly import values_of_entry
+from tests.tables import for_each
 
 STRIDED = torch.arange(24.0).reshape(2, 3, 2, 2).to(memory_format=torch.channels_last)
 
@@ -18,7 +18,7 @@ class Counted:
         view.copy_(STRIDED)
 
 
-@pytest.mark.parametrize("value", [STRIDED, STRIDED.contiguous(), Counted()])
+@for_each("value", [STRIDED, STRIDED.contiguous(), Counted()])
 def test_they_lie_in_the_order_of_the_layout(value: torch.Tensor | Counted) -> None:
     layout = lay_out({"before": torch.zeros(3), "it": STRIDED})
     found = values_of_entry(value, layout, 1)

@@ -14,6 +14,7 @@ from onefold.engine.lentparameter import Elsewhere
 from onefold.errors import OnefoldError
 from onefold.run.world import current_world
 from tests import simulated
+from tests.tables import for_each
 
 WIDTH = 12
 
@@ -72,7 +73,7 @@ def with_writes(way: str) -> None:
     trainer_of(way).step(samples())
 
 
-@pytest.mark.parametrize("way", ["in place", "data", "new data"])
+@for_each("way", ["in place", "data", "new data"])
 def test_a_model_that_writes_to_them_is_refused_by_name(way: str) -> None:
     with pytest.raises(OnefoldError, match=r"parameter slow\.0\.\w+.*trainer\.changing"):
         launched(with_writes, way)
@@ -109,7 +110,7 @@ def test_between_steps_they_are_changed_in_the_block() -> None:
     ] * 2
 
 
-@pytest.mark.parametrize("way", ["in place", "data", "new data", "whole"])
+@for_each("way", ["in place", "data", "new data", "whole"])
 def test_all_other_changes_are_refused_by_name(way: str) -> None:
     with pytest.raises((OnefoldError, ValueError, Elsewhere), match=r"parameter slow\.0\.weight"):
         launched(changed_between_steps, way)
@@ -127,7 +128,7 @@ def unfrozen() -> tuple[str, bool]:
     return trainer.fingerprint(), left
 
 
-@pytest.mark.parametrize("keep", ["span", "stages"])
+@for_each("keep", ["span", "stages"])
 def test_they_may_have_gradients_that_nobody_takes(keep: str) -> None:
     assert launched(unfrozen, keep=keep) == unfrozen() == (unfrozen()[0], False)
 
@@ -142,7 +143,7 @@ def frozen_for_a_while() -> str:
     return trainer.fingerprint()
 
 
-@pytest.mark.parametrize("keep", ["span", "stages"])
+@for_each("keep", ["span", "stages"])
 def test_what_rests_for_a_while_goes_on(keep: str) -> None:
     assert launched(frozen_for_a_while, keep=keep) == frozen_for_a_while()
 
@@ -159,6 +160,6 @@ def with_values_of_their_own() -> str:
     return trainer.fingerprint()
 
 
-@pytest.mark.parametrize("keep", ["span", "stages"])
+@for_each("keep", ["span", "stages"])
 def test_they_begin_with_the_values_of_the_lead(keep: str) -> None:
     assert launched(with_values_of_their_own, keep=keep) == with_values_of_their_own()

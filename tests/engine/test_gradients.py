@@ -12,6 +12,7 @@ from torch import nn
 from onefold.engine.gradients import add_gradients, take_gradients
 from onefold.errors import GradientError, StateError
 from tests.small import Batch, bits, line, make_trainer, points, square
+from tests.tables import for_each
 
 SHARDS = 8
 SAMPLES = 24
@@ -92,14 +93,14 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[..., torch.Tensor]]] = 
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@for_each("case", CASES)
 def test_the_gradient_is_that_of_the_whole_batch(case: str) -> None:
     for ours, theirs in zip(stepped(*CASES[case]), whole(*CASES[case]), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("devices", [2, 3, 8])
-@pytest.mark.parametrize("case", CASES)
+@for_each("devices", [2, 3, 8])
+@for_each("case", CASES)
 def test_the_bits_do_not_depend_on_the_devices(case: str, devices: int) -> None:
     assert trained(*CASES[case], devices) == trained(*CASES[case], 1)
 
@@ -120,7 +121,7 @@ def hooked() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("devices", [2, 8])
+@for_each("devices", [2, 8])
 def test_a_hook_sees_the_gradient_of_its_shard_alone(devices: int) -> None:
     seen.clear()
     alone = trained(hooked, square, 1, steps=1)
@@ -150,7 +151,7 @@ def test_zeros_that_an_inner_backward_leaves_are_nothing() -> None:
     assert trained(line, loss, 1) == trained(line, square, 1)
 
 
-@pytest.mark.parametrize("devices", [1, 2, 4])
+@for_each("devices", [1, 2, 4])
 def test_what_a_hook_keeps_stays_its_own(devices: int) -> None:
     """One tensor for all shards, or views of one memory: what is added up is a copy."""
     results = []
@@ -211,8 +212,8 @@ def turned(parameter: nn.Parameter) -> None:
     parameter.grad = parameter.grad.t().contiguous().t()
 
 
-@pytest.mark.parametrize("devices", [2, 3, 8])
-@pytest.mark.parametrize("hook", [expanded, turned])
+@for_each("devices", [2, 3, 8])
+@for_each("hook", [expanded, turned])
 def test_a_gradient_that_a_hook_lays_out_otherwise_has_the_same_bits(
     hook: Callable[[nn.Parameter], None], devices: int
 ) -> None:
@@ -231,7 +232,7 @@ def test_a_gradient_that_a_hook_lays_out_otherwise_has_the_same_bits(
     assert train(devices) == train(1)
 
 
-@pytest.mark.parametrize("devices", [2, 3, 8])
+@for_each("devices", [2, 3, 8])
 def test_gradients_that_no_optimizer_takes_are_their_shards_too(devices: int) -> None:
     """A hook may look at them: they must not pile up on a device."""
 
@@ -277,8 +278,8 @@ class Written(nn.Module):
         return self.line(inputs)
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize(
+@for_each("devices", [1, 2])
+@for_each(
     ("how", "name"),
     [
         ("max_norm", "parameter table.weight"),
@@ -295,9 +296,9 @@ def test_parameters_that_the_forward_pass_writes_to_are_refused(
         trainer.step(points(8))
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("call", ["evaluate", "predict"])
-@pytest.mark.parametrize(
+@for_each("devices", [1, 2])
+@for_each("call", ["evaluate", "predict"])
+@for_each(
     ("how", "name"),
     [
         ("max_norm", "parameter table.weight"),
@@ -367,7 +368,7 @@ def test_clipping_is_what_it_was_for_other_parameters() -> None:
     assert float(nn.utils.clip_grad_norm_(line().parameters(), 1.0)) == 0.0
 
 
-@pytest.mark.parametrize("fused", [False, True])
+@for_each("fused", [False, True])
 def test_clipping_with_one_shard_has_pytorchs_bits(fused: bool) -> None:
     torch.manual_seed(0)
     ours = nn.Sequential(nn.Linear(3, 300), nn.Tanh(), nn.Linear(300, 200), nn.Linear(200, 1))

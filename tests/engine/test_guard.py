@@ -10,6 +10,7 @@ from torch import nn
 
 from onefold.core.flat import FlatTensors, lay_out
 from onefold.engine.guard import Samples, Turns, ValueGuard
+from tests.tables import for_each
 
 Change = Callable[[nn.Parameter], object]
 
@@ -23,7 +24,7 @@ def guarded(numel: int, dtype: torch.dtype = torch.float32) -> tuple[nn.Paramete
     return parameters["value"], ValueGuard(parameters, [flat])
 
 
-@pytest.mark.parametrize("numel", [1, 100, 100_000])
+@for_each("numel", [1, 100, 100_000])
 def test_a_change_in_place_is_seen_and_named(numel: int) -> None:
     parameter, guard = guarded(numel)
     with torch.no_grad():
@@ -33,8 +34,8 @@ def test_a_change_in_place_is_seen_and_named(numel: int) -> None:
     assert guard.changed() == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("numel", [1, 100, 100_000])
+@for_each("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@for_each("numel", [1, 100, 100_000])
 def test_a_change_of_all_values_is_seen_behind_pytorchs_back(
     numel: int, dtype: torch.dtype
 ) -> None:

@@ -11,6 +11,7 @@ from torch.nn.utils import clip_grad, clip_grad_norm_
 
 from onefold.engine.leftovers import refuse_clipping
 from tests.small import line, points, square
+from tests.tables import for_each
 
 
 def with_gradients() -> nn.Module:
@@ -19,8 +20,8 @@ def with_gradients() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("one", [False, True])
-@pytest.mark.parametrize("foreach", [None, False, True])
+@for_each("one", [False, True])
+@for_each("foreach", [None, False, True])
 def test_clipping_what_has_no_gradients_is_refused(one: bool, foreach: bool | None) -> None:
     model = line()
     refuse_clipping(model.parameters())
@@ -38,7 +39,7 @@ def test_one_of_ours_among_others_is_refused_too() -> None:
         clip_grad_norm_([theirs.weight, ours.bias], 1.0)
 
 
-@pytest.mark.parametrize("ours", [False, True])
+@for_each("ours", [False, True])
 def test_what_has_gradients_is_clipped_as_ever(ours: bool) -> None:
     """Inside a loss, between a backward of its own and the end, there may be some."""
     model = with_gradients()

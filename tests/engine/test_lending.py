@@ -17,6 +17,7 @@ from onefold.engine.lentparameter import Elsewhere, LentParameters
 from onefold.errors import DisagreementError, LossError, StateError
 from onefold.exchange.carrier import Want
 from tests import simulated
+from tests.tables import for_each
 
 FEATURES = 12
 
@@ -221,7 +222,7 @@ def with_loss(loss: Callable[[Any, Any], Any], settings: dict[str, Any]) -> str:
     return trained(trainer_of(loss=loss, **settings))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("loss", "settings"),
     [
         (terms, {}),
@@ -288,7 +289,7 @@ def with_a_hidden_write() -> None:
     trainer_of(Masked, lambda model, batch: model(batch).square().mean(dim=1)).step(batches(1)[0])
 
 
-@pytest.mark.parametrize("keep", ["span", "stages"])
+@for_each("keep", ["span", "stages"])
 def test_what_is_written_past_pytorch_is_named(keep: str) -> None:
     words = "^parameter layers.1.weight was written to while .* in a buffer"
     with pytest.raises(StateError, match=words):
@@ -319,9 +320,9 @@ def with_a_write_in_an_evaluation(make: type[Scaling], call: str) -> None:
     getattr(trainer, call)(lambda m, b: {"mean": m(b).mean(dim=1)}, batches(1)[0], batch_size=9)
 
 
-@pytest.mark.parametrize("call", ["evaluate", "predict"])
-@pytest.mark.parametrize("make", [Scaling, ScalingInSight])
-@pytest.mark.parametrize("keep", ["span", "stages"])
+@for_each("call", ["evaluate", "predict"])
+@for_each("make", [Scaling, ScalingInSight])
+@for_each("keep", ["span", "stages"])
 def test_what_an_evaluation_writes_to_is_named(keep: str, make: type[Scaling], call: str) -> None:
     words = r"parameter layers\.1\.weight was written to while"
     with pytest.raises(StateError, match=words):

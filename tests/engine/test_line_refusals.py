@@ -13,6 +13,7 @@ from onefold.core.world import World
 from onefold.errors import LineError, PeerFailed
 from onefold.testing import outcomes
 from tests.engine.refused import DEVICES, REFUSED, Layers, Linear, attempt, far, in_order
+from tests.tables import for_each
 
 OF_PROCESSES = [name for name, case in REFUSED.items() if case.in_processes != "-"]
 
@@ -31,7 +32,7 @@ def test_devices_of_one_process(name: str) -> None:
         attempt(name, devices=["cpu"] * DEVICES)
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@for_each("name", REFUSED)
 def test_one_device_computes_it(name: str) -> None:
     """Or the refusal would say nothing about lines."""
     attempt(name, devices=["cpu"])
@@ -47,12 +48,12 @@ def refused(name: str, exchange: ExchangeName) -> None:
     assert all("LineError" in str(error) for error in errors if isinstance(error, PeerFailed))
 
 
-@pytest.mark.parametrize("name", OF_PROCESSES)
+@for_each("name", OF_PROCESSES)
 def test_devices_that_share_memory(name: str) -> None:
     refused(name, "shared")
 
 
-@pytest.mark.parametrize("name", ["values", "order", "left out", "scale", "gather", "reentrant"])
+@for_each("name", ["values", "order", "left out", "scale", "gather", "reentrant"])
 def test_devices_that_share_nothing(name: str) -> None:
     refused(name, "collective")
 

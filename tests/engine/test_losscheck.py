@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import onefold
 from onefold import losses
 from onefold.engine.losscheck import LossFinding, inspect_loss
+from tests.tables import for_each
 
 Values = dict[str, torch.Tensor]
 Loss = Callable[[Values], object]
@@ -225,14 +226,14 @@ NOT_FOUND: dict[str, Loss] = {
 }
 
 
-@pytest.mark.parametrize(("kind", "loss"), FOUND.values(), ids=FOUND.keys())
+@for_each(("kind", "loss"), FOUND.values(), ids=FOUND.keys())
 def test_what_onefold_would_misread_is_found(values: Values, kind: str, loss: Loss) -> None:
     finding = inspect_loss(loss(values), SAMPLES)
     assert finding is not None
     assert finding.kind == kind
 
 
-@pytest.mark.parametrize("loss", NOT_FOUND.values(), ids=NOT_FOUND.keys())
+@for_each("loss", NOT_FOUND.values(), ids=NOT_FOUND.keys())
 def test_what_is_read_as_it_was_meant_is_not_blamed(values: Values, loss: Loss) -> None:
     assert inspect_loss(loss(values), SAMPLES) is None
 
@@ -256,7 +257,7 @@ WORDS = {
 }
 
 
-@pytest.mark.parametrize(("name", "words"), WORDS.items())
+@for_each(("name", "words"), WORDS.items())
 def test_a_finding_says_what_it_is_and_what_to_write(
     values: Values, name: str, words: tuple[str, ...]
 ) -> None:
@@ -342,21 +343,21 @@ LIKE_SEVERAL = {
 } | {name: loss for name, loss in NOT_FOUND.items() if "a sum times one over" not in name}
 
 
-@pytest.mark.parametrize(("kind", "loss"), OF_ONE_SAMPLE.values(), ids=OF_ONE_SAMPLE.keys())
+@for_each(("kind", "loss"), OF_ONE_SAMPLE.values(), ids=OF_ONE_SAMPLE.keys())
 def test_one_sample_is_no_excuse(values: Values, kind: str | None, loss: Loss) -> None:
     finding = inspect_loss(loss(one(values)), 1)
     assert (finding and finding.kind) == kind
 
 
-@pytest.mark.parametrize("name", LIKE_SEVERAL)
+@for_each("name", LIKE_SEVERAL)
 def test_a_loss_of_one_sample_is_what_it_is_of_several(values: Values, name: str) -> None:
     loss = LIKE_SEVERAL[name]
     of_several, of_one = inspect_loss(loss(values), SAMPLES), inspect_loss(loss(one(values)), 1)
     assert (of_one and of_one.kind) == (of_several and of_several.kind)
 
 
-@pytest.mark.parametrize("microbatch", [None, 1], ids=["shards of one", "pieces of one"])
-@pytest.mark.parametrize("kind", ["mean", "sum", "sum, divided", "each, added up"])
+@for_each("microbatch", [None, 1], ids=["shards of one", "pieces of one"])
+@for_each("kind", ["mean", "sum", "sum, divided", "each, added up"])
 def test_shards_of_one_sample_are_the_plain_loop_or_refused(
     kind: str, microbatch: int | None, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -382,7 +383,7 @@ def test_shards_of_one_sample_are_the_plain_loop_or_refused(
     assert len(said) == (kind[0] == "e")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("samples", "loss"),
     [
         (SAMPLES, lambda x, y: F.mse_loss(x, y, reduction="sum") * (0.3 / len(x))),
@@ -436,7 +437,7 @@ NODES = {
 }
 
 
-@pytest.mark.parametrize(("name", "attributes"), NODES.items())
+@for_each(("name", "attributes"), NODES.items())
 def test_nodes_still_keep_what_is_read_of_them(
     values: Values, name: str, attributes: set[str]
 ) -> None:

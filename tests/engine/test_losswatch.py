@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import onefold
 from onefold.engine.losscheck import LossWatch
 from onefold.errors import LossError
+from tests.tables import for_each
 
 SAMPLES, CLASSES = 6, 3
 Loss = Callable[[torch.Tensor, torch.Tensor], object]
@@ -55,8 +56,8 @@ def look(
     watch.look(result, samples=SAMPLES, due=due, where=where)
 
 
-@pytest.mark.parametrize("due", [True, False])
-@pytest.mark.parametrize("kind", CERTAIN)
+@for_each("due", [True, False])
+@for_each("kind", CERTAIN)
 def test_what_is_read_wrongly_for_sure_is_an_error_in_every_step(kind: str, due: bool) -> None:
     watch = LossWatch()
     with pytest.raises(LossError, match=r"^the loss of step 2, shard 1 is ") as caught:
@@ -65,7 +66,7 @@ def test_what_is_read_wrongly_for_sure_is_an_error_in_every_step(kind: str, due:
     assert not watch.findings
 
 
-@pytest.mark.parametrize("kind", [*CERTAIN, *MAYBE])
+@for_each("kind", [*CERTAIN, *MAYBE])
 def test_what_is_not_refused_is_kept_and_mentioned_once(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -87,7 +88,7 @@ def test_the_first_of_each_kind_is_kept(caplog: pytest.LogCaptureFixture) -> Non
     assert len(caplog.messages) == 2
 
 
-@pytest.mark.parametrize("kind", ["weights-none", "ignored-none"])
+@for_each("kind", ["weights-none", "ignored-none"])
 def test_values_of_samples_are_looked_at_when_it_is_due(kind: str) -> None:
     watch = LossWatch()
     look(watch, MAYBE[kind](), due=False)
@@ -96,7 +97,7 @@ def test_values_of_samples_are_looked_at_when_it_is_due(kind: str) -> None:
     assert list(watch.findings) == [kind]
 
 
-@pytest.mark.parametrize("kind", FINE)
+@for_each("kind", FINE)
 def test_what_is_as_it_is_read_is_left_alone(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     watch = LossWatch()
     look(watch, FINE[kind]())

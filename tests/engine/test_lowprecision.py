@@ -11,6 +11,7 @@ from onefold.core.precision import AS_GIVEN, Precision
 from onefold.engine.modelcheck import check_device, check_precision, held_in
 from onefold.engine.modelparts import ModelParts
 from tests.capabilities import has_lstm
+from tests.tables import for_each
 
 
 def model() -> nn.Module:
@@ -30,7 +31,7 @@ def test_normalising_layers_keep_their_precision() -> None:
     assert {each.dtype for name, each in held.items() if name not in low} == {torch.float32}
 
 
-@pytest.mark.parametrize("precision", [AS_GIVEN, Precision("bf16"), Precision("fp16")])
+@for_each("precision", [AS_GIVEN, Precision("bf16"), Precision("fp16")])
 def test_autocast_leaves_parameters_as_they_are(precision: Precision) -> None:
     module = model().to(memory_format=torch.channels_last)
     for name, stand_in in held_in(precision, parts_of(module)).items():
@@ -84,9 +85,9 @@ class Recurrent(nn.Module):
         return self.rnn(x[:, None])[0][:, -1]
 
 
-@pytest.mark.parametrize("call", ["step", "evaluate"])
-@pytest.mark.parametrize("name", ["bf16", "fp16-params"])
-@pytest.mark.parametrize("kind", [Joined, Recurrent])
+@for_each("call", ["step", "evaluate"])
+@for_each("name", ["bf16", "fp16-params"])
+@for_each("kind", [Joined, Recurrent])
 def test_a_layer_without_a_kernel_is_named(kind: type[nn.Module], name: str, call: str) -> None:
     low = Precision(name).compute  # type: ignore[arg-type]
     assert low is not None

@@ -11,6 +11,7 @@ from torch import nn
 from onefold.engine.modelcheck import check_model
 from tests.engine.assembled import Restless
 from tests.small import line
+from tests.tables import for_each
 
 
 def holding(**parameters: torch.Tensor) -> nn.Module:
@@ -75,7 +76,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@for_each("name", REFUSED)
 def test_what_cannot_be_folded_is_named(name: str) -> None:
     make, kind, words = REFUSED[name]
     with pytest.raises(kind, match=words):
@@ -109,6 +110,6 @@ FINE: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("name", FINE)
+@for_each("name", FINE)
 def test_what_can_be_folded_is_not_refused(name: str) -> None:
     check_model(FINE[name]())

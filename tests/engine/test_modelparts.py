@@ -10,6 +10,7 @@ from torch import nn
 
 from onefold.engine.modelparts import ModelParts
 from onefold.errors import StateError
+from tests.tables import for_each
 
 
 def tied() -> nn.Sequential:
@@ -46,7 +47,7 @@ def test_a_parameter_that_was_replaced_is_named() -> None:
         parts.check_held()
 
 
-EACH_LOOK = pytest.mark.parametrize("look", [ModelParts.check_held, ModelParts.check_parts])
+EACH_LOOK = for_each("look", [ModelParts.check_held, ModelParts.check_parts])
 
 
 @EACH_LOOK

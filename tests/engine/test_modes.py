@@ -11,8 +11,9 @@ from torch.utils.data import TensorDataset
 
 from onefold.engine.modelparts import in_mode
 from tests.small import Batch, bits, line, make_trainer, points, square
+from tests.tables import for_each
 
-both = pytest.mark.parametrize("devices", [1, 2])
+both = for_each("devices", [1, 2])
 
 
 def model() -> nn.Module:

@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 import onefold
 from onefold.errors import GradientError, LossError
 from tests.small import Batch, make_trainer, points, square
+from tests.tables import for_each
 
 
 class Spoils:
@@ -88,7 +89,7 @@ USES: list[Callable[[onefold.Trainer, Path], object]] = [
 ]
 
 
-@pytest.mark.parametrize("use", USES)
+@for_each("use", USES)
 def test_whoever_uses_the_model_hears_of_it_first(
     use: Callable[[onefold.Trainer, Path], object], tmp_path: Path
 ) -> None:

@@ -24,6 +24,7 @@ from onefold.engine.optimizerstate import (
 from onefold.system.tensorfile import DTYPES
 from tests.engine.assembled import bytes_of, engine_of
 from tests.small import line, make_trainer, points
+from tests.tables import for_each
 
 
 def plain(states: Sequence[PieceState] | Any) -> list[tuple[object, ...]]:
@@ -52,8 +53,8 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 # Bytes.
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
-@pytest.mark.parametrize("shape", [(7,), (), (3, 5), (0,), (2, 0, 3)])
+@for_each("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@for_each("shape", [(7,), (), (3, 5), (0,), (2, 0, 3)])
 def test_a_tensor_of_any_type_and_shape_comes_back(
     dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
@@ -64,7 +65,7 @@ def test_a_tensor_of_any_type_and_shape_comes_back(
 VALUES = [None, 3, 2.5, float("inf"), "word", True, [1, [2]], (0.9, 0.999), {"a": (1,)}]
 
 
-@pytest.mark.parametrize("value", VALUES, ids=repr)
+@for_each("value", VALUES, ids=repr)
 def test_what_is_no_tensor_comes_back(value: object) -> None:
     (state,) = unpack(packed([PieceState(0, "betas", value, False)]))
     assert (state.value, type(state.value)) == (value, type(value))
@@ -123,7 +124,7 @@ def test_packing_copies() -> None:
     assert next(unpack(memory)).value.tolist() == [1.0] * 3
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("value", "words"),
     [
         (torch.zeros(2, dtype=torch.complex128), r"optimizer's it is of torch\.complex128, which"),
@@ -135,7 +136,7 @@ def test_what_no_file_holds_is_refused(value: object, words: str) -> None:
         packed([PieceState(0, "it", value, False)])
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("key", "value", "shape", "expected"),
     [
         ("exp_avg", torch.zeros(3, 2), (3, 2), True),
@@ -210,7 +211,7 @@ def test_pieces_of_all_devices_are_joined_whoever_brought_them() -> None:
     assert all(float(wholes[f"{name}.step"]) == 9.0 for name in ("wide", "turned", "scale"))
 
 
-@pytest.mark.parametrize("owned", [range(5), [0], [1, 2, 3], [4], []])
+@for_each("owned", [range(5), [0], [1, 2, 3], [4], []])
 def test_any_pieces_can_be_taken_of_what_was_joined(owned: Sequence[int]) -> None:
     layout, pieces = model()
     states = states_of(pieces)
@@ -238,7 +239,7 @@ def test_each_tensor_is_read_once_for_all_its_pieces() -> None:
     assert sorted(read) == sorted(wholes)
 
 
-@pytest.mark.parametrize("devices", [1, 2, 3])
+@for_each("devices", [1, 2, 3])
 def test_the_state_of_a_real_optimizer_goes_through_all_of_it(devices: int) -> None:
     """From its pieces to bytes, to whole tensors, to the pieces of another engine."""
 
@@ -291,7 +292,7 @@ def test_tensors_that_fit_are_not_refused() -> None:
     check_saved(KEYS, kinds(turned_of_exp_avg=((4,), "F32")), pieces, layout)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("changed", "words"),
     [
         ({"wide_of_step": None}, r"^the optimizer's wide\.step is not among its tensors"),
@@ -305,7 +306,7 @@ def test_tensors_that_do_not_fit_are_named(changed: dict[str, Any], words: str) 
         check_saved(KEYS, kinds(**changed), pieces, layout)
 
 
-@pytest.mark.parametrize("stride", [[1], [5, 2], [2, 8], [1, 0], [1, 1 << 40]])
+@for_each("stride", [[1], [5, 2], [2, 8], [1, 0], [1, 1 << 40]])
 def test_strides_with_gaps_are_refused(stride: list[int]) -> None:
     layout, pieces = model()
     check_saved(KEYS, kinds(), pieces, layout, {"turned.exp_avg": [1, 4]})

@@ -12,8 +12,9 @@ from torch.utils.data import TensorDataset
 
 from onefold.errors import StateError
 from tests.small import Batch, bits, line, make_trainer, points, square
+from tests.tables import for_each
 
-both = pytest.mark.parametrize("devices", [1, 2])
+both = for_each("devices", [1, 2])
 
 
 @both

@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from tests.small import Batch, bits, make_trainer, points
+from tests.tables import for_each
 
 STEPS = 3
 Hook = Callable[..., None]
@@ -133,7 +134,7 @@ def folded(
     return bits(model)
 
 
-@pytest.mark.parametrize("name", HOOKS)
+@for_each("name", HOOKS)
 def test_one_shard_has_the_bits_of_a_plain_loop(name: str) -> None:
     hook, before = HOOKS[name]
     choices: Any = {"before": before, "clip": 0.05}
@@ -142,13 +143,13 @@ def test_one_shard_has_the_bits_of_a_plain_loop(name: str) -> None:
     assert plainly("own", lambda *_: None, **choices) != plain
 
 
-@pytest.mark.parametrize("way", ["of all", "wrapped"])
+@for_each("way", ["of all", "wrapped"])
 def test_other_ways_to_see_each_step_are_alike(way: str) -> None:
     plain = plainly(way, by_itself, before=True, clip=None)
     assert folded(way, by_itself, before=True, clip=None, devices=1, shards=1) == plain
 
 
-@pytest.mark.parametrize("name", HOOKS)
+@for_each("name", HOOKS)
 def test_bits_do_not_depend_on_devices(name: str) -> None:
     hook, before = HOOKS[name]
     found = [folded("own", hook, before=before, clip=None, devices=n, shards=4) for n in (1, 2, 3)]
@@ -189,8 +190,8 @@ class Together(torch.optim.SGD):
         return super().step(closure)
 
 
-@pytest.mark.parametrize("devices", [1, 2, 3])
-@pytest.mark.parametrize("hook", [of_all_together, of_each_list, None])
+@for_each("devices", [1, 2, 3])
+@for_each("hook", [of_all_together, of_each_list, None])
 def test_a_norm_of_several_is_refused(hook: Hook | None, devices: int) -> None:
     model = model_of()
     optimizer = adam(model) if hook else Together(model.parameters(), lr=0.1)
@@ -202,8 +203,8 @@ def test_a_norm_of_several_is_refused(hook: Hook | None, devices: int) -> None:
         trainer.step(points(12, 130))
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("way", ["own", "wrapped"])
+@for_each("devices", [1, 2])
+@for_each("way", ["own", "wrapped"])
 def test_a_hook_that_comes_too_late_is_refused(way: str, devices: int) -> None:
     model = model_of()
     optimizer = adam(model)
@@ -216,7 +217,7 @@ def test_a_hook_that_comes_too_late_is_refused(way: str, devices: int) -> None:
         trainer.step(points(12, 130))
 
 
-@pytest.mark.parametrize("first", ["hook", "schedule", "wrapper, schedule", "schedule, wrapper"])
+@for_each("first", ["hook", "schedule", "wrapper, schedule", "schedule, wrapper"])
 def test_a_schedule_is_no_hook(first: str) -> None:
     """It wraps ``step``; but what it wraps may be a script's."""
     model = model_of()

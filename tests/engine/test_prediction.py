@@ -21,10 +21,11 @@ import onefold
 from onefold.engine.between import gather, written
 from onefold.errors import DisagreementError, LossError, RunFailed, SampleError
 from tests.small import Batch, bits, line, make_trainer, points
+from tests.tables import for_each
 
 Said = dict[str, Any]
 
-both = pytest.mark.parametrize("devices", [1, 3])
+both = for_each("devices", [1, 3])
 
 DTYPES = (
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
@@ -88,8 +89,8 @@ def test_values_come_in_the_order_of_the_data(
     assert same(said["odd"], values % 2 == 1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("devices", [1, 2, 3])
+@for_each("dtype", DTYPES, ids=str)
+@for_each("devices", [1, 2, 3])
 def test_every_dtype_keeps_its_bits(dtype: torch.dtype, devices: int) -> None:
     values = any_bits(dtype, 23)
     assert same(predict(values, devices=devices)["value"], values)
@@ -110,8 +111,8 @@ def test_numbers_that_a_float_has_no_room_for_are_kept(devices: int) -> None:
     assert same(said["single"], real.float())
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (5,), (2, 3, 4), (0,), (2, 0)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int16, torch.float64], ids=str)
+@for_each("shape", [(), (1,), (5,), (2, 3, 4), (0,), (2, 0)], ids=str)
+@for_each("dtype", [torch.bool, torch.int16, torch.float64], ids=str)
 @both
 def test_a_value_may_have_any_shape(
     shape: tuple[int, ...], dtype: torch.dtype, devices: int
@@ -146,7 +147,7 @@ def test_a_view_with_other_strides_is_told_as_it_looks(devices: int) -> None:
     assert same(said["flat"], values[:, :1, 0].expand(-1, 2))
 
 
-@pytest.mark.parametrize("samples", [1, 2, 5])
+@for_each("samples", [1, 2, 5])
 def test_fewer_samples_than_shards_leave_devices_without_any(samples: int) -> None:
     values = torch.arange(samples)
     assert same(predict(values, shards=8, devices=4, batch_size=9)["value"], values)
@@ -170,7 +171,7 @@ def test_the_model_says_what_it_says_in_a_plain_loop(devices: int) -> None:
     torch.testing.assert_close(said, model.eval()(inputs).detach())
 
 
-@pytest.mark.parametrize("plan", [(2, 2), (0, 4), (3, 1), (1, 1, 1, 1)])
+@for_each("plan", [(2, 2), (0, 4), (3, 1), (1, 1, 1, 1)])
 def test_the_bits_do_not_depend_on_the_devices(plan: tuple[int, ...]) -> None:
     def say(model: nn.Module, batch: Sequence[torch.Tensor]) -> Said:
         noise = torch.rand(()) + random.random() + np.random.rand()
@@ -209,7 +210,7 @@ def test_what_was_said_is_the_callers_own() -> None:
     assert values.sum() > 0
 
 
-@pytest.mark.parametrize(
+@for_each(
     "other",
     [
         lambda value: {"other": value},
@@ -220,7 +221,7 @@ def test_what_was_said_is_the_callers_own() -> None:
     ],
     ids=["name", "one more", "dtype", "shape", "whole numbers"],
 )
-@pytest.mark.parametrize(("devices", "plan"), [(1, (4,)), (2, (1, 3)), (4, (1, 1, 1, 1))])
+@for_each(("devices", "plan"), [(1, (4,)), (2, (1, 3)), (4, (1, 1, 1, 1))])
 def test_what_differs_between_shards_is_refused(
     other: Callable[[torch.Tensor], Said], devices: int, plan: tuple[int, ...]
 ) -> None:
@@ -240,7 +241,7 @@ def test_what_differs_between_batches_is_refused_with_the_place() -> None:
         predict(torch.arange(8.0), say, batch_size=4)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("value", "came"),
     [
         (torch.tensor(1.0), r"got \(\)"),
@@ -261,19 +262,19 @@ def test_what_has_not_one_row_a_sample_is_refused(value: object, came: str, devi
         predict(torch.arange(8.0), lambda model, batch: {"value": value}, batch_size=8)
 
 
-@pytest.mark.parametrize("result", [torch.ones(2), None, {}, [("value", torch.ones(2))]])
+@for_each("result", [torch.ones(2), None, {}, [("value", torch.ones(2))]])
 def test_what_is_no_dict_of_values_is_refused(result: Any) -> None:
     with pytest.raises(LossError, match="expected the function to return a dict of values by name"):
         predict(torch.arange(8.0), lambda model, batch: result, batch_size=8)
 
 
-@pytest.mark.parametrize("name", [0, "", "two\nlines"])
+@for_each("name", [0, "", "two\nlines"])
 def test_names_must_be_words(name: Any) -> None:
     with pytest.raises(LossError, match="expected names of one line"):
         predict(torch.arange(8.0), lambda model, batch: {name: batch[0]})
 
 
-@pytest.mark.parametrize("choice", [{"batch_size": 0}, {"batch_size": 4, "workers": -1}])
+@for_each("choice", [{"batch_size": 0}, {"batch_size": 4, "workers": -1}])
 def test_wrong_numbers_are_refused(choice: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="of at least"):
         make_trainer().predict(as_it_is, TensorDataset(*points(8)), **choice)
@@ -326,9 +327,7 @@ def test_numbers_come_in_the_order_of_the_devices() -> None:
     assert gather(exchange, texts) == [own[0], own[1], own[2]]
 
 
-@pytest.mark.parametrize(
-    "other", [{"b": 1.0}, {"a": 1.0, "b": 2.0}, {"b": 1.0, "a": 2.0}, {"A": 0.0}]
-)
+@for_each("other", [{"b": 1.0}, {"a": 1.0, "b": 2.0}, {"b": 1.0, "a": 2.0}, {"A": 0.0}])
 def test_other_names_on_another_device_are_refused(other: dict[str, float]) -> None:
     exchange = make_trainer(devices=2)._session.engine.exchange
     with pytest.raises(DisagreementError, match=r"^device 1 has \[.*\] and another one \['a'\]"):
@@ -384,7 +383,7 @@ def test_a_process_that_says_something_else_is_named() -> None:
         onefold.launch(disagree, devices="cpu:2")
 
 
-@pytest.mark.parametrize("devices", [1, 3])
+@for_each("devices", [1, 3])
 def test_nothing_is_gathered_of_nothing(devices: int) -> None:
     assert make_trainer(devices=devices).gather({}) == [{}] * devices
 

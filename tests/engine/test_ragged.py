@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 from onefold.errors import DisagreementError, LossError
 from tests import simulated
 from tests.small import line, make_trainer, points
+from tests.tables import for_each
 
 Said = dict[str, Any]
 
@@ -81,8 +82,8 @@ def test_every_sample_has_its_own_in_the_order_of_the_data() -> None:
             torch.testing.assert_close(each["boxes"][0, 1] - each["boxes"][0, 0], row[1] - row[0])
 
 
-@pytest.mark.parametrize("samples", [1, 3, 23])
-@pytest.mark.parametrize("plan", [(2, 2), (0, 4), (1, 0, 3), (1, 1, 1, 1)])
+@for_each("samples", [1, 3, 23])
+@for_each("plan", [(2, 2), (0, 4), (1, 0, 3), (1, 1, 1, 1)])
 def test_the_bits_do_not_depend_on_the_devices(samples: int, plan: tuple[int, ...]) -> None:
     alone = digest(predict(samples=samples))
     assert digest(predict(samples=samples, devices=len(plan), plan=plan)) == alone
@@ -92,13 +93,13 @@ def in_processes() -> str:
     return digest(predict(devices=None, batch_size=9))
 
 
-@pytest.mark.parametrize("exchange", ["shared", "collective"])
+@for_each("exchange", ["shared", "collective"])
 def test_processes_say_the_same_as_one_device(exchange: Any) -> None:
     found = simulated.launch(in_processes, devices="cpu:3", exchange=exchange)
     assert found == digest(predict(batch_size=9))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("entry", "words"),
     [
         (lambda row, n: row[:n] if n else torch.zeros(0, 4), r"alike in dtype and number of dim"),
@@ -120,7 +121,7 @@ def test_entries_of_other_kinds_are_refused(
         predict(function, batch_size=23)
 
 
-@pytest.mark.parametrize("other", [lambda rows: torch.stack(rows), lambda rows: rows[:1]])
+@for_each("other", [lambda rows: torch.stack(rows), lambda rows: rows[:1]])
 def test_lists_in_one_shard_and_not_in_another_are_refused(other: Any) -> None:
     def function(model: nn.Module, batch: Sequence[torch.Tensor]) -> Said:
         rows = list(batch[0])

@@ -33,6 +33,7 @@ from tests.engine.assembled import (
     task_of,
 )
 from tests.small import Batch, bits, line, make_trainer, points, square
+from tests.tables import for_each
 
 SHARDS = 4
 Loss = Callable[[nn.Module, Batch], object]
@@ -62,7 +63,7 @@ def of_each(results: list[tuple[int, ShardResult]]) -> dict[int, tuple[object, .
 # A function of parameters, samples, seed, step and shard.
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations(range(SHARDS)))[1::4])
+@for_each("order", list(itertools.permutations(range(SHARDS)))[1::4])
 def test_the_order_of_shards_is_of_no_matter(order: tuple[int, ...]) -> None:
     replica = replica_of(Restless())
     batch = cut(pictures(10, rare=(1, 8)), SHARDS)
@@ -108,7 +109,7 @@ def test_a_copy_of_the_model_in_another_replica_gives_the_same() -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("other", [{"seed": 1}, {"step": 2}])
+@for_each("other", [{"seed": 1}, {"step": 2}])
 def test_another_seed_or_step_draws_other_numbers(other: dict[str, int]) -> None:
     replica = replica_of(Restless())
     batch = cut(pictures(10), SHARDS)
@@ -219,7 +220,7 @@ def test_an_inner_backward_that_leaves_a_gradient_is_refused() -> None:
 # What it says beside gradients.
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@for_each("name", LOSSES)
 def test_total_and_weight_are_those_of_the_shards_samples(name: str) -> None:
     module, batch = line(), points(10)
     replica = replica_of(module)
@@ -238,8 +239,8 @@ def test_total_and_weight_are_those_of_the_shards_samples(name: str) -> None:
     assert (float(result.total), result.weight) == pytest.approx(tuple(map(float, expected)))
 
 
-@pytest.mark.parametrize("shards", [1, SHARDS])
-@pytest.mark.parametrize("name", LOSSES)
+@for_each("shards", [1, SHARDS])
+@for_each("name", LOSSES)
 def test_the_gradient_is_that_of_the_total_over_the_samples_of_the_batch(
     name: str, shards: int
 ) -> None:
@@ -344,8 +345,8 @@ def gradient_by_hand(
     return total, float(losses / weight.value)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize(
+@for_each("loss", LOSSES)
+@for_each(
     ("shards", "devices", "samples", "rare"),
     [
         (1, 1, 7, (2,)),

@@ -11,6 +11,7 @@ from torch.optim import lr_scheduler as lrs
 
 from onefold.engine.schedule import check_schedule, read_schedule, write_schedule
 from tests.small import line, make_trainer, points, sgd, square
+from tests.tables import for_each
 
 Make = Callable[[torch.optim.Optimizer], lrs.LRScheduler]
 
@@ -48,7 +49,7 @@ def trained(
     return [*seen, trainer.fingerprint()]
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@for_each("name", SCHEDULES)
 def test_a_schedule_goes_on_where_it_was(tmp_path: Path, name: str) -> None:
     make = SCHEDULES[name]
     with warnings.catch_warnings():
@@ -60,7 +61,7 @@ def test_a_schedule_goes_on_where_it_was(tmp_path: Path, name: str) -> None:
         assert trained(make, 10, 2, load=tmp_path) == whole[5:]
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@for_each("name", SCHEDULES)
 def test_its_state_comes_back_from_json(name: str) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The epoch parameter|Detected call of")

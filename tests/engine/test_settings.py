@@ -11,6 +11,7 @@ import torch
 
 from onefold.engine.agreement import GroupSettings
 from tests.small import line
+from tests.tables import for_each
 
 
 def adam(rate: float | torch.Tensor = 0.1) -> torch.optim.Adam:
@@ -36,7 +37,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@for_each("name", CHANGES)
 def test_another_setting_is_another_number(name: str) -> None:
     optimizer = adam()
     settings = GroupSettings(optimizer)
@@ -69,7 +70,7 @@ def test_parameters_do_not_count() -> None:
     assert GroupSettings(one).checksum() == GroupSettings(other).checksum()
 
 
-@pytest.mark.parametrize("due", [True, False])
+@for_each("due", [True, False])
 def test_a_rate_in_a_tensor_counts_by_its_value(due: bool) -> None:
     optimizer = adam(torch.tensor(0.1))
     settings = GroupSettings(optimizer)
@@ -86,7 +87,7 @@ def travelled(settings: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@for_each("name", CHANGES)
 def test_what_one_device_changed_another_one_takes_over(name: str) -> None:
     lead, other = adam(), adam()
     CHANGES[name](lead)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
-import pytest
 import torch
 from torch import nn
 
@@ -26,6 +25,7 @@ from tests.engine.assembled import (
     task_of,
 )
 from tests.small import Batch, square
+from tests.tables import for_each
 
 
 class Published:
@@ -75,7 +75,7 @@ def expected(plan: Plan, device: int, samples: int) -> list[tuple[bytes | None, 
     return [tuple(map(bytes_of, fold(leaf, block, add))) for block in blocks]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("counts", "samples"), [((5,), 11), ((1, 4), 11), ((3, 2), 4), ((0, 5), 9), ((2, 2, 1), 2)]
 )
 def test_a_partial_sum_is_published_for_each_block_in_its_slot(

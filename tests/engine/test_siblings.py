@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
 import torch
 
 from onefold.engine.engine import Engine
 from tests.engine.assembled import Restless, engine_of
+from tests.tables import for_each
 
 
 def engine() -> Engine:
@@ -49,7 +49,7 @@ def on_another(made: Engine) -> None:
     made.replicas[2].trained.sections[0].mul_(2.0)
 
 
-@pytest.mark.parametrize("change", [trained, left_alone, behind, on_another])
+@for_each("change", [trained, left_alone, behind, on_another])
 def test_what_was_changed_is_on_all_devices_when_they_follow(
     change: Callable[[Engine], None],
 ) -> None:
@@ -68,7 +68,7 @@ def test_the_first_one_is_never_changed() -> None:
     assert torch.equal(made.replicas[0].trained.sections[0], before)
 
 
-@pytest.mark.parametrize("change", [trained, behind])
+@for_each("change", [trained, behind])
 def test_what_was_brought_once_is_no_change_any_more(change: Callable[[Engine], None]) -> None:
     made = engine()
     change(made)

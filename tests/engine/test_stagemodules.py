@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from onefold.core.stages import ROOT
 from onefold.engine.stagemodules import StageModules, cut_by_itself
+from tests.tables import for_each
 
 
 class Skips(nn.Module):
@@ -82,7 +83,7 @@ def run(
     return order, gradients
 
 
-@pytest.mark.parametrize("reentrant", [None, False, True])
+@for_each("reentrant", [None, False, True])
 def test_stages_are_complete_from_the_last_to_the_first(reentrant: bool | None) -> None:
     model = Skips()
     model.reentrant = reentrant
@@ -154,7 +155,7 @@ def test_no_module_is_in_two_stages_of_those_that_are_found() -> None:
     StageModules(model, found, dict(model.named_parameters()))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("stages", "words"),
     [
         (lambda m: [m.stem, "head"], "got 'head' as number 1"),

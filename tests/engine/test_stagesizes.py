@@ -10,6 +10,7 @@ import onefold
 from onefold.core.options import KeepName, RunOptions
 from onefold.core.world import World
 from onefold.engine import assembly
+from tests.tables import for_each
 
 WIDTH = 64
 STAGE_BYTES = 4 * WIDTH * WIDTH
@@ -21,7 +22,7 @@ def new_trainer() -> onefold.Trainer:
     return onefold.Trainer(model, optimizer, lambda m, x: m(x).mean(dim=1), shards=2, threads=1)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("keep", "capacity", "fits"),
     [
         ("span", 2 * STAGE_BYTES, True),

@@ -19,6 +19,7 @@ from onefold.errors import PeerFailed
 from onefold.exchange.carrier import Want
 from onefold.testing import outcomes
 from tests import simulated
+from tests.tables import for_each
 
 FEATURES, LAYERS = 64, 6
 LAYER_BYTES = 4 * (FEATURES * FEATURES + FEATURES)
@@ -129,9 +130,7 @@ def fingerprints(precision: str | None) -> tuple[list[str], list[int], int, int]
     return [ours, theirs, trainer.fingerprint()], found.stages, found.most_bytes, found.whole
 
 
-@pytest.mark.parametrize(
-    ("precision", "devices"), [(None, 2), (None, 3), ("bf16-params", 2)], ids=str
-)
+@for_each(("precision", "devices"), [(None, 2), (None, 3), ("bf16-params", 2)], ids=str)
 def test_a_fingerprint_brings_a_stage_at_a_time(precision: str | None, devices: int) -> None:
     expected, *_ = fingerprints(precision)
     values, stages, most_bytes, whole = launched(fingerprints, precision, devices=devices)
@@ -167,7 +166,7 @@ def evaluated(
 
 
 # In batches of two, some devices have no sample, and with three of them not all shards are even.
-@pytest.mark.parametrize(("devices", "batch_size"), [(2, 5), (3, 5), (2, 2), (3, 1)])
+@for_each(("devices", "batch_size"), [(2, 5), (3, 5), (2, 2), (3, 1)])
 def test_forward_passes_bring_a_stage_at_a_time(devices: int, batch_size: int) -> None:
     expected = evaluated(batch_size=batch_size)
     found = launched(evaluated, Layered, scored, batch_size, devices=devices)
@@ -204,7 +203,7 @@ def mapped(model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
     return {"loss": torch.vmap(lambda x: model(x).square().mean())(batch)}
 
 
-@pytest.mark.parametrize("score", [looking, differentiating, mapped])
+@for_each("score", [looking, differentiating, mapped])
 def test_a_score_may_use_the_model_as_it_likes(score: Any) -> None:
     assert launched(evaluated, Layered, score)[:2] == evaluated(Layered, score)[:2]
 
@@ -294,8 +293,8 @@ def changed_in_a_block(how: str, factors: tuple[float, ...] = (2.0,)) -> str:
     return trainer.fingerprint()
 
 
-@pytest.mark.parametrize("keep", ["span", "stages"])
-@pytest.mark.parametrize(
+@for_each("keep", ["span", "stages"])
+@for_each(
     ("how", "words"),
     [
         ("in place", "layers.2.weight was written to in `with trainer.whole():`"),
@@ -310,7 +309,7 @@ def test_what_is_changed_where_the_model_is_read_is_refused(
     assert words in launched(changed_in_a_block, how, keep=keep)
 
 
-@pytest.mark.parametrize("how", ["data", "step data"])
+@for_each("how", ["data", "step data"])
 def test_what_is_as_it_was_is_no_change(how: str) -> None:
     found = launched(changed_in_a_block, how, (-1.0, -1.0))
     assert found == launched(changed_in_a_block, how, ())
@@ -395,7 +394,7 @@ def streams_that_differ(longer: int) -> str:
     return ""
 
 
-@pytest.mark.parametrize(("longer", "what"), [(12, "samples"), (0, "batch_size of 4")])
+@for_each(("longer", "what"), [(12, "samples"), (0, "batch_size of 4")])
 def test_devices_that_read_other_data_are_told_so(longer: int, what: str) -> None:
     assert what in launched(streams_that_differ, longer)
 
@@ -451,7 +450,7 @@ def calling(call: str, whole: bool) -> str:
     return "none"
 
 
-@pytest.mark.parametrize("call", ["gather", "barrier", "fingerprint"])
+@for_each("call", ["gather", "barrier", "fingerprint"])
 def test_a_score_that_calls_the_trainer_is_refused(call: str) -> None:
     assert "was called while a shard was computed" in launched(calling, call, False)
     assert launched(calling, call, True) == "none"

@@ -18,6 +18,7 @@ from onefold.core.options import RunOptions
 from onefold.errors import CheckpointError, PeerFailed, StateError
 from onefold.testing import outcomes
 from tests.engine.test_stagewise import Layered, launched, samples, trained, watched
+from tests.tables import for_each
 
 SPANS = RunOptions(keep="span", exchange="collective")
 FEATURES_OF_WIDE, WIDTH = 5, 9000
@@ -91,8 +92,8 @@ KINDS: dict[str, tuple[dict[str, Any], bool]] = {
 }
 
 
-@pytest.mark.parametrize("devices", [2, 3])
-@pytest.mark.parametrize("kind", KINDS)
+@for_each("devices", [2, 3])
+@for_each("kind", KINDS)
 def test_the_files_are_those_of_devices_with_all(kind: str, devices: int, tmp_path: Path) -> None:
     settings, average = KINDS[kind]
     given = (settings, average)
@@ -177,7 +178,7 @@ def spoilt(directory: str, where: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("where", ["layers.3.weight", "frozen.bias", "seen"])
+@for_each("where", ["layers.3.weight", "frozen.bias", "seen"])
 def test_what_is_not_finite_is_named(where: str, tmp_path: Path) -> None:
     found = launched(spoilt, str(tmp_path), where)
     assert found == launched(spoilt, str(tmp_path), where, keep="all")

@@ -18,6 +18,7 @@ from onefold.errors import LossError
 from tests.engine.assembled import CPU, Restless, cut, engine_of, replica_of
 from tests.engine.meeting import Seat, together
 from tests.small import points
+from tests.tables import for_each
 
 TINY = 2.0**-24
 
@@ -127,7 +128,7 @@ def trades(plan: Plan, samples: int) -> list[RowTrade]:
     return [RowTrade(engine.exchange.transport, engine.replicas, batch, 7)]
 
 
-@pytest.mark.parametrize("plan", [(4,), (1, 3), (4, 0), (0, 2, 2), (1, 1, 1, 1)])
+@for_each("plan", [(4,), (1, 3), (4, 0), (0, 2, 2), (1, 1, 1, 1)])
 def test_rows_are_joined_in_the_order_of_shards(plan: tuple[int, ...]) -> None:
     (trade,) = trades(Plan(plan), 3)
     own = {0: torch.ones(2, 2), 1: torch.zeros(0, 2), 2: torch.full((1, 2), 2.0)}
@@ -137,7 +138,7 @@ def test_rows_are_joined_in_the_order_of_shards(plan: tuple[int, ...]) -> None:
     assert [call.own(shard) for shard in own] == [slice(0, 2), slice(2, 2), slice(2, 3)]
 
 
-@pytest.mark.parametrize("plan", [(4,), (1, 3), (3, 1), (0, 2, 2), (1, 1, 1, 1)])
+@for_each("plan", [(4,), (1, 3), (3, 1), (0, 2, 2), (1, 1, 1, 1)])
 def test_gradients_are_added_in_the_folds_order_and_not_in_low_precision(
     plan: tuple[int, ...],
 ) -> None:

@@ -14,8 +14,9 @@ from torch import nn
 import onefold
 from onefold.engine.optimizercheck import check_optimizer, updates_by_element
 from tests.small import Batch, bits, line, make_trainer, points, sgd, square
+from tests.tables import for_each
 
-both = pytest.mark.parametrize("devices", [1, 3])
+both = for_each("devices", [1, 3])
 
 
 class Branches(nn.Module):
@@ -57,7 +58,7 @@ def close(ours: nn.Module, theirs: nn.Module) -> None:
     torch.testing.assert_close(dict(ours.named_parameters()), dict(theirs.named_parameters()))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("kind", "by_element"),
     [
         (torch.optim.SGD, True),
@@ -75,7 +76,7 @@ def test_which_optimizers_may_cut_a_parameter(
     assert updates_by_element(kind(model.parameters(), lr=0.1)) == by_element
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("build", "words"),
     [
         (torch.optim.LBFGS, "LBFGS needs a closure that runs the model several times"),
@@ -114,7 +115,7 @@ def test_an_optimizer_with_nothing_to_train_is_refused() -> None:
         make_trainer(model)
 
 
-@pytest.mark.parametrize("change", ["a group more", "a group less", "a parameter more"])
+@for_each("change", ["a group more", "a group less", "a parameter more"])
 def test_groups_that_were_changed_afterwards_are_refused(change: str) -> None:
     model = nn.Sequential(line(), nn.Linear(1, 1), nn.Linear(1, 1))
     groups = [{"params": list(model[i].parameters()), "lr": 0.1} for i in range(2)]
@@ -135,7 +136,7 @@ def test_groups_that_were_changed_afterwards_are_refused(change: str) -> None:
     assert bits(model) == before
 
 
-@pytest.mark.parametrize("call", ["save", "load"])
+@for_each("call", ["save", "load"])
 def test_the_divided_state_is_not_given_away_as_if_it_were_whole(call: str) -> None:
     model = line()
     optimizer = sgd(model)
@@ -227,7 +228,7 @@ def test_a_parameter_that_is_unfrozen_later_is_refused_by_name(devices: int) -> 
     assert bits(model) == before
 
 
-@pytest.mark.parametrize(
+@for_each(
     "devices",
     [1, 3],
 )
@@ -279,7 +280,7 @@ def test_an_optimizer_cannot_be_divided_twice() -> None:
         make_trainer(model, optimizer=optimizer)
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@for_each("devices", [1, 2])
 def test_parameters_that_were_given_other_memory_are_noticed(devices: int) -> None:
     """By a second trainer of the same model, by ``model.to(...)``, or by ``.data = ...``."""
     model = nn.Linear(300, 100)
@@ -304,7 +305,7 @@ class Counting(torch.optim.SGD):
         return super().step(closure)
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@for_each("devices", [1, 2])
 def test_state_under_a_key_that_is_no_parameter_is_kept(devices: int, tmp_path: Path) -> None:
     model = line()
     optimizer = Counting(model.parameters(), lr=0.1)
@@ -317,7 +318,7 @@ def test_state_under_a_key_that_is_no_parameter_is_kept(devices: int, tmp_path: 
         trainer.save(tmp_path)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@for_each("dtype", [torch.bfloat16, torch.float16])
 def test_lists_of_low_precision_on_a_processor_are_refused(dtype: torch.dtype) -> None:
     """PyTorch's SGD rounds a parameter in two ways, by whether its neighbours have momentum."""
     model = nn.Linear(40, 1).to(dtype)
@@ -349,7 +350,7 @@ def test_adafactor_of_two_precisions_needs_its_eps() -> None:
     check_optimizer(torch.optim.Adafactor(groups), model)
 
 
-@pytest.mark.parametrize("devices", [2, 3])
+@for_each("devices", [2, 3])
 def test_a_span_without_any_gradient_is_left_alone(devices: int) -> None:
     """With a weight that is not the number of samples, gradients are scaled: also none of them."""
 

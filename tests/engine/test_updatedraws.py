@@ -14,6 +14,7 @@ import onefold
 from onefold.engine import optimizercheck
 from onefold.errors import StateError
 from tests.small import line, make_trainer, points
+from tests.tables import for_each
 
 DRAWS: dict[str, tuple[Callable[[], object], str]] = {
     "torch": (lambda: torch.randn(()), "PyTorch's generator"),
@@ -44,8 +45,8 @@ def trainer_of(draw: Callable[[], object], devices: int = 1, begins: int = 1) ->
     return make_trainer(model, optimizer=optimizer, devices=devices)
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize(("draw", "name"), DRAWS.values(), ids=DRAWS)
+@for_each("devices", [1, 2])
+@for_each(("draw", "name"), DRAWS.values(), ids=DRAWS)
 def test_an_optimizer_that_draws_is_refused(
     draw: Callable[[], object], name: str, devices: int
 ) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from onefold.engine.optimizers import refuse_own_steps, steps_by_parameter
 from onefold.engine.update import Part, parts_of
+from tests.tables import for_each
 
 VALUES = [torch.nn.Parameter(torch.full((2,), float(n))) for n in range(5)]
 GROUPS = (0, 1, 0, 1, 1)
@@ -68,7 +68,7 @@ def scheduled() -> torch.optim.Optimizer:
     return made
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("make", "expected"),
     [
         (adamw, True),

@@ -9,10 +9,11 @@ import pytest
 from onefold.core.head import Said
 from onefold.core.weights_of_step import SUM, StepWeight, several, total_weight
 from onefold.engine.step import Verdict, verdict_of
+from tests.tables import for_each
 
 
-@pytest.mark.parametrize("stops", [False, True])
-@pytest.mark.parametrize(
+@for_each("stops", [False, True])
+@for_each(
     ("weight", "updates"),
     [
         (StepWeight(3.0), True),
@@ -31,7 +32,7 @@ def test_a_step_updates_where_there_is_something_to_count(
     )
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("weights", "updates"),
     [([2.0, 0.0, 0.0], True), ([0.0, 0.0, 0.0], False), ([SUM, SUM, 0.0], True)],
 )

@@ -23,6 +23,7 @@ from onefold.system import heap
 from onefold.system.heap import DiskHeap
 from tests.apart import TwoMemories, apart
 from tests.bits.large import GPT, TOKENS
+from tests.tables import for_each
 
 CPU = torch.device("cpu")
 EXACT = {"_foreach_add_", "add", "add_", "_foreach_mul_", "clamp_", "sum", "clone"}
@@ -155,7 +156,7 @@ def kinds() -> dict[str, Callable[[Any], torch.optim.Optimizer]]:
     }
 
 
-@pytest.mark.parametrize("kind", kinds())
+@for_each("kind", kinds())
 def test_an_update_on_a_visit_is_the_plain_one(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -312,8 +313,8 @@ def make_trainer(
     return onefold.Trainer(model, make(trained), threads=1, **settings)
 
 
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("precision", [None, "bf16-params"])
+@for_each("inside", [False, True])
+@for_each("precision", [None, "bf16-params"])
 def test_what_a_script_changes_while_all_is_there_is_kept(
     precision: Any, inside: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -334,7 +335,7 @@ def test_what_a_script_changes_while_all_is_there_is_kept(
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("shards", [1, 4])
+@for_each("shards", [1, 4])
 def test_what_a_loss_writes_to_a_parameter_is_refused_at_any_step(
     shards: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -356,8 +357,8 @@ def test_what_a_loss_writes_to_a_parameter_is_refused_at_any_step(
         trainer.close()
 
 
-@pytest.mark.parametrize("kind", kinds())
-@pytest.mark.parametrize(
+@for_each("kind", kinds())
+@for_each(
     "settings",
     [{"shards": 1}, {"precision": "bf16-params"}, {"precision": "fp16", "on_nonfinite": "skip"}],
     ids=["one shard", "bf16-params", "fp16"],

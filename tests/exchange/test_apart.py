@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.tables import for_each
+
 SCRIPT = Path(__file__).parent.parent / "scripts" / "apart.py"
 LIMIT_S = 150
 """Far less than the script's own limit of ten minutes for a device that does not come."""
@@ -134,7 +136,7 @@ LAUNCHERS = {
 }
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@for_each("launcher", LAUNCHERS)
 def test_a_device_that_ends_before_its_trainer_is_named(launcher: str) -> None:
     command = [sys.executable, *LAUNCHERS[launcher], str(SCRIPT), "early"]
     began = time.monotonic()
@@ -144,7 +146,7 @@ def test_a_device_that_ends_before_its_trainer_is_named(launcher: str) -> None:
     assert time.monotonic() - began < LIMIT_S
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@for_each("launcher", LAUNCHERS)
 def test_a_child_of_a_device_ends_without_a_word(launcher: str) -> None:
     command = [sys.executable, *LAUNCHERS[launcher], str(SCRIPT), "fork"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
@@ -154,7 +156,7 @@ def test_a_child_of_a_device_ends_without_a_word(launcher: str) -> None:
     assert "Exception ignored" not in done.stderr
 
 
-@pytest.mark.parametrize("launcher", ["shared", "collective"])
+@for_each("launcher", ["shared", "collective"])
 def test_nothing_listens_where_other_hosts_could_reach_it(launcher: str) -> None:
     command = [sys.executable, *LAUNCHERS[launcher], str(SCRIPT), "listen"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)

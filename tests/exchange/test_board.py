@@ -12,6 +12,7 @@ from onefold.core.storage import BoardShape
 from onefold.core.values import MOST, ChangedBuffers, ShardResult, ShardValues
 from onefold.exchange.board import Board
 from tests.exchange.together import CPU
+from tests.tables import for_each
 
 DEVICES, SHARDS, PARAMETERS = 2, 5, 3
 BUFFERS = {
@@ -136,8 +137,8 @@ def filled(parameters: int = PARAMETERS) -> Board:
     return board
 
 
-@pytest.mark.parametrize("parameters", [0, 1, 3, 8])
-@pytest.mark.parametrize(
+@for_each("parameters", [0, 1, 3, 8])
+@for_each(
     ("device", "shards"),
     [(0, range(2)), (1, range(2, 5)), (1, range(5, 5)), (0, range(5))],
     ids=str,
@@ -218,7 +219,7 @@ def test_the_memory_of_the_rows_is_that_of_the_buffers(board: Board) -> None:
     assert buffers_of(other, 4) == buffers_of(board, 4)
 
 
-@pytest.mark.parametrize("which", ["known", "computed"])
+@for_each("which", ["known", "computed"])
 def test_memory_of_another_size_is_refused(which: str) -> None:
     sizes = shape()
     nbytes = {"known": sum(sizes.host_bytes), "computed": sizes.device_bytes}

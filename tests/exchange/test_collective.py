@@ -24,6 +24,7 @@ from onefold.exchange import collective
 from onefold.exchange.collective import GroupTransport, Moving, Operation
 from onefold.system.compat import Groups
 from tests.exchange.together import CPU, LIMIT_S, joined, together
+from tests.tables import for_each
 
 Pair = list[GroupTransport]
 
@@ -91,8 +92,8 @@ def brought(end: GroupTransport) -> None:
     end.bring()
 
 
-@pytest.mark.parametrize("late", [0, 1])
-@pytest.mark.parametrize("name", CALLS)
+@for_each("late", [0, 1])
+@for_each("name", CALLS)
 def test_a_wait_has_the_limit_of_the_run_and_not_that_of_connecting(name: str, late: int) -> None:
     connecting_s, late_s = 0.4, 1.5
     with joined(2, timeout_s=connecting_s) as parts:
@@ -113,7 +114,7 @@ def test_a_wait_has_the_limit_of_the_run_and_not_that_of_connecting(name: str, l
 # Words and numbers
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@for_each("size", [1, 2, 3])
 def test_all_get_the_words_of_all_in_their_order(size: int) -> None:
     with transports(size) as ends:
         assert [(end.rank, end.size) for end in ends] == [(rank, size) for rank in range(size)]
@@ -233,7 +234,7 @@ def test_there_is_nothing_to_bring_before_a_room_was_filled(pair: Pair, rank: in
         pair[rank].bring()
 
 
-@pytest.mark.parametrize("least", [0, 1])
+@for_each("least", [0, 1])
 def test_everybody_gets_what_was_made_for_it(least: int) -> None:
     with transports(3) as ends:
 
@@ -410,7 +411,7 @@ def operations() -> list[Operation]:
     ]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("names", "after_first_chunk"),
     [(["row", "1", "2", "out", "3"], ["1", "2"]), (["all"], ["all"])],
 )

@@ -12,12 +12,11 @@ from onefold.system import heap
 from onefold.system.heap import ORDINARY, DiskHeap
 from onefold.testing import simulate
 from tests.exchange.contract import check_exchange, check_launched, roster, start, storage
+from tests.tables import for_each
 
 
-@pytest.mark.parametrize(
-    "how", [(), ("in stages",), ("in stages", "on a disk")], ids=["plain", "stages", "disk"]
-)
-@pytest.mark.parametrize("devices", [1, 2, 3, 7])
+@for_each("how", [(), ("in stages",), ("in stages", "on a disk")], ids=["plain", "stages", "disk"])
+@for_each("devices", [1, 2, 3, 7])
 def test_devices_of_one_process(
     devices: int, how: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -33,8 +32,8 @@ WAYS = ["", ", in stages", ", in stages, on a disk"]
 KINDS = [kind + way for kind in ("shared", "collective") for way in WAYS]
 
 
-@pytest.mark.parametrize("devices", [2, 3, 5])
-@pytest.mark.parametrize("seed", range(3))
+@for_each("devices", [2, 3, 5])
+@for_each("seed", range(3))
 def test_simulated_devices(devices: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heap, "_LEAST_BYTES", 1)
     # A Trainer of the simulation reaches the others in one way alone.

@@ -14,6 +14,7 @@ from onefold.exchange.memory import Start
 from onefold.exchange.transport import Alone
 from tests.exchange.contract import SHARDS, roster, start, storage, tensors, uneven_spans
 from tests.exchange.together import CPU
+from tests.tables import for_each
 
 
 def made(devices: int) -> tuple[Storage, Start]:
@@ -25,7 +26,7 @@ def ones(value: float = 1.0) -> list[torch.Tensor | None]:
     return [torch.full_like(tensor, value) for tensor in tensors().values()]
 
 
-@pytest.mark.parametrize(("devices", "kind"), [(1, OneDeviceMemory), (3, DevicesMemory)])
+@for_each(("devices", "kind"), [(1, OneDeviceMemory), (3, DevicesMemory)])
 def test_one_device_has_a_memory_of_its_own_kind(devices: int, kind: type) -> None:
     sizes, begun = made(devices)
     exchange = local_exchange(sizes, begun, roster(sizes))
@@ -34,7 +35,7 @@ def test_one_device_has_a_memory_of_its_own_kind(devices: int, kind: type) -> No
     assert sorted(exchange.memory.trained) == sorted(exchange.memory.other) == list(range(devices))
 
 
-@pytest.mark.parametrize("devices", [1, 3])
+@for_each("devices", [1, 3])
 def test_the_values_are_copied_and_those_of_the_script_left_alone(devices: int) -> None:
     sizes, begun = made(devices)
     exchange = local_exchange(sizes, begun, roster(sizes))

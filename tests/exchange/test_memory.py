@@ -12,11 +12,12 @@ from onefold.exchange.private import PrivateMemory
 from onefold.exchange.shared import HostMemory
 from tests.exchange.contract import roster, start, storage
 from tests.exchange.together import CPU
+from tests.tables import for_each
 
 KINDS = [OneDeviceMemory, DevicesMemory, PrivateMemory, HostMemory]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@for_each("kind", KINDS)
 def test_every_kind_has_the_whole_interface(kind: type[Memory]) -> None:
     assert issubclass(kind, Memory)
     assert kind.__abstractmethods__ == frozenset()

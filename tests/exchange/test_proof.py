@@ -11,6 +11,7 @@ import pytest
 from onefold.errors import DisagreementError
 from onefold.exchange.sealing import prove
 from tests.exchange.together import LIMIT_S, endings
+from tests.tables import for_each
 
 SECRET = b"long enough that nobody guesses it"
 Trade = Callable[[bytes], Sequence[bytes]]
@@ -43,13 +44,13 @@ def prove_all(secrets: Sequence[bytes], wire: Wire) -> list[str]:
     return ["" if error is None else str(error) for error in errors]
 
 
-@pytest.mark.parametrize("size", [1, 2, 5])
-@pytest.mark.parametrize("secret", [SECRET, b""], ids=["a secret", "none"])
+@for_each("size", [1, 2, 5])
+@for_each("secret", [SECRET, b""], ids=["a secret", "none"])
 def test_those_who_know_the_secret_belong_together(size: int, secret: bytes) -> None:
     assert prove_all([secret] * size, Wire(size)) == [""] * size
 
 
-@pytest.mark.parametrize("theirs", [b"", SECRET + b".", SECRET[:-1], SECRET.upper()])
+@for_each("theirs", [b"", SECRET + b".", SECRET[:-1], SECRET.upper()])
 def test_who_does_not_know_it_is_named(theirs: bytes) -> None:
     said = prove_all([SECRET, SECRET, theirs], Wire(3))
     for rank, other in ((0, 2), (1, 2), (2, 0)):
@@ -138,7 +139,7 @@ def test_without_a_secret_nothing_is_bound() -> None:
     assert endings(2, lambda rank: prove(b"", rank, wire.trade(rank), [])) == [None, None]
 
 
-@pytest.mark.parametrize("answer", [b"", b"\0" * 32, b"x" * 64], ids=["none", "zeros", "long"])
+@for_each("answer", [b"", b"\0" * 32, b"x" * 64], ids=["none", "zeros", "long"])
 def test_an_answer_of_any_length_is_compared(answer: bytes) -> None:
     answers = iter([b"\0" * 32, answer])
     assert refused(lambda word: [word, next(answers)]).startswith("device 1 has not shown")

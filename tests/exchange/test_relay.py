@@ -16,6 +16,7 @@ from onefold.exchange.private import GroupRelay
 from onefold.exchange.relay import LocalRelay, Message, Relay
 from onefold.exchange.shared import HostRelay
 from tests.exchange.together import CPU, LIMIT_S, endings, joined, mailboxes, together
+from tests.tables import for_each
 
 WAYS = ["local", "host", "group"]
 Ends = Sequence[Relay]
@@ -136,7 +137,7 @@ def test_no_file_stays_open() -> None:
         assert len(os.listdir("/proc/self/fd")) == before
 
 
-@pytest.mark.parametrize("way", WAYS[1:])
+@for_each("way", WAYS[1:])
 def test_a_device_that_is_gone_is_named(way: str) -> None:
     def leaving(rank: int) -> None:
         if rank == 0:
@@ -162,7 +163,7 @@ def test_a_device_that_is_gone_is_named(way: str) -> None:
     assert "device 0" in str(error)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("device", "source", "beyond"),
     [(0, 1, 2), (2, 1, 0), (1, 2, None), (3, 4, 5), (5, 4, 3), (4, 3, None)],
 )

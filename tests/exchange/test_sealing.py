@@ -14,6 +14,7 @@ from torch.distributed import HashStore, PrefixStore
 
 from onefold.errors import DisagreementError
 from onefold.exchange.sealing import SealedStore, refuse_sealed
+from tests.tables import for_each
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "relayed.py"
 SECRET = b"long enough that nobody guesses it"
@@ -24,7 +25,7 @@ def sealed(inner: HashStore, secret: bytes = SECRET, run: str = "run") -> Sealed
     return SealedStore(inner, secret, run)
 
 
-@pytest.mark.parametrize("value", ["", "text", "\0\n", "é"])
+@for_each("value", ["", "text", "\0\n", "é"])
 def test_processes_with_the_secret_understand_each_other(value: str) -> None:
     inner = HashStore()
     one, other = sealed(inner), sealed(inner)
@@ -72,9 +73,7 @@ def cut(inner: HashStore) -> None:
     inner.set("key", inner.get("key").decode()[:-1])
 
 
-@pytest.mark.parametrize(
-    "write", [raw, of_another_secret, of_another_run, of_another_key, changed, cut]
-)
+@for_each("write", [raw, of_another_secret, of_another_run, of_another_key, changed, cut])
 def test_a_value_of_a_stranger_is_refused(write: Callable[[HashStore], None]) -> None:
     inner = HashStore()
     write(inner)

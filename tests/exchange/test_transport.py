@@ -12,6 +12,7 @@ import torch
 from onefold.exchange.transport import Alone, Transport, roomy
 from onefold.system.heap import ORDINARY
 from tests.exchange.together import CPU, LIMIT_S, together
+from tests.tables import for_each
 
 
 class Room:
@@ -83,7 +84,7 @@ def on_each(size: int, call: Callable[[Meeting, int], object]) -> tuple[list[obj
 # Bytes of any length
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("sizes", "lengths"),
     [
         ([0], [8, 0]),
@@ -104,7 +105,7 @@ def test_texts_of_any_length_are_gathered(sizes: list[int], lengths: list[int]) 
     assert said == lengths, "first how long each is, then frames of the longest"
 
 
-@pytest.mark.parametrize("end", [b"\0", b"\0\0\0\0\0\0\0\0\0", b"a\0"])
+@for_each("end", [b"\0", b"\0\0\0\0\0\0\0\0\0", b"a\0"])
 def test_zeros_at_the_end_belong_to_the_text(end: bytes) -> None:
     texts = [end, b"as long as that and longer"]
     gathered, _ = on_each(2, lambda t, rank: t.gather_bytes({rank: texts[rank]}))
@@ -119,7 +120,7 @@ def test_bytes_are_given_and_got() -> None:
 # Rows of numbers
 
 
-@pytest.mark.parametrize("numel", [0, 1, 2, 7])
+@for_each("numel", [0, 1, 2, 7])
 def test_rows_are_shared_with_their_bits(numel: int) -> None:
     def row(rank: int) -> torch.Tensor:
         return torch.tensor([-0.0, torch.inf, torch.nan, rank / 3, 5e-324, 1.0, -2.0])[
@@ -167,7 +168,7 @@ def test_who_is_alone_meets_itself() -> None:
     assert list(alone.meet()) == [b""]
 
 
-@pytest.mark.parametrize("devices", [1, 3])
+@for_each("devices", [1, 3])
 def test_who_is_alone_has_the_rows_of_all_its_devices(devices: int) -> None:
     alone = Alone(CPU)
     rows = {n: torch.tensor([n, 0.5], dtype=torch.float64) for n in reversed(range(devices))}

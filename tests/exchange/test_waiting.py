@@ -19,6 +19,7 @@ from onefold.exchange import group, mailbox, waiting
 from onefold.exchange.group import reach_store
 from onefold.exchange.mailbox import connected
 from onefold.exchange.waiting import Waiting
+from tests.tables import for_each
 
 SHORT_S = 0.3
 WORLD = World(rank=1, size=3, run_id="run", launcher="torch", local_rank=0, local_size=1)
@@ -50,7 +51,7 @@ def test_what_is_waited_for_is_said_ever_more_rarely(
     ]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("rank", "alone_on_host", "says"),
     [(0, False, True), (1, False, True), (2, False, False), (2, True, True)],
 )
@@ -61,7 +62,7 @@ def test_not_every_device_of_a_host_says_it(
     assert bool(caplog.text) is says
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("host", "words"),
     [
         ("no-such-machine.invalid", "the name no-such-machine.invalid does not resolve on "),
@@ -105,7 +106,7 @@ def test_a_port_that_is_taken_is_refused_at_once(listening: socket.socket) -> No
         reach_store(world, 60)
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "no-such-machine.invalid", "192.0.2.1"])
+@for_each("host", ["127.0.0.1", "no-such-machine.invalid", "192.0.2.1"])
 def test_the_lead_need_not_know_the_name_by_which_others_reach_it(host: str) -> None:
     port = free_port()
     served = reach_store(replace(WORLD, rank=0, address=f"{host}:{port}"), 60)

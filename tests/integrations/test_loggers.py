@@ -19,6 +19,7 @@ from onefold.integrations.loggers import log_steps
 from tests.conftest import ROOT
 from tests.integrations.logging import EVERY, STEPS, logged, trainer_of
 from tests.small import points
+from tests.tables import for_each
 
 Written = list[tuple[int, dict[str, float]]]
 
@@ -81,13 +82,13 @@ def test_other_numbers_belong_to_the_step_that_is_done() -> None:
     assert written[-1] == (2, {"score": 0.25})
 
 
-@pytest.mark.parametrize("every", [0, -1, 1.5, True])
+@for_each("every", [0, -1, 1.5, True])
 def test_a_number_of_steps_that_cannot_be(every: Any) -> None:
     with pytest.raises(ValueError, match="every must be a positive whole number of steps, got"):
         log_steps(trainer_of(None), print, every=every)
 
 
-@pytest.mark.parametrize("logger", [None, "runs", 3])
+@for_each("logger", [None, "runs", 3])
 def test_a_logger_that_is_none(logger: Any) -> None:
     with pytest.raises(TypeError, match=f"expected a SummaryWriter.*{type(logger).__name__}"):
         log_steps(trainer_of(None), logger)

@@ -20,6 +20,7 @@ from onefold.jobs.classify import (
 from onefold.jobs.finetune import best_checkpoint
 from onefold.models import resnet18
 from tests.jobs.tiny import CLASSES, run_here, write_pictures
+from tests.tables import for_each
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +196,7 @@ def test_too_many_shards_for_batch_norm_are_refused(data: Path, tmp_path: Path) 
         run_here("classify", data, tmp_path, batch_size=8, shards=5)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("choices", "words"),
     [
         ({"holdout": 1.0}, "--holdout 1.0: expected more than 0 and less than 1"),

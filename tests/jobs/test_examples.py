@@ -16,6 +16,7 @@ from onefold.jobs.examples import (
     confusion_matrix,
     save_picture,
 )
+from tests.tables import for_each
 
 
 @st.composite
@@ -94,11 +95,11 @@ def test_where_nothing_was_wrong_there_is_no_worst() -> None:
     assert told["worst"] == []
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("size", "kept"),
     [((28, 20), (28, 20)), ((448, 100), (224, 50)), ((10, 900), (2, 224)), ((1, 1), (1, 1))],
 )
-@pytest.mark.parametrize("mode", ["L", "RGB"])
+@for_each("mode", ["L", "RGB"])
 def test_a_picture_is_made_small_enough(
     tmp_path: Path, size: tuple[int, int], kept: tuple[int, int], mode: str
 ) -> None:

@@ -27,8 +27,9 @@ from onefold.jobs.finetune import (
 from onefold.jobs.options import TrainOptions
 from onefold.models.resnet import ResNet
 from tests.small import bits, make_trainer
+from tests.tables import for_each
 
-both = pytest.mark.parametrize("devices", [1, 2])
+both = for_each("devices", [1, 2])
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -88,8 +89,8 @@ def names_under(model: nn.Module, *parts: str) -> set[str]:
 # Weights of somebody else.
 
 
-@pytest.mark.parametrize("classes", [3, 5], ids=["the same size", "another size"])
-@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod."])
+@for_each("classes", [3, 5], ids=["the same size", "another size"])
+@for_each("prefix", ["", "module.", "_orig_mod.", "module._orig_mod."])
 def test_the_body_is_loaded_whatever_the_size_of_the_head(
     tmp_path: Path, classes: int, prefix: str
 ) -> None:
@@ -102,7 +103,7 @@ def test_the_body_is_loaded_whatever_the_size_of_the_head(
     assert model.get_submodule("fc").weight.shape == (3, 8)
 
 
-@pytest.mark.parametrize("without", ["fc.", "num_batches_tracked"])
+@for_each("without", ["fc.", "num_batches_tracked"])
 def test_a_file_may_lack_the_head_and_counts_of_batches(tmp_path: Path, without: str) -> None:
     source = small(seed=1)
     state = {name: value for name, value in source.state_dict().items() if without not in name}
@@ -111,7 +112,7 @@ def test_a_file_may_lack_the_head_and_counts_of_batches(tmp_path: Path, without:
     assert changed(bits(source), model) <= {name for name in bits(model) if without in name}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("source", "words"),
     [
         (lambda: small(width=8), r"it has none for conv1\.weight, bn1\.weight, .* and \d+ more"),
@@ -122,7 +123,7 @@ def test_a_file_may_lack_the_head_and_counts_of_batches(tmp_path: Path, without:
     ],
     ids=["wider", "less deep", "deeper", "another stem", "something else"],
 )
-@pytest.mark.parametrize("prefix", ["", "module."])
+@for_each("prefix", ["", "module."])
 def test_weights_of_another_architecture_are_refused(
     tmp_path: Path, source: Callable[[], nn.Module], words: str, prefix: str
 ) -> None:
@@ -155,7 +156,7 @@ def test_a_trainers_checkpoint_can_be_begun_with(tmp_path: Path) -> None:
     assert changed(bits(trainer.model), model) == {"fc.weight", "fc.bias"}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("order", "scores", "expected"),
     [
         ("highest", (0.5, 0.9, 0.7), 2),
@@ -187,7 +188,7 @@ def test_the_best_that_is_found_is_the_one_that_stays(
     assert names == [f"step-{step:08d}" for step in left]
 
 
-@pytest.mark.parametrize("best", ["checkpoints/step-00000003", {"checkpoint": [1]}, 3, [3]])
+@for_each("best", ["checkpoints/step-00000003", {"checkpoint": [1]}, 3, [3]])
 def test_best_weights_that_are_not_named_as_they_should_be(tmp_path: Path, best: object) -> None:
     (tmp_path / "run.json").write_text(json.dumps({"best": best}))
     with pytest.raises((CheckpointError, DataError), match=r"expected the (run's best w|best ch)"):
@@ -277,7 +278,7 @@ class Chain(nn.Module):
         self.fc = nn.Linear(2, 2)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("chosen", "frozen"),
     [
         ({}, []),
@@ -307,7 +308,7 @@ def test_all_but_the_head_may_be_frozen() -> None:
     assert trained == ["fc.weight", "fc.bias"]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("chosen", "option"),
     [
         (
@@ -334,7 +335,7 @@ def test_a_name_that_is_no_part_is_refused_and_the_parts_told(
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("name", ["fc", "fc.bias"])
+@for_each("name", ["fc", "fc.bias"])
 def test_the_head_must_not_be_frozen(name: str) -> None:
     model = Chain()
     with pytest.raises(ValueError, match="would freeze the model's last layer, fc: expected"):
@@ -376,7 +377,7 @@ def test_a_batch_norm_whose_bias_is_trained_goes_on_to_follow_its_data() -> None
     assert names_under(model, "bn1") - changed(before, model) == {"bn1.weight"}
 
 
-@pytest.mark.parametrize("training", [True, False, None])
+@for_each("training", [True, False, None])
 def test_a_frozen_batch_norm_normalises_with_its_kept_statistics(training: bool | None) -> None:
     model = small()
     images, _ = pictures()
@@ -429,8 +430,8 @@ def test_a_frozen_model_can_be_copied() -> None:
 # Rates.
 
 
-@pytest.mark.parametrize("head_scale", [1.0, 10.0])
-@pytest.mark.parametrize("until", [None, "layer2", "fc"])
+@for_each("head_scale", [1.0, 10.0])
+@for_each("until", [None, "layer2", "fc"])
 def test_every_parameter_that_is_trained_is_in_one_group(
     head_scale: float, until: str | None
 ) -> None:

@@ -24,8 +24,9 @@ from onefold.jobs.options import (
     write_config,
 )
 from onefold.jobs.run import Job
+from tests.tables import for_each
 
-each_job = pytest.mark.parametrize("job", [pytest.param(job, id=job.name) for job in JOBS])
+each_job = for_each("job", [pytest.param(job, id=job.name) for job in JOBS])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +62,7 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-@pytest.mark.parametrize(("job", "name"), fields_of())
+@for_each(("job", "name"), fields_of())
 def test_every_option_has_a_help_of_one_line_and_tells_its_default(job: Job, name: str) -> None:
     (field,) = [field for field in dataclasses.fields(job.options) if field.name == name]
     assert field.default is not dataclasses.MISSING
@@ -79,7 +80,7 @@ def test_the_defaults_are_in_range(job: Job) -> None:
     assert job.options() == from_mapping(job.options, {}, "here")
 
 
-@pytest.mark.parametrize(("job", "name"), fields_of(int, float))
+@for_each(("job", "name"), fields_of(int, float))
 def test_every_number_but_the_seed_has_a_least_value(job: Job, name: str) -> None:
     if name == "seed":
         assert job.options(seed=-1).seed == -1
@@ -88,21 +89,21 @@ def test_every_number_but_the_seed_has_a_least_value(job: Job, name: str) -> Non
         job.options(**{name: -1})
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize(("job", "name"), fields_of(float))
+@for_each("value", [math.nan, math.inf, -math.inf])
+@for_each(("job", "name"), fields_of(float))
 def test_a_number_that_is_not_finite_is_refused(job: Job, name: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"^{flag(name)} {value}: expected a finite number"):
         job.options(**{name: value})
 
 
-@pytest.mark.parametrize(("job", "name", "choices"), choices_of())
+@for_each(("job", "name", "choices"), choices_of())
 def test_a_word_that_is_no_choice_is_refused(job: Job, name: str, choices: tuple[str]) -> None:
     assert getattr(job.options(), name) in choices
     with pytest.raises(ValueError, match=f"here: {name}: expected {', '.join(choices)}, got 'odd'"):
         from_mapping(job.options, {name: "odd"}, "here")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "value", "expected"),
     [
         ("shards", 0, "1 or more"),
@@ -136,7 +137,7 @@ def test_an_option_out_of_range_is_refused_with_its_name_and_value(
         job.options(**{name: value})
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("job", "values", "words"),
     [
         ("classify", {"holdout": 0.0}, "--holdout 0.0: expected more than 0 and less than 1"),
@@ -189,7 +190,7 @@ def test_a_name_that_is_no_option_is_refused_and_the_known_ones_told(job: Job) -
     assert listed == [field.name for field in dataclasses.fields(job.options)]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "value", "expected"),
     [
         ("epochs", 1.0, "a whole number, got 1.0"),
@@ -217,7 +218,7 @@ def test_a_value_of_another_type_is_refused(
         from_mapping(job.options, {name: value}, "c.toml")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "value", "held"),
     [
         ("lr", 1, 1.0),
@@ -271,7 +272,7 @@ def test_a_config_file_of_another_job_is_refused(tmp_path: Path) -> None:
         read_config(path, "classify")
 
 
-@pytest.mark.parametrize(
+@for_each(
     "content",
     [b"lr: 0.1\n", b'lr = "0.1\n', b"lr = 0.1\nlr = 0.2\n", b'data = "\xff"\n', b"[[["],
     ids=["yaml", "open", "twice", "bytes", "brackets"],
@@ -283,7 +284,7 @@ def test_a_file_that_is_not_toml_is_refused(tmp_path: Path, content: bytes) -> N
         read_config(path, "text")
 
 
-@pytest.mark.parametrize(
+@for_each(
     "values",
     [
         {},
@@ -310,7 +311,7 @@ def test_that_a_run_goes_on_is_not_saved(tmp_path: Path) -> None:
     assert given_options(options, ("resume", "runs")).keys().isdisjoint({"resume", "runs", "lr"})
 
 
-@pytest.mark.parametrize("content", [b"a = " + b"[" * 20_000, b"seed = " + b"9" * 5000])
+@for_each("content", [b"a = " + b"[" * 20_000, b"seed = " + b"9" * 5000])
 def test_a_config_without_end_is_one_error(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "c.toml"
     path.write_bytes(content)
@@ -325,15 +326,15 @@ def test_a_large_config_is_not_read(tmp_path: Path) -> None:
         read_config(path, "text")
 
 
-@pytest.mark.parametrize("value", [math.inf, math.nan, 1e308, -1e308, 10**30, 10**400])
-@pytest.mark.parametrize(("job", "name"), fields_of(int, float))
+@for_each("value", [math.inf, math.nan, 1e308, -1e308, 10**30, 10**400])
+@for_each(("job", "name"), fields_of(int, float))
 def test_numbers_out_of_all_bounds_are_refused(job: Job, name: str, value: float) -> None:
     with pytest.raises(ValueError, match=name.replace("_", "[-_]")) as caught:
         from_mapping(job.options, {name: value}, "options")
     assert "expected" in str(caught.value)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("job", "name", "value"),
     [
         ("classify", "workers", 10**6),
@@ -373,7 +374,7 @@ def test_any_options_come_back_as_they_were(
     assert from_mapping(TrainOptions, read_config(path, "text"), str(path)) == options
 
 
-@pytest.mark.parametrize("name", [job.name for job in JOBS])
+@for_each("name", [job.name for job in JOBS])
 def test_a_job_is_found_by_its_name(name: str) -> None:
     assert job_of(name).name == name
 

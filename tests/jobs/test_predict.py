@@ -23,6 +23,7 @@ from onefold.jobs.finetune import best_checkpoint
 from onefold.jobs.predict import Prediction, PredictOptions, predict_run, write_prediction
 from tests.checkpoint.folders import reseal
 from tests.masked import grey, on_cpu, run_here, save, save_pairs
+from tests.tables import for_each
 
 pillow = pytest.importorskip("PIL.Image", reason='needs pip install "onefold[images]"')
 NEEDS_TEXT = 'needs pip install "onefold[text]"'
@@ -569,7 +570,7 @@ def test_texts_are_not_written_over(reader: Path, tmp_path: Path) -> None:
         predicted(reader, tmp_path / "x.txt", output=tmp_path / "x.txt")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("chosen", "message"),
     [
         ({"top": 0}, "--top 0: expected 1 or more"),
@@ -794,7 +795,7 @@ def test_names_of_all_kinds_come_back_from_csv(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("chosen", [{"output": "x.json"}, {"output": "x.csv", "format": "json"}])
+@for_each("chosen", [{"output": "x.json"}, {"output": "x.csv", "format": "json"}])
 def test_names_of_all_kinds_come_back_from_json(tmp_path: Path, chosen: dict[str, Any]) -> None:
     options = PredictOptions(**{**chosen, "output": tmp_path / chosen["output"]})
     path = write_prediction(odd(), options, io.StringIO())
@@ -803,7 +804,7 @@ def test_names_of_all_kinds_come_back_from_json(tmp_path: Path, chosen: dict[str
     assert rows == odd().rows
 
 
-@pytest.mark.parametrize("format", ["csv", "json"])
+@for_each("format", ["csv", "json"])
 def test_names_of_all_kinds_can_be_shown(format: Any) -> None:
     text = written(odd(), format=format)
     assert "é.png" in text
@@ -838,8 +839,8 @@ def test_the_file_is_put_in_place_when_it_is_whole(tmp_path: Path) -> None:
     assert [path.name for path in output.parent.iterdir()] == ["x.csv"]
 
 
-@pytest.mark.parametrize("kind", ["a file", "a link", "a link to nothing"])
-@pytest.mark.parametrize("name", ["notes.csv", "notes.json"])
+@for_each("kind", ["a file", "a link", "a link to nothing"])
+@for_each("name", ["notes.csv", "notes.json"])
 def test_files_of_others_are_not_written_over(tmp_path: Path, name: str, kind: str) -> None:
     output, theirs = tmp_path / name, tmp_path / "theirs"
     if kind != "a link to nothing":
@@ -854,8 +855,8 @@ def test_files_of_others_are_not_written_over(tmp_path: Path, name: str, kind: s
     assert not theirs.exists() or theirs.read_text() == "a,b\n1,2\n"
 
 
-@pytest.mark.parametrize("before", ["csv", "json"])
-@pytest.mark.parametrize("after", ["csv", "json"])
+@for_each("before", ["csv", "json"])
+@for_each("after", ["csv", "json"])
 def test_predictions_of_before_are_written_over(tmp_path: Path, before: Any, after: Any) -> None:
     output = tmp_path / "x"
     for each in (before, after):
@@ -900,7 +901,7 @@ FORMULAS = {
 }
 
 
-@pytest.mark.parametrize("text", FORMULAS)
+@for_each("text", FORMULAS)
 def test_no_cell_is_a_formula(text: str) -> None:
     row = {"file": text, "line": 1, "text": text, "classes": [{"class": text, "confidence": 0.5}]}
     prediction = Prediction([row], [])

@@ -19,6 +19,7 @@ from onefold.jobs.progress import (
     phase_shares,
 )
 from tests.small import make_trainer, points
+from tests.tables import for_each
 
 PHASES = ("data", "forward", "backward", "exchange", "update")
 
@@ -89,7 +90,7 @@ def test_an_epoch_is_told_in_one_line() -> None:
     )
 
 
-@pytest.mark.parametrize(("epochs", "words"), [(9, "epoch 2/9 "), (100, "epoch   2/100 ")])
+@for_each(("epochs", "words"), [(9, "epoch 2/9 "), (100, "epoch   2/100 ")])
 def test_the_lines_of_all_epochs_are_as_long(epochs: int, words: str) -> None:
     assert epoch_line(line(), epochs).startswith(words)
 
@@ -99,7 +100,7 @@ def test_scores_that_are_no_numbers_are_told_as_such() -> None:
     assert "loss nan  accuracy nan%" in told
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("devices", "shares"),
     [
         ([device(1, 0, 0, 0, 0)], (1.0, 0.0, 0.0)),
@@ -129,7 +130,7 @@ def test_a_speed_is_told_once_it_is_known() -> None:
     assert SpeedColumn().render(task_of(finished_speed=12345.6)).plain == "12,346 samples/s"
 
 
-@pytest.mark.parametrize(("devices", "words"), [(1, "1 device "), (3, "3 devices ")])
+@for_each(("devices", "words"), [(1, "1 device "), (3, "3 devices ")])
 def test_the_bar_says_how_many_devices_there_are(devices: int, words: str) -> None:
     bar, console = bar_of(devices=devices)
     with console.capture() as shown, bar:

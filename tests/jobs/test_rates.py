@@ -16,6 +16,7 @@ from onefold.jobs.options import (
     rate_factor,
     scaled_rate,
 )
+from tests.tables import for_each
 
 SCHEDULES = ("constant", "step", "cosine")
 
@@ -57,7 +58,7 @@ def test_the_warm_up_does_not_put_the_decay_off() -> None:
     assert found == [1 / 3, 2 / 3, 1.0, 1.0, 0.1, 0.1, 0.1, 0.1, 0.1**2]
 
 
-@pytest.mark.parametrize(("epochs", "every"), [(9, 3), (10, 3), (3, 1), (2, 1), (1, 1)])
+@for_each(("epochs", "every"), [(9, 3), (10, 3), (3, 1), (2, 1), (1, 1)])
 def test_the_rate_decays_after_a_third_of_the_epochs_by_itself(epochs: int, every: int) -> None:
     chosen = {"schedule": "step", "warmup_epochs": 0, "epochs": epochs, "steps": 2}
     assert factors(**chosen) == factors(decay_epochs=every, **chosen)
@@ -118,12 +119,12 @@ def test_a_factor_is_between_0_and_1_and_depends_on_the_step_alone(
         assert second(done) == expected[done]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@for_each("schedule", SCHEDULES)
 def test_no_step_of_a_run_is_for_nothing(schedule: str) -> None:
     assert min(factors(schedule=schedule, epochs=3, steps=5)[:-1]) > 0
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("rule", "batch_size", "rate"),
     [
         ("none", 1024, 0.5),
@@ -145,7 +146,7 @@ def test_the_base_batch_size_may_be_another() -> None:
     assert scaled_rate(chosen) == pytest.approx(0.3)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "kind", "rate"),
     [
         ("sgd", torch.optim.SGD, 0.05),

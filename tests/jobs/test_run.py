@@ -31,6 +31,7 @@ from onefold.system.process import stopped_by_signals
 from onefold.system.record import read_record
 from tests.checkpoint.folders import steps_in
 from tests.jobs.tiny import SMALL, WRITERS, run_here, write_pictures, write_texts
+from tests.tables import for_each
 
 COMMAND = [sys.executable, "-m", "onefold"]
 
@@ -71,7 +72,7 @@ def test_a_run_whose_checkpoints_are_damaged_is_one_line(tmp_path: Path) -> None
     assert told.startswith(f"onefold: no checkpoint of {folder}/checkpoints can be used: ")
 
 
-@pytest.mark.parametrize("epochs", ["x", None, [1]])
+@for_each("epochs", ["x", None, [1]])
 def test_a_number_of_epochs_that_is_none_is_one_error(epochs: object, tmp_path: Path) -> None:
     (tmp_path / "it").mkdir()
     (tmp_path / "it" / "config.toml").write_text('data = "digits"\nname = "it"')
@@ -83,7 +84,7 @@ def test_a_number_of_epochs_that_is_none_is_one_error(epochs: object, tmp_path: 
 # What is refused before the data are read.
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("job", "chosen", "error", "words"),
     [
         ("classify", {"pretrained": "no.pth"}, CheckpointError, "--pretrained no.pth: expected a"),
@@ -122,7 +123,7 @@ def test_a_model_of_a_library_that_is_missing_is_refused_early(tmp_path: Path) -
         run_job(unread("classify"), chosen)
 
 
-@pytest.mark.parametrize("place", ["a file", "no place for files"])
+@for_each("place", ["a file", "no place for files"])
 def test_a_folder_that_cannot_be_written_to_is_refused_early(place: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     runs = tmp_path / "file" / "runs" if place == "a file" else Path("/proc/self")
@@ -243,7 +244,7 @@ def test_a_run_that_goes_on_reads_no_picture_again_even_if_they_have_moved(
     assert f'data = "{tmp_path}/elsewhere"' in (runs / "moved" / "config.toml").read_text()
 
 
-@pytest.mark.parametrize("job", [job.name for job in JOBS])
+@for_each("job", [job.name for job in JOBS])
 def test_other_data_in_another_place_are_refused(job: str, tmp_path: Path) -> None:
     data = WRITERS[job](tmp_path / "data")
     run_here(job, data, tmp_path / "runs", name="it")
@@ -359,7 +360,7 @@ def test_a_signal_saves_and_the_run_goes_on_from_there(
     assert f"step-{int(found[1]):08d}" in saved
 
 
-@pytest.mark.parametrize("step", [4, 10], ids=["in an epoch", "at its end"])
+@for_each("step", [4, 10], ids=["in an epoch", "at its end"])
 def test_a_run_that_was_asked_to_stop_ends_with_the_bits_of_one_that_was_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
@@ -437,8 +438,8 @@ class _Chosen:
         return {name: value if name != "loss" else loss for name, loss in scores.items()}
 
 
-@pytest.mark.parametrize("job", [job.name for job in JOBS])
-@pytest.mark.parametrize(("scores", "best"), [((0.9, 0.2, 0.1), 0), ((0.1, 0.2, 0.9), 2)])
+@for_each("job", [job.name for job in JOBS])
+@for_each(("scores", "best"), [((0.9, 0.2, 0.1), 0), ((0.1, 0.2, 0.9), 2)])
 def test_examples_are_of_the_best_model_and_the_last_one_stays(
     job: str, scores: tuple[float, ...], best: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from onefold.jobs import runfolder
 from onefold.jobs.classify import PictureModel
 from onefold.jobs.options import TrainOptions, from_mapping, read_config
 from onefold.jobs.runfolder import RunFolder, check_folder, next_name, read_run
+from tests.tables import for_each
 
 OPTIONS = TrainOptions(data="digits", name="one")
 
@@ -83,14 +84,14 @@ def test_metrics_are_not_added_to_a_file_elsewhere(tmp_path: Path) -> None:
     assert (tmp_path / "theirs").read_bytes() == b""
 
 
-@pytest.mark.parametrize("content", ["[" * 100_000, "[]", "{", '"text"'])
+@for_each("content", ["[" * 100_000, "[]", "{", '"text"'])
 def test_what_is_no_note_of_a_run_is_one_error(tmp_path: Path, content: str) -> None:
     (tmp_path / "run.json").write_text(content)
     with pytest.raises(DataError, match=r"run\.json: expected"):
         read_run(tmp_path)
 
 
-@pytest.mark.parametrize("size", [None, 10**9, "large"])
+@for_each("size", [None, 10**9, "large"])
 def test_a_note_of_another_model_is_one_error(tmp_path: Path, size: object) -> None:
     facts = {"name": "resnet18", "classes": ["a"], "mean": [0], "std": [1], "image_size": size}
     model = {**facts, "mode": "RGB", "small_stem": True}
@@ -108,8 +109,8 @@ def test_a_run_that_goes_on_must_be_there(tmp_path: Path) -> None:
         check_folder(tmp_path / "new", resume=True)
 
 
-@pytest.mark.parametrize("resume", [False, True])
-@pytest.mark.parametrize("kind", ["folder", "file"])
+@for_each("resume", [False, True])
+@for_each("kind", ["folder", "file"])
 def test_what_is_no_run_is_left_alone(tmp_path: Path, resume: bool, kind: str) -> None:
     """Neither answer may be to try the other one."""
     path = tmp_path / "photos"
@@ -161,7 +162,7 @@ def test_what_is_said_is_added_to_what_was_said(tmp_path: Path) -> None:
     assert read_run(tmp_path) == {**expected, "finished": None}
 
 
-@pytest.mark.parametrize("fails", ["fsync", "replace"])
+@for_each("fails", ["fsync", "replace"])
 def test_what_was_there_stays_whole_if_writing_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
@@ -212,7 +213,7 @@ def test_a_line_may_hold_any_text(tmp_path: Path) -> None:
     assert folder.lines() == [line]
 
 
-@pytest.mark.parametrize("cut", ['{"kind": "ste', "{", '{"kind": "steps", "epoch": 0}'])
+@for_each("cut", ['{"kind": "ste', "{", '{"kind": "steps", "epoch": 0}'])
 def test_a_last_line_that_was_cut_off_is_left_out(tmp_path: Path, cut: str) -> None:
     folder = begun(tmp_path)
     folder.add(steps_line(1))
@@ -230,7 +231,7 @@ def test_a_single_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
     assert folder.lines() == []
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("steps", "epochs", "kept"),
     [
         (6, 2, [0, 1, 2, 3, 4, 5, 6, 7]),
@@ -288,7 +289,7 @@ def strict(text: str) -> Any:
     return json.loads(text, parse_constant=refuse)
 
 
-@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+@for_each("number", [math.nan, math.inf, -math.inf])
 def test_numbers_that_are_not_finite_are_written_as_none(tmp_path: Path, number: float) -> None:
     folder = begun(tmp_path)
     value = {"a": number, "b": [number, 1.0, {"c": number}], "d": (number, 2)}
@@ -306,7 +307,7 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
         read_run(tmp_path)
 
 
-@pytest.mark.parametrize("content", ["", "{", "\0\0\0"])
+@for_each("content", ["", "{", "\0\0\0"])
 def test_a_damaged_run_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "run.json").write_text(content)
     with pytest.raises(DataError, match=r"run\.json: expected JSON: "):
@@ -356,7 +357,7 @@ def test_metrics_are_events_as_well_and_later_ones_are_dropped(
     assert [step for step, _ in found["train/lr"]] == [1, 2, 8]
 
 
-@pytest.mark.parametrize("failure", [None, OSError("no space left")])
+@for_each("failure", [None, OSError("no space left")])
 def test_the_events_are_whole_before_others_may_write(
     tmp_path: Path, failure: Exception | None
 ) -> None:

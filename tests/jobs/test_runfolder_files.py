@@ -18,6 +18,7 @@ from onefold.jobs.runfolder import RunFolder, read_run, require_room
 from onefold.system.folderlock import lock_of_checkpoints
 from onefold.system.ownfiles import RECORD_BYTES
 from tests.somebody import NOBODY, needs_root, somebody_else
+from tests.tables import for_each
 
 OPTIONS = TrainOptions(data="digits", name="one")
 DIGITS = "7" * 5000
@@ -197,14 +198,14 @@ RECORDS: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("kind", RECORDS)
+@for_each("kind", RECORDS)
 def test_a_record_that_no_run_has_written(tmp_path: Path, kind: str) -> None:
     RECORDS[kind](tmp_path / "run.json")
     with pytest.raises(DataError, match=r"run\.json"):
         read_run(tmp_path)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("content", "expected"),
     [
         (f"seed = {DIGITS}", "a TOML file"),
@@ -234,7 +235,7 @@ def test_lines_that_no_run_has_written_are_left_out(
     assert f"metrics.jsonl: {len(bad)} damaged lines were left out" in caplog.text
 
 
-@pytest.mark.parametrize("name", ["run.json", "config.toml", "metrics.jsonl"])
+@for_each("name", ["run.json", "config.toml", "metrics.jsonl"])
 def test_a_link_aside_is_not_written_through(tmp_path: Path, name: str) -> None:
     foreign = tmp_path / "foreign"
     foreign.write_text("somebody else's")

@@ -10,6 +10,7 @@ import pytest
 
 from onefold.errors import CheckpointError
 from onefold.jobs.training import read_saved
+from tests.tables import for_each
 
 BEST = {"epoch": 0, "score": "iou", "value": 0.5, "checkpoint": "checkpoints/step-00000003"}
 SAVED = {"part": {"samples": 8.0, "total": math.inf}, "epochs_done": 1, "best": BEST}
@@ -23,7 +24,7 @@ def test_what_was_saved_is_read() -> None:
     assert math.isnan(best["value"])
 
 
-@pytest.mark.parametrize(
+@for_each(
     "extra",
     [
         None,

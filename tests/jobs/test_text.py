@@ -21,6 +21,7 @@ from onefold.jobs.text import (
     settle,
 )
 from tests.jobs.tiny import SMALL, run_here, write_texts
+from tests.tables import for_each
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +98,7 @@ def test_two_files_do_as_well_as_a_folder(data: Path) -> None:
     assert len(prepare(options).dev) == 12
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "words"),
     [
         ("nowhere", "--data .*nowhere: expected a folder with train.tsv and dev.tsv"),
@@ -158,7 +159,7 @@ def test_one_label_in_two_spellings_is_refused(own: Path) -> None:
         prepare(options_for(own, skip_bad=True))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("choices", "words"),
     [
         ({"vocabulary": 100}, "--vocabulary 100: expected 261 or more"),

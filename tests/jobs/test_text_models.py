@@ -16,6 +16,7 @@ from onefold.jobs import text_models
 from onefold.jobs.text_models import build_from_config, load_pretrained, most_tokens
 from onefold.jobs.tokens import encode_texts, train_tokenizer
 from tests.jobs.sentences import TEXTS, VOCABULARY_SIZE, logits, shard, small
+from tests.tables import for_each
 
 NEEDS = 'needs pip install "onefold[text]"'
 tokenizers = pytest.importorskip("tokenizers", reason=NEEDS)
@@ -188,7 +189,7 @@ def test_a_folder_that_lacks_something_is_refused(
 CONFIG = '{"model_type": "roberta", "vocab_size": 300'
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("config", "words"),
     [
         ("{", "JSONDecodeError"),
@@ -315,7 +316,7 @@ def tiny(kind: str, **others: Any) -> Any:
     return transformers.AutoModelForSequenceClassification.from_config(config).eval()
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("kind", "others", "expected"),
     [
         ("bert", {"pad_token_id": 0}, 20),
@@ -339,14 +340,14 @@ def test_a_text_may_have_as_many_tokens_as_the_model_has_positions(
         model(input_ids=torch.full((1, expected + 1), 7))
 
 
-@pytest.mark.parametrize("kind", ["t5", "xlnet"])
+@for_each("kind", ["t5", "xlnet"])
 def test_a_model_without_positions_takes_texts_of_any_length(kind: str) -> None:
     model = torch.nn.Linear(1, 1)
     model.config = transformers.AutoConfig.for_model(kind)
     assert most_tokens(model) is None
 
 
-@pytest.mark.parametrize(
+@for_each(
     "named",
     [
         {"attn_implementation": ["somebody/kernel"]},

@@ -15,6 +15,7 @@ from onefold.jobs import tokens
 from onefold.jobs.text_models import load_pretrained
 from onefold.jobs.tokens import EncodedTexts, encode_texts, pad_shard, train_tokenizer
 from tests.jobs.sentences import TEXTS, VOCABULARY_SIZE, small
+from tests.tables import for_each
 
 NEEDS = 'needs pip install "onefold[text]"'
 tokenizers = pytest.importorskip("tokenizers", reason=NEEDS)
@@ -97,7 +98,7 @@ def test_long_texts_are_cut_and_keep_their_end(tokenizer: str, max_length: int) 
     assert cut.tolist() == [*whole[: max_length - 1].tolist(), 2]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("texts", "vocabulary_size", "complaint"),
     [
         (["a"], 260, "expected a vocabulary of 261 tokens or more .*, got 260"),
@@ -159,7 +160,7 @@ def test_without_token_dropout_nothing_is_drawn() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("labels", "token_dropout", "complaint"),
     [
         ([0, 1], 0.0, "a label for each text, got 2 for 1"),
@@ -174,7 +175,7 @@ def test_texts_that_do_not_fit_are_refused(
         EncodedTexts([torch.tensor([0, 2])], labels, token_dropout=token_dropout)
 
 
-@pytest.mark.parametrize("pad_id", [1, 0])
+@for_each("pad_id", [1, 0])
 def test_a_shard_is_as_long_as_its_longest_text(pad_id: int) -> None:
     made = pad_shard([(torch.tensor([0, 2]), 3), (torch.tensor([0, 9, 9, 2]), 1)], pad_id)
     assert made["input_ids"].tolist() == [[0, 2, pad_id, pad_id], [0, 9, 9, 2]]
@@ -183,7 +184,7 @@ def test_a_shard_is_as_long_as_its_longest_text(pad_id: int) -> None:
     assert {tensor.dtype for tensor in made.values()} == {torch.int64}
 
 
-@pytest.mark.parametrize(
+@for_each(
     "call",
     [
         pytest.param(lambda: train_tokenizer(["a"], 300), id="train_tokenizer"),

@@ -12,6 +12,7 @@ from torch import nn
 from onefold import models
 from onefold.errors import LaunchError
 from onefold.models import MODELS, build_model, head_name, head_of
+from tests.tables import for_each
 
 HEADS = {
     "lenet": "classifier.5",
@@ -63,14 +64,14 @@ def test_the_names_of_the_catalog() -> None:
     assert list(MODELS) == list(HEADS)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@for_each("name", MODELS)
 def test_models_take_the_images_and_give_the_classes_they_are_built_for(name: str) -> None:
     model = build(name)
     logits = model(torch.zeros(2, 3, 32, 32, device="meta"))
     assert logits.shape == (2, 7)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@for_each("name", MODELS)
 def test_the_last_layer_is_known_by_name(name: str) -> None:
     model = build(name)
     assert head_name(model) == HEADS[name]
@@ -78,7 +79,7 @@ def test_the_last_layer_is_known_by_name(name: str) -> None:
     assert list(model.state_dict())[-2:] == [f"{HEADS[name]}.weight", f"{HEADS[name]}.bias"]
 
 
-@pytest.mark.parametrize("name", ["lenet", "resnet18"])
+@for_each("name", ["lenet", "resnet18"])
 def test_fresh_weights_come_from_the_global_generator(name: str) -> None:
     weights = []
     for _ in range(2):
@@ -88,7 +89,7 @@ def test_fresh_weights_come_from_the_global_generator(name: str) -> None:
     assert torch.equal(*weights)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("image_size", "small_images", "kernel"),
     [(64, None, 3), (65, None, 7), (224, None, 7), (224, True, 3), (32, False, 7)],
 )
@@ -99,19 +100,19 @@ def test_the_stem_follows_the_image_size_unless_it_is_chosen(
     assert model.get_submodule("conv1").kernel_size == (kernel, kernel)
 
 
-@pytest.mark.parametrize("name", ["lenet", "timm:resnet10t"])
+@for_each("name", ["lenet", "timm:resnet10t"])
 def test_a_stem_is_chosen_for_resnets_only(name: str) -> None:
     with pytest.raises(ValueError, match=f"for ResNets only, got False for '{name}'"):
         build(name, small_images=False)
 
 
-@pytest.mark.parametrize("name", ["resnet19", "", "timm", "timm:", "LeNet"])
+@for_each("name", ["resnet19", "", "timm", "timm:", "LeNet"])
 def test_an_unknown_name_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"one of lenet, .*resnet101 or timm:NAME, got '{name}'"):
         build(name)
 
 
-@pytest.mark.parametrize("wrong", ["num_classes", "in_channels", "image_size"])
+@for_each("wrong", ["num_classes", "in_channels", "image_size"])
 def test_a_number_below_one_is_refused(wrong: str) -> None:
     numbers = {"num_classes": 7, "in_channels": 3, "image_size": 32} | {wrong: 0}
     with pytest.raises(ValueError, match=f"{wrong} must be positive, got 0"):
@@ -134,7 +135,7 @@ def test_without_timm_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPat
         build("timm:resnet10t")
 
 
-@pytest.mark.parametrize(
+@for_each(
     "failure",
     ["ImportError('no torchvision')", "RuntimeError('operator torchvision::nms does not exist')"],
 )

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from onefold import models
+from tests.tables import for_each
 
 IMAGES = torch.linspace(-1, 1, 3 * 28 * 28).view(3, 1, 28, 28)
 COLOUR_IMAGES = torch.linspace(-1, 1, 3 * 3 * 32 * 32).view(3, 3, 32, 32)
@@ -40,7 +41,7 @@ CLASSIFIERS: dict[str, tuple[Callable[[], nn.Module], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", CLASSIFIERS)
+@for_each("name", CLASSIFIERS)
 def test_logits_have_one_row_a_sample_and_one_column_a_class(name: str) -> None:
     build, inputs = CLASSIFIERS[name]
     logits = build()(inputs)
@@ -48,7 +49,7 @@ def test_logits_have_one_row_a_sample_and_one_column_a_class(name: str) -> None:
     assert logits.dtype == torch.float32
 
 
-@pytest.mark.parametrize("name", CLASSIFIERS)
+@for_each("name", CLASSIFIERS)
 def test_every_parameter_takes_part(name: str) -> None:
     build, inputs = CLASSIFIERS[name]
     torch.manual_seed(0)
@@ -58,7 +59,7 @@ def test_every_parameter_takes_part(name: str) -> None:
     assert without == []
 
 
-@pytest.mark.parametrize("name", CLASSIFIERS)
+@for_each("name", CLASSIFIERS)
 def test_the_same_seed_builds_the_same_model(name: str) -> None:
     build, inputs = CLASSIFIERS[name]
     logits = []
@@ -77,24 +78,24 @@ def test_dropout_acts_in_training_only() -> None:
     assert torch.equal(model(inputs), model(inputs))
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@for_each("dropout", [0.0, 0.5])
 def test_dropout_of_the_dense_cnn_is_settable(dropout: float) -> None:
     rates = [m.p for m in models.DenseCNN(dropout=dropout).modules() if isinstance(m, nn.Dropout)]
     assert rates == [dropout]
 
 
-@pytest.mark.parametrize("size", [8, 10, 13, 30, 0, -4])
+@for_each("size", [8, 10, 13, 30, 0, -4])
 def test_lenet_refuses_a_size_that_its_pools_do_not_divide(size: int) -> None:
     with pytest.raises(ValueError, match=f"multiple of 4 and at least 12, got {size}$"):
         models.LeNet(image_size=size)
 
 
-@pytest.mark.parametrize("size", [12, 16, 20, 36])
+@for_each("size", [12, 16, 20, 36])
 def test_lenet_takes_any_size_that_its_pools_divide(size: int) -> None:
     assert models.LeNet(image_size=size)(torch.zeros(2, 1, size, size)).shape == (2, 10)
 
 
-@pytest.mark.parametrize("size", [27, 0, -2])
+@for_each("size", [27, 0, -2])
 def test_the_dense_cnn_refuses_a_size_that_is_not_even(size: int) -> None:
     with pytest.raises(ValueError, match=f"positive even number, got {size}$"):
         models.DenseCNN(image_size=size)
@@ -108,7 +109,7 @@ MODULES = [
 ]
 
 
-@pytest.mark.parametrize("module", MODULES)
+@for_each("module", MODULES)
 def test_examples_in_docstrings_run(module: str) -> None:
     result = doctest.testmod(import_module(f"onefold.models.{module}"))
     assert result.attempted > 0

@@ -5,6 +5,7 @@ import torch
 
 from onefold.models import ResNet, resnet18, resnet34, resnet50, resnet101
 from onefold.models.resnet import Bottleneck
+from tests.tables import for_each
 
 DOWNSAMPLE = ["downsample.0.weight", "downsample.1.weight", "downsample.1.bias"]
 BUILDERS = {"18": resnet18, "34": resnet34, "50": resnet50, "101": resnet101}
@@ -44,14 +45,14 @@ def resnet_without_storage(depth: str) -> ResNet:
         return BUILDERS[depth](num_classes=1000, small_images=False)
 
 
-@pytest.mark.parametrize("depth", BUILDERS)
+@for_each("depth", BUILDERS)
 def test_parameters_and_buffers_are_named_as_in_torchvision(depth: str) -> None:
     model = resnet_without_storage(depth)
     assert [name for name, _ in model.named_parameters()] == torchvision_names(depth)
     assert [name for name, _ in model.named_buffers()] == torchvision_buffers(depth)
 
 
-@pytest.mark.parametrize("depth", BUILDERS)
+@for_each("depth", BUILDERS)
 def test_resnets_for_large_images_have_the_published_sizes(depth: str) -> None:
     model = resnet_without_storage(depth)
     assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS[depth]
@@ -70,7 +71,7 @@ def test_a_block_adds_its_input() -> None:
     assert torch.equal(block(features), features.relu())
 
 
-@pytest.mark.parametrize(("small_images", "bottleneck"), [(True, False), (False, True)])
+@for_each(("small_images", "bottleneck"), [(True, False), (False, True)])
 def test_feature_maps_have_the_channels_and_strides_that_the_model_tells(
     small_images: bool, bottleneck: bool
 ) -> None:
@@ -94,9 +95,7 @@ def test_the_stem_for_large_images_is_the_published_one() -> None:
     assert resnet_without_storage("18").conv1.weight.shape == (64, 3, 7, 7)
 
 
-@pytest.mark.parametrize(
-    ("small_images", "pixels", "features"), [(True, 32, 4), (True, 8, 1), (False, 224, 7)]
-)
+@for_each(("small_images", "pixels", "features"), [(True, 32, 4), (True, 8, 1), (False, 224, 7)])
 def test_the_image_is_halved_as_often_as_it_should_be(
     small_images: bool, pixels: int, features: int
 ) -> None:
@@ -112,7 +111,7 @@ def test_a_network_may_be_as_small_as_one_block() -> None:
     assert model(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
 
 
-@pytest.mark.parametrize("blocks", [(), (2, 0)])
+@for_each("blocks", [(), (2, 0)])
 def test_a_stage_without_blocks_is_refused(blocks: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="blocks must be one or more positive numbers"):
         ResNet(blocks=blocks)

@@ -8,6 +8,7 @@ from torch import nn
 
 from onefold.models import UNet, resnet18, resnet34, resnet101, vgg16
 from onefold.models.unet import ENCODERS, DecoderStep
+from tests.tables import for_each
 
 STRIDES = {"vgg16": 16, "resnet18": 32, "resnet34": 32, "resnet101": 32}
 RESNETS = {"resnet18": resnet18, "resnet34": resnet34, "resnet101": resnet101}
@@ -34,21 +35,21 @@ def test_every_encoder_is_tested_here() -> None:
     assert set(ENCODERS) == set(STRIDES)
 
 
-@pytest.mark.parametrize("encoder", STRIDES)
+@for_each("encoder", STRIDES)
 def test_the_output_has_the_size_of_the_images(encoder: str) -> None:
     logits = small_unet(encoder)(noise(2, 3, 64, 96))
     assert logits.shape == (2, 1, 64, 96)
     assert logits.dtype == torch.float32
 
 
-@pytest.mark.parametrize("encoder", ["vgg16", "resnet18"])
+@for_each("encoder", ["vgg16", "resnet18"])
 def test_channels_of_images_and_logits_are_free(encoder: str) -> None:
     model = small_unet(encoder, in_channels=1, out_channels=5)
     assert model(noise(2, 1, 32, 64)).shape == (2, 5, 32, 64)
     assert model.head.out_channels == 5
 
 
-@pytest.mark.parametrize("encoder", STRIDES)
+@for_each("encoder", STRIDES)
 def test_every_parameter_takes_part(encoder: str) -> None:
     model = small_unet(encoder)
     model(noise(2, 3, 64, 64)).square().sum().backward()
@@ -56,8 +57,8 @@ def test_every_parameter_takes_part(encoder: str) -> None:
     assert without == []
 
 
-@pytest.mark.parametrize("encoder", STRIDES)
-@pytest.mark.parametrize(("taller", "wider"), [(1, 0), (0, 1), (8, 8)])
+@for_each("encoder", STRIDES)
+@for_each(("taller", "wider"), [(1, 0), (0, 1), (8, 8)])
 def test_a_size_that_the_stride_does_not_divide_is_refused(
     encoder: str, taller: int, wider: int
 ) -> None:
@@ -68,7 +69,7 @@ def test_a_size_that_the_stride_does_not_divide_is_refused(
         model(torch.zeros(1, 3, height, width))
 
 
-@pytest.mark.parametrize("encoder", RESNETS)
+@for_each("encoder", RESNETS)
 def test_weights_of_a_resnet_load_into_the_encoder(encoder: str) -> None:
     published = RESNETS[encoder](num_classes=6, small_images=False, width=4).state_dict()
     kept = {name: value for name, value in published.items() if not name.startswith("fc.")}
@@ -100,7 +101,7 @@ def test_the_same_seed_gives_the_same_gradients_with_deterministic_algorithms(en
     assert torch.equal(*gradients)
 
 
-@pytest.mark.parametrize("encoder", ["vgg16", "resnet34", "resnet101"])
+@for_each("encoder", ["vgg16", "resnet34", "resnet101"])
 def test_the_full_size_decoder_narrows_towards_the_images(encoder: str) -> None:
     with torch.device("meta"):
         model = UNet(encoder)
@@ -119,7 +120,7 @@ def test_a_decoder_step_doubles_the_features_and_sees_the_skip() -> None:
     assert torch.equal(seen[0], torch.cat([doubled, skip], dim=1))
 
 
-@pytest.mark.parametrize("width", [0, -2, 5])
+@for_each("width", [0, -2, 5])
 def test_a_width_without_a_half_is_refused(width: int) -> None:
     with pytest.raises(ValueError, match=f"positive even number, got {width}"):
         UNet("resnet18", width=width)

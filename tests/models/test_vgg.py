@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from onefold.models import VGG, vgg16
+from tests.tables import for_each
 
 # Where the convolutions of torchvision's vgg16 lie: a ReLU follows each, a max pool each stage.
 CONVOLUTIONS = (0, 2, 5, 7, 10, 12, 14, 17, 19, 21, 24, 26, 28)
@@ -52,7 +53,7 @@ def test_every_parameter_takes_part() -> None:
     )
 
 
-@pytest.mark.parametrize("blocks", [(), (2, 0)])
+@for_each("blocks", [(), (2, 0)])
 def test_a_stage_without_convolutions_is_refused(blocks: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="blocks must be one or more positive numbers"):
         VGG(blocks=blocks)

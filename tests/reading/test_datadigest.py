@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onefold.reading.reader import digest_of, digest_samples, join_digests
+from tests.tables import for_each
 
 Pair = namedtuple("Pair", "left right")
 
@@ -113,7 +114,7 @@ DIFFERENT: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", DIFFERENT)
+@for_each("name", DIFFERENT)
 def test_what_differs_has_another_digest(name: str) -> None:
     one, other = DIFFERENT[name]
     assert digest_of(one) != digest_of(other)
@@ -143,7 +144,7 @@ ALIKE: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ALIKE)
+@for_each("name", ALIKE)
 def test_what_is_alike_or_cannot_be_seen_has_the_same(name: str) -> None:
     one, other = ALIKE[name]
     assert digest_of(one) == digest_of(other)
@@ -231,7 +232,7 @@ print(join_digests(7, [digest_of(sample)]), list(names))
     assert answers[0][0] == answers[1][0]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("samples", "read"),
     [(1, [0]), (2, [0, 1]), (3, [0, 1, 2]), (10, [0, 5, 9]), (10**9, [0, 5 * 10**8, 10**9 - 1])],
 )

@@ -34,6 +34,7 @@ from onefold.errors import SampleError
 from onefold.reading.loader import Loader
 from onefold.reading.position import LoaderTrack
 from tests.small import make_trainer
+from tests.tables import for_each
 
 processes = pytest.mark.processes
 with_workers = pytest.mark.parametrize("workers", [0, pytest.param(2, marks=processes)])
@@ -203,14 +204,14 @@ def test_within_a_batch_lengths_are_near() -> None:
     assert [length for batch in spans for length in batch] == sorted(LENGTHS)
 
 
-@pytest.mark.parametrize("lengths", [tuple(LENGTHS), np.array(LENGTHS)])
+@for_each("lengths", [tuple(LENGTHS), np.array(LENGTHS)])
 def test_lengths_may_be_any_row_of_numbers(lengths: Any) -> None:
     loaders = [make_loader(range(30), Plan((2,)), lengths=each) for each in (LENGTHS, lengths)]
     assert samples_in(list(loaders[0])) == samples_in(list(loaders[1]))
     assert loaders[0].track.size == loaders[1].track.size
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("choices", "words"),
     [
         ({"lengths": LENGTHS[1:]}, "one length for each of the 30 samples, got 29 lengths"),
@@ -446,7 +447,7 @@ def test_the_usual_collate_is_that_of_pytorch() -> None:
     assert payload["name"] == list("0123")  # type: ignore[index]
 
 
-@pytest.mark.parametrize(
+@for_each(
     "data",
     [iter(range(3)), (n for n in range(3)), 5, None, {1, 2}],
     ids=["iterator", "generator", "number", "none", "set"],
@@ -461,13 +462,13 @@ def test_a_stream_of_known_length_is_no_data_set_with_an_index() -> None:
         make_loader(CountedStream(), Plan((1,)))
 
 
-@pytest.mark.parametrize("data", [[], (), TensorDataset(torch.zeros(0, 3))])
+@for_each("data", [[], (), TensorDataset(torch.zeros(0, 3))])
 def test_an_empty_data_set_is_refused(data: object) -> None:
     with pytest.raises(ValueError, match="the data set is empty: expected at least one sample"):
         make_loader(data, Plan((1,)))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("choice", "kind", "words"),
     [
         ({"batch_size": 0}, ValueError, "expected batch_size of at least 1, got 0"),
@@ -947,7 +948,7 @@ def test_a_collate_that_returns_nothing_is_named(workers: int) -> None:
         next(iter(loader))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("choices", "words"),
     [
         ({"drop_last": True}, "at least batch_size=6 samples in a pass, got 5"),
@@ -991,7 +992,7 @@ class Few(IterableDataset[int]):
         return iter(range(4))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("data", "choices", "words"),
     [
         (Few(), {"drop_last": True}, "of the stream Few had no batch of 6 samples, with drop_last"),

@@ -13,6 +13,7 @@ from onefold.core.shard import Plan
 from onefold.errors import CheckpointError
 from onefold.reading.loader import Loader
 from onefold.reading.position import Position
+from tests.tables import for_each
 
 
 def make_loader(samples: int = 10, batch_size: int = 3, **choices: Any) -> Loader:
@@ -257,7 +258,7 @@ def saves_of(body: Callable[[Script], Iterator[None]]) -> tuple[Script, list[dic
     return script, [script.position.to_json() for _ in body(script)]
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@for_each("name", SCRIPTS)
 def test_a_run_goes_on_with_the_samples_that_were_to_come(name: str) -> None:
     body = SCRIPTS[name]
     whole, saves = saves_of(body)
@@ -269,7 +270,7 @@ def test_a_run_goes_on_with_the_samples_that_were_to_come(name: str) -> None:
         assert again.used == whole.used[saved["step"] :], saved
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@for_each("name", SCRIPTS)
 def test_it_may_stop_again_and_again(name: str) -> None:
     body = SCRIPTS[name]
     whole, _ = saves_of(body)
@@ -349,7 +350,7 @@ def test_a_run_may_go_back_within_its_epochs() -> None:
     assert script.used[10:] == whole.used[6:]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("choices", "changed", "what"),
     [
         ({"samples": 11}, "dataset", "a data set of length 10, this run has 11"),
@@ -376,7 +377,7 @@ def test_another_loader_is_refused_by_name(
     assert (next_pass.number, next_pass.used) == (0, 6)
 
 
-@pytest.mark.parametrize("lengths", [None, [*LENGTHS[:-1], 4], LENGTHS[::-1]])
+@for_each("lengths", [None, [*LENGTHS[:-1], 4], LENGTHS[::-1]])
 def test_other_lengths_of_as_many_samples_are_refused(lengths: list[int] | None) -> None:
     _, saves = saves_of(by_length)
     words = "was saved with lengths of samples, as a digest [0-9a-f]{16}, this run has .*then "
@@ -466,7 +467,7 @@ def interrupted(script: Script, at: int) -> dict[str, Any]:
     return script.position.to_json()
 
 
-@pytest.mark.parametrize("at", range(1, 12))
+@for_each("at", range(1, 12))
 def test_a_run_that_is_saved_after_an_exception_loses_no_sample(at: int) -> None:
     whole, _ = saves_of(simple)
     again = Script(interrupted(Script(), at))

@@ -23,6 +23,7 @@ from onefold.errors import CheckpointError
 from tests.reading.test_loader import Augmented, make_loader, samples_in, united
 from tests.reading.test_position import Script
 from tests.small import make_trainer
+from tests.tables import for_each
 
 
 class Drawing(Sampler[int]):
@@ -67,7 +68,7 @@ def orders(sampler: Any, passes: int = 2, **choices: Any) -> list[list[Any]]:
     return [samples_in(list(loader)) for _ in range(passes)]
 
 
-@pytest.mark.parametrize("kind", GENERATORS)
+@for_each("kind", GENERATORS)
 def test_an_order_depends_on_seed_and_pass_alone(kind: str) -> None:
     sampler = drawing(kind)
     first = orders(sampler)
@@ -78,7 +79,7 @@ def test_an_order_depends_on_seed_and_pass_alone(kind: str) -> None:
     assert orders(sampler, seed=4) != first
 
 
-@pytest.mark.parametrize("kind", GENERATORS)
+@for_each("kind", GENERATORS)
 def test_generators_are_put_back(kind: str) -> None:
     sampler = drawing(kind)
     sampler._draw()
@@ -172,7 +173,7 @@ def test_a_sampler_ends_with_its_length(caplog: pytest.LogCaptureFixture) -> Non
     assert "the sampler yields more than its length, 3" in caplog.text
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("choices", "words"),
     [
         ({"sampler": iter([1])}, "the sampler list_iterator has no length"),
@@ -193,7 +194,7 @@ def test_a_sampler_that_cannot_be_followed_is_refused(choices: Any, words: str) 
         make_trainer().loader(range(9), **size, **choices)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("choices", "words"),
     [
         ({"shuffle": True}, "sampler decides itself what shuffle would"),
@@ -205,7 +206,7 @@ def test_nothing_else_orders_the_samples(choices: Any, words: str) -> None:
         make_trainer().loader(range(9), batch_size=3, sampler=range(9), **choices)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "choices", [{"batch_size": 3}, {"drop_last": True}, {"sampler": range(9)}, {"shuffle": True}]
 )
 def test_a_batch_sampler_stands_alone(choices: Any) -> None:
@@ -214,7 +215,7 @@ def test_a_batch_sampler_stands_alone(choices: Any) -> None:
         make_trainer().loader(range(9), batch_sampler=[[1]], **choices)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("choices", "kind", "words"),
     [
         ({"sampler": ["a"]}, TypeError, "expected sampler to yield the numbers of .* got 'a'"),
@@ -373,7 +374,7 @@ def test_a_data_set_of_any_length_is_read_in_order() -> None:
     assert next(iter(loader)).shards == {0: [0, 1, 2], 1: [3, 4, 5]}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("choices", "words"),
     [
         ({"shuffle": True}, "1,000,000,000,000 shuffled samples would take 8000 GB"),

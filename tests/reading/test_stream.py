@@ -26,6 +26,7 @@ from tests.reading.test_loader import (
     united,
 )
 from tests.small import make_trainer, points, square
+from tests.tables import for_each
 
 with_worker = pytest.mark.parametrize("workers", [0, pytest.param(1, marks=processes)])
 
@@ -223,7 +224,7 @@ def test_a_state_that_no_checkpoint_can_hold_is_not_kept(caplog: pytest.LogCaptu
     assert samples_in(list(again)) == samples_in(list(stream_loader(Odd(), Plan((2,)))))[12:]
 
 
-@pytest.mark.parametrize(
+@for_each(
     "made_up", [{}, {"torch": "zz"}, {"torch": "00", "numpy": 3}, {"torch": "00", "numpy": {}}]
 )
 def test_a_made_up_state_is_one_error(made_up: dict[str, Any]) -> None:
@@ -266,7 +267,7 @@ def test_a_sample_that_cannot_be_read_is_named(workers: int) -> None:
         next(batches)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("choices", "words"),
     [
         ({"shuffle": True}, "Noisy is a stream.* so shuffle cannot .* a buffer from which"),
@@ -286,7 +287,7 @@ class Rows(Plain):
         return iter(zip(*points(self._samples), strict=True))
 
 
-@pytest.mark.parametrize("devices", [1, 3])
+@for_each("devices", [1, 3])
 def test_a_stream_can_be_evaluated(devices: int) -> None:
     trainer = make_trainer(devices=devices)
     rows = list(Rows(20))

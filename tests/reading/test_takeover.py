@@ -21,6 +21,7 @@ from torch.utils.data import (
 import onefold
 from tests.reading.test_loader import Augmented, noisy_collate, processes, samples_in
 from tests.small import line, make_trainer, points, square
+from tests.tables import for_each
 
 DATA = list(range(20))
 
@@ -29,7 +30,7 @@ def read(loader: onefold.Loader, passes: int = 2) -> list[Any]:
     return [[dict(batch.shards) for batch in loader] for _ in range(passes)]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("theirs", "ours"),
     [
         ({"batch_size": 6}, {"batch_size": 6}),
@@ -176,7 +177,7 @@ class BatchSamplerShard:
         return iter(self.batch_sampler)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("loader", "words"),
     [
         (Own(DATA), "Own reads its data in its own way"),
@@ -201,7 +202,7 @@ def test_a_class_of_loaders_that_changes_nothing_is_taken_over() -> None:
     assert samples_in(list(make_trainer().loader(Harmless(DATA, 7, collate_fn=list)))) == DATA
 
 
-@pytest.mark.parametrize(
+@for_each(
     "choices",
     [
         {"batch_size": 4},
@@ -221,7 +222,7 @@ def test_a_loader_has_its_own_settings(choices: dict[str, Any]) -> None:
         make_trainer().loader(DataLoader(DATA, 4), **choices)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("choices", "words"),
     [
         ({"workers": 2, "num_workers": 2}, "workers and num_workers are the same thing"),
@@ -256,7 +257,7 @@ def test_a_loader_of_ours_is_no_data_set() -> None:
             call(loader, batch_size=4)
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
+@for_each("shuffle", [False, True])
 def test_evaluation_takes_loaders_in_the_order_of_their_data(shuffle: bool) -> None:
     data = TensorDataset(*points(20))
     loader = DataLoader(data, 6, shuffle=shuffle)
@@ -298,7 +299,7 @@ def test_batches_by_a_rule_are_numbered_through_the_run() -> None:
     assert (len(again), again.batch_size) == (3, None)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("rule", "per_epoch", "kind", "words"),
     [
         (3, 3, TypeError, "expected a function of step and generator"),

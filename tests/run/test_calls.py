@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 
 from onefold.run.calls import can_be_kept, is_of, reads_all, takes_a_view, tensors_in
+from tests.tables import for_each
 
 T = torch.Tensor
 WHOLE = torch.empty(6, 4)
@@ -18,7 +18,7 @@ def test_tensors_are_found_wherever_they_are() -> None:
     assert [id(each) for each in tensors_in(given)] == [id(WHOLE), id(PLACE), id(PLACE)]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("place", "expected"),
     [
         (2, True),
@@ -36,7 +36,7 @@ def test_a_part_is_a_view_if_its_place_is_a_number(place: object, expected: bool
     assert takes_a_view(T.__getitem__, (WHOLE, place), {}) == expected
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("function", "args", "expected"),
     [
         (T.select, (WHOLE, 0, 1), True),
@@ -50,7 +50,7 @@ def test_views_look_at_nothing(function: object, args: tuple[object, ...], expec
     assert takes_a_view(function, args, {}) == expected  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("function", "args", "expected"),
     [
         (T.mul, (WHOLE, 2.0), True),
@@ -68,7 +68,7 @@ def test_what_is_made_of_one_tensor(
     assert reads_all(function, args, {}) == expected  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("value", "expected"),
     [
         ((1, 2.0, "x", None, torch.float32, WHOLE), True),

@@ -5,14 +5,13 @@ from __future__ import annotations
 from contextlib import closing
 from types import SimpleNamespace
 
-import pytest
-
 from onefold.run.crew import Crew
 from onefold.run.rundir import Board, Report
 from onefold.system.process import StopSignals
+from tests.tables import for_each
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("kind", "by_peer", "lost", "final"),
     [
         ("AcceleratorError", False, 1, False),

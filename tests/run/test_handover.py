@@ -17,6 +17,7 @@ import pytest
 import onefold
 from onefold.run.handover import pack_call
 from tests.small import make_trainer
+from tests.tables import for_each
 
 CELLS = [
     """
@@ -75,7 +76,7 @@ def of_a_trainer() -> object:
     return lambda: trainer.steps
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("make", "text"),
     [
         (of_a_lock, "cannot pickle '_thread.lock' object. It, or one of its arguments, refers to"),

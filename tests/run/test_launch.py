@@ -17,6 +17,7 @@ import onefold
 from onefold.core.options import RunOptions
 from onefold.core.world import World
 from onefold.errors import LaunchError, RunFailed
+from tests.tables import for_each
 
 processes = pytest.mark.processes
 
@@ -124,7 +125,7 @@ BAD: list[tuple[Sequence[str], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "message"), BAD)
+@for_each(("arguments", "message"), BAD)
 def test_bad_arguments_are_refused_before_any_work(
     arguments: Sequence[str], message: str, tmp_path: Path
 ) -> None:
@@ -141,7 +142,7 @@ def test_launch_options_are_checked() -> None:
         RunOptions(exchange="pigeon")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("command", "devices"), [("run", "3"), ("verify", "3,5")])
+@for_each(("command", "devices"), [("run", "3"), ("verify", "3,5")])
 def test_the_environment_decides_what_is_kept_where_the_command_does_not(
     command: str, devices: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,7 +166,7 @@ def test_launch_keeps_what_the_environment_says(monkeypatch: pytest.MonkeyPatch)
         onefold.launch(ranks, devices="cpu:3", args=(0,), keep="stages:4")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("asked", "said", "launcher"),
     [("span", "all", "onefold"), ("span", "host", "torch"), (None, "all", "torch")],
 )

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from onefold.run.world import allocator_chosen
+from tests.tables import for_each
 
 PROGRAM = """
 import resource, torch, onefold
@@ -51,7 +52,7 @@ def test_the_users_own_settings_are_left_alone() -> None:
     assert page_faults(MALLOC_TRIM_THRESHOLD_="131072") > 50_000
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "value", "chosen"),
     [
         ("MALLOC_ARENA_MAX", "2", True),

@@ -21,6 +21,7 @@ from onefold.run.world import read_world
 from onefold.system.process import requests_by_signals
 from tests.run.test_other_launchers import free_port, torch_protocol
 from tests.small import make_trainer, points
+from tests.tables import for_each
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "noticed.py"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -80,7 +81,7 @@ def test_without_the_variable_a_signal_is_the_scripts(
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
 
 
-@pytest.mark.parametrize("names", ["KILL", "usr1", "10", "USR1,STOP"])
+@for_each("names", ["KILL", "usr1", "10", "USR1,STOP"])
 def test_a_signal_that_nobody_can_take_is_refused(names: str) -> None:
     words = "ONEFOLD_STOP_SIGNAL.*expected some of INT, TERM, HUP, USR1, USR2"
     with pytest.raises(LaunchError, match=words):

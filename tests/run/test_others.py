@@ -15,6 +15,7 @@ from onefold.run import launch, others, team
 from onefold.run.others import others_of
 from onefold.run.world import read_world, worker_environment
 from tests.run.test_slurm import SBATCH, SRUN
+from tests.tables import for_each
 
 POD = {
     "PET_NNODES": "3",
@@ -57,7 +58,7 @@ NODES = {
 }
 
 
-@pytest.mark.parametrize("name", [*PROCESSES, *NODES])
+@for_each("name", [*PROCESSES, *NODES])
 def test_who_is_alone_among_others_must_not_train(name: str) -> None:
     environment = PROCESSES.get(name) or NODES[name]
     world = read_world(environment)
@@ -71,7 +72,7 @@ def test_who_is_alone_among_others_must_not_train(name: str) -> None:
         team.form_team(world, None, shards=2, module=torch.nn.Linear(1, 1))
 
 
-@pytest.mark.parametrize("name", PROCESSES)
+@for_each("name", PROCESSES)
 def test_the_command_makes_one_run_of_all(name: str) -> None:
     """What it starts in place of the script here prints the environment that it was given."""
     command = others_of(PROCESSES[name]).refusal.split("\n    ")[1]  # type: ignore[union-attr]
@@ -104,14 +105,14 @@ NOT_REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", NOT_REFUSED)
+@for_each("name", NOT_REFUSED)
 def test_who_is_alone_by_right_may_train(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(others, "has_terminal", lambda: True)
     monkeypatch.setattr("onefold.run.others.has_terminal", lambda: True)
     assert read_world(NOT_REFUSED[name]) == World()
 
 
-@pytest.mark.parametrize("name", [*PROCESSES, *NODES])
+@for_each("name", [*PROCESSES, *NODES])
 def test_a_device_of_a_run_is_not_alone(name: str) -> None:
     """Of `onefold run`, and of torchrun, inside of such a job."""
     around = PROCESSES.get(name) or NODES[name]
@@ -123,7 +124,7 @@ def test_a_device_of_a_run_is_not_alone(name: str) -> None:
     assert (world.rank, world.size, world.others, world.refusal) == (1, 6, "", "")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("environment", "words"),
     [
         ({"PMIX_RANK": "1"}, "PMIX_RANK=1 says that a launcher of MPI has started other processes"),
@@ -180,7 +181,7 @@ def test_torchrun_on_each_node_is_told_of_the_other_nodes(
     assert "each trains a model of its own" in caplog.text
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("world", "said"),
     [
         (World(), ""),

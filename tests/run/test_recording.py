@@ -19,6 +19,7 @@ from onefold.engine.firstvalues import undrawn_of
 from onefold.models.resnet import resnet18
 from onefold.run.recording import Recording
 from onefold.system.heap import BareMemory
+from tests.tables import for_each
 
 
 class Drawn(nn.Module):
@@ -130,14 +131,14 @@ def check_alike(make: Callable[[], nn.Module], folder: Path, least_bytes: int = 
     return share
 
 
-@pytest.mark.parametrize("least_bytes", [1, 4096])
-@pytest.mark.parametrize("name", MODELS)
+@for_each("least_bytes", [1, 4096])
+@for_each("name", MODELS)
 def test_the_bits_are_those_of_the_plain_way(name: str, least_bytes: int, tmp_path: Path) -> None:
     share = check_alike(MODELS[name], tmp_path, least_bytes)
     assert share == pytest.approx(1, abs=0.02 if least_bytes == 1 else 0.2)
 
 
-@pytest.mark.parametrize("kind", ["GPT2", "Bert", "Llama", "T5", "ViT", "Mixtral"])
+@for_each("kind", ["GPT2", "Bert", "Llama", "T5", "ViT", "Mixtral"])
 def test_models_of_transformers_wait_for_their_values(kind: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="needs the extra [transformers]")
     small = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -200,7 +201,7 @@ READS: dict[str, Callable[[nn.Parameter], object]] = {
 }
 
 
-@pytest.mark.parametrize("read", READS)
+@for_each("read", READS)
 def test_what_is_read_is_drawn(read: str, tmp_path: Path) -> None:
     torch.manual_seed(4)
     plain = Reading(READS[read])
@@ -398,7 +399,7 @@ ODD: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("name", ODD)
+@for_each("name", ODD)
 def test_odd_ways_have_the_bits_of_the_plain_way(name: str, tmp_path: Path) -> None:
     check_alike(ODD[name], tmp_path)
 
@@ -416,7 +417,7 @@ def test_layers_without_a_shape_yet_are_let_through(tmp_path: Path) -> None:
     assert torch.equal(model(torch.ones(2, 30)), plain)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "use",
     [
         lambda w, p: w.mul_(p),

@@ -15,6 +15,7 @@ import pytest
 
 from onefold.run.crew import Worker, wait_for_end
 from onefold.system.ownfiles import memory_file
+from tests.tables import for_each
 
 REFUSING = Path(__file__).parents[1] / "scripts" / "refusing.py"
 NUMBERS = (errno.ENOSYS, errno.EPERM)
@@ -76,7 +77,7 @@ def test_other_errors_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
         memory_file()
 
 
-@pytest.mark.parametrize("number", NUMBERS)
+@for_each("number", NUMBERS)
 def test_memory_without_memfds(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     before = set(os.listdir("/dev/shm"))
     refusing(number, "memfd_create", monkeypatch)

@@ -11,9 +11,10 @@ from onefold.run import launch
 from onefold.run.crew import Outcome
 from onefold.run.devices import Selection
 from onefold.run.launch import checkpoints_to_leave_out, newest_step, words_of_restart
+from tests.tables import for_each
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("failed_in", "left_out"),
     [
         ([], 0),
@@ -35,12 +36,12 @@ def test_each_further_failure_in_one_step_goes_back_by_one(
     assert checkpoints_to_leave_out(tuple(failed_in)) == left_out
 
 
-@pytest.mark.parametrize("failed_in", [[], [6], [6, 7], [6, 6, 9]], ids=str)
+@for_each("failed_in", [[], [6], [6, 7], [6, 6, 9]], ids=str)
 def test_nothing_is_said_of_the_newest_checkpoint(failed_in: list[int]) -> None:
     assert words_of_restart(failed_in) == ""
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("failed_in", "words"),
     [
         ([6, 6], "one checkpoint further back than the newest: it failed in step 6 2 times"),
@@ -56,7 +57,7 @@ def test_it_is_said_how_far_it_goes_back_and_why(failed_in: list[int], words: st
     assert said.endswith("in a row")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("names", "step"),
     [
         ([], -1),
@@ -102,7 +103,7 @@ def supervised(
     return outcome.exit_code, scripted.devices
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("saved", "code", "attempts"),
     [
         ([-1, -1], 0, 3),
@@ -123,7 +124,7 @@ def test_failures_are_counted_since_the_last_progress(
     assert (ended, len(devices)) == (code, attempts)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("lost", "options", "devices"),
     [
         ([1, 0, -1], {}, [4, 4, 4, 4]),

@@ -9,6 +9,7 @@ import pytest
 
 from onefold.exchange.progress import Progress
 from onefold.run.rundir import Board, Logs, Report, write_report
+from tests.tables import for_each
 
 
 @pytest.fixture
@@ -112,7 +113,7 @@ def test_logs_of_others_stay_as_they_are(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("there", [True, False], ids=["a file", "nothing"])
+@for_each("there", [True, False], ids=["a file", "nothing"])
 def test_a_log_follows_no_link(tmp_path: Path, there: bool) -> None:
     target, folder = tmp_path / "notes.txt", tmp_path / "logs"
     folder.mkdir()

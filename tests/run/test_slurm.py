@@ -8,6 +8,7 @@ from onefold.errors import LaunchError
 from onefold.run import others
 from onefold.run.others import first_node, slurm_task, tasks_of_nodes
 from onefold.run.world import read_world
+from tests.tables import for_each
 
 SRUN = {
     "SLURM_JOB_ID": "4711",
@@ -62,7 +63,7 @@ ALONE: dict[str, dict[str, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", ALONE)
+@for_each("name", ALONE)
 def test_everything_else_is_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(others, "has_terminal", lambda: True)
     world = read_world(ALONE[name])
@@ -117,7 +118,7 @@ def test_tasks_by_node_where_only_their_number_is_known() -> None:
     assert slurm_task(environment).local_size == 3  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("nodes", "first"),
     [
         ("node1", "node1"),
@@ -134,7 +135,7 @@ def test_the_first_node_of_a_list(nodes: str, first: str) -> None:
     assert first_node(nodes) == first
 
 
-@pytest.mark.parametrize("nodes", ["", "node[", "node[01", "node]", ",node", "node[]", "[[1]]"])
+@for_each("nodes", ["", "node[", "node[01", "node]", ",node", "node[]", "[[1]]"])
 def test_what_is_no_list_of_nodes_is_refused(nodes: str) -> None:
     with pytest.raises(LaunchError, match="expected a list of nodes such as"):
         first_node(nodes)
@@ -147,7 +148,7 @@ def test_tasks_of_nodes() -> None:
         tasks_of_nodes("2x3")
 
 
-@pytest.mark.parametrize("name", ["SLURM_JOB_ID", "SLURM_PROCID", "SLURM_NODEID"])
+@for_each("name", ["SLURM_JOB_ID", "SLURM_PROCID", "SLURM_NODEID"])
 def test_a_task_without_its_place_is_refused(name: str) -> None:
     task = r"\?" if name == "SLURM_PROCID" else "5"
     with pytest.raises(LaunchError, match=f"task {task} of a step of srun, and {name}"):

@@ -14,6 +14,7 @@ from onefold.errors import LaunchError
 from onefold.run import team
 from onefold.run.team import form_team, settle_process
 from tests.engine.assembled import settings_of
+from tests.tables import for_each
 
 Machine = Callable[..., list[object]]
 
@@ -109,7 +110,7 @@ def test_without_gpus_processes_compute(machine: Machine) -> None:
     assert formed.own == (1,)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("kind", "deterministic", "before", "after"),
     [
         ("cuda", True, None, ":4096:8"),

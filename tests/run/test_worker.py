@@ -18,6 +18,7 @@ from onefold.core.world import World
 from onefold.errors import LaunchError
 from onefold.run import world
 from onefold.run.world import current_world, take_world
+from tests.tables import for_each
 
 pytestmark = pytest.mark.fresh  # how a process starts is what is tested here
 
@@ -81,7 +82,7 @@ def test_the_record_of_a_worker_is_taken_out_of_the_environment() -> None:
     assert not take_world(environment).launched
 
 
-@pytest.mark.parametrize("launcher", ["onefold", "torch"])
+@for_each("launcher", ["onefold", "torch"])
 def test_a_forked_child_of_a_device_is_not_the_device(
     launcher: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,8 +276,8 @@ if last and sys.argv[1] == "thread":
 """
 
 
-@pytest.mark.parametrize("exchange", ["shared", "collective"])
-@pytest.mark.parametrize(
+@for_each("exchange", ["shared", "collective"])
+@for_each(
     ("how", "code", "words"),
     [
         ("exit", 1, "onefold: device 1 ended by sys.exit(0) in step 1, which all devices must do"),

@@ -10,6 +10,7 @@ from onefold.core.world import World
 from onefold.errors import LaunchError
 from onefold.exchange.progress import progress_of
 from onefold.run.world import read_world, visible_gpus, worker_environment
+from tests.tables import for_each
 
 TORCHRUN = {
     "RANK": "5",
@@ -45,9 +46,7 @@ FULL = World(
 )
 
 
-@pytest.mark.parametrize(
-    "environment", [{}, {"RANK": "1"}, {"WORLD_SIZE": "1", "RANK": "0"}, {"LOCAL_RANK": "0"}]
-)
+@for_each("environment", [{}, {"RANK": "1"}, {"WORLD_SIZE": "1", "RANK": "0"}, {"LOCAL_RANK": "0"}])
 def test_without_a_launcher_a_process_is_alone(environment: dict[str, str]) -> None:
     world = read_world(environment)
     assert world == World()
@@ -62,33 +61,33 @@ def test_pytorchs_protocol_is_understood() -> None:
     assert world.devices == ()
 
 
-@pytest.mark.parametrize(("local", "one_host"), [("8", True), ("4", False), ("1", False)])
+@for_each(("local", "one_host"), [("8", True), ("4", False), ("1", False)])
 def test_whether_all_are_on_one_host(local: str, one_host: bool) -> None:
     assert read_world({**TORCHRUN, "LOCAL_WORLD_SIZE": local}).one_host == one_host
 
 
-@pytest.mark.parametrize("value", ["", "one", "-1", "1.5", "²"])
-@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"])
+@for_each("value", ["", "one", "-1", "1.5", "²"])
+@for_each("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"])
 def test_what_is_no_number_is_named(name: str, value: str) -> None:
     words = f"the environment says {name}={value!r}: expected a whole number of [01] or more"
     with pytest.raises(LaunchError, match=re.escape(words).replace(r"\[01\]", "[01]")):
         read_world({**TORCHRUN, name: value})
 
 
-@pytest.mark.parametrize("changed", [{"RANK": "8"}, {"LOCAL_WORLD_SIZE": "9"}, {"WORLD_SIZE": "2"}])
+@for_each("changed", [{"RANK": "8"}, {"LOCAL_WORLD_SIZE": "9"}, {"WORLD_SIZE": "2"}])
 def test_numbers_that_do_not_go_together(changed: dict[str, str]) -> None:
     with pytest.raises(LaunchError, match="expected RANK below WORLD_SIZE"):
         read_world({**TORCHRUN, **changed})
 
 
-@pytest.mark.parametrize("changed", [{"TORCHELASTIC_RESTART_COUNT": "1"}, {"MASTER_PORT": "29501"}])
+@for_each("changed", [{"TORCHELASTIC_RESTART_COUNT": "1"}, {"MASTER_PORT": "29501"}])
 def test_another_attempt_is_another_run(changed: dict[str, str]) -> None:
     """Or it could meet what the first one left in shared memory."""
     assert read_world({**TORCHRUN, **changed}).run_id != read_world(TORCHRUN).run_id
     assert read_world({**TORCHRUN, "RANK": "6"}).run_id == read_world(TORCHRUN).run_id
 
 
-@pytest.mark.parametrize("world", [World(), FULL], ids=["alone", "full"])
+@for_each("world", [World(), FULL], ids=["alone", "full"])
 def test_what_a_launcher_writes_is_what_its_worker_reads(world: World) -> None:
     environment = {**TORCHRUN, "ONEFOLD_WORLD": world.to_json()}
     assert read_world(environment) == world
@@ -106,7 +105,7 @@ def test_a_worker_is_told_who_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [environment[name] for name in names] == ["2", "3", "2", "3"]
 
 
-@pytest.mark.parametrize("value", [None, "", "0,1"])
+@for_each("value", [None, "", "0,1"])
 def test_the_gpus_that_may_be_seen(value: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if value is not None:
@@ -114,7 +113,7 @@ def test_the_gpus_that_may_be_seen(value: str | None, monkeypatch: pytest.Monkey
     assert visible_gpus() == value
 
 
-@pytest.mark.parametrize("launched", [{}, TORCHRUN])
+@for_each("launched", [{}, TORCHRUN])
 def test_what_devices_keep_is_chosen_by_the_environment(launched: dict[str, str]) -> None:
     assert read_world(launched).options.keep == "all"
     assert read_world({**launched, "ONEFOLD_KEEP": "span"}).options.keep == "span"

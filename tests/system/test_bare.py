@@ -12,6 +12,7 @@ import torch
 
 from onefold.system import heap as heaps
 from onefold.system.heap import BareMemory
+from tests.tables import for_each
 
 MIB = 1 << 20
 
@@ -25,7 +26,7 @@ def mappings() -> int:
     return len(Path("/proc/self/maps").read_text().splitlines())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.float16])
+@for_each("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.float16])
 def test_what_is_read_too_early_is_no_number(dtype: torch.dtype, tmp_path: Path) -> None:
     found = BareMemory(tmp_path).room(9 * MIB).view(dtype)
     assert bool(found.isnan().all())

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from onefold.engine.assembly import capacity_bytes
+from tests.tables import for_each
 
 CPU = torch.device("cpu")
 
@@ -17,7 +18,7 @@ def host_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("files", "expected"),
     [
         ({}, None),

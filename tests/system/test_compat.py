@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import onefold
 from onefold.system import compat, compilers, hooks
+from tests.tables import for_each
 
 SOURCE = Path(onefold.__file__).parent
 TABLES = {"_parameters", "_buffers", "_modules", "_version", "_post_accumulate_grad_hooks"}
@@ -161,7 +162,7 @@ def test_a_schedule_shows_at_its_optimizer() -> None:
     assert compat.steps_a_schedule(optimizer.step)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("call", "expected"),
     [
         (lambda a, b: compat.copy_each(a, b), [3.0, 5.0]),

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from onefold.system.heap import ORDINARY, DiskHeap, Heap, new_disk_file
+from tests.tables import for_each
 
 PAGE = mmap.PAGESIZE
 HEAPS = pytest.mark.parametrize("on_disk", [False, True], ids=["memory", "disk"])
@@ -170,7 +171,7 @@ def test_it_is_where_temporary_files_are_if_no_folder_is_named(
     assert DiskHeap.at(str(tmp_path / "..")).folder == tmp_path / ".."
 
 
-@pytest.mark.parametrize("kind", ["absent", "a file"])
+@for_each("kind", ["absent", "a file"])
 def test_a_folder_in_which_nothing_can_be_made_is_named(tmp_path: Path, kind: str) -> None:
     folder = tmp_path / "there"
     if kind == "a file":

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from onefold.system.heap import naming_limits
+from tests.tables import for_each
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("number", "words"),
     [
         (errno.ENOSPC, "--home or ONEFOLD_HOME; `onefold plan` shows how large"),
@@ -51,7 +52,7 @@ def used():
 """
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("code", "kept", "words"),
     [
         ("limit(resource.RLIMIT_FSIZE, 1 << 20); heap.empty(2 << 20)", "", "2,097,152 more bytes"),

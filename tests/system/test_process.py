@@ -15,6 +15,7 @@ import pytest
 
 from onefold.system import process
 from onefold.system.process import Stillness, die_with_parent
+from tests.tables import for_each
 
 LIMIT_S = 20.0
 
@@ -77,7 +78,7 @@ def test_a_process_that_has_ended_is_not_still() -> None:
     assert not any(seen.look() for _ in range(10))
 
 
-@pytest.mark.parametrize("name", ["a) T b", "T (t"])
+@for_each("name", ["a) T b", "T (t"])
 def test_the_name_of_a_process_is_not_its_state(name: str, tmp_path: Path) -> None:
     """The kernel puts it before the state, with whatever it holds."""
     script = tmp_path / name

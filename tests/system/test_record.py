@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from onefold.system.record import append_line, check_trace, keep_steps, read_record
+from tests.tables import for_each
 
 
 def test_lines_are_added_one_by_one(tmp_path: Path) -> None:
@@ -18,7 +19,7 @@ def test_lines_are_added_one_by_one(tmp_path: Path) -> None:
     assert len((tmp_path / "run.jsonl").read_text().splitlines()) == 2
 
 
-@pytest.mark.parametrize("number", [0.1, 1e-320, 1 / 3, -0.0, math.inf])
+@for_each("number", [0.1, 1e-320, 1 / 3, -0.0, math.inf])
 def test_numbers_keep_their_bits(tmp_path: Path, number: float) -> None:
     append_line(tmp_path / "run.jsonl", {"loss": number})
     (line,) = read_record(tmp_path, "run")
@@ -45,7 +46,7 @@ def trace(path: Path, *steps: int) -> None:
         append_line(path, {"step": step, "epoch": 0, "loss": 0.5})
 
 
-@pytest.mark.parametrize("rest", ["", "{", '{"step"', '{"step": 4, "lo'])
+@for_each("rest", ["", "{", '{"step"', '{"step": 4, "lo'])
 def test_steps_after_the_last_are_dropped_and_what_was_cut_off(tmp_path: Path, rest: str) -> None:
     path = tmp_path / "trace"
     trace(path, 1, 2, 3)
@@ -78,7 +79,7 @@ NO_TRACE = {
 }
 
 
-@pytest.mark.parametrize("text", NO_TRACE.values(), ids=NO_TRACE)
+@for_each("text", NO_TRACE.values(), ids=NO_TRACE)
 def test_a_file_that_is_no_trace_is_left_as_it_is(tmp_path: Path, text: str) -> None:
     path = tmp_path / "notes.txt"
     path.write_text(text, errors="surrogateescape")
@@ -90,7 +91,7 @@ def test_a_file_that_is_no_trace_is_left_as_it_is(tmp_path: Path, text: str) -> 
     assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+@for_each("kind", ["link", "pipe", "folder"])
 def test_a_trace_is_written_through_no_link_or_pipe(tmp_path: Path, kind: str) -> None:
     path, target = tmp_path / "trace", tmp_path / "target"
     trace(target, 1)

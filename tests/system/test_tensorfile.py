@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from onefold.core.flat import same_bits, storage_order
 from onefold.system.tensorfile import DTYPES, Seal, TensorParts, digest_file, write_tensors
+from tests.tables import for_each
 
 
 def parts_of(name: str, tensor: torch.Tensor, cuts: Sequence[int] = ()) -> TensorParts:
@@ -32,7 +33,7 @@ def values(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     return numbers.abs().to(dtype) if not dtype.is_signed else numbers.to(dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@for_each("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 def test_the_library_reads_every_type(tmp_path: Path, dtype: torch.dtype) -> None:
     tensor = values(dtype, (3, 5))
     write_tensors(tmp_path / "ours", [parts_of("t", tensor, [4, 7])])

@@ -1,16 +1,15 @@
 from __future__ import annotations
 
-import pytest
-
 from onefold.system.words import counted, listed, message_of, words_of_failure
+from tests.tables import for_each
 
 
-@pytest.mark.parametrize(("number", "text"), [(1, "1 device"), (2, "2 devices"), (0, "0 devices")])
+@for_each(("number", "text"), [(1, "1 device"), (2, "2 devices"), (0, "0 devices")])
 def test_nouns_follow_their_number(number: int, text: str) -> None:
     assert counted(number, "device") == text
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("names", "text"),
     [
         ("", ""),

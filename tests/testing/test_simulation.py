@@ -17,6 +17,7 @@ from onefold.core.options import ExchangeName, RunOptions
 from onefold.errors import PeerError, PeerLost
 from onefold.system import hooks
 from onefold.testing import Ended, Fault, outcomes, simulate
+from tests.tables import for_each
 
 STEPS = 3
 EXCHANGES: tuple[ExchangeName, ...] = ("shared", "collective")
@@ -44,8 +45,8 @@ def reference() -> tuple[str, str]:
     return found  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
-@pytest.mark.parametrize("keep", KEEPS)
+@for_each("exchange", EXCHANGES)
+@for_each("keep", KEEPS)
 def test_the_bits_are_those_of_one_device(exchange: ExchangeName, keep: str) -> None:
     for devices, seed in ((2, 0), (2, 1), (3, 2), (3, 3)):
         found = simulate(trained, devices, seed=seed, keep=keep, exchange=exchange)
@@ -56,9 +57,9 @@ def test_the_bits_are_those_of_a_process() -> None:
     assert onefold.launch(trained, devices="cpu:2", timeout_s=300) == reference()
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
-@pytest.mark.parametrize("keep", ["all", "span"])
-@pytest.mark.parametrize("kind", ["kill", "stop", "cut"])
+@for_each("exchange", EXCHANGES)
+@for_each("keep", ["all", "span"])
+@for_each("kind", ["kill", "stop", "cut"])
 def test_a_device_that_is_lost_ends_the_run_on_all(
     exchange: ExchangeName, keep: str, kind: str
 ) -> None:
@@ -80,7 +81,7 @@ def test_a_device_that_is_lost_ends_the_run_on_all(
     assert ended_early > 0
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
+@for_each("exchange", EXCHANGES)
 def test_a_late_device_changes_nothing(exchange: ExchangeName) -> None:
     options = RunOptions(exchange=exchange, keep="span")
     for call in range(1, 40, 3):
@@ -162,7 +163,7 @@ def test_settings_of_the_process_are_each_devices_own() -> None:
     assert hooks.ProcessHooks()._stops_early is start
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
+@for_each("exchange", EXCHANGES)
 def test_a_trainer_that_fails_cuts_no_other_one(exchange: ExchangeName) -> None:
     def main() -> str:
         lead = onefold.trainer.current_world().rank == 0

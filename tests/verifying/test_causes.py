@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import pytest
-
 from onefold.engine.losscheck import FindingKind, LossFinding
 from onefold.verifying.causes import causes_of
 from onefold.verifying.mathematics import Comparison
+from tests.tables import for_each
 
 TOLERANCE = 1e-9
 ALIKE = {"loss_difference": 0.0, "gradient_difference": 1e-12, "worst_difference": 1e-10}
@@ -48,7 +47,7 @@ def test_where_nothing_differs_nothing_is_the_cause() -> None:
     assert causes_of(seen(**everything, **ALIKE), ["a"], ["b"], TOLERANCE) == []
 
 
-@pytest.mark.parametrize("name", ALIKE)
+@for_each("name", ALIKE)
 def test_any_of_the_three_differences_is_enough(name: str) -> None:
     assert texts(seen(**{**ALIKE, name: 1e-8}))
     assert not texts(seen(**{**ALIKE, name: TOLERANCE}))
@@ -71,8 +70,8 @@ BELIEVED: dict[FindingKind, set[str]] = {
 }
 
 
-@pytest.mark.parametrize("relation", ["mean", "sum", "weighted", "dependent", "unclear"])
-@pytest.mark.parametrize("kind", BELIEVED)
+@for_each("relation", ["mean", "sum", "weighted", "dependent", "unclear"])
+@for_each("kind", BELIEVED)
 def test_a_finding_is_believed_with_the_numbers_that_go_with_it(
     kind: FindingKind, relation: str
 ) -> None:
@@ -81,8 +80,8 @@ def test_a_finding_is_believed_with_the_numbers_that_go_with_it(
     assert (said in found) is (relation in BELIEVED[kind])
 
 
-@pytest.mark.parametrize("kind", ["weights-none", "ignored-none"])
-@pytest.mark.parametrize("differences", [ALIKE, DIFFERENT])
+@for_each("kind", ["weights-none", "ignored-none"])
+@for_each("differences", [ALIKE, DIFFERENT])
 def test_what_numbers_cannot_show_is_always_said(
     kind: FindingKind, differences: dict[str, float]
 ) -> None:
@@ -92,7 +91,7 @@ def test_what_numbers_cannot_show_is_always_said(
 # What the numbers of parts of the batch said.
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("relation", "words"),
     [
         ("sum", "the loss is a sum: that of two parts of the batch is the sum of theirs."),
@@ -151,7 +150,7 @@ def test_norms_without_statistics_are_a_note() -> None:
     assert note.text.startswith("0 (BatchNorm1d) keeps no running statistics")
 
 
-@pytest.mark.parametrize("excuse", [{"unmatched": ["randperm"]}, {"norms": ["0 (BatchNorm1d)"]}])
+@for_each("excuse", [{"unmatched": ["randperm"]}, {"norms": ["0 (BatchNorm1d)"]}])
 def test_an_excuse_hides_nothing_that_was_found(excuse: dict[str, Any]) -> None:
     only(seen(relation="sum", **excuse), "the loss is a sum")
     only(seen(repeats=False, **excuse), "the same samples give another loss")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
 import torch
 
 from onefold.verifying.draws import Draws, without_dropout
+from tests.tables import for_each
 
 N = 6
 ROWS = [1, 4, 5]
@@ -22,7 +22,7 @@ def replayed(draw: Callable[[int], torch.Tensor]) -> tuple[torch.Tensor, torch.T
     return whole, part, draws.unmatched
 
 
-@pytest.mark.parametrize(
+@for_each(
     "draw",
     [
         lambda n: torch.randn(n, 2),
@@ -45,14 +45,14 @@ def test_several_draws_of_each_sample_stay_together() -> None:
     assert torch.equal(part.view(3, 2, 3), whole.view(N, 2, 3)[ROWS])
 
 
-@pytest.mark.parametrize("draw", [lambda n: torch.rand(()), lambda n: torch.randperm(5)])
+@for_each("draw", [lambda n: torch.rand(()), lambda n: torch.randperm(5)])
 def test_a_draw_of_all_samples_is_the_same(draw: Callable[[int], torch.Tensor]) -> None:
     whole, part, unmatched = replayed(draw)
     assert torch.equal(part, whole)
     assert not unmatched
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("draw", "name"),
     [
         (lambda n: torch.randperm(n), "randperm"),

@@ -3,9 +3,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-import pytest
-
 from onefold.verifying.mathematics import PARTS, Relation, relation_of
+from tests.tables import for_each
 
 LOSSES = {"A": [0.3, 1.2], "B": [0.7], "C": [2.0, 0.1, 0.4]}
 WEIGHTS = {"A": [1.0, 5.0], "B": [2.0], "C": [3.0, 1.0, 0.0]}
@@ -45,7 +44,7 @@ def not_a_number(losses: Sequence[float], weights: Sequence[float]) -> float:
     return math.nan if len(losses) == 1 else 1.0
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("loss", "relation"),
     [
         (mean, "mean"),

@@ -8,11 +8,11 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from torch import nn
 
 from onefold.verifying.state import StateWatch, place_of
+from tests.tables import for_each
 
 GENERATOR = np.random.default_rng(0)
 HISTORY: list[float] = []
@@ -104,7 +104,7 @@ def test_attributes_of_modules_are_named() -> None:
     ]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("loss", "words"),
     [
         (with_global, "the global GENERATOR, which helper ("),
@@ -140,6 +140,6 @@ def test_generators_of_a_data_set_are_named() -> None:
     assert found == "attribute transform of the data set (Drawing).generator"
 
 
-@pytest.mark.parametrize("function", [plain, Loss(), Loss().method, partial(plain, None)])
+@for_each("function", [plain, Loss(), Loss().method, partial(plain, None)])
 def test_a_function_has_a_place(function: Callable[..., Any]) -> None:
     assert "test_state.py:" in place_of(function)

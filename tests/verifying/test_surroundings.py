@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from onefold.verifying.surroundings import KeptBuffers, TimeFirst, norms_of_the_batch, quiet_modes
+from tests.tables import for_each
 
 TOLERANCE = 1e-9
 
@@ -27,7 +28,7 @@ def parts() -> nn.ModuleDict:
     )
 
 
-@pytest.mark.parametrize(("narrow", "training"), [(False, set()), (True, {"", "line", "lstm"})])
+@for_each(("narrow", "training"), [(False, set()), (True, {"", "line", "lstm"})])
 def test_norms_and_dropouts_are_quiet_and_all_the_rest_if_asked_for(
     narrow: bool, training: set[str]
 ) -> None:
@@ -56,7 +57,7 @@ def test_modules_beside_the_model_are_quiet_once_they_are_called() -> None:
     assert not torch.equal(beside(drawn), drawn)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("model", "expected"),
     [
         (nn.Sequential(nn.BatchNorm1d(3)), []),
@@ -91,7 +92,7 @@ def recurrent(*, batch_first: bool = False) -> nn.Module:
 WHOLE = torch.zeros(6, 4, 2)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("model", "shard", "expected"),
     [
         (recurrent(), WHOLE[:3], ["0 (GRU)"]),
@@ -169,7 +170,7 @@ def compared(
     return kept[0].compare(kept[1], kept[2], parts, SIZES, TOLERANCE)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "value",
     [
         1.0,
@@ -191,7 +192,7 @@ def test_what_is_alike_does_not_differ(value: object) -> None:
     assert compared(value, value) == {}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("alone", "folded"),
     [
         (1.0, 1.0 + 1e-6),
@@ -219,7 +220,7 @@ def test_a_difference_is_measured_by_the_largest_value() -> None:
     assert compared([1.0, 1.0], [1.0, 1.0 + 1e-5])
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("alone", "shards", "start", "rule"),
     [
         (11.0, (4.0, 5.0, 6.0), 2.0, "sum"),

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-import pytest
 import torch
 
 from onefold.core.randomness import kept_generators, same_in_all_shards, seed_generators
@@ -18,6 +17,7 @@ from onefold.verifying.whole import (
     whole_of,
     whole_tensors,
 )
+from tests.tables import for_each
 
 Sample = tuple[torch.Tensor, int]
 Collate = Callable[[list[Any]], object]
@@ -87,7 +87,7 @@ def drawing(draw: Callable[[], float]) -> Collate:
     return collate
 
 
-@pytest.mark.parametrize(
+@for_each(
     "draw",
     [lambda: float(torch.rand(())), random.random, lambda: float(np.random.rand())],
     ids=["torch", "random", "numpy"],
@@ -135,7 +135,7 @@ def test_any_rows_of_tensors_and_arrays() -> None:
 # Containers.
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+@for_each("dtype", [torch.float64, torch.float16])
 def test_floating_point_is_cast_and_nothing_else(dtype: torch.dtype) -> None:
     payload = {
         "x": torch.ones(2),
@@ -162,7 +162,7 @@ def test_arrays_of_anything_but_numbers_are_left_alone() -> None:
     assert cast_floats({"words": words}, torch.float64)["words"] is words
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("payload", "expected"),
     [
         (torch.zeros(4, 7), 7),

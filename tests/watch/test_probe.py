@@ -4,7 +4,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
@@ -12,6 +11,7 @@ from onefold.core.flat import fingerprint_of, named_tensors, tensor_digests
 from onefold.run.observers import Probe
 from onefold.system.record import read_record
 from tests.small import line
+from tests.tables import for_each
 
 
 def with_buffer(value: torch.Tensor) -> nn.Module:
@@ -56,7 +56,7 @@ def test_the_largest_difference_of_every_tensor_is_told(tmp_path: Path) -> None:
     assert compared(tmp_path, line(), other)["differences"] == {"weight": 0.5}
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, torch.bool], ids=str)
+@for_each("dtype", [torch.bfloat16, torch.int64, torch.bool], ids=str)
 def test_buffers_of_any_type_are_compared(tmp_path: Path, dtype: torch.dtype) -> None:
     ones, zeros = (with_buffer(f(2).to(dtype)) for f in (torch.ones, torch.zeros))
     assert compared(tmp_path, ones, zeros)["differences"] == {"odd": 1.0}

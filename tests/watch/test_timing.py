@@ -10,6 +10,7 @@ from torch import nn
 
 from onefold.watch.timing import PhaseSeconds, Span, Stopwatch, elapsed_s, host_now_s
 from tests.small import Batch, make_trainer, points, square
+from tests.tables import for_each
 
 CPU = torch.device("cpu")
 
@@ -57,8 +58,8 @@ def slow_in(part: str) -> nn.Module:
     return Model(3, 1)
 
 
-@pytest.mark.parametrize("part", ["forward", "backward"])
-@pytest.mark.parametrize("devices", [1, 2])
+@for_each("part", ["forward", "backward"])
+@for_each("devices", [1, 2])
 def test_a_step_knows_where_its_time_went(part: str, devices: int) -> None:
     trainer = make_trainer(slow_in(part), devices=devices)
     start = host_now_s()

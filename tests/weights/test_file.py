@@ -13,6 +13,7 @@ from safetensors.torch import save as save_safetensors
 from onefold.core.flat import same_bits
 from onefold.errors import CheckpointError
 from onefold.weights.file import keys_of_states, read_weights, state_under
+from tests.tables import for_each
 
 STATE = {
     "weight": torch.tensor([[1.5, -0.0], [float("nan"), 3e-41]]),
@@ -37,8 +38,8 @@ def legacy(content: object) -> bytes:
 WRITERS = [saved, legacy, save_safetensors]
 
 
-@pytest.mark.parametrize("suffix", [".pth", ".pt", ".bin", ".safetensors", ".ckpt", ""])
-@pytest.mark.parametrize("write", WRITERS)
+@for_each("suffix", [".pth", ".pt", ".bin", ".safetensors", ".ckpt", ""])
+@for_each("write", WRITERS)
 def test_the_content_says_of_what_kind_a_file_is(
     tmp_path: Path, write: Callable[[object], bytes], suffix: str
 ) -> None:
@@ -52,8 +53,8 @@ def test_the_content_says_of_what_kind_a_file_is(
         assert same_bits(content[name], value)
 
 
-@pytest.mark.parametrize("write", [saved, legacy])
-@pytest.mark.parametrize("device", ["cuda:3", "mps", "xpu:1"])
+@for_each("write", [saved, legacy])
+@for_each("device", ["cuda:3", "mps", "xpu:1"])
 def test_tensors_of_a_device_that_is_not_here_come_to_the_cpu(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -75,7 +76,7 @@ def test_of_a_folder_its_safetensors_are_read(tmp_path: Path) -> None:
     assert read_weights(tmp_path).keys() == STATE.keys()
 
 
-@pytest.mark.parametrize("name", ["weights.pth", "model.safetensors", "no/such/folder"])
+@for_each("name", ["weights.pth", "model.safetensors", "no/such/folder"])
 def test_a_file_that_is_not_there_is_told(tmp_path: Path, name: str) -> None:
     with pytest.raises(FileNotFoundError, match=name):
         read_weights(tmp_path / name)
@@ -87,7 +88,7 @@ def test_a_folder_without_weights_is_told(tmp_path: Path) -> None:
         read_weights(tmp_path)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("data", "told"),
     [
         (b"", "is empty"),
@@ -126,7 +127,7 @@ class Trap:
         return Path.write_text, (self._file, "sprung")
 
 
-@pytest.mark.parametrize("write", [saved, legacy, pickle.dumps])
+@for_each("write", [saved, legacy, pickle.dumps])
 def test_no_code_is_run(tmp_path: Path, write: Callable[[object], bytes]) -> None:
     sprung = tmp_path / "sprung"
     (tmp_path / "weights.pth").write_bytes(write({"weight": Trap(sprung)}))
@@ -135,7 +136,7 @@ def test_no_code_is_run(tmp_path: Path, write: Callable[[object], bytes]) -> Non
     assert not sprung.exists()
 
 
-@pytest.mark.parametrize("write", [saved, legacy])
+@for_each("write", [saved, legacy])
 def test_a_whole_model_is_refused(tmp_path: Path, write: Callable[[object], bytes]) -> None:
     (tmp_path / "model.pt").write_bytes(write(torch.nn.Linear(2, 1)))
     with pytest.raises(CheckpointError, match="more than tensors and plain values"):
@@ -150,7 +151,7 @@ def test_a_program_is_refused(tmp_path: Path) -> None:
         read_weights(tmp_path / "model.pt")
 
 
-@pytest.mark.parametrize("content", [torch.ones(2), [torch.ones(2)], 3])
+@for_each("content", [torch.ones(2), [torch.ones(2)], 3])
 def test_what_is_no_dict_is_refused(tmp_path: Path, content: object) -> None:
     (tmp_path / "weights.pth").write_bytes(saved(content))
     kind = type(content).__name__
@@ -177,7 +178,7 @@ def test_a_key_names_a_part_of_the_file() -> None:
     assert state_under(STATE, None, Path("last.pt")) is STATE
 
 
-@pytest.mark.parametrize("key", ["state_dict", "epoch", "moments"])
+@for_each("key", ["state_dict", "epoch", "moments"])
 def test_a_key_without_tensors_is_told(key: str) -> None:
     told = f"last.pt holds no dict of tensors under key='{key}'; such keys are 'model', 'ema'"
     with pytest.raises(CheckpointError, match=told):

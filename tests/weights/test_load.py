@@ -14,6 +14,7 @@ import onefold
 from onefold.errors import CheckpointError
 from onefold.weights.load import Loaded, load_weights
 from tests.small import bits, line, make_trainer, points
+from tests.tables import for_each
 
 NOTHING = Loaded((), ())
 
@@ -70,9 +71,9 @@ def save_plain(state: Mapping[str, torch.Tensor], file: Path) -> None:
     save_file({name: value.clone() for name, value in state.items()}, file)
 
 
-@pytest.mark.parametrize("save", [save_pth, save_legacy, save_plain])
-@pytest.mark.parametrize("front", ["", "module.", "_orig_mod.", "module._orig_mod."])
-@pytest.mark.parametrize("strict", [True, False])
+@for_each("save", [save_pth, save_legacy, save_plain])
+@for_each("front", ["", "module.", "_orig_mod.", "module._orig_mod."])
+@for_each("strict", [True, False])
 def test_values_come_to_the_bit_and_tensors_stay(
     tmp_path: Path, save: Callable[..., None], front: str, strict: bool
 ) -> None:
@@ -89,7 +90,7 @@ def test_values_come_to_the_bit_and_tensors_stay(
     assert model.decoder.weight is model.embedding.weight
 
 
-@pytest.mark.parametrize("as_text", [True, False])
+@for_each("as_text", [True, False])
 def test_a_path_may_be_a_word(tmp_path: Path, as_text: bool) -> None:
     file = tmp_path / "weights.pth"
     torch.save(line(3).state_dict(), file)
@@ -113,7 +114,7 @@ def test_a_compiled_model_takes_plain_names(tmp_path: Path) -> None:
     assert list(bits(model).values()) == list(bits(line(3)).values())
 
 
-@pytest.mark.parametrize("inner", [False, True])
+@for_each("inner", [False, True])
 def test_dataparallel_on_either_side(tmp_path: Path, inner: bool) -> None:
     wrapped, plain = nn.DataParallel(nn.Sequential(line(3))), nn.Sequential(nn.Linear(3, 1))
     source, target = (nn.Sequential(line(3)), nn.DataParallel(plain)) if inner else (wrapped, plain)
@@ -127,8 +128,8 @@ def norm_model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("steps", [0, 1])
+@for_each("devices", [1, 2])
+@for_each("steps", [0, 1])
 def test_a_run_goes_on_as_if_the_model_had_had_the_weights(
     tmp_path: Path, devices: int, steps: int
 ) -> None:
@@ -157,7 +158,7 @@ def test_a_run_goes_on_as_if_the_model_had_had_the_weights(
         assert trainer.fingerprint() == expected.fingerprint()
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("dtype", "own"),
     [
         (torch.float16, torch.float32),
@@ -179,8 +180,8 @@ def test_numbers_are_converted(tmp_path: Path, dtype: torch.dtype, own: torch.dt
     assert torch.equal(model.values, values.to(own))
 
 
-@pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize(
+@for_each("strict", [True, False])
+@for_each(
     ("dtype", "own"),
     [
         (torch.float32, torch.int64),
@@ -202,7 +203,7 @@ def test_numbers_without_room_are_refused(
     assert bits(model) == before
 
 
-@pytest.mark.parametrize("left_out", ["embedding.weight", "decoder.weight"])
+@for_each("left_out", ["embedding.weight", "decoder.weight"])
 def test_one_name_of_tied_parameters_is_enough(tmp_path: Path, left_out: str) -> None:
     model = Mixed()
     state = other_values(model)
@@ -212,7 +213,7 @@ def test_one_name_of_tied_parameters_is_enough(tmp_path: Path, left_out: str) ->
     assert torch.equal(model.embedding.weight, tied)
 
 
-@pytest.mark.parametrize("strict", [True, False])
+@for_each("strict", [True, False])
 def test_tied_parameters_that_differ_in_the_file_are_refused(tmp_path: Path, strict: bool) -> None:
     model = Mixed()
     before = bits(model)
@@ -337,8 +338,8 @@ def test_of_many_names_a_few_are_told(tmp_path: Path) -> None:
         load_weights(model, tmp_path / "weights.pth")
 
 
-@pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize(
+@for_each("strict", [True, False])
+@for_each(
     ("state", "told"),
     [
         ({"head": torch.ones(2)}, "no name .* file has head; the model weight, bias"),
@@ -386,8 +387,8 @@ class Versioned(nn.Module):
             state[f"{prefix}gain"] = state[f"{prefix}gain"] * 2
 
 
-@pytest.mark.parametrize("front", ["", "module."])
-@pytest.mark.parametrize(("version", "gain"), [(1, 6), (2, 3)])
+@for_each("front", ["", "module."])
+@for_each(("version", "gain"), [(1, 6), (2, 3)])
 def test_hooks_of_the_model_apply(tmp_path: Path, front: str, version: int, gain: int) -> None:
     model = nn.Sequential(Versioned())
     state = nn.Sequential(Versioned()).state_dict()
@@ -430,7 +431,7 @@ def test_a_broken_file_changes_nothing(tmp_path: Path) -> None:
     assert bits(model) == bits(line(3))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("arguments", "settings", "told"),
     [
         (({}, "a.pth"), {}, "expected model to be a torch.nn.Module, got dict"),

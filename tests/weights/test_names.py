@@ -4,9 +4,10 @@ import pytest
 
 from onefold.errors import CheckpointError
 from onefold.weights.load import match_names
+from tests.tables import for_each
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("found", "own"),
     [
         ("conv.weight", "conv.weight"),
@@ -29,7 +30,7 @@ def test_words_of_wrappers_are_left_out_on_either_side(found: str, own: str) -> 
     assert match_names([found], [own, "other.weight"]) == {found: own}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("found", "own"),
     [
         ("conv.weight", "conv.bias"),
@@ -42,8 +43,8 @@ def test_other_names_have_no_counterpart(found: str, own: str) -> None:
     assert match_names([found], [own]) == {}
 
 
-@pytest.mark.parametrize("front", ["", "module.", "_orig_mod.", "module._orig_mod.module."])
-@pytest.mark.parametrize("wrapped", ["", "_orig_mod."])
+@for_each("front", ["", "module.", "_orig_mod.", "module._orig_mod.module."])
+@for_each("wrapped", ["", "_orig_mod."])
 def test_a_model_with_a_part_called_module_keeps_its_names(front: str, wrapped: str) -> None:
     names = ["weight", "module.weight", "module.module.bias"]
     matched = match_names([front + name for name in names], [wrapped + name for name in names])
@@ -59,7 +60,7 @@ def test_one_name_that_is_not_wrapped_does_not_hinder_the_others() -> None:
     assert matched == {"module.weight": "weight", "module.bias": "bias"}
 
 
-@pytest.mark.parametrize(
+@for_each(
     "found", [["conv.weight", "module.conv.weight"], ["_orig_mod.conv.weight", "conv.weight"]]
 )
 def test_two_names_for_one_are_refused(found: list[str]) -> None:

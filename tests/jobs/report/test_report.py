@@ -16,6 +16,7 @@ from onefold.jobs.report.page import page, write_page
 from onefold.jobs.report.words import NOTHING
 from tests.jobs.report import runs
 from tests.jobs.report.pages import Page, check_accessible, check_stands_alone
+from tests.tables import for_each
 
 matplotlib = pytest.importorskip("matplotlib", reason='needs pip install "onefold[report]"')
 
@@ -66,7 +67,7 @@ def test_the_page_of_one_run_can_be_written_elsewhere(tmp_path: Path) -> None:
     assert output.read_text() == build_report(folder).read_text()
 
 
-@pytest.mark.parametrize("kind", ["a file", "a link"])
+@for_each("kind", ["a file", "a link"])
 def test_a_page_is_not_written_over_files_of_others(tmp_path: Path, kind: str) -> None:
     theirs, output = tmp_path / "theirs.html", tmp_path / "page.html"
     theirs.write_text("<!doctype html><title>theirs</title>")
@@ -92,7 +93,7 @@ def test_a_page_of_before_the_templates_is_written_over(tmp_path: Path) -> None:
     assert "ours" in output.read_text()
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@for_each("count", [1, 2])
 def test_the_command_writes_where_it_is_told(tmp_path: Path, count: int) -> None:
     folders = [runs.write_run(tmp_path / f"run {n}", runs.facts_of("text")) for n in range(count)]
     output = tmp_path / "page.html"
@@ -110,7 +111,7 @@ def test_the_command_does_not_take_a_folder_for_a_page(tmp_path: Path) -> None:
     assert "expected a file for the page, this is a folder" in str(done.exception)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("epoch", "words"),
     [(3, "by the model after epoch 4, the best one."), (9, "by the model after epoch 10.")],
 )
@@ -262,7 +263,7 @@ def test_everything_a_run_says_is_escaped(tmp_path: Path) -> None:
     check_stands_alone(page)
 
 
-@pytest.mark.parametrize("kind", ["segment", "text"])
+@for_each("kind", ["segment", "text"])
 def test_everything_said_of_a_sample_is_escaped(tmp_path: Path, kind: str) -> None:
     evil = "</b><img src=http://x onerror=alert(1)>{{ 7 * 7 }}'\""
     names = ("name", "label", "predicted", "text", "image", "mask", "prediction", "iou")
@@ -361,7 +362,7 @@ def test_a_resumed_run_is_shown_as_one(tmp_path: Path) -> None:
     assert figure(page, "Best test accuracy").split() == ["60.0%", "in", "epoch", "2"]
 
 
-@pytest.mark.parametrize("cut", ['{"kind": "steps", "epoch": 0, "st', '{"kind": "epoch"}', "17"])
+@for_each("cut", ['{"kind": "steps", "epoch": 0, "st', '{"kind": "epoch"}', "17"])
 def test_a_line_that_was_cut_short_is_left_out(tmp_path: Path, cut: str) -> None:
     folder = runs.write_run(tmp_path / "run", runs.facts_of("text"), metrics=runs.metrics_of(2))
     with (folder / "metrics.jsonl").open("a") as file:
@@ -374,7 +375,7 @@ def test_a_line_that_was_cut_short_is_left_out(tmp_path: Path, cut: str) -> None
 HUGE = 10**400
 
 
-@pytest.mark.parametrize(
+@for_each(
     "damage",
     [
         {"epoch": "x"},
@@ -402,7 +403,7 @@ def test_a_number_too_large_for_a_float_is_none(tmp_path: Path) -> None:
     assert figure(page, "Last test accuracy").split() == [NOTHING, "after", "1", "epoch"]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "content"),
     [
         ("run.json", {"best": 3}),
@@ -428,7 +429,7 @@ def test_a_file_of_another_shape_is_named(tmp_path: Path, name: str, content: ob
         build_report(folder)
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "examples.json", "run.json", "config.toml"])
+@for_each("name", ["metrics.jsonl", "examples.json", "run.json", "config.toml"])
 def test_a_link_to_a_file_elsewhere_is_not_read(tmp_path: Path, name: str) -> None:
     folder = runs.write_run(tmp_path / "run", runs.facts_of("text"), metrics=runs.metrics_of(1))
     (tmp_path / "theirs").write_text('{"kind": "theirs"}')
@@ -438,7 +439,7 @@ def test_a_link_to_a_file_elsewhere_is_not_read(tmp_path: Path, name: str) -> No
         build_report(folder)
 
 
-@pytest.mark.parametrize("options", ["a = 1\n" + "#" * (1 << 20), ".".join("a" * 5000) + " = 1"])
+@for_each("options", ["a = 1\n" + "#" * (1 << 20), ".".join("a" * 5000) + " = 1"])
 def test_options_that_no_run_has_written_are_refused(tmp_path: Path, options: str) -> None:
     with pytest.raises(DataError, match=r"config\.toml: expected TOML"):
         page_of(tmp_path / "run", options=options)
@@ -467,7 +468,7 @@ def test_a_character_that_was_cut_in_two_is_left_out(tmp_path: Path) -> None:
     assert "1 line of metrics.jsonl left out: cut short" in Page(build_report(folder)).text
 
 
-@pytest.mark.parametrize("name", ["pictures/none.png", "../secret.png", "run.json", None, "a\0b"])
+@for_each("name", ["pictures/none.png", "../secret.png", "run.json", None, "a\0b"])
 def test_a_picture_that_is_not_the_runs_own_png_is_not_shown(tmp_path: Path, name: str) -> None:
     (tmp_path / "secret.png").write_bytes(runs.coloured(0))
     sample = {"name": "1.png", "label": "a", "predicted": "a", "confidence": None, "picture": name}
@@ -482,7 +483,7 @@ def test_names_that_are_no_text_are_shown_as_far_as_they_are(tmp_path: Path) -> 
     assert "caf?.jpg: cannot be read" in page_of(tmp_path / "run", facts=facts).text
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("present", "missing"),
     [
         ((), "there is no run.json and no config.toml; give the folder that a training made"),
@@ -498,7 +499,7 @@ def test_another_folder_is_refused(tmp_path: Path, present: tuple[str, ...], mis
     assert not (tmp_path / "report.html").exists()
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "content", "message"),
     [
         ("run.json", "{", "run.json: expected JSON"),
