@@ -43,6 +43,7 @@ def test_a_save_of_the_lead_alone_is_named(tmp_path: Path, exchange: str) -> Non
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_a_call_of_the_lead_that_nobody_else_makes_is_named_at_its_limit(tmp_path: Path) -> None:
     words = r"device 1 .*did not arrive within 2 s.*Device 0 is in trainer.barrier, which must be"
@@ -56,6 +57,7 @@ def written_by_all(path: str) -> None:
         file.write("mine")
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_a_file_that_all_write_is_named_as_one(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"

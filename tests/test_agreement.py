@@ -32,6 +32,7 @@ def test_every_difference_ends_in_one_error_on_every_device(exchange: str, tmp_p
     assert wrong == {}
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.parametrize("exchange", ["shared", "collective"])
 def test_the_limit_of_the_trainer_is_kept(exchange: str, tmp_path: Path) -> None:

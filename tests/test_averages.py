@@ -141,6 +141,7 @@ def test_every_process_has_the_same(exchange: str, precision: str | None, tmp_pa
     assert found == all_of_it(2, str(tmp_path / "two"), precision)
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.parametrize("exchange", ["shared", "collective"])
 def test_what_is_trained_is_back_where_one_process_fails(exchange: str, tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ def test_devices_of_one_process_have_its_value(devices: int) -> None:
     assert bool(value["tensor"].any())
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @by_either
 def test_every_process_learns_every_value(exchange: str) -> None:
@@ -52,12 +53,14 @@ def test_every_process_learns_every_value(exchange: str) -> None:
     assert numbers == [{"rank": 0.0}, {"rank": 1.0}, {"rank": 2.0}]
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_a_device_that_does_not_come_is_named() -> None:
     with pytest.raises(RunFailed, match="device 1"):
         onefold.launch(late, devices="cpu:2", timeout_s=3)
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_what_cannot_be_sent_leaves_nobody_waiting() -> None:
     with pytest.raises(RunFailed, match=r"TypeError: the value\['value'\] is of type object"):

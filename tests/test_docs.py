@@ -27,6 +27,7 @@ def blocks(path: Path) -> list[str]:
     return re.findall(r"```python\n(.*?)```", path.read_text(), flags=re.DOTALL)
 
 
+@pytest.mark.full
 def test_a_checkpoint_of_two_devices_is_read_by_plain_pytorch(tmp_path: Path) -> None:
     """The README's script, saved without a line changed, and ten lines of the documents."""
     (script,) = blocks(ROOT / "README.md")
@@ -65,6 +66,7 @@ def test_a_program_that_launches_runs_as_it_stands_there(tmp_path: Path) -> None
     assert 0 <= float(done.stdout) < 10
 
 
+@pytest.mark.full
 def test_the_guide_to_samplers_and_streams_runs(tmp_path: Path) -> None:
     """All of it as one script, on two devices."""
     script = "\n".join(blocks(ROOT / "docs/guides/samplers-and-streams.md"))

@@ -468,6 +468,7 @@ def late_on_device_1(model: nn.Module, batch: Batch) -> torch.Tensor:
     return (onefold.gather(one) @ other.T).sum()
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.parametrize("exchange", ["shared", "collective"])
 def test_a_device_that_does_not_gather_is_named(exchange: str) -> None:

@@ -266,6 +266,7 @@ def test_a_stopped_run_goes_on_with_the_same_bits(counts: Sequence[int], tmp_pat
     assert result == whole
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_verify_finds_it_right() -> None:
     script = Path(__file__).parent / "scripts" / "by_script.py"
@@ -442,6 +443,7 @@ def test_devices_that_differ_are_named(script: Any, words: str) -> None:
             raise ended.error
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_a_device_that_fails_in_a_search_is_named() -> None:
     with pytest.raises(RunFailed, match=r"device 1 .*ArithmeticError: the fault"):

@@ -54,6 +54,7 @@ def trained(late: int) -> str:
     return trainer.fingerprint()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("late", [0, 1])
 @pytest.mark.parametrize("keep", ["all", "span", "stages"])
 def test_a_device_that_is_late_is_waited_for(keep: Any, late: int) -> None:

@@ -102,6 +102,7 @@ def test_a_fault_of_one_device_ends_the_run(run: type[Run], exchange: str, kind:
     assert len([line for line in errors.splitlines() if line.startswith("onefold:")]) <= 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("exchange", ["shared", "collective"])
 def test_a_device_that_never_arrives_is_named_at_the_limit(run: type[Run], exchange: str) -> None:
     this = run("sleep", "2", "3", options=("--timeout", "4", "--exchange", exchange))
@@ -172,6 +173,7 @@ def test_devices_that_build_other_models_are_told(run: type[Run]) -> None:
     assert "DisagreementError: parameter 0.weight is trained torch.float32 (32, 8)" in errors
 
 
+@pytest.mark.full
 def test_two_runs_beside_each_other_do_not_meet(tmp_path: Path) -> None:
     runs = []
     for name, exchange in (

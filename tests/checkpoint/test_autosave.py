@@ -85,8 +85,15 @@ def runs(tmp_path: Path) -> Iterator[Runs]:
         run.process.wait()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-@pytest.mark.parametrize("exchange", ["shared", "collective"])
+@pytest.mark.parametrize(
+    ("number", "exchange"),
+    [
+        (signal.SIGTERM, "collective"),
+        (signal.SIGINT, "shared"),
+        pytest.param(signal.SIGHUP, "shared", marks=pytest.mark.full),
+        pytest.param(signal.SIGTERM, "shared", marks=pytest.mark.full),
+    ],
+)
 def test_a_signal_saves_and_the_same_command_goes_on(
     runs: Runs, number: signal.Signals, exchange: str
 ) -> None:
@@ -119,6 +126,7 @@ def test_checkpoints_come_every_so_many_steps(runs: Runs) -> None:
     assert steps_in(runs.directory) == [6, 8, 10, 11], "the end is saved as well"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("exchange", ["shared", "collective"])
 def test_checkpoints_come_by_time(runs: Runs, exchange: str) -> None:
     """After the same step on all devices: otherwise the others would never come."""
@@ -131,6 +139,7 @@ def test_checkpoints_come_by_time(runs: Runs, exchange: str) -> None:
     assert all(later - step > 1 for step, later in pairwise(made))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
 def test_a_notice_saves_however_often_it_comes(runs: Runs, number: signal.Signals) -> None:
     """Slurm sends it to every process of a step, which may have loader workers, and again."""
@@ -152,6 +161,7 @@ def descendants(pid: int) -> list[int]:
     return [found for child in map(int, children) for found in (child, *descendants(child))]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("wait_s", [0.0, 0.8])
 def test_a_second_signal_ends_it_at_once(runs: Runs, wait_s: float) -> None:
     run = runs.start("steps", "600", "3")
@@ -169,6 +179,7 @@ def test_a_second_signal_ends_it_at_once(runs: Runs, wait_s: float) -> None:
     assert "Traceback" not in errors
 
 
+@pytest.mark.full
 def test_a_step_that_takes_too_long_is_not_waited_for(runs: Runs) -> None:
     run = runs.start("steps", "600", "3", options="--grace 1")
     run.wait_until_ready()
@@ -181,6 +192,7 @@ def test_a_step_that_takes_too_long_is_not_waited_for(runs: Runs) -> None:
     assert "before it had saved itself, as its time for saving was over" in errors
 
 
+@pytest.mark.full
 def test_a_run_that_is_at_its_end_ends_well(runs: Runs) -> None:
     run = runs.start("steps", "0.5", "1")
     run.wait_until_ready()
@@ -189,6 +201,7 @@ def test_a_run_that_is_at_its_end_ends_well(runs: Runs) -> None:
     assert run.finish()[0] in (0, 75)  # in its one step, or after it
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_to_a_device_does_the_same(runs: Runs, number: signal.Signals) -> None:
     run = runs.start("steps", "0.05", "1000", options="--every 1000")
@@ -203,6 +216,7 @@ def test_a_signal_to_a_device_does_the_same(runs: Runs, number: signal.Signals) 
     assert "onefold: stopped by a signal to a device after step" in errors
 
 
+@pytest.mark.full
 def test_a_child_of_the_script_is_ended_like_any_other(runs: Runs) -> None:
     run = runs.start("child")
     code, _, errors = run.finish()
@@ -210,6 +224,7 @@ def test_a_child_of_the_script_is_ended_like_any_other(runs: Runs) -> None:
     assert run.output.read_text().startswith(f"exit code {-signal.SIGTERM}\n")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("exchange", ["shared", "collective"])
 def test_a_trainer_that_is_closed_by_a_failing_device_hides_nothing(
     runs: Runs, exchange: str
@@ -220,6 +235,7 @@ def test_a_trainer_that_is_closed_by_a_failing_device_hides_nothing(
     assert "ArithmeticError: the fault that was asked for" in errors
 
 
+@pytest.mark.full
 def test_two_loaders_side_by_side_go_on_together(runs: Runs) -> None:
     """No checkpoint is made between the two steps of a pair of batches."""
     (runs.folder / "crashes").mkdir()
@@ -234,6 +250,7 @@ def test_two_loaders_side_by_side_go_on_together(runs: Runs) -> None:
     assert runs.start(*arguments, *times, options=options).finish()[:2] == (0, fingerprint)
 
 
+@pytest.mark.full
 def test_the_end_of_an_epoch_is_gone_through_as_ever(runs: Runs) -> None:
     """A checkpoint that falls on an epoch's last step leaves no empty epoch to go on with."""
     (runs.folder / "crashes").mkdir()
@@ -247,6 +264,7 @@ def test_the_end_of_an_epoch_is_gone_through_as_ever(runs: Runs) -> None:
     assert (code, fingerprint) == (0, runs.whole(15))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("exchange", ["shared", "collective"])
 def test_a_crash_is_survived_as_often_as_was_said(runs: Runs, exchange: str) -> None:
     whole = runs.whole(15)
@@ -273,6 +291,7 @@ def test_a_crash_too_many_ends_the_run(runs: Runs) -> None:
     assert (runs.directory / "step-00000006").is_dir()
 
 
+@pytest.mark.full
 def test_a_run_may_go_on_without_the_device_that_was_killed(runs: Runs) -> None:
     whole = runs.whole(15)
     (runs.folder / "crashes").mkdir()
@@ -290,6 +309,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_could_not_go_on_is_refused_at_the_start(runs: Runs, kind: str) -> None:
     code, _, errors = runs.start(kind).finish()
@@ -297,6 +317,7 @@ def test_what_could_not_go_on_is_refused_at_the_start(runs: Runs, kind: str) -> 
     assert REFUSED[kind] in errors
 
 
+@pytest.mark.full
 def test_a_directory_of_nothing_good_is_refused(runs: Runs) -> None:
     assert runs.start("steps", "0", "4").finish()[0] == 0
     for path in runs.directory.glob("*/model.safetensors"):
@@ -307,6 +328,7 @@ def test_a_directory_of_nothing_good_is_refused(runs: Runs) -> None:
     assert "model.safetensors has" in errors
 
 
+@pytest.mark.full
 def test_the_folder_of_one_checkpoint_is_no_directory_for_others(runs: Runs) -> None:
     assert runs.start("steps", "0", "4").finish()[0] == 0
     runs.directory = runs.directory / "step-00000003"
@@ -315,6 +337,7 @@ def test_the_folder_of_one_checkpoint_is_no_directory_for_others(runs: Runs) -> 
     assert "step-00000003 is the folder of one checkpoint: expected the directory that" in errors
 
 
+@pytest.mark.full
 def test_what_was_changed_on_purpose_may_be_said(runs: Runs) -> None:
     assert runs.start("steps", "0", "4").finish()[0] == 0
     script = runs.folder / "other.py"
@@ -365,6 +388,7 @@ def test_bad_options_are_told(
     assert f"onefold: {text}" in done.stderr
 
 
+@pytest.mark.full
 def test_an_average_goes_on_without_the_script_knowing(tmp_path: Path) -> None:
     """Also where its line is one of an epoch that is over."""
     script = SCRIPT.parent / "averaging.py"
@@ -388,6 +412,7 @@ def test_an_average_goes_on_without_the_script_knowing(tmp_path: Path) -> None:
     assert run("cpu:2", 4, "--checkpoint", folder) == whole
 
 
+@pytest.mark.full
 def test_a_directory_belongs_to_one_run_at_a_time(runs: Runs, tmp_path: Path) -> None:
     first = runs.start("steps", "0.05", "1000")
     first.wait_until_ready()
@@ -411,6 +436,7 @@ def test_a_directory_belongs_to_one_run_at_a_time(runs: Runs, tmp_path: Path) ->
     assert not (runs.directory / ".lock").exists()
 
 
+@pytest.mark.full
 def test_two_runs_that_start_at_once_follow_each_other(runs: Runs, tmp_path: Path) -> None:
     """Both look before either has the lock: the one that comes later waits for the other one."""
     (tmp_path / "other").mkdir()
@@ -425,6 +451,7 @@ def test_two_runs_that_start_at_once_follow_each_other(runs: Runs, tmp_path: Pat
     assert any("is at work in" in errors for *_, errors in ends)
 
 
+@pytest.mark.full
 def test_a_run_that_was_killed_holds_nothing_up(runs: Runs) -> None:
     first = runs.start("steps", "0.05", "1000")
     first.wait_until_ready()

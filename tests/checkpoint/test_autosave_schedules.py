@@ -44,6 +44,7 @@ def whole(kind: str) -> list[str]:
     return lines
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_goes_on_as_if_it_had_never_been_stopped(tmp_path: Path, kind: str) -> None:
     """Stopped again and again: within epochs, in their last steps, and in the first of a run."""
@@ -61,6 +62,7 @@ def test_it_goes_on_as_if_it_had_never_been_stopped(tmp_path: Path, kind: str) -
     assert len(set(seen)) == len(seen), "a step was made twice"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("every", "steps"), [(4, [5, 9, 12]), (5, [5, 10, 12])])
 def test_batches_that_are_only_sometimes_used_twice(
     tmp_path: Path, every: int, steps: list[int]

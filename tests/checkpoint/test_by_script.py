@@ -37,6 +37,7 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, (output.splitlines() or [""])[-1], errors
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "exchange"), [("inside", "shared"), ("inside", "collective"), ("outside", "shared")]
 )

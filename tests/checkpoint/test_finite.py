@@ -223,6 +223,7 @@ def test_what_fails_in_one_step_again_goes_back_further(
     assert 6 not in steps_in(tmp_path / "kept")
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.parametrize(("kind", "last"), [("survived", 7), ("handled", 4), ("closed", 4)])
 def test_the_end_of_a_run_that_survived_an_error_is_saved(
@@ -234,6 +235,7 @@ def test_the_end_of_a_run_that_survived_an_error_is_saved(
     assert steps_in(tmp_path / "kept") == [last]
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_several_devices_that_close_while_they_handle_an_error_are_saved(tmp_path: Path) -> None:
     code, _, errors = run(tmp_path, "closed", 0, "--every", "1000", "--devices", "cpu:2")
@@ -241,6 +243,7 @@ def test_several_devices_that_close_while_they_handle_an_error_are_saved(tmp_pat
     assert steps_in(tmp_path / "kept") == [4]
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.parametrize("devices", ["cpu:1", "cpu:2"])
 def test_a_directory_that_cannot_be_written_to_is_refused_at_the_start(

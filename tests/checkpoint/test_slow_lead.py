@@ -59,12 +59,14 @@ def on_two(call: Callable[..., str], *arguments: object, exchange: str) -> str:
     return told
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.parametrize("exchange", ["shared", "collective"])
 def test_writing_may_take_longer_than_a_device_waits(tmp_path: Path, exchange: str) -> None:
     assert on_two(save_twice, tmp_path, exchange=exchange).startswith("4 ")
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.parametrize("exchange", ["shared", "collective"])
 @pytest.mark.parametrize("slow", ["find_checkpoint", "fill", "take_apart"])

@@ -65,6 +65,7 @@ def cli(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.parametrize("how", [["train.py"], ["-m", "train"], ["--", "train.py"]])
 def test_a_script_has_options_of_the_same_names(tmp_path: Path, how: list[str]) -> None:

@@ -59,6 +59,7 @@ def test_stages_and_memory_are_shown(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("what", "numbers_kept", "known"),
     [("sgd", 0, True), ("own", 2, False), ("lbfgs", 2, False), ("adamw", 2, True)],
@@ -74,6 +75,7 @@ def test_what_an_optimizer_keeps_is_found(what: str, numbers_kept: int, known: b
     assert ("keeps is not known" in done.stdout) == (not known)
 
 
+@pytest.mark.full
 def test_low_precision_has_masters() -> None:
     done = planned("bf16", "--devices", "1")
     assert done.returncode == 0, done.stderr

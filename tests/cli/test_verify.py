@@ -92,6 +92,7 @@ def test_a_run_repeats_itself_if_it_makes_the_same_trainers_steps_and_bits(
     assert hint.startswith(words)
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_a_right_script_agrees_whatever_its_real_run_has_left(tmp_path: Path) -> None:
     """Batch norm, dropout, augmentation, and code that goes on from checkpoints."""
@@ -108,6 +109,7 @@ def test_a_right_script_agrees_whatever_its_real_run_has_left(tmp_path: Path) ->
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_the_shortest_script_of_the_readme_agrees(tmp_path: Path) -> None:
     text = (ROOT / "README.md").read_text()
@@ -120,6 +122,7 @@ def test_the_shortest_script_of_the_readme_agrees(tmp_path: Path) -> None:
     assert "The mathematics agree: 8 shards and one give the same" in done.stdout
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_losses_that_are_not_meant_are_named(tmp_path: Path) -> None:
     done = verify(tmp_path, SCRIPTS / "losses_meant.py")
@@ -148,6 +151,7 @@ def test_losses_that_are_not_meant_are_named(tmp_path: Path) -> None:
     assert "Likely cause: unknown" not in said
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_every_trainer_is_compared_and_what_differs_is_named(tmp_path: Path) -> None:
     done = verify(tmp_path, SCRIPTS / "bits_differ.py")
@@ -169,6 +173,7 @@ def test_every_trainer_is_compared_and_what_differs_is_named(tmp_path: Path) -> 
         assert f"Hint: {hint}" in after
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.parametrize("end", ["", "fail"])
 def test_trainers_one_after_the_other_are_all_compared(end: str, tmp_path: Path) -> None:
@@ -198,6 +203,7 @@ def test_a_script_that_looks_at_its_rank_is_found(tmp_path: Path) -> None:
     assert "reads the rank or the number of devices" in said
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_unseeded_data_are_named(tmp_path: Path) -> None:
     code, said = verify_fault(tmp_path, "data")
@@ -206,6 +212,7 @@ def test_unseeded_data_are_named(tmp_path: Path) -> None:
     assert "the data set of device 1 has other samples than that of device 0" in said
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_a_loss_of_zero_is_no_agreement_and_a_script_in_float32_is_compared(tmp_path: Path) -> None:
     code, said = verify_fault(tmp_path, "zero")
@@ -215,6 +222,7 @@ def test_a_loss_of_zero_is_no_agreement_and_a_script_in_float32_is_compared(tmp_
     assert "same loss and gradient, to 0.0001 (float32" in said
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.parametrize("precision", ["bf16", "fp16-params"])
 def test_the_mathematics_are_compared_whatever_the_precision(
@@ -233,6 +241,7 @@ def test_a_script_that_fails_is_no_verdict(tmp_path: Path) -> None:
     assert "RuntimeError: no run at all" in said
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_what_devices_keep_is_compared_as_well(tmp_path: Path) -> None:
     script = SCRIPTS / "verified.py"

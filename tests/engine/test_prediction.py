@@ -362,6 +362,7 @@ def say_in_processes(devices: int | None) -> tuple[dict[str, str], list[dict[str
     return digests(said), trainer.gather({"rank": rank, "half": rank / 2})
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.parametrize("exchange", ["shared", "collective"])
 def test_processes_say_the_same_as_one_device(exchange: Any) -> None:
@@ -376,6 +377,7 @@ def disagree() -> None:
     make_trainer(devices=None, shards=2).gather({name: 1.0})
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_a_process_that_says_something_else_is_named() -> None:
     words = r"DisagreementError: device 1 has \['odd'\] and another one \['even'\]"

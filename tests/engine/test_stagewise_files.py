@@ -230,6 +230,7 @@ def slowly(directory: str) -> str:
     return trainer.fingerprint()
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_a_slow_disk_is_waited_for(tmp_path: Path) -> None:
     trainer = trained()

@@ -15,6 +15,9 @@ _CHUNK = 55
 _IN_ONE_PROCESS = [seed for seed in range(BLOCK_OF_SEEDS) if exchange_of(seed) == "local"]
 
 
+FULL = pytest.mark.full
+
+
 @pytest.fixture(autouse=True)
 def _log_as_before() -> Iterator[None]:
     """The cases are run with warnings of onefold switched off."""
@@ -31,19 +34,23 @@ def wrong(seeds: list[int]) -> dict[int, list[str]]:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:torch")
-@pytest.mark.parametrize("first", _IN_ONE_PROCESS[::_CHUNK])
+@pytest.mark.parametrize(
+    "first",
+    [_IN_ONE_PROCESS[0], *(pytest.param(n, marks=FULL) for n in _IN_ONE_PROCESS[_CHUNK::_CHUNK])],
+)
 def test_random_runs_in_one_process(first: int) -> None:
     chosen = [seed for seed in _IN_ONE_PROCESS if first <= seed < first + _CHUNK]
     assert wrong(chosen) == {}
 
 
-@pytest.mark.parametrize("first", range(0, 120, 30))
+@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=FULL) for n in (30, 60, 90))])
 def test_random_runs_beside_plain_loops(first: int) -> None:
     settle()
     said = {seed: wrong_in(draw_plain(seed)) for seed in range(first, first + 30)}
     assert {seed: text for seed, text in said.items() if text} == {}
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.filterwarnings("ignore::UserWarning:torch")
 @pytest.mark.parametrize("exchange", ["shared", "collective"])

@@ -126,6 +126,7 @@ def test_what_a_function_raises_ends_the_step_that_is_counted() -> None:
     assert trainer.steps == 1
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.parametrize("exchange", ["shared", "collective"])
 def test_processes_have_one_log_of_one_device(exchange: str, tmp_path: Path) -> None:
@@ -198,6 +199,7 @@ print(json.dumps([found, losses, client.get_run(run.info.run_id).data.metrics["s
 """
 
 
+@pytest.mark.full
 def test_mlflow(tmp_path: Path) -> None:
     pytest.importorskip("mlflow")
     steps, losses, score = json.loads(in_own_process(MLFLOW, tmp_path).stdout.splitlines()[-1])

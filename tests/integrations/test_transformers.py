@@ -89,6 +89,7 @@ def test_other_shards_are_another_run(tmp_path: Path) -> None:
         run("tags", tmp_path, choices=SAVING, go_on=True, shards=3)
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_launched_processes(tmp_path: Path) -> None:
     part = {**SAVING, "max_steps": 4, "lr_scheduler_type": "constant", "dataloader_num_workers": 1}

@@ -319,6 +319,7 @@ def predict_all(asked: Sequence[Asked]) -> list[list[dict[str, Any]]]:
     ]
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_three_devices_give_the_bytes_of_one(
     classifier: Path,

@@ -152,6 +152,7 @@ def mounted(tmp_path: Path) -> Iterator[Callable[..., Path]]:
             subprocess.run(["umount", str(disk)], check=True)
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_a_read_only_disk_is_one_line(mounted: Callable[..., Path], tmp_path: Path) -> None:
     disk = mounted("size=1m,ro")
@@ -163,6 +164,7 @@ def test_a_read_only_disk_is_one_line(mounted: Callable[..., Path], tmp_path: Pa
     )
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_full_disk_is_one_line_and_the_run_can_go_on(
@@ -191,6 +193,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_a_run_that_another_process_is_at_is_refused_early(tmp_path: Path) -> None:
     folder, _ = run_here(
@@ -210,6 +213,7 @@ def test_a_run_that_another_process_is_at_is_refused_early(tmp_path: Path) -> No
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.parametrize("devices", ["cpu:1", "cpu:2"])
 def test_a_run_that_was_begun_meanwhile_is_no_traceback(devices: str, tmp_path: Path) -> None:
@@ -228,6 +232,7 @@ def test_a_run_that_was_begun_meanwhile_is_no_traceback(devices: str, tmp_path: 
 # What is read.
 
 
+@pytest.mark.full
 def test_a_run_that_goes_on_reads_no_picture_again_even_if_they_have_moved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,6 +291,7 @@ def test_ctrl_c_while_the_data_are_read_writes_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_ctrl_c_is_heard_while_large_pictures_are_read(tmp_path: Path) -> None:
     for number in range(24):
@@ -309,6 +315,7 @@ def test_ctrl_c_is_heard_while_large_pictures_are_read(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_while_the_data_are_read_writes_nothing(
@@ -326,7 +333,13 @@ def test_a_signal_while_the_data_are_read_writes_nothing(
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        *(pytest.param(n, marks=pytest.mark.full) for n in (signal.SIGHUP, signal.SIGINT)),
+    ],
+)
 def test_a_signal_saves_and_the_run_goes_on_from_there(
     number: signal.Signals, tmp_path: Path
 ) -> None:
@@ -495,6 +508,7 @@ def make_early_task(options: Any, data: Any, *, make_task: Callable[..., Task]) 
     return replace(task, score=score, best="highest early")
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.parametrize("job", ["classify", "segment"])
 def test_examples_of_the_best_model_are_the_same_on_two_devices(job: str, tmp_path: Path) -> None:

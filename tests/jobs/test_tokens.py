@@ -56,6 +56,7 @@ def test_ties_are_always_broken_alike() -> None:
     assert len(trained) == 1
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "settings",

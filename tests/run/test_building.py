@@ -174,6 +174,7 @@ WAYS: list[tuple[str, ExchangeName]] = [
 WAYS += [("stages", "collective"), ("host", "collective")]
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.parametrize("precision", [None, "bf16-params"])
 def test_a_run_with_it_is_the_same(tmp_path: Path, precision: str | None) -> None:
@@ -229,6 +230,7 @@ def taken_until_built() -> float:
     return most / (64 << 20)
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.parametrize("keep", ["span", "stages"])
 def test_no_device_has_more_than_its_part(keep: KeepName) -> None:

@@ -91,6 +91,7 @@ def test_what_another_process_could_not_have_is_refused_before_any_work(
         onefold.launch(make(), devices="cpu:2")
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_what_is_defined_in_an_interactive_session(tmp_path: Path) -> None:
     done = subprocess.run(
@@ -105,6 +106,7 @@ def test_what_is_defined_in_an_interactive_session(tmp_path: Path) -> None:
     assert done.stdout == "True True\n", done.stderr
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_what_is_defined_in_a_notebook(tmp_path: Path) -> None:
     pytest.importorskip("ipykernel", reason="needs ipykernel and nbclient")
@@ -144,6 +146,7 @@ def train(rate: float) -> float:
     return float(step.loss)
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_a_search_of_optuna() -> None:
     optuna = pytest.importorskip("optuna", reason="needs optuna")
@@ -212,6 +215,7 @@ print(pruned, study.best_value, study.best_params)
 """
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_a_whole_search_on_all_devices_prunes_alike(tmp_path: Path) -> None:
     pytest.importorskip("optuna", reason="needs optuna")

@@ -47,6 +47,7 @@ def test_a_trainer_has_its_process_keep_memory() -> None:
     assert page_faults() < 1000
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_the_users_own_settings_are_left_alone() -> None:
     assert page_faults(MALLOC_TRIM_THRESHOLD_="131072") > 50_000

@@ -129,6 +129,7 @@ def start(folder: Path, words: tuple[str, ...], seconds: str, **more: str) -> su
     )
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.timeout(170)
 def test_one_notice_stops_all_devices_after_the_same_step(tmp_path: Path) -> None:

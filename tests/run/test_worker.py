@@ -164,6 +164,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.parametrize("end", ["SystemExit(0)", "SystemExit(3)", "LookupError('of the child')"])
 def test_what_a_script_starts_or_forks_is_not_part_of_the_run(tmp_path: Path, end: str) -> None:
