@@ -159,7 +159,7 @@ def test_what_runs_on_a_host_ends_with_it() -> None:
     with network.two_hosts(network.Cable(mbit_per_s=100)) as (one, _):
         sleeper = subprocess.Popen(one.command(["sleep", "600"]))
         wait_until(lambda: network._processes(one) == [sleeper.pid])
-    assert sleeper.wait(timeout=10) == -signal.SIGKILL
+    assert sleeper.wait(timeout=300) == -signal.SIGKILL
 
 
 @needs_network

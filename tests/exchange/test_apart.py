@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -139,11 +138,9 @@ LAUNCHERS = {
 @for_each("launcher", LAUNCHERS)
 def test_a_device_that_ends_before_its_trainer_is_named(launcher: str) -> None:
     command = [sys.executable, *LAUNCHERS[launcher], str(SCRIPT), "early"]
-    began = time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert done.returncode != 0
     assert "device 1 came to the end of its script without making this Trainer" in done.stderr
-    assert time.monotonic() - began < LIMIT_S
 
 
 @for_each("launcher", LAUNCHERS)

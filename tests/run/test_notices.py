@@ -106,7 +106,7 @@ def test_the_option_travels() -> None:
 
 def bits_of_one(folder: Path) -> str:
     folder.mkdir()
-    subprocess.run([sys.executable, SCRIPT, folder, "0", str(LAST)], check=True, timeout=60)
+    subprocess.run([sys.executable, SCRIPT, folder, "0", str(LAST)], check=True, timeout=600)
     return (folder / "bits").read_text()
 
 
@@ -143,11 +143,11 @@ def test_one_notice_stops_all_devices_after_the_same_step(tmp_path: Path) -> Non
     first = pair("0.1")
     pids = [int(written(folder / f"pid-{n}", each)) for n, each in enumerate(first)]
     os.kill(pids[1], signal.SIGUSR1)
-    said = [process.communicate(timeout=60) for process in first]
+    said = [process.communicate(timeout=600) for process in first]
     assert [process.returncode for process in first] == [75, 75], said
     stopped = {(folder / f"stopped-{rank}").read_text() for rank in (0, 1)}
     assert len(stopped) == 1
-    said = [process.communicate(timeout=60) for process in pair("0")]
+    said = [process.communicate(timeout=600) for process in pair("0")]
     assert (folder / "bits").read_text() == expected, said
 
 
