@@ -82,11 +82,12 @@ ALONE = [Way(1, "host", "auto"), Way(1, APART, "auto"), Way(3, APART, "collectiv
 
 
 def problems() -> list[Golden]:
-    """All of them, each with two ways or three: every way has several problems."""
+    """All of them, each with one to three ways: every way has several problems."""
     others = [*models(), *options_of_trainers(), *loaders(), *in_stages()]
     found = []
     for number, (name, compute, part, stop) in enumerate(others):
-        ways = [WAYS[(number + 7 * turn) % len(WAYS)] for turn in range(2)]
+        turns = 2 if name.startswith("stages") else 1
+        ways = [WAYS[(number + 7 * turn) % len(WAYS)] for turn in range(turns)]
         ways += ALONE[number // 6 % 3 :][:1] if number % 6 == 0 else []
         found.append(Golden(name, compute, ways, part, stop))
     for number, (name, compute) in enumerate(in_lines()):

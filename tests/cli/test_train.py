@@ -87,27 +87,19 @@ def told(text: str) -> str:
 @for_each(
     ("option", "value"),
     [
-        *(
-            (name, value)
-            for name in ("--lr", "--weight-decay")
-            for value in ("inf", "nan", "1e308")
-        ),
-        *((name, "-1") for name in ("--lr", "--epochs", "--workers", "--batch-size", "--shards")),
-        *((name, "0") for name in ("--lr", "--epochs", "--batch-size", "--shards", "--save-every")),
+        ("--lr", "inf"),
+        ("--weight-decay", "nan"),
+        ("--epochs", "0"),
+        ("--batch-size", "-1"),
         ("--workers", "1000000"),
-        ("--batch-size", "1000000000000"),
-        ("--epochs", "1000000000000000000"),
         ("--seed", "9" * 4000),
-        ("--warmup-epochs", "1e308"),
     ],
 )
-@each_job
 def test_numbers_that_make_no_sense_are_one_line(
-    job: Job, option: str, value: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+    option: str, value: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(
-        sys, "argv", ["onefold", "train", job.name, "--data", "gone", option, value]
-    )
+    """Of one job: `tests/jobs/test_options.py` has the ranges of all."""
+    monkeypatch.setattr(sys, "argv", ["onefold", "train", "text", "--data", "gone", option, value])
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2

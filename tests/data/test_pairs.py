@@ -13,7 +13,6 @@ from onefold.data.masks import MaskRule
 from onefold.data.pairs import MaskedPictures, read_pairs
 from onefold.errors import DataError
 from tests.masked import black_and_white, grey, save, save_pairs
-from tests.tables import for_each
 
 pillow = pytest.importorskip("PIL.Image", reason='needs pip install "onefold[images]"')
 
@@ -179,7 +178,7 @@ BAD = [
     mask_twice,
     numbers_of_classes,
 ]
-spoilt = for_each("spoil", BAD)
+spoilt = pytest.mark.parametrize("spoil", BAD)
 
 
 @spoilt
