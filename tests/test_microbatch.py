@@ -242,6 +242,7 @@ class Small:
         return of_tokens(model, batch)
 
 
+@pytest.mark.full
 @for_each(("fits", "found"), [(4, None), (3, 2), (2, 2), (1, 1)])
 @for_each("devices", [1, 2, 3])
 def test_the_largest_pieces_that_fit_are_found(

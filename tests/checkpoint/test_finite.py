@@ -188,7 +188,12 @@ def run(folder: Path, kind: str, times: int, *options: str) -> tuple[int, str, s
 
 
 launched = pytest.mark.parametrize(
-    ("devices", "exchange"), [("cpu:1", "auto"), ("cpu:2", "shared"), ("cpu:2", "collective")]
+    ("devices", "exchange"),
+    [
+        ("cpu:1", "auto"),
+        pytest.param("cpu:2", "shared", marks=pytest.mark.full),
+        pytest.param("cpu:2", "collective", marks=pytest.mark.full),
+    ],
 )
 
 

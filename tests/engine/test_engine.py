@@ -348,6 +348,7 @@ def test_a_model_in_evaluation_mode_is_mentioned_once(
     assert len(mentioned) == 1
 
 
+@pytest.mark.full
 @for_each("shards", [1, 2, 5])
 @for_each("skipped", [False, True])
 def test_no_gradient_is_kept_from_one_step_to_the_next(shards: int, skipped: bool) -> None:

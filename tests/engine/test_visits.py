@@ -357,6 +357,7 @@ def test_what_a_loss_writes_to_a_parameter_is_refused_at_any_step(
         trainer.close()
 
 
+@pytest.mark.full
 @for_each("kind", kinds())
 @for_each(
     "settings",

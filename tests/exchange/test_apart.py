@@ -143,6 +143,7 @@ def test_a_device_that_ends_before_its_trainer_is_named(launcher: str) -> None:
     assert "device 1 came to the end of its script without making this Trainer" in done.stderr
 
 
+@pytest.mark.full
 @for_each("launcher", LAUNCHERS)
 def test_a_child_of_a_device_ends_without_a_word(launcher: str) -> None:
     command = [sys.executable, *LAUNCHERS[launcher], str(SCRIPT), "fork"]
@@ -153,6 +154,7 @@ def test_a_child_of_a_device_ends_without_a_word(launcher: str) -> None:
     assert "Exception ignored" not in done.stderr
 
 
+@pytest.mark.full
 @for_each("launcher", ["shared", "collective"])
 def test_nothing_listens_where_other_hosts_could_reach_it(launcher: str) -> None:
     command = [sys.executable, *LAUNCHERS[launcher], str(SCRIPT), "listen"]

@@ -92,6 +92,7 @@ def brought(end: GroupTransport) -> None:
     end.bring()
 
 
+@pytest.mark.full
 @for_each("late", [0, 1])
 @for_each("name", CALLS)
 def test_a_wait_has_the_limit_of_the_run_and_not_that_of_connecting(name: str, late: int) -> None:

@@ -32,8 +32,7 @@ WAYS = ["", ", in stages", ", in stages, on a disk"]
 KINDS = [kind + way for kind in ("shared", "collective") for way in WAYS]
 
 
-@for_each("devices", [2, 3, 5])
-@for_each("seed", range(3))
+@for_each(("devices", "seed"), [(2, 0), (3, 1)])
 def test_simulated_devices(devices: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heap, "_LEAST_BYTES", 1)
     # A Trainer of the simulation reaches the others in one way alone.
@@ -42,6 +41,7 @@ def test_simulated_devices(devices: int, seed: int, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("devices", [3, *(pytest.param(n, marks=pytest.mark.full) for n in (2, 5))])
+@pytest.mark.full
+@pytest.mark.parametrize("devices", [2, 3, 5])
 def test_devices_of_several_processes(devices: int) -> None:
     assert onefold.launch(check_launched, devices=f"cpu:{devices}", args=(KINDS,)) == KINDS

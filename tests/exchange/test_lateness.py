@@ -90,6 +90,7 @@ def waiting_device(store: HashStore, rank: int) -> GroupTransport:
     exchange = object.__new__(GroupTransport)
     exchange.rank, exchange.step, exchange._timeout_s = rank, 7, 600.0
     exchange._store, exchange._lateness = store, Lateness(store, rank, DEVICES)
+    exchange._who_left = list
     exchange._watch = PeerWatch({}, Connections(), exchange._lateness)
     return exchange
 

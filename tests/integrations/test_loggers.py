@@ -218,6 +218,7 @@ print(json.dumps(losses))
 """
 
 
+@pytest.mark.full
 def test_weights_and_biases(tmp_path: Path) -> None:
     """What the library says of the run when it ends: the numbers of its last step."""
     pytest.importorskip("wandb")

@@ -47,6 +47,7 @@ def test_the_bits_on_any_number_of_devices(kind: str, tmp_path: Path) -> None:
     same_bits(run(kind, tmp_path, **on(3)), alone)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_with_one_shard_it_is_the_loop_itself(kind: str, tmp_path: Path) -> None:
     theirs = run(kind, tmp_path, exact=True, plain=True)
@@ -56,6 +57,7 @@ def test_with_one_shard_it_is_the_loop_itself(kind: str, tmp_path: Path) -> None
         torch.testing.assert_close(mine.parameters[name], value, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["own loss", "classes", "tags"])
 def test_with_four_it_has_the_same_mathematics(kind: str, tmp_path: Path) -> None:
     theirs = run(kind, tmp_path, exact=True, plain=True, choices={"optim": "sgd"})
@@ -65,6 +67,7 @@ def test_with_four_it_has_the_same_mathematics(kind: str, tmp_path: Path) -> Non
         torch.testing.assert_close(mine.parameters[name], value, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.full
 def test_it_goes_on_with_another_number_of_devices(tmp_path: Path) -> None:
     part = {**SAVING, "max_steps": 4, "lr_scheduler_type": "constant"}
     whole = run("words", tmp_path / "whole", choices={**part, "max_steps": 6})
@@ -73,6 +76,7 @@ def test_it_goes_on_with_another_number_of_devices(tmp_path: Path) -> None:
     same_bits(goes_on, whole)
 
 
+@pytest.mark.full
 def test_it_goes_on_from_a_checkpoint_of_the_plain_loop(tmp_path: Path) -> None:
     part = {**SAVING, "max_steps": 4, "lr_scheduler_type": "constant"}
     rest = {**part, "max_steps": 6}
@@ -156,6 +160,7 @@ def test_what_is_added_to_a_divided_loss_is_refused(
         run("own loss", tmp_path)
 
 
+@pytest.mark.full
 def test_bf16(tmp_path: Path) -> None:
     alone = run("words", tmp_path, precision="bf16")
     same_bits(run("words", tmp_path, precision="bf16", **on(2)), alone)

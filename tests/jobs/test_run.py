@@ -451,6 +451,7 @@ class _Chosen:
         return {name: value if name != "loss" else loss for name, loss in scores.items()}
 
 
+@pytest.mark.full
 @for_each("job", [job.name for job in JOBS])
 @for_each(("scores", "best"), [((0.9, 0.2, 0.1), 0), ((0.1, 0.2, 0.9), 2)])
 def test_examples_are_of_the_best_model_and_the_last_one_stays(

@@ -105,9 +105,9 @@ def run(environments: list[Mapping[str, str]], kind: str) -> list[tuple[int, str
     ("launcher", "kind"),
     [
         (srun, "main"),
-        (srun_nodes, "main"),
-        (ray, "ray"),
-        (kubeflow, "main"),
+        pytest.param(srun_nodes, "main", marks=pytest.mark.full),
+        pytest.param(ray, "ray", marks=pytest.mark.full),
+        pytest.param(kubeflow, "main", marks=pytest.mark.full),
         (kubeflow_trainer, "main"),
     ],
     ids=["srun", "srun on two nodes", "ray", "kubeflow", "kubeflow trainer"],

@@ -277,6 +277,7 @@ if last and sys.argv[1] == "thread":
 """
 
 
+@pytest.mark.full
 @for_each("exchange", ["shared", "collective"])
 @for_each(
     ("how", "code", "words"),

@@ -52,6 +52,7 @@ def used():
 """
 
 
+@pytest.mark.full
 @for_each(
     ("code", "kept", "words"),
     [

@@ -58,8 +58,7 @@ def test_the_bits_are_those_of_a_process() -> None:
 
 
 @for_each("exchange", EXCHANGES)
-@for_each("keep", ["all", "span"])
-@for_each("kind", ["kill", "stop", "cut"])
+@for_each(("keep", "kind"), [("all", "kill"), ("all", "cut"), ("all", "stop"), ("span", "kill")])
 def test_a_device_that_is_lost_ends_the_run_on_all(
     exchange: ExchangeName, keep: str, kind: str
 ) -> None:
