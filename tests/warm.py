@@ -329,11 +329,23 @@ def _restore_libraries() -> None:
     torch.seed()
 
 
+def _filters_of_numpy() -> list[Any]:
+    """Where a plugin of pytest loads NumPy, pytest puts back the filters of before."""
+    with warnings.catch_warnings():
+        warnings.resetwarnings()
+        warnings.simplefilter("always", np.exceptions.RankWarning)
+        for kind in ("dtype", "ufunc", "ndarray"):
+            warnings.filterwarnings("ignore", message=f"numpy.{kind} size changed")
+        return list(warnings.filters)
+
+
 def _filters_of_libraries() -> list[Any]:
     """Those that libraries have set as they were loaded, and Python's own at the end."""
     ours = ("error", "always")  # what pytest and our settings say of all warnings of these
     kinds = (Warning, DeprecationWarning, PendingDeprecationWarning)
     theirs = [each for each in warnings.filters if (each[0] not in ours or each[2] not in kinds)]
+    if not any(issubclass(each[2], np.exceptions.RankWarning) for each in theirs):
+        theirs += _filters_of_numpy()
     own = [("default", DeprecationWarning, "__main__")]
     own += [
         ("ignore", kind, None)
