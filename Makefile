@@ -18,6 +18,9 @@ RESULTS := benchmarks/results
 # Of the environment in which the stamp lies that is being made.
 PIP = $(@D)/bin/python -m pip --disable-pip-version-check --quiet
 
+# Of the order of the tests; any other number is as good: make test SEED=$$RANDOM
+SEED ?= 4009058020
+
 .PHONY: demo test test-all golden mutants lint venv api bench bench-venv gpu clean
 
 demo: $(VENV)/demo.stamp
@@ -26,7 +29,7 @@ demo: $(VENV)/demo.stamp
 # The golden bits first: what they find needs no further tests.
 # Two workers, as most of the tests that take time start processes of their own.
 test: lint golden
-	$(BIN)/pytest --numprocesses 2 --dist loadgroup
+	$(BIN)/pytest --numprocesses 2 --dist loadgroup --randomly-seed=$(SEED)
 
 golden: $(VENV)/dev.stamp
 	$(BIN)/python -m tests.golden

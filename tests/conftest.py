@@ -104,9 +104,15 @@ def _leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.default_generator.manual_seed(SEED_OF_PYTORCH)
     before, open_before = _surroundings(), len(open_files())
     modules = {name: id(module) for name, module in sys.modules.items()}
+    products = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul
+    precisions = [backend.fp32_precision for backend in products]
     settings = _settings()
     environment = _environment()
     yield
+    # An older setting writes to these as well, and has no way to put them back.
+    for backend, precision in zip(products, precisions, strict=True):
+        if backend.fp32_precision != precision:
+            backend.fp32_precision = precision
     # What other fixtures gave was needed up to here. It may hold files open until it is collected,
     # which are not to count against the limit of a later test.
     request.node.funcargs.clear()
@@ -131,6 +137,7 @@ def _settings() -> tuple[object, ...]:
     return (
         torch.are_deterministic_algorithms_enabled(),
         torch.get_default_dtype(),
+        torch.get_float32_matmul_precision(),
         torch.is_grad_enabled(),
         type(np.random.mtrand.get_bit_generator()).__name__,
     )

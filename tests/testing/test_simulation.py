@@ -15,6 +15,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 import onefold
 from onefold.core.options import ExchangeName, RunOptions
 from onefold.errors import PeerError, PeerLost
+from onefold.run.world import current_world
 from onefold.system import hooks
 from onefold.testing import Ended, Fault, outcomes, simulate
 from tests.tables import for_each
@@ -92,7 +93,7 @@ def test_a_late_device_changes_nothing(exchange: ExchangeName) -> None:
 def test_a_device_that_fails_is_the_one_that_is_named() -> None:
     def main() -> None:
         trained(1)
-        if not onefold.trainer.current_world().rank:
+        if not current_world().rank:
             raise ArithmeticError("over the top")
         trained(1)
 
@@ -105,7 +106,7 @@ def test_a_device_that_fails_is_the_one_that_is_named() -> None:
 
 def test_a_device_that_never_comes_is_named() -> None:
     def main() -> None:
-        if onefold.trainer.current_world().rank != 2:
+        if current_world().rank != 2:
             trained(1)
 
     found = outcomes(main, 3)
@@ -141,7 +142,7 @@ def test_settings_of_the_process_are_each_devices_own() -> None:
     """Though devices enter and leave such blocks in another order than blocks are nested in."""
 
     def main() -> list[object]:
-        lead = onefold.trainer.current_world().rank == 0
+        lead = current_world().rank == 0
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("medium" if lead else "high")
         words = "matrix products is medium on device 0 and high on device 1"
@@ -165,7 +166,7 @@ def test_settings_of_the_process_are_each_devices_own() -> None:
 @for_each("exchange", EXCHANGES)
 def test_a_trainer_that_fails_cuts_no_other_one(exchange: ExchangeName) -> None:
     def main() -> str:
-        lead = onefold.trainer.current_world().rank == 0
+        lead = current_world().rank == 0
         for _ in range(2):
             with pytest.raises(onefold.errors.DisagreementError, match="deterministic is"):
                 trainer_of_none(deterministic=lead)
@@ -182,7 +183,7 @@ def test_the_same_seed_has_the_same_order() -> None:
 
         def main() -> None:
             trainer_of_none()
-            said.append(onefold.trainer.current_world().rank)
+            said.append(current_world().rank)
 
         simulate(main, 4, seed=seed)
         return said

@@ -93,7 +93,9 @@ class Surroundings:
         np.random.set_state(self._numpy)
         forget_numpy()
         torch.set_default_dtype(self._dtype)
-        torch.set_float32_matmul_precision(self._products)
+        # Setting it, even to what it is, changes what newer settings of the backends say.
+        if torch.get_float32_matmul_precision() != self._products:
+            torch.set_float32_matmul_precision(self._products)
         self._kernels.put_back()
         self._hooks.put_back()
         membership.members = self._members
