@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 import onefold
@@ -132,8 +133,10 @@ def test_what_the_caller_has_is_left_alone() -> None:
     expected = torch.rand(2).tolist(), random.random(), np.random.randn(), np.random.randn()
     torch.manual_seed(1), random.seed(1), np.random.seed(1)
     before = np.random.mtrand.get_bit_generator(), threading.active_count()
+    groups = len(distributed_c10d._world.pg_group_ranks)
     first = torch.rand(2).tolist(), random.random(), np.random.randn()
     simulate(trained, 2, exchange="collective")
+    assert len(distributed_c10d._world.pg_group_ranks) == groups
     assert (*first, np.random.randn()) == expected
     assert (np.random.mtrand.get_bit_generator(), threading.active_count()) == before
 

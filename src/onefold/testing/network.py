@@ -56,6 +56,7 @@ class Network:
         self._broken: set[int] = set()
         self._broken_in: set[tuple[int, int]] = set()
         """Trainers and the devices whose connections of that one Trainer are broken."""
+        self.groups: list[_Group] = []
         self.left: list[int] = []
         """Devices whose script has come to its end in order."""
         self.asked: set[int] = set()
@@ -76,6 +77,14 @@ class Network:
     def cut_group(self, trainer: int, number: int) -> None:
         """Break those connections of a device that are of one Trainer's process group."""
         self._broken_in.add((trainer, number))
+
+    def end(self) -> None:
+        """Let go of what devices have not closed themselves, as a stopped one cannot."""
+        for made in self._sockets.values():
+            for each in made:
+                each.close()
+        for group in self.groups:
+            Groups.forget(group)
 
     def is_broken(self, trainer: int, number: int) -> bool:
         """Whether nothing comes from a device any more, or goes there, over a process group."""
@@ -303,6 +312,7 @@ class _Group(dist.ProcessGroup):
         """What this device sends to another one, in order."""
         self._begun: dict[tuple[bool, int], int] = {}
         Groups.adopt(self, network.size)
+        network.groups.append(self)
 
     def _next(self, source: int, target: int) -> _Sent:
         """The next message that this device has begun, as one of both ends."""

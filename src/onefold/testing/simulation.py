@@ -133,7 +133,10 @@ def outcomes(
         if found[number].error is None and not found[number].was_killed:
             network.left.append(number)
 
-    baton.run(live)
+    try:
+        baton.run(live)
+    finally:
+        network.end()
     return [
         Ended(each.value, each.error, each.was_killed, baton.calls(number))
         for number, each in enumerate(found)
