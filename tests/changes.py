@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import onefold
+from tests.inside import engine_in
 from tests.small import line, make_trainer, points, square
 
 Result = tuple[str, float]
@@ -67,7 +68,7 @@ def statistics_reset(trainer: onefold.Trainer, lead_alone: bool) -> float:
 
 
 def optimizer_of(trainer: onefold.Trainer) -> torch.optim.Optimizer:
-    return trainer._session.engine.update.optimizer
+    return engine_in(trainer).update.optimizer
 
 
 CHANGES: dict[str, Callable[[onefold.Trainer, bool], float]] = {

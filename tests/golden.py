@@ -2,6 +2,7 @@
 
     python -m tests.golden            compare
     python -m tests.golden --write    write the bits of this kind of processor anew
+    python -m tests.golden --first    stop at the first that differs
 
 A *problem* is a model with an optimizer, a loss and options. Each is computed on one device, whose
 fingerprint, loss and norm are in ``golden.json``, and then in several *ways*: device counts,
@@ -249,6 +250,7 @@ def main() -> int:
     parser.add_argument(
         "--write", action="store_true", help="write the bits anew, say what changed"
     )
+    parser.add_argument("--first", action="store_true", help="stop at the first that differs")
     parser.add_argument("--only", default="", help="problems with this word in their names")
     options = parser.parse_args()
     if any(os.environ.get(name) != value for name, value in FIXED.items()):
@@ -263,12 +265,18 @@ def main() -> int:
     names = [problem.name for problem in problems()]
     assert len(set(names)) == len(names), "two problems have one name"
     chosen = [number for number, name in enumerate(names) if options.only in name]
-    with ProcessPoolExecutor(PROCESSES) as pool:
-        results = list(pool.map(computed, chosen))
     known = json.loads(FILE.read_text()) if FILE.exists() else {"torch": "", "bits": {}}
     version, kind = torch.__version__.partition("+")[0], processor()
     bits: dict[str, dict[str, Found]] = known["bits"] if known["torch"] == version else {}
     here = bits.get(kind, {})
+    results = []
+    with ProcessPoolExecutor(PROCESSES) as pool:
+        for result in pool.map(computed, chosen):
+            results.append(result)
+            name, one, ways = result
+            if options.first and (ways or here.get(name, one) != one):
+                pool.shutdown(cancel_futures=True)
+                break
     ones = {name: one for name, one, _ in results}
     changed = {name: one for name, one in ones.items() if name in here and here[name] != one}
     new = [name for name in ones if name not in here]
@@ -285,7 +293,8 @@ def main() -> int:
         bits[kind] = {**kept, **ones}
         FILE.write_text(json.dumps({"torch": version, "bits": bits}, indent=1) + "\n")
         changed = {}
-    ways_of_all = sum(len(problem.ways) for problem in problems())
+    every = problems()
+    ways_of_all = sum(len(every[number].ways) for number in chosen[: len(results)])
     print(
         f"{len(results)} problems and {ways_of_all} ways in {time.monotonic() - begun:.0f} s: "
         f"{len(changed)} changed, {len(wrong)} differ between devices"

@@ -2,14 +2,15 @@
 
     python -m tests.mutants                   all that have no result yet
     python -m tests.mutants --list            say what there is
-    python -m tests.mutants --only seed       those with this word in their names
+    python -m tests.mutants --only seed       those with this word in file or name
+    python -m tests.mutants --tests tests/core  without golden bits, and with these tests alone
     python -m tests.mutants --unchanged       the tests in a copy without a fault: they must pass
 
 Each `Mutant` is a fault that somebody might well make: the file still compiles, and computes
 something else, or refuses something less. The project is copied into a temporary folder, and a
 fault is planted there. Then come the golden bits (`tests.golden`) and, if they have not noticed,
-the tests. What found the fault first is kept in a JSON file, so that a run that was interrupted
-goes on where it stopped.
+the tests: first those of the room of the fault, as these find most. What found the fault first is
+kept in a JSON file, so that a run that was interrupted goes on where it stopped.
 
 All of it takes hours: a fault that nobody finds costs a run of all tests.
 """
@@ -559,13 +560,31 @@ def first_wrong(ended: Ended) -> str:
     return (raised or ["?"])[-1][:120]
 
 
-def tested(copy: Path, paths: Sequence[str], limit_s: float) -> Result:
+def stages(paths: Sequence[str], room: str | None) -> Iterator[list[str]]:
+    """The modules of Python that look for a fault, one after the other.
+
+    Args:
+        paths: of tests that are to look for it alone.
+        room: where the tests of the fault's own room lie, if it is known.
+    """
+    pytest = ["pytest", "-x", "-q", "--numprocesses", "2", "--dist", "loadgroup"]
+    if paths:
+        yield [*pytest, *paths]
+        return
+    yield ["tests.golden", "--first"]
+    if room is not None:
+        yield [*pytest, room]
+    yield pytest
+
+
+def tested(copy: Path, paths: Sequence[str], limit_s: float, room: str | None) -> Result:
     """Run golden bits and tests in a copy until something fails.
 
     Args:
         copy: of the project.
-        paths: of tests, below the copy; all if there are none.
-        limit_s: how long both may take.
+        paths: of tests, below the copy; golden bits and all tests if there are none.
+        limit_s: how long all may take.
+        room: tests that come before the others.
 
     Raises:
         RuntimeError: pytest has run no test.
@@ -575,22 +594,26 @@ def tested(copy: Path, paths: Sequence[str], limit_s: float) -> Result:
     def result(by: str, name: str = "") -> Result:
         return Result(by, name, round(time.monotonic() - begun, 1))
 
-    ended = run(["tests.golden"], copy, limit_s)
-    if ended.code is None:
-        return result(TIME, "tests.golden")
-    if ended.code:
-        return result(GOLDEN, first_wrong(ended))
-    workers = ["--numprocesses", "2", "--dist", "loadgroup"]
-    left_s = limit_s - (time.monotonic() - begun)
-    ended = run(["pytest", "-x", "-q", *workers, *paths], copy, left_s)
-    found = _FAILED.search(ended.out)
-    if found:
-        return result(TESTS, found[1])
-    if ended.code in _NOT_RUN:
-        raise RuntimeError(f"pytest has run nothing: {(ended.errors or ended.out)[-2000:]}")
-    if ended.code is None:
-        return result(TIME)
-    return result(TESTS, "?") if ended.code else result(NOBODY)
+    for command in stages(paths, room):
+        ended = run(command, copy, limit_s - (time.monotonic() - begun))
+        failed = _FAILED.search(ended.out)
+        if failed:
+            return result(TESTS, failed[1])
+        if ended.code is None:
+            return result(TIME, command[0])
+        if command[0] == "tests.golden" and ended.code:
+            return result(GOLDEN, first_wrong(ended))
+        if ended.code in _NOT_RUN:
+            raise RuntimeError(f"pytest has run nothing: {(ended.errors or ended.out)[-2000:]}")
+        if ended.code:
+            return result(TESTS, "?")
+    return result(NOBODY)
+
+
+def room_of(mutant: Mutant) -> str:
+    """The tests that mirror a mutant's file: of its room, or of the module itself."""
+    folder, _, name = mutant.file.rpartition("/")
+    return f"tests/{folder}" if folder else f"tests/test_{name}"
 
 
 def tried(mutant: Mutant, copy: Path, paths: Sequence[str], limit_s: float) -> Result:
@@ -599,7 +622,7 @@ def tried(mutant: Mutant, copy: Path, paths: Sequence[str], limit_s: float) -> R
     before = path.read_text()
     try:
         write(path, planted(mutant, copy))
-        return tested(copy, paths, limit_s)
+        return tested(copy, paths, limit_s, room_of(mutant))
     finally:
         write(path, before)
 
@@ -643,24 +666,24 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--list", action="store_true", help="only say which there are")
-    parser.add_argument("--only", default="", metavar="WORDS", help="those with it in their names")
+    parser.add_argument("--only", default="", metavar="WORDS", help="those with it in file or name")
     parser.add_argument("--seconds", type=float, default=1200.0, help="limit for each of them")
     parser.add_argument("--results", type=Path, default=FILE, metavar="FILE", help="kept here")
     parser.add_argument("--again", action="store_true", help="also those that have a result")
-    parser.add_argument("--tests", nargs="+", default=[], metavar="PATH", help="instead of all")
+    parser.add_argument("--tests", nargs="+", default=[], metavar="PATH", help="these alone")
     parser.add_argument("--unchanged", action="store_true", help="only test without a fault")
     options = parser.parse_args()
     # Or a run that is ended would leave its tests behind.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     check()
-    chosen = [mutant for mutant in MUTANTS if options.only in mutant.name]
+    chosen = [mutant for mutant in MUTANTS if options.only in f"{mutant.file} {mutant.name}"]
     if options.list:
         for mutant in chosen:
             print(f"{mutant.file:24} {mutant.name}")
         return 0
     if options.unchanged:
         with copied() as copy:
-            result = tested(copy, options.tests, options.seconds)
+            result = tested(copy, options.tests, options.seconds, None)
         print_table({"unchanged": result})
         return int(result.by != NOBODY)
     results = read_results(options.results)

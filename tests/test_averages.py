@@ -35,6 +35,7 @@ from tests.averaged import (
     trainer_of,
 )
 from tests.checkpoint.folders import names_in
+from tests.inside import engine_in
 from tests.small import bits
 from tests.tables import for_each
 
@@ -286,7 +287,7 @@ def test_a_skipped_step_moves_no_average() -> None:
 
 def test_averages_change_hands_with_their_pieces() -> None:
     trainers = [averaging(devices) for devices in (1, 3)]
-    engine = trainers[1]._session.engine
+    engine = engine_in(trainers[1])
     pieces = engine.roster.pieces
     for step, quarters in enumerate([(0, 1, 2, 4), (0, 0, 4, 4), (0, 3, 3, 4)], 4):
         spans = [range(a, b) for a, b in pairwise(pieces * q // 4 for q in quarters)]

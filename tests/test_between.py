@@ -23,6 +23,7 @@ from tests.between import (
     not_sendable_on_one,
     shown,
 )
+from tests.inside import engine_in
 from tests.small import make_trainer
 from tests.tables import for_each
 
@@ -125,7 +126,7 @@ def test_what_the_lead_draws_alone_shifts_nobody() -> None:
 
 def test_names_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make_trainer(devices=2)
-    transport = trainer._session.engine.exchange.transport
+    transport = engine_in(trainer).exchange.transport
     texts = [encode({"a": 1.0}, "value"), encode({"b": 1.0}, "value")]
     monkeypatch.setattr(transport, "gather_bytes", lambda own: texts)
     with pytest.raises(DisagreementError, match=r"^device 1 has \['b'\] and another one \['a'\]"):

@@ -20,6 +20,7 @@ from onefold.core.options import RunOptions
 from onefold.core.world import World
 from onefold.errors import CheckpointError, LineError, LossError
 from tests.checkpoint.folders import seal
+from tests.inside import engine_in
 from tests.small import line, make_trainer, points
 from tests.tables import for_each
 
@@ -191,7 +192,7 @@ def test_settings_out_of_range_are_refused_when_they_are_loaded(kind: str, tmp_p
     with pytest.raises(CheckpointError, match=f"{words}expected settings that AdamW takes"):
         again.load(tmp_path)
     assert again.fingerprint() == before
-    assert again._session.engine.update.optimizer.param_groups[0]["lr"] == 0.1
+    assert engine_in(again).update.optimizer.param_groups[0]["lr"] == 0.1
     assert torch.equal(torch.get_rng_state(), drawn)
     again.load(tmp_path, changed=["optimizer"])
 
@@ -277,6 +278,7 @@ SPLITS = """
 import os
 import torch, onefold
 from onefold.run.world import current_world
+
 
 class Split(torch.utils.data.IterableDataset):
     def __iter__(self):

@@ -18,6 +18,7 @@ import onefold
 from onefold.engine.advice import is_shortage
 from onefold.errors import CheckpointError, LossError
 from tests import simulated
+from tests.inside import engine_in
 from tests.tables import for_each
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -254,7 +255,7 @@ def test_the_largest_pieces_that_fit_are_found(
     trainer = trainer_of(loss, model=model, devices=devices, microbatch="auto")
     with caplog.at_level(logging.WARNING):
         given = result(trainer, steps)
-    assert trainer._session.engine.fitting.samples == found
+    assert engine_in(trainer).fitting.samples == found
     # The search has left nothing behind.
     assert given == result(trainer_of(microbatch=found), steps)
     said = [r.getMessage() for r in caplog.records if "microbatch=" in r.getMessage()]
@@ -306,7 +307,7 @@ def test_backward_is_tried_as_well(*, several: bool) -> None:
 
     trainer = trainer_of(loss, model=Words(), devices=2, microbatch="auto")
     assert trainer.step(batches(1)[0]).number == 1
-    assert trainer._session.engine.fitting.samples == 2
+    assert engine_in(trainer).fitting.samples == 2
 
 
 def test_the_second_step_looks_again() -> None:
@@ -315,10 +316,10 @@ def test_the_second_step_looks_again() -> None:
     trainer = trainer_of(loss, microbatch="auto", shards=1)
     loss.fits = 12
     trainer.step(steps[0])
-    assert trainer._session.engine.fitting.samples is None
+    assert engine_in(trainer).fitting.samples is None
     loss.fits = 5
     trainer.step(steps[1])
-    assert trainer._session.engine.fitting.samples == 4  # three pieces, as five would make
+    assert engine_in(trainer).fitting.samples == 4  # three pieces, as five would make
     loss.fits = 3
     with pytest.raises(torch.OutOfMemoryError) as caught:
         trainer.step(steps[2])
@@ -378,7 +379,7 @@ def test_a_run_that_goes_on_looks_when_the_saved_one_would_have(
     second = filling(microbatch="auto")
     second.load(tmp_path)
     assert result(second, steps[saved_at:]) == whole
-    assert second._session.engine.fitting.samples == 2
+    assert engine_in(second).fitting.samples == 2
 
 
 def test_who_begins_to_look_on_the_way_must_ask_for_it(tmp_path: Path) -> None:
@@ -390,7 +391,7 @@ def test_who_begins_to_look_on_the_way_must_ask_for_it(tmp_path: Path) -> None:
         second.load(tmp_path)
     second.load(tmp_path, changed={"microbatch"})
     second.step(batches(1)[0])
-    assert second._session.engine.fitting.samples == 2
+    assert engine_in(second).fitting.samples == 2
 
 
 def test_the_second_look_waits_for_the_first_update() -> None:
@@ -400,7 +401,7 @@ def test_the_second_look_waits_for_the_first_update() -> None:
     skipped = [bool(trainer.step(batch).skipped) for batch in steps]
     assert skipped[:2] == [True, True]
     assert not skipped[-1]
-    assert trainer._session.engine.fitting.samples == 2
+    assert engine_in(trainer).fitting.samples == 2
 
 
 def test_what_pytorch_says_when_memory_is_short_is_known() -> None:
@@ -417,7 +418,7 @@ def of_one_process(fits: int) -> tuple[int | None, str]:
     trainer = trainer_of(loss, microbatch="auto", model=Words(), devices=None)
     loss.fits = fits if trainer.is_lead else 100
     found = result(trainer, batches(3))
-    return trainer._session.engine.fitting.samples, found[0]
+    return engine_in(trainer).fitting.samples, found[0]
 
 
 @for_each("exchange", ["shared", "collective"])

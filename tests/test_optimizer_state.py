@@ -16,6 +16,7 @@ import onefold
 from onefold.core.options import RunOptions
 from onefold.core.world import World
 from tests import simulated
+from tests.inside import engine_in
 from tests.small import Batch, bits, make_trainer, points
 from tests.tables import for_each
 
@@ -403,4 +404,4 @@ def test_an_optimizer_in_another_is_not_taken_for_one(tmp_path: Path) -> None:
     trainer = make_trainer(model, loss, optimizer=Lookahead(adam(model)), devices=2)
     trainer.step(points(12, INPUTS))
     with pytest.raises(RuntimeError, match="the state of Adam was looked up"), trainer.changing():
-        trainer._session.engine.update.optimizer.sync()  # type: ignore[attr-defined]
+        engine_in(trainer).update.optimizer.sync()  # type: ignore[attr-defined]

@@ -16,6 +16,7 @@ from torch import nn
 import onefold
 from onefold.core.precision import PRECISIONS
 from onefold.errors import CheckpointError, GradientError, LossError
+from tests.inside import engine_in
 from tests.tables import for_each
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -153,7 +154,7 @@ def test_another_precision_is_refused_and_may_be_chosen(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="precision bf16, this run has fp16"):
         second.load(tmp_path)
     second.load(tmp_path, changed={"precision"})
-    assert second._session.engine.rules.loss_scale == 2.0**16
+    assert engine_in(second).rules.loss_scale == 2.0**16
     assert second.fingerprint() == first.fingerprint()
 
 
@@ -267,8 +268,8 @@ def test_models_hold_low_precision_and_the_optimizer_float32(precision: str) -> 
     assert kept == {f"{norm}.{name}" for norm in norms for name in ("weight", "bias")}
     assert trainer.model.get_parameter("hidden.weight").dtype == low
     trainer.step(batches(1)[0])
-    for item in trainer._session.engine.update.owned:
-        state = trainer._session.engine.update.state[item.values]
+    for item in engine_in(trainer).update.owned:
+        state = engine_in(trainer).update.state[item.values]
         assert state["exp_avg"].dtype == item.values.dtype == torch.float32
         if item.shown is not None:
             assert torch.equal(item.values.data.to(low), item.shown)
@@ -278,8 +279,8 @@ def test_masters_begin_as_the_users_own_values() -> None:
     model = Net()
     exact = {name: p.detach().clone() for name, p in model.named_parameters()}
     trainer = trainer_of("bf16-params", 2, model=model)
-    names = list(trainer._session.engine.replicas[0].parts.trained)
-    for item in trainer._session.engine.update.owned:
+    names = list(engine_in(trainer).replicas[0].parts.trained)
+    for item in engine_in(trainer).update.owned:
         whole = exact[names[item.piece.entry]].flatten()
         assert torch.equal(item.values.flatten(), whole[item.piece.start : item.piece.stop])
 
@@ -349,12 +350,12 @@ def test_an_overflow_in_one_shard_is_a_skipped_step_everywhere(
     assert "overflowed with losses scaled by 65536" in step.skipped
     assert trainer.fingerprint() == before
     with trainer.changing(optimizer_state=True):
-        counts = [s["step"] for s in trainer._session.engine.update.optimizer.state.values()]
+        counts = [s["step"] for s in engine_in(trainer).update.optimizer.state.values()]
     assert counts
     assert all(float(count) == 1.0 for count in counts)
     loss.spoilt = None
     assert trainer.step(steps[2]).skipped == ""
-    assert trainer._session.engine.rules.loss_scale == 2.0**15
+    assert engine_in(trainer).rules.loss_scale == 2.0**15
 
 
 @scaled
@@ -367,8 +368,8 @@ def test_the_scale_is_part_of_a_checkpoint(precision: str, tmp_path: Path) -> No
     first.save(tmp_path)
     second = trainer_of(precision, 2)
     second.load(tmp_path)
-    assert second._session.engine.rules.scale == first._session.engine.rules.scale
-    assert second._session.engine.rules.loss_scale == 2.0**15
+    assert engine_in(second).rules.scale == engine_in(first).rules.scale
+    assert engine_in(second).rules.loss_scale == 2.0**15
 
 
 @for_each("devices", [1, 2])

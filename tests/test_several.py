@@ -14,6 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import onefold
 from tests import simulated
+from tests.inside import session_in
 from tests.several import (
     LOSSES,
     all_of_it,
@@ -235,10 +236,10 @@ def test_a_schedule_of_one_optimizer_does_not_hide_that_another_is_not_saved() -
     trainer = given(
         model=models, optimizer=optimizers, schedule={"generator": schedules["generator"]}
     )
-    assert trainer._session.checkpoints.schedule.is_missing
+    assert session_in(trainer).checkpoints.schedule.is_missing
     models, optimizers = made()
     trainer = given(model=models, optimizer=optimizers, schedule=scheduled(optimizers))
-    assert not trainer._session.checkpoints.schedule.is_missing
+    assert not session_in(trainer).checkpoints.schedule.is_missing
 
 
 def test_gradients_of_two_losses_are_two_steps_outside_of_a_block() -> None:

@@ -15,6 +15,7 @@ from onefold.core.flat import bits_of, same_bits
 from onefold.core.options import RunOptions
 from onefold.core.wire import decode, encode
 from onefold.core.world import World
+from tests.inside import engine_in
 from tests.small import make_trainer
 from tests.tables import for_each
 
@@ -299,7 +300,7 @@ def rotating(devices: int) -> onefold.Trainer:
 
 
 def strides_of(trainer: onefold.Trainer) -> list[dict[str, tuple[int, ...]]]:
-    states = trainer._session.engine.update.optimizer_states()
+    states = engine_in(trainer).update.optimizer_states()
     return [{s.key: s.value.stride()} for s in sorted(states, key=lambda s: (s.piece, s.key))]
 
 

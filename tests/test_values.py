@@ -17,6 +17,7 @@ import onefold
 from onefold.errors import DisagreementError, LossError
 from tests import simulated
 from tests.conftest import ROOT
+from tests.inside import engine_in
 from tests.tables import for_each
 from tests.verifying.compared import Compared, compared
 
@@ -279,7 +280,7 @@ def test_a_step_without_values_sends_nothing_more(monkeypatch: pytest.MonkeyPatc
     trainer = {loss: trainer_of(loss, devices=2) for loss in (of_samples, with_values)}
     sent: list[str] = []
     for each in trainer.values():
-        transport = each._session.engine.exchange.transport
+        transport = engine_in(each).exchange.transport
         for name in ("share", "gather_bytes", "meet"):
             call = getattr(transport, name)
 

@@ -11,6 +11,7 @@ from torch import nn
 
 import onefold
 from tests.bits.large import LENGTH, TOKENS, Block
+from tests.inside import engine_in
 
 SHARDS, WIDTH, STEPS = 8, 24, 4
 
@@ -140,7 +141,7 @@ def at_hand() -> tuple[int, int, list[str]]:
         with suppress(RuntimeError):
             parameter.sum()
             here.append(name)
-    memory: Any = trainer._session.engine.exchange.memory
+    memory: Any = engine_in(trainer).exchange.memory
     kept = sum(memory.frozen.part(number).nbytes for number in memory.frozen.numbers)
     assert not memory.frozen.flat.is_there
     trainer.close()

@@ -16,6 +16,7 @@ from onefold.core.world import World
 from onefold.exchange.progress import Progress
 from onefold.run import membership, team
 from onefold.run.ending import Stopped
+from tests.inside import session_in
 from tests.small import make_trainer
 
 Script = Callable[["Life"], str]
@@ -107,7 +108,7 @@ def _leave(life: Life) -> None:
     """Let go of what the system would take from a process that has ended."""
     if life.made is None:
         return
-    session = life.made._session
+    session = session_in(life.made)
     session.checkpoints.finish()
     if session._autosave is not None:
         session._autosave.leave()

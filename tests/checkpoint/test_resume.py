@@ -19,6 +19,7 @@ import onefold
 from onefold.errors import CheckpointError
 from tests import simulated
 from tests.checkpoint.folders import full_disk, names_in, steps_in
+from tests.inside import session_in
 from tests.small import bits, line, make_trainer, points, sgd, square
 from tests.tables import for_each
 
@@ -564,9 +565,11 @@ def test_what_is_saved_is_the_run_as_it_was(tmp_path: Path, monkeypatch: Any) ->
     trainer = odd_trainer(OPTIMIZERS["adam"], 2)
     trainer.step(points(9))
     whole = trainer.save(tmp_path / "whole")
-    write = trainer._session.checkpoints._saving._write
+    write = session_in(trainer).checkpoints._saving._write
     monkeypatch.setattr(
-        trainer._session.checkpoints._saving, "_write", lambda *args: (gate.wait(60), write(*args))
+        session_in(trainer).checkpoints._saving,
+        "_write",
+        lambda *args: (gate.wait(60), write(*args)),
     )
     folder = trainer.save(tmp_path / "beside", wait=False)
     for _ in range(3):
@@ -587,7 +590,7 @@ def test_a_failed_write_is_raised_at_the_next_call(tmp_path: Path, call: str) ->
     trainer.save(tmp_path / "good")
     with full_disk(64):
         trainer.save(tmp_path / "bad", wait=False)
-        thread = trainer._session.checkpoints._writing._thread
+        thread = session_in(trainer).checkpoints._writing._thread
         assert thread is not None
         thread.join()
     data = torch.utils.data.TensorDataset(*points(4))

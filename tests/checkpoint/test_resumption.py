@@ -16,6 +16,7 @@ import onefold
 from onefold.checkpoint.runstate import RunState
 from onefold.errors import CheckpointError
 from tests.checkpoint.inprocess import Life, Runs, Script
+from tests.inside import engine_in
 from tests.small import points, square
 
 EPOCHS = 3
@@ -42,7 +43,7 @@ def data() -> TensorDataset:
 def result(trainer: onefold.Trainer, *more: object) -> str:
     """All that a run leaves, buffers and settings included; read from the model itself."""
     values = [v.double().sum().item().hex() for v in trainer.model.state_dict().values()]
-    settings = trainer._session.engine.update.optimizer.param_groups[0]["lr"]
+    settings = engine_in(trainer).update.optimizer.param_groups[0]["lr"]
     return f"{trainer.fingerprint()} {trainer.steps} {settings} {more} {values}"
 
 
@@ -73,7 +74,7 @@ def zeroed_head(life: Life) -> str:
 def changed_at_each_epoch(life: Life) -> str:
     """At its top, in the middle of a pass, at its end, and when all is done; a rate by hand."""
     trainer = made(life)
-    optimizer = trainer._session.engine.update.optimizer
+    optimizer = engine_in(trainer).update.optimizer
     loader = trainer.loader(data(), batch_size=8, shuffle=True)
     for epoch in trainer.epochs(EPOCHS):
         life.tick()

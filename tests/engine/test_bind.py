@@ -10,6 +10,7 @@ from torch import nn
 
 import onefold
 from tests import simulated
+from tests.inside import engine_in
 from tests.tables import for_each
 
 SHARDS = 4
@@ -55,12 +56,12 @@ def train(
         trainer.step(torch.randn(12, 40, generator=torch.Generator().manual_seed(step)))
         prints.append(trainer.fingerprint())
         if changes and step % 2:
-            roster = trainer._session.engine.roster
+            roster = engine_in(trainer).roster
             cuts = [roster.pieces * quarter // 4 for quarter in CUTS[step // 2]]
             spans = [range(start, stop) for start, stop in pairwise(cuts)]
             plan = roster.plan.__class__(((1, 3, 0), (0, 1, 3), (2, 1, 1))[step // 2])
-            trainer._session.engine.bind(roster.next(plan=plan, spans=spans))
-    generation = trainer._session.engine.roster.generation
+            engine_in(trainer).bind(roster.next(plan=plan, spans=spans))
+    generation = engine_in(trainer).roster.generation
     trainer.close()
     return prints, generation
 

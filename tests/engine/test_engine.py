@@ -16,6 +16,7 @@ from onefold.core.shard import Plan
 from onefold.core.world import World
 from onefold.errors import LossError
 from tests.engine.assembled import Restless, cut_for, engine_of, given_to, pictures
+from tests.inside import engine_in, session_in
 from tests.small import Batch, bits, line, make_trainer, points, sgd, square
 from tests.tables import for_each
 
@@ -47,16 +48,16 @@ def test_a_step_without_weight_is_skipped_by_all(devices: int) -> None:
     optimizer = sgd(model)
     schedule = halved(optimizer)
     trainer = make_trainer(model, loss, optimizer=optimizer, devices=devices, schedule=schedule)
-    given = given_to(trainer._session.engine.update)
+    given = given_to(engine_in(trainer).update)
     for number, on in enumerate((True, False, True, False), start=1):
         loss.on = on
         before, rate = bits(model), optimizer.param_groups[0]["lr"]
-        states = [state.value.clone() for state in trainer._session.engine.update.states()]
+        states = [state.value.clone() for state in engine_in(trainer).update.states()]
         step = trainer.step(points(10))
         assert (step.number, bool(step.skipped)) == (number, not on)
         assert optimizer.param_groups[0]["lr"] == (rate / 2 if on else rate)
         assert (bits(model) == before) is not on
-        now = [state.value for state in trainer._session.engine.update.states()]
+        now = [state.value for state in engine_in(trainer).update.states()]
         if not on:
             assert all(torch.equal(a, b) for a, b in zip(states, now, strict=True))
     assert len(given) == 2
@@ -119,18 +120,18 @@ def test_a_trainer_says_that_it_was_asked_to_stop_once_a_step_has_settled_it(
     trainer = make_trainer(devices=devices)
     trainer.step(points(8))
     assert not trainer.asked_to_stop
-    monkeypatch.setattr(trainer._session, "_is_asked_to_stop", lambda: True)
+    monkeypatch.setattr(session_in(trainer), "_is_asked_to_stop", lambda: True)
     assert not trainer.asked_to_stop
     trainer.step(points(8))
     assert trainer.asked_to_stop
-    monkeypatch.setattr(trainer._session, "_is_asked_to_stop", lambda: False)
+    monkeypatch.setattr(session_in(trainer), "_is_asked_to_stop", lambda: False)
     trainer.step(points(8))
     assert trainer.asked_to_stop  # nobody takes it back
 
 
 def test_a_run_that_does_not_save_itself_is_not_asked() -> None:
     trainer = make_trainer()
-    trainer._session._is_asked_to_stop = lambda: True  # type: ignore[method-assign]
+    session_in(trainer)._is_asked_to_stop = lambda: True  # type: ignore[method-assign]
     trainer.step(points(8))
     assert not trainer.asked_to_stop
 

@@ -17,6 +17,7 @@ from onefold.engine.lentparameter import Elsewhere, LentParameters
 from onefold.errors import DisagreementError, LossError, StateError
 from onefold.exchange.carrier import Want
 from tests import simulated
+from tests.inside import engine_in
 from tests.tables import for_each
 
 FEATURES = 12
@@ -399,12 +400,12 @@ def stages_brought() -> tuple[list[int], list[bool], int, bool]:
         return nn.Sequential(*[nn.Linear(FEATURES, FEATURES) for _ in range(5)])
 
     trainer = trainer_of(layers, plain)
-    lending = trainer._session.engine.lending
+    lending = engine_in(trainer).lending
     assert isinstance(lending, SpanLending)
     want = lending._fold.want
     lending._fold.want = noting  # type: ignore[method-assign]
     trainer.step(batches(1)[0])
-    (flat,) = trainer._session.engine.exchange.memory.trained.values()
+    (flat,) = engine_in(trainer).exchange.memory.trained.values()
     return [w.stage for w in wishes], [w.ahead for w in wishes], most, flat.is_there
 
 

@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 
 import onefold
 from onefold.errors import GradientError, LossError
+from tests.inside import engine_in
 from tests.small import Batch, make_trainer, points, square
 from tests.tables import for_each
 
@@ -34,7 +35,7 @@ class Spoils:
 def late(loss: Spoils, devices: int = 1) -> onefold.Trainer:
     """A trainer that looks as one on a GPU does."""
     trainer = make_trainer(loss=loss, devices=devices)
-    trainer._session.engine._finite._is_late = True
+    engine_in(trainer)._finite._is_late = True
     return trainer
 
 

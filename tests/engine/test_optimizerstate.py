@@ -23,6 +23,7 @@ from onefold.engine.optimizerstate import (
 )
 from onefold.system.tensorfile import DTYPES
 from tests.engine.assembled import bytes_of, engine_of
+from tests.inside import engine_in
 from tests.small import line, make_trainer, points
 from tests.tables import for_each
 
@@ -250,7 +251,7 @@ def test_the_state_of_a_real_optimizer_goes_through_all_of_it(devices: int) -> N
     module, optimizer = adam()
     trainer = make_trainer(module, optimizer=optimizer, devices=devices)
     trainer.step(points(8, 40_000))
-    update = trainer._session.engine.update
+    update = engine_in(trainer).update
     storage = update.storage
     joined = join(unpack(packed(update.states())), storage.pieces, storage.masters)
     wholes = whole_of(joined)

@@ -14,6 +14,7 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from tests.inside import engine_in
 from tests.small import Batch, bits, make_trainer, points
 from tests.tables import for_each
 
@@ -244,5 +245,5 @@ def test_a_schedule_is_no_hook(first: str) -> None:
     trainer.step(points(12, 130))
     whole = [p.shape for p in model.parameters()]
     assert seen == ([] if first == "schedule" else whole)
-    pieces = trainer._session.engine.update.storage.pieces
+    pieces = engine_in(trainer).update.storage.pieces
     assert (len(pieces) > len(whole)) is (first == "schedule")

@@ -20,6 +20,7 @@ from torch.utils.data import TensorDataset
 import onefold
 from onefold.engine.between import gather, written
 from onefold.errors import DisagreementError, LossError, RunFailed, SampleError
+from tests.inside import engine_in
 from tests.small import Batch, bits, line, make_trainer, points
 from tests.tables import for_each
 
@@ -321,7 +322,7 @@ def test_a_device_tells_its_numbers_to_all(devices: int) -> None:
 
 
 def test_numbers_come_in_the_order_of_the_devices() -> None:
-    exchange = make_trainer(devices=3)._session.engine.exchange
+    exchange = engine_in(make_trainer(devices=3)).exchange
     own = {number: {"number": float(number), "half": number / 2} for number in (2, 0, 1)}
     texts = {number: written(value) for number, value in own.items()}
     assert gather(exchange, texts) == [own[0], own[1], own[2]]
@@ -329,7 +330,7 @@ def test_numbers_come_in_the_order_of_the_devices() -> None:
 
 @for_each("other", [{"b": 1.0}, {"a": 1.0, "b": 2.0}, {"b": 1.0, "a": 2.0}, {"A": 0.0}])
 def test_other_names_on_another_device_are_refused(other: dict[str, float]) -> None:
-    exchange = make_trainer(devices=2)._session.engine.exchange
+    exchange = engine_in(make_trainer(devices=2)).exchange
     with pytest.raises(DisagreementError, match=r"^device 1 has \[.*\] and another one \['a'\]"):
         gather(exchange, {0: written({"a": 1.0}), 1: written(other)})
 

@@ -32,6 +32,7 @@ from tests.engine.assembled import (
     run_shards,
     task_of,
 )
+from tests.inside import engine_in
 from tests.small import Batch, bits, line, make_trainer, points, square
 from tests.tables import for_each
 
@@ -364,7 +365,7 @@ def test_the_fold_over_results_is_what_the_optimizer_gets(
 ) -> None:
     module = Restless()
     trainer = make_trainer(module, LOSSES[loss], shards=shards, devices=devices)
-    given = given_to(trainer._session.engine.update)
+    given = given_to(engine_in(trainer).update)
     for step in (1, 2):
         batch = pictures(samples, rare=rare, seed=step)
         expected, value = gradient_by_hand(module, batch, LOSSES[loss], shards=shards, step=step)

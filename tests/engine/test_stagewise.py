@@ -19,6 +19,7 @@ from onefold.errors import PeerFailed
 from onefold.exchange.carrier import Want
 from onefold.testing import outcomes
 from tests import simulated
+from tests.inside import engine_in
 from tests.tables import for_each
 
 FEATURES, LAYERS = 64, 6
@@ -41,7 +42,7 @@ class AtHand:
 @contextmanager
 def watched(trainer: onefold.Trainer) -> Iterator[AtHand]:
     found = AtHand()
-    lending = trainer._session.engine.lending
+    lending = engine_in(trainer).lending
     if not isinstance(lending, SpanLending):
         yield found
         return

@@ -18,6 +18,7 @@ from onefold.core.options import RunOptions
 from onefold.errors import CheckpointError, PeerFailed, StateError
 from onefold.testing import outcomes
 from tests.engine.test_stagewise import Layered, launched, samples, trained, watched
+from tests.inside import engine_in
 from tests.tables import for_each
 
 SPANS = RunOptions(keep="span", exchange="collective")
@@ -116,7 +117,7 @@ def biggest_part(directory: str) -> tuple[int, int]:
     """The most bytes of a tensor that the lead was brought, and those of the model."""
     trainer = trained(Odd)
     sizes: list[int] = []
-    transport: Any = trainer._session.engine.exchange.transport
+    transport: Any = engine_in(trainer).exchange.transport
     bring = transport.bring
 
     def noting() -> Any:

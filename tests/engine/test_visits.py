@@ -23,6 +23,7 @@ from onefold.system import heap
 from onefold.system.heap import DiskHeap
 from tests.apart import TwoMemories, apart
 from tests.bits.large import GPT, TOKENS
+from tests.inside import engine_in
 from tests.tables import for_each
 
 CPU = torch.device("cpu")
@@ -69,7 +70,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> Iterator[onefold.Trainer]:
 
 
 def home_of(trainer: onefold.Trainer) -> DiskHeap:
-    found: Any = trainer._session.engine.exchange.memory.heap
+    found: Any = engine_in(trainer).exchange.memory.heap
     assert isinstance(found, DiskHeap)
     return found
 
@@ -130,16 +131,16 @@ def test_that_a_mixture_would_be_seen(
 
 def test_between_steps_the_device_has_nothing(trainer: onefold.Trainer) -> None:
     trainer.step(LONG)
-    update = trainer._session.engine.update
+    update = engine_in(trainer).update
     live = home_of(trainer)._live
     kept = [item.values for item in update.owned] + [*update.averages.pieces.values()]
     for item in update.owned:
         kept += [v for v in update.state[item.values].values() if v.dim()]
     assert len(kept) > 3 * len(update.owned)
     assert all(tensor.untyped_storage().data_ptr() in live for tensor in kept)
-    frozen: Any = trainer._session.engine.exchange.memory.frozen
+    frozen: Any = engine_in(trainer).exchange.memory.frozen
     assert all(frozen.part(n).untyped_storage().data_ptr() in live for n in frozen.numbers)
-    lending: Any = trainer._session.engine.lending
+    lending: Any = engine_in(trainer).lending
     assert not lending._flat.is_there
     assert not frozen.flat.is_there
     assert not lending._rooms
@@ -399,7 +400,7 @@ def test_the_whole_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_packed_for_a_checkpoint_is_not_pinned(trainer: onefold.Trainer) -> None:
-    room = trainer._session.engine.exchange.transport.room(5000)
+    room = engine_in(trainer).exchange.transport.room(5000)
     assert room.untyped_storage().data_ptr() in home_of(trainer)._live
 
 

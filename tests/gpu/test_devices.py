@@ -8,6 +8,7 @@ import torch.nn.functional as F
 import onefold
 from tests.gpu.device import DEVICE, ON_GPU, cards, each, needs
 from tests.gpu.net import Net, adamw, batches, loss, result, trainer_of
+from tests.inside import engine_in
 
 HERE = torch.device(DEVICE)
 
@@ -47,7 +48,7 @@ def test_an_optimizer_that_has_worked_brings_its_state(fused: bool) -> None:
 @each("devices", [1, 2])
 def test_what_devices_compute_lies_on_the_first_of_them(devices: int) -> None:
     trainer = trainer_of(devices)
-    board = trainer._session.engine.exchange.board
+    board = engine_in(trainer).exchange.board
     assert board.totals.device.type == board.rows_memory.device.type == HERE.type
     assert board.on_host != ON_GPU
     kept = [trainer.step(batch) for batch in batches(4)]
@@ -83,7 +84,7 @@ def test_the_model_stays_the_scripts_own_between_steps() -> None:
     with torch.no_grad():
         trainer.model.get_parameter("out.bias").add_(1.0)
     trainer.step(batches(2)[1])
-    biases = [r.trained.views[-1].clone() for r in trainer._session.engine.replicas]
+    biases = [r.trained.views[-1].clone() for r in engine_in(trainer).replicas]
     assert torch.equal(*biases)
 
 

@@ -6,6 +6,7 @@ import time
 
 from tests.gpu.device import DEVICE, ON_GPU, each
 from tests.gpu.net import batches, trainer_of
+from tests.inside import engine_in
 
 
 @each("devices", [1, 2])
@@ -30,7 +31,7 @@ def test_times_may_be_asked_for_long_after() -> None:
     trainer = trainer_of()
     kept = [trainer.step(batch) for batch in batches(8)]
     assert all(step.seconds.backward > 0 for step in kept)
-    spans = trainer._session.engine.replicas[0].watch.take()
+    spans = engine_in(trainer).replicas[0].watch.take()
     assert spans == []
     moments = {type(span.stop).__name__ for span in kept[0]._spans if span.phase == "forward"}
     assert moments == ({"Event"} if ON_GPU else {"float"}), DEVICE

@@ -14,6 +14,7 @@ import onefold
 from onefold.core.options import RunOptions
 from onefold.core.world import World
 from onefold.system.record import read_record
+from tests.inside import session_in
 
 
 class Compared:
@@ -52,7 +53,7 @@ class Compared:
         return self.lines(trainer)[1]
 
     def lines(self, trainer: onefold.Trainer) -> list[dict[str, Any]]:
-        number = trainer._session.team.trainer
+        number = session_in(trainer).team.trainer
         return read_record(self.folder, f"0-{number}-mathematics")
 
 

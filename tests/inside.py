@@ -1,0 +1,19 @@
+"""What tests read of a trainer that users do not see, in one place: a change of it is one here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from onefold import Trainer
+
+__all__ = ["engine_in", "session_in"]
+
+
+def session_in(trainer: Trainer) -> Any:
+    """The run that stands behind a trainer."""
+    return trainer._session
+
+
+def engine_in(trainer: Trainer) -> Any:
+    """What computes its steps."""
+    return session_in(trainer).engine
