@@ -35,6 +35,17 @@ class Page(HTMLParser):
         (found,) = (row for row in self.rows if row and row[0] == first)
         return found
 
+    @property
+    def figures(self) -> dict[str, str]:
+        """What the summary says under each name."""
+        found = re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", self.source)
+        return {name: " ".join(re.sub("<[^>]*>", " ", text).split()) for name, text in found}
+
+    def course(self, title: str) -> str:
+        """How a chart is described to those who do not see it; none where there is no chart."""
+        told = [label for label in self.attributes("aria-label") if label.startswith(f"{title} by")]
+        return told[0].partition(". ")[2] if told else ""
+
     def attributes(self, name: str) -> list[str]:
         """The values that an attribute has anywhere."""
         return [given[name] for _, given in self.elements if name in given]
@@ -67,8 +78,11 @@ class Page(HTMLParser):
             self.rows[-1][-1] = " ".join(f"{self.rows[-1][-1]} {data}".split())
 
 
-def check_stands_alone(page: Page) -> None:
-    """No script, no file and no other host is asked for, whatever a browser would do."""
+def check_sound(page: Page) -> None:
+    """A page asks for no script, no file and no other host, and everybody can read it.
+
+    Headings descend one by one, pictures are described, tables have headers, ids are single.
+    """
     names = [name for name, _ in page.elements]
     assert not {"script", "link", "iframe", "object", "embed", "base"} & set(names)
     assert all(source.startswith("data:image/png;base64,") for source in page.attributes("src"))
@@ -77,10 +91,6 @@ def check_stands_alone(page: Page) -> None:
     assert not re.search(r"url\(\s*[\"']?\s*(?!#)", page.source)
     assert "@import" not in page.source
     assert not [name for _, given in page.elements for name in given if name.startswith("on")]
-
-
-def check_accessible(page: Page) -> None:
-    """Headings descend one by one, pictures are described, tables have headers, ids are single."""
     levels = [level for level, _ in page.headings]
     assert levels[0] == 1
     assert levels.count(1) == 1
