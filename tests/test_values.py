@@ -1,30 +1,31 @@
-"""Values beside the loss: those of the whole batch, alike on any number of devices."""
+"""Values and rows of samples beside the loss, and whole batches: alike on any number of devices."""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import onefold
 from onefold.errors import DisagreementError, LossError
+from onefold.testing import outcomes
 from tests import simulated
 from tests.conftest import ROOT
-from tests.inside import engine_in
+from tests.small import Batch, make_trainer
+from tests.small import points as regression
 from tests.tables import for_each
 from tests.verifying.compared import Compared, compared
 
 __all__ = ["compared"]
 
-Batch = tuple[torch.Tensor, torch.Tensor]
-LossOf = Callable[[nn.Module, Batch], object]
+LossOf = Callable[[nn.Module, Batch], Any]
 SAMPLES = 11
 
 
@@ -39,21 +40,20 @@ class Net(nn.Module):
         self.layers = nn.Sequential(nn.Linear(6, 16), norm, nn.Tanh(), drop, nn.Linear(16, 4))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.layers(inputs)
-        return found
+        return self.layers(inputs)  # type: ignore[no-any-return]
 
 
 def of_samples(model: nn.Module, batch: Batch) -> torch.Tensor:
     return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
-def with_values(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, dict[str, object]]:
-    """Each form that a value may have."""
+def with_values(model: nn.Module, batch: Batch) -> Any:
+    """Each form that values and rows may have."""
     inputs, labels = batch
     logits = model(inputs)
     losses, few = F.cross_entropy(logits, labels, reduction="none"), labels == 0
     chosen = onefold.Mean((losses * few).sum(), few.sum())
-    return losses, {
+    values = {
         "loss": losses,
         "accuracy": logits.argmax(1) == labels,
         "size": logits.square().mean(),
@@ -61,19 +61,21 @@ def with_values(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, dict[str,
         "right": onefold.Sum((logits.argmax(1) == labels).sum()),
         "both": chosen + 0.5 * onefold.Sum(losses.sum()),
     }
+    ragged = [
+        each.detach().expand(1 + int(label)) for each, label in zip(losses, labels, strict=True)
+    ]
+    return losses, values, {"td": losses, "of": inputs[:, :2].double(), "each": ragged}
 
 
-def of_terms(model: nn.Module, batch: Batch) -> tuple[object, dict[str, object]]:
-    losses, values = with_values(model, batch)
-    few = batch[1] == 0
-    mean = onefold.Mean((losses * few).sum(), few.sum())
-    return onefold.Mean(losses.sum(), len(losses)) + mean, values
+def of_terms(model: nn.Module, batch: Batch) -> Any:
+    losses, values, rows = with_values(model, batch)
+    return onefold.Mean(losses.sum(), len(losses)) + values["chosen"], values, rows
 
 
-def of_gathered(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, dict[str, object]]:
+def of_gathered(model: nn.Module, batch: Batch) -> Any:
     logits, rows = onefold.gather(model(batch[0]), rows=True)
     losses = (logits[rows] - logits.mean(0)).square().mean(1)
-    return losses, {"spread": losses, "own": logits[rows].abs().sum(1)}
+    return losses, {"spread": losses}, {"td": losses, "of": batch[0][:, :2].double()}
 
 
 LOSSES = (with_values, of_terms, of_gathered)
@@ -81,290 +83,234 @@ LOSSES = (with_values, of_terms, of_gathered)
 
 def batches(steps: int, samples: int = SAMPLES, dtype: torch.dtype = torch.float32) -> list[Batch]:
     generator = torch.Generator().manual_seed(1)
-    return [
-        (
-            torch.randn(samples, 6, generator=generator, dtype=torch.float64).to(dtype),
-            torch.randint(0, 4, (samples,), generator=generator),
-        )
-        for _ in range(steps)
-    ]
+    found = []
+    for _ in range(steps):
+        inputs = torch.randn(samples, 6, generator=generator, dtype=torch.float64).to(dtype)
+        found.append((inputs, torch.randint(0, 4, (samples,), generator=generator)))
+    return found
 
 
 def trainer_of(
-    loss: LossOf = with_values,
-    *,
-    model: nn.Module | None = None,
-    devices: int | None = 1,
-    shards: int = 5,
-    **options: Any,
+    loss: LossOf = with_values, *, model: nn.Module | None = None, shards: int = 5, **options: Any
 ) -> onefold.Trainer:
-    model = model or Net()
-    return onefold.Trainer(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-        loss,
-        shards=shards,
-        devices=["cpu"] * devices if devices else None,
-        threads=1,
-        **options,
-    )
+    return make_trainer(model or Net(), loss, shards=shards, **options)
 
 
-def shown(step: onefold.engine.step.Step) -> dict[str, str]:
-    """Every value to the last bit."""
-    return {name: float(value).hex() for name, value in step.values.items()}
+def shown(step: Any) -> list[Any]:
+    """Every value to the last bit, and every row."""
+    rows = {name: [row.tolist() for row in rows] for name, rows in step.outputs.items()}
+    return [{name: float(value).hex() for name, value in step.values.items()}, rows]
 
 
-Result = tuple[str, list[dict[str, str]]]
-
-
-def result(trainer: onefold.Trainer, steps: Sequence[Batch]) -> Result:
-    found = [shown(trainer.step(batch)) for batch in steps]
-    return trainer.fingerprint(), found
-
-
-def launched(loss: str, microbatch: int | None, plan: tuple[int, ...] | None) -> Result:
-    """On each device of a run."""
-    of = {each.__name__: each for each in LOSSES}[loss]
-    trainer = trainer_of(of, devices=None, microbatch=microbatch)
-    if plan is not None:
-        trainer.plan = plan
-    # The second batch leaves a shard empty, and the third has names that are new.
-    steps = [batches(1)[0], batches(1, samples=4)[0]] if microbatch else batches(2)
-    found = result(trainer, steps)
+def result(trainer: onefold.Trainer, steps: list[Batch]) -> list[Any]:
+    """Rows of the step before decide what is drawn, as in prioritised replay."""
+    found: list[Any] = []
+    priorities = torch.ones(len(steps[0][0]))
+    for inputs, labels in steps:
+        order = priorities.argsort(stable=True)
+        step = trainer.step((inputs[order], labels[order]))
+        if step.outputs:
+            assert torch.equal(step.outputs["of"], inputs[order][:, :2].double())
+            priorities = step.outputs["td"]
+        found.append(shown(step))
+    found.append(trainer.fingerprint())
     trainer.close()
     return found
 
 
-# What they are
-
-
-@for_each(("shards", "devices"), [(1, 1), (2, 2), (5, 3), (16, 2)])
-def test_they_are_those_of_the_whole_batch(shards: int, devices: int) -> None:
+def test_values_and_rows_are_those_of_the_whole_batch() -> None:
     model = Net(restless=False).double()
-    inputs, labels = batches(1, dtype=torch.float64)[0]
-    trainer = trainer_of(model=copy.deepcopy(model), shards=shards, devices=devices)
-    found = trainer.step((inputs, labels)).values
-    with torch.no_grad():
-        logits = model(inputs)
-        losses = F.cross_entropy(logits, labels, reduction="none")
-    right = (logits.argmax(1) == labels).double().sum()
+    inputs, labels = batch = batches(1, dtype=torch.float64)[0]
+    losses, _, rows = with_values(model, batch)
+    right = (model(inputs).argmax(1) == labels).double().sum()
     expected = {
         "loss": losses.mean(),
         "accuracy": right / SAMPLES,
-        "size": logits.square().mean(),
+        "size": model(inputs).square().mean(),
         "chosen": losses[labels == 0].mean(),
         "right": right,
         "both": losses[labels == 0].mean() + 0.5 * losses.sum(),
     }
-    assert list(found) == list(expected)
-    for name, value in expected.items():
-        assert found[name].dtype == torch.float64
-        assert found[name].shape == ()
-        assert float(found[name]) == pytest.approx(float(value), rel=1e-12), name
+    for shards, devices, microbatch in ((1, 1, None), (2, 2, 2), (5, 3, None), (16, 2, None)):
+        choices = {"shards": shards, "devices": devices, "microbatch": microbatch}
+        step = trainer_of(model=copy.deepcopy(model), **choices).step(batch)
+        torch.testing.assert_close(step.values, expected, rtol=1e-12, atol=0)
+        torch.testing.assert_close(step.outputs, rows, rtol=1e-12, atol=0)
+        assert not step.outputs["td"].requires_grad
 
 
-def test_a_loss_alone_has_none() -> None:
-    assert trainer_of(of_samples).step(batches(1)[0]).values == {}
+@for_each(("shards", "choices"), [(1, {"on_nonfinite": "skip"}), (5, {}), (5, {"microbatch": 2})])
+def test_training_is_what_it_is_without_them(shards: int, choices: dict[str, Any]) -> None:
+    """Their gradient is not used, and they may be anything."""
 
-
-@for_each("shards", [1, 5])
-@for_each("microbatch", [None, 2])
-def test_training_is_what_it_is_without_them(shards: int, microbatch: int | None) -> None:
-    options: dict[str, Any] = {"shards": shards, "microbatch": microbatch}
-    model = {"model": Net(restless=False)} if microbatch else {}
-    found = result(trainer_of(**options, **copy.deepcopy(model)), batches(3))[0]
-    assert found == result(trainer_of(of_samples, **options, **model), batches(3))[0]
-
-
-def test_their_gradient_is_not_used_and_they_may_be_anything() -> None:
     def loss(model: nn.Module, batch: Batch) -> object:
         losses = of_samples(model, batch)
         return losses, {"nan": losses * math.nan, "large": 1e9 * losses, "none": losses.detach()}
 
-    found = {}
-    for option in ("raise", "skip"):
-        trainer = trainer_of(loss, on_nonfinite=option)
-        step = trainer.step(batches(1)[0])
-        assert not step.skipped
-        assert math.isnan(float(step.values["nan"]))
-        found[option] = trainer.fingerprint()
-    plain = trainer_of(of_samples)
-    plain.step(batches(1)[0])
-    assert set(found.values()) == {plain.fingerprint()}
+    prints = []
+    for each in (loss, of_samples):
+        model = Net(restless="microbatch" not in choices)
+        trainer = trainer_of(each, model=model, shards=shards, **choices)
+        steps = [trainer.step(batch) for batch in batches(3)]
+        assert [math.isnan(float(step.values.get("nan", math.nan))) for step in steps] == [True] * 3
+        prints.append(trainer.fingerprint())
+    assert prints[0] == prints[1]
+    assert steps[0].values == steps[0].outputs == {}
 
 
-def test_they_are_kept_until_they_are_asked_for() -> None:
-    trainer = trainer_of(devices=2)
-    first, second = [trainer.step(batch) for batch in batches(2)]
-    before = shown(first)
-    trainer.step(batches(3)[2])
-    assert shown(first) == before != shown(second)
-
-
-# On any number of devices
+def launched(loss: LossOf, samples: int, plan: tuple[int, ...]) -> list[Any]:
+    """On each device of a run."""
+    model = Net(restless=samples > 5)
+    return result(trainer_of(loss, model=model, devices=None, plan=plan), batches(3, samples))
 
 
 @for_each("loss", LOSSES)
-@for_each(
-    "options", [{}, {"samples": 3}, {"precision": "bf16"}, {"microbatch": 1, "restless": False}]
-)
+@for_each("options", [{}, {"samples": 3}, {"microbatch": 1, "restless": False}, {"sync": True}])
 def test_the_bits_do_not_depend_on_the_devices(loss: LossOf, options: dict[str, Any]) -> None:
     options = dict(options)
-    if loss is of_gathered and "microbatch" in options:
+    samples, sync = options.pop("samples", SAMPLES), options.pop("sync", False)
+    restless = options.pop("restless", samples > 5)
+    if loss is of_gathered and options:
         return  # pieces cannot gather
-    steps, found = batches(3, options.pop("samples", SAMPLES)), []
-    restless = options.pop("restless", len(steps[0][0]) > 5)
-    for plan in ((5,), (3, 2), (2, 2, 1), (0, 4, 1), (5, 0)):
+    found = []
+    for plan in ((5,), (2, 2, 1), (0, 4, 1)):
         model = Net(restless=restless)
+        model = onefold.SyncBatchNorm.convert(model) if sync else model
         trainer = trainer_of(loss, model=model, devices=len(plan), plan=plan, **options)
-        found.append(result(trainer, steps))
+        found.append(result(trainer, batches(3, samples)))
+    if not options and not sync:
+        for exchange, plan in (("shared", (3, 2)), ("collective", (5, 0))):
+            args = (loss, samples, plan)
+            found.append(
+                simulated.launch(launched, devices="cpu:2", args=args, exchange=exchange)  # type: ignore[arg-type]
+            )
     assert all(each == found[0] for each in found)
 
 
-@for_each("exchange", ["shared", "collective"])
-@for_each(
-    ("loss", "microbatch", "plan"),
-    [(with_values, None, None), (of_terms, None, (1, 4)), (of_gathered, None, None)],
-)
-def test_the_bits_do_not_depend_on_the_exchange(
-    exchange: str, loss: LossOf, microbatch: int | None, plan: tuple[int, ...] | None
-) -> None:
-    name = loss.__name__  # type: ignore[attr-defined]
-    found = simulated.launch(
-        launched, devices="cpu:2", args=(name, microbatch, plan), exchange=exchange
-    )
-    assert found == result(trainer_of(loss), batches(2))
-
-
-def test_a_stopped_run_goes_on_with_the_same_values(tmp_path: Path) -> None:
-    steps = batches(5)
-    whole = result(trainer_of(), steps)
-    first = trainer_of(devices=3)
-    for batch in steps[:2]:
-        first.step(batch)
-    first.save(tmp_path / "run")
-    second = trainer_of(devices=2)
-    second.load(tmp_path / "run")
-    assert result(second, steps[2:]) == (whole[0], whole[1][2:])
-
-
-def alternating() -> LossOf:
-    """Other names in every other step, and none in every third."""
-    calls: list[int] = []
+def test_names_may_change_from_step_to_step() -> None:
+    """New names come by a message of their own, known ones on the board."""
+    turn = 0
 
     def loss(model: nn.Module, batch: Batch) -> object:
-        losses, values = with_values(model, batch)
-        step = len(calls) // 5  # of five shards
-        calls.append(1)
-        if step % 3 == 2:
-            return losses
-        return losses, values if step % 3 else {"only": losses}
+        losses, values, _ = with_values(model, batch)
+        return (losses, ({"only": losses}, values)[turn]) if turn < 2 else losses
+
+    found = []
+    for devices in (1, 2, 3):
+        trainer, plain = trainer_of(loss, devices=devices), trainer_of()
+        for number, batch in enumerate(batches(7)):
+            turn = number % 3
+            values, expected = shown(trainer.step(batch))[0], shown(plain.step(batch))[0]
+            assert values == ({"only": expected["loss"]}, expected, {})[turn]
+        found.append(trainer.fingerprint())
+    assert found == [plain.fingerprint()] * 3
+
+
+def test_values_with_known_names_need_no_messages_of_their_own() -> None:
+    def calls(loss: LossOf, steps: int) -> int:
+        def run() -> None:
+            trainer = trainer_of(loss, devices=None)
+            for batch in batches(steps):
+                trainer.step(batch)
+
+        return outcomes(run, 2)[1].calls
+
+    def valued(model: nn.Module, batch: Batch) -> object:
+        return with_values(model, batch)[:2]
+
+    without, given = ([calls(loss, n) for n in (0, 1, 3)] for loss in (of_samples, valued))
+    assert given[2] - given[1] == without[2] - without[1]
+    assert given[1] - given[0] > without[1] - without[0]
+
+
+def when_small(small: Callable[..., object], large: Callable[..., object]) -> LossOf:
+    """A loss that returns one thing for a shard of two samples, and another for one of three."""
+
+    def loss(model: nn.Module, batch: Batch) -> object:
+        losses = of_samples(model, batch)
+        return small(losses) if len(losses) < 3 else large(losses)
 
     return loss
 
 
-def test_names_may_change_from_step_to_step() -> None:
-    found = []
-    for devices in (1, 2, 3):
-        found.append(result(trainer_of(alternating(), devices=devices), batches(7)))
-    assert [list(each)[:1] for each in found[0][1]] == [["only"], ["loss"], []] * 2 + [["only"]]
-    assert found[0] == found[1] == found[2]
-    # New names come by a message of their own, known ones on the board: the values are the same.
-    plain = result(trainer_of(), batches(7))[1]
-    assert [found[0][1][1], found[0][1][4]] == [plain[1], plain[4]]
+def misread(model: nn.Module, batch: Batch) -> object:
+    losses = F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+    return losses, {"a": losses}
 
 
-def test_a_step_without_values_sends_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And with them only the first."""
-    trainer = {loss: trainer_of(loss, devices=2) for loss in (of_samples, with_values)}
-    sent: list[str] = []
-    for each in trainer.values():
-        transport = engine_in(each).exchange.transport
-        for name in ("share", "gather_bytes", "meet"):
-            call = getattr(transport, name)
-
-            def noted(*args: Any, name: str = name, call: Any = call) -> Any:
-                sent.append(name)
-                return call(*args)
-
-            monkeypatch.setattr(transport, name, noted)
-    counts: dict[str, list[list[str]]] = {}
-    for loss, each in trainer.items():
-        for batch in batches(3):
-            sent.clear()
-            each.step(batch)
-            counts.setdefault(loss.__name__, []).append(sorted(sent))
-    without, given = counts["of_samples"], counts["with_values"]
-    assert given[1:] == without[1:]
-    assert sorted([*without[0], "gather_bytes", "share"]) == given[0]
+def of_pieces(model: nn.Module, batch: Batch) -> object:
+    losses = of_samples(model, batch)
+    return losses, {"one" if len(losses) == 1 else "two": losses}
 
 
-# What is refused
+def rows_of(rows: Any) -> LossOf:
+    return lambda model, batch: (of_samples(model, batch), {}, rows)
 
 
+@for_each(
+    ("loss", "error", "words"),
+    [
+        (
+            when_small(lambda x: (x, {"few": x}), lambda x: (x, {"a": x, "many": x})),
+            DisagreementError,
+            r"step 1, shard 1: the loss returned the values \['few'\] .* and \['a', 'many'\] for",
+        ),
+        (
+            when_small(lambda x: (x, {"a": x}), lambda x: x),
+            DisagreementError,
+            r"step 1, shard 0: .* the values \[\] beside",
+        ),
+        (
+            when_small(lambda x: (x, {"a": onefold.Sum(x.sum())}), lambda x: (x, {"a": x})),
+            DisagreementError,
+            "terms of the same kind, for every shard",
+        ),
+        (of_pieces, DisagreementError, r"\['two'\] .* and \['one'\] for another"),
+        (
+            lambda model, batch: (of_samples(model, batch), model(batch[0])),
+            LossError,
+            r"step 1, shard 0: expected a loss, or .* got a tuple of \(Tensor, Tensor\)",
+        ),
+        (misread, LossError, "step 1, shard 0 is a sum over the shard"),
+        (
+            rows_of({"td": torch.tensor(1.0)}),
+            LossError,
+            "expected 'td' to be a tensor with one row",
+        ),
+        (rows_of({"td": torch.ones(99)}), LossError, r"for each of [32] samples, got \(99,\)"),
+        (rows_of({3: torch.ones(3)}), LossError, "expected names of one line for values, got 3"),
+        (rows_of(torch.ones(3)), LossError, r"or \(loss, values, outputs\) for rows of samples"),
+        (
+            when_small(lambda x: (x, {}, {"a": x}), lambda x: (x, {}, {"a": x[:, None]})),
+            DisagreementError,
+            "the same dtype and shape of rows.*list of one",
+        ),
+    ],
+)
 @for_each("devices", [1, 2])
-def test_names_that_differ_between_shards_are_refused(devices: int) -> None:
-    def loss(model: nn.Module, batch: Batch) -> object:
-        losses = of_samples(model, batch)
-        return losses, {"few": losses} if len(losses) < 3 else {"a": losses, "many": losses}
-
-    words = r"step 1, shard 1: the loss returned the values \['few'\] .* and \['a', 'many'\] for"
-    with pytest.raises(DisagreementError, match=words):
-        trainer_of(loss, devices=devices).step(batches(1)[0])
-
-
-def test_a_shard_without_values_beside_others_is_refused() -> None:
-    def loss(model: nn.Module, batch: Batch) -> object:
-        losses = of_samples(model, batch)
-        return (losses, {"a": losses}) if len(losses) < 3 else losses
-
-    with pytest.raises(DisagreementError, match=r"step 1, shard 0: .* the values \[\] beside"):
-        trainer_of(loss, devices=2).step(batches(1)[0])
+def test_what_cannot_be_joined_is_named(
+    loss: LossOf, error: type[Exception], words: str, devices: int
+) -> None:
+    microbatch = 2 if loss is of_pieces else None
+    trainer = trainer_of(loss, model=Net(restless=False), devices=devices, microbatch=microbatch)
+    with pytest.raises(error, match=words):
+        trainer.step(batches(1)[0])
 
 
-def test_kinds_that_differ_between_shards_are_refused() -> None:
-    def loss(model: nn.Module, batch: Batch) -> object:
-        losses = of_samples(model, batch)
-        return losses, {"a": losses if len(losses) < 3 else onefold.Sum(losses.sum())}
+def test_rows_may_have_another_shape_in_another_step() -> None:
+    def loss(model: nn.Module, batch: Any) -> Any:
+        return model(batch[0][:, :3]).square()[:, 0], {}, {"rows": batch[0]}
 
-    with pytest.raises(DisagreementError, match="terms of the same kind, for every shard"):
-        trainer_of(loss).step(batches(1)[0])
-
-
-def test_pieces_with_other_names_are_refused() -> None:
-    def loss(model: nn.Module, batch: Batch) -> object:
-        losses = of_samples(model, batch)
-        return losses, {"one" if len(losses) == 1 else "two": losses}
-
-    with pytest.raises(DisagreementError, match=r"\['two'\] .* and \['one'\] for another"):
-        trainer_of(loss, model=Net(restless=False), microbatch=2).step(batches(1)[0])
-
-
-@for_each("devices", [1, 2])
-def test_a_tuple_of_something_else_is_refused(devices: int) -> None:
-    def loss(model: nn.Module, batch: Batch) -> object:
-        logits = model(batch[0])
-        return F.cross_entropy(logits, batch[1]), logits
-
-    words = r"the loss of step 1, shard 0: expected a loss, or .* got a tuple of \(Tensor, Tensor\)"
-    with pytest.raises(LossError, match=words):
-        trainer_of(loss, devices=devices).step(batches(1)[0])
-
-
-def test_a_loss_that_is_read_wrongly_is_seen_beside_values() -> None:
-    def loss(model: nn.Module, batch: Batch) -> object:
-        losses = F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
-        return losses, {"a": losses}
-
-    with pytest.raises(LossError, match="step 1, shard 0 is a sum over the shard"):
-        trainer_of(loss).step(batches(1)[0])
+    trainer = make_trainer(loss=loss, shards=3, devices=2)
+    for width in (3, 5, 3, 4):
+        assert trainer.step((torch.ones(7, width),)).outputs["rows"].shape == (7, width)
+    assert trainer.gradient((torch.ones(7, 3),)).outputs["rows"].shape == (7, 3)
 
 
 # Together with other things
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@for_each("loss", LOSSES)
 def test_the_mathematics_are_compared_without_them(compared: Compared, loss: LossOf) -> None:
     found = compared.step(Net(), loss, batches(1, dtype=torch.float64)[0])
     assert found["loss_difference"] < 1e-9
@@ -372,26 +318,14 @@ def test_the_mathematics_are_compared_without_them(compared: Compared, loss: Los
     assert not found["causes"]
 
 
-def test_batch_norm_over_the_whole_batch_runs_once() -> None:
-    found = []
-    for devices in (1, 2):
-        model = onefold.SyncBatchNorm.convert(Net())
-        found.append(result(trainer_of(model=model, devices=devices), batches(2)))
-    assert found[0] == found[1]
-
-
-def test_averages_over_batch_norm_recompute_with_such_a_loss() -> None:
-    trainer = trainer_of()
+def test_whatever_else_runs_a_loss_runs_such_a_loss() -> None:
+    """Batch norm's statistics of an average, and the search for the size of pieces."""
+    trainer = trainer_of(microbatch="auto")
     trainer.average(decay=0.9)
-    trainer.step(batches(1)[0])
-    data = torch.utils.data.TensorDataset(*batches(1)[0])
+    assert float(trainer.step(batches(1)[0]).values["accuracy"]) <= 1
+    data = TensorDataset(*batches(1)[0])
     with trainer.averaged(update_bn=data, batch_size=SAMPLES):
         assert trainer.fingerprint()
-
-
-def test_microbatch_finds_its_size_with_such_a_loss() -> None:
-    trainer = trainer_of(microbatch="auto")
-    assert float(trainer.step(batches(1)[0]).values["accuracy"]) <= 1
 
 
 def test_the_example_of_the_documents_runs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -403,6 +337,62 @@ def test_the_example_of_the_documents_runs(capsys: pytest.CaptureFixture[str]) -
     names["trainer"] = trainer_of(names["loss"])
     exec(f"step = {use}", names)
     loss, accuracy, norm = map(float, capsys.readouterr().out.split())
-    assert loss > 0
-    assert norm > 0
+    assert min(loss, norm) > 0
     assert accuracy * SAMPLES == pytest.approx(round(accuracy * SAMPLES))
+
+
+# Whole batches
+
+
+def words_of(rows: list[Any]) -> dict[str, Any]:
+    """A collate with each kind of part."""
+    boxes = [{"box": row[0][: 1 + n]} for n, row in enumerate(rows)]
+    names = [f"{row[1].item():.3f}" for row in rows]
+    return {"x": torch.stack([row[0] for row in rows]), "names": names, "b": boxes, "n": 4}
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.processes)])
+def test_a_whole_batch_is_what_one_shard_would_be(workers: int) -> None:
+    data = TensorDataset(*regression(11))
+    trainer, alone = make_trainer(shards=3, devices=3, plan=(2, 0, 1)), make_trainer(shards=1)
+    ours, theirs = (
+        each.loader(data, batch_size=5, shuffle=True, workers=workers) for each in (trainer, alone)
+    )
+    for batch, one in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(batch.whole(), one.shards[0], rtol=0, atol=0)
+        assert trainer.step(batch).samples == len(batch.whole()[0])
+
+
+def test_every_kind_of_batch_comes_whole() -> None:
+    trainer = make_trainer(shards=3, devices=2)
+    data = TensorDataset(*regression(8))
+    whole = next(iter(trainer.loader(data, batch_size=8, collate=words_of))).whole()
+    assert torch.equal(whole["x"], data.tensors[0])
+    assert whole["names"] == [f"{y.item():.3f}" for y in data.tensors[1]]
+    assert [len(each["box"]) for each in whole["b"]] == [1, 2, 3, 1, 2, 3, 1, 2]
+    assert whole["n"] == 4
+    for batch in trainer.batches(lambda step, generator: regression(step + 4), per_epoch=2):
+        rows = batch.whole()[0]
+        assert torch.equal(rows, regression(batch.samples)[0])
+
+    def padded(rows: list[Any]) -> Any:
+        return torch.zeros(len(rows), len(rows))
+
+    batch = next(iter(trainer.loader(data, batch_size=8, collate=padded)))
+    with pytest.raises(ValueError, match=r"got \[\(3, 3\), \(3, 3\), \(2, 2\)\].*pads each shard"):
+        batch.whole()
+
+
+def wholes() -> list[Any]:
+    """Called on each device of a run."""
+    trainer = make_trainer(shards=3, devices=None)
+    loader = trainer.loader(DataLoader(TensorDataset(*regression(11)), 5, shuffle=True))
+    found = [batch.whole()[0].tolist() for batch in loader]
+    assert trainer.gather(found) == [found] * len(trainer.devices)
+    return found
+
+
+@for_each("exchange", ["shared", "collective"])
+def test_processes_hold_what_one_device_holds(exchange: Any) -> None:
+    found = simulated.launch(wholes, devices="cpu:3", exchange=exchange)
+    assert found == simulated.launch(wholes, devices="cpu:1")
