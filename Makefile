@@ -3,7 +3,7 @@
 # make test-all  the same with those marked full: the whole cross product, and real launchers
 # make golden  small runs on simulated devices, whose bits are in tests/golden.json
 # make mutants plants faults in the source one at a time, and asks whether make test finds each; takes hours
-# make venv    the environment that tests and examples need
+# make venv    the environment for a first look, and for development
 # make api     a page of each public module, from its docstrings, in build/api
 # make bench   all benchmarks, in an environment of their own: results as data, and the picture
 # make gpu     tests, demo and a short benchmark on one GPU, with what PYTHON has: nothing is installed;
@@ -15,8 +15,11 @@ BIN := $(VENV)/bin
 BENCH_VENV := .venv-bench
 BENCH_BIN := $(BENCH_VENV)/bin
 RESULTS := benchmarks/results
-# Of the environment in which the stamp lies that is being made.
-PIP = $(@D)/bin/python -m pip --disable-pip-version-check --quiet
+# Into the environment in which the stamp lies that is being made; says what comes, with its size.
+SHELL := bash
+.SHELLFLAGS := -o pipefail -c
+INSTALL = $(@D)/bin/python -m pip --disable-pip-version-check install --progress-bar off --constraint constraints.txt
+SAY = | sed -En 's/^ *(Downloading|Using cached|Processing .*\/([^/]*\.whl)$$) */  \2/p'
 
 # Of the order of the tests; any other number is as good: make test SEED=$$RANDOM
 SEED ?= 4009058020
@@ -28,16 +31,16 @@ demo: $(VENV)/demo.stamp
 
 # The golden bits first: what they find needs no further tests.
 # Two workers, as most of the tests that take time start processes of their own.
-test: lint golden
+test: lint golden $(VENV)/test.stamp
 	$(BIN)/pytest --numprocesses 2 --dist loadgroup --randomly-seed=$(SEED)
 
 golden: $(VENV)/dev.stamp
 	$(BIN)/python -m tests.golden
 
-mutants: $(VENV)/dev.stamp
+mutants: $(VENV)/test.stamp
 	$(BIN)/python -m tests.mutants
 
-test-all: lint golden
+test-all: lint golden $(VENV)/test.stamp
 	$(BIN)/pytest --numprocesses 2 --dist loadgroup -m "not gpu"
 
 lint: $(VENV)/dev.stamp
@@ -70,22 +73,32 @@ gpu:
 
 # torch first and by itself: with the pinned build in place nothing pulls in a larger one.
 $(VENV)/torch.stamp $(BENCH_VENV)/torch.stamp: constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "onefold needs Python 3.11 or later; say which: make PYTHON=python3.11 ...")'
-	$(PYTHON) -m venv $(@D)
-	$(PIP) install --requirement constraints.txt
-	touch $@
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "onefold needs Python 3.11 or later; say which: make PYTHON=python3.11 ...")'
+	@$(PYTHON) -m venv $(@D)
+	@echo 'Installing torch into $(@D):'
+	@$(INSTALL) torch $(SAY)
+	@touch $@
 
 $(VENV)/demo.stamp: $(VENV)/torch.stamp pyproject.toml
-	$(PIP) install --constraint constraints.txt --editable '.[demo]'
-	touch $@
+	@echo 'Installing onefold[demo] into $(@D):'
+	@$(INSTALL) --editable '.[demo]' $(SAY)
+	@touch $@
 
 $(VENV)/dev.stamp: $(VENV)/demo.stamp
-	$(PIP) install --constraint constraints.txt --editable '.[demo,images,text,transformers,report,dev]'
-	touch $@
+	@echo 'Installing onefold[demo,images,dev] into $(@D):'
+	@$(INSTALL) --editable '.[demo,images,dev]' $(SAY)
+	@touch $@
+
+# What belongs to single guides and jobs, and to their tests.
+$(VENV)/test.stamp: $(VENV)/dev.stamp
+	@echo 'Installing onefold[text,transformers,report,loggers] into $(@D):'
+	@$(INSTALL) --editable '.[text,transformers,report,loggers]' $(SAY)
+	@touch $@
 
 $(BENCH_VENV)/bench.stamp: $(BENCH_VENV)/torch.stamp pyproject.toml
-	$(PIP) install --constraint constraints.txt --editable '.[bench]'
-	touch $@
+	@echo 'Installing onefold[bench] into $(@D):'
+	@$(INSTALL) --editable '.[bench]' $(SAY)
+	@touch $@
 
 clean:
 	rm -rf $(VENV) $(BENCH_VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -31,17 +31,17 @@ WITHOUT_VALUES = {
 @contextmanager
 def apart() -> Iterator[None]:
     """Have homes be made for devices with memory of their own, and take all tensors."""
-    least, made = heap._LEAST_BYTES, assembly._heap
+    least, made = heap.LEAST_BYTES, assembly._heap
 
     def home(team: Team) -> Heap:
         options = team.world.options
         return DiskHeap.at(options.home, apart=True) if options.keeps == "host" else ORDINARY
 
-    heap._LEAST_BYTES, assembly._heap = 1, home
+    heap.LEAST_BYTES, assembly._heap = 1, home
     try:
         yield
     finally:
-        heap._LEAST_BYTES, assembly._heap = least, made
+        heap.LEAST_BYTES, assembly._heap = least, made
 
 
 class _Moving(TorchFunctionMode):

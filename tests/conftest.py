@@ -54,8 +54,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     warm.start_by_fork(item.get_closest_marker("fresh") is not None)
 
 
-SEED_OF_PYTORCH = 67280421310721
-"""That its generator has in a process which has just begun."""
 MOST_CPU_S = 5.0
 """Of a test that is not marked full, with the processes that it starts."""
 
@@ -101,7 +99,7 @@ def _leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaves processes, threads, files in shared memory or other settings."""
     torch.set_num_threads(1)
     # Whatever earlier tests have drawn.
-    torch.default_generator.manual_seed(SEED_OF_PYTORCH)
+    torch.default_generator.manual_seed(torch.Generator().initial_seed())
     before, open_before = _surroundings(), len(open_files())
     modules = {name: id(module) for name, module in sys.modules.items()}
     products = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul

@@ -200,31 +200,31 @@ def computed(number: int) -> tuple[str, Found, dict[str, Found]]:
 
     begun = time.monotonic()
     torch.set_num_threads(1)
-    heap._LEAST_BYTES = 1  # the models are small, and the home is to have all of them
+    heap.LEAST_BYTES = 1  # the models are small, and the home is to have all of them
     problem = problems()[number]
     one = [str(value) for value in simulate(problem.compute, 1)[0]]
     wrong = {}
 
-    def compare(compute: Callable[[], Sequence[Any]], way: Way, seed: int, before: str) -> None:
+    def run(compute: Callable[[], Sequence[Any]], way: Way, seed: int) -> list[Found]:
         exchange: Any = way.exchange
         keep = "host" if way.keep == APART else way.keep
         with apart() if way.keep == APART else nullcontext():
             each = simulate(compute, way.devices, seed=seed, keep=keep, exchange=exchange)
-        for values in each:
-            if [str(value) for value in values] != one and not before.endswith("saved"):
-                wrong[f"{before}{way}, seed {seed}"] = [str(value) for value in values]
+        return [[str(value) for value in values] for values in each]
+
+    def compare(compute: Callable[[], Sequence[Any]], way: Way, seed: int, before: str) -> None:
+        for values in run(compute, way, seed):
+            if values != one:
+                wrong[f"{before}{way}, seed {seed}"] = values
 
     for turn, way in enumerate(problem.ways):
         compare(problem.compute, way, 100 * number + turn, "")
     if problem.part is not None:
         first, then = WAYS[number % len(WAYS)], WAYS[(number + 5) % len(WAYS)]
         with TemporaryDirectory() as folder:
-            compare(
-                partial(problem.part, Path(folder, "run"), problem.stop), first, number, "saved"
-            )
-            compare(
-                partial(problem.part, Path(folder, "run"), None), then, number, f"from {first} to "
-            )
+            place = Path(folder, "run")
+            run(partial(problem.part, place, problem.stop), first, number)
+            compare(partial(problem.part, place, None), then, number, f"from {first} to ")
     print(f"{time.monotonic() - begun:6.2f} s {problem.name}", file=sys.stderr)
     return problem.name, one, wrong
 

@@ -161,7 +161,7 @@ def kinds() -> dict[str, Callable[[Any], torch.optim.Optimizer]]:
 def test_an_update_on_a_visit_is_the_plain_one(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(heap, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(heap, "LEAST_BYTES", 1)
     home = DiskHeap(tmp_path, apart=True)
     generator = torch.Generator().manual_seed(3)
     first = torch.randn(6, 5, generator=generator).t()
@@ -260,7 +260,7 @@ class Counting(torch.optim.Optimizer):
 def test_state_comes_along_if_it_was_on_the_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(heap, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(heap, "LEAST_BYTES", 1)
     home = DiskHeap(tmp_path, apart=True)
     parameter = nn.Parameter(home.copy(torch.ones(2000)))
     optimizer, visits = Counting([parameter]), Visits(CPU, home)

@@ -16,7 +16,7 @@ Tensors = list[torch.Tensor | None]
 
 @pytest.fixture(params=["memory", "disk"])
 def home(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Heap:
-    monkeypatch.setattr(heap, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(heap, "LEAST_BYTES", 1)
     return DiskHeap(tmp_path) if request.param == "disk" else ORDINARY
 
 

@@ -22,7 +22,7 @@ KEEPS: list[KeepName] = ["all", "span", "host"]
 def keep(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> KeepName:
-    monkeypatch.setattr(recording, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(recording, "LEAST_BYTES", 1)
     world = World(options=RunOptions(keep=request.param, home=str(tmp_path)))
     monkeypatch.setattr("onefold.run.recording.current_world", lambda: world)
     return request.param

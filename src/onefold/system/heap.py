@@ -39,6 +39,7 @@ import torch
 from onefold.system.ownfiles import memory_file
 
 __all__ = [
+    "LEAST_BYTES",
     "ORDINARY",
     "BareMemory",
     "DiskHeap",
@@ -82,7 +83,7 @@ def naming_limits(wanted: str) -> Iterator[None]:
 _log = logging.getLogger("onefold")
 _IN_MEMORY = ("tmpfs", "ramfs")
 _LEAST_PART_BYTES = 64 << 20
-_LEAST_BYTES = mmap.PAGESIZE
+LEAST_BYTES = mmap.PAGESIZE
 """Of a tensor that goes to the file, where each takes whole pages."""
 
 
@@ -175,7 +176,7 @@ class DiskHeap(Heap):
         return True
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        if nbytes < _LEAST_BYTES:
+        if nbytes < LEAST_BYTES:
             return super().empty(nbytes)
         size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         free = self._free[size]
@@ -191,14 +192,14 @@ class DiskHeap(Heap):
         shape = torch.empty_like(tensor, dtype=dtype, device="meta", requires_grad=False)
         if tensor.device.type != "cpu" and not self.apart:
             return super().like(tensor, dtype)
-        if shape.nbytes < _LEAST_BYTES:
+        if shape.nbytes < LEAST_BYTES:
             return torch.empty_like(shape, device="cpu")
         return self.empty(shape.nbytes).view(shape.dtype).as_strided(shape.shape, shape.stride())
 
     def kept(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device.type == "cpu":
             is_here = tensor.untyped_storage().data_ptr() in self._live
-            stays = is_here or tensor.nbytes < _LEAST_BYTES
+            stays = is_here or tensor.nbytes < LEAST_BYTES
         else:
             stays = not self.apart
         return tensor if stays else self.copy(tensor.detach())

@@ -52,8 +52,6 @@ class Fault:
     kind: Literal["kill", "stop", "delay", "cut"] = "kill"
 
 
-_SEED_OF_PYTORCH = 67280421310721
-"""That its generator has in a process which has just begun."""
 _PAUSES = 0.1
 """How often a device lets another one go on though it need not wait."""
 
@@ -244,7 +242,7 @@ class Baton:
         """Give a device what a process has that has just begun."""
         # Another device may be in the middle of a step.
         self._before.put_back()
-        torch.default_generator.manual_seed(_SEED_OF_PYTORCH)
+        torch.default_generator.manual_seed(torch.Generator().initial_seed())
         # In processes these come from the system, and so differ.
         random.seed(f"{self._begins} {number}")
         mtrand.set_bit_generator(self._owned)
