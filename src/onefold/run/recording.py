@@ -59,7 +59,7 @@ from onefold.run.world import current_world
 from onefold.system.compat import asking_for_truncated_normal, holders_of
 from onefold.system.heap import BareMemory, home_of
 
-__all__ = ["build"]
+__all__ = ["LEAST_BYTES", "build"]
 
 
 @dataclass(slots=True)
@@ -361,7 +361,7 @@ def _known(state: torch.Tensor | None) -> torch.Tensor:
 Given = ParamSpec("Given")
 Model = TypeVar("Model")
 
-_LEAST_BYTES = 4096
+LEAST_BYTES = 4096
 """Smaller tensors have their values at once."""
 
 
@@ -392,7 +392,7 @@ def build(make: Callable[Given, Model], *args: Given.args, **kwargs: Given.kwarg
     # A plan looks at sizes alone, perhaps at those of a model that fits nowhere.
     if options.keep == "all" and not options.plan:
         return make(*args, **kwargs)
-    recording = Recording(BareMemory(home_of(options.home)), _LEAST_BYTES)
+    recording = Recording(BareMemory(home_of(options.home)), LEAST_BYTES)
     try:
         with recording.noting():
             made = make(*args, **kwargs)
