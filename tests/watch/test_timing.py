@@ -2,116 +2,81 @@
 
 from __future__ import annotations
 
-import time
+from dataclasses import asdict
 
 import pytest
 import torch
 from torch import nn
 
-from onefold.watch.timing import PhaseSeconds, Span, Stopwatch, elapsed_s, host_now_s
+from onefold.watch.timing import PhaseSeconds, Span, Stopwatch
 from tests.small import Batch, make_trainer, points, square
 from tests.tables import for_each
 
-CPU = torch.device("cpu")
+
+class Clock:
+    """The host's clock: a second passes whenever it is read, and more where a test says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        for module in ("watch.timing", "reading.loader", "run.session"):
+            monkeypatch.setattr(f"onefold.{module}.host_now_s", self)
+
+    def __call__(self) -> float:
+        self.now_s += 1
+        return self.now_s
 
 
-def test_spans_of_a_phase_add_up() -> None:
-    spans = [
-        Span("forward", "forward shard 0", 1.0, 1.5),
-        Span("backward", "backward shard 0", 1.5, 2.5),
-        Span("forward", "forward shard 1", 3.0, 3.25),
-    ]
+def test_spans_of_a_phase_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    watch = Stopwatch(torch.device("cpu"))
+    watch.note("update", "optimizer", watch.now())
+    watch.note("forward", "shard 0", 1.0, 1.5)
+    watch.note("forward", "shard 1", 3.0, 3.25)
+    spans = watch.take()
+    assert (spans[0], clock.now_s) == (Span("update", "optimizer", 1.0, 2.0), 2.0)
     assert PhaseSeconds.of(spans) == PhaseSeconds(
-        data=0.0, forward=0.75, backward=1.0, exchange=0.0, update=0.0
+        data=0.0, forward=0.75, backward=0.0, exchange=0.0, update=1.0
     )
-
-
-def test_notes_are_taken_once() -> None:
-    watch = Stopwatch(CPU)
-    start = watch.now()
-    watch.note("update", "optimizer", start)
-    (span,) = watch.take()
-    assert (span.phase, span.label, span.start) == ("update", "optimizer", start)
-    assert elapsed_s(span.start, span.stop) >= 0
     assert watch.take() == []
 
 
-def slow_in(part: str) -> nn.Module:
-    """A model whose forward or backward takes 50 ms longer, and which 4 devices can hold."""
-
-    class Slow(torch.autograd.Function):
-        @staticmethod
-        def forward(context: object, values: torch.Tensor) -> torch.Tensor:
-            time.sleep(0.05 if part == "forward" else 0)
-            return values.clone()
-
-        @staticmethod
-        def backward(context: object, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-            time.sleep(0.05 if part == "backward" else 0)
-            return gradient
-
-    class Model(nn.Linear):
-        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-            values: torch.Tensor = Slow.apply(super().forward(inputs))
-            return values
-
-    return Model(3, 1)
-
-
-@for_each("part", ["forward", "backward"])
+@for_each("part", ["data", "forward", "backward"])
 @for_each("devices", [1, 2])
-def test_a_step_knows_where_its_time_went(part: str, devices: int) -> None:
-    trainer = make_trainer(slow_in(part), devices=devices)
-    start = host_now_s()
-    seconds = trainer.step(points(8)).seconds
-    whole = host_now_s() - start
-    times = {name: getattr(seconds, name) for name in PhaseSeconds.__dataclass_fields__}
-    assert max(times, key=lambda name: times[name]) == part
-    assert times[part] >= 0.05 * 4 / devices  # of this process's first device
-    assert all(time > 0 for time in times.values())
-    assert sum(times.values()) <= whole
+def test_a_step_knows_where_its_time_went(
+    part: str, devices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    late_s = 0
 
-
-def test_waiting_for_the_loader_is_data() -> None:
-    class Slow(torch.utils.data.Dataset[Batch]):
+    class Data(torch.utils.data.Dataset[Batch]):
         def __len__(self) -> int:
-            return 4
+            return 8
 
         def __getitem__(self, index: int) -> Batch:
-            time.sleep(0.02)
-            return torch.ones(3) * index, torch.zeros(1)
+            clock.now_s += 100 * late_s if part == "data" else 0
+            return points(8)[0][index], points(8)[1][index]
 
-    trainer = make_trainer()
-    (batch,) = trainer.loader(Slow(), batch_size=4)
-    seconds = trainer.step(batch).seconds
-    assert seconds.data >= 4 * 0.02
-    assert seconds.data > seconds.forward
-
-
-def test_a_step_that_failed_leaves_no_seconds() -> None:
     def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
-        if fails:
-            time.sleep(0.1)
+        losses = square(model, batch)
+        if part == "backward":
+            losses.register_hook(lambda _: setattr(clock, "now_s", clock.now_s + 100 * late_s))
+        clock.now_s += 100 * late_s if part == "forward" else 0
+        if late_s == 2:
             raise ArithmeticError("on purpose")
-        return square(model, batch)
+        return losses
 
-    trainer = make_trainer(loss=loss)
-    fails = True
+    trainer = make_trainer(loss=loss, devices=devices)
+    loader = trainer.loader(Data(), batch_size=8)
+    late_s, start = 1, clock.now_s
+    seconds = asdict(trainer.step(next(iter(loader))).seconds)
+    parts = 8 if part == "data" else 4 / devices  # of this process's first device
+    assert seconds[part] == pytest.approx(100 * parts, abs=20)
+    assert max(seconds, key=lambda name: seconds[name]) == part
+    assert min(seconds.values()) > 0
+    assert sum(seconds.values()) <= clock.now_s - start
+    # Neither a step that failed nor the one before counts for the next.
+    late_s = 2
     with pytest.raises(ArithmeticError, match="on purpose"):
-        trainer.step(points(8))
-    fails = False
-    assert trainer.step(points(8)).seconds.forward < 0.1
-
-
-def test_seconds_are_of_their_own_step() -> None:
-    calls = []
-
-    def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
-        calls.append(None)
-        time.sleep(0.05 if len(calls) <= 4 else 0)
-        return square(model, batch)
-
-    trainer = make_trainer(loss=loss)
-    slow, quick = trainer.step(points(8)), trainer.step(points(8))
-    assert slow.seconds.forward >= 0.2
-    assert quick.seconds.forward < 0.2
+        trainer.step(next(iter(loader)))
+    late_s = 0
+    assert max(asdict(trainer.step(points(8)).seconds).values()) < 100
