@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -25,22 +26,16 @@ class Noting(nn.Module):
     """Does something with its buffers in every forward pass."""
 
     def __init__(
-        self,
-        note: Callable[[Noting, torch.Tensor], None],
-        *,
-        only_in_training: bool = False,
-        **buffers: torch.Tensor,
+        self, note: Callable[[Noting, torch.Tensor], None], **buffers: torch.Tensor
     ) -> None:
         super().__init__()
         self.line = line()
         for name, buffer in buffers.items():
             self.register_buffer(name, buffer)
         self._note = note
-        self._only_in_training = only_in_training
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        if self.training or not self._only_in_training:
-            self._note(self, inputs)
+        self._note(self, inputs)
         return self.line(inputs)
 
 
@@ -55,9 +50,19 @@ def weighted_mean(values: list[torch.Tensor], batch: Batch) -> torch.Tensor:
     return (fold_shards(weighted, torch.add) / sum(sizes)).to(values[0].dtype)
 
 
-def step(module: nn.Module, devices: int, batch: Batch | None = None) -> None:
-    trainer = make_trainer(module, shards=SHARDS, devices=devices)
+def step(module: nn.Module, devices: int, batch: Batch | None = None, **settings: Any) -> None:
+    trainer = make_trainer(module, shards=SHARDS, devices=devices, **settings)
     trainer.step(points(SAMPLES) if batch is None else batch)
+
+
+def beginning_with_1_5_3() -> Batch:
+    """Shards begin with these numbers."""
+    batch = points(SAMPLES)
+    batch[0][:, 0] = torch.tensor([1.0, 0, 0, 5, 0, 3, 0])
+    return batch
+
+
+# How the values of shards become one.
 
 
 @both
@@ -78,50 +83,69 @@ def test_batch_norm_takes_the_mean_over_the_shards_by_their_samples(devices: int
 
 
 @both
-@for_each("dtype", [torch.int64, torch.uint8, torch.bool])
+@for_each("dtype", [torch.int64, torch.uint8, torch.bool, torch.uint16, torch.uint32, torch.uint64])
 def test_whole_numbers_take_the_largest(devices: int, dtype: torch.dtype) -> None:
-    firsts = torch.tensor([1, 0, 0, 5, 0, 3, 0]).to(dtype)
-
     def note(module: Noting, inputs: torch.Tensor) -> None:
-        module.most.fill_(inputs[0, 0].to(dtype))
+        module.most = inputs[0, 0].long().to(dtype)
 
-    batch = points(SAMPLES)
-    batch[0][:, 0] = firsts  # shards begin with 1, 5 and 3
     module = Noting(note, most=torch.zeros((), dtype=dtype))
-    step(module, devices, batch)
+    step(module, devices, beginning_with_1_5_3())
     assert module.most.dtype == dtype
-    assert module.most == firsts[[0, 3, 5]].max()
+    assert module.most.item() == (dtype is torch.bool or 5)
 
 
 @both
 @for_each("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
-def test_other_numbers_take_the_weighted_mean(devices: int, dtype: torch.dtype) -> None:
-    batch = points(SAMPLES)
-
-    def note(module: Noting, inputs: torch.Tensor) -> None:
+def test_other_numbers_take_the_weighted_mean_however_they_are_written(
+    devices: int, dtype: torch.dtype
+) -> None:
+    def change(module: Noting, inputs: torch.Tensor) -> None:
         module.value.add_(inputs.mean(dim=0).to(dtype))
 
-    module = Noting(note, value=torch.full((3,), 0.3, dtype=dtype))
-    step(module, devices, batch)
-    start = torch.full((3,), 0.3, dtype=dtype)
-    values = [start + shard.mean(dim=0).to(dtype) for shard in shards_of(batch)]
-    assert torch.equal(module.value, weighted_mean(values, batch))
+    def replace(module: Noting, inputs: torch.Tensor) -> None:
+        module.value = module.value + inputs.mean(dim=0).to(dtype)
+
+    def move(module: Noting, inputs: torch.Tensor) -> None:
+        module.value.data = module.value.data + inputs.mean(dim=0).to(dtype)
+
+    batch = points(SAMPLES)
+    expected = torch.full((3,), 0.3, dtype=dtype)
+    modules = [Noting(note, value=expected.clone()) for note in (change, replace, move)]
+    places = [module.value for module in modules]
+    trainers = [make_trainer(m, shards=SHARDS, devices=devices) for m in modules]
+    for _ in range(2):
+        means = [expected + shard.mean(dim=0).to(dtype) for shard in shards_of(batch)]
+        expected = weighted_mean(means, batch)
+        for trainer, module, place in zip(trainers, modules, places, strict=True):
+            trainer.step(batch)
+            assert torch.equal(module.value, expected)
+            assert module.value is place
 
 
 @both
-def test_a_buffer_may_be_replaced_rather_than_changed(devices: int) -> None:
-    def change(module: Noting, inputs: torch.Tensor) -> None:
-        module.value.mul_(0.9).add_(inputs.mean())
+@for_each(
+    ("rule", "expected"), [("max", 5.0), ("first", 1.0), ("sum", 9.0), ("mean", (3 + 10 + 6) / 7)]
+)
+def test_a_rule_may_be_chosen(devices: int, rule: str, expected: float) -> None:
+    def note(module: Noting, inputs: torch.Tensor) -> None:
+        module.value.add_(inputs[0, 0])
 
-    def replace(module: Noting, inputs: torch.Tensor) -> None:
-        module.value = module.value * 0.9 + inputs.mean()
+    module = Noting(note, value=torch.zeros(()))
+    step(module, devices, beginning_with_1_5_3(), buffers={"v*": rule})
+    assert module.value.item() == pytest.approx(expected)
 
-    changed, replaced = (Noting(note, value=torch.ones(2)) for note in (change, replace))
-    before = replaced.value
-    for module in (changed, replaced):
-        step(module, devices)
-    assert bits(changed) == bits(replaced)
-    assert replaced.value is before
+
+@for_each(
+    ("rules", "words"),
+    [
+        ({"value": "median"}, r"rule of buffers 'value' to be one of .*, got 'median'"),
+        ({"values": "max"}, "a rule for 'values', which names no buffer of the model: it has val"),
+    ],
+)
+def test_rules_that_say_nothing_are_refused(rules: dict[str, str], words: str) -> None:
+    module = Noting(lambda module, inputs: None, value=torch.zeros(()))
+    with pytest.raises(ValueError, match=words):
+        make_trainer(module, buffers=rules)
 
 
 @both
@@ -156,18 +180,18 @@ def test_every_shard_starts_from_the_steps_buffers(devices: int) -> None:
 
 @both
 def test_a_shard_that_left_a_buffer_alone_counts_with_its_start(devices: int) -> None:
-    batch = points(SAMPLES)
-    batch[0][:, 0] = torch.tensor([0, 0, 0, 1, 0, 0, 0])  # the second shard begins with 1
-
     def note(module: Noting, inputs: torch.Tensor) -> None:
-        if inputs[0, 0]:
-            module.value.fill_(8)
+        if inputs[0, 0] == 5:
+            module.value.add_(7)
             module.most.fill_(2)
 
     module = Noting(note, value=torch.ones(()), most=torch.tensor(5))
-    step(module, devices, batch)
+    trainer = make_trainer(module, shards=SHARDS, devices=devices)
+    trainer.step(beginning_with_1_5_3())
     assert module.value == 3  # (3 * 1 + 2 * 8 + 2 * 1) / 7
     assert module.most == 5
+    trainer.step(beginning_with_1_5_3())
+    assert module.value == 5
 
 
 @both
@@ -190,10 +214,28 @@ def test_buffers_that_nobody_changes_are_left_alone(devices: int) -> None:
 
     odd = torch.tensor([-0.0, math.nan, math.inf, 0.1, 1e-45])
     module = Noting(note, before=odd, changes=torch.zeros(2), after=odd.clone())
+    module.register_buffer("never", None)
     expected = bits(module)["before"]
     step(module, devices)
     assert bits(module)["before"] == bits(module)["after"] == expected
     assert module.changes.tolist() == [1, 1]
+    assert module.never is None
+
+
+def test_with_one_shard_numbers_of_float64_are_those_of_the_plain_loop() -> None:
+    """Or a mean over one shard would be x * n / n."""
+    ours, theirs = (nn.Sequential(nn.BatchNorm1d(3), line()).double() for _ in range(2))
+    batch = tuple(tensor.double() for tensor in points(SAMPLES))
+    trainer = make_trainer(ours, shards=1)
+    for _ in range(5):
+        trainer.step(batch)
+        theirs(batch[0])
+        for mine, other in zip(ours.buffers(), theirs.buffers(), strict=True):
+            assert torch.equal(mine, other)
+        theirs[0].load_state_dict(ours[0].state_dict())
+
+
+# Form and memory.
 
 
 @both
@@ -211,181 +253,23 @@ def test_buffers_keep_their_identity_and_shape(devices: int) -> None:
 
 @both
 @for_each(
-    ("value", "words"),
+    ("value", "came"),
     [
-        (
-            torch.zeros(4),
-            r"torch.float32 \(2,\) as when Trainer was made, got torch.float32 \(4,\)",
-        ),
-        (torch.zeros(2).double(), r"torch.float32 \(2,\) .* got torch.float64 \(2,\)"),
-        (None, r"torch.float32 \(2,\) .* got None"),
+        (torch.zeros(4), r"torch.float32 \(4,\)"),
+        (torch.zeros(2).double(), r"torch.float64 \(2,\)"),
+        (None, "None"),
     ],
-    ids=["shape", "dtype", "none"],
 )
 def test_a_buffer_that_changes_its_form_is_refused_by_name(
-    devices: int, value: torch.Tensor | None, words: str
+    devices: int, value: torch.Tensor | None, came: str
 ) -> None:
     def note(module: Noting, inputs: torch.Tensor) -> None:
         module.value = value
 
     module = nn.Sequential(Noting(note, value=torch.zeros(2)))
-    with pytest.raises(ValueError, match=rf"^buffer 0\.value: expected {words}"):
-        step(module, devices)
-
-
-@for_each(
-    "devices",
-    [1, 2],
-)
-@for_each("replaced", [False, True])
-def test_what_the_user_does_to_a_buffer_between_steps_counts(replaced: bool, devices: int) -> None:
-    def note(module: Noting, inputs: torch.Tensor) -> None:
-        module.value.add_(1)
-
-    module = Noting(note, value=torch.zeros(2))
-    trainer = make_trainer(module, shards=SHARDS, devices=devices)
-    trainer.step(points(SAMPLES))
-    if replaced:
-        module.value = torch.full((2,), 10.0)
-    else:
-        module.value.fill_(10)
-    trainer.step(points(SAMPLES))
-    assert module.value.tolist() == [11, 11]
-
-
-@both
-def test_buffers_are_restored_after_an_evaluation(devices: int) -> None:
-    def note(module: Noting, inputs: torch.Tensor) -> None:
-        module.value.add_(inputs.mean())
-        module.most = module.most + 1
-
-    module = Noting(note, value=torch.zeros(2), most=torch.tensor(3))
-    trainer = make_trainer(module, shards=SHARDS, devices=devices)
-    trainer.step(points(SAMPLES))
-    before = bits(module)
-    trainer.evaluate(lambda m, b: {"loss": square(m, b)}, TensorDataset(*points(9)), batch_size=4)
-    assert bits(module) == before
-
-
-@both
-def test_the_model_may_have_no_buffers(devices: int) -> None:
-    module = line()
-    before = bits(module)
-    step(module, devices)
-    assert bits(module) != before
-
-
-@both
-def test_buffers_are_what_they_were_after_a_step_that_was_refused(devices: int) -> None:
-    def note(module: Noting, inputs: torch.Tensor) -> None:
-        module.value.copy_(inputs.mean(dim=0))
-
-    module = Noting(note, value=torch.zeros(3))
-    trainer = make_trainer(module, shards=SHARDS, devices=devices)
-    trainer.step(points(SAMPLES))
-    before = bits(module)
-    bad = points(SAMPLES)
-    bad[0][5] = math.nan
-    with pytest.raises(ValueError, match="step 2, shard 2 is nan"):
-        trainer.step(bad)
-    assert bits(module) == before
-
-
-@both
-def test_buffers_are_what_they_were_after_a_score_that_failed(devices: int) -> None:
-    def note(module: Noting, inputs: torch.Tensor) -> None:
-        module.value.copy_(inputs.mean(dim=0))
-
-    module = Noting(note, value=torch.zeros(3))
-    trainer = make_trainer(module, shards=SHARDS, devices=devices)
-    before = bits(module)
-
-    def score(module: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
-        square(module, batch)
-        raise KeyError("a label")
-
-    with pytest.raises(KeyError, match="a label"):
-        trainer.evaluate(score, TensorDataset(*points(9)), batch_size=4)
-    assert bits(module) == before
-
-
-@for_each("dtype", [torch.uint16, torch.uint32, torch.uint64], ids=str)
-def test_unsigned_numbers_take_the_largest_too(dtype: torch.dtype) -> None:
-    def note(module: Noting, inputs: torch.Tensor) -> None:
-        module.most = torch.tensor(4).to(dtype)
-
-    module = Noting(note, most=torch.tensor(1).to(dtype))
-    step(module, devices=1)
-    assert module.most.item() == 4
-
-
-class Queue(nn.Module):
-    """Keeps the keys of batches before, as momentum contrast does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.line = line()
-        self.register_buffer("queue", torch.zeros(3, 12))
-        self.register_buffer("place", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        start = int(self.place)
-        self.queue[:, start : start + len(inputs)] = inputs.T
-        self.place += len(inputs)
-        return self.line(inputs)
-
-
-@both
-def test_a_queue_that_a_mean_would_destroy_is_refused(devices: int) -> None:
-    with pytest.raises(
-        StateError, match=r'buffer queue: .*Trainer\(buffers=\{"queue": "first"\}\)'
-    ):
-        step(Queue(), devices)
-
-
-@both
-def test_the_rule_of_a_buffer_can_be_chosen(devices: int) -> None:
-    batch = points(SAMPLES)
-    module = Queue()
-    rules = {"queue": "first", "pl*": "sum"}
-    trainer = make_trainer(module, shards=SHARDS, devices=devices, buffers=rules)
-    trainer.step(batch)
-    first = shards_of(batch)[0]
-    assert torch.equal(module.queue[:, : len(first)], first.T)
-    assert not module.queue[:, len(first) :].any()
-    assert module.place == SAMPLES
-
-
-@both
-@for_each(
-    ("rule", "expected"), [("max", 5.0), ("first", 1.0), ("sum", 9.0), ("mean", (3 + 10 + 6) / 7)]
-)
-def test_each_rule(devices: int, rule: str, expected: float) -> None:
-    batch = points(SAMPLES)
-    batch[0][:, 0] = torch.tensor([1.0, 0, 0, 5, 0, 3, 0])  # shards begin with 1, 5 and 3
-
-    def note(module: Noting, inputs: torch.Tensor) -> None:
-        module.value.add_(inputs[0, 0])
-
-    module = Noting(note, value=torch.zeros(()))
-    make_trainer(module, shards=SHARDS, devices=devices, buffers={"value": rule}).step(batch)
-    assert module.value.item() == pytest.approx(expected)
-
-
-@for_each(
-    ("rules", "words"),
-    [
-        ({"value": "median"}, r"rule of buffers 'value' to be one of .*, got 'median'"),
-        (
-            {"values": "max"},
-            "a rule for 'values', which names no buffer of the model: it has value",
-        ),
-    ],
-)
-def test_rules_that_say_nothing_are_refused(rules: dict[str, str], words: str) -> None:
-    module = Noting(lambda module, inputs: None, value=torch.zeros(()))
+    words = rf"^buffer 0\.value: expected torch.float32 \(2,\) .*, got {came}"
     with pytest.raises(ValueError, match=words):
-        make_trainer(module, buffers=rules)
+        step(module, devices)
 
 
 def made_in_forward(module: Noting, inputs: torch.Tensor) -> None:
@@ -408,97 +292,130 @@ def test_a_buffer_that_a_shard_makes_is_refused(
         step(module, devices)
 
 
-def test_a_buffer_that_stays_none_is_left_alone() -> None:
-    module = Noting(lambda module, inputs: None)
-    module.register_buffer("never", None)
-    step(module, 2)
-    assert module.never is None
+# What else changes them, or must not.
 
 
 @both
-def test_a_buffer_may_be_given_other_memory(devices: int) -> None:
+@for_each("replaced", [False, True])
+def test_what_the_user_does_to_a_buffer_between_steps_counts(replaced: bool, devices: int) -> None:
     def note(module: Noting, inputs: torch.Tensor) -> None:
-        module.value.data = module.value.data + inputs.mean()
+        module.value.add_(1)
 
-    def change(module: Noting, inputs: torch.Tensor) -> None:
-        module.value.add_(inputs.mean())
-
-    modules = [Noting(each, value=torch.ones(2)) for each in (note, change)]
-    for module in modules:
-        trainer = make_trainer(module, shards=SHARDS, devices=devices)
-        for _ in range(2):
-            trainer.step(points(SAMPLES))
-    assert bits(modules[0]) == bits(modules[1])
-
-
-def test_with_one_shard_numbers_of_float64_are_those_of_the_plain_loop() -> None:
-    """Or a mean over one shard would be x * n / n."""
-    ours, theirs = (nn.Sequential(nn.BatchNorm1d(3), line()).double() for _ in range(2))
-    batch = tuple(tensor.double() for tensor in points(SAMPLES))
-    trainer = make_trainer(ours, shards=1)
-    for _ in range(5):
-        trainer.step(batch)
-        theirs(batch[0])
-        for mine, other in zip(ours.buffers(), theirs.buffers(), strict=True):
-            assert torch.equal(mine, other)
-        theirs[0].load_state_dict(ours[0].state_dict())
+    module = Noting(note, value=torch.zeros(2))
+    trainer = make_trainer(module, shards=SHARDS, devices=devices)
+    trainer.step(points(SAMPLES))
+    if replaced:
+        module.value = torch.full((2,), 10.0)
+    else:
+        module.value.fill_(10)
+    trainer.step(points(SAMPLES))
+    assert module.value.tolist() == [11, 11]
 
 
-def test_observers_of_channels_are_refused_with_what_to_do() -> None:
-    """Their first forward pass gives them their shape."""
-    from torch.ao.quantization import FakeQuantize, PerChannelMinMaxObserver
+@both
+def test_evaluations_and_steps_that_are_refused_change_nothing(devices: int) -> None:
+    def note(module: Noting, inputs: torch.Tensor) -> None:
+        module.value.copy_(inputs.mean(dim=0))
+        module.most = module.most + 1
 
-    class Aware(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.line = nn.Linear(3, 4)
-            self.fake = FakeQuantize(
-                PerChannelMinMaxObserver,
-                dtype=torch.qint8,
-                quant_min=-128,
-                quant_max=127,
-                qscheme=torch.per_channel_symmetric,
-                reduce_range=False,
-            )
-            self.last = nn.Linear(4, 1)
+    def failing(module: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+        square(module, batch)
+        raise KeyError("a label")
 
-        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-            hidden = nn.functional.linear(inputs, self.fake(self.line.weight), self.line.bias)
-            return self.last(hidden)
+    module = Noting(note, value=torch.zeros(3), most=torch.tensor(3))
+    trainer = make_trainer(module, shards=SHARDS, devices=devices)
+    trainer.step(points(SAMPLES))
+    before = bits(module)
+    data = TensorDataset(*points(9))
+    trainer.evaluate(lambda m, b: {"loss": square(m, b)}, data, batch_size=4)
+    assert bits(module) == before
+    with pytest.raises(KeyError, match="a label"):
+        trainer.evaluate(failing, data, batch_size=4)
+    assert bits(module) == before
+    bad = points(SAMPLES)
+    bad[0][5] = math.nan
+    with pytest.raises(ValueError, match="step 2, shard 2 is nan"):
+        trainer.step(bad)
+    assert bits(module) == before
+    skipping = make_trainer(module, shards=SHARDS, devices=devices, on_nonfinite="skip")
+    assert skipping.step(bad).skipped
+    assert bits(module) == before
 
-    with pytest.raises(
-        StateError, match=r"run one before Trainer is made|one forward pass, before"
-    ):
-        step(Aware(), 1)
-    model = Aware()
-    model(points(SAMPLES)[0])
-    results = []
-    for devices in (1, 2):
-        again = Aware()
-        again(points(SAMPLES)[0])
-        again.load_state_dict(model.state_dict())
-        step(again, devices)
-        results.append(bits(again))
-    assert results[0] == results[1]
+
+# Buffers that a mean would destroy.
+
+
+class Queue(nn.Module):
+    """Keeps the keys of batches before, as momentum contrast does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = line()
+        self.register_buffer("queue", torch.zeros(3, 12))
+        self.register_buffer("place", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        start = int(self.place)
+        self.queue[:, start : start + len(inputs)] = inputs.T
+        self.place += len(inputs)
+        return self.line(inputs)
+
+
+@both
+def test_a_queue_is_refused_until_its_rule_is_chosen(devices: int) -> None:
+    words = r'buffer queue: .*Trainer\(buffers=\{"queue": "first"\}\)'
+    with pytest.raises(StateError, match=words):
+        step(Queue(), devices)
+    module = Queue()
+    step(module, devices, buffers={"queue": "first", "pl*": "sum"})
+    first = shards_of(points(SAMPLES))[0]
+    assert torch.equal(module.queue[:, : len(first)], first.T)
+    assert not module.queue[:, len(first) :].any()
+    assert module.place == SAMPLES
 
 
 @both
 def test_statistics_with_a_dimension_of_one_are_no_queue(devices: int) -> None:
     """One of the features never changes, as at the margin of a picture."""
 
-    class Own(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.line = line()
-            self.register_buffer("mean", torch.zeros(1, 3))
-
-        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-            self.mean = 0.9 * self.mean + 0.1 * inputs.detach().mean(dim=0, keepdim=True)
-            return self.line(inputs - self.mean)
+    def note(module: Noting, inputs: torch.Tensor) -> None:
+        module.mean = 0.9 * module.mean + 0.1 * inputs.mean(dim=0, keepdim=True)
 
     inputs, targets = points(SAMPLES)
     inputs[:, 1] = 0
-    module = Own()
+    module = Noting(note, mean=torch.zeros(1, 3))
     step(module, devices, (inputs, targets))
-    assert module.mean[0, 1] == 0
-    assert module.mean[0, 0] != 0
+    assert (module.mean != 0).tolist() == [[True, False, True]]
+
+
+class Aware(nn.Module):
+    """Whose observer of channels has its shape from its first forward pass."""
+
+    def __init__(self) -> None:
+        from torch.ao.quantization import FakeQuantize, PerChannelMinMaxObserver
+
+        super().__init__()
+        self.line = line()
+        self.fake = FakeQuantize(
+            PerChannelMinMaxObserver,
+            dtype=torch.qint8,
+            quant_min=-128,
+            quant_max=127,
+            qscheme=torch.per_channel_symmetric,
+            reduce_range=False,
+        )
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(inputs, self.fake(self.line.weight), self.line.bias)
+
+
+def test_observers_of_channels_are_refused_with_what_to_do() -> None:
+    with pytest.raises(StateError, match=r"run one before|one forward pass, before"):
+        step(Aware(), 1)
+    results = []
+    for devices in (1, 2):
+        model = Aware()
+        model(points(SAMPLES)[0])
+        step(model, devices)
+        results.append(bits(model))
+    assert results[0] == results[1]

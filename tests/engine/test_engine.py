@@ -1,22 +1,20 @@
-"""One step through replicas, exchange and update: its verdict, and who is asked for what."""
+"""One step through replicas, exchange and update: its verdict, what it reports, how it fails."""
 
 from __future__ import annotations
 
 import gc
-from typing import Any
+import random
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import onefold
-from onefold.core.head import Call, StepHead, plan_number
-from onefold.core.options import RunOptions
-from onefold.core.shard import Plan
-from onefold.core.world import World
-from onefold.errors import LossError
-from tests.engine.assembled import Restless, cut_for, engine_of, given_to, pictures
-from tests.inside import engine_in, session_in
+from onefold.engine.advice import advice_on
+from onefold.errors import StateError
+from tests.engine.assembled import cut_for, engine_of
 from tests.small import Batch, bits, line, make_trainer, points, sgd, square
 from tests.tables import for_each
 
@@ -26,54 +24,53 @@ both = for_each("devices", [1, 3])
 class Weighed:
     """A loss whose samples count for nothing while it is off."""
 
-    def __init__(self) -> None:
-        self.on = True
+    def __init__(self, *, on: bool = True) -> None:
+        self.on = on
 
     def __call__(self, model: nn.Module, batch: Batch) -> onefold.Mean:
         values = square(model, batch) * float(self.on)
         return onefold.Mean(values.sum(), float(self.on) * len(values))
 
 
-def halved(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-    return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-
-
-# The verdict.
-
-
-@both
-def test_a_step_without_weight_is_skipped_by_all(devices: int) -> None:
-    """Neither parameters, nor the optimizer's state, nor the schedule move; the step counts."""
-    loss, model = Weighed(), line()
-    optimizer = sgd(model)
-    schedule = halved(optimizer)
-    trainer = make_trainer(model, loss, optimizer=optimizer, devices=devices, schedule=schedule)
-    given = given_to(engine_in(trainer).update)
-    for number, on in enumerate((True, False, True, False), start=1):
-        loss.on = on
-        before, rate = bits(model), optimizer.param_groups[0]["lr"]
-        states = [state.value.clone() for state in engine_in(trainer).update.states()]
-        step = trainer.step(points(10))
-        assert (step.number, bool(step.skipped)) == (number, not on)
-        assert optimizer.param_groups[0]["lr"] == (rate / 2 if on else rate)
-        assert (bits(model) == before) is not on
-        now = [state.value for state in engine_in(trainer).update.states()]
-        if not on:
-            assert all(torch.equal(a, b) for a, b in zip(states, now, strict=True))
-    assert len(given) == 2
-    assert trainer.steps == 4
-
-
-def test_skipped_steps_have_one_result_on_any_number_of_devices() -> None:
-    prints = set()
+def test_a_step_without_weight_is_skipped_by_all() -> None:
+    """Neither parameters, nor the optimizer's state, nor schedule or average move; it counts."""
+    found = []
     for devices in (1, 2, 4):
-        loss = Weighed()
-        trainer = make_trainer(loss=loss, devices=devices)
-        for on in (True, False, True):
+        loss, model = Weighed(), nn.Sequential(nn.BatchNorm1d(3), line())
+        optimizer = sgd(model)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        trainer = make_trainer(model, loss, optimizer=optimizer, devices=devices, schedule=schedule)
+        trainer.average(decay=0.5)
+        prints = []
+        for number, on in enumerate((True, False, True, False), start=1):
             loss.on = on
+            before, rate = dict(model.named_parameters()), optimizer.param_groups[0]["lr"]
+            before = {name: value.detach().clone() for name, value in before.items()}
+            with trainer.averaged():
+                average = {name: bits(model)[name] for name in before}
+            step = trainer.step(points(10))
+            assert (step.number, bool(step.skipped)) == (number, not on)
+            assert optimizer.param_groups[0]["lr"] == (rate / 2 if on else rate)
+            moved = any(not torch.equal(p, before[n]) for n, p in model.named_parameters())
+            with trainer.averaged():
+                followed = any(bits(model)[name] != value for name, value in average.items())
+            assert (moved, followed) == (on, on)
+            assert step.loss.isnan() == np.isnan(step.grad_norm) == (not on)
+            prints.append(trainer.fingerprint())
+        found.append(prints)
+        assert trainer.steps == 4
+    assert found[0] == found[1] == found[2]
+
+
+def test_the_momentum_rests_in_a_skipped_step() -> None:
+    found = []
+    for plan in ((True, True), (True, False, True)):
+        loss = Weighed()
+        trainer = make_trainer(loss=loss)
+        for loss.on in plan:
             trainer.step(points(10))
-        prints.add(trainer.fingerprint())
-    assert len(prints) == 1
+        found.append(bits(trainer.model))
+    assert found[0] == found[1]
 
 
 @both
@@ -86,15 +83,14 @@ def test_one_shard_with_weight_has_all_devices_update(devices: int) -> None:
 
     inputs, targets = points(10)
     inputs[9, 0] = 60.0
-    engine = engine_of(loss=loss, devices=devices)
-    before = bits(engine.replicas[0].module)
-    outcome = engine.step(cut_for(engine, (inputs, targets)), 1)
-    assert outcome.verdict.updates
-    assert outcome.weight == 1.0
-    assert bits(engine.replicas[0].module) != before
-    first, *others = engine.replicas
-    for other in others:
-        assert torch.equal(other.trained.sections[0], first.trained.sections[0])
+    model, plain = line(), line()
+    step = make_trainer(model, loss, devices=devices).step((inputs, targets))
+    assert not step.skipped
+    last = square(plain, (inputs[9:], targets[9:])).sum()
+    assert float(step.loss) == pytest.approx(float(last.detach()))
+    gradients = torch.autograd.grad(last, list(plain.parameters()))
+    moved = [old - new for old, new in zip(plain.parameters(), model.parameters(), strict=True)]
+    torch.testing.assert_close(moved, [0.1 * g for g in gradients])
 
 
 @both
@@ -104,99 +100,49 @@ def test_a_run_that_was_asked_to_stop_stops_after_the_step(
     devices: int, asked: bool, on: bool
 ) -> None:
     """Which is updated, or skipped, as it would have been."""
-    loss = Weighed()
-    loss.on = on
-    engine = engine_of(loss=loss, devices=devices)
+    engine = engine_of(loss=Weighed(on=on), devices=devices)
     verdict = engine.step(cut_for(engine, points(10)), 1, asked_to_stop=asked).verdict
     assert (verdict.updates, verdict.stops) == (on, asked)
 
 
 @both
-def test_a_trainer_says_that_it_was_asked_to_stop_once_a_step_has_settled_it(
-    devices: int, monkeypatch: pytest.MonkeyPatch
+def test_the_loss_is_added_up_in_the_folds_order(devices: int) -> None:
+    totals = [1e16, 1.0, -1e16, 1.0]
+    folded = (totals[0] + totals[1]) + (totals[2] + totals[3])
+    assert folded != sum(totals)
+
+    def loss(model: nn.Module, batch: Batch) -> onefold.Mean:
+        return onefold.Mean((model(batch[0]) * 0 + batch[1]).sum(), 0.25)
+
+    inputs = torch.zeros(4, 3, dtype=torch.float64)
+    targets = torch.tensor(totals, dtype=torch.float64)[:, None]
+    step = make_trainer(line().double(), loss, devices=devices).step((inputs, targets))
+    assert step.loss.dtype == torch.float64
+    assert float(step.loss) == folded
+
+
+@both
+def test_random_numbers_are_other_ones_in_every_step_and_shard_and_with_every_seed(
+    devices: int,
 ) -> None:
-    world = World(options=RunOptions(saves=True))
-    monkeypatch.setattr("onefold.trainer.current_world", lambda: world)
-    trainer = make_trainer(devices=devices)
-    trainer.step(points(8))
-    assert not trainer.asked_to_stop
-    monkeypatch.setattr(session_in(trainer), "_is_asked_to_stop", lambda: True)
-    assert not trainer.asked_to_stop
-    trainer.step(points(8))
-    assert trainer.asked_to_stop
-    monkeypatch.setattr(session_in(trainer), "_is_asked_to_stop", lambda: False)
-    trainer.step(points(8))
-    assert trainer.asked_to_stop  # nobody takes it back
+    drawn: set[tuple[float, ...]] = set()
 
+    def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+        drawn.add((torch.rand(()).item(), random.random(), float(np.random.rand())))
+        return square(model, batch)
 
-def test_a_run_that_does_not_save_itself_is_not_asked() -> None:
-    trainer = make_trainer()
-    session_in(trainer)._is_asked_to_stop = lambda: True  # type: ignore[method-assign]
-    trainer.step(points(8))
-    assert not trainer.asked_to_stop
+    def train(seed: int, devices: int) -> set[tuple[float, ...]]:
+        drawn.clear()
+        trainer = make_trainer(loss=loss, devices=devices, seed=seed)
+        for _ in range(3):
+            trainer.step(points(8))
+        return set(drawn)
 
-
-# What comes of a step.
-
-
-@both
-def test_totals_and_weight_are_those_of_the_shards(devices: int) -> None:
-    engine, batch = engine_of(devices=devices), points(10)
-    values = square(engine.replicas[0].module, batch).detach().double()
-    outcome = engine.step(cut_for(engine, batch), 1)
-    expected = [float(part.sum()) for part in torch.tensor_split(values, 4)]
-    assert outcome.totals.tolist() == pytest.approx(expected)
-    assert outcome.weight == 10.0
-
-
-@both
-def test_an_outcome_does_not_change_with_the_steps_that_follow(devices: int) -> None:
-    engine = engine_of(devices=devices)
-    first = engine.step(cut_for(engine, points(8)), 1)
-    totals = first.totals.tolist()
-    engine.step(cut_for(engine, points(9)), 2)
-    assert first.totals.tolist() == totals
-
-
-@both
-def test_the_gradient_is_shown_with_its_divisor_before_it_is_clipped(devices: int) -> None:
-    engine = engine_of(devices=devices, clip_norm=1e-3)
-    given = given_to(engine.update)
-    shown: list[Any] = []
-
-    def ready(weight: float) -> None:
-        given = [g for g in engine.update.gradients if g is not None]
-        norm = sum(float(gradient.double().square().sum()) for gradient in given) ** 0.5
-        shown.append((weight, norm))
-
-    engine.gradient_ready = ready
-    engine.step(cut_for(engine, points(10)), 1)
-    ((weight, norm),) = shown
-    assert weight == 10.0
-    assert norm > 0.1
-    clipped = [torch.frombuffer(bytearray(g), dtype=torch.float32) for g in given[0].values()]
-    assert float(torch.linalg.vector_norm(torch.cat(clipped))) == pytest.approx(1e-3, rel=1e-2)
-
-
-@both
-def test_the_notes_of_a_step_are_those_of_each_device_and_are_taken_once(devices: int) -> None:
-    engine = engine_of(devices=devices)
-    engine.step(cut_for(engine, points(10)), 1)
-    spans = engine.take_spans()
-    assert list(spans) == list(range(devices))
-    for device, noted in spans.items():
-        run = [s.label for s in noted if s.phase == "backward"]
-        assert run == [f"backward shard {n}" for n in engine.roster.plan.shards_of(device)]
-    assert {s.phase for s in spans[0]} == {"forward", "backward", "exchange", "update"}
-    assert not any(engine.take_spans().values())
-
-
-def test_a_loss_that_depends_on_no_parameter_updates_nothing() -> None:
-    engine = engine_of(loss=lambda model, batch: batch[1].square().mean(dim=1))
-    before = bits(engine.replicas[0].module)
-    with pytest.raises(LossError, match="step 4 does not depend on any parameter"):
-        engine.step(cut_for(engine, points(8)), 4)
-    assert bits(engine.replicas[0].module) == before
+    alone, another = train(0, 1), train(1, 1)
+    assert len(alone | another) == 2 * 3 * 4
+    for each in zip(*(alone | another), strict=True):
+        assert len(set(each)) == 2 * 3 * 4
+    assert train(0, devices) == alone
 
 
 def test_several_terms_are_begun_again_with_their_divisors_once() -> None:
@@ -208,11 +154,16 @@ def test_several_terms_are_begun_again_with_their_divisors_once() -> None:
         values = square(model, batch).sum()
         return onefold.Mean(values, len(batch[0])) + onefold.Sum(values)
 
-    engine = engine_of(loss=loss, shards=2)
-    engine.step(cut_for(engine, points(8)), 1)
+    trainer = make_trainer(loss=loss, shards=2)
+    trainer.step(points(8))
     assert len(calls) == 2 + 2 + 2  # found out, weighed, computed
-    engine.step(cut_for(engine, points(8)), 2)
+    trainer.step(points(8))
     assert len(calls) == 6 + 2 + 2
+
+
+def test_a_step_tells_where_its_time_went() -> None:
+    seconds = make_trainer(devices=2).step(points(8)).seconds
+    assert min(seconds.forward, seconds.backward, seconds.exchange, seconds.update) > 0
 
 
 # A step that broke off.
@@ -229,129 +180,83 @@ class Breaking(torch.optim.SGD):
         super().step()
 
 
-def test_a_step_that_broke_off_in_its_update_leaves_the_model_in_no_step() -> None:
+def test_a_model_whose_update_broke_off_is_not_saved_until_it_is_loaded(tmp_path: Path) -> None:
     model = line()
     optimizer = Breaking(model.parameters(), lr=0.1)
-    engine = engine_of(model, optimizer=optimizer)
+    trainer = make_trainer(model, optimizer=optimizer)
+    trainer.save(tmp_path)
     with pytest.raises(ArithmeticError, match="in the update"):
-        engine.step(cut_for(engine, points(8)), 1)
-    assert engine.is_torn
+        trainer.step(points(8))
     optimizer.fails = False
-    engine.step(cut_for(engine, points(8)), 1)
-    engine.end_step()
-    assert engine.is_torn  # what was torn once stays so
-    engine.model_loaded()
-    assert not engine.is_torn
+    trainer.step(points(8))
+    with pytest.raises(StateError, match="broke off while parameters were being updated"):
+        trainer.save(tmp_path)  # what was torn once stays so
+    trainer.load(tmp_path)
+    trainer.save(tmp_path)
 
 
-def test_a_step_that_broke_off_before_its_update_has_torn_nothing() -> None:
-    engine = engine_of(loss=lambda model, batch: square(model, batch) * float("nan"))
-    with pytest.raises(LossError, match="step 1, shard 0 is nan"):
-        engine.step(cut_for(engine, points(8)), 1)
-    assert not engine.is_torn
-    engine.check_last_step()  # on the processor somebody has looked already
+def test_a_step_that_broke_off_before_its_update_has_torn_nothing(tmp_path: Path) -> None:
+    spoils = [True]
+
+    def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+        return square(model, batch) * (torch.nan if spoils[0] else 1.0)
+
+    trainer = make_trainer(loss=loss)
+    before = trainer.fingerprint()
+    with pytest.raises(onefold.errors.LossError, match="step 1, shard 0 is nan"):
+        trainer.step(points(8))
+    assert trainer.fingerprint() == before
+    trainer.save(tmp_path)
+    spoils[0] = False
+    assert trainer.step(points(8)).number == 1
 
 
-# The devices of a process.
+@for_each(
+    ("error", "words"),
+    [
+        (RuntimeError("set CUBLAS_WORKSPACE_CONFIG=:4096:8"), "make Trainer before anything is"),
+        (RuntimeError("torch.func.{grad} don't yet support saved tensor hooks"), "--keep all"),
+        (RuntimeError("x does not have a deterministic implementation"), "deterministic=False"),
+        (RuntimeError("out of order"), ""),
+    ],
+)
+def test_what_can_be_done_about_an_error_is_said(error: Exception, words: str) -> None:
+    advice = advice_on(error, samples=3, shards=4)
+    assert words in advice
+    assert bool(advice) is bool(words)
 
 
-@for_each("fails", [False, True])
-def test_the_module_computes_on_one_device_at_a_time_and_then_on_the_first(fails: bool) -> None:
-    engine = engine_of(devices=3)
-    first, _, third = engine.replicas
-    third.trained.sections[0].fill_(7.0)
-    try:
-        with engine.attached(third):
-            assert float(first.module.bias.detach()) == 7.0
-            if fails:
-                raise ArithmeticError
-    except ArithmeticError:
-        assert fails
-    assert float(first.module.bias.detach()) == 0.25
-    first.check_places()
+@for_each("devices", [1, 2])
+def test_a_lack_of_memory_names_step_and_shard_and_says_what_to_do(devices: int) -> None:
+    fails = [False]
+
+    def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+        if fails[0] and bool((batch[0] == last).all(dim=1).any()):
+            raise torch.OutOfMemoryError("tried to allocate")
+        return square(model, batch)
+
+    trainer = make_trainer(loss=loss, devices=devices)
+    batch = points(8)
+    last = batch[0][-1]
+    trainer.step(batch)
+    before = trainer.fingerprint()
+    fails[0] = True
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        trainer.step(batch)
+    where, advice = raised.value.__notes__
+    assert where == f"raised in step 2, shard 3, on device {devices - 1} (cpu)"
+    assert advice.startswith("a shard of 2 samples did not fit: run it in pieces")
+    assert "more than 4 shards" in advice
+    assert trainer.fingerprint() == before
+    fails[0] = False
+    assert trainer.step(batch).number == 2
 
 
-def test_a_device_alone_has_no_others_beside_it() -> None:
-    assert not engine_of(devices=1).with_others
-    assert not engine_of(devices=3).with_others  # of its own process
-
-
-def test_models_are_evaluated_in_a_state_that_is_put_back() -> None:
-    module = Restless()
-    module.drop.eval()
-    engine = engine_of(module)
-    torch.manual_seed(4)
-    expected = torch.rand(2).tolist()
-    torch.manual_seed(4)
-    with engine.evaluating():
-        assert not any(part.training for part in module.modules())
-        assert not torch.is_grad_enabled()
-        torch.rand(5)
-    assert torch.rand(2).tolist() == expected
-    assert [module.norm.training, module.drop.training] == [True, False]
-
-
-def test_the_call_is_agreed_on_by_a_device_alone_as_well() -> None:
-    """What would be refused with others is refused here too."""
-    engine = engine_of()
-    assert engine.agree(StepHead(Call.BARRIER, 1), stop=True).stop
-    engine.replicas[0].module.extra = nn.Linear(2, 2)
-    with pytest.raises(onefold.errors.StateError, match=r"parameter extra\.weight"):
-        engine.agree(StepHead(Call.SAVE, 1))
-
-
-@both
-def test_what_was_changed_in_the_block_is_on_every_device(devices: int) -> None:
-    engine = engine_of(devices=devices)
-    with engine.changes.block(1):
-        engine.replicas[0].module.weight.data.fill_(3.0)
-    for replica in engine.replicas:
-        assert bool((replica.trained.views[0] == 3.0).all())
-
-
-def test_plans_have_different_numbers() -> None:
-    plans = [Plan(counts) for counts in ((4,), (2, 2), (3, 1), (1, 3), (2, 1, 1))]
-    assert len(set(map(plan_number, plans))) == len(plans)
-    assert plan_number(Plan((3, 1))) == plan_number(Plan((3, 1)))
-
-
-@for_each("frozen", ["weight", "bias"])
-def test_a_parameter_that_was_frozen_at_the_start_must_stay_so(frozen: str) -> None:
-    model = line()
-    model.get_parameter(frozen).requires_grad_(False)
-    engine = engine_of(model)
-    engine.step(cut_for(engine, points(8)), 1)
-    model.requires_grad_(True)
-    with pytest.raises(ValueError, match=f"^parameter {frozen} was frozen when Trainer was made"):
-        engine.step(cut_for(engine, points(8)), 2)
-
-
-def test_a_parameter_that_the_loss_writes_to_is_named() -> None:
-    def writing(model: nn.Module, batch: Batch) -> torch.Tensor:
-        values = square(model, batch)
-        with torch.no_grad():
-            model.bias.add_(1e-3)
-        return values
-
-    engine = engine_of(loss=writing)
-    with pytest.raises(onefold.errors.StateError, match="step 1: parameter bias was written to"):
-        engine.step(cut_for(engine, points(8)), 1)
-
-
-@both
-def test_a_model_in_evaluation_mode_is_mentioned_once(
-    devices: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    engine = engine_of(Restless().eval(), devices=devices)
-    for step in (1, 2):
-        engine.step(cut_for(engine, pictures(8)), step)
-    mentioned = [r for r in caplog.messages if "the model is in evaluation mode" in r]
-    assert len(mentioned) == 1
+# Memory.
 
 
 @pytest.mark.full
-@for_each("shards", [1, 2, 5])
-@for_each("skipped", [False, True])
+@for_each(("shards", "skipped"), [(1, False), (2, True), (5, False)])
 def test_no_gradient_is_kept_from_one_step_to_the_next(shards: int, skipped: bool) -> None:
     """They would lie beside those of the next step."""
     before = bytes_of_tensors()

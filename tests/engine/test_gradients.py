@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import weakref
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import clip_grad_norm_
+from torch.utils.data import TensorDataset
 
-from onefold.engine.gradients import add_gradients, take_gradients
+from onefold.core.fold import fold_shards
 from onefold.errors import GradientError, StateError
+from tests.engine.assembled import given_to
+from tests.inside import engine_in
 from tests.small import Batch, bits, line, make_trainer, points, square
 from tests.tables import for_each
 
@@ -19,11 +28,16 @@ SAMPLES = 24
 
 
 def trained(
-    build: Callable[[], nn.Module], loss: Callable[..., object], devices: int, steps: int = 3
+    build: Callable[[], nn.Module],
+    loss: Callable[..., object] = square,
+    *,
+    devices: int = 1,
+    steps: int = 3,
+    **settings: Any,
 ) -> dict[str, bytes]:
     """The bits after some steps."""
     torch.manual_seed(0)
-    trainer = make_trainer(build(), loss, shards=SHARDS, devices=devices)
+    trainer = make_trainer(build(), loss, shards=SHARDS, devices=devices, **settings)
     for _ in range(steps):
         trainer.step(points(SAMPLES))
     return bits(trainer.model)
@@ -94,61 +108,58 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[..., torch.Tensor]]] = 
 
 
 @for_each("case", CASES)
-def test_the_gradient_is_that_of_the_whole_batch(case: str) -> None:
+def test_the_gradient_is_that_of_the_whole_batch_on_any_devices(case: str) -> None:
     for ours, theirs in zip(stepped(*CASES[case]), whole(*CASES[case]), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+    alone = trained(*CASES[case])
+    assert [trained(*CASES[case], devices=n) for n in (3, 8)] == [alone] * 2
 
 
-@for_each("devices", [2, 3, 8])
-@for_each("case", CASES)
-def test_the_bits_do_not_depend_on_the_devices(case: str, devices: int) -> None:
-    assert trained(*CASES[case], devices) == trained(*CASES[case], 1)
+@for_each(("shards", "devices"), [(1, 1), (3, 2), (4, 3), (5, 5)])
+def test_the_optimizer_is_given_the_fold_over_the_gradients_of_shards(
+    shards: int, devices: int
+) -> None:
+    """To the bit, as plain PyTorch computes them."""
+    model, batch = nn.Sequential(nn.Linear(3, 140), nn.Tanh(), nn.Linear(140, 1)), points(11)
+    plain = copy.deepcopy(model)
+
+    def of_shard(number: int) -> list[torch.Tensor]:
+        part = tuple(torch.tensor_split(tensor, shards)[number] for tensor in batch)
+        return list(torch.autograd.grad(square(plain, part).sum() / 11, list(plain.parameters())))
+
+    expected = fold_shards(
+        [of_shard(number) for number in range(shards)],
+        lambda left, right: [a + b for a, b in zip(left, right, strict=True)],
+    )
+    trainer = make_trainer(model, shards=shards, devices=devices)
+    given = given_to(engine_in(trainer).update)
+    trainer.step(batch)
+    names = [name for name, _ in plain.named_parameters()]
+    assert given == [{n: g.numpy().tobytes() for n, g in zip(names, expected, strict=True)}]
 
 
-def halved(parameter: nn.Parameter) -> None:
-    """A hook that looks at what has come, and puts something else there."""
-    assert parameter.grad is not None
-    seen.append(float(parameter.grad.abs().max()))
-    parameter.grad = parameter.grad.clamp(-0.05, 0.05)
+# Hooks of parameters.
 
 
-seen: list[float] = []
+def test_a_hook_sees_the_gradient_of_its_shard_alone_and_may_put_another_there() -> None:
+    seen: list[float] = []
 
+    def clamped(parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None
+        seen.append(float(parameter.grad.abs().max()))
+        parameter.grad = parameter.grad.clamp(-0.05, 0.05)
 
-def hooked() -> nn.Module:
-    model = line()
-    model.weight.register_post_accumulate_grad_hook(halved)
-    return model
+    def hooked() -> nn.Module:
+        model = line()
+        model.weight.register_post_accumulate_grad_hook(clamped)
+        return model
 
-
-@for_each("devices", [2, 8])
-def test_a_hook_sees_the_gradient_of_its_shard_alone(devices: int) -> None:
-    seen.clear()
-    alone = trained(hooked, square, 1, steps=1)
-    first = sorted(seen)
-    seen.clear()
-    assert trained(hooked, square, devices, steps=1) == alone
-    assert sorted(seen) == first
+    found = []
+    for devices in (1, 2, 8):
+        seen.clear()
+        found.append((trained(hooked, devices=devices, steps=1), sorted(seen)))
+    assert found[0] == found[1] == found[2]
     assert len(seen) == SHARDS
-
-
-def test_what_an_inner_backward_leaves_is_refused() -> None:
-    def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
-        square(model, batch).mean().backward()
-        return square(model, batch)
-
-    trainer = make_trainer(line(), loss)
-    with pytest.raises(GradientError, match=r"step 1, shard 0: .* left a gradient in weight.grad"):
-        trainer.step(points(8))
-
-
-def test_zeros_that_an_inner_backward_leaves_are_nothing() -> None:
-    def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
-        square(model, batch).mean().backward()
-        model.zero_grad(set_to_none=False)
-        return square(model, batch)
-
-    assert trained(line, loss, 1) == trained(line, square, 1)
 
 
 @for_each("devices", [1, 2, 4])
@@ -164,41 +175,12 @@ def test_what_a_hook_keeps_stays_its_own(devices: int) -> None:
             parameter.grad = view.copy_(parameter.grad)
 
         model.weight.register_post_accumulate_grad_hook(keep)
-        trainer = make_trainer(model, shards=4, devices=count)
-        trainer.step(points(8))
+        make_trainer(model, devices=count).step(points(8))
         results.append((bits(model), memory.tolist()))
     plain = line()
-    make_trainer(plain, shards=4).step(points(8))
+    make_trainer(plain).step(points(8))
     assert results[0] == results[1]
     assert results[0][0] == bits(plain)
-
-
-def test_gradients_that_share_memory_are_set_apart() -> None:
-    memory = torch.arange(10.0)
-    parameters = [nn.Parameter(torch.zeros(n)) for n in (4, 6, 3, 10)]
-    views = [memory[:4], memory[4:], memory[3:6], memory.clone()]
-    for parameter, view in zip(parameters, views, strict=True):
-        parameter.grad = view
-    taken = take_gradients(parameters, [(1,)] * 4, list("abcd"), "here")
-    assert all(parameter.grad is None for parameter in parameters)
-    assert [g.tolist() for g in taken if g is not None] == [view.tolist() for view in views]
-    added = add_gradients(taken, [torch.ones_like(p) for p in parameters])
-    expected = [(view + 1).tolist() for view in (range_of(0, 4), range_of(4, 10), range_of(3, 6))]
-    assert [g.tolist() for g in added[:3] if g is not None] == expected
-
-
-def range_of(start: int, stop: int) -> torch.Tensor:
-    return torch.arange(float(start), float(stop))
-
-
-def test_an_expanded_gradient_gets_memory_of_its_own() -> None:
-    parameter = nn.Parameter(torch.zeros(2, 3))
-    other = nn.Parameter(torch.zeros(1))
-    base = torch.ones(4)
-    parameter.grad, other.grad = base[1:2].expand(2, 3), base[1:2]
-    taken = take_gradients([parameter, other], [(3, 1), (1,)], ["a", "b"], "here")
-    add_gradients(taken, [torch.ones(2, 3), torch.ones(1)])
-    assert [g.tolist() for g in taken if g is not None] == [[[2.0] * 3] * 2, [2.0]]
 
 
 def expanded(parameter: nn.Parameter) -> None:
@@ -212,31 +194,26 @@ def turned(parameter: nn.Parameter) -> None:
     parameter.grad = parameter.grad.t().contiguous().t()
 
 
-@for_each("devices", [2, 3, 8])
 @for_each("hook", [expanded, turned])
 def test_a_gradient_that_a_hook_lays_out_otherwise_has_the_same_bits(
-    hook: Callable[[nn.Parameter], None], devices: int
+    hook: Callable[[nn.Parameter], None],
 ) -> None:
     """The norm by which it is clipped is added up in the order of the memory."""
 
-    def train(number: int) -> dict[str, bytes]:
-        torch.manual_seed(0)
+    def build() -> nn.Module:
         model = nn.Sequential(nn.Linear(3, 37), nn.Tanh(), nn.Linear(37, 64), nn.Linear(64, 1))
         for part in (model[0], model[2]):
             part.weight.register_post_accumulate_grad_hook(hook)
-        trainer = make_trainer(model, shards=SHARDS, devices=number, clip_norm=1e-3)
-        for _ in range(12):
-            trainer.step(points(SAMPLES))
-        return bits(model)
+        return model
 
-    assert train(devices) == train(1)
+    found = [trained(build, devices=n, steps=6, clip_norm=1e-3) for n in (1, 3, 8)]
+    assert found[0] == found[1] == found[2]
 
 
-@for_each("devices", [2, 3, 8])
-def test_gradients_that_no_optimizer_takes_are_their_shards_too(devices: int) -> None:
+def test_gradients_that_no_optimizer_takes_are_their_shards_too() -> None:
     """A hook may look at them: they must not pile up on a device."""
 
-    def train(number: int) -> dict[str, bytes]:
+    def train(devices: int) -> dict[str, bytes]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
 
@@ -247,12 +224,49 @@ def test_gradients_that_no_optimizer_takes_are_their_shards_too(devices: int) ->
 
         model[0].weight.register_post_accumulate_grad_hook(looking)
         optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
-        trainer = make_trainer(model, optimizer=optimizer, shards=SHARDS, devices=number)
+        trainer = make_trainer(model, optimizer=optimizer, shards=SHARDS, devices=devices)
         for _ in range(2):
             trainer.step(points(SAMPLES))
+        assert all(p.grad is None for p in model.parameters())
         return bits(model)
 
-    assert train(devices) == train(1)
+    assert train(1) == train(3) == train(8)
+
+
+def test_a_tensor_that_is_given_for_two_shards_behind_the_hooks_is_refused() -> None:
+    """By a hook of autograd's own node, which a parameter does not know of."""
+    model = line()
+    kept = torch.zeros(1, 3)
+    trainer = make_trainer(model)
+    node = model.weight.view_as(model.weight).grad_fn.next_functions[0][0]
+
+    def keep(*_: object) -> None:
+        model.weight.grad = kept
+
+    node.register_hook(keep)
+    with pytest.raises(GradientError, match=r"the same tensor into \.grad for two shards"):
+        trainer.step(points(8))
+
+
+# A backward of the loss's own.
+
+
+def test_what_an_inner_backward_leaves_is_refused_unless_it_is_nothing() -> None:
+    zeroes = [False]
+
+    def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+        square(model, batch).mean().backward()
+        if zeroes[0]:
+            model.zero_grad(set_to_none=False)
+        return square(model, batch)
+
+    with pytest.raises(GradientError, match=r"step 1, shard 0: .* left a gradient in weight.grad"):
+        trained(line, loss)
+    zeroes[0] = True
+    assert trained(line, loss) == trained(line)
+
+
+# Parameters that are written to while shards run.
 
 
 class Written(nn.Module):
@@ -278,7 +292,11 @@ class Written(nn.Module):
         return self.line(inputs)
 
 
-@for_each("devices", [1, 2])
+def summed(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+    return {"sum": model(batch[0]).sum(dim=1)}
+
+
+@for_each(("call", "devices"), [("step", 1), ("step", 2), ("evaluate", 2), ("predict", 1)])
 @for_each(
     ("how", "name"),
     [
@@ -289,51 +307,21 @@ class Written(nn.Module):
     ],
 )
 def test_parameters_that_the_forward_pass_writes_to_are_refused(
-    how: str, name: str, devices: int
-) -> None:
-    trainer = make_trainer(Written(how), devices=devices)
-    with pytest.raises(StateError, match=f"step 1: {name} was written to while the loss"):
-        trainer.step(points(8))
-
-
-@for_each("devices", [1, 2])
-@for_each("call", ["evaluate", "predict"])
-@for_each(
-    ("how", "name"),
-    [
-        ("max_norm", "parameter table.weight"),
-        ("mask", "parameter line.weight"),
-        ("data", r"parameters \(through .data\)"),
-    ],
-)
-def test_so_are_those_that_an_evaluation_writes_to(
     how: str, name: str, call: str, devices: int
 ) -> None:
-    model = Written(how)
-    trainer = make_trainer(model, devices=devices)
-    inputs, targets = points(8)
-
-    def score(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str, object]:
-        return {"sum": model(batch[0]).sum(dim=1)}
-
-    data = torch.utils.data.TensorDataset(inputs, targets)
-    with pytest.raises(StateError, match=f"an evaluation: {name} was written to while scores"):
-        getattr(trainer, call)(score, data, batch_size=8)
-
-
-def test_with_one_shard_an_evaluation_may_write_as_in_a_plain_loop() -> None:
-    trainer = make_trainer(Written("max_norm"), shards=1)
-    trainer.step(points(8))
-    data = torch.utils.data.TensorDataset(*points(8))
-    trainer.evaluate(lambda model, batch: {"sum": model(batch[0]).sum(dim=1)}, data, batch_size=8)
-    trainer.step(points(8))
+    trainer = make_trainer(Written(how), devices=devices)
+    where = "step 1" if call == "step" else "an evaluation"
+    if call == "step":
+        work = partial(trainer.step, points(8))
+    else:
+        work = partial(getattr(trainer, call), summed, TensorDataset(*points(8)), batch_size=8)
+    with pytest.raises(StateError, match=f"{where}: {name} was written to while "):
+        work()
 
 
 def test_with_one_shard_they_may_be_written_to_as_in_a_plain_loop() -> None:
-    torch.manual_seed(0)
     ours = Written("max_norm")
-    theirs = Written("max_norm")
-    theirs.load_state_dict(ours.state_dict())
+    theirs = copy.deepcopy(ours)
     trainer = make_trainer(ours, shards=1)
     optimizer = torch.optim.SGD(
         [p for p in theirs.parameters() if p.requires_grad], lr=0.1, momentum=0.9
@@ -344,46 +332,11 @@ def test_with_one_shard_they_may_be_written_to_as_in_a_plain_loop() -> None:
         square(theirs, points(8)).mean().backward()
         optimizer.step()
     assert bits(ours) == bits(theirs)
-
-
-def test_lines_of_a_plain_loop_that_do_nothing_any_more_are_refused() -> None:
-    model = line()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    trainer = make_trainer(model, optimizer=optimizer)
-    trainer.step(points(8))
-    with pytest.raises(RuntimeError, match=r"clip_grad_norm_ .* give clip_norm to Trainer"):
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    with pytest.raises(RuntimeError, match=r"SGD.step\(\) was called by the script"):
-        optimizer.step()
+    trainer.evaluate(summed, TensorDataset(*points(8)), batch_size=8)
     trainer.step(points(8))
 
 
-def test_clipping_is_what_it_was_for_other_parameters() -> None:
-    make_trainer()
-    other = line()
-    square(other, points(8)).mean().backward()
-    norm = nn.utils.clip_grad_norm_(other.parameters(), 1e-3)
-    assert float(norm) > 1e-3
-    assert float(other.weight.grad.norm()) < 1e-3
-    assert float(nn.utils.clip_grad_norm_(line().parameters(), 1.0)) == 0.0
-
-
-@for_each("fused", [False, True])
-def test_clipping_with_one_shard_has_pytorchs_bits(fused: bool) -> None:
-    torch.manual_seed(0)
-    ours = nn.Sequential(nn.Linear(3, 300), nn.Tanh(), nn.Linear(300, 200), nn.Linear(200, 1))
-    theirs = nn.Sequential(nn.Linear(3, 300), nn.Tanh(), nn.Linear(300, 200), nn.Linear(200, 1))
-    theirs.load_state_dict(ours.state_dict())
-    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1, momentum=0.9, fused=fused)
-    trainer = make_trainer(ours, optimizer=optimizer, shards=1, clip_norm=0.01)
-    plain = torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9, fused=fused)
-    for _ in range(4):
-        trainer.step(points(8))
-        plain.zero_grad()
-        square(theirs, points(8)).mean().backward()
-        nn.utils.clip_grad_norm_(theirs.parameters(), 0.01)
-        plain.step()
-    assert bits(ours) == bits(theirs)
+# Clipping.
 
 
 class TwoPrecisions(nn.Module):
@@ -398,33 +351,61 @@ class TwoPrecisions(nn.Module):
         return self.single(self.low(inputs.bfloat16()).float().tanh())
 
 
-def test_clipping_is_as_fine_in_half_precision() -> None:
-    """The factor is not rounded to the gradient's precision first."""
+def layered() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 300), nn.Tanh(), nn.Linear(300, 200), nn.Linear(200, 1))
+
+
+@for_each(
+    ("build", "limit", "choices"),
+    [
+        (layered, 0.01, {"lr": 0.1, "momentum": 0.9, "fused": False}),
+        (layered, 0.01, {"lr": 0.1, "momentum": 0.9, "fused": True}),
+        (TwoPrecisions, 0.3, {"lr": 1.0}),  # the factor is not rounded to bfloat16 first
+    ],
+)
+def test_clipping_with_one_shard_has_pytorchs_bits(
+    build: Callable[[], nn.Module], limit: float, choices: dict[str, Any]
+) -> None:
     torch.manual_seed(0)
-    ours, theirs = TwoPrecisions(), TwoPrecisions()
-    theirs.load_state_dict(ours.state_dict())
-    optimizer = torch.optim.SGD(ours.parameters(), lr=1.0)
-    trainer = make_trainer(ours, optimizer=optimizer, shards=1, clip_norm=0.3)
-    plain = torch.optim.SGD(theirs.parameters(), lr=1.0)
+    ours = build()
+    theirs = copy.deepcopy(ours)
+    optimizer = torch.optim.SGD(ours.parameters(), **choices)
+    trainer = make_trainer(ours, optimizer=optimizer, shards=1, clip_norm=limit)
+    plain = torch.optim.SGD(theirs.parameters(), **choices)
     for _ in range(4):
         trainer.step(points(8))
         plain.zero_grad()
         square(theirs, points(8)).mean().backward()
-        nn.utils.clip_grad_norm_(theirs.parameters(), 0.3)
+        clip_grad_norm_(theirs.parameters(), limit)
         plain.step()
     assert bits(ours) == bits(theirs)
 
 
-def test_a_tensor_that_is_given_for_two_shards_behind_the_hooks_is_refused() -> None:
-    """By a hook of autograd's own node, which a parameter does not know of."""
-    model = line()
-    kept = torch.zeros(1, 3)
-    trainer = make_trainer(model)
-    node = model.weight.view_as(model.weight).grad_fn.next_functions[0][0]
+@for_each("foreach", [None, False, True])
+def test_lines_of_a_plain_loop_that_do_nothing_any_more_are_refused(foreach: bool | None) -> None:
+    model, other = line(), line()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = make_trainer(model, optimizer=optimizer)
+    trainer.step(points(8))
+    for given in (model.parameters(), model.weight, [other.weight, model.bias]):
+        with pytest.raises(RuntimeError, match=r"do nothing\. .* give clip_norm to Trainer"):
+            clip_grad_norm_(given, 1.0, foreach=foreach)
+    with pytest.raises(RuntimeError, match=r"SGD.step\(\) was called by the script"):
+        optimizer.step()
+    trainer.step(points(8))
 
-    def keep(*_: object) -> None:
-        model.weight.grad = kept
 
-    node.register_hook(keep)
-    with pytest.raises(GradientError, match=r"the same tensor into \.grad for two shards"):
-        trainer.step(points(8))
+def test_clipping_is_what_it_was_for_other_parameters_and_keeps_none_alive() -> None:
+    trainer = make_trainer()
+    other = line()
+    square(other, points(8)).mean().backward()
+    before = copy.deepcopy(other.weight.grad)
+    norm = clip_grad_norm_((p for p in other.parameters()), 1e-3)
+    assert float(norm) > 1e-3
+    torch.testing.assert_close(other.weight.grad, before * (1e-3 / (norm + 1e-6)))
+    assert float(clip_grad_norm_(line().parameters(), 1.0)) == 0.0
+    held = weakref.ref(trainer.model.weight)
+    trainer.close()
+    del trainer
+    gc.collect()
+    assert held() is None

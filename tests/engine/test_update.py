@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import copy
+import functools
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import onefold
+from onefold.core.options import RunOptions
+from onefold.core.world import World
 from onefold.engine.optimizercheck import check_optimizer, updates_by_element
+from onefold.errors import StateError
 from tests.small import Batch, bits, line, make_trainer, points, sgd, square
 from tests.tables import for_each
 
@@ -24,7 +31,7 @@ class Branches(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.usual, self.rare, self.unused = line(), line(), line()
+        self.usual, self.rare, self.unused = line(), line(), line(300)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         result = self.usual(inputs)
@@ -42,16 +49,18 @@ class NeedsClosure(torch.optim.SGD):
 
 
 def decaying(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    """In two groups with settings of their own."""
+    named = dict(model.named_parameters())
+    biases = [p for name, p in named.items() if "bias" in name]
+    weights = [p for name, p in named.items() if "bias" not in name]
+    groups: list[dict[str, Any]] = [{"params": biases, "lr": 0.3}, {"params": weights}]
+    return torch.optim.AdamW(groups, lr=0.1, weight_decay=0.5)
 
 
-def plain_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch
-) -> torch.optim.Optimizer:
+def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
     optimizer.zero_grad()
     square(model, batch).mean().backward()
     optimizer.step()
-    return optimizer
 
 
 def close(ours: nn.Module, theirs: nn.Module) -> None:
@@ -76,43 +85,37 @@ def test_which_optimizers_may_cut_a_parameter(
     assert updates_by_element(kind(model.parameters(), lr=0.1)) == by_element
 
 
+def with_a_strange_parameter(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = sgd(model)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(4, 2))]})
+    return optimizer
+
+
+def in_use(model: nn.Module) -> torch.optim.Optimizer:
+    """The second trainer would not find the state again that the first one cut up."""
+    make_trainer(model, optimizer=(optimizer := sgd(model)))
+    return optimizer
+
+
 @for_each(
     ("build", "words"),
     [
-        (torch.optim.LBFGS, "LBFGS needs a closure that runs the model several times"),
-        (NeedsClosure, "NeedsClosure needs a closure"),
-        (torch.optim.SparseAdam, "SparseAdam works on sparse gradients; use Adam"),
-        (lambda parameters: "sgd", "expected a torch.optim.Optimizer, got str"),
-        (lambda parameters: torch.optim.SGD, "expected a torch.optim.Optimizer, got type"),
+        (lambda m: torch.optim.LBFGS(m.parameters()), "LBFGS needs a closure that runs the model"),
+        (lambda m: NeedsClosure(m.parameters(), lr=0.1), "NeedsClosure needs a closure"),
+        (lambda m: torch.optim.SparseAdam(m.parameters()), "works on sparse gradients; use Adam"),
+        (with_a_strange_parameter, r"parameter 0 of group 1, of shape \(4, 2\), is not"),
+        (lambda m: sgd(copy.deepcopy(m)), r"Make the optimizer from this model's parameters\(\)"),
+        (lambda m: sgd(m.requires_grad_(False)), "holds no parameter that requires a gradient"),
+        (in_use, "already belongs to a Trainer"),
     ],
 )
 def test_optimizers_that_cannot_be_divided_are_refused(
-    build: Callable[[Any], object], words: str
+    build: Callable[[nn.Module], torch.optim.Optimizer], words: str
 ) -> None:
     model = line()
-    with pytest.raises(TypeError, match=words):
-        check_optimizer(build(model.parameters()), model)
-
-
-def test_a_parameter_that_is_not_the_models_is_refused() -> None:
-    model = line()
-    optimizer = sgd(model)
-    strange = nn.Parameter(torch.zeros(4, 2))
-    optimizer.add_param_group({"params": [strange]})
-    with pytest.raises(ValueError, match=r"SGD: parameter 0 of group 1, of shape \(4, 2\), is not"):
+    optimizer = build(model)
+    with pytest.raises((TypeError, ValueError), match=words):
         make_trainer(model, optimizer=optimizer)
-
-
-def test_an_optimizer_of_another_copy_of_the_model_is_refused() -> None:
-    model = line()
-    with pytest.raises(ValueError, match=r"Make the optimizer from this model's parameters\(\)"):
-        make_trainer(model, optimizer=sgd(copy.deepcopy(model)))
-
-
-def test_an_optimizer_with_nothing_to_train_is_refused() -> None:
-    model = line().requires_grad_(False)
-    with pytest.raises(ValueError, match="holds no parameter that requires a gradient"):
-        make_trainer(model)
 
 
 @for_each("change", ["a group more", "a group less", "a parameter more"])
@@ -121,7 +124,6 @@ def test_groups_that_were_changed_afterwards_are_refused(change: str) -> None:
     groups = [{"params": list(model[i].parameters()), "lr": 0.1} for i in range(2)]
     optimizer = torch.optim.SGD(groups, lr=0.1)
     trainer = make_trainer(model, optimizer=optimizer)
-    trainer.step(points(4))
     before = bits(model)
     if change == "a group more":
         optimizer.add_param_group({"params": list(model[2].parameters())})
@@ -129,10 +131,9 @@ def test_groups_that_were_changed_afterwards_are_refused(change: str) -> None:
         optimizer.param_groups.pop()
     else:
         optimizer.param_groups[1]["params"].append(model[2].weight)
-    with pytest.raises(ValueError, match="parameter groups were changed after Trainer was made"):
-        trainer.save("nowhere")
-    with pytest.raises(ValueError, match="parameter groups were changed after Trainer was made"):
-        trainer.step(points(4))
+    for call in (lambda: trainer.save("nowhere"), lambda: trainer.step(points(4))):
+        with pytest.raises(ValueError, match="parameter groups were changed after Trainer was"):
+            call()
     assert bits(model) == before
 
 
@@ -144,32 +145,31 @@ def test_the_divided_state_is_not_given_away_as_if_it_were_whole(call: str) -> N
     make_trainer(model, optimizer=optimizer).step(points(4))
     with pytest.raises(RuntimeError, match="state is divided among the devices of the run"):
         optimizer.state_dict() if call == "save" else optimizer.load_state_dict(whole)
+    other = sgd(line())
+    assert other.state_dict()["state"] == {}  # that of another optimizer of the class is its own
 
 
-@both
-def test_the_groups_hold_the_users_parameters_again_after_a_step(devices: int) -> None:
-    model = nn.Sequential(nn.Linear(3, 200), nn.Linear(200, 100), nn.Linear(100, 1))
-    parameters = list(model.parameters())
-    optimizer = sgd(model)
-    users = optimizer.param_groups[0]["params"]
-    make_trainer(model, optimizer=optimizer, devices=devices).step(points(4))
-    held = optimizer.param_groups[0]["params"]
-    assert held is users
-    assert len(held) == len(parameters)
-    assert all(a is b for a, b in zip(held, parameters, strict=True))
-
-
-def test_the_groups_hold_the_users_parameters_again_after_a_failure() -> None:
+@for_each(("devices", "fails"), [(1, False), (3, False), (1, True)])
+def test_the_groups_hold_the_users_parameters_again_after_a_step(devices: int, fails: bool) -> None:
     class Failing(torch.optim.SGD):
         def step(self, closure: object = None) -> None:  # type: ignore[override]
-            raise KeyError("no state")
+            if fails:
+                raise KeyError("no state")
+            super().step()
 
-    model = line()
+    model = nn.Sequential(nn.Linear(3, 200), nn.Linear(200, 100), nn.Linear(100, 1))
     optimizer = Failing(model.parameters(), lr=0.1)
-    with pytest.raises(KeyError, match="no state"):
-        make_trainer(model, optimizer=optimizer).step(points(4))
-    assert optimizer.param_groups[0]["params"][0] is model.weight
-    assert model.weight.grad is None
+    users = optimizer.param_groups[0]["params"]
+    trainer = make_trainer(model, optimizer=optimizer, devices=devices)
+    if fails:
+        with pytest.raises(KeyError, match="no state"):
+            trainer.step(points(4))
+    else:
+        trainer.step(points(4))
+    held = optimizer.param_groups[0]["params"]
+    assert held is users
+    assert [id(p) for p in held] == [id(p) for p in model.parameters()]
+    assert all(p.grad is None for p in held)
 
 
 @both
@@ -192,26 +192,14 @@ def test_unused_parameters_are_skipped_as_plain_pytorch_does(devices: int) -> No
 
 
 @both
-def test_frozen_parameters_stay(devices: int) -> None:
+def test_what_is_frozen_or_held_by_no_optimizer_stays(devices: int) -> None:
     model = Branches()
-    model.usual.bias.requires_grad_(False)
+    model.rare.bias.requires_grad_(False)
     before = bits(model)
-    make_trainer(model, optimizer=decaying(model), devices=devices).step(points(8))
-    after = bits(model)
-    assert after["usual.bias"] == before["usual.bias"]
-    assert after["usual.weight"] != before["usual.weight"]
-
-
-@both
-def test_parameters_that_no_optimizer_holds_stay(devices: int) -> None:
-    model = Branches()
-    before = bits(model)
-    optimizer = decaying(model.rare)
     batch = points(8)
     batch[0][:, 0] = 99.0
-    make_trainer(model, optimizer=optimizer, devices=devices).step(batch)
-    changed = {name for name, value in bits(model).items() if value != before[name]}
-    assert changed == {"rare.weight", "rare.bias"}
+    make_trainer(model, optimizer=decaying(model.rare), devices=devices).step(batch)
+    assert {name for name, value in bits(model).items() if value != before[name]} == {"rare.weight"}
     assert all(p.grad is None for p in model.parameters())
 
 
@@ -228,10 +216,7 @@ def test_a_parameter_that_is_unfrozen_later_is_refused_by_name(devices: int) -> 
     assert bits(model) == before
 
 
-@for_each(
-    "devices",
-    [1, 3],
-)
+@both
 def test_a_parameter_may_be_frozen_later_and_unfrozen_again(devices: int) -> None:
     ours, theirs = Branches(), Branches()
     trainer = make_trainer(ours, optimizer=decaying(ours), devices=devices)
@@ -245,56 +230,13 @@ def test_a_parameter_may_be_frozen_later_and_unfrozen_again(devices: int) -> Non
 
 
 @both
-def test_every_group_has_its_own_settings(devices: int) -> None:
-    ours, theirs = line(), line()
-
-    def groups(model: nn.Linear) -> torch.optim.Optimizer:
-        return torch.optim.SGD(
-            [{"params": [model.bias], "lr": 1.0}, {"params": [model.weight]}], lr=0.01
-        )
-
-    make_trainer(ours, optimizer=groups(ours), devices=devices).step(points(8))
-    plain_step(theirs, groups(theirs), points(8))
-    close(ours, theirs)
-
-
-@both
-def test_the_optimizers_own_hooks_run_once_a_step(devices: int) -> None:
-    model = line()
-    optimizer = sgd(model)
-    calls = []
-    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
-    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
-    trainer = make_trainer(model, optimizer=optimizer, devices=devices)
-    for _ in range(2):
-        trainer.step(points(8))
-    assert calls == ["pre", "post"] * 2
-
-
-def test_an_optimizer_cannot_be_divided_twice() -> None:
-    """The second trainer would not find the state again that the first one cut up."""
-    model = nn.Linear(300, 100)
-    optimizer = sgd(model)
-    make_trainer(model, optimizer=optimizer).step((torch.ones(8, 300), torch.ones(8, 100)))
-    with pytest.raises(ValueError, match="already belongs to a Trainer"):
-        make_trainer(model, optimizer=optimizer)
-
-
-@for_each("devices", [1, 2])
 def test_parameters_that_were_given_other_memory_are_noticed(devices: int) -> None:
     """By a second trainer of the same model, by ``model.to(...)``, or by ``.data = ...``."""
-    model = nn.Linear(300, 100)
+    model = line()
     trainer = make_trainer(model, devices=devices)
     model.weight.data = model.weight.data.clone()
     with pytest.raises(ValueError, match=r"^parameter weight "):
-        trainer.step((torch.ones(8, 300), torch.ones(8, 100)))
-
-
-def test_two_optimizers_of_one_class_are_independent() -> None:
-    """A hook of one must not refuse what the other one is asked."""
-    optimizer = sgd(line())
-    onefold.Trainer(model := line(), sgd(model), square, shards=1, threads=1)
-    assert optimizer.state_dict()["state"] == {}
+        trainer.step(points(8))
 
 
 class Counting(torch.optim.SGD):
@@ -305,7 +247,7 @@ class Counting(torch.optim.SGD):
         return super().step(closure)
 
 
-@for_each("devices", [1, 2])
+@both
 def test_state_under_a_key_that_is_no_parameter_is_kept(devices: int, tmp_path: Path) -> None:
     model = line()
     optimizer = Counting(model.parameters(), lr=0.1)
@@ -333,15 +275,7 @@ def test_lists_of_low_precision_on_a_processor_are_refused(dtype: torch.dtype) -
 
 
 def test_adafactor_of_two_precisions_needs_its_eps() -> None:
-    def parameters() -> list[nn.Parameter]:
-        return [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, dtype=torch.bfloat16))]
-
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = parameters()
-
-    model = Two()
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).bfloat16())
     words = r"Adafactor: group 0 has parameters of torch.bfloat16, torch.float32 and the default"
     with pytest.raises(ValueError, match=words):
         check_optimizer(torch.optim.Adafactor(model.parameters()), model)
@@ -350,26 +284,134 @@ def test_adafactor_of_two_precisions_needs_its_eps() -> None:
     check_optimizer(torch.optim.Adafactor(groups), model)
 
 
-@for_each("devices", [2, 3])
-def test_a_span_without_any_gradient_is_left_alone(devices: int) -> None:
+def test_a_span_without_any_gradient_is_left_alone() -> None:
     """With a weight that is not the number of samples, gradients are scaled: also none of them."""
-
-    class Half(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used = line()
-            self.unused = nn.Linear(300, 300)
-
-        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-            return self.used(inputs)
 
     def loss(model: nn.Module, batch: Batch) -> onefold.Mean:
         return onefold.Mean(square(model, batch).sum(), 3.0 * len(batch[0]))
 
     results = []
-    for count in (1, devices):
-        torch.manual_seed(0)
-        model = Half()
-        make_trainer(model, loss, devices=count, clip_norm=0.1).step(points(8))
+    for devices in (1, 2, 3):
+        model = Branches()
+        make_trainer(model, loss, devices=devices, clip_norm=0.1).step(points(8))
         results.append(bits(model))
-    assert results[0] == results[1]
+    assert results[0] == results[1] == results[2]
+
+
+# Optimizers that draw random numbers.
+
+
+class Noisy(torch.optim.SGD):
+    """Draws in its steps from some number on, as annealed noise or stochastic rounding does."""
+
+    draw: Callable[[], object] = staticmethod(lambda: None)
+    begins = 1
+    done = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.done += 1
+        if self.done >= self.begins:
+            self.draw()
+        return super().step(closure)
+
+
+def noisy(draw: Callable[[], object], devices: int = 1, begins: int = 1) -> onefold.Trainer:
+    model = line()
+    optimizer = Noisy(model.parameters(), lr=0.1)
+    optimizer.draw, optimizer.begins = draw, begins
+    return make_trainer(model, optimizer=optimizer, devices=devices)
+
+
+@both
+@for_each(
+    ("draw", "name"),
+    [
+        (lambda: torch.randn(()), "PyTorch's generator"),
+        (random.random, "Python's random"),
+        (np.random.rand, "NumPy's generator"),
+        (np.random.standard_normal, "NumPy's generator"),  # the half of a pair
+    ],
+)
+def test_an_optimizer_that_draws_is_refused(
+    draw: Callable[[], object], name: str, devices: int
+) -> None:
+    words = (
+        rf"Noisy draws random numbers in step\(\), from {name}: expected none.*Trainer\(model, N"
+    )
+    with pytest.raises(StateError, match=words):
+        noisy(draw, devices).step(points(8))
+
+
+def test_one_that_begins_later_or_has_a_generator_of_its_own_is_noticed() -> None:
+    trainer = noisy(lambda: torch.randn(()), begins=10)
+
+    def train() -> None:
+        for _ in range(120):  # it is looked at now and then
+            trainer.step(points(8))
+
+    with pytest.raises(StateError, match="Noisy draws"):
+        train()
+    assert trainer.steps > 5
+    model = line()
+    optimizer = Noisy(model.parameters(), lr=0.1)
+    optimizer.own = np.random.default_rng(1)  # type: ignore[attr-defined]
+    optimizer.draw = lambda: optimizer.own.normal()  # type: ignore[attr-defined]
+    with pytest.raises(StateError, match=r"Noisy draws .*, from a generator of its own"):
+        make_trainer(model, optimizer=optimizer).step(points(8))
+
+
+# Optimizers that are called for one part of the model after the other.
+
+
+def of_the_script(parameters: Any, note: Callable[..., None]) -> torch.optim.Optimizer:
+    class Own(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> Any:
+            note()
+            return super().step(closure)
+
+    return Own(parameters, lr=0.1)
+
+
+def wrapped(parameters: Any, note: Callable[..., None]) -> torch.optim.Optimizer:
+    made = torch.optim.AdamW(parameters, lr=0.1)
+
+    def step(original: Callable[[], Any]) -> Any:
+        note()
+        return original()
+
+    made.step = functools.partial(step, made.step)  # type: ignore[method-assign]
+    return made
+
+
+def hooked(parameters: Any, note: Callable[..., None]) -> torch.optim.Optimizer:
+    made = torch.optim.AdamW(parameters, lr=0.1)
+    made.register_step_post_hook(note)
+    return made
+
+
+def hooked_with_all(parameters: Any, note: Callable[..., None]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.1)
+
+
+@for_each("make", [of_the_script, wrapped, hooked, hooked_with_all])
+def test_what_a_script_sees_of_steps_is_one_call_for_the_whole_model(
+    make: Callable[..., torch.optim.Optimizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may count its calls, or look at all parameters together."""
+    world = World(options=RunOptions(keep="host"))
+    monkeypatch.setattr("onefold.trainer.current_world", lambda: world)
+    calls: list[bool] = []
+
+    def note(*_: object) -> None:
+        calls.append(True)
+
+    model = nn.Sequential(nn.Linear(3, 40), nn.Linear(40, 40), nn.Linear(40, 1))
+    optimizer = make(model.parameters(), note)
+    of_all = register_optimizer_step_post_hook(note) if make is hooked_with_all else None
+    trainer = make_trainer(model, optimizer=optimizer, devices=None)
+    for _ in range(2):
+        trainer.step(points(8))
+    if of_all is not None:
+        of_all.remove()
+    assert len(calls) == 2
+    trainer.close()
