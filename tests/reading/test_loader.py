@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
@@ -8,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import active_children
 from pathlib import Path
@@ -18,13 +18,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    TensorDataset,
-    default_collate,
-)
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter as BaseIterator
 
 from onefold.core.batch import ShardedBatch
@@ -32,7 +26,7 @@ from onefold.core.randomness import order_by_length, sample_order
 from onefold.core.shard import Plan, cut_bounds
 from onefold.errors import SampleError
 from onefold.reading.loader import Loader
-from onefold.reading.position import LoaderTrack
+from tests.conftest import ROOT
 from tests.small import make_trainer
 from tests.tables import for_each
 
@@ -76,27 +70,33 @@ class Augmented(Dataset[tuple[int, float]]):
 class Broken(Augmented):
     """One item cannot be read."""
 
+    def __init__(self, broken: int = 13) -> None:
+        super().__init__()
+        self._broken = broken
+
     def __getitem__(self, index: int) -> tuple[int, float]:
-        if index == 13:
-            raise OSError("no such image: 13.png")
+        if index == self._broken:
+            raise OSError(f"no such image: {index}.png")
         return super().__getitem__(index)
 
 
-class Unsendable(Augmented):
-    """Its items cannot go from one process to another."""
+class Items(Augmented):
+    """Its items are what a function says."""
+
+    def __init__(self, item: Callable[[int], Any]) -> None:
+        super().__init__()
+        self._item = item
 
     def __getitem__(self, index: int) -> Any:
-        return lambda: index
+        return self._item(index)
 
 
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(9))
-
-
-class CountedStream(Stream):
+class CountedStream(IterableDataset[int]):
     def __len__(self) -> int:
-        return 9
+        return 4
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(4))
 
 
 def noisy_collate(samples: list[Any]) -> list[Any]:
@@ -136,164 +136,89 @@ def plans(draw: st.DrawFn) -> Plan:
     samples=st.integers(1, 70),
     batch_size=st.integers(1, 80),
     drop_last=st.booleans(),
-    shuffle=st.booleans(),
+    how=st.sampled_from(["in order", "shuffled", "by length"]),
     seed=st.integers(0, 9),
 )
 def test_the_devices_together_read_every_sample_once_and_in_order(
-    plan: Plan, samples: int, batch_size: int, drop_last: bool, shuffle: bool, seed: int
+    plan: Plan, samples: int, batch_size: int, drop_last: bool, how: str, seed: int
 ) -> None:
     drop_last = drop_last and batch_size <= samples  # or it is refused
-    choices = {"batch_size": batch_size, "drop_last": drop_last, "shuffle": shuffle, "seed": seed}
+    choices = {"batch_size": batch_size, "drop_last": drop_last, "seed": seed}
+    lengths = [3 * n % 11 for n in range(samples)] if how == "by length" else None
     loaders = [
-        make_loader(list(range(samples)), plan, [device], **choices)
+        make_loader(
+            range(samples), plan, [device], shuffle=how != "in order", lengths=lengths, **choices
+        )
         for device in range(plan.devices)
     ]
-    order = list(range(samples))
+    whole = samples - samples % batch_size if drop_last else samples
     for epoch in range(2):
-        if shuffle:
-            order = sample_order(samples, seed=seed, epoch=epoch).tolist()
-        whole = samples - samples % batch_size if drop_last else samples
-        batches = united([list(loader) for loader in loaders])
-        assert samples_in(batches) == order[:whole]
+        order = torch.arange(samples)
+        if how == "shuffled":
+            order = sample_order(samples, seed=seed, epoch=epoch)
+        if lengths is not None:
+            order = order_by_length(
+                torch.tensor(lengths), batch_size=batch_size, seed=seed, epoch=epoch
+            )
+        read = [list(loader) for loader in loaders]
+        for device, own in enumerate(read):
+            assert {n for batch in own for n in batch.shards} <= {*plan.shards_of(device)}
+        batches = united(read)
+        assert samples_in(batches) == order.tolist()[:whole]
         assert [batch.samples for batch in batches] == [
             min(batch_size, whole - start) for start in range(0, whole, batch_size)
         ]
         assert {len(loader) for loader in loaders} == {len(batches)}
         for batch in batches:
             sizes = [stop - start for start, stop in cut_bounds(batch.samples, plan.shards)]
-            read = [len(batch.shards.get(s, ())) for s in range(plan.shards)]  # type: ignore[arg-type]
-            assert read == sizes
+            found = [len(batch.shards.get(s, ())) for s in range(plan.shards)]  # type: ignore[arg-type]
+            assert found == sizes
 
 
-LENGTHS = [3 * n % 11 for n in range(30)]
-
-
-@given(plan=plans(), batch_size=st.integers(1, 40), drop_last=st.booleans(), seed=st.integers(0, 9))
-def test_batches_by_length_are_the_same_on_any_number_of_devices(
-    plan: Plan, batch_size: int, drop_last: bool, seed: int
-) -> None:
-    drop_last = drop_last and batch_size <= 30  # or it is refused
-    choices = {"batch_size": batch_size, "drop_last": drop_last, "seed": seed, "lengths": LENGTHS}
-    loaders = [make_loader(range(30), plan, [device], **choices) for device in range(plan.devices)]
-    whole = 30 - 30 % batch_size if drop_last else 30
-    orders = []
-    for epoch in range(2):
-        order = order_by_length(
-            torch.tensor(LENGTHS), batch_size=batch_size, seed=seed, epoch=epoch
-        )
-        found = samples_in(united([list(loader) for loader in loaders]))
-        assert found == order[:whole].tolist()
-        orders.append(found)
-    assert orders[0] != orders[1]
-
-
-@with_workers
-def test_batches_by_length_are_the_same_with_workers(workers: int) -> None:
-    loader = make_loader(range(30), Plan((2,)), lengths=LENGTHS, workers=workers)
-    for epoch in range(2):
-        order = order_by_length(torch.tensor(LENGTHS), batch_size=6, seed=3, epoch=epoch)
-        assert samples_in(list(loader)) == order.tolist()
-
-
-def test_within_a_batch_lengths_are_near() -> None:
-    loader = make_loader(range(30), Plan((2,)), lengths=LENGTHS)
-    spans = sorted(
-        sorted(LENGTHS[sample] for shard in batch.shards.values() for sample in shard)  # type: ignore[attr-defined]
-        for batch in loader
-    )
-    assert [length for batch in spans for length in batch] == sorted(LENGTHS)
+LENGTHS = [3 * n % 11 for n in range(20)]
 
 
 @for_each("lengths", [tuple(LENGTHS), np.array(LENGTHS)])
 def test_lengths_may_be_any_row_of_numbers(lengths: Any) -> None:
-    loaders = [make_loader(range(30), Plan((2,)), lengths=each) for each in (LENGTHS, lengths)]
+    loaders = [make_loader(range(20), Plan((2,)), lengths=each) for each in (LENGTHS, lengths)]
     assert samples_in(list(loaders[0])) == samples_in(list(loaders[1]))
     assert loaders[0].track.size == loaders[1].track.size
 
 
-@for_each(
-    ("choices", "words"),
-    [
-        ({"lengths": LENGTHS[1:]}, "one length for each of the 30 samples, got 29 lengths"),
-        ({"lengths": []}, "one length for each of the 30 samples, got 0 lengths"),
-        ({"lengths": LENGTHS, "shuffle": False}, "expected shuffle=True"),
-    ],
-)
-def test_lengths_that_cannot_be_used_are_refused(choices: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        make_trainer().loader(range(30), **{"batch_size": 4, "shuffle": True, **choices})
-
-
-def test_a_device_reads_its_own_shards_alone() -> None:
-    plan = Plan((1, 0, 2))
-    read = [set(next(iter(make_loader(range(20), plan, own))).shards) for own in ([0], [1], [2])]
-    assert read == [{0}, set(), {1, 2}]
-    assert set(next(iter(make_loader(range(20), plan, [0, 2]))).shards) == {0, 1, 2}
-
-
-def test_the_order_depends_on_seed_and_pass_alone() -> None:
-    def order(shards: int, batch_size: int, seed: int, passes: int) -> list[list[int]]:
-        loader = make_loader(range(30), Plan((shards,)), batch_size=batch_size, seed=seed)
-        return [samples_in(list(loader)) for _ in range(passes)]
-
-    first = order(2, 6, seed=3, passes=3)
-    assert first == order(5, 11, seed=3, passes=3)
-    assert len({tuple(one_pass) for one_pass in first}) == 3
-    assert order(2, 6, seed=4, passes=1) != first[:1]
-
-
-def test_without_shuffling_every_pass_is_in_order() -> None:
-    loader = make_loader(range(15), Plan((2,)), shuffle=False)
-    assert [samples_in(list(loader)) for _ in range(2)] == [list(range(15))] * 2
-
-
-@with_workers
-def test_every_pass_is_the_next_epoch(workers: int) -> None:
-    loader = make_loader(range(15), Plan((2,)), workers=workers, first_epoch=4)
-    epochs = [{batch.epoch for batch in loader} for _ in range(2)]
-    assert epochs == [{4}, {5}]
-
-
-@pytest.mark.processes
+@processes
 def test_workers_read_the_same_samples_with_the_same_augmentation() -> None:
-    def read(workers: int, plan: Plan, collate: Callable[[list[Any]], Any]) -> list[Any]:
-        own = range(plan.devices)
-        loader = make_loader(Augmented(), plan, own, workers=workers, collate=collate)
+    def read(workers: int, **choices: Any) -> list[Any]:
+        choices = {"workers": workers, "collate": noisy_collate, **choices}
+        loader = make_loader(Augmented(), Plan((2, 1)), (0, 1), **choices)
         return [dict(batch.shards) for _ in range(2) for batch in loader]
 
-    plan = Plan((2, 1))
-    assert read(0, plan, noisy_collate) == read(2, plan, noisy_collate)
+    assert read(0) == read(2)
+    assert read(0, lengths=LENGTHS) == read(2, lengths=LENGTHS)
 
 
-def test_augmentation_does_not_depend_on_shards_devices_or_batches() -> None:
-    def read(plan: Plan, batch_size: int) -> list[tuple[int, float]]:
+def test_augmentation_depends_on_seed_pass_and_sample_alone() -> None:
+    def read(plan: Plan, batch_size: int, **choices: Any) -> list[tuple[int, float]]:
         own = range(plan.devices)
-        loader = make_loader(Augmented(), plan, own, batch_size=batch_size)
+        loader = make_loader(Augmented(), plan, own, batch_size=batch_size, **choices)
         return [sample for _ in range(2) for sample in samples_in(list(loader))]
 
     expected = read(Plan((1,)), 20)
+    assert len({noise for _, noise in expected}) == 40
     assert read(Plan((2, 3)), 7) == expected
-    assert read(Plan((0, 4)), 1) == expected
+    assert read(Plan((0, 4)), 1, digest=True) == expected
+    assert not set(read(Plan((1,)), 20, seed=4)) & set(expected)
 
 
 def test_collating_is_seeded_on_its_own() -> None:
     """What an item draws has no influence on what collating draws."""
 
-    class Greedy(Augmented):
-        def __getitem__(self, index: int) -> tuple[int, float]:
-            return super().__getitem__(index)[0], torch.rand(9).sum().item()
-
-    def drawn(data: Augmented) -> list[list[float]]:
-        batches = make_loader(data, Plan((2,)), collate=noisy_collate)
+    def drawn(data: Augmented, **choices: Any) -> list[list[float]]:
+        batches = make_loader(data, Plan((2,)), collate=noisy_collate, **choices)
         return [samples[-3:] for batch in batches for samples in batch.shards.values()]  # type: ignore[index]
 
-    assert drawn(Augmented()) == drawn(Greedy())
-
-
-def test_augmentation_is_another_in_every_pass() -> None:
-    loader = make_loader(Augmented(), Plan((2,)), shuffle=False)
-    noise = [noise for _ in range(2) for _, noise in samples_in(list(loader))]
-    assert len(set(noise)) == 40
+    expected = drawn(Augmented())
+    assert drawn(Items(lambda index: torch.rand(9))) == expected
+    assert drawn(Augmented(), digest=True) == expected
 
 
 @with_workers
@@ -302,22 +227,15 @@ def test_the_item_that_cannot_be_read_is_named(workers: int) -> None:
     batches = iter(loader)
     assert [next(batches).samples for _ in range(2)] == [6, 6]
     words = "^reading sample 13 in epoch 2 failed: OSError: no such image: 13.png"
-    with pytest.raises(SampleError, match=words):
+    with pytest.raises(SampleError, match=words) as caught:
         next(batches)
-
-
-def test_where_an_item_failed_is_told() -> None:
-    with pytest.raises(SampleError, match="reading sample 13") as caught:
-        list(make_loader(Broken(), Plan((2,))))
     assert "in __getitem__" in "".join(caught.value.__notes__)
 
 
 @with_workers
 def test_a_pass_may_be_left_in_the_middle(workers: int) -> None:
-    def choices() -> dict[str, Any]:
-        return {"workers": workers, "batch_size": 3, "collate": noisy_collate}
-
-    left, whole = (make_loader(Augmented(), Plan((2,)), **choices()) for _ in range(2))
+    choices: dict[str, Any] = {"workers": workers, "batch_size": 3, "collate": noisy_collate}
+    left, whole = (make_loader(Augmented(), Plan((2,)), **choices) for _ in range(2))
     for number, _ in enumerate(left):
         if number == 1:
             break
@@ -326,25 +244,9 @@ def test_a_pass_may_be_left_in_the_middle(workers: int) -> None:
     assert second == expected
 
 
-@with_workers
-def test_the_callers_generators_are_left_alone(workers: int) -> None:
-    def states() -> list[object]:
-        return [
-            torch.get_rng_state().tolist(),
-            random.getstate(),
-            {k: str(v) for k, v in np.random.get_state(legacy=False).items()},
-        ]
-
-    loader = make_loader(Augmented(), Plan((2,)), workers=workers)
-    before = states()
-    for _ in loader:
-        assert states() == before
-    assert states() == before
-
-
 def read_with_plans(
     plans: Sequence[tuple[int, ...]], workers: int, own: Sequence[int] = (0, 1)
-) -> tuple[list[ShardedBatch], LoaderTrack]:
+) -> list[ShardedBatch]:
     """Three passes of 5 batches; before the batch of a number, the plan of that number is set."""
     now = [Plan(plans[0])]
     loader = make_loader(Augmented(), lambda: now[0], own, batch_size=4, workers=workers)
@@ -353,37 +255,43 @@ def read_with_plans(
         for batch in loader:
             read.append(batch)
             now[0] = Plan(plans[len(read) % len(plans)])
-    return read, loader.track
+    return read
 
 
-@pytest.mark.parametrize("workers", [0, *(pytest.param(n, marks=processes) for n in (1, 2))])
-@pytest.mark.parametrize(
-    "plans",
-    [
-        [(1, 3), (2, 2), (0, 4)],
-        [(1, 3), (1, 3), (4, 0)],
-        [*[(2, 2)] * 4, (3, 1)],
-        [*[(2, 2)] * 5, (3, 1)],
-        [(4, 0), (4, 0), (0, 4), (0, 4), (0, 4), (4, 0), (3, 1)],
-    ],
-    ids=["each-batch", "there-and-back", "last-batch", "next-pass", "now-and-then"],
-)
-def test_a_plan_holds_from_the_next_batch_that_is_handed_out(
-    plans: list[tuple[int, ...]], workers: int
-) -> None:
-    read, track = read_with_plans(plans, workers)
-    plain, _ = read_with_plans([(2, 2)], workers=0)
+PLANS: dict[str, list[tuple[int, ...]]] = {
+    "each batch": [(1, 3), (2, 2), (0, 4)],
+    "there and back": [(1, 3), (1, 3), (4, 0)],
+    "last batch": [*[(2, 2)] * 4, (3, 1)],
+    "next pass": [*[(2, 2)] * 5, (3, 1)],
+    "now and then": [(4, 0), (4, 0), (0, 4), (0, 4), (0, 4), (4, 0), (3, 1)],
+}
+
+
+def check_plans(name: str, workers: int) -> None:
+    plans = PLANS[name]
+    read = read_with_plans(plans, workers)
+    plain = read_with_plans([(2, 2)], workers=0)
     assert [b.plan.counts for b in read] == [plans[n % len(plans)] for n in range(15)]
     assert [dict(b.shards) for b in read] == [dict(b.shards) for b in plain]
     assert [(b.epoch, b.stop) for b in read] == [(n, 4 * k) for n in range(3) for k in range(1, 6)]
-    assert track.begin().number == 3
 
 
-@pytest.mark.processes
+@for_each("name", PLANS)
+def test_a_plan_holds_from_the_next_batch_that_is_handed_out(name: str) -> None:
+    check_plans(name, workers=0)
+
+
+@processes
+@for_each(("name", "workers"), [("each batch", 1), ("last batch", 2), ("now and then", 2)])
+def test_a_plan_holds_with_workers_that_have_read_ahead(name: str, workers: int) -> None:
+    check_plans(name, workers)
+
+
+@processes
 def test_with_any_workers_a_device_reads_what_the_plan_gives_it() -> None:
     plans = [(1, 3), (4, 0), (2, 2), (0, 4), (0, 4), (3, 1), (3, 1)]
-    whole, _ = read_with_plans(plans, workers=0)
-    devices = [read_with_plans(plans, workers, [own])[0] for own, workers in enumerate((0, 2))]
+    whole = read_with_plans(plans, workers=0)
+    devices = [read_with_plans(plans, workers, [own]) for own, workers in enumerate((0, 2))]
     for number, batch in enumerate(united(devices)):
         counts = plans[number % len(plans)]
         assert [len(each[number].shards) for each in devices] == list(counts)
@@ -402,30 +310,6 @@ def test_a_sample_that_another_device_now_reads_is_no_error_here(workers: int) -
     assert read == [1, 0, 0, 1]
 
 
-@with_workers
-def test_a_changed_plan_leaves_the_place_in_the_data_as_it_is(workers: int) -> None:
-    now = [Plan((1, 1))]
-    loader = make_loader(range(20), lambda: now[0], [0, 1], batch_size=4, workers=workers)
-    batches = iter(loader)
-    first = [next(batches) for _ in range(2)]
-    now[0] = Plan((2, 0))
-    third = next(batches)
-    assert third.data_pass is not None
-    assert (third.stop, third.data_pass.given, third.data_pass.used) == (12, 12, 0)
-    third.data_pass.used = first[1].stop  # as by a step with each of the first two
-    del batches
-    saved = loader.track.to_json(epoch_done=False)
-    again = make_loader(range(20), Plan((2,)), batch_size=4)
-    again.track.go_to(saved)
-    order = sample_order(20, seed=3, epoch=0).tolist()
-    assert samples_in([*first, *again]) == order
-
-
-def test_a_short_last_batch_may_leave_shards_empty() -> None:
-    *_, last = make_loader(range(8), Plan((4,)), batch_size=6, shuffle=False)
-    assert (last.samples, dict(last.shards)) == (2, {0: [6], 1: [7]})
-
-
 def test_a_tensor_data_set_is_read_as_pytorch_would() -> None:
     data = TensorDataset(torch.randn(20, 3), torch.arange(20))
     plain, slow = (
@@ -442,68 +326,56 @@ def test_a_tensor_data_set_is_read_as_pytorch_would() -> None:
 def test_the_usual_collate_is_that_of_pytorch() -> None:
     data = [{"x": torch.full((2,), float(i)), "name": str(i)} for i in range(4)]
     (batch,) = make_loader(data, Plan((1,)), collate=None, shuffle=False)
-    (payload,) = batch.shards.values()
-    assert payload["x"].shape == (4, 2)  # type: ignore[index]
-    assert payload["name"] == list("0123")  # type: ignore[index]
+    payload: Any = batch.shards[0]
+    assert (payload["x"].shape, payload["name"]) == ((4, 2), list("0123"))
+
+
+NO_DATA = "a length and an item for .* "
+EMPTY = "the data set is empty: expected at least one sample"
 
 
 @for_each(
-    "data",
-    [iter(range(3)), (n for n in range(3)), 5, None, {1, 2}],
-    ids=["iterator", "generator", "number", "none", "set"],
-)
-def test_what_has_no_items_by_number_is_refused(data: object) -> None:
-    with pytest.raises(TypeError, match=f"a length and an item for .* {type(data).__name__}"):
-        make_loader(data, Plan((1,)))
-
-
-def test_a_stream_of_known_length_is_no_data_set_with_an_index() -> None:
-    with pytest.raises(ValueError, match=r"CountedStream is a stream.* shuffle cannot be followed"):
-        make_loader(CountedStream(), Plan((1,)))
-
-
-@for_each("data", [[], (), TensorDataset(torch.zeros(0, 3))])
-def test_an_empty_data_set_is_refused(data: object) -> None:
-    with pytest.raises(ValueError, match="the data set is empty: expected at least one sample"):
-        make_loader(data, Plan((1,)))
-
-
-@for_each(
-    ("choice", "kind", "words"),
+    ("data", "choices", "words"),
     [
-        ({"batch_size": 0}, ValueError, "expected batch_size of at least 1, got 0"),
-        ({"batch_size": -3}, ValueError, "expected batch_size of at least 1, got -3"),
-        ({"workers": -1}, ValueError, "expected workers of at least 0, got -1"),
-        ({"batch_size": 2.0}, TypeError, "expected batch_size to be a whole number, got 2.0"),
-        ({"batch_size": "8"}, TypeError, "expected batch_size to be a whole number, got '8'"),
-        ({"batch_size": True}, TypeError, "expected batch_size to be a whole number, got True"),
-        ({"workers": None}, TypeError, "expected workers to be a whole number, got None"),
+        (iter(range(3)), {}, NO_DATA + "range_iterator"),
+        ((n for n in range(3)), {}, NO_DATA + "generator"),
+        (5, {}, NO_DATA + "int"),
+        (None, {}, NO_DATA + "NoneType"),
+        ({1, 2}, {}, NO_DATA + "set"),
+        ([], {}, EMPTY),
+        (TensorDataset(torch.zeros(0, 3)), {}, EMPTY),
+        (CountedStream(), {"shuffle": True}, "CountedStream is a stream.* shuffle cannot be follo"),
+        (range(9), {"batch_size": 0}, "expected batch_size of at least 1, got 0"),
+        (range(9), {"batch_size": 2.0}, "expected batch_size to be a whole number, got 2.0"),
+        (range(9), {"batch_size": True}, "expected batch_size to be a whole number, got True"),
+        (range(9), {"workers": -1}, "expected workers of at least 0, got -1"),
+        (range(9), {"workers": None}, "expected workers to be a whole number, got None"),
+        (range(9), {"collate": 3}, "expected collate to be a function"),
+        (range(9), {"lengths": [1] * 8, "shuffle": True}, "each of the 9 samples, got 8 lengths"),
+        (range(9), {"lengths": [1] * 9}, "expected shuffle=True"),
+        (range(3), {"drop_last": True}, "at least batch_size=4 samples in a pass, got 3"),
+        (range(9), {"drop_last": True, "sampler": range(3)}, "samples in a pass, got 3"),
+        (range(9), {"sampler": []}, "the sampler list has the length 0"),
+        (range(9), {"batch_size": None, "batch_sampler": []}, "batch_sampler list has the length"),
     ],
 )
-def test_a_wrong_number_is_refused(
-    choice: dict[str, Any], kind: type[Exception], words: str
-) -> None:
-    with pytest.raises(kind, match=words):
-        make_trainer().loader(range(9), **{"batch_size": 4, **choice})
-
-
-def test_a_collate_that_cannot_be_called_is_refused() -> None:
-    with pytest.raises(TypeError, match="expected collate to be a function"):
-        make_loader(range(9), Plan((1,)), collate=3)
+def test_what_cannot_be_read_is_refused(data: Any, choices: dict[str, Any], words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        make_trainer().loader(data, **{"batch_size": 4, **choices})
 
 
 def test_a_loader_of_a_trainer_begins_with_the_trainers_epoch() -> None:
     trainer = make_trainer()
     for _ in trainer.epochs(3):
         pass
-    assert {batch.epoch for batch in trainer.loader(range(9), batch_size=4)} == {3}
+    loader = trainer.loader(range(9), batch_size=4)
+    assert [{batch.epoch for batch in loader} for _ in range(2)] == [{3}, {4}]
 
 
 def test_a_trainers_loader_follows_its_plan() -> None:
     trainer = make_trainer(devices=2)
-    loader = trainer.loader(range(24), batch_size=8)
     counts = []
-    for batch in loader:
+    for batch in trainer.loader(range(24), batch_size=8):
         counts.append(batch.plan.counts)
         trainer.plan = (1, 3)
     assert counts == [(2, 2), (1, 3), (1, 3)]
@@ -526,50 +398,34 @@ def test_two_loaders_of_one_data_set_have_two_orders_and_two_augmentations() -> 
     assert len(set(noises)) == len(noises) == 3 * 20 + 3 * 4 * 3
 
 
-class Deadly(Augmented):
-    """One item kills whoever reads it."""
-
-    def __getitem__(self, index: int) -> tuple[int, float]:
-        if index == 7:
-            os._exit(3)
-        return super().__getitem__(index)
-
-
-@pytest.mark.processes
+@processes
 def test_a_worker_that_dies_is_noticed() -> None:
-    loader = make_loader(Deadly(), Plan((1,)), shuffle=False, workers=1)
+    data = Items(lambda index: os._exit(3) if index == 7 else index)
+    loader = make_loader(data, Plan((1,)), shuffle=False, workers=1)
     with pytest.raises(RuntimeError, match=r"worker .*exited unexpectedly"):
         list(loader)
 
 
-class Staged(Augmented):
-    """Its items depend on what the script has set."""
-
-    stage = 0
-
-    def __getitem__(self, index: int) -> tuple[int, float]:
-        return index, self.stage
-
-
 @with_workers
 def test_a_data_set_that_is_changed_between_passes_is_read_as_it_is_then(workers: int) -> None:
-    data = Staged()
+    data = Augmented()
     loader = make_loader(data, Plan((2,)), workers=workers)
     stages = []
-    for data.stage in range(3):
-        stages.append({stage for _, stage in samples_in(list(loader))})
+    for stage in range(3):
+        data.__class__ = type("Staged", (Augmented,), {"__getitem__": lambda self, i, s=stage: s})
+        stages.append(set(samples_in(list(loader))))
     assert stages == [{0}, {1}, {2}]
 
 
-@pytest.mark.processes
+@processes
 def test_two_passes_may_be_under_way_at_a_time() -> None:
     loader = make_loader(range(12), Plan((1,)), shuffle=False, workers=1, batch_size=4)
     pairs = [(one.shards, other.shards) for one, other in zip(loader, loader, strict=True)]
     assert pairs == [({0: [*range(n, n + 4)]},) * 2 for n in (0, 4, 8)]
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("how", ["to its end", "broken off", "failed", "empty"])
+@processes
+@for_each("how", ["to its end", "broken off", "failed", "empty"])
 def test_workers_end_with_their_pass(how: str) -> None:
     data = Broken() if how == "failed" else Augmented()
     loader = make_loader(data, Plan((1,)), shuffle=False, workers=2)
@@ -587,38 +443,37 @@ def test_workers_end_with_their_pass(how: str) -> None:
     assert active_children() == []
 
 
-@pytest.mark.processes
+@processes
 def test_ctrl_c_is_not_lost_while_workers_begin_or_end(monkeypatch: pytest.MonkeyPatch) -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     loader = make_loader(range(6), Plan((1,)), workers=1)
     begin, end = DataLoader.__iter__, BaseIterator._shutdown_workers
+    done: list[str] = []
 
     def begin_interrupted(self: Any) -> Any:
         answers = begin(self)
         signal.raise_signal(signal.SIGINT)
-        begun.append("the workers")
+        done.append("begun")
         return answers
 
     def end_interrupted(self: Any) -> None:
         signal.raise_signal(signal.SIGINT)
         end(self)
-        ended.append("the workers")
+        done.append("ended")
 
-    begun: list[str] = []
-    ended: list[str] = []
-    with monkeypatch.context() as changed:
-        changed.setattr(DataLoader, "__iter__", begin_interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            list(loader)
-    with monkeypatch.context() as changed:
-        changed.setattr(BaseIterator, "_shutdown_workers", end_interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            list(loader)
+    for owner, name, call in (
+        (DataLoader, "__iter__", begin_interrupted),
+        (BaseIterator, "_shutdown_workers", end_interrupted),
+    ):
+        with monkeypatch.context() as changed:
+            changed.setattr(owner, name, call)
+            with pytest.raises(KeyboardInterrupt):
+                list(loader)
     signal.signal(signal.SIGINT, before)
-    assert (begun, ended) == (["the workers"],) * 2
+    assert done == ["begun", "ended"]
 
 
-@pytest.mark.processes
+@processes
 def test_ctrl_c_ends_a_worker() -> None:
     def handler(samples: list[Any]) -> str:
         return str(signal.getsignal(signal.SIGINT))
@@ -634,37 +489,17 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(1)
 
 
-class Threaded(Augmented):
-    """Its items depend on the threads that read them, as the bits of every large sum do."""
-
-    def __getitem__(self, index: int) -> int:  # type: ignore[override]
-        return torch.get_num_threads()
-
-
-def threads_to_collate(samples: list[Any]) -> list[Any]:
-    return [*samples, torch.get_num_threads()]
-
-
 @with_workers
 def test_reading_and_collating_have_one_thread(workers: int, two_threads: None) -> None:
-    loader = make_loader(Threaded(), Plan((2,)), workers=workers, collate=threads_to_collate)
-    for batch in loader:
+    """As the bits of every large sum depend on it."""
+
+    def collate(samples: list[Any]) -> list[Any]:
+        return [*samples, torch.get_num_threads()]
+
+    data = Items(lambda index: torch.get_num_threads())
+    for batch in make_loader(data, Plan((2,)), workers=workers, collate=collate):
         assert {n for payload in batch.shards.values() for n in payload} == {1}  # type: ignore[attr-defined]
         assert torch.get_num_threads() == 2
-
-
-@pytest.mark.processes
-def test_sums_have_the_same_bits_with_and_without_workers(two_threads: None) -> None:
-    values = torch.randn(20, 300_001, generator=torch.Generator().manual_seed(1))
-    data = [(row,) for row in values]
-
-    def sums(workers: int) -> list[float]:
-        def collate(samples: list[Any]) -> list[float]:
-            return [row.sum().item() for (row,) in samples]
-
-        return samples_in(list(make_loader(data, Plan((1,)), workers=workers, collate=collate)))
-
-    assert sums(0) == sums(1)
 
 
 def test_the_threads_come_back_after_a_failure(two_threads: None) -> None:
@@ -719,36 +554,14 @@ def test_every_batch_has_the_digest_of_the_data(workers: int) -> None:
     (digest,) = found
     assert digest != 0
     assert -(2**63) <= digest < 2**63
-    for other in (Augmented(21), Staged(), list(range(20))):
+    drawn = [TensorDataset(torch.randn(9, 2)) for _ in range(2)]  # as each process for itself
+    for other in (Augmented(21), list(range(20)), *drawn):
         assert set(digests(other)) != found
+    assert set(digests(drawn[0])) != set(digests(drawn[1]))
+    assert set(digests(drawn[0])) == set(digests(TensorDataset(drawn[0].tensors[0].clone())))
 
 
-def test_without_being_asked_nothing_more_is_read() -> None:
-    data = Noted()
-    loader = make_loader(data, Plan((1,)), shuffle=False)
-    assert {batch.data_digest for batch in loader} == {0}
-    assert data.read == list(range(20))
-
-
-def test_what_is_read_for_a_digest_leaves_the_augmentation_as_it_is() -> None:
-    def read(digest: bool) -> list[Any]:
-        loader = make_loader(Augmented(), Plan((2,)), digest=digest, collate=noisy_collate)
-        return samples_in(list(loader))
-
-    assert read(True) == read(False)
-
-
-def test_tensors_that_every_process_drew_for_itself_differ() -> None:
-    def data() -> TensorDataset:
-        return TensorDataset(torch.randn(9, 2), torch.arange(9))
-
-    one, other = data(), data()
-    alike = TensorDataset(*[tensor.clone() for tensor in one.tensors])
-    assert set(digests(one)) == set(digests(alike))
-    assert set(digests(one)) != set(digests(other))
-
-
-@pytest.mark.processes
+@processes
 def test_a_digest_is_read_where_the_samples_are_read() -> None:
     """What opens its file when first used must not do so before the workers are there."""
     data = Noted()
@@ -757,37 +570,22 @@ def test_a_digest_is_read_where_the_samples_are_read() -> None:
 
 
 @with_workers
-@pytest.mark.parametrize("shards", [(1, 0), (0, 1)])
+@for_each("shards", [(1, 0), (0, 1)])
 def test_a_sample_that_cannot_be_read_for_a_digest_is_named(
     workers: int, shards: tuple[int, ...]
 ) -> None:
-    class Short(Augmented):
-        """Is not as long as it says; the pass would not come to that."""
-
-        def __getitem__(self, index: int) -> tuple[int, float]:
-            if index == 19:
-                raise OSError("no such image: 19.png")
-            return super().__getitem__(index)
-
-    loader = make_loader(
-        Short(), Plan(shards), shuffle=False, drop_last=True, digest=True, workers=workers
-    )
+    """Though the pass would not come to it."""
+    choices: dict[str, Any] = {"shuffle": False, "drop_last": True, "digest": True}
+    loader = make_loader(Broken(19), Plan(shards), workers=workers, **choices)
     with pytest.raises(SampleError, match="reading sample 19 in epoch 0 failed"):
         list(loader)
 
 
-@with_workers
-def test_an_empty_first_pass_leaves_the_digest_to_the_next(workers: int) -> None:
-    loader = make_loader(Augmented(), Plan((1,)), workers=workers, digest=True)
+def test_an_empty_first_pass_leaves_the_digest_to_the_next() -> None:
+    loader = make_loader(Augmented(), Plan((1,)), digest=True)
     loader.track.go_to({"first_pass": 0, "empty_passes": 1, "passes": []})
     assert list(loader) == []
     assert {batch.data_digest for batch in loader} == set(digests(Augmented()))
-
-
-def test_a_batch_knows_its_loader_and_its_pass() -> None:
-    loader = make_trainer().loader(range(9), batch_size=5)
-    places = [(batch.loader, batch.pass_number) for _ in range(2) for batch in loader]
-    assert places == [(0, 0), (0, 0), (0, 1), (0, 1)]
 
 
 def test_a_process_that_has_all_devices_reads_nothing_for_a_digest() -> None:
@@ -797,75 +595,10 @@ def test_a_process_that_has_all_devices_reads_nothing_for_a_digest() -> None:
     assert data.read == list(range(20))
 
 
-MAKES_WORKERS = """
-import multiprocessing, sys, threading, time
-import torch
-from torch.utils.data import TensorDataset
-from onefold.reading.loader import Loader
-from onefold.core.shard import Plan
-
-class Noise:
-    "New tensors are of the dtype that the script has chosen."
-
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, index):
-        return torch.rand(3)
-
-def numbers(workers):
-    loader = Loader(
-        Noise(), batch_size=2, workers=workers, seed=0, plan=lambda: Plan((1,)), own=[0],
-        first_epoch=0, pin_memory=False, timeout_s=300,
-    )
-    return [value.hex() for batch in loader for value in batch.shards[0].flatten().tolist()]
-
-def read(passes):
-    for batch in loader:
-        passes.append([shard[0].tolist() for shard in batch.shards.values()])
-        time.sleep(0.2)
-
-if __name__ == "__main__":
-    multiprocessing.set_start_method(sys.argv[1])
-    data = TensorDataset(torch.arange(12.0))
-    loader = Loader(
-        data, batch_size=4, workers=1, seed=0, plan=lambda: Plan((2,)), own=[0], first_epoch=0,
-        pin_memory=False, timeout_s=300,
-    )
-    if sys.argv[2] == "thread":
-        begun = []
-        passing = iter(loader)
-        thread = threading.Thread(target=lambda: begun.append(next(passing)))
-        thread.start()
-        thread.join()
-        time.sleep(0.5)
-        print(len(begun) + len(list(passing)))
-    elif sys.argv[2] == "noise":
-        torch.set_default_dtype(torch.float64)
-        print(numbers(0) == numbers(1))
-    else:
-        passes = []
-        read(passes)
-        print(passes)
-"""
-"""A script of its own: how processes are made is settled once in a program."""
-
-
-def makes_workers(
-    folder: Path, method: str, what: str, **variables: str
-) -> subprocess.CompletedProcess[str]:
-    """Run the script.
-
-    Args:
-        folder: for the script.
-        method: how Python makes processes.
-        what: ``process``, ``thread`` or ``noise``.
-        variables: of its environment, beside the usual ones.
-    """
-    script = folder / "read.py"
-    script.write_text(MAKES_WORKERS)
+def reads(method: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A script of its own: how processes are made is settled once in a program."""
     return subprocess.run(
-        [sys.executable, str(script), method, what],
+        [sys.executable, str(ROOT / "tests" / "scripts" / "reads.py"), method],
         capture_output=True,
         text=True,
         timeout=600,
@@ -875,63 +608,52 @@ def makes_workers(
 
 
 @processes
-@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
-def test_workers_are_made_in_any_way_that_python_has(method: str, tmp_path: Path) -> None:
-    done = makes_workers(tmp_path, method, "process")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [10, 11]]]
-
-
-@processes
-@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
-def test_workers_draw_in_the_default_dtype_of_the_script(method: str, tmp_path: Path) -> None:
-    done = makes_workers(tmp_path, method, "noise")
+@pytest.mark.parametrize(
+    "method", ["fork", "spawn", pytest.param("forkserver", marks=pytest.mark.full)]
+)
+def test_workers_are_made_in_any_way_that_python_has(method: str) -> None:
+    done = reads(method)
     assert done.stdout == "True\n", done.stderr
 
 
 @processes
-def test_workers_that_give_nothing_are_one_error(capfd: pytest.CaptureFixture[str]) -> None:
-    loader = make_loader(Unsendable(), Plan((1,)), workers=1, timeout_s=2.0)
-    with pytest.raises(SampleError, match=r"workers gave nothing within 2 s.* reported above"):
-        next(iter(loader))
-    assert "pickle" in capfd.readouterr().err
-
-
-def temporary_folder(length: int) -> str:
-    """A new folder whose path has this many bytes."""
+@for_each("bytes_too_many", [0, 1])
+def test_workers_need_a_temporary_folder_of_a_short_path(bytes_too_many: int) -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as free:
-        path = free + "x" * (length - len(free))
-    os.mkdir(path)
-    return path
-
-
-@processes
-@pytest.mark.parametrize("bytes_too_many", [0, 1])
-def test_workers_need_a_temporary_folder_of_a_short_path(
-    tmp_path: Path, bytes_too_many: int
-) -> None:
-    temporary = temporary_folder(75 + bytes_too_many)
+        temporary = free + "x" * (75 + bytes_too_many - len(free))
+    Path(temporary).mkdir()
     try:
-        done = makes_workers(tmp_path, "fork", "process", TMPDIR=temporary)
+        done = reads("fork", TMPDIR=temporary)
     finally:
         shutil.rmtree(temporary)
     if not bytes_too_many:
-        assert len(json.loads(done.stdout)) == 3, done.stderr
+        assert done.stdout == "True\n", done.stderr
     else:
         words = f"expected its path to have at most 75 bytes, got 76: {temporary}; set TMPDIR to a"
         assert words in done.stderr
 
 
 @processes
-def test_workers_outlive_the_thread_that_began_the_pass(tmp_path: Path) -> None:
-    done = makes_workers(tmp_path, "fork", "thread")
-    assert done.stdout == "3\n", done.stderr
+def test_workers_that_give_nothing_are_one_error(capfd: pytest.CaptureFixture[str]) -> None:
+    unsendable = Items(lambda index: lambda: index)
+    loader = make_loader(unsendable, Plan((1,)), workers=1, timeout_s=2.0)
+    with pytest.raises(SampleError, match=r"workers gave nothing within 2 s.* reported above"):
+        next(iter(loader))
+    assert "pickle" in capfd.readouterr().err
+
+
+@processes
+def test_workers_outlive_the_thread_that_began_the_pass() -> None:
+    passing = iter(make_loader(range(40), Plan((2,)), batch_size=2, workers=1))
+    thread = threading.Thread(target=lambda: next(passing))
+    thread.start()
+    thread.join()
+    assert len(list(passing)) == 19
 
 
 @processes
 def test_a_forked_child_does_not_end_the_workers_of_its_parent() -> None:
-    loader = make_loader(range(40), Plan((2,)), batch_size=2, workers=1)
-    passing = iter(loader)
+    passing = iter(make_loader(range(40), Plan((2,)), batch_size=2, workers=1))
     next(passing)
     child = os.fork()
     if child == 0:
@@ -941,35 +663,10 @@ def test_a_forked_child_does_not_end_the_workers_of_its_parent() -> None:
     assert len(list(passing)) == 19
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=processes)])
-def test_a_collate_that_returns_nothing_is_named(workers: int) -> None:
-    loader = make_loader(range(8), Plan((1, 1)), (0,), collate=lambda some: None, workers=workers)
+def test_a_collate_that_returns_nothing_is_named() -> None:
+    loader = make_loader(range(8), Plan((1, 1)), collate=lambda some: None)
     with pytest.raises(TypeError, match=r"collate returned None for the samples of shard 0"):
         next(iter(loader))
-
-
-@for_each(
-    ("choices", "words"),
-    [
-        ({"drop_last": True}, "at least batch_size=6 samples in a pass, got 5"),
-        ({"drop_last": True, "shuffle": False, "sampler": range(3)}, "samples in a pass, got 3"),
-        ({"shuffle": False, "sampler": []}, "the sampler list has the length 0"),
-        (
-            {"shuffle": False, "batch_size": None, "batch_sampler": []},
-            "the batch_sampler list has the length 0",
-        ),
-    ],
-)
-def test_a_loader_whose_passes_would_all_be_empty_is_refused(choices: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        make_loader(range(5), Plan((2,)), **choices)
-
-
-def test_a_pytorch_loader_that_drops_its_only_batch_is_refused() -> None:
-    trainer = make_trainer()
-    with pytest.raises(ValueError, match="at least batch_size=8 samples in a pass, got 5"):
-        trainer.loader(DataLoader(TensorDataset(torch.zeros(5, 2)), 8, drop_last=True))
-    trainer.close()
 
 
 class NothingAtFirst:
@@ -987,15 +684,10 @@ class NothingAtFirst:
         return iter(range(len(self)))
 
 
-class Few(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(4))
-
-
 @for_each(
     ("data", "choices", "words"),
     [
-        (Few(), {"drop_last": True}, "of the stream Few had no batch of 6 samples, with drop_last"),
+        (CountedStream(), {"drop_last": True}, "had no batch of 6 samples, with drop_last"),
         (range(9), {"sampler": NothingAtFirst()}, "samples by NothingAtFirst had no batch, so"),
     ],
 )

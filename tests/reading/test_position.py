@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
+from itertools import chain, repeat
 from typing import Any
 
 import pytest
@@ -57,65 +59,53 @@ class Script:
         self.used.append((self.position.step, batch.epoch, tuple(batch.shards[0])))  # type: ignore[arg-type]
 
 
-def simple(script: Script) -> Iterator[None]:
-    train = script.loader()
-    for _ in script.position.epochs(3):
-        for batch in train:
-            script.step(batch)
-            yield
+Body = Callable[[Script], Iterator[None]]
+
+
+def through(script: Script, loader: Loader) -> Iterator[None]:
+    """A pass; the script may save after each step."""
+    for batch in loader:
+        script.step(batch)
         yield
 
 
-def dropping(script: Script) -> Iterator[None]:
-    train = script.loader(drop_last=True)
+def simple(script: Script, samples: int = 10, **choices: Any) -> Iterator[None]:
+    train = script.loader(samples, **choices)
     for _ in script.position.epochs(3):
-        for batch in train:
-            script.step(batch)
-            yield
+        yield from through(script, train)
         yield
 
 
 def made_in_the_loop(script: Script) -> Iterator[None]:
     for _ in script.position.epochs(3):
-        for batch in script.loader():
-            script.step(batch)
-            yield
+        yield from through(script, script.loader())
         yield
 
 
 def two_in_turn(script: Script) -> Iterator[None]:
     first, second = script.loader(), script.loader(samples=7, batch_size=2)
     for _ in script.position.epochs(3):
-        for batch in first:
-            script.step(batch)
-            yield
-        for batch in second:
-            script.step(batch)
-            yield
+        yield from through(script, first)
+        yield from through(script, second)
         yield
 
 
 def with_others_that_are_only_read(script: Script) -> Iterator[None]:
+    """What is only read in an epoch that goes on is read again, as it was."""
     for _ in script.loader(samples=5):
         pass  # read once, and gone
     train, test = script.loader(), script.loader(samples=4)
-    for _ in script.position.epochs(3):
-        for batch in train:
-            script.step(batch)
-            yield
-        assert sum(batch.samples for batch in test) == 4
+    for epoch in script.position.epochs(3):
+        seen = [sample for batch in test for sample in batch.shards[0]]  # type: ignore[attr-defined]
+        assert seen == sample_order(4, seed=3, epoch=epoch, loader=2).tolist()
+        yield from through(script, train)
         yield
 
 
 def cycling(script: Script) -> Iterator[None]:
     """Small batches beside the large ones, from passes that have nothing to do with epochs."""
     train, other = script.loader(batch_size=4), script.loader(samples=5, batch_size=2)
-
-    def endless() -> Iterator[ShardedBatch]:
-        while True:
-            yield from other
-
-    more = endless()
+    more = chain.from_iterable(repeat(other))
     for _ in script.position.epochs(3):
         for batch in train:
             script.step(next(more))
@@ -153,44 +143,21 @@ def plain_counting(script: Script) -> Iterator[None]:
     """Epochs that the script counts itself."""
     train = script.loader()
     for _ in range(3):
-        for batch in train:
-            script.step(batch)
-            yield
+        yield from through(script, train)
         yield
 
 
 def warming_up(script: Script) -> Iterator[None]:
     """Steps before the first epoch, from a loader that is gone afterwards."""
-    for batch in script.loader(samples=7):
-        script.step(batch)
-        yield
-    train = script.loader()
-    for _ in script.position.epochs(3):
-        for batch in train:
-            script.step(batch)
-            yield
-        yield
+    yield from through(script, script.loader(samples=7))
+    yield from simple(script)
 
 
 def several_passes_an_epoch(script: Script) -> Iterator[None]:
     train = script.loader(samples=7)
     for _ in script.position.epochs(3):
-        for _ in range(2):
-            for batch in train:
-                script.step(batch)
-                yield
-        yield
-
-
-def looking_first(script: Script) -> Iterator[None]:
-    """What is only read in an epoch that goes on is read again, as it was."""
-    test, train = script.loader(samples=6), script.loader()
-    for epoch in script.position.epochs(3):
-        seen = [sample for batch in test for sample in batch.shards[0]]  # type: ignore[attr-defined]
-        assert seen == sample_order(6, seed=3, epoch=epoch).tolist()
-        for batch in train:
-            script.step(batch)
-            yield
+        yield from through(script, train)
+        yield from through(script, train)
         yield
 
 
@@ -199,21 +166,7 @@ def peeking(script: Script) -> Iterator[None]:
     train = script.loader()
     next(iter(train))
     for _ in script.position.epochs(3):
-        for batch in train:
-            script.step(batch)
-            yield
-        yield
-
-
-LENGTHS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
-
-
-def by_length(script: Script) -> Iterator[None]:
-    train = script.loader(lengths=LENGTHS)
-    for _ in script.position.epochs(3):
-        for batch in train:
-            script.step(batch)
-            yield
+        yield from through(script, train)
         yield
 
 
@@ -231,55 +184,41 @@ def numbered(script: Script) -> Iterator[None]:
         yield
 
 
-SCRIPTS: dict[str, Callable[[Script], Iterator[None]]] = {
-    script.__name__: script
-    for script in (
-        simple,
-        by_length,
-        dropping,
-        made_in_the_loop,
-        two_in_turn,
-        with_others_that_are_only_read,
-        cycling,
-        ending_early,
-        plain_counting,
-        warming_up,
-        several_passes_an_epoch,
-        looking_first,
-        peeking,
-        numbered,
-    )
-}
+LENGTHS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
+by_length = functools.partial(simple, lengths=LENGTHS)
+SCRIPTS: list[Body] = [
+    *(simple, by_length, functools.partial(simple, drop_last=True), made_in_the_loop, two_in_turn),
+    *(with_others_that_are_only_read, cycling, ending_early, plain_counting, warming_up),
+    *(several_passes_an_epoch, peeking, numbered),
+]
 
 
-def saves_of(body: Callable[[Script], Iterator[None]]) -> tuple[Script, list[dict[str, Any]]]:
+def saves_of(body: Body) -> tuple[Script, list[dict[str, Any]]]:
     """A whole run, and what was saved at each point where the script may save."""
     script = Script()
     return script, [script.position.to_json() for _ in body(script)]
 
 
-@for_each("name", SCRIPTS)
-def test_a_run_goes_on_with_the_samples_that_were_to_come(name: str) -> None:
-    body = SCRIPTS[name]
+def check_goes_on(saved: dict[str, Any], whole: Script, body: Body = simple) -> None:
+    again = Script(saved)
+    for _ in body(again):
+        pass
+    assert again.used == whole.used[saved["step"] :], saved
+
+
+@for_each("body", SCRIPTS)
+def test_a_run_goes_on_with_the_samples_that_were_to_come(body: Body) -> None:
+    """Wherever it was stopped, and if it is stopped again and again."""
     whole, saves = saves_of(body)
     assert len(saves) > 8
-    for saved in saves:
-        again = Script(saved)
-        for _ in body(again):
-            pass
-        assert again.used == whole.used[saved["step"] :], saved
-
-
-@for_each("name", SCRIPTS)
-def test_it_may_stop_again_and_again(name: str) -> None:
-    body = SCRIPTS[name]
-    whole, _ = saves_of(body)
+    for each in saves:
+        check_goes_on(each, whole, body)
     saved: dict[str, Any] | None = None
     used: list[object] = []
     for stop in range(2, whole.position.step + 3, 2):
         script = Script(saved)
-        saves = (script.position.to_json() for _ in body(script))
-        saved = next((save for save in saves if save["step"] >= stop), saved)
+        made = (script.position.to_json() for _ in body(script))
+        saved = next((save for save in made if save["step"] >= stop), saved)
         used += script.used
     assert used == whole.used
 
@@ -295,17 +234,13 @@ def test_what_was_read_ahead_is_read_again() -> None:
     within = [save for save in saves if used_of(save) not in (0, 10)]
     assert within
     for saved in within:
-        again = Script(saved)
-        for _ in simple(again):
-            pass
-        assert again.used == whole.used[saved["step"] :]
+        check_goes_on(saved, whole)
 
 
 def test_an_epoch_with_nothing_left_is_gone_through_once_more() -> None:
     """A save after an epoch's last step: what the script does at its end has not been done."""
     _, saves = saves_of(simple)
-    saved = next(save for save in saves if used_of(save) == 10)
-    script = Script(saved)
+    script = Script(next(save for save in saves if used_of(save) == 10))
     train = script.loader()
     seen = [(epoch, sum(1 for _ in train)) for epoch in script.position.epochs(3)]
     assert seen == [(0, 0), (1, 4), (2, 4)]
@@ -318,7 +253,6 @@ def test_a_save_at_the_end_of_an_epoch_goes_on_with_the_next() -> None:
         for batch in train:
             script.step(batch)
         assert script.position.to_json()["epoch"] == epoch + 1
-    assert script.position.to_json()["epoch"] == 2
 
 
 def test_with_batches_of_ones_own_an_epoch_is_done_once_a_step_was() -> None:
@@ -346,49 +280,56 @@ def test_a_run_may_go_back_within_its_epochs() -> None:
                 break
     assert seen == [0, 1, 2, 1, 2]
     whole, _ = saves_of(simple)
-    assert script.used[:10] == whole.used[:10]
-    assert script.used[10:] == whole.used[6:]
+    assert script.used == whole.used[:10] + whole.used[6:]
+
+
+def check_refused(
+    saved: dict[str, Any], words: str, changed: str, make: Callable[[Script], Loader]
+) -> Loader:
+    """Whether the loader is made before or after the run goes on; and taken if that is asked for.
+
+    Returns:
+        The loader that was taken.
+    """
+    early, late = Script(), Script(saved)
+    made = make(early)
+    with pytest.raises(CheckpointError, match=words):
+        early.position.check_fits(saved, ())
+    with pytest.raises(CheckpointError, match=words):
+        make(late)
+    early.position.check_fits(saved, (changed,))
+    early.position.go_to(saved, (changed,))
+    return made
+
+
+DIGEST = "lengths of samples, as a digest"
 
 
 @for_each(
-    ("choices", "changed", "what"),
+    ("body", "choices", "changed", "what"),
     [
-        ({"samples": 11}, "dataset", "a data set of length 10, this run has 11"),
-        ({"batch_size": 4}, "batch_size", "batch_size 3, this run has 4"),
-        ({"drop_last": True}, "batch_size", "drop_last False, this run has True"),
-        ({"shuffle": False}, "dataset", "shuffle True, this run has False"),
-        ({"lengths": LENGTHS}, "dataset", "lengths of samples, as a digest , this run has"),
+        (simple, {"samples": 11}, "dataset", "a data set of length 10, this run has 11"),
+        (simple, {"batch_size": 4}, "batch_size", "batch_size 3, this run has 4"),
+        (simple, {"drop_last": True}, "batch_size", "drop_last False, this run has True"),
+        (simple, {"shuffle": False}, "dataset", "shuffle True, this run has False"),
+        (simple, {"lengths": LENGTHS}, "dataset", f"{DIGEST} , this run has"),
+        (by_length, {}, "dataset", f"{DIGEST} [0-9a-f]{{16}}, this run has"),
+        (
+            by_length,
+            {"lengths": LENGTHS[::-1]},
+            "dataset",
+            f"{DIGEST} [0-9a-f]{{16}}, this run has",
+        ),
     ],
 )
 def test_another_loader_is_refused_by_name(
-    choices: dict[str, Any], changed: str, what: str
+    body: Body, choices: dict[str, Any], changed: str, what: str
 ) -> None:
-    _, saves = saves_of(simple)
-    early = Script()
-    made = early.loader(**choices)
-    with pytest.raises(CheckpointError, match=f"was saved with {what}.*then "):
-        early.position.check_fits(saves[1], ())
-    early.position.check_fits(saves[1], (changed,))
-    late = Script(saves[1])
-    with pytest.raises(CheckpointError, match=f"was saved with {what}.*then "):
-        late.loader(**choices)
-    early.position.go_to(saves[1], (changed,))
+    _, saves = saves_of(body)
+    words = f"was saved with {what}.*then "
+    made = check_refused(saves[1], words, changed, lambda script: script.loader(**choices))
     next_pass = made.track.begin()
     assert (next_pass.number, next_pass.used) == (0, 6)
-
-
-@for_each("lengths", [None, [*LENGTHS[:-1], 4], LENGTHS[::-1]])
-def test_other_lengths_of_as_many_samples_are_refused(lengths: list[int] | None) -> None:
-    _, saves = saves_of(by_length)
-    words = "was saved with lengths of samples, as a digest [0-9a-f]{16}, this run has .*then "
-    early = Script()
-    early.loader(lengths=lengths)
-    with pytest.raises(CheckpointError, match=words):
-        early.position.check_fits(saves[1], ())
-    early.position.check_fits(saves[1], ("dataset",))
-    late = Script(saves[1])
-    with pytest.raises(CheckpointError, match=words):
-        late.loader(lengths=lengths)
 
 
 def test_another_batch_size_still_gives_each_sample_once() -> None:
@@ -414,11 +355,6 @@ def test_loaders_are_numbered_as_they_are_made() -> None:
     assert outside == [0, 1, 3, 2]
 
 
-def test_a_loader_that_no_position_follows_is_number_0() -> None:
-    """Such as that of an evaluation."""
-    assert make_loader().track.number == 0
-
-
 def before_numbers(saved: dict[str, Any]) -> dict[str, Any]:
     """As it was saved before loaders were numbered."""
     loaders = [{k: v for k, v in each.items() if k != "loader"} for each in saved["position"]]
@@ -428,28 +364,19 @@ def before_numbers(saved: dict[str, Any]) -> dict[str, Any]:
 def test_what_was_saved_before_loaders_had_numbers_loads() -> None:
     whole, saves = saves_of(simple)
     for saved in saves:
-        again = Script(before_numbers(saved))
-        for _ in simple(again):
-            pass
-        assert again.used == whole.used[saved["step"] :]
+        check_goes_on(before_numbers(saved), whole)
 
 
 def test_a_loader_with_another_number_is_refused_by_name() -> None:
     """As from a checkpoint of before, in which the second loader had the order of the first."""
+
+    def make(script: Script) -> Loader:
+        script.loader()
+        return script.loader(samples=7, batch_size=2)
+
     _, saves = saves_of(two_in_turn)
-    old = before_numbers(saves[1])
     words = "was saved with the order and random numbers of loader 0, this run has 1: .*changed="
-    script = Script()
-    script.loader()
-    second = script.loader(samples=7, batch_size=2)
-    with pytest.raises(CheckpointError, match=words):
-        script.position.check_fits(old, ())
-    script.position.check_fits(old, ("dataset",))
-    late = Script(old)
-    late.loader()
-    with pytest.raises(CheckpointError, match=words):
-        late.loader(samples=7, batch_size=2)
-    script.position.go_to(old, ("dataset",))
+    second = check_refused(before_numbers(saves[1]), words, "dataset", make)
     assert {batch.loader for batch in second} == {1}
 
 
@@ -470,31 +397,20 @@ def interrupted(script: Script, at: int) -> dict[str, Any]:
 @for_each("at", range(1, 12))
 def test_a_run_that_is_saved_after_an_exception_loses_no_sample(at: int) -> None:
     whole, _ = saves_of(simple)
-    again = Script(interrupted(Script(), at))
-    for _ in simple(again):
-        pass
-    assert again.used == whole.used[at:]
-
-
-def kept_iterators(script: Script) -> dict[int, dict[str, Any]]:
-    """A part of each pass, from iterators that are let go of in the next epoch."""
-    train = script.loader()
-    saves = {}
-    for epoch in script.position.epochs(3):
-        saves[script.position.step] = script.position.to_json()
-        batches = iter(train)
-        if epoch:
-            assert script.position.to_json()["epoch"] == epoch, "nothing of it was used"
-        for _ in range(2):
-            script.step(next(batches))
-    return saves
+    check_goes_on(interrupted(Script(), at), whole)
 
 
 def test_an_iterator_of_an_epoch_before_ends_nothing() -> None:
+    """A part of each pass, from iterators that are let go of in the next epoch."""
     script = Script()
-    saves = kept_iterators(script)
+    train = script.loader()
+    for epoch in script.position.epochs(3):
+        assert script.position.to_json()["epoch"] == epoch
+        batches = iter(train)
+        assert script.position.to_json()["epoch"] == epoch, "nothing of it was used"
+        for _ in range(2):
+            script.step(next(batches))
     assert [epoch for _, epoch, _ in script.used] == [0, 0, 1, 1, 2, 2]
-    assert [saved["epoch"] for saved in saves.values()] == [0, 1, 2]
 
 
 def test_an_epoch_that_is_left_is_not_gone_through_twice() -> None:

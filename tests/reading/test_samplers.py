@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from collections.abc import Callable, Iterator
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
+    RandomSampler,
     Sampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
@@ -30,14 +31,14 @@ class Drawing(Sampler[int]):
     """Draws from one kind of generator, which may be its own."""
 
     def __init__(self, draw: Callable[[], float], **own: Any) -> None:
-        self._draw = draw
+        self.draw = draw
         self.__dict__.update(own)
 
     def __len__(self) -> int:
         return 12
 
     def __iter__(self) -> Iterator[int]:
-        return iter(sorted(range(12), key=lambda _: self._draw()))
+        return iter(sorted(range(12), key=lambda _: self.draw()))
 
 
 def drawing(kind: str) -> Drawing:
@@ -62,50 +63,35 @@ GENERATORS = ["torch", "random", "numpy", "own torch", "own random", "own numpy"
 
 
 def orders(sampler: Any, passes: int = 2, **choices: Any) -> list[list[Any]]:
-    loader = make_loader(
-        range(12), Plan((2,)), shuffle=False, sampler=sampler, batch_size=5, **choices
-    )
+    choices = {"shuffle": False, "sampler": sampler, "batch_size": 5, **choices}
+    loader = make_loader(range(12), Plan((2,)), **choices)
     return [samples_in(list(loader)) for _ in range(passes)]
 
 
 @for_each("kind", GENERATORS)
 def test_an_order_depends_on_seed_and_pass_alone(kind: str) -> None:
+    """And generators are put back."""
     sampler = drawing(kind)
     first = orders(sampler)
     torch.rand(3), random.random(), np.random.rand()
+    states = torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())
     assert orders(sampler) == first == orders(drawing(kind))
+    assert states == (torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state()))
     assert first[0] != first[1]
     assert sorted(first[0]) == list(range(12))
     assert orders(sampler, seed=4) != first
-
-
-@for_each("kind", GENERATORS)
-def test_generators_are_put_back(kind: str) -> None:
-    sampler = drawing(kind)
-    sampler._draw()
-    before = [sampler._draw() for _ in range(2)] if kind.startswith("own") else []
-    again = drawing(kind)
-    again._draw()
-    states = torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())
-    orders(again)
-    assert states == (torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state()))
     if kind.startswith("own") and kind != "own torch":
-        assert [again._draw() for _ in range(2)] == before
+        assert sampler.draw() == drawing(kind).draw()
 
 
 def test_a_generator_of_a_sampler_within_is_seeded_too() -> None:
-    def batches() -> BatchSampler:
-        return BatchSampler(SubsetRandomSampler(range(12), torch.Generator()), 5, False)
-
-    def order(sampler: BatchSampler) -> list[Any]:
-        loader = make_loader(
-            range(12), Plan((2,)), shuffle=False, batch_sampler=sampler, batch_size=None
-        )
-        return samples_in(list(loader))
-
-    one, other = batches(), batches()
-    other.sampler.generator.manual_seed(99)  # type: ignore[attr-defined]
-    assert order(one) == order(other)
+    one, other = (
+        BatchSampler(SubsetRandomSampler(range(12), torch.Generator().manual_seed(n)), 5, False)
+        for n in (1, 99)
+    )
+    choices: dict[str, Any] = {"batch_size": None}
+    found = orders(None, batch_sampler=one, **choices)
+    assert found == orders(None, batch_sampler=other, **choices)
 
 
 def test_samples_that_come_twice_have_two_augmentations() -> None:
@@ -146,31 +132,26 @@ class Epochs(Sampler[int]):
         return 3
 
     def __iter__(self) -> Iterator[int]:
+        return repeat(self.epochs[-1])  # without end
+
+
+def test_a_sampler_is_given_the_number_of_the_pass_and_ends_with_its_length(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert orders(Epochs(), first_epoch=4) == [[4] * 3, [5] * 3]
+    assert "the sampler yields more than its length, 3" in caplog.text
+    batches = BatchSampler(SequentialEpochs(), 2, False)
+    found = orders(None, batch_sampler=batches, batch_size=None, first_epoch=4)
+    assert found == [[4] * 3, [5] * 3]
+
+
+class SequentialEpochs(Epochs):
+    def __iter__(self) -> Iterator[int]:
         return iter([self.epochs[-1]] * 3)
 
 
-def test_a_sampler_is_given_the_number_of_the_pass() -> None:
-    inner = Epochs()
-    loader = make_loader(
-        range(9),
-        Plan((1,)),
-        shuffle=False,
-        batch_sampler=BatchSampler(inner, 2, False),
-        batch_size=None,
-        first_epoch=4,
-    )
-    assert [samples_in(list(loader)) for _ in range(2)] == [[4] * 3, [5] * 3]
-
-
-def test_a_sampler_ends_with_its_length(caplog: pytest.LogCaptureFixture) -> None:
-    class Endless(Epochs):
-        def __iter__(self) -> Iterator[int]:
-            while True:
-                yield 1
-
-    with caplog.at_level(logging.WARNING, "onefold"):
-        assert orders(Endless(), passes=1) == [[1, 1, 1]]
-    assert "the sampler yields more than its length, 3" in caplog.text
+DEALT: Any = DistributedSampler(range(9), 2, 0)  # type: ignore[arg-type]
+STANDS_ALONE = "batch_sampler decides itself what {} would"
 
 
 @for_each(
@@ -178,55 +159,23 @@ def test_a_sampler_ends_with_its_length(caplog: pytest.LogCaptureFixture) -> Non
     [
         ({"sampler": iter([1])}, "the sampler list_iterator has no length"),
         ({"sampler": 5}, "expected sampler to be iterable, got int"),
-        (
-            {"sampler": DistributedSampler(range(9), 2, 0)},
-            "holds a DistributedSampler, which deals",
-        ),  # type: ignore[arg-type]
-        (
-            {"batch_sampler": BatchSampler(DistributedSampler(range(9), 2, 0), 3, False)},  # type: ignore[arg-type]
-            "holds a DistributedSampler, which deals the samples out",
-        ),
+        ({"sampler": DEALT}, "holds a DistributedSampler, which deals the samples out"),
+        ({"batch_sampler": BatchSampler(DEALT, 3, False)}, "holds a DistributedSampler, which"),
+        ({"sampler": range(9), "shuffle": True}, "sampler decides itself what shuffle would"),
+        ({"sampler": range(9), "lengths": [1] * 9}, "sampler decides itself what lengths would"),
+        ({"batch_sampler": [[1]], "batch_size": 3}, STANDS_ALONE.format("batch_size")),
+        ({"batch_sampler": [[1]], "drop_last": True}, STANDS_ALONE.format("drop_last")),
+        ({"batch_sampler": [[1]], "sampler": range(9)}, STANDS_ALONE.format("sampler")),
+        ({"batch_sampler": [[1]], "shuffle": True}, STANDS_ALONE.format("shuffle")),
+        ({"sampler": ["a"]}, "expected sampler to yield the numbers of .* got 'a'"),
+        ({"batch_sampler": [3]}, "a list of samples for each batch, got 3"),
+        ({"batch_sampler": [[3], []]}, "batch 1 of batch_sampler is empty"),
     ],
 )
 def test_a_sampler_that_cannot_be_followed_is_refused(choices: Any, words: str) -> None:
     size = {} if "batch_sampler" in choices else {"batch_size": 2}
-    with pytest.raises(TypeError, match=words):
-        make_trainer().loader(range(9), **size, **choices)
-
-
-@for_each(
-    ("choices", "words"),
-    [
-        ({"shuffle": True}, "sampler decides itself what shuffle would"),
-        ({"lengths": [1] * 9}, "sampler decides itself what lengths would"),
-    ],
-)
-def test_nothing_else_orders_the_samples(choices: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        make_trainer().loader(range(9), batch_size=3, sampler=range(9), **choices)
-
-
-@for_each(
-    "choices", [{"batch_size": 3}, {"drop_last": True}, {"sampler": range(9)}, {"shuffle": True}]
-)
-def test_a_batch_sampler_stands_alone(choices: Any) -> None:
-    (name,) = choices
-    with pytest.raises(ValueError, match=f"batch_sampler decides itself what {name} would"):
-        make_trainer().loader(range(9), batch_sampler=[[1]], **choices)
-
-
-@for_each(
-    ("choices", "kind", "words"),
-    [
-        ({"sampler": ["a"]}, TypeError, "expected sampler to yield the numbers of .* got 'a'"),
-        ({"batch_sampler": [3]}, TypeError, "a list of samples for each batch, got 3"),
-        ({"batch_sampler": [[3], []]}, ValueError, "batch 1 of batch_sampler is empty"),
-    ],
-)
-def test_what_a_sampler_yields_is_checked(choices: Any, kind: Any, words: str) -> None:
-    size = {} if "batch_sampler" in choices else {"batch_size": 2}
-    with pytest.raises(kind, match=words):
-        list(make_trainer().loader(range(9), **size, **choices))
+    with pytest.raises((TypeError, ValueError), match=words):
+        list(make_trainer().loader(range(9), **{**size, **choices}))
 
 
 class Moving(Sampler[int]):
@@ -299,15 +248,12 @@ class Endless(Sampler[int]):
 
 @pytest.fixture
 def in_small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("onefold.reading.samplers.WHOLE_MOST", 20)
-    monkeypatch.setattr("onefold.reading.samplers._PART", 7)
-    monkeypatch.setattr("onefold.reading.samplers._PART_BATCHES", 1)
+    for name, value in {"WHOLE_MOST": 20, "_PART": 7, "_PART_BATCHES": 1}.items():
+        monkeypatch.setattr(f"onefold.reading.samplers.{name}", value)
 
 
-def drawn(sampler: Any, batches: int, **choices: Any) -> list[Any]:
-    loader = make_loader(
-        range(12), Plan((2,)), shuffle=False, sampler=sampler, batch_size=5, **choices
-    )
+def drawn(sampler: Any, batches: int) -> list[Any]:
+    loader = make_loader(range(12), Plan((2,)), shuffle=False, sampler=sampler, batch_size=5)
     found = []
     for _, batch in zip(range(batches), loader, strict=False):
         found.append(samples_in([batch]))
@@ -337,14 +283,11 @@ def test_a_run_goes_on_in_a_sampler_that_is_drawn_in_parts(in_small_parts: None)
 
 
 def test_the_first_batch_of_ten_billion_samples_comes_at_once() -> None:
-    from torch.utils.data import RandomSampler
-
-    data = range(12)
-    sampler = RandomSampler(data, replacement=True, num_samples=10**10)  # type: ignore[arg-type]
+    data: Any = range(12)
+    sampler = RandomSampler(data, replacement=True, num_samples=10**10)
     loader = make_loader(data, Plan((2,)), shuffle=False, sampler=sampler, batch_size=64)
     assert len(loader) == 10**10 // 64
-    batches = iter(loader)
-    assert [next(batches).samples for _ in range(3)] == [64] * 3
+    assert next(iter(loader)).samples == 64
 
 
 def test_a_sampler_in_parts_that_ends_early_is_named(in_small_parts: None) -> None:

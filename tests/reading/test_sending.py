@@ -17,7 +17,8 @@ import torch
 
 from onefold.core.shard import Plan
 from onefold.reading.reader import Answer, BadSample, Request
-from onefold.reading.workers import Sending, allow_open_files, count_tensors
+from onefold.reading.workers import Sending, allow_open_files
+from tests.tables import for_each
 
 REQUEST = Request(0, 2, 8, 24, Plan((1,)), 0, None, {0: [*range(8)]}, {}, -1)
 
@@ -38,8 +39,10 @@ def limited(soft: int) -> None:
 
 
 def answer_of(tensors: int) -> Answer:
-    values = [torch.zeros(2) for _ in range(tensors)]
-    return Answer(REQUEST, {0: {"images": values[0], "boxes": values[1:], "names": "x"}})
+    """They are found wherever they are."""
+    first, second, *values = [torch.zeros(2) for _ in range(tensors)]
+    sample = types.SimpleNamespace(boxes=deque([first]), names={"x"})
+    return Answer(REQUEST, {0: {"images": [sample, (second, 3)], "boxes": values, "names": "x"}})
 
 
 @pytest.mark.usefixtures("_limits")
@@ -74,26 +77,15 @@ def test_what_fits_once_others_are_taken_waits_for_that(monkeypatch: pytest.Monk
     assert held == []
 
 
-@pytest.mark.parametrize("limit", [64, 4000])
+@for_each("limit", [64, 4000])
 @pytest.mark.usefixtures("_limits")
-def test_batches_of_numbers_and_texts_pass(limit: int) -> None:
+def test_what_holds_no_tensors_passes(limit: int) -> None:
     limited(limit)
     own: list[object] = [[1, "x", None, 2.5]] * 1000
     own.append(own)
-    answer = Answer(REQUEST, {0: own})
-    assert Sending()(answer) is answer
-
-
-def test_tensors_are_found_wherever_they_are() -> None:
-    sample = types.SimpleNamespace(boxes=deque([torch.zeros(1)]), names={"x"})
-    assert count_tensors({"a": [sample, (torch.zeros(2), 3)], "b": "text"}) == 2
-
-
-@pytest.mark.usefixtures("_limits")
-def test_what_could_not_be_read_is_handed_on() -> None:
-    limited(64)
-    bad = Answer(REQUEST, BadSample(3, 0, "ValueError", "no", ""))
-    assert Sending()(bad) is bad
+    for payloads in ({0: own}, BadSample(3, 0, "ValueError", "no", "")):
+        answer = Answer(REQUEST, payloads)
+        assert Sending()(answer) is answer
 
 
 @pytest.mark.usefixtures("_limits")

@@ -19,6 +19,7 @@ from onefold.reading.loader import Loader
 from onefold.reading.position import Position
 from tests.bits.loaders import KnowingFlow
 from tests.reading.test_loader import (
+    Augmented,
     make_loader,
     noisy_collate,
     processes,
@@ -88,13 +89,16 @@ def test_what_a_stream_draws_depends_on_seed_and_pass_alone(workers: int) -> Non
 
 
 @with_worker
-def test_the_callers_generators_are_left_alone(workers: int) -> None:
+@for_each("stream", [True, False])
+def test_the_callers_generators_are_left_alone(workers: int, stream: bool) -> None:
     def states() -> Any:
         return torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())
 
     before = states()
-    for _ in stream_loader(Noisy(), Plan((2,)), workers=workers, collate=noisy_collate):
+    data = Noisy() if stream else Augmented()
+    for _ in stream_loader(data, Plan((2,)), workers=workers, collate=noisy_collate):
         assert states() == before
+    assert states() == before
 
 
 def test_collating_leaves_the_streams_draws_as_they_are() -> None:
@@ -104,25 +108,18 @@ def test_collating_leaves_the_streams_draws_as_they_are() -> None:
     assert [s for s in read(noisy_collate) if isinstance(s, tuple)] == read(list)
 
 
-def test_a_short_last_batch_may_be_left_out() -> None:
-    loader = stream_loader(Plain(20), Plan((1,)), drop_last=True)
-    assert samples_in(list(loader)) == list(range(18))
-    with pytest.raises(TypeError, match="has no len"):
-        len(loader)
-
-
-def test_a_stream_may_know_its_length() -> None:
+def test_a_stream_may_know_its_length_and_leave_out_a_short_batch() -> None:
     class Known(Plain):
         def __len__(self) -> int:
             return 20
 
-    class KnownStream(Noisy):
-        def __len__(self) -> int:
-            return 20
-
-    for stream in (Known(20), KnownStream()):
-        assert len(stream_loader(stream, Plan((1,)))) == 4
-        assert len(stream_loader(stream, Plan((1,)), drop_last=True)) == 3
+    assert len(stream_loader(Known(20), Plan((1,)))) == 4
+    for stream in (Known(20), Plain(20)):
+        loader = stream_loader(stream, Plan((1,)), drop_last=True)
+        assert samples_in(list(loader)) == list(range(18))
+    assert len(stream_loader(Known(20), Plan((1,)), drop_last=True)) == 3
+    with pytest.raises(TypeError, match="has no len"):
+        len(loader)
 
 
 @with_worker
@@ -153,12 +150,8 @@ def test_a_plan_holds_from_the_next_batch_that_is_handed_out(workers: int) -> No
         for batch in loader:
             read.append(batch)
             now[0] = Plan(counts[len(read) % len(counts)])
-    plain = [
-        batch
-        for loader in [stream_loader(Noisy(40), Plan((4,)), batch_size=4, collate=noisy_collate)]
-        for _ in range(2)
-        for batch in loader
-    ]
+    whole_loader = stream_loader(Noisy(40), Plan((4,)), batch_size=4, collate=noisy_collate)
+    plain = [batch for _ in range(2) for batch in whole_loader]
     assert [b.plan.counts for b in read] == [counts[n % len(counts)] for n in range(20)]
     for batch, whole in zip(read, plain, strict=True):
         shards = batch.plan.shards_of(1)
@@ -236,12 +229,6 @@ def test_a_made_up_state_is_one_error(made_up: dict[str, Any]) -> None:
         list(again)
 
 
-def test_where_nobody_goes_on_no_state_is_kept() -> None:
-    for batch in stream_loader(KnowingFlow(), Plan((2,))):
-        assert batch.data_pass is not None
-        assert batch.data_pass.states == {}
-
-
 def test_a_state_is_kept_from_the_last_used_batch_on() -> None:
     loader = stream_loader(KnowingFlow(), Plan((2,)))
     loader.track.follow(Position())
@@ -282,24 +269,21 @@ def test_what_needs_an_index_is_refused(choices: dict[str, Any], words: str) -> 
         make_trainer().loader(Noisy(), **{"batch_size": 4, **choices})
 
 
-class Rows(Plain):
-    def __iter__(self) -> Iterator[Any]:
-        return iter(zip(*points(self._samples), strict=True))
-
-
 @for_each("devices", [1, 3])
 def test_a_stream_can_be_evaluated(devices: int) -> None:
+    class Rows(Plain):
+        def __iter__(self) -> Iterator[Any]:
+            return iter(zip(*points(self._samples), strict=True))
+
+    def found(data: Any) -> tuple[float, list[float]]:
+        mean = trainer.evaluate(lambda m, b: {"loss": square(m, b)}, data, batch_size=6)["loss"]
+        each = trainer.predict(lambda m, b: {"y": m(b[0])}, data, batch_size=6)["y"]
+        return mean, each.flatten().tolist()
+
     trainer = make_trainer(devices=devices)
-    rows = list(Rows(20))
-    expected = trainer.evaluate(lambda m, b: {"loss": square(m, b)}, rows, batch_size=6)
-    found = trainer.evaluate(lambda m, b: {"loss": square(m, b)}, Rows(20), batch_size=6)
-    assert found == expected
-    values = trainer.predict(lambda m, b: {"y": m(b[0])}, Rows(20), batch_size=6)["y"]
-    assert torch.equal(
-        values, trainer.predict(lambda m, b: {"y": m(b[0])}, rows, batch_size=6)["y"]
-    )
+    assert found(Rows(20)) == found(list(Rows(20)))
     with pytest.raises(ValueError, match="the stream yields nothing"):
-        trainer.evaluate(lambda m, b: {"loss": square(m, b)}, Rows(0), batch_size=6)
+        found(Rows(0))
 
 
 @with_worker
@@ -315,21 +299,6 @@ def test_each_batch_is_compared(workers: int) -> None:
     assert digests(Plain(9), 0)[0] != digests(range(1, 9), 1)[0]
 
 
-class Holding(IterableDataset[tuple[int, float]]):
-    """Draws from generators of its own, and from one of a data set inside it."""
-
-    def __init__(self, samples: int = 20) -> None:
-        self._samples = samples
-        self._torch = torch.Generator().manual_seed(1)
-        self._python = random.Random(1)
-        self._inner = Inner()
-
-    def __iter__(self) -> Iterator[tuple[int, float]]:
-        for index in range(self._samples):
-            noise = torch.rand((), generator=self._torch).item() + self._python.random()
-            yield index, noise + self._inner.noise()
-
-
 class Inner:
     def __init__(self) -> None:
         self._numpy = np.random.default_rng(1)
@@ -341,21 +310,27 @@ class Inner:
         return iter(())
 
 
-@with_worker
-def test_a_stream_with_generators_of_its_own_goes_on_where_it_was(workers: int) -> None:
-    plan = Plan((1, 1))
-    whole = stream_loader(Holding(), plan, (0, 1), workers=workers, batch_size=4)
-    passes = [samples_in(list(whole)) for _ in range(2)]
-    assert len(passes[0]) == 20
-    assert passes[0] != passes[1]
-    again = stream_loader(Holding(), plan, (0, 1), workers=workers, batch_size=4)
-    assert [samples_in(list(again)) for _ in range(2)] == passes
+class Holding(IterableDataset[Any]):
+    """The samples of `points`, with noise from generators of its own and of one inside it."""
+
+    def __init__(self) -> None:
+        self._torch, self._other = torch.Generator(), torch.Generator()
+        self._python = random.Random(1)
+        self._inner = Inner()
+        self.drawn: list[float] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        for inputs, targets in zip(*points(20), strict=True):
+            noise = [torch.rand((), generator=g).item() for g in (self._torch, self._other)]
+            self.drawn += noise
+            yield inputs + sum(noise) + self._python.random() + self._inner.noise(), targets
 
 
-def test_a_run_on_such_a_stream_that_was_stopped_has_the_same_bits(tmp_path: Any) -> None:
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=processes)])
+def test_a_run_on_a_stream_with_generators_of_its_own_goes_on(tmp_path: Any, workers: int) -> None:
     def run(stop: int | None, begin: bool) -> str:
-        trainer = make_trainer()
-        batches = trainer.loader(Noised(), batch_size=4)
+        trainer, stream = make_trainer(), Holding()
+        batches = trainer.loader(stream, batch_size=4, workers=workers)
         if not begin:
             trainer.load(tmp_path)
         for _ in trainer.epochs(3):
@@ -364,6 +339,7 @@ def test_a_run_on_such_a_stream_that_was_stopped_has_the_same_bits(tmp_path: Any
                 if trainer.steps == stop:
                     trainer.save(tmp_path)
                     return ""
+        assert len(set(stream.drawn)) == len(stream.drawn)  # each has a seed of its own in a pass
         return trainer.fingerprint()
 
     expected = run(None, begin=True)
@@ -371,34 +347,19 @@ def test_a_run_on_such_a_stream_that_was_stopped_has_the_same_bits(tmp_path: Any
     assert run(None, begin=False) == expected
 
 
-class Noised(IterableDataset[Any]):
-    """The samples of `points`, with noise from a generator that it keeps."""
-
-    def __init__(self) -> None:
-        self._generator = torch.Generator().manual_seed(3)
-
-    def __iter__(self) -> Iterator[Any]:
-        for inputs, targets in zip(*points(20), strict=True):
-            yield inputs + torch.randn(inputs.shape, generator=self._generator), targets
-
-
 class Once:
-    """Its own iterator, which does not begin anew."""
+    """Its own iterator, which does not begin anew unless it is to."""
 
-    def __init__(self) -> None:
-        self._left = iter(range(8))
+    def __init__(self, anew: bool = False) -> None:
+        self._left, self._anew = iter(range(8)), anew
 
     def __iter__(self) -> Once:
+        if self._anew:
+            self._left = iter(range(8))
         return self
 
     def __next__(self) -> int:
         return next(self._left)
-
-
-class Anew(Once):
-    def __iter__(self) -> Once:
-        self._left = iter(range(8))
-        return self
 
 
 @with_worker
@@ -414,5 +375,5 @@ def test_a_stream_that_is_used_up_is_an_error(workers: int) -> None:
 
 def test_an_iterator_that_begins_anew_is_a_stream() -> None:
     """Also where a second iter() in the middle of a pass would begin anew."""
-    loader = stream_loader(Anew(), Plan((1,)), batch_size=3)
+    loader = stream_loader(Once(anew=True), Plan((1,)), batch_size=3)
     assert [samples_in(list(loader)) for _ in range(3)] == [[*range(8)]] * 3

@@ -19,6 +19,7 @@ from torch.utils.data import (
 )
 
 import onefold
+from onefold.errors import SampleError
 from tests.reading.test_loader import Augmented, noisy_collate, processes, samples_in
 from tests.small import line, make_trainer, points, square
 from tests.tables import for_each
@@ -71,42 +72,28 @@ def test_settings_are_those_of_ours(theirs: dict[str, Any], ours: dict[str, Any]
 
 @processes
 def test_workers_are_started_as_it_says() -> None:
-    class Noted(Augmented):
-        def __getitem__(self, index: int) -> Any:
-            return self.number
-
     def theirs(worker: int) -> None:
         info = torch.utils.data.get_worker_info()
         assert info is not None
         info.dataset.number = 7 + worker  # type: ignore[attr-defined]
 
-    data = Noted()
-    loader = DataLoader(data, 6, num_workers=2, worker_init_fn=theirs, collate_fn=list)
-    taken = make_trainer().loader(loader)
-    assert {*samples_in(list(taken))} == {7, 8}
-    named = make_trainer().loader(
-        data, batch_size=6, num_workers=2, worker_init_fn=theirs, collate_fn=list
-    )
-    assert {*samples_in(list(named))} == {7, 8}
+    class Noted(Augmented):
+        def __getitem__(self, index: int) -> Any:
+            return self.number
 
-
-@processes
-def test_processes_are_made_as_it_says() -> None:
-    data = TensorDataset(torch.arange(12.0))
-    loader = DataLoader(data, 4, num_workers=1, multiprocessing_context="fork", prefetch_factor=1)
-    (batch, *_) = list(make_trainer(shards=2).loader(loader))
-    assert batch.shards[0][0].tolist() == [0.0, 1.0]  # type: ignore[index]
-
-
-def test_a_subset_in_its_own_order_is_a_sampler() -> None:
-    for sampler in (
-        SubsetRandomSampler(range(5)),
-        SequentialSampler(range(5)),
-        RandomSampler(range(5)),
+    choices: Any = {"num_workers": 2, "worker_init_fn": theirs, "collate_fn": list}
+    more: Any = {"multiprocessing_context": "fork", "prefetch_factor": 1}
+    for loader in (
+        make_trainer().loader(DataLoader(Noted(), 6, **choices, **more)),
+        make_trainer().loader(Noted(), batch_size=6, **choices),
     ):
-        loader = DataLoader(DATA, 4, sampler=sampler, collate_fn=list)  # type: ignore[arg-type]
-        taken = make_trainer().loader(loader)
-        assert sorted(samples_in(list(taken))) == list(range(5))
+        assert {*samples_in(list(loader))} == {7, 8}
+
+
+@for_each("kind", [SubsetRandomSampler, SequentialSampler, RandomSampler])
+def test_a_subset_in_its_own_order_is_a_sampler(kind: Any) -> None:
+    loader = DataLoader(DATA, 4, sampler=kind(range(5)), collate_fn=list)  # type: ignore[arg-type]
+    assert sorted(samples_in(list(make_trainer().loader(loader)))) == list(range(5))
 
 
 class Wholes(Augmented):
@@ -140,17 +127,13 @@ class Stream(IterableDataset[int]):
         return iter(range(20))
 
 
-def test_a_stream_is_taken_over() -> None:
-    loader = DataLoader(Stream(), 6, drop_last=True, collate_fn=list, num_workers=0)
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=processes)])
+def test_a_stream_is_taken_over(workers: int) -> None:
+    """With one worker, whatever it says."""
+    loader = DataLoader(Stream(), 6, drop_last=True, collate_fn=list, num_workers=workers)
     taken = make_trainer().loader(loader)
     assert samples_in(list(taken)) == list(range(18))
     assert taken.batch_size == 6
-
-
-@processes
-def test_a_stream_has_one_worker_whatever_it_says() -> None:
-    taken = make_trainer().loader(DataLoader(Stream(), 6, num_workers=2, collate_fn=list))
-    assert samples_in(list(taken)) == list(range(20))
 
 
 class Own(DataLoader[int]):
@@ -205,14 +188,8 @@ def test_a_class_of_loaders_that_changes_nothing_is_taken_over() -> None:
 @for_each(
     "choices",
     [
-        {"batch_size": 4},
-        {"workers": 1},
-        {"collate": list},
-        {"shuffle": True},
-        {"drop_last": True},
-        {"lengths": DATA},
-        {"sampler": DATA},
-        {"num_workers": 2},
+        *({"batch_size": 4}, {"workers": 1}, {"collate": list}, {"shuffle": True}),
+        *({"drop_last": True}, {"lengths": DATA}, {"sampler": DATA}, {"num_workers": 2}),
     ],
 )
 def test_a_loader_has_its_own_settings(choices: dict[str, Any]) -> None:
@@ -223,38 +200,25 @@ def test_a_loader_has_its_own_settings(choices: dict[str, Any]) -> None:
 
 
 @for_each(
-    ("choices", "words"),
+    ("data", "choices", "words"),
     [
-        ({"workers": 2, "num_workers": 2}, "workers and num_workers are the same thing"),
-        ({"collate": list, "collate_fn": list}, "collate and collate_fn are the same thing"),
-        ({"pin_memory": True}, "unexpected argument pin_memory: expected those of trainer.loader"),
-        ({"worker_init_fn": 3}, "expected worker_init_fn to be a function, got 3"),
+        (DATA, {"workers": 2, "num_workers": 2}, "workers and num_workers are the same thing"),
+        (DATA, {"collate": list, "collate_fn": list}, "collate and collate_fn are the same thing"),
+        (DATA, {"pin_memory": True}, "unexpected argument pin_memory: expected those of trainer.l"),
+        (DATA, {"worker_init_fn": 3}, "expected worker_init_fn to be a function, got 3"),
+        (DATA, {"batch_size": None}, "expected batch_size, the number of samples"),
+        (None, {}, "expected a data set, got a Loader, which makes batch"),
     ],
 )
-def test_names_are_given_once(choices: dict[str, Any], words: str) -> None:
+def test_wrong_arguments_are_refused(data: Any, choices: dict[str, Any], words: str) -> None:
     trainer = make_trainer()
+    data = trainer.loader(DATA, batch_size=4) if data is None else data
+    choices = {"batch_size": 4, **choices}
     with pytest.raises(TypeError, match=words):
-        trainer.loader(DATA, batch_size=4, **choices)
-    with pytest.raises(TypeError, match=words):
-        trainer.evaluate(lambda m, b: {}, DATA, batch_size=4, **choices)
-
-
-def test_a_batch_size_is_needed() -> None:
-    trainer = make_trainer()
-    for call in (
-        lambda: trainer.loader(DATA),
-        lambda: trainer.predict(lambda m, b: {}, DATA),
-    ):
-        with pytest.raises(TypeError, match="expected batch_size, the number of samples"):
-            call()
-
-
-def test_a_loader_of_ours_is_no_data_set() -> None:
-    trainer = make_trainer()
-    loader = trainer.loader(DATA, batch_size=4)
-    for call in (trainer.loader, lambda each, **named: trainer.predict(square, each, **named)):
-        with pytest.raises(TypeError, match="expected a data set, got a Loader, which makes batch"):
-            call(loader, batch_size=4)
+        trainer.loader(data, **choices)
+    for call in (trainer.evaluate, trainer.predict):
+        with pytest.raises(TypeError, match=words):
+            call(lambda m, b: {}, data, **choices)
 
 
 @for_each("shuffle", [False, True])
@@ -305,20 +269,12 @@ def test_batches_by_a_rule_are_numbered_through_the_run() -> None:
         (3, 3, TypeError, "expected a function of step and generator"),
         (square, 0, ValueError, "expected per_epoch of at least 1, got 0"),
         (square, 1.5, TypeError, "expected per_epoch to be a whole number"),
+        (lambda step, generator: 1 / 0, 3, SampleError, "making batch 0 in epoch 0 failed: ZeroD"),
     ],
 )
 def test_a_rule_that_is_none_is_refused(rule: Any, per_epoch: Any, kind: Any, words: str) -> None:
     with pytest.raises(kind, match=words):
-        make_trainer().batches(rule, per_epoch=per_epoch)
-
-
-def test_a_rule_that_fails_is_named() -> None:
-    def rule(step: int, generator: torch.Generator) -> torch.Tensor:
-        raise OSError("no such text")
-
-    batches = make_trainer().batches(rule, per_epoch=3)
-    with pytest.raises(onefold.errors.SampleError, match="making batch 0 in epoch 0 failed: OSErr"):
-        list(batches)
+        list(make_trainer().batches(rule, per_epoch=per_epoch))
 
 
 def test_positions_of_every_kind_can_be_written_down() -> None:
