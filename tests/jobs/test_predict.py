@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 
 import onefold
 from onefold.errors import CheckpointError, DataError, LaunchError
-from onefold.jobs import predict
 from onefold.jobs.finetune import best_checkpoint
 from onefold.jobs.predict import Prediction, PredictOptions, predict_run, write_prediction
+from tests import simulated
 from tests.checkpoint.folders import reseal
 from tests.masked import grey, on_cpu, run_here, save, save_pairs
 from tests.tables import for_each
@@ -31,99 +31,60 @@ pytest.importorskip("tokenizers", reason=NEEDS_TEXT)
 # Some of what it imports sets variables of the environment: here, before any test looks.
 pytest.importorskip("transformers.models.roberta.modeling_roberta", reason=NEEDS_TEXT)
 
-CLASSES = ("dark, all", 'mid "way"', "light")
-SIZES = [(40, 30), (33, 70), (20, 20)]
+CLASSES = ("dark, all", "light", 'mid "way"')
 FILMS = ["a fine film ", " dull", "so  dull", "fine, fine", "a film", '"fine"', "très fine", "du"]
-
-
-# Runs to use.
-
-
-def save_class(folder: Path, number: int, seeds: Sequence[int], side: int = 16) -> None:
-    for seed in seeds:
-        pixels = grey(side, side, seed=seed) // 3 + 85 * number
-        save(folder / CLASSES[number] / f"{seed}.png", pixels.astype(np.uint8))
-
-
-@pytest.fixture(scope="module")
-def classes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Pictures of three classes of brightness."""
-    folder = tmp_path_factory.mktemp("classes")
-    for number in range(3):
-        save_class(folder / "train", number, range(4))
-        save_class(folder / "test", number, range(4, 9))
-    return folder
+SMALL: dict[str, dict[str, Any]] = {
+    "classify": {"model": "lenet", "epochs": 3, "lr": 0.01},
+    "segment": {"encoder": "resnet18", "width": 4, "crop": 32, "epochs": 1},
+    "text": {"vocabulary": 300, "width": 16, "layers": 1, "heads": 2, "max_length": 16},
+}
+FACTS = {"classify": "picture_model", "segment": "mask_model", "text": "text_model"}
+KINDS = tuple(SMALL)
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("runs")
-
-
-@pytest.fixture(scope="module")
-def classifier(runs: Path, classes: Path) -> Path:
-    return run_here(
-        "classify",
-        runs / "classifier",
-        data=str(classes),
-        model="lenet",
-        epochs=3,
-        batch_size=4,
-        shards=4,
-        lr=0.01,
-    )
-
-
-@pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Pictures with masks, in sizes of their own."""
-    folder = tmp_path_factory.mktemp("pairs")
-    save_pairs(folder / "train", [(40, 40)] * 4)
-    save_pairs(folder / "test", SIZES, first=4)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def segmenter(runs: Path, pairs: Path) -> Path:
-    return run_here(
-        "segment",
-        runs / "segmenter",
-        data=str(pairs),
-        encoder="resnet18",
-        width=4,
-        crop=32,
-        epochs=1,
-        batch_size=4,
-        shards=4,
-    )
-
-
-@pytest.fixture(scope="module")
-def films(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Texts with spaces on either side, and their labels."""
-    folder = tmp_path_factory.mktemp("films")
+def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Of each kind: pictures of three brightnesses, masks of several sizes, texts with spaces."""
+    folder = tmp_path_factory.mktemp("data")
+    for number, name in enumerate(CLASSES):
+        for part, seeds in (("train", range(4)), ("test", range(4, 9))):
+            for seed in seeds:
+                pixels = grey(16, 16, seed=seed) // 3 + 85 * number
+                save(folder / "classify" / part / name / f"{seed}.png", pixels.astype(np.uint8))
+    save_pairs(folder / "segment" / "train", [(40, 40)] * 4)
+    save_pairs(folder / "segment" / "test", [(40, 30), (33, 70), (20, 20)], first=4)
+    (folder / "text").mkdir()
     lines = [f"{text}\t{'good' if 'fine' in text else 'bad'}\n" for text in FILMS]
     trained = [f"{number} {line}" for number in range(2) for line in lines]
-    (folder / "train.tsv").write_text("".join(trained), encoding="utf-8")
-    (folder / "dev.tsv").write_text("".join(lines), encoding="utf-8")
-    return folder
+    (folder / "text" / "train.tsv").write_text("".join(trained), encoding="utf-8")
+    (folder / "text" / "dev.tsv").write_text("".join(lines), encoding="utf-8")
+    return {kind: folder / kind for kind in KINDS}
 
 
 @pytest.fixture(scope="module")
-def reader(runs: Path, films: Path) -> Path:
-    return run_here(
-        "text",
-        runs / "reader",
-        data=str(films),
-        vocabulary=300,
-        width=16,
-        layers=1,
-        heads=2,
-        max_length=16,
-        epochs=2,
-        batch_size=8,
-        shards=4,
-    )
+def runs(tmp_path_factory: pytest.TempPathFactory, data: dict[str, Path]) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("runs")
+    usual = {"epochs": 2, "batch_size": 4, "shards": 4}
+    return {
+        kind: run_here(kind, folder / kind, data=str(data[kind]), **{**usual, **SMALL[kind]})
+        for kind in KINDS
+    }
+
+
+@pytest.fixture(scope="module")
+def tested(data: dict[str, Path]) -> dict[str, Path]:
+    """What each kind is tested with."""
+    masks = data["segment"] / "test" / "images"
+    return {
+        "classify": data["classify"] / "test",
+        "segment": masks,
+        "text": data["text"] / "dev.tsv",
+    }
+
+
+@pytest.fixture
+def classifier(runs: dict[str, Path]) -> Path:
+    return runs["classify"]
 
 
 def direct(main: Callable[..., Any], *, devices: str, args: Sequence[Any]) -> Any:
@@ -141,11 +102,7 @@ def _here() -> Iterator[None]:
 @pytest.fixture
 def _nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing may be started."""
-
-    def launch(*_: Any, **__: Any) -> Any:
-        raise AssertionError("a device was started")
-
-    monkeypatch.setattr(onefold, "launch", launch)
+    monkeypatch.setattr(onefold, "launch", lambda *_, **__: pytest.fail("a device was started"))
 
 
 here = pytest.mark.usefixtures("_here")
@@ -166,54 +123,59 @@ def written(prediction: Prediction, **chosen: Any) -> str:
     return screen.getvalue()
 
 
-def best_scores(run: Path) -> dict[str, float]:
-    """Of the epoch whose weights are used."""
-    best = json.loads((run / "run.json").read_text())["best"]["epoch"]
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return next(
-        line["scores"] for line in lines if line["kind"] == "epoch" and line["epoch"] == best
-    )
+def facts_of(run: Path) -> Any:
+    return json.loads((run / "run.json").read_text())
 
 
-# The same as in training.
+def changed(run: Path, folder: Path, change: Callable[[Any], object]) -> Path:
+    """A copy of a run that says something else."""
+    copy = shutil.copytree(run, folder)
+    facts = facts_of(run)
+    change(facts)
+    (copy / "run.json").write_text(json.dumps(facts))
+    return copy
+
+
+def drawn(folder: Path) -> dict[Path, bytes]:
+    """All files of a folder."""
+    found = [path for path in folder.rglob("*") if path.is_file()]
+    return {path.relative_to(folder): path.read_bytes() for path in found}
+
+
+# The same as in training, and for everyone.
 
 
 @here
-def test_pictures_get_the_accuracy_of_the_run(classifier: Path, classes: Path) -> None:
-    rows = predicted(classifier, classes / "test").rows
+def test_every_kind_gets_the_scores_of_the_run(
+    runs: dict[str, Path], tested: dict[str, Path], tmp_path: Path
+) -> None:
+    def scores(kind: str) -> dict[str, float]:
+        best = facts_of(runs[kind])["best"]["epoch"]
+        lines = map(json.loads, (runs[kind] / "metrics.jsonl").read_text().splitlines())
+        (found,) = (line for line in lines if line["kind"] == "epoch" and line["epoch"] == best)
+        return dict(found["scores"])
+
+    rows = predicted(runs["classify"], tested["classify"]).rows
     right = [row["classes"][0]["class"] == Path(row["file"]).parent.name for row in rows]
-    assert len(right) == 15
-    assert sum(right) / 15 == pytest.approx(best_scores(classifier)["accuracy"])
+    assert sum(right) / 15 == pytest.approx(scores("classify")["accuracy"])
 
-
-@here
-def test_texts_get_the_accuracy_of_the_run(reader: Path, films: Path) -> None:
-    rows = predicted(reader, films / "dev.tsv").rows
-    labels = [line.split("\t")[1] for line in (films / "dev.tsv").read_text().splitlines()]
+    rows = predicted(runs["text"], tested["text"]).rows
+    labels = [line.split("\t")[1] for line in tested["text"].read_text().splitlines()]
     right = [row["classes"][0]["class"] == label for row, label in zip(rows, labels, strict=True)]
     assert [row["text"] for row in rows] == FILMS
-    assert sum(right) / 8 == pytest.approx(best_scores(reader)["accuracy"])
-
-
-@here
-def test_texts_get_the_confidences_of_the_run(reader: Path, films: Path) -> None:
-    shown = json.loads((reader / "examples.json").read_text())["samples"]
-    rows = predicted(reader, films / "dev.tsv").rows
+    assert sum(right) / 8 == pytest.approx(scores("text")["accuracy"])
+    shown = json.loads((runs["text"] / "examples.json").read_text())["samples"]
     assert [row["classes"][0] for row in rows] == [
         {"class": each["predicted"], "confidence": each["confidence"]} for each in shown
     ]
 
-
-@here
-def test_masks_get_the_scores_of_the_run(segmenter: Path, pairs: Path, tmp_path: Path) -> None:
-    rows = predicted(segmenter, pairs / "test" / "images", output=tmp_path / "masks").rows
     overlap = both = 0
-    for row in rows:
+    for row in predicted(runs["segment"], tested["segment"], output=tmp_path / "masks").rows:
         said = np.asarray(pillow.open(tmp_path / "masks" / row["mask"])) > 127
-        meant = np.asarray(pillow.open(pairs / "test" / "masks" / row["file"])) > 127
+        meant = np.asarray(pillow.open(tested["segment"].parent / "masks" / row["file"])) > 127
         overlap, both = overlap + (said & meant).sum(), both + said.sum() + meant.sum()
         assert row["share"] == said.mean()
-    assert overlap / (both - overlap) == pytest.approx(best_scores(segmenter)["iou"])
+    assert overlap / (both - overlap) == pytest.approx(scores("segment")["iou"])
 
 
 @here
@@ -228,11 +190,9 @@ def test_pictures_of_twelve_bits_are_read_as_in_training(job: str, tmp_path: Pat
             save(data / "masks" / f"{number}.png", (values > 150).astype(np.uint8) * 255)
         else:
             save(data / f"class {number % 2}" / f"{number}.png", pixels)
-    model = {"model": "lenet"} if job == "classify" else {"encoder": "resnet18", "width": 4}
-    run = run_here(job, tmp_path / "run", data=str(data), epochs=1, batch_size=4, shards=2, **model)
-    kept = json.loads((run / "run.json").read_text())
-    name = "picture_model" if job == "classify" else "mask_model"
-    assert kept[name]["white"] == 4095
+    options = {**SMALL[job], "epochs": 1, "batch_size": 4, "shards": 2}
+    run = run_here(job, tmp_path / "run", data=str(data), **options)
+    assert facts_of(run)[FACTS[job]]["white"] == 4095
     shown = json.loads((run / "examples.json").read_text())["samples"][0]
     (picture,) = data.rglob(f"images/{shown['name']}" if job == "segment" else shown["name"])
     row = predicted(run, picture, output=tmp_path / "masks" if job == "segment" else None).rows[0]
@@ -243,220 +203,132 @@ def test_pictures_of_twelve_bits_are_read_as_in_training(job: str, tmp_path: Pat
         assert row["classes"][0]["confidence"] == pytest.approx(shown["confidence"], abs=1e-6)
 
 
-@pytest.mark.parametrize("job", ["classify", "segment"])
-def test_a_place_that_cannot_be_written_to_is_refused_early(
-    job: str, classifier: Path, segmenter: Path, classes: Path
-) -> None:
-    run, output = (classifier, "/proc/self/x.csv") if job == "classify" else (segmenter, "/proc/x")
-    words = "expected a folder that can be written to, got .*: --output names another one"
-    with pytest.raises(LaunchError, match=words):
-        predicted(run, classes / "gone", output=Path(output))
-
-
 @here
 def test_a_run_of_before_that_knows_no_white_still_predicts(
-    classifier: Path, classes: Path, tmp_path: Path
+    classifier: Path, tested: dict[str, Path], tmp_path: Path
 ) -> None:
-    shutil.copytree(classifier, tmp_path / "old")
-    record = json.loads((tmp_path / "old" / "run.json").read_text())
-    del record["picture_model"]["white"]
-    (tmp_path / "old" / "run.json").write_text(json.dumps(record))
-    assert (
-        predicted(tmp_path / "old", classes / "test").rows
-        == predicted(classifier, classes / "test").rows
-    )
-
-
-# The same for everyone.
+    old = changed(classifier, tmp_path / "old", lambda facts: facts["picture_model"].pop("white"))
+    assert predicted(old, tested["classify"]) == predicted(classifier, tested["classify"])
 
 
 @here
-@pytest.mark.parametrize("batch_size", [1, 4, 100])
+@pytest.mark.parametrize(("kind", "batch_size"), [("classify", 1), ("classify", 4), ("segment", 5)])
 def test_the_batch_size_changes_nothing_but_roundings(
-    classifier: Path, classes: Path, batch_size: int
+    runs: dict[str, Path], tested: dict[str, Path], tmp_path: Path, kind: str, batch_size: int
 ) -> None:
     usual, other = (
-        predicted(classifier, classes / "test", batch_size=size, top=3).rows
+        predicted(
+            runs[kind],
+            tested[kind],
+            batch_size=size,
+            top=3,
+            output=tmp_path / str(size) if kind == "segment" else None,
+        ).rows
         for size in (None, batch_size)
     )
-    assert [row["file"] for row in other] == [row["file"] for row in usual]
     for one, two in zip(usual, other, strict=True):
-        sure = [
-            {each["class"]: each["confidence"] for each in row["classes"]} for row in (one, two)
-        ]
-        assert sure[0] == pytest.approx(sure[1], abs=1e-6)
+        assert one["file"] == two["file"]
+        if kind == "segment":
+            assert 0 < one["share"] < 1
+            assert one["share"] == pytest.approx(two["share"], abs=0.002)
+            continue
+        sure = [each["confidence"] for each in one["classes"]]
+        assert sure == sorted(sure, reverse=True)
+        assert sum(sure) == pytest.approx(1, abs=1e-6)
+        of_each = [{c["class"]: c["confidence"] for c in row["classes"]} for row in (one, two)]
+        assert of_each[0] == pytest.approx(of_each[1], abs=1e-6)
+        assert set(of_each[0]) == set(CLASSES)
 
 
-@here
-@pytest.mark.parametrize("batch_size", [1, 5])
-def test_masks_do_not_depend_on_the_other_pictures_of_a_batch(
-    segmenter: Path, pairs: Path, tmp_path: Path, batch_size: int
+@pytest.mark.parametrize("kind", [*KINDS, pytest.param("processes", marks=pytest.mark.processes)])
+def test_several_devices_give_the_bytes_of_one(
+    runs: dict[str, Path], tested: dict[str, Path], tmp_path: Path, kind: str
 ) -> None:
-    usual, other = (
-        predicted(segmenter, pairs / "test", output=tmp_path / name, batch_size=size)
-        for name, size in (("usual", None), ("other", batch_size))
-    )
-    assert names(other) == names(usual)
-    shares = [row["share"] for row in usual.rows]
-    assert 0 < min(shares) < max(shares) < 1
-    assert [row["share"] for row in other.rows] == pytest.approx(shares, abs=0.002)
-
-
-def drawn(folder: Path) -> dict[Path, bytes]:
-    """All files of a folder."""
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    return {path.relative_to(folder): path.read_bytes() for path in files}
-
-
-Asked = tuple[str, Path, list[Path], PredictOptions]
-
-
-def predict_all(asked: Sequence[Asked]) -> list[list[dict[str, Any]]]:
-    """Every kind in turn, on every device."""
-    return [
-        predict._predict(job, run, best_checkpoint(run), predict._read(job, paths), options)
-        for job, run, paths, options in asked
-    ]
-
-
-@pytest.mark.full
-@pytest.mark.processes
-def test_three_devices_give_the_bytes_of_one(
-    classifier: Path,
-    classes: Path,
-    reader: Path,
-    films: Path,
-    segmenter: Path,
-    pairs: Path,
-    tmp_path: Path,
-) -> None:
-    one_picture = [classes / "test" / CLASSES[0] / "4.png"]
-
-    def asked(masks: Path) -> list[Asked]:
-        usual, by_fives = PredictOptions(top=3), PredictOptions(batch_size=5, top=3)
-        return [
-            ("classify", classifier, [classes / "test"], by_fives),
-            ("classify", classifier, one_picture, usual),
-            ("text", reader, [films / "dev.tsv"], by_fives),
-            ("segment", segmenter, [pairs / "test"], PredictOptions(output=masks)),
-        ]
-
-    with on_cpu():
-        alone = predict_all(asked(tmp_path / "alone"))
-    together = onefold.launch(predict_all, devices="cpu:3", args=(asked(tmp_path / "together"),))
-    assert [len(rows) for rows in alone] == [15, 1, 8, 6]
-    assert together == alone
-    assert drawn(tmp_path / "together") == drawn(tmp_path / "alone")
-
-
-@pytest.mark.processes
-def test_two_devices_give_the_bytes_of_one(segmenter: Path, pairs: Path, tmp_path: Path) -> None:
-    for devices, started in ((1, direct), (2, onefold.launch)):
+    started = onefold.launch if kind == "processes" else simulated.launch
+    kind = "segment" if kind == "processes" else kind
+    for devices, launch in ((1, direct), (3, started)):
         output = tmp_path / str(devices)
-        options = PredictOptions(devices=f"cpu:{devices}", output=output)
+        if kind != "segment":
+            output.mkdir()
+            output /= "rows.csv"
+        options = PredictOptions(devices=f"cpu:{devices}", output=output, batch_size=5, top=3)
         with on_cpu() as patch:
-            patch.setattr(onefold, "launch", started)
-            prediction = predict_run(segmenter, [pairs / "test"], options)
+            patch.setattr(onefold, "launch", launch)
+            prediction = predict_run(runs[kind], [tested[kind]], options)
         write_prediction(prediction, options, io.StringIO())
-    one, two = drawn(tmp_path / "1"), drawn(tmp_path / "2")
-    assert one == two
-    assert len(one) == 7
+    one = drawn(tmp_path / "1")
+    assert one == drawn(tmp_path / "3")
+    assert len(one) == (4 if kind == "segment" else 1)
 
 
 # What is read.
 
 
 @here
-def test_rows_are_in_the_order_of_the_input(classifier: Path, tmp_path: Path) -> None:
+def test_each_picture_is_told_once_in_the_order_of_the_input(
+    classifier: Path, tested: dict[str, Path], tmp_path: Path
+) -> None:
     for name in ("b/2.png", "b/10.png", "b/a/1.png", "z.png", "a.png"):
         save(tmp_path / name, grey(16, 16))
-    paths = [tmp_path / "z.png", tmp_path / "b", tmp_path / "a.png"]
-    assert names(predicted(classifier, *paths)) == [
-        "z.png",
-        "10.png",
-        "2.png",
-        "a/1.png",
-        "a.png",
-    ]
-
-
-@here
-def test_a_picture_that_is_named_twice_is_told_once(classifier: Path, tmp_path: Path) -> None:
-    path = save(tmp_path / "a" / "b" / "x.png", grey(16, 16))
-    again = tmp_path / "." / "a" / "b" / "x.png"
-    assert names(predicted(classifier, tmp_path / "a", path, again)) == ["b/x.png"]
-
-
-@here
-def test_pictures_of_one_name_are_told_apart(classifier: Path, tmp_path: Path) -> None:
-    one, two = (save(tmp_path / folder / "x.png", grey(16, 16)) for folder in ("a", "b"))
+    again = tmp_path / "b" / "." / "2.png"
+    paths = [tmp_path / "z.png", tmp_path / "b", again, tmp_path / "a.png"]
+    told = ["z.png", "10.png", "2.png", "a/1.png", "a.png"]
+    assert names(predicted(classifier, *paths)) == told
+    # Of one name in two folders.
+    one, two = (save(tmp_path / folder / "x.png", grey(16, 16)) for folder in ("c", "d"))
     assert names(predicted(classifier, one.parent, two)) == [str(one), str(two)]
-
-
-@here
-def test_any_size_and_kind_of_picture_is_read(classifier: Path, tmp_path: Path) -> None:
-    save(tmp_path / "large.jpg", grey(50, 90, 3))
-    save(tmp_path / "small.bmp", grey(3, 4))
-    save(tmp_path / "sheer.PNG", grey(16, 16, 4))
-    save(tmp_path / "no picture.txt", grey(16, 16), format="PNG")
-    assert names(predicted(classifier, tmp_path)) == ["large.jpg", "sheer.PNG", "small.bmp"]
-    assert names(predicted(classifier, tmp_path / "no picture.txt")) == ["no picture.txt"]
-
-
-@here
-def test_a_folder_may_be_a_link(classifier: Path, classes: Path, tmp_path: Path) -> None:
-    (tmp_path / "linked").symlink_to(classes / "test")
-    linked, straight = (predicted(classifier, p) for p in (tmp_path / "linked", classes / "test"))
+    (tmp_path / "linked").symlink_to(tested["classify"])
+    linked, straight = (predicted(classifier, p) for p in (tmp_path / "linked", tested["classify"]))
     assert linked == straight
 
 
 @here
-def test_pictures_that_cannot_be_read_are_left_out_when_asked(
-    classifier: Path, tmp_path: Path
-) -> None:
+def test_any_size_kind_and_name_of_picture_is_read(classifier: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "all"
+    save(folder / "large.jpg", grey(50, 90, 3))
+    save(folder / "small.bmp", grey(3, 4))
+    save(folder / "sheer.PNG", grey(16, 16, 4))
+    for name in ODD[:4]:
+        save(folder / name, grey(16, 16))
+    save(folder / "no picture.txt", grey(16, 16), format="PNG")
+    expected = sorted([*ODD[:4], "large.jpg", "sheer.PNG", "small.bmp"])
+    assert sorted(names(predicted(classifier, folder))) == expected
+    assert names(predicted(classifier, folder / "no picture.txt")) == ["no picture.txt"]
+
+
+@here
+def test_what_cannot_be_read_is_left_out_when_asked(runs: dict[str, Path], tmp_path: Path) -> None:
+    pictures, texts = tmp_path / "pictures", tmp_path / "x.txt"
     for name in ("a.png", "b.png", "c.png"):
-        save(tmp_path / name, grey(16, 16))
-    (tmp_path / "b.png").write_bytes(b"no picture")
-    with pytest.raises(DataError, match=f"1 of .* cannot be used:\n  {tmp_path}/b.png: "):
-        predicted(classifier, tmp_path)
-    prediction = predicted(classifier, tmp_path, skip_bad=True)
+        save(pictures / name, grey(16, 16))
+    (pictures / "b.png").write_bytes(b"no picture")
+    with pytest.raises(DataError, match=f"1 of .* cannot be used:\n  {pictures}/b.png: "):
+        predicted(runs["classify"], pictures)
+    prediction = predicted(runs["classify"], pictures, skip_bad=True)
     assert names(prediction) == ["a.png", "c.png"]
-    assert [bad.path for bad in prediction.left_out] == [tmp_path / "b.png"]
-
-
-@here
-@pytest.mark.parametrize("end", ["", "\n", "\r\n", "\n\n \n"])
-def test_texts_are_read_as_in_training(reader: Path, tmp_path: Path, end: str) -> None:
-    lines = '\ufeff a fine film \r\ndull\tgood\n"so, so"\rdull' + end
-    (tmp_path / "x.txt").write_bytes(lines.encode())
-    rows = predicted(reader, tmp_path / "x.txt").rows
-    assert [row["text"] for row in rows] == [" a fine film ", "dull", '"so, so"\rdull']
-    assert [row["line"] for row in rows] == [1, 2, 3]
-    assert {row["file"] for row in rows} == {str(tmp_path / "x.txt")}
-
-
-@here
-def test_lines_that_cannot_be_read_are_left_out_when_asked(reader: Path, tmp_path: Path) -> None:
-    (tmp_path / "x.txt").write_bytes(b"fine\n\n\tgood\nd\xfcll\ndull\n")
+    assert [bad.path for bad in prediction.left_out] == [pictures / "b.png"]
+    texts.write_bytes(b"fine\n\n\tgood\nd\xfcll\ndull\n")
     with pytest.raises(DataError, match=r"^3 of the files and lines cannot be used") as caught:
-        predicted(reader, tmp_path / "x.txt")
+        predicted(runs["text"], texts)
     for told in ("line 2: expected a text", "line 3: expected a text", "line 4: expected UTF-8"):
-        assert f"{tmp_path}/x.txt, {told}" in str(caught.value)
-    prediction = predicted(reader, tmp_path / "x.txt", skip_bad=True)
+        assert f"{texts}, {told}" in str(caught.value)
+    prediction = predicted(runs["text"], texts, skip_bad=True)
     assert [(row["line"], row["text"]) for row in prediction.rows] == [(1, "fine"), (5, "dull")]
     assert [bad.line for bad in prediction.left_out] == [2, 3, 4]
 
 
 @here
-def test_texts_of_several_files_are_told_by_file(reader: Path, tmp_path: Path) -> None:
-    for name in ("b.txt", "a.txt"):
-        (tmp_path / name).write_text(f"{name}\nfine\n")
-    rows = predicted(reader, tmp_path / "b.txt", tmp_path / "a.txt").rows
-    told = [(row["file"], row["line"], row["text"]) for row in rows]
-    assert told == [
-        (str(tmp_path / name), line, text)
-        for name in ("b.txt", "a.txt")
-        for line, text in ((1, name), (2, "fine"))
+@pytest.mark.parametrize("end", ["", "\n", "\r\n", "\n\n \n"])
+def test_texts_are_read_as_in_training(runs: dict[str, Path], tmp_path: Path, end: str) -> None:
+    lines = '\ufeff a fine film \r\ndull\tgood\n"so, so"\rdull' + end
+    (tmp_path / "x.txt").write_bytes(lines.encode())
+    (tmp_path / "a.txt").write_text("fine\n")
+    rows = predicted(runs["text"], tmp_path / "x.txt", tmp_path / "a.txt").rows
+    assert [(row["file"], row["line"], row["text"]) for row in rows] == [
+        (str(tmp_path / "x.txt"), 1, " a fine film "),
+        (str(tmp_path / "x.txt"), 2, "dull"),
+        (str(tmp_path / "x.txt"), 3, '"so, so"\rdull'),
+        (str(tmp_path / "a.txt"), 1, "fine"),
     ]
 
 
@@ -464,37 +336,23 @@ def test_texts_of_several_files_are_told_by_file(reader: Path, tmp_path: Path) -
 
 
 @nowhere
-def test_nothing_to_look_at_is_refused(classifier: Path, reader: Path, tmp_path: Path) -> None:
+def test_nothing_to_look_at_is_refused(runs: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty.txt").write_bytes(b"\n")
-    message = "empty: expected something to look at, found none"
-    with pytest.raises(DataError, match=message):
-        predicted(classifier, tmp_path / "empty")
-    with pytest.raises(DataError, match=r"empty\.txt: expected something to look at"):
-        predicted(reader, tmp_path / "empty.txt")
+    save(tmp_path / "bad" / "x.png", grey(2, 2)).write_bytes(b"")
+    for kind, name, chosen, words in (
+        ("classify", "empty", {}, "empty: expected something to look at, found none"),
+        ("text", "empty.txt", {}, r"empty\.txt: expected something to look at"),
+        ("classify", "bad", {"skip_bad": True}, "expected something to look at"),
+        ("classify", "x", {}, "x: expected a file or folder, there is none"),
+        ("text", "", {}, f"{tmp_path}: expected a file with one text a line"),
+    ):
+        with pytest.raises(DataError, match=words):
+            predicted(runs[kind], tmp_path / name, **chosen)
 
 
 @nowhere
-def test_nothing_sound_is_refused_even_where_bad_ones_are_left_out(
-    classifier: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "x.png").write_bytes(b"")
-    with pytest.raises(DataError, match="expected something to look at"):
-        predicted(classifier, tmp_path, skip_bad=True)
-
-
-@nowhere
-def test_paths_that_are_not_there_are_refused(
-    classifier: Path, reader: Path, classes: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(DataError, match=f"{tmp_path}/x: expected a file or folder, there is none"):
-        predicted(classifier, classes, tmp_path / "x")
-    with pytest.raises(DataError, match=f"{tmp_path}: expected a file with one text a line"):
-        predicted(reader, tmp_path)
-
-
-@nowhere
-@pytest.mark.parametrize(
+@for_each(
     ("content", "message"),
     [
         (None, "expected the folder of a run, with run.json in it"),
@@ -511,17 +369,13 @@ def test_what_is_no_run_is_refused(tmp_path: Path, content: str | None, message:
 
 
 @nowhere
-@pytest.mark.parametrize("weights", ["best", "last"])
-def test_a_run_without_weights_is_refused(tmp_path: Path, weights: Any) -> None:
+def test_a_run_without_weights_is_refused(classifier: Path, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"job": "classify", "best": null}')
     (tmp_path / "checkpoints").mkdir()
-    message = "no best weights" if weights == "best" else "expected the run's checkpoints, found"
-    with pytest.raises(CheckpointError, match=message):
-        predicted(tmp_path, tmp_path, weights=weights)
-
-
-@nowhere
-def test_best_weights_that_are_gone_are_refused(classifier: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no best weights"):
+        predicted(tmp_path, tmp_path)
+    with pytest.raises(CheckpointError, match="expected the run's checkpoints, found"):
+        predicted(tmp_path, tmp_path, weights="last")
     run = shutil.copytree(classifier, tmp_path / "run")
     shutil.rmtree(run / "checkpoints")
     message = f"{run}/checkpoints/step-.*: expected the run's best weights there, found nothing"
@@ -530,58 +384,59 @@ def test_best_weights_that_are_gone_are_refused(classifier: Path, tmp_path: Path
 
 
 @nowhere
-def test_masks_need_a_folder(segmenter: Path, pairs: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="expected --output with a folder for the masks"):
-        predicted(segmenter, pairs / "test")
-    (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(ValueError, match="expected a folder for the masks, this is a file"):
-        predicted(segmenter, pairs / "test", output=tmp_path / "file")
-
-
-@nowhere
-def test_classes_need_a_file(classifier: Path, classes: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"--output {tmp_path}: expected a file"):
-        predicted(classifier, classes, output=tmp_path)
-
-
-@nowhere
-@pytest.mark.parametrize("other", ["a/x.jpg", "b/x.png"])
-def test_two_masks_of_one_name_are_refused(segmenter: Path, tmp_path: Path, other: str) -> None:
-    one = save(tmp_path / "a" / "x.png", grey(8, 8))
-    two = save(tmp_path / other, grey(8, 8))
-    with pytest.raises(DataError, match=r"x\..* and .*x\..* would have a mask .* x\.png"):
-        predicted(segmenter, one, two, output=tmp_path / "masks")
-
-
-@nowhere
-@pytest.mark.parametrize("output", ["a", "a/../a", "link"])
-def test_pictures_are_not_written_over_by_masks(
-    segmenter: Path, tmp_path: Path, output: str
+def test_an_output_that_does_not_suit_the_kind_is_refused(
+    runs: dict[str, Path], tested: dict[str, Path], tmp_path: Path
 ) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    for kind, output, words in (
+        ("segment", None, "expected --output with a folder for the masks"),
+        ("segment", tmp_path / "file", "expected a folder for the masks, this is a file"),
+        ("classify", tmp_path, f"--output {tmp_path}: expected a file"),
+        ("classify", Path("/proc/self/x.csv"), "expected a folder that can be written to, got .*:"),
+        ("segment", Path("/proc/x"), "to, got .*: --output names another one"),
+    ):
+        error = LaunchError if "/proc" in str(output) else ValueError
+        with pytest.raises(error, match=words):
+            predicted(runs[kind], tested[kind], output=output)
+
+
+@nowhere
+@for_each("other", ["a/x.jpg", "b/x.png"])
+def test_two_masks_of_one_name_are_refused(
+    runs: dict[str, Path], tmp_path: Path, other: str
+) -> None:
+    one, two = (save(tmp_path / name, grey(8, 8)) for name in ("a/x.png", other))
+    with pytest.raises(DataError, match=r"x\..* and .*x\..* would have a mask .* x\.png"):
+        predicted(runs["segment"], one, two, output=tmp_path / "masks")
+
+
+@nowhere
+def test_inputs_are_not_written_over(runs: dict[str, Path], tmp_path: Path) -> None:
     picture = save(tmp_path / "a" / "x.png", grey(8, 8))
     (tmp_path / "link").symlink_to(tmp_path / "a")
-    with pytest.raises(ValueError, match=f"expected another place, {picture} would be lost"):
-        predicted(segmenter, tmp_path / "a", output=tmp_path / output)
-
-
-@nowhere
-def test_texts_are_not_written_over(reader: Path, tmp_path: Path) -> None:
+    for output in ("a", "a/../a", "link"):
+        with pytest.raises(ValueError, match=f"expected another place, {picture} would be lost"):
+            predicted(runs["segment"], tmp_path / "a", output=tmp_path / output)
     (tmp_path / "x.txt").write_text("fine\n")
     with pytest.raises(ValueError, match=r"expected another place, .*x\.txt would be lost"):
-        predicted(reader, tmp_path / "x.txt", output=tmp_path / "x.txt")
+        predicted(runs["text"], tmp_path / "x.txt", output=tmp_path / "x.txt")
 
 
 @for_each(
-    ("chosen", "message"),
+    ("name", "value", "expected"),
     [
-        ({"top": 0}, "--top 0: expected 1 or more"),
-        ({"batch_size": 0}, "--batch-size 0: expected 1 or more"),
-        ({"workers": -1}, "--workers -1: expected 0 or more"),
+        ("top", 0, "1 or more"),
+        ("batch_size", 0, "1 or more"),
+        ("workers", -1, "0 or more"),
+        ("workers", 10**6, "1,024 or less"),
+        ("top", 10**12, "1,000,000,000 or less"),
     ],
 )
-def test_options_out_of_range_are_refused(chosen: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        PredictOptions(**chosen)
+def test_options_out_of_range_are_refused(name: str, value: int, expected: str) -> None:
+    with pytest.raises(
+        ValueError, match=f"^--{name.replace('_', '-')} {value}: expected {expected}"
+    ):
+        PredictOptions(**{name: value})
 
 
 # Which weights.
@@ -589,24 +444,24 @@ def test_options_out_of_range_are_refused(chosen: dict[str, Any], message: str) 
 
 @here
 def test_the_best_and_the_last_weights_are_those_of_the_run(
-    classifier: Path, classes: Path, tmp_path: Path
+    classifier: Path, tested: dict[str, Path], tmp_path: Path
 ) -> None:
-    run = shutil.copytree(classifier, tmp_path / "run")
-    said = json.loads((run / "run.json").read_text())
+    where = "checkpoints/step-00000002"
+    run = changed(classifier, tmp_path / "run", lambda said: said["best"].update(checkpoint=where))
     for step in (2, 10_000_000_000):
         copy = run / "checkpoints" / f"step-{step:08d}"
         reseal(shutil.copytree(best_checkpoint(classifier), copy), step=step)
-    said["best"]["checkpoint"] = "checkpoints/step-00000002"
-    (run / "run.json").write_text(json.dumps(said))
-    file = run / "checkpoints" / "step-00000002" / "model.safetensors"
+    file = run / where / "model.safetensors"
     save_file({name: torch.zeros_like(value) for name, value in load_file(file).items()}, file)
     reseal(file.parent)
     best, last, unchanged = (
-        predicted(which, classes / "test", weights=weights, top=3).rows
+        predicted(which, tested["classify"], weights=weights, top=3).rows
         for which, weights in ((run, "best"), (run, "last"), (classifier, "best"))
     )
+    # Of equal classes the first is told first.
     third = torch.tensor(1.0).div(3).item()
-    assert [[each["confidence"] for each in row["classes"]] for row in best] == [[third] * 3] * 15
+    alike = [{"class": name, "confidence": third} for name in CLASSES]
+    assert [row["classes"] for row in best] == [alike] * 15
     assert last == unchanged != best
 
 
@@ -622,207 +477,141 @@ def remove_record(file: Path) -> str:
     return r"step-\d+ is damaged: run.json is missing"
 
 
-def poison(value: float) -> Callable[[Path], str]:
-    def change(file: Path) -> str:
-        tensors = load_file(file)
-        name = next(iter(tensors))
-        tensors[name].view(-1)[0] = value
-        save_file(tensors, file)
-        reseal(file.parent)
-        return f"step-[0-9]+: {name} has values that are NaN or infinite"
-
-    return change
-
-
-DAMAGES = {"flipped": flip, "no record": remove_record}
-DAMAGES |= {"nan": poison(float("nan")), "infinite": poison(float("inf"))}
+def poison(file: Path) -> str:
+    tensors = load_file(file)
+    for value in tensors.values():
+        value.view(-1)[0] = float("inf")
+    save_file(tensors, file)
+    reseal(file.parent)
+    return "step-[0-9]+: .* has values that are NaN or infinite"
 
 
 @here
-@pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("weights", ["best", "last"])
+@for_each("damage", [flip, remove_record, poison])
+@for_each("weights", ["best", "last"])
 def test_damaged_weights_are_refused_by_name(
-    classifier: Path, classes: Path, tmp_path: Path, weights: str, damage: str
+    classifier: Path,
+    tested: dict[str, Path],
+    tmp_path: Path,
+    weights: str,
+    damage: Callable[[Path], str],
 ) -> None:
     run = shutil.copytree(classifier, tmp_path / "run")
     for file in run.glob("checkpoints/step-*/model.safetensors"):
-        message = DAMAGES[damage](file)
+        message = damage(file)
     with pytest.raises(CheckpointError, match=message):
-        predicted(run, classes / "test", weights=weights)
+        predicted(run, tested["classify"], weights=weights)
 
 
-ELSEWHERE = ["../other", "checkpoints/../../other", "/etc", "checkpoints/step-1", 7, ["a"], ""]
-
-
-@pytest.mark.parametrize("named", ELSEWHERE)
+@for_each(
+    "named", ["../other", "checkpoints/../../other", "/etc", "checkpoints/step-1", 7, ["a"], ""]
+)
 def test_a_best_checkpoint_outside_the_run_is_refused(
-    classifier: Path, classes: Path, tmp_path: Path, named: object
+    classifier: Path, tmp_path: Path, named: object
 ) -> None:
-    run = shutil.copytree(classifier, tmp_path / "run")
+    run = changed(classifier, tmp_path / "run", lambda said: said["best"].update(checkpoint=named))
     shutil.copytree(best_checkpoint(classifier), tmp_path / "other")
-    said = json.loads((run / "run.json").read_text())
-    said["best"]["checkpoint"] = named
-    (run / "run.json").write_text(json.dumps(said))
     with pytest.raises(DataError, match="expected the best checkpoint to be one of the run"):
-        predicted(run, classes / "test")
+        predicted(run, tmp_path)
 
 
 @here
-@pytest.mark.parametrize(
-    "said",
+@for_each(
+    ("kind", "changes"),
     [
-        {"picture_model": 3},
-        {"picture_model": {}},
-        *({"shards": each} for each in ("two", -1, 1e300)),
+        ("classify", {"picture_model": 3}),
+        ("classify", {"picture_model": {}}),
+        *(("classify", {"shards": each}) for each in ("two", -1, 1e300)),
+        ("classify", {"name": ["lenet"]}),
+        ("classify", {"name": "resnet7"}),
+        ("classify", {"classes": ""}),
+        ("classify", {"mean": ["a"]}),
+        ("classify", {"later": 3}),
+        ("segment", {"encoder": {}}),
+        ("segment", {"encoder": "resnet7"}),
+        ("segment", {"width": [4]}),
+        ("segment", {"width": 10**9}),
+        ("segment", {"threshold": [0.5]}),
+        ("segment", {"white": "x"}),
+        ("text", {"max_length": -1}),
+        ("text", {"max_length": "long"}),
+        ("text", {"pad_id": [1]}),
     ],
 )
 def test_a_run_that_says_what_none_says_is_refused(
-    classifier: Path, classes: Path, tmp_path: Path, said: dict[str, Any]
-) -> None:
-    run = shutil.copytree(classifier, tmp_path / "run")
-    before = json.loads((run / "run.json").read_text())
-    (run / "run.json").write_text(json.dumps({**before, **said}))
-    with pytest.raises(DataError, match="expected what the run has kept of its model"):
-        predicted(run, classes / "test")
-
-
-@here
-@pytest.mark.parametrize(
-    ("kind", "name", "value"),
-    [
-        ("picture_model", "name", ["lenet"]),
-        ("picture_model", "name", "resnet7"),
-        ("picture_model", "classes", ""),
-        ("picture_model", "mean", ["a"]),
-        ("picture_model", "later", 3),
-        ("mask_model", "encoder", {}),
-        ("mask_model", "encoder", "resnet7"),
-        ("mask_model", "width", [4]),
-        ("mask_model", "width", 10**9),
-        ("mask_model", "threshold", [0.5]),
-        ("mask_model", "white", "x"),
-        ("text_model", "max_length", -1),
-        ("text_model", "max_length", "long"),
-        ("text_model", "pad_id", [1]),
-    ],
-)
-def test_a_model_that_no_run_has_kept_is_refused(
     kind: str,
-    name: str,
-    value: object,
+    changes: dict[str, object],
+    runs: dict[str, Path],
+    tested: dict[str, Path],
     tmp_path: Path,
-    request: pytest.FixtureRequest,
 ) -> None:
-    fixture, data = ASKED[kind]
-    run = shutil.copytree(request.getfixturevalue(fixture), tmp_path / "run")
-    said = json.loads((run / "run.json").read_text())
-    said[kind][name] = value
-    (run / "run.json").write_text(json.dumps(said))
+    outer = {FACTS[kind], "shards"} & set(changes)
+    run = changed(
+        runs[kind],
+        tmp_path / "run",
+        lambda said: (said if outer else said[FACTS[kind]]).update(changes),
+    )
     with pytest.raises(DataError, match=r"run\.json: expected what the run has kept of its model"):
-        predicted(run, next(request.getfixturevalue(data).glob("[dt]e*")), output=tmp_path / "out")
-
-
-ASKED = {
-    "picture_model": ("classifier", "classes"),
-    "mask_model": ("segmenter", "pairs"),
-    "text_model": ("reader", "films"),
-}
-"""The run of each kind of model, and the data of which it predicts a part."""
+        predicted(run, tested[kind], output=tmp_path / "out")
 
 
 @here
-@pytest.mark.parametrize("said", [{"classes": ["good"]}, {"pad_id": 10**6}, {"pad_id": -1}])
 def test_a_text_model_of_another_run_is_refused(
-    reader: Path, films: Path, tmp_path: Path, said: dict[str, Any]
+    runs: dict[str, Path], tested: dict[str, Path], tmp_path: Path
 ) -> None:
-    run = shutil.copytree(reader, tmp_path / "run")
-    facts = json.loads((run / "run.json").read_text())
-    for name, value in said.items():
-        (facts if name == "classes" else facts["text_model"])[name] = value
-    (run / "run.json").write_text(json.dumps(facts))
-    with pytest.raises(DataError, match=r"expected model_config\.json and run\.json to be of one"):
-        predicted(run, films / "dev.tsv")
+    def change(said: Any, **values: object) -> None:
+        said.update({name: values.pop(name) for name in ("classes",) if name in values})
+        said["text_model"].update(values)
 
-
-@here
-def test_a_damaged_tokenizer_is_refused(reader: Path, films: Path, tmp_path: Path) -> None:
-    run = shutil.copytree(reader, tmp_path / "run")
+    for number, values in enumerate(({"classes": ["good"]}, {"pad_id": 10**6}, {"pad_id": -1})):
+        run = changed(runs["text"], tmp_path / str(number), lambda said: change(said, **values))  # noqa: B023
+        with pytest.raises(DataError, match=r"expected model_config\.json and run\.json to be of"):
+            predicted(run, tested["text"])
+    run = shutil.copytree(runs["text"], tmp_path / "run")
     (run / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match=r"kept of its model, .*expected a tokenizer as JSON"):
-        predicted(run, films / "dev.tsv")
-
-
-@here
-def test_all_classes_are_told_from_the_surest(classifier: Path, classes: Path) -> None:
-    rows = predicted(classifier, classes / "test", top=7).rows
-    for row in rows:
-        sure = [each["confidence"] for each in row["classes"]]
-        assert sure == sorted(sure, reverse=True)
-        assert sum(sure) == pytest.approx(1, abs=1e-6)
-        assert {each["class"] for each in row["classes"]} == set(CLASSES)
-    first = predicted(classifier, classes / "test").rows
-    assert [row["classes"] for row in first] == [row["classes"][:1] for row in rows]
-
-
-def test_of_equal_classes_the_first_is_told() -> None:
-    said = torch.tensor([[0.25, 0.5, 0.25], [0.0, 0.5, 0.5]])
-    told = predict._classes(said, ("a", "b", "c"), 2)
-    assert [[each["class"] for each in row] for row in told] == [["b", "a"], ["b", "c"]]
+        predicted(run, tested["text"])
 
 
 # What is written.
 
 
 ODD = ["a,b.png", 'say "x".png', "two\nlines.png", " .png", "é.png", os.fsdecode(b"\xff.png")]
+FOUND = [{"class": CLASSES[2], "confidence": 0.75}, {"class": CLASSES[0], "confidence": 0.25}]
 
 
 def odd() -> Prediction:
-    found = [{"class": CLASSES[1], "confidence": 0.75}, {"class": CLASSES[0], "confidence": 0.25}]
-    return Prediction([{"file": name, "classes": found} for name in ODD], [])
+    return Prediction([{"file": name, "classes": FOUND} for name in ODD], [])
 
 
-def test_names_of_all_kinds_come_back_from_csv(tmp_path: Path) -> None:
-    path = write_prediction(odd(), PredictOptions(output=tmp_path / "x.csv"), io.StringIO())
-    assert path == tmp_path / "x.csv"
-    with path.open(newline="", errors="surrogateescape", encoding="utf-8") as file:
+def test_names_of_all_kinds_come_back(tmp_path: Path) -> None:
+    output = tmp_path / "new" / "sub" / "x.csv"
+    assert write_prediction(odd(), PredictOptions(output=output), io.StringIO()) == output
+    with output.open(newline="", errors="surrogateescape", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert [row["file"] for row in rows] == ODD
+    told = {"class": CLASSES[2], "confidence": "0.750000"}
     assert rows[0] == {
         "file": "a,b.png",
-        "class": CLASSES[1],
-        "confidence": "0.750000",
+        **told,
         "class_2": CLASSES[0],
         "confidence_2": "0.250000",
     }
-
-
-@for_each("chosen", [{"output": "x.json"}, {"output": "x.csv", "format": "json"}])
-def test_names_of_all_kinds_come_back_from_json(tmp_path: Path, chosen: dict[str, Any]) -> None:
-    options = PredictOptions(**{**chosen, "output": tmp_path / chosen["output"]})
-    path = write_prediction(odd(), options, io.StringIO())
-    assert path is not None
-    rows = json.loads(path.read_text(encoding="utf-8"))
-    assert rows == odd().rows
-
-
-@for_each("format", ["csv", "json"])
-def test_names_of_all_kinds_can_be_shown(format: Any) -> None:
-    text = written(odd(), format=format)
-    assert "é.png" in text
-    assert text.encode().endswith(b"\n")
-    assert "\\udcff.png" in text
+    for name, chosen in (("x.json", {}), ("y.csv", {"format": "json"})):
+        options = PredictOptions(output=tmp_path / name, **chosen)
+        path = write_prediction(odd(), options, io.StringIO())
+        assert path is not None
+        assert json.loads(path.read_text(encoding="utf-8")) == odd().rows
+    for format in ("csv", "json"):
+        text = written(odd(), format=format)
+        assert "é.png" in text
+        assert "\\udcff.png" in text
+        assert text.encode().endswith(b"\n")
 
 
 @here
-def test_odd_names_are_predicted(classifier: Path, tmp_path: Path) -> None:
-    for name in ODD[:4]:
-        save(tmp_path / name, grey(16, 16))
-    assert sorted(names(predicted(classifier, tmp_path))) == sorted(ODD[:4])
-
-
-@here
-def test_texts_come_back_from_csv(reader: Path, films: Path) -> None:
-    prediction = predicted(reader, films / "dev.tsv")
+def test_texts_come_back_from_csv(runs: dict[str, Path], tested: dict[str, Path]) -> None:
+    prediction = predicted(runs["text"], tested["text"])
     rows = list(csv.DictReader(io.StringIO(written(prediction), newline="")))
     assert [row["text"] for row in rows] == FILMS
     assert [int(row["line"]) for row in rows] == list(range(1, 9))
@@ -830,7 +619,7 @@ def test_texts_come_back_from_csv(reader: Path, films: Path) -> None:
 
 
 def test_the_file_is_put_in_place_when_it_is_whole(tmp_path: Path) -> None:
-    output = tmp_path / "new" / "sub" / "x.csv"
+    output = tmp_path / "new" / "x.csv"
     output.parent.mkdir(parents=True)
     output.write_text("file,class,confidence\n")
     (tmp_path / "kept").hardlink_to(output)
@@ -842,7 +631,9 @@ def test_the_file_is_put_in_place_when_it_is_whole(tmp_path: Path) -> None:
 
 @for_each("kind", ["a file", "a link", "a link to nothing"])
 @for_each("name", ["notes.csv", "notes.json"])
-def test_files_of_others_are_not_written_over(tmp_path: Path, name: str, kind: str) -> None:
+def test_files_of_others_are_not_written_over_and_ones_own_are(
+    tmp_path: Path, name: str, kind: str
+) -> None:
     output, theirs = tmp_path / name, tmp_path / "theirs"
     if kind != "a link to nothing":
         theirs.write_text("a,b\n1,2\n")
@@ -854,37 +645,33 @@ def test_files_of_others_are_not_written_over(tmp_path: Path, name: str, kind: s
     with pytest.raises(ValueError, match=f"--output {output}: expected a new file, or predictions"):
         write_prediction(odd(), PredictOptions(output=output), io.StringIO())
     assert not theirs.exists() or theirs.read_text() == "a,b\n1,2\n"
-
-
-@for_each("before", ["csv", "json"])
-@for_each("after", ["csv", "json"])
-def test_predictions_of_before_are_written_over(tmp_path: Path, before: Any, after: Any) -> None:
-    output = tmp_path / "x"
-    for each in (before, after):
-        write_prediction(odd(), PredictOptions(output=output, format=each), io.StringIO())
-    assert output.read_bytes().startswith(b"[" if after == "json" else b"file,class")
+    output.unlink()
+    for format, start in (("csv", b"file,class"), ("json", b"["), ("json", b"["), ("csv", b"f")):
+        write_prediction(odd(), PredictOptions(output=output, format=format), io.StringIO())
+        assert output.read_bytes().startswith(start)
 
 
 @here
-def test_masks_are_not_written_over_pictures_of_others(segmenter: Path, tmp_path: Path) -> None:
+def test_masks_are_not_written_over_pictures_of_others(
+    runs: dict[str, Path], tmp_path: Path
+) -> None:
     save(tmp_path / "in" / "x.png", grey(16, 16, 3))
     save(tmp_path / "in" / "sub" / "y.png", grey(16, 16, 3))
     masks, elsewhere = tmp_path / "masks", tmp_path / "elsewhere"
-    options = PredictOptions(output=masks)
     save(masks / "x.png", grey(4, 4))
     before = (masks / "x.png").read_bytes()
     with pytest.raises(ValueError, match=r"expected new masks, or masks of before, .*x\.png is a"):
-        predict_run(segmenter, [tmp_path / "in"], options)
+        predicted(runs["segment"], tmp_path / "in", output=masks)
     assert (masks / "x.png").read_bytes() == before
     (masks / "x.png").unlink()
     elsewhere.mkdir()
     (masks / "sub").symlink_to(elsewhere)
     with pytest.raises(ValueError, match=r"expected folders of its own, .*sub is a link"):
-        predict_run(segmenter, [tmp_path / "in"], options)
+        predicted(runs["segment"], tmp_path / "in", output=masks)
     assert list(elsewhere.iterdir()) == []
     (masks / "sub").unlink()
-    first = predict_run(segmenter, [tmp_path / "in"], options).rows
-    assert predict_run(segmenter, [tmp_path / "in"], options).rows == first
+    first, again = (predicted(runs["segment"], tmp_path / "in", output=masks) for _ in range(2))
+    assert first == again
 
 
 FORMULAS = {
@@ -895,10 +682,7 @@ FORMULAS = {
     "\t=1": "'\t=1",
     "\r=1": "'\r=1",
     "\uff1d1": "'\uff1d1",
-    "a;=1": "a;=1",
-    "-5": "-5",
-    "+1.5e3": "+1.5e3",
-    "a=1": "a=1",
+    **{text: text for text in ("a;=1", "-5", "+1.5e3", "a=1")},
 }
 
 
@@ -906,40 +690,32 @@ FORMULAS = {
 def test_no_cell_is_a_formula(text: str) -> None:
     row = {"file": text, "line": 1, "text": text, "classes": [{"class": text, "confidence": 0.5}]}
     prediction = Prediction([row], [])
-    content = written(prediction)
-    (read,) = csv.DictReader(io.StringIO(content, newline=""))
+    (read,) = csv.DictReader(io.StringIO(written(prediction), newline=""))
     assert (read["file"], read["text"], read["class"]) == (FORMULAS[text],) * 3
     assert (read["line"], read["confidence"]) == ("1", "0.500000")
     assert json.loads(written(prediction, format="json")) == [row]
 
 
-def test_the_folder_of_the_file_is_made(tmp_path: Path) -> None:
-    output = tmp_path / "new" / "sub" / "x.csv"
-    assert write_prediction(odd(), PredictOptions(output=output), io.StringIO()) == output
-    assert output.is_file()
-
-
 @here
-@pytest.mark.parametrize("format", ["csv", "json"])
+@for_each("format", ["csv", "json"])
 def test_masks_have_the_size_and_the_place_of_their_pictures(
-    segmenter: Path, tmp_path: Path, format: Any
+    runs: dict[str, Path], tmp_path: Path, format: Any
 ) -> None:
     sizes = {"a/x.jpg": (40, 30), "a/b/x.1.png": (33, 70), "y.bmp": (1, 65)}
     for name, size in sizes.items():
         save(tmp_path / "in" / name, grey(*size, 3))
-    options = PredictOptions(output=tmp_path / "new" / "out", format=format)
-    prediction = predict_run(segmenter, [tmp_path / "in"], options)
-    table = write_prediction(prediction, options, io.StringIO())
-    assert table == tmp_path / "new" / "out" / f"masks.{format}"
+    folder = tmp_path / "new" / "out"
+    options = PredictOptions(output=folder, format=format)
+    prediction = predict_run(runs["segment"], [tmp_path / "in"], options)
+    assert write_prediction(prediction, options, io.StringIO()) == folder / f"masks.{format}"
     assert {row["file"]: row["mask"] for row in prediction.rows} == {
         "a/x.jpg": "a/x.png",
         "a/b/x.1.png": "a/b/x.1.png",
         "y.bmp": "y.png",
     }
     for row in prediction.rows:
-        mask = np.asarray(pillow.open(tmp_path / "new" / "out" / row["mask"]))
+        mask = np.asarray(pillow.open(folder / row["mask"]))
         assert mask.shape == sizes[row["file"]]
         assert set(np.unique(mask)) <= {0, 255}
         assert row["share"] == (mask == 255).mean()
-    files = [path for path in (tmp_path / "new" / "out").rglob("*") if path.is_file()]
-    assert len(files) == 4
+    assert len(drawn(folder)) == 4

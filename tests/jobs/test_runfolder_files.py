@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from onefold.errors import DataError, LaunchError
-from onefold.jobs.options import TrainOptions, read_config
+from onefold.jobs.options import TrainOptions
 from onefold.jobs.runfolder import RunFolder, read_run, require_room
 from onefold.system.folderlock import lock_of_checkpoints
 from onefold.system.ownfiles import RECORD_BYTES
@@ -26,15 +26,8 @@ DIGITS = "7" * 5000
 
 def begun(path: Path) -> RunFolder:
     folder = RunFolder(path, is_lead=True)
-    folder.create(OPTIONS, "classify", {})
+    folder.create(OPTIONS, "classify", {"words.json": "[1]"})
     return folder
-
-
-def test_the_lock_is_its_owners_alone(tmp_path: Path) -> None:
-    (tmp_path / ".lock").touch(0o666)
-    folder = begun(tmp_path)
-    assert (tmp_path / ".lock").stat().st_mode & 0o777 == 0o600
-    folder.close()
 
 
 def share(path: Path) -> None:
@@ -47,13 +40,13 @@ def test_a_strangers_lock_does_not_keep_a_run_from_going_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """On a file of a former version, which others could open."""
-    path = tmp_path / "run" / ".lock"
-    path.parent.mkdir()
+    path = tmp_path / ".lock"
     path.touch()
     path.chmod(0o644)
     with somebody_else(share, path), caplog.at_level(logging.WARNING, "onefold"):
-        require_room(path.parent)
-        folder = begun(path.parent)
+        require_room(tmp_path)
+        folder = begun(tmp_path)
+        assert path.stat().st_mode & 0o777 == 0o600
         folder.close()
     assert "was held by process" in caplog.text
 
@@ -76,79 +69,66 @@ def test_ones_own_process_is_named(tmp_path: Path) -> None:
         os.waitpid(child, 0)
 
 
-def test_a_lock_is_not_followed_elsewhere(tmp_path: Path) -> None:
-    (tmp_path / "else").touch()
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / ".lock").symlink_to(tmp_path / "else")
-    with pytest.raises(LaunchError, match="expected a file of this user's own, got a link"):
-        begun(tmp_path / "run")
-
-
-def test_a_fifo_of_ones_own_is_no_file(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / ".lock")
-    before = descriptors()
-    with pytest.raises(LaunchError, match=r"\.lock: expected a file, got a FIFO or a device"):
-        begun(tmp_path)
-    assert descriptors() == before
-
-
-def descriptors() -> int:
-    """How many files this process has open."""
-    return len(os.listdir("/proc/self/fd"))
-
-
 def refuse(*_: object, **__: object) -> None:
     raise PermissionError(errno.EPERM, "Operation not permitted")
 
 
-def test_a_lock_that_cannot_be_kept_from_others_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def a_link(path: Path) -> None:
+    (path.parent / "else").touch()
+    path.symlink_to(path.parent / "else")
+
+
+def of_somebody_else(path: Path) -> None:
+    path.touch()
+    os.chown(path, NOBODY, NOBODY)
+
+
+LOCKS: list[tuple[Callable[[Path], object], str]] = [
+    (a_link, "expected a file of this user's own, got a link"),
+    (os.mkfifo, r"\.lock: expected a file, got a FIFO or a device"),
+]
+if os.geteuid() == 0:
+    LOCKS.append((of_somebody_else, f"expected a file of user 0, got one of user {NOBODY}"))
+
+
+@for_each(("make", "words"), LOCKS)
+def test_a_lock_that_is_not_ones_own_file_is_refused(
+    tmp_path: Path, make: Callable[[Path], object], words: str
 ) -> None:
-    before = descriptors()
-    monkeypatch.setattr(os, "fchmod", refuse)
-    with pytest.raises(LaunchError, match="kept from other users, got Operation not permitted"):
+    make(tmp_path / ".lock")
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(LaunchError, match=words):
         begun(tmp_path)
-    assert descriptors() == before
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 @needs_root
-def test_a_strangers_lock_that_cannot_be_removed_is_told(
+def test_a_lock_that_cannot_be_kept_from_others_or_removed_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / ".lock"
+    before = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fchmod", refuse)
+        with pytest.raises(LaunchError, match="kept from other users, got Operation not permitt"):
+            begun(tmp_path)
     path.touch()
     path.chmod(0o644)
-    before = descriptors()
-    monkeypatch.setattr(Path, "unlink", refuse)
     words = r"\.lock: process \d+ of another user holds .* \(Operation not permitted\): give this"
-    with somebody_else(share, path), pytest.raises(LaunchError, match=words):
-        begun(tmp_path)
-    monkeypatch.undo()
-    assert descriptors() == before
+    with somebody_else(share, path), monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refuse)
+        with pytest.raises(LaunchError, match=words):
+            begun(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 @needs_root
 def test_checkpoints_of_a_file_server_may_belong_to_somebody_else(tmp_path: Path) -> None:
-    (tmp_path / ".lock").touch()
-    os.chown(tmp_path / ".lock", NOBODY, NOBODY)
+    of_somebody_else(tmp_path / ".lock")
     lock = lock_of_checkpoints(tmp_path)
     lock.look()
     lock.take()
     lock.let_go()
-    assert not (tmp_path / ".lock").exists()
-
-
-@pytest.mark.skipif(not Path("/proc/locks").exists(), reason="the system does not list its locks")
-def test_a_lock_that_was_lost_is_taken_again(tmp_path: Path) -> None:
-    """A script that copies the folder reads the file, which gives up the lock."""
-    lock = lock_of_checkpoints(tmp_path)
-    lock.take()
-    (tmp_path / ".lock").read_bytes()
-    assert is_free(tmp_path)
-    lock.keep()
-    assert not is_free(tmp_path)
-    lock.let_go()
-    lock.keep()  # and nothing is taken that was let go of
     assert not (tmp_path / ".lock").exists()
 
 
@@ -164,12 +144,18 @@ def is_free(folder: Path) -> bool:
     return os.waitpid(child, 0)[1] == 0
 
 
-@needs_root
-def test_a_lock_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / ".lock").touch()
-    os.chown(tmp_path / ".lock", NOBODY, NOBODY)
-    with pytest.raises(LaunchError, match=f"expected a file of user 0, got one of user {NOBODY}"):
-        begun(tmp_path)
+@pytest.mark.skipif(not Path("/proc/locks").exists(), reason="the system does not list its locks")
+def test_a_lock_that_was_lost_is_taken_again(tmp_path: Path) -> None:
+    """A script that copies the folder reads the file, which gives up the lock."""
+    lock = lock_of_checkpoints(tmp_path)
+    lock.take()
+    (tmp_path / ".lock").read_bytes()
+    assert is_free(tmp_path)
+    lock.keep()
+    assert not is_free(tmp_path)
+    lock.let_go()
+    lock.keep()  # and nothing is taken that was let go of
+    assert not (tmp_path / ".lock").exists()
 
 
 def test_a_file_in_place_of_the_checkpoints_is_told_at_once(tmp_path: Path) -> None:
@@ -189,12 +175,14 @@ RECORDS: dict[str, Callable[[Path], object]] = {
     "deep": lambda path: path.write_text("[" * 100_000 + "]" * 100_000),
     "digits": lambda path: path.write_text(f'{{"job": {DIGITS}}}'),
     "a list": lambda path: path.write_text("[]"),
+    "nothing": lambda path: path.touch(),
     "no JSON": lambda path: path.write_text("{"),
     "no UTF-8": lambda path: path.write_bytes(b'{"job": "\xff"}'),
     "a FIFO": lambda path: os.mkfifo(path),
     "a device": lambda path: path.symlink_to("/dev/zero"),
     "a folder": lambda path: path.mkdir(),
     "huge": huge,
+    "none": lambda path: None,
 }
 
 
@@ -203,22 +191,6 @@ def test_a_record_that_no_run_has_written(tmp_path: Path, kind: str) -> None:
     RECORDS[kind](tmp_path / "run.json")
     with pytest.raises(DataError, match=r"run\.json"):
         read_run(tmp_path)
-
-
-@for_each(
-    ("content", "expected"),
-    [
-        (f"seed = {DIGITS}", "a TOML file"),
-        ("a = " + "[" * 50_000, "a TOML file"),
-        ("data" + ".a" * 5000 + " = 1", "a TOML file, got tables without end"),
-        ("a = '\xff", "a TOML file"),
-        (" " * (RECORD_BYTES + 1), "a file of at most 1,048,576 bytes, got more"),
-    ],
-)
-def test_a_config_that_no_run_has_written(tmp_path: Path, content: str, expected: str) -> None:
-    (tmp_path / "config.toml").write_text(content, encoding="latin-1")
-    with pytest.raises(ValueError, match=rf"config\.toml: expected {expected}"):
-        read_config(tmp_path / "config.toml", "classify")
 
 
 def test_lines_that_no_run_has_written_are_left_out(
@@ -235,15 +207,22 @@ def test_lines_that_no_run_has_written_are_left_out(
     assert f"metrics.jsonl: {len(bad)} damaged lines were left out" in caplog.text
 
 
-@for_each("name", ["run.json", "config.toml", "metrics.jsonl"])
-def test_a_link_aside_is_not_written_through(tmp_path: Path, name: str) -> None:
+@for_each("name", ["run.json", "config.toml", "words.json", "metrics.jsonl"])
+@for_each("aside", [True, False])
+def test_what_a_run_writes_does_not_follow_links(tmp_path: Path, name: str, aside: bool) -> None:
     foreign = tmp_path / "foreign"
     foreign.write_text("somebody else's")
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / f".{name}.new").symlink_to(foreign)
+    if name != "config.toml" or aside:
+        (tmp_path / "run" / (f".{name}.new" if aside else name)).symlink_to(foreign)
     folder = begun(tmp_path / "run")
     folder.say(job="classify")
-    folder.go_on(OPTIONS, "classify", steps=0, epochs=0)
+    if name == "metrics.jsonl" and not aside:
+        with pytest.raises(OSError, match="symbolic links"):
+            folder.add({"kind": "steps", "epoch": 0, "step": 1})
+    else:
+        folder.go_on(OPTIONS, "classify", steps=0, epochs=0)
+        assert not (tmp_path / "run" / name).is_symlink()
     folder.close()
     assert foreign.read_text() == "somebody else's"
-    assert not (tmp_path / "run" / name).is_symlink()
+    assert read_run(tmp_path / "run") == {"job": "classify"}
