@@ -1,16 +1,12 @@
-"""What devices report to each other between steps; called on each device of a run."""
+"""Values that devices report to each other between steps."""
 
 from __future__ import annotations
 
 import math
-import os
 from typing import Any
 
 import numpy as np
 import torch
-
-import onefold
-from tests.small import make_trainer, points
 
 NAN = float(np.uint64(0x7FF8DEADBEEF0001).view(np.float64))
 
@@ -46,61 +42,3 @@ def shown(value: Any) -> str:
     if isinstance(value, float):
         return np.float64(value).tobytes().hex()
     return f"{type(value).__name__} {value!r}"
-
-
-def exchanged() -> tuple[list[str], str, str, list[dict[str, float]]]:
-    trainer = make_trainer(devices=None)
-    rank = int(os.environ.get("RANK", "0"))
-    trainer.step(points(8))
-    trainer.barrier()
-    gathered = trainer.gather(mine(rank))
-    sent = trainer.broadcast(mine(rank + 2)) if rank == 0 else trainer.broadcast()
-    trainer.step(points(8))
-    numbers = trainer.gather({"rank": rank})
-    fingerprint = trainer.fingerprint()
-    trainer.close()
-    return [shown(value) for value in gathered], shown(sent), fingerprint, numbers
-
-
-def late() -> None:
-    trainer = make_trainer(devices=None)
-    if os.environ["RANK"] == "1":
-        return
-    trainer.barrier()
-
-
-def not_sendable_on_one() -> None:
-    trainer = make_trainer(devices=None)
-    trainer.gather({"value": object() if os.environ["RANK"] == "1" else 1})
-
-
-def not_sendable_by_the_lead() -> None:
-    make_trainer(devices=None).broadcast({"model": torch.nn.Linear(1, 1)})
-
-
-def drawing(forks: bool) -> str:
-    """The lead draws random numbers between steps, and batches are drawn by the script."""
-    trainer = make_trainer(devices=None)
-    torch.manual_seed(5)
-    inputs, targets = points(40)
-    for _ in range(3):
-        rows = torch.randint(40, (8,))
-        trainer.step((inputs[rows], targets[rows]))
-        if trainer.is_lead and forks:
-            with trainer.fork_rng():
-                _draw()
-        elif trainer.is_lead:
-            _draw()
-    result = trainer.fingerprint()
-    trainer.close()
-    return result
-
-
-def _draw() -> None:
-    torch.rand(3)
-    np.random.normal()
-    __import__("random").random()
-
-
-def exchange_of(script: Any, exchange: Any, *args: Any) -> Any:
-    return onefold.launch(script, devices="cpu:3", exchange=exchange, args=args, timeout_s=300)

@@ -1,33 +1,24 @@
-"""What may be done between two steps: wait, report values, draw random numbers."""
+"""What may be done between two steps: wait, report values, draw numbers, change the model."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
+from torch.utils.data import TensorDataset
 
-import onefold
 from onefold.core.wire import decode, encode
-from onefold.errors import DisagreementError, PeerFailed, RunFailed
-from onefold.testing import outcomes
-from tests import simulated
-from tests.between import (
-    drawing,
-    exchange_of,
-    exchanged,
-    late,
-    mine,
-    not_sendable_by_the_lead,
-    not_sendable_on_one,
-    shown,
-)
-from tests.inside import engine_in
-from tests.small import make_trainer
+from onefold.errors import DisagreementError, PeerFailed
+from onefold.run.world import current_world
+from onefold.testing import outcomes, simulate
+from tests.between import mine, shown
+from tests.small import line, make_trainer, points, sgd, square
 from tests.tables import for_each
-
-by_either = pytest.mark.parametrize("exchange", ["shared", "collective"])
 
 
 @for_each("devices", [1, 3])
@@ -43,38 +34,45 @@ def test_devices_of_one_process_have_its_value(devices: int) -> None:
     assert bool(value["tensor"].any())
 
 
-@pytest.mark.full
-@pytest.mark.processes
-@by_either
-def test_every_process_learns_every_value(exchange: str) -> None:
-    gathered, sent, fingerprint, numbers = exchange_of(exchanged, exchange)
-    assert gathered == [shown(decode(encode(mine(rank), "value"))) for rank in range(3)]
-    assert sent == shown(decode(encode(mine(2), "value")))
-    assert fingerprint == exchanged()[2]
-    assert numbers == [{"rank": 0.0}, {"rank": 1.0}, {"rank": 2.0}]
+def exchanged() -> tuple[list[str], str, str]:
+    trainer = make_trainer(devices=None)
+    rank = current_world().rank
+    trainer.step(points(8))
+    trainer.barrier()
+    gathered = trainer.gather(mine(rank))
+    sent = trainer.broadcast(mine(rank + 2)) if rank == 0 else trainer.broadcast()
+    trainer.step(points(8))
+    return [shown(value) for value in gathered], shown(sent), trainer.fingerprint()
 
 
-@pytest.mark.full
-@pytest.mark.processes
-def test_a_device_that_does_not_come_is_named() -> None:
-    with pytest.raises(RunFailed, match="device 1"):
-        onefold.launch(late, devices="cpu:2", timeout_s=3)
+@for_each("exchange", ["shared", "collective"])
+def test_every_process_learns_every_value(exchange: Any) -> None:
+    expected = [shown(decode(encode(mine(rank), "value"))) for rank in range(3)]
+    for found in simulate(exchanged, 3, exchange=exchange):
+        assert found == (expected, expected[2], exchanged()[2])
 
 
-@pytest.mark.full
-@pytest.mark.processes
-def test_what_cannot_be_sent_leaves_nobody_waiting() -> None:
-    with pytest.raises(RunFailed, match=r"TypeError: the value\['value'\] is of type object"):
-        onefold.launch(not_sendable_on_one, devices="cpu:2", timeout_s=300)
+def not_sendable_on_one() -> None:
+    make_trainer(devices=None).gather({"value": object() if current_world().rank else 1})
 
 
-def test_what_the_lead_cannot_send_leaves_nobody_waiting() -> None:
-    words = r"the value\['model'\] is of type Linear.*its state_dict\(\)"
-    lead, other = outcomes(not_sendable_by_the_lead, 2)
-    with pytest.raises(TypeError, match=words):
-        raise lead.error
-    with pytest.raises(PeerFailed, match=words):
-        raise other.error
+def not_sendable_by_the_lead() -> None:
+    make_trainer(devices=None).broadcast({"model": nn.Linear(1, 1)})
+
+
+@for_each(
+    ("call", "fails", "words"),
+    [
+        (not_sendable_on_one, 1, r"the value\['value'\] is of type object"),
+        (not_sendable_by_the_lead, 0, r"the value\['model'\] is of type Linear.*state_dict\(\)"),
+    ],
+)
+def test_what_cannot_be_sent_leaves_nobody_waiting(
+    call: Callable[[], None], fails: int, words: str
+) -> None:
+    for rank, ended in enumerate(outcomes(call, 2)):
+        with pytest.raises(TypeError if rank == fails else PeerFailed, match=words):
+            raise ended.error
 
 
 def test_dicts_of_numbers_are_floats_of_the_same_names() -> None:
@@ -84,6 +82,12 @@ def test_dicts_of_numbers_are_floats_of_the_same_names() -> None:
     assert [type(value) for value in found.values()] == [float] * 4
     (mixed,) = trainer.gather({**given, "e": "text"})
     assert type(mixed["a"]) is int
+    with pytest.raises(DisagreementError, match=r"^device 1 has \['b'\] and another one \['a'\]"):
+        simulate(other_names, 2)
+
+
+def other_names() -> None:
+    make_trainer(devices=None).gather({"ab"[current_world().rank]: 1.0})
 
 
 def test_the_calls_are_allowed_while_averages_are_shown() -> None:
@@ -94,40 +98,121 @@ def test_the_calls_are_allowed_while_averages_are_shown() -> None:
         assert trainer.broadcast(3) == 3
 
 
-def test_they_are_refused_where_devices_may_differ() -> None:
-    trainer = make_trainer()
-    for call in (trainer.broadcast, lambda: trainer.gather(1), trainer.barrier):
-        with pytest.raises(RuntimeError, match="was called inside"), trainer.changing():
-            call()
-
-
 # Random numbers
+
+
+def draws() -> list[float]:
+    return [float(torch.rand(())), random.random(), np.random.normal(), random.gauss(0, 1)]
 
 
 def test_a_fork_restores_every_generator_and_goes_on_inside() -> None:
     trainer = make_trainer()
-
-    def draws() -> list[float]:
-        return [float(torch.rand(())), random.random(), np.random.normal(), random.gauss(0, 1)]
-
     for _ in range(3):  # an odd and an even number of normal numbers
         with trainer.fork_rng():
             inside = draws()
         assert draws() == inside
 
 
+def drawing(forks: bool) -> str:
+    """The lead draws random numbers between steps, and batches are drawn by the script."""
+    trainer = make_trainer(devices=None)
+    torch.manual_seed(5)
+    inputs, targets = points(40)
+    for _ in range(3):
+        rows = torch.randint(40, (8,))
+        trainer.step((inputs[rows], targets[rows]))
+        if trainer.is_lead and forks:
+            with trainer.fork_rng():
+                draws()
+        elif trainer.is_lead:
+            draws()
+    return trainer.fingerprint()
+
+
 def test_what_the_lead_draws_alone_shifts_nobody() -> None:
-    with pytest.raises(
-        DisagreementError, match=r"another batch than device 0.*with trainer.fork_rng\(\)"
-    ):
-        simulated.launch(drawing, devices="cpu:2", args=(False,))
-    assert simulated.launch(drawing, devices="cpu:2", args=(True,)) == drawing(True)
+    words = r"another batch than device 0.*with trainer.fork_rng\(\)"
+    with pytest.raises(DisagreementError, match=words):
+        simulate(drawing, 2, args=(False,))
+    assert set(simulate(drawing, 2, args=(True,))) == {drawing(True)}
 
 
-def test_names_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = make_trainer(devices=2)
-    transport = engine_in(trainer).exchange.transport
-    texts = [encode({"a": 1.0}, "value"), encode({"b": 1.0}, "value")]
-    monkeypatch.setattr(transport, "gather_bytes", lambda own: texts)
-    with pytest.raises(DisagreementError, match=r"^device 1 has \['b'\] and another one \['a'\]"):
-        trainer.gather({"a": 1.0})
+# Changes
+
+
+def through_data(model: Any, optimizer: torch.optim.Optimizer, factor: float = 0.5) -> None:
+    """As an average is swapped in and out."""
+    for parameter in model.parameters():
+        parameter.data.copy_(parameter.data * factor)
+
+
+def in_place(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+
+
+def slower(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0].update(lr=0.01, momentum=0.5)
+
+
+def statistics(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    model[0].reset_running_stats()
+
+
+Change = Callable[[Any, torch.optim.Optimizer], object]
+CHANGES: dict[str, tuple[Change, ...]] = {
+    "average": (through_data, lambda model, optimizer: through_data(model, optimizer, 2.0)),
+    "in place": (in_place,),
+    "slower": (slower,),
+    "statistics": (statistics,),
+}
+
+
+def run(name: str, lead_alone: bool, devices: int | None) -> list[object]:
+    model = nn.Sequential(nn.BatchNorm1d(3), line())
+    optimizer = sgd(model)
+    trainer = make_trainer(model, optimizer=optimizer, devices=devices)
+    found: list[object] = []
+    for change in CHANGES[name]:
+        trainer.step(points(8))
+        with trainer.changing():
+            if trainer.is_lead or not lead_alone:
+                change(model, optimizer)
+        scores = trainer.evaluate(
+            lambda m, b: {"loss": square(m, b)}, TensorDataset(*points(12)), batch_size=5
+        )
+        found += [scores, trainer.fingerprint()]
+    trainer.barrier()
+    trainer.step(points(8))
+    found.append(trainer.fingerprint())
+    trainer.close()
+    return found
+
+
+def run_all(lead_alone: bool) -> list[list[object]]:
+    return [run(name, lead_alone, None) for name in CHANGES]
+
+
+@for_each(
+    ("exchange", "lead_alone"), [("shared", True), ("collective", True), ("collective", False)]
+)
+def test_what_is_changed_has_one_result(exchange: Any, lead_alone: bool) -> None:
+    expected = [run(name, False, 1) for name in CHANGES]
+    assert [run(name, False, 3) for name in CHANGES] == expected
+    for found in simulate(run_all, 3, args=(lead_alone,), exchange=exchange):
+        assert found == expected
+
+
+@for_each("call", ["step", "gather", "broadcast", "barrier"])
+def test_calls_of_the_trainer_are_refused_where_devices_may_differ(call: str) -> None:
+    trainer = make_trainer()
+    given = {"barrier": (), "step": (points(8),)}.get(call, (1,))
+    words = rf"trainer.{call} was called inside .* the block to end"
+    with pytest.raises(RuntimeError, match=words), trainer.changing():
+        getattr(trainer, call)(*given)
+
+
+def test_an_exception_in_the_block_is_the_users() -> None:
+    trainer = make_trainer()
+    with pytest.raises(KeyError, match="mine"), trainer.changing():
+        raise KeyError("mine")

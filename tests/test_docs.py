@@ -1,19 +1,31 @@
-"""What the documents show is run as it stands there."""
+"""What documents, guides and docstrings show is run as it stands there."""
 
 from __future__ import annotations
 
+import copy
+import doctest
+import importlib
+import inspect
 import json
 import re
+import runpy
 import subprocess
 import sys
+import tempfile
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+import onefold
 from tests.checkpoint.folders import steps_in
 from tests.conftest import ROOT
+from tests.tables import for_each
 
-pytestmark = [pytest.mark.processes, pytest.mark.fresh]
+GUIDES = ROOT / "docs" / "guides"
+SOURCE = Path(onefold.__file__).parent
 
 NO_ONEFOLD_AND_NO_GPU = """
 import sys
@@ -27,53 +39,214 @@ def blocks(path: Path) -> list[str]:
     return re.findall(r"```python\n(.*?)```", path.read_text(), flags=re.DOTALL)
 
 
+def output_of(folder: Path, *arguments: str) -> str:
+    """What Python prints for them."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        check=False,
+        timeout=600,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 @pytest.mark.full
+@pytest.mark.processes
+@pytest.mark.fresh
 def test_a_checkpoint_of_two_devices_is_read_by_plain_pytorch(tmp_path: Path) -> None:
     """The README's script, saved without a line changed, and ten lines of the documents."""
     (script,) = blocks(ROOT / "README.md")
     (reading,) = (b for b in blocks(ROOT / "docs/checkpoints.md") if "load_state_dict" in b)
     (tmp_path / "train.py").write_text(script)
     options = ["--devices", "cpu:2", "--checkpoint", "run", "--every", "20", "--keep-last", "9"]
-    command = [sys.executable, "-m", "onefold", "run", *options, "train.py"]
-    subprocess.run(command, cwd=tmp_path, check=True, timeout=600, capture_output=True)
+    output_of(tmp_path, "-m", "onefold", "run", *options, "train.py")
     assert steps_in(tmp_path / "run") == [20, 40, 60, 80, 100]
-    done = subprocess.run(
-        [sys.executable, "-c", NO_ONEFOLD_AND_NO_GPU + reading],
-        cwd=tmp_path,
-        check=False,
-        timeout=600,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
     run = json.loads((tmp_path / "run/step-00000020/run.json").read_text())
     parameters = 20 * 64 + 64 + 64 * 2 + 2
-    assert done.stdout == f"{run['fingerprint']} {parameters} {4 * 3}\n"
-
-
-def test_a_program_that_launches_runs_as_it_stands_there(tmp_path: Path) -> None:
-    script = next(b for b in blocks(ROOT / "docs/running.md") if "__main__" in b)
-    (tmp_path / "program.py").write_text(script)
-    done = subprocess.run(
-        [sys.executable, "program.py"],
-        cwd=tmp_path,
-        check=False,
-        timeout=600,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert 0 <= float(done.stdout) < 10
+    found = output_of(tmp_path, "-c", NO_ONEFOLD_AND_NO_GPU + reading)
+    assert found == f"{run['fingerprint']} {parameters} {4 * 3}\n"
 
 
 @pytest.mark.full
+@pytest.mark.processes
+@pytest.mark.fresh
+def test_a_program_that_launches_runs_as_it_stands_there(tmp_path: Path) -> None:
+    script = next(b for b in blocks(ROOT / "docs/running.md") if "__main__" in b)
+    (tmp_path / "program.py").write_text(script)
+    assert 0 <= float(output_of(tmp_path, "program.py")) < 10
+
+
+@pytest.mark.full
+@pytest.mark.processes
+@pytest.mark.fresh
 def test_the_guide_to_samplers_and_streams_runs(tmp_path: Path) -> None:
     """All of it as one script, on two devices."""
-    script = "\n".join(blocks(ROOT / "docs/guides/samplers-and-streams.md"))
+    script = "\n".join(blocks(GUIDES / "samplers-and-streams.md"))
     (tmp_path / "train.py").write_text(script)
-    command = [sys.executable, "-m", "onefold", "run", "--devices", "cpu:2", "train.py"]
-    done = subprocess.run(
-        command, cwd=tmp_path, check=False, timeout=600, capture_output=True, text=True
+    found = output_of(tmp_path, "-m", "onefold", "run", "--devices", "cpu:2", "train.py")
+    assert found == "12 ['loss']\n8 True\n16 12\n26 16\n"
+
+
+# Guides
+
+
+def script_of(page: str, folder: Path, part: slice = slice(None)) -> dict[str, Any]:
+    """The names of a page's script, and of the functions that follow it."""
+    (folder / "script.py").write_text("\n\n".join(blocks(GUIDES / page)[part]))
+    return runpy.run_path(str(folder / "script.py"))
+
+
+PAGES = sorted(page.name for page in GUIDES.glob("*.md"))
+NEEDED = {"transformers.md": ("transformers", "accelerate")}
+"""Libraries that the examples of a page need beside onefold's own."""
+
+
+@for_each("page", PAGES)
+def test_the_examples_of_a_guide_run(page: str, tmp_path: Path) -> None:
+    assert "several-models.md" in PAGES
+    for name in NEEDED.get(page, ()):
+        pytest.importorskip(name)
+    assert script_of(page, tmp_path)
+
+
+def test_what_may_be_done_between_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = script_of("between-steps.md", tmp_path, slice(1))
+    assert len(script["main"]()) == 16
+    assert capsys.readouterr().out.startswith("run 1 0 [[")
+    script = script_of("between-steps.md", tmp_path, slice(1, 2))
+    saved = script["saved"]["state"][0]["exp_avg"]
+    assert saved.shape == (1, 4)
+    assert script["largest"] > 0
+    assert not saved.any()
+
+
+def test_the_gradient_without_the_update(tmp_path: Path) -> None:
+    script = script_of("gradient-without-update.md", tmp_path)
+    start = copy.deepcopy(script["model"])
+    assert script["main"]()[1] == 3
+    found = set()
+    for devices in (1, 2):
+        model = copy.deepcopy(start)
+        torch.manual_seed(1)
+        trainer = onefold.Trainer(
+            model, None, script["loss"], shards=4, devices=["cpu"] * devices, threads=1
+        )
+        optimizer, other = (torch.optim.Adam(model.parameters(), lr=0.01) for _ in range(2))
+        script["sam"](trainer, optimizer, [script["batch"], (*script["batch"],)])
+        script["noisy"](trainer, optimizer, (*script["batch"],))
+        script["save"](trainer, optimizer, tmp_path / "run")
+        script["load"](trainer, other, tmp_path / "run")
+        assert str(other.state_dict()) == str(optimizer.state_dict())
+        found.add(trainer.fingerprint())
+    assert len(found) == 1
+    trainer = onefold.Trainer(
+        start, torch.optim.Adam(start.parameters()), script["critic_loss"], shards=2
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "12 ['loss']\n8 True\n16 12\n26 16\n"
+    inputs = script["batch"][0]
+    assert trainer.step((inputs, inputs.flip(0))).number == 1
+
+
+def test_mixing_does_not_depend_on_shards_or_devices(tmp_path: Path) -> None:
+    script = script_of("mixup.md", tmp_path)
+    torch.manual_seed(2)
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10)).double()
+    images, labels = torch.randn(4, 11, 1, 8, 8).double(), torch.randint(10, (4, 11))
+
+    def trained(shards: int, devices: int) -> tuple[str, torch.Tensor]:
+        own = copy.deepcopy(model)
+        trainer = onefold.Trainer(
+            own,
+            torch.optim.SGD(own.parameters(), lr=0.1),
+            script["loss"],
+            shards=shards,
+            devices=["cpu"] * devices,
+            threads=1,
+        )
+        for batch in zip(images, labels, strict=True):
+            trainer.step(batch)
+        return trainer.fingerprint(), own.get_parameter("1.weight").detach().clone()
+
+    one, two, three = (trained(4, devices) for devices in (1, 2, 3))
+    assert one[0] == two[0] == three[0]
+    torch.testing.assert_close(one[1], trained(1, 1)[1], rtol=1e-12, atol=1e-13)
+    assert script["step"].number == 8
+    mixed, targets = script["mixed_batch"](1, torch.Generator().manual_seed(0))
+    assert mixed.shape == (30, 1, 8, 8)
+    torch.testing.assert_close(targets.sum(dim=1), torch.ones(30))
+
+
+# Docstrings
+
+MODULES = sorted(
+    ".".join(["onefold", *path.relative_to(SOURCE).with_suffix("").parts])
+    for path in SOURCE.rglob("*.py")
+    if ">>> " in path.read_text()
+)
+STARTS_PROCESSES = "onefold.run.launch"
+WITH_A_TRAINER = ("core.batch", "integrations.loggers", "trainedmodel", "trainer")
+WITH_PARTS = ("core.sharing", "engine.step")
+
+
+def surroundings_of(name: str) -> dict[str, Any]:
+    """What the examples of a module begin with, as in the example of Trainer."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if name.removeprefix("onefold.") in WITH_PARTS:
+        return {"model": model, "optimizer": optimizer}
+    loss = lambda model, x: model(x).square().mean(dim=1)  # noqa: E731
+    trainer = onefold.Trainer(model, optimizer, loss, shards=2)
+    given = {"model": model, "trainer": trainer}
+    return given if name.removeprefix("onefold.") in WITH_A_TRAINER else {}
+
+
+def run_examples(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))  # some leave their files
+    module = importlib.import_module(name)
+    tests = doctest.DocTestFinder().find(module, extraglobs={"onefold": onefold, "torch": torch})
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    reports: list[str] = []
+    given = surroundings_of(name)
+    for test in tests:
+        test.globs |= surroundings_of(name) if "optimizer" in given else given
+        runner.run(test, out=reports.append)
+    assert runner.summarize(verbose=False).failed == 0, "".join(reports)
+    assert runner.tries > 0
+
+
+@for_each("name", [name for name in MODULES if name != STARTS_PROCESSES])
+def test_the_examples_of(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {"onefold.trainer", "onefold.core.mean", "onefold.core.shard"} <= set(MODULES)
+    run_examples(name, tmp_path, monkeypatch)
+
+
+@pytest.mark.processes
+def test_the_examples_of_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_examples(STARTS_PROCESSES, tmp_path, monkeypatch)
+
+
+@pytest.mark.full
+def test_the_pages_made_from_docstrings_have_all_that_is_public(tmp_path: Path) -> None:
+    make_api = pytest.importorskip("docs.make_api", reason="pdoc is not installed")
+    pytest.importorskip("transformers")
+    with warnings.catch_warnings():  # of the libraries that are imported
+        make_api.make(tmp_path)
+    own = (tmp_path / "onefold.html").read_text()
+    inherited = (tmp_path / "onefold" / "trainedmodel.html").read_text()
+    names = set(onefold.__all__)
+    modules = {name for name in names if inspect.ismodule(getattr(onefold, name))}
+    assert modules == {"errors", "losses"}
+    assert [name for name in names - modules if f'id="{name}"' not in own] == []
+    for name in modules:
+        page = (tmp_path / "onefold" / f"{name}.html").read_text()
+        assert [each for each in getattr(onefold, name).__all__ if f'id="{each}"' not in page] == []
+    for name in (name for name in dir(onefold.Trainer) if not name.startswith("_")):
+        if name in vars(onefold.Trainer):
+            assert f'id="Trainer.{name}"' in own
+        else:
+            assert f'id="TrainedModel.{name}"' in inherited
+            assert f'href="onefold/trainedmodel.html#TrainedModel.{name}"' in own
+    assert "<li><strong>shards:</strong>" in own
+    assert "Args:" not in own
