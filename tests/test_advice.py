@@ -1,18 +1,32 @@
-"""What messages advise works, and what every script of several processes meets is named."""
+"""What errors advise is what helps, and what every script of several processes meets is named."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import onefold
+from onefold.core.options import RunOptions
+from onefold.core.world import World
+from onefold.errors import CheckpointError, LineError, OnefoldError, PeerError, RunFailed
 from onefold.run.membership import advice_on_one_file
-from tests import simulated
+from onefold.run.world import current_world
+from onefold.testing import simulate
+from tests.checkpoint.folders import seal
 from tests.small import line, make_trainer, points, sgd, square
 from tests.tables import for_each
+
+ROWS = torch.randn(8, 3, generator=torch.Generator().manual_seed(1))
+EXCHANGES: tuple[Any, ...] = ("shared", "collective")
+
+# Calls and files of several processes
 
 
 def saved_by_the_lead(folder: str) -> None:
@@ -22,7 +36,16 @@ def saved_by_the_lead(folder: str) -> None:
         trainer.save(folder)
 
 
-def evaluated_by_the_lead(folder: str) -> None:
+@for_each("exchange", EXCHANGES)
+def test_a_save_of_the_lead_alone_is_named(tmp_path: Path, exchange: Any) -> None:
+    """At the end of a script, where the others have ended already."""
+    words = r"Device 0 is in trainer.save, which must be called on every device, and so not under"
+    with pytest.raises(PeerError, match=words):
+        simulate(saved_by_the_lead, 2, args=(str(tmp_path),), exchange=exchange)
+    assert not list(tmp_path.iterdir())
+
+
+def called_by_the_lead(folder: str) -> None:
     trainer = make_trainer(devices=None, timeout_s=2)
     trainer.step(points(8))
     if trainer.is_lead:
@@ -32,23 +55,15 @@ def evaluated_by_the_lead(folder: str) -> None:
             torch.randn(10_000).sort()
 
 
-@for_each("exchange", ["shared", "collective"])
-def test_a_save_of_the_lead_alone_is_named(tmp_path: Path, exchange: str) -> None:
-    """At the end of a script, where the others have ended already."""
-    words = r"Device 0 is in trainer.save, which must be called on every device, and so not under"
-    with pytest.raises(onefold.errors.PeerError, match=words):
-        simulated.launch(
-            saved_by_the_lead, devices="cpu:2", args=(str(tmp_path),), exchange=exchange
-        )
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.full
 @pytest.mark.processes
-def test_a_call_of_the_lead_that_nobody_else_makes_is_named_at_its_limit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_a_call_of_the_lead_alone_is_named_at_its_limit(exchange: Any, tmp_path: Path) -> None:
+    """At that of the trainer, and not of the launcher."""
     words = r"device 1 .*did not arrive within 2 s.*Device 0 is in trainer.barrier, which must be"
-    with pytest.raises(onefold.errors.RunFailed, match=words):
-        onefold.launch(evaluated_by_the_lead, devices="cpu:2", args=(str(tmp_path),))
+    options: Any = {"args": (str(tmp_path),), "exchange": exchange, "timeout_s": 600}
+    with pytest.raises(RunFailed, match=words):
+        onefold.launch(called_by_the_lead, devices="cpu:2", **options)
 
 
 def written_by_all(path: str) -> None:
@@ -60,10 +75,9 @@ def written_by_all(path: str) -> None:
 @pytest.mark.full
 @pytest.mark.processes
 def test_a_file_that_all_write_is_named_as_one(tmp_path: Path) -> None:
-    path = tmp_path / "model.pt"
     words = r"FileExistsError.*all 2 processes of this run execute the script. If each of them"
-    with pytest.raises(onefold.errors.RunFailed, match=words):
-        onefold.launch(written_by_all, devices="cpu:2", args=(str(path),))
+    with pytest.raises(RunFailed, match=words):
+        onefold.launch(written_by_all, devices="cpu:2", args=(str(tmp_path / "model.pt"),))
 
 
 def test_only_errors_of_files_that_somebody_else_may_have_made_are_explained() -> None:
@@ -76,6 +90,44 @@ def test_only_errors_of_files_that_somebody_else_may_have_made_are_explained() -
     assert advice_on_one_file(there, 1) == ""
 
 
+def goes_on_after_a_failure() -> str:
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        if trainer.steps == 1 and current_world().rank == 1:
+            raise KeyError("the first")
+        return model(batch).square().mean(dim=1)  # type: ignore[no-any-return]
+
+    trainer = make_trainer(loss=loss, devices=None)
+    trainer.step(ROWS)
+    for _ in range(2):
+        try:
+            trainer.step(ROWS)
+        except (KeyError, OnefoldError) as error:
+            said = str(error)
+    return said
+
+
+class Split(torch.utils.data.IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from torch.arange(48.0).view(16, 3)[current_world().rank :: 2]
+
+
+def takes_its_own_part() -> None:
+    trainer = make_trainer(loss=lambda m, x: m(x).square().mean(dim=1), devices=None)
+    for batch in trainer.loader(Split(), batch_size=4):
+        trainer.step(batch)
+
+
+@for_each("exchange", EXCHANGES)
+def test_what_scripts_of_several_processes_are_told(exchange: Any) -> None:
+    said = simulate(goes_on_after_a_failure, 2, exchange=exchange)[1]
+    assert "has left its run, because this device failed in step 2: " in said
+    assert "'the first'" in said
+    with pytest.raises(OnefoldError, match="rank and world size must drop that split"):
+        simulate(takes_its_own_part, 2, exchange=exchange)
+
+
+# Freezing
+
 STEPS, UNFROZEN_FROM = 8, 4
 
 
@@ -84,76 +136,227 @@ def two_layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
 
 
-def unfreezing(
-    devices: int, *, start: Path | None = None, stop: int = STEPS, to: Path | None = None
-) -> nn.Module:
+def unfrozen(devices: int, folder: Path, stop: int = STEPS) -> list[torch.Tensor]:
     """As the messages advise: all in the optimizer, frozen after Trainer is made."""
     model = two_layers()
-    trainer = make_trainer(
-        model, optimizer=torch.optim.AdamW(model.parameters(), lr=0.05), devices=devices, plan=None
-    )
-    if start is not None:
-        trainer.load(start)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    trainer = make_trainer(model, optimizer=optimizer, devices=devices)
+    trainer.load(folder, if_any=True)
     model[0].requires_grad_(False)
     while trainer.steps < stop:
-        if trainer.steps >= UNFROZEN_FROM:
-            model[0].requires_grad_(True)
+        model[0].requires_grad_(trainer.steps >= UNFROZEN_FROM)
         trainer.step(tuple(t.double() for t in points(8)))
-    if to is not None:
-        trainer.save(to)
-    return model
+    if stop < STEPS:
+        trainer.save(folder)
+    return [parameter.detach() for parameter in model.parameters()]
 
 
-def plainly() -> nn.Module:
+def test_unfreezing_as_advised_is_unfreezing_in_a_plain_loop(tmp_path: Path) -> None:
     model = two_layers()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    model[0].requires_grad_(False)
     batch = tuple(t.double() for t in points(8))
     for step in range(STEPS):
         model[0].requires_grad_(step >= UNFROZEN_FROM)
         optimizer.zero_grad()
         square(model, batch).mean().backward()
         optimizer.step()
-    return model
+    whole = unfrozen(1, tmp_path / "none")
+    for found, expected in zip(whole, model.parameters(), strict=True):
+        torch.testing.assert_close(found, expected.detach(), rtol=1e-12, atol=1e-14)
+    for stop in (2, UNFROZEN_FROM, 6):
+        unfrozen(3, tmp_path / str(stop), stop)
+        assert all(map(torch.equal, unfrozen(2, tmp_path / str(stop)), whole))
 
 
-def values(model: nn.Module) -> list[torch.Tensor]:
-    return [parameter.detach().clone() for parameter in model.parameters()]
-
-
-def test_unfreezing_as_advised_is_unfreezing_in_a_plain_loop() -> None:
-    one, two, three = (values(unfreezing(devices)) for devices in (1, 2, 3))
-    for a, b, c, d in zip(one, two, three, values(plainly()), strict=True):
-        assert torch.equal(a, b)
-        assert torch.equal(a, c)
-        torch.testing.assert_close(a, d, rtol=1e-12, atol=1e-14)
-
-
-@for_each("stop", [2, UNFROZEN_FROM, 6])
-def test_it_goes_on_after_a_stop(tmp_path: Path, stop: int) -> None:
-    unfreezing(3, stop=stop, to=tmp_path)
-    for a, b in zip(values(unfreezing(1)), values(unfreezing(2, start=tmp_path)), strict=True):
-        assert torch.equal(a, b)
-
-
-def test_a_group_that_comes_later_is_told_what_works() -> None:
-    model = two_layers()
+@for_each(
+    ("in_the_optimizer", "words"),
+    [
+        (False, "give it to the optimizer, make Trainer, and then freeze"),
+        (True, "require a gradient until Trainer is made, and freeze it"),
+    ],
+)
+def test_what_is_unfrozen_otherwise_is_told_what_works(in_the_optimizer: bool, words: str) -> None:
+    model = two_layers().float()
     model[0].requires_grad_(False)
-    optimizer = sgd(model[2])
+    optimizer = sgd(model if in_the_optimizer else model[2])
     trainer = make_trainer(model, optimizer=optimizer)
     model[0].requires_grad_(True)
-    optimizer.add_param_group({"params": list(model[0].parameters())})
-    with pytest.raises(
-        ValueError, match=r"give it to the optimizer, make Trainer, and then freeze"
-    ):
+    if not in_the_optimizer:
+        optimizer.add_param_group({"params": list(model[0].parameters())})
+    with pytest.raises(ValueError, match=words):
         trainer.step(points(8))
 
 
-def test_what_was_frozen_before_is_told_what_works() -> None:
-    model = line()
-    model.bias.requires_grad_(False)
-    trainer = make_trainer(model)
+# Losses
+
+
+def test_a_criterion_with_parameters_is_given_with_the_model() -> None:
+    model, criterion = nn.Linear(3, 2), nn.Linear(2, 1)
+    both = nn.ModuleDict({"model": model, "criterion": criterion})
+    words = r"give Trainer both: Trainer\(\{'model': model, 'criterion': criterion\}, \.\.\.\)"
+    with pytest.raises(ValueError, match=words):
+        make_trainer(model, lambda m, x: criterion(m(x)).mean(1), optimizer=sgd(both))
+    trainer = onefold.Trainer(
+        {"model": model, "criterion": criterion},
+        sgd(both),
+        lambda both, x: both["criterion"](both["model"](x)).mean(1),
+        shards=2,
+    )
+    assert trainer.step(ROWS).samples == 8
+
+
+@pytest.mark.filterwarnings("ignore:std():UserWarning")
+@for_each(
+    ("loss", "shards", "advised"),
+    [
+        (lambda m, x: m(x).std(dim=0).mean(), 8, True),
+        (lambda m, x: F.batch_norm(m(x), None, None, training=True).mean(1), 8, True),
+        (lambda m, x: m(x).mean(1) / 0, 4, False),
+    ],
+)
+def test_gather_is_named_where_a_shard_has_one_sample(
+    loss: Callable[..., Any], shards: int, advised: bool
+) -> None:
+    with pytest.raises(ValueError, match=r".") as caught:
+        make_trainer(nn.Linear(3, 2), loss, shards=shards).step(ROWS)
+    said = " ".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+    assert ("onefold.gather(rows) gives the loss those of the whole batch" in said) is advised
+    if advised:
+        assert "one sample" in said
+        make_trainer(nn.Linear(3, 2), loss, shards=4).step(ROWS)
+
+
+class Crossed(nn.Module):
+    def __init__(self, by_hand: bool) -> None:
+        super().__init__()
+        self.first, self.bilinear = nn.Linear(3, 4), nn.Bilinear(4, 4, 2)
+        self.by_hand = by_hand
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        with torch.autocast(x.device.type, enabled=not self.by_hand):
+            return self.bilinear(*(h.float(), h.float()) if self.by_hand else (h, h))  # type: ignore[no-any-return]
+
+
+@for_each("precision", ["bf16", "fp16"])
+def test_what_autocast_has_no_rule_for_is_named(precision: str) -> None:
+    def step(by_hand: bool) -> None:
+        loss = lambda m, x: m(x).float().square().mean(1)  # noqa: E731
+        make_trainer(Crossed(by_hand), loss, precision=precision).step(ROWS)
+
+    with pytest.raises(RuntimeError) as caught:
+        step(by_hand=False)
+    said = " ".join(caught.value.__notes__)
+    assert "autocast has no rule for nn.Bilinear" in said
+    assert 'precision="bf16-params"' in said
+    step(by_hand=True)  # as it says
+
+
+def test_a_mean_and_a_sum_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loss(model: nn.Module, x: torch.Tensor) -> object:
+        losses = model(x).square()
+        return onefold.Mean(losses.sum(), float(losses.numel())) + onefold.Sum(losses.mean())
+
+    def step(keep: Any) -> None:
+        world = World(options=RunOptions(keep=keep))
+        monkeypatch.setattr("onefold.trainer.current_world", lambda: world)
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        make_trainer(model, loss, stages=list(model), devices=2).step(ROWS)
+
+    with pytest.raises(LineError, match=r"\(Mean \+ Mean, or Mean \+ Sum\).*--keep span"):
+        step("stages")
+    step("span")
+
+
+# Settings of optimizers in checkpoints
+
+
+def kept(kind: str, items: Any, **more: Any) -> dict[str, Any]:
+    return {"kind of value": kind, "items": items, **more}
+
+
+Made = Callable[[nn.Module], Any]
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def adam_and_sgd(model: nn.Module) -> list[torch.optim.Optimizer]:
+    weight, bias = model.parameters()
+    nesterov = torch.optim.SGD([weight], lr=0.1, momentum=0.9, nesterov=True)
+    return [torch.optim.AdamW([bias]), nesterov]
+
+
+def uphill(model: nn.Module) -> torch.optim.Optimizer:
+    """By a rate that the class would refuse."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["lr"] = -0.1
+    return optimizer
+
+
+class Choosy(torch.optim.SGD):
+    """Takes other arguments than its settings, so that nobody else can make one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), lr=0.1)
+
+
+def saved(folder: Path, make: Made, group: int = 0, **changed: Any) -> None:
+    """A checkpoint whose settings of one group are changed."""
+    trainer = make_trainer(model := line(), optimizer=make(model))
     trainer.step(points(8))
-    model.bias.requires_grad_(True)
-    with pytest.raises(ValueError, match="require a gradient until Trainer is made, and freeze it"):
-        trainer.step(points(8))
+    step = trainer.save(folder)
+    record = json.loads((step / "run.json").read_text())
+    record["optimizer"]["settings"][group].update(changed)
+    seal(step, json.dumps({**record, "sha256": "0" * 64}, indent=2) + "\n")
+
+
+OF_ANOTHER_KIND = ".* in the checkpoint and .* in this script"
+
+
+@for_each(
+    ("make", "group", "key", "value", "words"),
+    [
+        *((adam, 0, "lr", value, OF_ANOTHER_KIND) for value in ("0.1", True, [0.1])),
+        (adam, 0, "betas", 0.9, OF_ANOTHER_KIND),
+        (adam, 0, "betas", kept("tuple", [0.9]), OF_ANOTHER_KIND),
+        (adam, 0, "betas", kept("tuple", [0.9, "0.99"]), OF_ANOTHER_KIND),
+        (adam, 0, "weight_decay", None, OF_ANOTHER_KIND),
+        (adam, 0, "amsgrad", "no", OF_ANOTHER_KIND),
+        (adam, 0, "lr", -1, "is -1 .*AdamW refuses .Invalid learning rate: -1"),
+        (adam, 0, "lr", kept("float", "nan"), "is nan .*, not finite"),
+        (adam, 0, "betas", kept("tuple", [2.0, 0.9]), r"is \(2.0, 0.9\) .*index 0: 2.0"),
+        (adam, 0, "betas", kept("tuple", [0.9, kept("float", "nan")]), r"is \(0.9, nan\)"),
+        (adam, 0, "weight_decay", kept("float", "inf"), "is inf .*settings that AdamW takes"),
+        (adam_and_sgd, 1, "momentum", 0, "is 0 .*SGD refuses .Nesterov momentum requires"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused_when_they_are_loaded(
+    make: Made, group: int, key: str, value: Any, words: str, tmp_path: Path
+) -> None:
+    saved(tmp_path, make, group, **{key: value})
+    again = make_trainer(model := line(), optimizer=make(model))
+    before, drawn = again.fingerprint(), torch.get_rng_state()
+    with pytest.raises(CheckpointError, match=rf"{key} of the optimizer's group {group} {words}"):
+        again.load(tmp_path)
+    assert again.fingerprint() == before
+    assert torch.equal(torch.get_rng_state(), drawn)
+    again.step(points(8))
+
+
+@for_each(
+    ("make", "changed"),
+    [
+        (adam, {"lr": 1}),
+        (adam, {"lr": kept("tensor", 0.5, dtype="float32")}),
+        (adam_and_sgd, {}),
+        (Choosy, {}),
+        (uphill, {}),
+    ],
+)
+def test_settings_that_may_be_are_loaded(make: Made, changed: Any, tmp_path: Path) -> None:
+    saved(tmp_path, make, **changed)
+    again = make_trainer(model := line(), optimizer=make(model))
+    again.load(tmp_path)
+    again.step(points(8))
