@@ -1,49 +1,38 @@
+"""Tensors in flat memory, and their fingerprints."""
+
 from __future__ import annotations
+
+import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
 
-from onefold.core.flat import FlatTensors, lay_out
-
-
-def test_views_keep_the_strides_of_channels_last() -> None:
-    weight = torch.randn(8, 4, 3, 3).to(memory_format=torch.channels_last)
-    flat = FlatTensors(lay_out({"w": weight}))
-    flat.write([weight])
-    assert flat.views[0].stride() == weight.stride()
-    assert torch.equal(flat.views[0], weight)
+from onefold.core.flat import FlatTensors, fingerprint_of, lay_out, named_tensors, tensor_digests
+from tests.tables import for_each
 
 
-def test_a_tensor_with_gaps_is_laid_out_densely() -> None:
-    expanded = torch.arange(3.0).expand(4, 3)
-    flat = FlatTensors(lay_out({"w": expanded}))
-    flat.write([expanded])
-    assert flat.views[0].is_contiguous()
-    assert torch.equal(flat.views[0], expanded)
-
-
-def test_one_section_a_dtype() -> None:
-    tensors = {"a": torch.zeros(3), "b": torch.zeros(5, dtype=torch.bfloat16), "c": torch.ones(2)}
+def test_a_section_a_dtype_and_a_view_a_tensor() -> None:
+    tensors = {
+        "a": torch.randn(8, 4, 3, 3).to(memory_format=torch.channels_last),
+        "b": torch.ones(5, dtype=torch.bfloat16),
+        "expanded": torch.arange(3.0).expand(4, 3),
+    }
     layout = lay_out(tensors)
-    assert layout.dtypes == (torch.float32, torch.bfloat16)
-    assert layout.numels == (128, 128)
-
-
-def test_absent_tensors_are_written_as_zeros() -> None:
-    flat = FlatTensors(lay_out({"a": torch.zeros(3), "b": torch.zeros(3)}))
-    flat.write([torch.ones(3), torch.ones(3)])
-    flat.write([None, torch.full((3,), 2.0)])
-    assert flat.views[0].tolist() == [0, 0, 0]
-    assert flat.views[1].tolist() == [2, 2, 2]
-
-
-def test_saving_one_tensor_does_not_save_the_others() -> None:
-    tensors = {"a": torch.ones(3, 5), "b": torch.zeros(100_000), "c": torch.ones(2).bfloat16()}
-    flat = FlatTensors(lay_out(tensors))
+    assert (layout.dtypes, layout.numels) == ((torch.float32, torch.bfloat16), (384, 128))
+    flat = FlatTensors(layout)
     flat.write(list(tensors.values()))
     for view, tensor in zip(flat.views, tensors.values(), strict=True):
-        assert view.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
         assert torch.equal(view, tensor)
+        # Saving one does not save the others.
+        assert view.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
+    assert flat.views[0].stride() == tensors["a"].stride()
+    assert flat.views[2].is_contiguous()
+    flat.write([None, *list(tensors.values())[1:]])
+    assert not flat.views[0].any()
+    assert torch.equal(flat.views[2], tensors["expanded"])
 
 
 def test_views_do_not_depend_on_the_current_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,3 +44,100 @@ def test_views_do_not_depend_on_the_current_gpu(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.Tensor, "__dlpack__", refuse)
     flat = FlatTensors(lay_out({"a": torch.zeros(3, 2), "b": torch.zeros(5, dtype=torch.int64)}))
     assert [view.untyped_storage().nbytes() for view in flat.views] == [24, 40]
+
+
+# Fingerprints
+
+DTYPES = [
+    *(torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn),
+    *(torch.complex64, torch.bool, torch.uint8, torch.int64),
+]
+
+
+def fingerprint(**tensors: torch.Tensor) -> str:
+    """Of a module with these buffers."""
+    module = nn.Module()
+    for name, tensor in tensors.items():
+        module.register_buffer(name, tensor)
+    return fingerprint_of(tensor_digests(named_tensors(module)))
+
+
+def test_a_fingerprint_stays_what_it_is() -> None:
+    """Fingerprints are written down by users, in logs and checkpoints."""
+    module = nn.Linear(2, 1)
+    module.load_state_dict({"weight": torch.tensor([[1.0, -2.0]]), "bias": torch.tensor([0.5])})
+    assert fingerprint_of(tensor_digests(named_tensors(module))) == "f91159ea91d038b3"
+
+
+@for_each("dtype", DTYPES)
+def test_the_bits_decide(dtype: torch.dtype) -> None:
+    for shape in ((), (0,), (3,), (2, 0, 4), (2, 3)):
+        one, other = (fingerprint(x=torch.ones(shape).to(dtype)) for _ in range(2))
+        assert one == other
+        assert len(one) == 16
+        assert int(one, 16) >= 0
+    values = torch.zeros(5)
+    one = fingerprint(x=values.to(dtype))
+    values[4] = 1
+    assert fingerprint(x=values.to(dtype)) != one
+
+
+ZERO, ONE = torch.zeros(1), torch.ones(1)
+
+
+@for_each(
+    ("one", "other"),
+    [
+        ({"x": torch.tensor(0.0)}, {"x": torch.tensor(-0.0)}),
+        ({"x": ONE}, {"x": torch.nextafter(ONE, 2 * ONE)}),
+        ({"x": torch.zeros(2)}, {"x": torch.zeros(2).int()}),
+        ({"x": torch.zeros(2).half()}, {"x": torch.zeros(2).bfloat16()}),
+        ({"x": torch.zeros(0).int()}, {"x": torch.zeros(0)}),
+        ({"x": torch.zeros(2, 3)}, {"x": torch.zeros(3, 2)}),
+        ({"x": ZERO}, {"x": torch.zeros(())}),
+        ({"x": torch.zeros(0, 2)}, {"x": torch.zeros(0)}),
+        ({"x": ZERO}, {"y": ZERO}),
+        ({"x": ZERO, "y": ONE}, {"x": ONE, "y": ZERO}),
+        ({"x": ZERO}, {"x": ZERO, "y": torch.zeros(0)}),
+    ],
+)
+def test_what_is_not_the_same_has_another_fingerprint(
+    one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]
+) -> None:
+    assert fingerprint(**one) != fingerprint(**other)
+
+
+@given(
+    shape=st.lists(st.integers(1, 4), min_size=4, max_size=4), order=st.permutations([0, 1, 2, 3])
+)
+def test_how_the_elements_lie_in_memory_does_not_matter(shape: list[int], order: list[int]) -> None:
+    values = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
+    inverse = [order.index(i) for i in range(4)]
+    elsewhere = values.permute(order).contiguous().permute(inverse)
+    assert torch.equal(elsewhere, values)
+    assert fingerprint(x=elsewhere) == fingerprint(x=values)
+
+
+WIDE = torch.arange(12.0).view(3, 4)
+
+
+@for_each(
+    ("view", "values"),
+    [
+        (WIDE[:, 1], WIDE[:, 1].clone()),
+        (WIDE[:1].expand(5, 4), WIDE[:1].repeat(5, 1)),
+        (torch.tensor([1 + 1j, 2 - 3j]).conj(), torch.tensor([1 - 1j, 2 + 3j])),
+        (torch.tensor([math.nan, math.inf]), torch.tensor([math.nan, math.inf])),
+    ],
+)
+def test_views_count_for_what_they_show(view: torch.Tensor, values: torch.Tensor) -> None:
+    assert fingerprint(x=view) == fingerprint(x=values)
+
+
+def test_tensors_count_under_their_own_names_and_tied_ones_once() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2, bias=False))
+    module[2].weight = module[0].weight
+    module.register_buffer("passing", torch.zeros(1), persistent=False)
+    parameters = ["0.weight", "0.bias", "1.weight", "1.bias"]
+    buffers = ["passing", "1.running_mean", "1.running_var", "1.num_batches_tracked"]
+    assert list(tensor_digests(named_tensors(module))) == parameters + buffers

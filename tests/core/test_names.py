@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from torch import nn
-
 from onefold.core.names import own_name
 from tests.tables import for_each
 
@@ -25,9 +23,3 @@ from tests.tables import for_each
 def test_words_of_the_compiler_are_taken_out(name: str, own: str) -> None:
     assert own_name(name) == own
     assert own_name(own) == own
-
-
-def test_a_compiled_model_has_the_names_of_the_plain_one() -> None:
-    plain = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    wrapped = nn.ModuleDict({"_orig_mod": plain})
-    assert [own_name(name) for name in wrapped.state_dict()] == list(plain.state_dict())

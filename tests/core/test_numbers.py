@@ -26,17 +26,13 @@ def test_what_is_no_limit_is_refused(value: float) -> None:
     ):
         with pytest.raises(ValueError, match=words):
             refused()
-
-
-@for_each("value", ["5", None, True])
-def test_what_is_no_number_is_refused(value: object) -> None:
-    with pytest.raises(TypeError, match="expected it to be a number"):
-        check_seconds("it", value)
+    for other in ("5", None, True):
+        with pytest.raises(TypeError, match="expected it to be a number"):
+            check_seconds("it", other)
 
 
 def test_the_system_can_wait_so_long() -> None:
     """For whatever is at the end of it, so that this returns at once."""
     poller = select.poll()
     poller.register(0, select.POLLIN | select.POLLOUT)
-    poller.register(1, select.POLLIN | select.POLLOUT)
     assert poller.poll(check_seconds("it", MOST_S) * 1000)

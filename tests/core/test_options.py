@@ -7,15 +7,8 @@ from typing import Any
 
 import pytest
 
-from onefold.core.options import DEFAULT_GRACE_S, DEFAULT_TIMEOUT_S, RunOptions
+from onefold.core.options import RunOptions
 from tests.tables import for_each
-
-
-def test_what_nobody_chose() -> None:
-    options = RunOptions()
-    assert (options.exchange, options.timeout_s) == ("auto", DEFAULT_TIMEOUT_S)
-    assert (options.grace_s, options.every, options.keep_last) == (DEFAULT_GRACE_S, 200, 3)
-    assert not options.may_stop
 
 
 @for_each(
@@ -23,7 +16,6 @@ def test_what_nobody_chose() -> None:
     [
         ({"every": 0}, "^expected every of at least 1, got 0"),
         ({"keep_last": 0}, "^expected keep_last of at least 1, got 0"),
-        ({"keep_last": -3}, "^expected keep_last of at least 1, got -3"),
         (
             {"keep": 3},
             "^expected keep to be one of all, span, host, stages, got 3; .* is --keep-last",
@@ -31,7 +23,6 @@ def test_what_nobody_chose() -> None:
         ({"keep": "most"}, "^expected keep to be one of all, span, host, stages, got 'most'"),
         ({"keep": "stages:1"}, "^expected keep .* lines of 2 devices or more"),
         ({"keep": "stages:"}, "^expected keep to be one of"),
-        ({"keep": "span:2"}, "^expected keep to be one of"),
         ({"restarts": -1, "checkpoint": "kept"}, "^expected restarts of at least 0, got -1"),
         ({"restarts": 1}, "^restarts go on from the last checkpoint: name a directory"),
         ({"exchange": "mpi"}, "^expected the exchange to be auto, shared or collective, got 'mpi'"),
@@ -45,23 +36,6 @@ def test_what_makes_no_sense_is_refused_by_name(chosen: dict[str, Any], words: s
 
 
 @for_each(
-    "chosen",
-    [
-        {"every": 1, "keep_last": 1},
-        {"keep": "span"},
-        {"keep": "stages:12"},
-        {"restarts": 0},
-        {"restarts": 5, "checkpoint": "kept"},
-        {"exchange": "shared"},
-        {"exchange": "collective", "timeout_s": 0.5},
-    ],
-)
-def test_what_makes_sense_is_not_refused(chosen: dict[str, Any]) -> None:
-    options = RunOptions(**chosen)
-    assert all(getattr(options, name) == value for name, value in chosen.items())
-
-
-@for_each(
     ("chosen", "may_stop"),
     [({}, False), ({"saves": True}, True), ({"checkpoint": "kept"}, True), ({"trace": "t"}, False)],
 )
@@ -69,11 +43,6 @@ def test_a_run_that_saves_itself_may_be_asked_to_stop(
     chosen: dict[str, Any], may_stop: bool
 ) -> None:
     assert RunOptions(**chosen).may_stop is may_stop
-
-
-def test_options_are_final() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError, match="keep"):
-        RunOptions().keep = 5  # type: ignore[misc]
 
 
 def test_what_was_checked_stays_checked_when_it_is_changed() -> None:
@@ -89,9 +58,6 @@ def test_what_was_checked_stays_checked_when_it_is_changed() -> None:
 def test_how_many_devices_compute_a_shard(keep: str, devices: int, line: int) -> None:
     assert RunOptions(keep=keep).line_of(devices) == line
     assert RunOptions(keep=keep).keeps == keep.partition(":")[0]
-
-
-@for_each("devices", [1, 3, 5])
-def test_lines_that_would_not_be_whole_are_refused(devices: int) -> None:
-    with pytest.raises(ValueError, match=f"multiple of 2 with --keep stages:2.* got {devices}"):
-        RunOptions(keep="stages:2").line_of(devices)
+    for odd in (1, 3, 5):
+        with pytest.raises(ValueError, match=f"multiple of 2 with --keep stages:2.* got {odd}"):
+            RunOptions(keep="stages:2").line_of(odd)

@@ -1,11 +1,15 @@
-"""What each precision stands for."""
+"""What each precision stands for, and the scale of float16 losses."""
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from onefold.core.precision import AS_GIVEN, PRECISIONS, Precision, added_up_in
+from onefold.core.precision import AS_GIVEN, PRECISIONS, LossScale, Precision, added_up_in
 from tests.tables import for_each
 
 MEANINGS = {
@@ -17,22 +21,16 @@ MEANINGS = {
 }
 
 
-def test_every_name_has_its_meaning() -> None:
-    assert tuple(MEANINGS) == PRECISIONS
-    for name in PRECISIONS:
-        precision = Precision(name)
-        found = precision.compute, precision.parameters, precision.is_scaled
-        assert found == MEANINGS[name]
+def meaning(precision: Precision) -> tuple[object, ...]:
+    return precision.compute, precision.parameters, precision.is_scaled
 
 
-def test_without_a_name_everything_is_as_the_model_has_it() -> None:
-    assert (AS_GIVEN.compute, AS_GIVEN.parameters, AS_GIVEN.is_scaled) == (None, None, False)
-
-
-@for_each("name", ["", "float16", "fp16-", "-params", "BF16"])
-def test_another_name_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match='expected precision to be one of "fp32", "bf16"'):
-        Precision(name)  # type: ignore[arg-type]
+def test_every_name_has_its_meaning_and_others_are_refused() -> None:
+    assert {name: meaning(Precision(name)) for name in PRECISIONS} == MEANINGS
+    assert meaning(AS_GIVEN) == (None, None, False)
+    for name in ("", "float16", "fp16-", "BF16"):
+        with pytest.raises(ValueError, match='expected precision to be one of "fp32", "bf16"'):
+            Precision(name)  # type: ignore[arg-type]
 
 
 @for_each(
@@ -47,3 +45,28 @@ def test_another_name_is_refused(name: str) -> None:
 )
 def test_low_precision_alone_is_added_up_in_another(dtype: torch.dtype, wide: torch.dtype) -> None:
     assert added_up_in(dtype) is wide
+
+
+def test_a_scale_doubles_after_two_thousand_good_steps_and_an_overflow_halves_it() -> None:
+    scale = LossScale()
+    for _ in range(1999):
+        scale = scale.after(overflow=False)
+        assert scale.value == 2.0**16
+    assert scale.after(overflow=False) == LossScale(2.0**17, 0)
+    assert scale.after(overflow=True) == LossScale(2.0**15, 0)
+
+
+def test_a_scale_ends_where_it_could_not_be_the_cause() -> None:
+    assert LossScale(2.0).can_shrink
+    scale = LossScale(2.0).after(overflow=True)
+    assert scale == LossScale(1.0) == scale.after(overflow=True)
+    assert not scale.can_shrink
+
+
+@given(st.lists(st.booleans(), max_size=60), st.integers(0, 32))
+def test_a_scale_is_always_a_power_of_two(overflows: list[bool], first: int) -> None:
+    scale = LossScale(2.0**first, 1990)
+    for overflow in overflows:
+        scale = scale.after(overflow=overflow)
+        assert math.frexp(scale.value)[0] == 0.5
+        assert 1.0 <= scale.value <= 2.0**32

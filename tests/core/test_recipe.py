@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from onefold.core.recipe import Around, Generation, Made, Recipe, Reference, View, replaced
+from onefold.core.recipe import Around, Generation, Made, Recipe, Reference, View
 from tests.tables import for_each
 
 NUMEL = 24
@@ -92,8 +92,3 @@ def test_a_view_may_have_other_strides_and_another_dtype(
     drawn(3).fill_view(view, WHOLE)
     assert torch.equal(view, plain(3).to(dtype))
     assert view.stride() == stride
-
-
-def test_containers_keep_their_form() -> None:
-    given = ((1, 2.0), {"a": [3, "x"]}, slice(1, 2))
-    assert replaced(given, float, lambda _: 7) == ((1, 7), {"a": [3, "x"]}, slice(1, 2))

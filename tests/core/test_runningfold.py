@@ -1,14 +1,14 @@
+"""Sums that are added up as shards come."""
+
 from __future__ import annotations
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from onefold.core.fold import fold_shards
 from onefold.core.shard import Plan
 from onefold.exchange.stagefold import RunningFold
-from tests.tables import for_each
 
 
 def named(left: str, right: str) -> str:
@@ -26,51 +26,27 @@ def test_any_order_of_coming_adds_in_the_order_of_the_tree(
     assert running.kept == 1
 
 
-@given(shards=st.integers(1, 17), data=st.data())
-def test_any_order_of_coming_has_the_same_bits(shards: int, data: st.DataObject) -> None:
-    numbers = st.floats(-(2.0**90), 2.0**90, width=32)
-    values = [torch.tensor(data.draw(numbers)) for _ in range(shards)]
-    expected = fold_shards(values, torch.add)
-    running = RunningFold(shards, lambda left, right: left.add_(right))
-    for shard in data.draw(st.permutations(range(shards))):
-        running.put(shard, values[shard].clone())
-    assert running.total.numpy().tobytes() == expected.numpy().tobytes()
-
-
-@given(shards=st.integers(1, 64))
-def test_from_left_to_right_one_sum_is_kept_for_each_level(shards: int) -> None:
-    running = RunningFold(shards, named)
-    most = 0
-    for shard in range(shards):
-        running.put(shard, str(shard))
-        most = max(most, running.kept)
-    assert most <= max(1, (shards - 1).bit_length())
-
-
 @given(power=st.integers(0, 3), rounds=st.integers(1, 16))
 def test_rounds_of_a_power_of_two_keep_one_sum_for_each_level_above(
     power: int, rounds: int
 ) -> None:
-    devices = 2**power
-    plan = Plan((rounds,) * devices, in_rounds=True)
-    running = RunningFold(plan.shards, named)
+    plan = Plan((rounds,) * 2**power, in_rounds=True)
+    running, in_order = RunningFold(plan.shards, named), RunningFold(plan.shards, named)
     for row in plan.rounds():
         for shard in row.values():
             running.put(shard, str(shard))
+            # From left to right, one for each level.
+            in_order.put(shard, str(shard))
+            assert in_order.kept <= max(1, (plan.shards - 1).bit_length())
         assert running.kept <= max(1, (rounds - 1).bit_length())
 
 
-def test_what_has_not_come_is_named() -> None:
+def test_a_shard_comes_once_and_what_has_not_come_is_named() -> None:
     running = RunningFold(3, named)
     running.put(0, "a")
+    for shard in (0, 3, -1):
+        with pytest.raises(ValueError, match=f"got shard {shard}"):
+            running.put(shard, "b")
     running.put(2, "c")
     with pytest.raises(KeyError, match="shard 1 has not come"):
         running.total  # noqa: B018
-
-
-@for_each("shard", [0, 3, -1])
-def test_a_shard_comes_once(shard: int) -> None:
-    running = RunningFold(3, named)
-    running.put(0, "a")
-    with pytest.raises(ValueError, match=f"got shard {shard}"):
-        running.put(shard, "b")

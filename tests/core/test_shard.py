@@ -1,53 +1,51 @@
+"""Which samples are a shard's, which shards a device's, and how shards are cut into pieces."""
+
 from __future__ import annotations
 
+import math
+from collections import OrderedDict
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onefold.core.shard import Plan, cut_bounds, runs_of
+from onefold.core.shard import Plan, Search, cut_bounds, pieces_of, rows_of, runs_of
 from tests.tables import for_each
+
+SIZES = st.integers(1, 300)
+COUNTS = st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any).map(tuple)
 
 
 @given(samples=st.integers(0, 500), shards=st.integers(1, 70))
 def test_shards_are_cut_as_tensor_split_does(samples: int, shards: int) -> None:
     parts = torch.tensor_split(torch.arange(samples), shards)
-    assert [stop - start for start, stop in cut_bounds(samples, shards)] == [len(p) for p in parts]
-    assert [i for start, stop in cut_bounds(samples, shards) for i in range(start, stop)] == list(
-        range(samples)
-    )
+    bounds = cut_bounds(samples, shards)
+    assert [list(range(*each)) for each in bounds] == [part.tolist() for part in parts]
 
 
 @given(shards=st.integers(1, 70), data=st.data())
 def test_an_even_plan_gives_each_device_a_share(shards: int, data: st.DataObject) -> None:
     devices = data.draw(st.integers(1, shards))
     plan = Plan.even(shards=shards, devices=devices)
-    assert plan.shards == shards
-    assert plan.devices == devices
+    assert (plan.shards, plan.devices) == (shards, devices)
     assert max(plan.counts) - min(plan.counts) <= 1
     assert [s for d in range(devices) for s in plan.shards_of(d)] == list(range(shards))
 
 
-def test_more_devices_than_shards_are_refused() -> None:
+def test_a_plan_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="3 devices cannot share 2 shards"):
         Plan.even(shards=2, devices=3)
-
-
-@for_each("counts", [(), (0, 0), (2, -1)])
-def test_a_plan_without_shards_is_refused(counts: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="zero or more shards"):
-        Plan(counts)
-
-
-def test_a_given_plan_must_fit_the_run() -> None:
+    for counts in ((), (0, 0), (2, -1)):
+        with pytest.raises(ValueError, match="zero or more shards"):
+            Plan(counts)
     with pytest.raises(ValueError, match="this run has 2 devices and 5 shards"):
         Plan.given((2, 2), shards=5, devices=2)
     assert Plan.given([0, 5], shards=5, devices=2).shards_of(1) == range(5)
-
-
-COUNTS = st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any).map(tuple)
 
 
 @given(counts=COUNTS, in_rounds=st.booleans())
@@ -61,9 +59,8 @@ def test_rounds_hold_every_shard_once_and_each_device_at_most_once(
         own = [row[device] for row in rows if device in row]
         assert own == list(plan.shards_of(device)) == sorted(own)
         assert len(own) == counts[device]
-    assert sorted(s for row in rows for s in row.values()) == list(range(plan.shards))
-    if in_rounds:
-        assert [s for row in rows for s in row.values()] == list(range(plan.shards))
+    order = [s for row in rows for s in row.values()]
+    assert (order if in_rounds else sorted(order)) == list(range(plan.shards))
     assert plan.in_a_row() == Plan(counts)
 
 
@@ -72,3 +69,123 @@ def test_runs_are_rows_of_neighbours(numbers: set[int]) -> None:
     runs = runs_of(tuple(sorted(numbers)))
     assert [n for run in runs for n in range(run.start, run.stop)] == sorted(numbers)
     assert all(a.stop < b.start for a, b in pairwise(runs))
+
+
+# Pieces of a shard
+
+
+@given(SIZES, st.none() | SIZES)
+def test_pieces_are_all_samples_in_their_order(samples: int, size: int | None) -> None:
+    pieces = pieces_of(samples, size)
+    assert [number for piece in pieces for number in range(*piece)] == list(range(samples))
+    lengths = [stop - start for start, stop in pieces]
+    assert 1 <= min(lengths) <= max(lengths) <= (size or samples)
+    assert max(lengths) - min(lengths) <= 1
+    assert len(pieces) == -(-samples // (size or samples))
+
+
+@given(SIZES, st.integers(0, 300))
+def test_the_search_finds_the_largest_that_makes_no_more_pieces_than_needed(
+    samples: int, limit: int
+) -> None:
+    search, tried = Search(samples), set[int]()
+    while not search.is_over:
+        assert search.size not in tried
+        tried.add(search.size)
+        search = search.tried(fits=search.size <= limit)
+    assert len(tried) <= 2 * math.log2(samples) + 2
+    assert search.found <= limit
+    if limit:
+        assert -(-samples // search.found) == -(-samples // min(limit, samples))
+
+
+class Pair(NamedTuple):
+    tokens: torch.Tensor
+    words: list[str]
+
+
+@dataclass(frozen=True)
+class Boxes:
+    boxes: torch.Tensor
+    name: str = "all"
+
+
+def test_every_kind_of_payload_is_cut_alike() -> None:
+    inputs = torch.arange(10).view(5, 2)
+    payload = OrderedDict(
+        x=inputs,
+        array=inputs.numpy(),
+        pair=Pair(inputs[:, 0], list("abcde")),
+        several=[inputs, (inputs, "all of them", 3, None)],
+        scale=torch.tensor(2.0),
+        boxes=Boxes(torch.arange(5)),
+    )
+    rows: Any = rows_of(payload, (1, 3), 5)
+    assert type(rows) is OrderedDict
+    assert torch.equal(rows["x"], inputs[1:3])
+    assert rows["x"].data_ptr() == inputs[1:].data_ptr()  # nothing is copied for a piece
+    assert np.array_equal(rows["array"], inputs.numpy()[1:3])
+    assert isinstance(rows["pair"], Pair)
+    assert (rows["pair"].tokens.tolist(), rows["pair"].words) == ([2, 4], ["b", "c"])
+    assert torch.equal(rows["several"][1][0], inputs[1:3])
+    assert rows["several"][1][1:] == ("all of them", 3, None)
+    assert float(rows["scale"]) == 2.0
+    assert (rows["boxes"].boxes.tolist(), rows["boxes"].name) == ([1, 2], "all")
+    x = torch.arange(30).view(2, 5, 3)
+    other = rows_of({"x": x, "n": x.numpy()[..., 0]}, (1, 3), 5, dim=1)
+    assert torch.equal(other["x"], x[:, 1:3])
+    assert np.array_equal(other["n"], x.numpy()[:, 1:3, 0])
+
+
+@for_each(
+    ("payload", "dim", "error", "words"),
+    [
+        ({"x": torch.ones(4, 2)}, 0, ValueError, r"batch\['x'\]: expected a first dimension of 5"),
+        ((torch.ones(5), np.ones(3)), 0, ValueError, r"batch\[1\]: expected a first dimension of"),
+        ([torch.ones(2, 5), torch.ones(5)], 1, ValueError, r"size in dimension 1 of 5, .* \(5,\)"),
+        ([torch.ones(5), {1, 2}], 0, TypeError, r"batch\[1\]: expected tensors, .* got set"),
+        ([torch.ones(5), [3, 1, 2, 2, 5]], 0, TypeError, r"batch\[1\]: .* got 5 numbers in a list"),
+        ([torch.ones(5), (0.5, 2.0)], 0, TypeError, r"batch\[1\]: .* got 2 numbers in a tuple"),
+    ],
+)
+def test_what_cannot_be_cut_is_named(
+    payload: object, dim: int, error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        rows_of(payload, (0, 2), 5, dim=dim)
+
+
+class Graph:
+    """No container."""
+
+
+@for_each(
+    "rows",
+    [
+        [{"boxes": torch.ones(n, 4)} for n in range(5)],
+        [{"boxes": torch.ones(5, 4)} for _ in range(5)],
+        [Boxes(torch.ones(n, 4)) for n in range(5)],
+        [Graph() for _ in range(5)],
+        [torch.ones(3, n, 6) for n in range(5)],
+        tuple(np.ones((3, n)) for n in range(5)),
+        list("abcde"),
+    ],
+)
+def test_a_list_of_samples_is_cut_by_sample(rows: Any) -> None:
+    cut = rows_of({"rows": rows}, (1, 3), 5)["rows"]
+    assert (type(cut), len(cut)) == (type(rows), 2)
+    assert cut[0] is rows[1]
+    assert cut[1] is rows[2]
+
+
+def test_lists_that_may_be_of_samples_or_of_fields() -> None:
+    pictures = [torch.full((3, 2), float(n)) for n in range(3)]
+    boxes = [{"boxes": torch.ones(3, 4)} for _ in range(3)]
+    cut, _ = rows_of((pictures, boxes), (1, 3), 3)
+    assert [part.shape for part in cut] == [(3, 2)] * 2
+    # Alone they may as well be three tensors of three rows each.
+    assert [part.shape for part in rows_of(pictures, (1, 3), 3)] == [(2, 2)] * 3
+    x, y = rows_of([torch.ones(2, 3), torch.arange(2)], (1, 2), 2)
+    assert (x.shape, y.tolist()) == ((1, 3), [1])
+    _, scale = rows_of((torch.ones(2, 3), torch.tensor(0.5)), (0, 1), 2)
+    assert float(scale) == 0.5

@@ -9,21 +9,15 @@ from onefold.errors import LossError
 from tests.tables import for_each
 
 
-def test_weights_are_added_in_the_folds_order() -> None:
+def test_the_divisor_is_the_sum_of_weights_in_the_folds_order() -> None:
     found = total_weight([0.1, 0.2, 0.3], [1, 1, 1], 1)
-    assert found.value == (0.1 + 0.2) + 0.3
-    assert (found.divided, found.terms) == (True, 1)
-
-
-def test_empty_shards_say_nothing() -> None:
+    assert (found.value, found.divided, found.terms) == ((0.1 + 0.2) + 0.3, True, 1)
+    found = total_weight([SUM] * 5, [1] * 5, 1)
+    assert (found.value, found.divided, found.terms) == (1.0, False, 1)
+    # Empty shards say nothing.
     assert total_weight([SUM, SUM, 0.0], [3, 2, 0], 1).value == 1.0
     assert total_weight([several(3), 0.0], [3, 0], 1).terms == 3
     assert total_weight([0.0, 0.0], [3, 0], 1).value == 0.0
-
-
-def test_what_is_not_divided_has_the_divisor_1() -> None:
-    found = total_weight([SUM] * 5, [1] * 5, 1)
-    assert (found.value, found.divided, found.terms) == (1.0, False, 1)
 
 
 @for_each("other", [2.0, SUM, several(2)])

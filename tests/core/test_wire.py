@@ -43,20 +43,15 @@ def test_so_do_tensors_and_arrays() -> None:
 @for_each(
     "dtype",
     [torch.bool, torch.uint16, torch.int64, torch.float16, torch.float8_e4m3fn, torch.complex64],
-    ids=str,
 )
-@for_each("shape", [(), (0,), (3, 0), (2, 3)], ids=str)
-def test_tensors_of_any_dtype_and_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    value = torch.ones(shape).to(dtype)
-    assert shown(decode(encode(value, "value"))) == shown(value)
+def test_tensors_of_any_dtype_and_shape(dtype: torch.dtype) -> None:
+    for shape in ((), (0,), (3, 0), (2, 3)):
+        value = torch.ones(shape).to(dtype)
+        assert shown(decode(encode(value, "value"))) == shown(value)
 
 
-def test_conjugates_are_resolved() -> None:
-    value = torch.tensor([1 + 2j]).conj()
-    assert decode(encode(value, "value")).tolist() == [1 - 2j]
-
-
-def test_mappings_become_dicts_and_nan_keeps_its_bits() -> None:
+def test_values_become_what_they_show() -> None:
+    assert decode(encode(torch.tensor([1 + 2j]).conj(), "value")).tolist() == [1 - 2j]
     found = decode(encode(collections.OrderedDict(a=math.nan), "value"))
     assert type(found) is dict
     assert math.isnan(found["a"])
@@ -67,6 +62,10 @@ class Colour(enum.IntEnum):
 
 
 Pair = collections.namedtuple("Pair", "one other")
+
+
+NESTED: list[object] = []
+NESTED.append(NESTED)
 
 
 @for_each(
@@ -84,18 +83,11 @@ Pair = collections.namedtuple("Pair", "one other")
         (torch.zeros(2, device="meta"), "a meta torch.strided tensor"),
         (1 + 2j, "of type complex"),
         (lambda: None, "of type function"),
+        (NESTED, "nested more than 50 levels deep"),
     ],
-    ids=range(12),
 )
 def test_everything_else_is_refused_by_name(value: object, words: str) -> None:
     with pytest.raises(TypeError, match=words):
-        encode(value, "the value")
-
-
-def test_what_holds_itself_is_refused() -> None:
-    value: list[object] = []
-    value.append(value)
-    with pytest.raises(TypeError, match="nested more than 50 levels deep"):
         encode(value, "the value")
 
 

@@ -18,46 +18,44 @@ pillow = pytest.importorskip("PIL.Image", reason='needs pip install "onefold[ima
 
 MEANT = np.array([[0, 1, 1], [0, 0, 1]], dtype=np.uint8)
 PLAIN = MaskRule()
+BLACK, RED, GREEN, WHITE = (0, 0, 0), (255, 0, 0), (0, 255, 0), (255, 255, 255)
+VOC = (BLACK, (128, 0, 0), (0, 128, 0), (224, 224, 192))
 
 
-def palette(*colours: tuple[int, int, int]) -> Any:
-    """A picture whose pixels are the numbers of colours."""
-    picture = pillow.new("P", (3, 2))
-    picture.putdata(MEANT.flatten().tolist())
-    picture.putpalette([value for colour in colours for value in colour])
+def with_palette(numbers: Any, *table: tuple[int, int, int]) -> Any:
+    picture = pillow.fromarray(numbers, "L")
+    picture.putpalette([value for colour in table for value in colour])
     return picture
 
 
-BLACK = (0, 0, 0)
-KINDS = {
-    "0 and 1": MEANT,
-    "0 and 255": MEANT * 255,
-    "just above half": MEANT * 128,
-    "grey outside": np.where(MEANT > 0, 255, 127).astype(np.uint8),
-    "0 and 1, 16 bits": MEANT.astype(np.uint16),
-    "0 and 255, 16 bits": (MEANT * 255).astype(np.uint16),
-    "0 and 65535, 16 bits": MEANT.astype(np.uint16) * 65535,
-    "bits": MEANT.astype(bool),
-    "white on black": np.stack([MEANT * 255] * 3, axis=2),
-    "red on black": np.stack([MEANT * 255, MEANT * 0, MEANT * 0], axis=2),
-    "blue on black": np.stack([MEANT * 0, MEANT * 0, MEANT * 255], axis=2),
-    "1 in RGB": np.stack([MEANT] * 3, axis=2),
-    "opaque": np.stack([MEANT * 255] * 3 + [np.full_like(MEANT, 255)], axis=2),
-    "grey, opaque": np.stack([MEANT * 255, np.full_like(MEANT, 255)], axis=2),
-    "palette of black and white": palette(BLACK, (255, 255, 255)),
-    "palette of VOC": palette(BLACK, (128, 0, 0)),
-    "palette the other way round": palette((255, 255, 255), BLACK),
-}
-
-
-@for_each("kind", KINDS)
-def test_every_kind_of_mask_means_the_same(tmp_path: Path, kind: str) -> None:
-    pixels = KINDS[kind]
+def written(folder: Path, pixels: Any) -> Path:
     picture = pixels if isinstance(pixels, pillow.Image) else pillow.fromarray(pixels)
-    picture.save(tmp_path / "mask.png")
-    mask = read_mask(tmp_path / "mask.png")
-    look = look_at_mask(tmp_path / "mask.png", PLAIN)
-    expected = 1 - MEANT if kind.endswith("the other way round") else MEANT
+    picture.save(folder / "mask.png")
+    return folder / "mask.png"
+
+
+@for_each(
+    ("pixels", "inverted"),
+    [
+        *((MEANT * value, False) for value in (1, 128, 255)),
+        (np.where(MEANT > 0, 255, 127).astype(np.uint8), False),
+        *((MEANT.astype(np.uint16) * value, False) for value in (1, 255, 65535)),
+        (MEANT.astype(bool), False),
+        (np.stack([MEANT * 255] * 3, axis=2), False),
+        (np.stack([MEANT * 255, MEANT * 0, MEANT * 0], axis=2), False),
+        (np.stack([MEANT * 0, MEANT * 0, MEANT * 255], axis=2), False),
+        (np.stack([MEANT] * 3, axis=2), False),
+        (np.stack([MEANT * 255] * 3 + [np.full_like(MEANT, 255)], axis=2), False),
+        (np.stack([MEANT * 255, np.full_like(MEANT, 255)], axis=2), False),
+        (with_palette(MEANT, BLACK, WHITE), False),
+        (with_palette(MEANT, BLACK, (128, 0, 0)), False),
+        (with_palette(MEANT, WHITE, BLACK), True),
+    ],
+)
+def test_every_kind_of_mask_means_the_same(tmp_path: Path, pixels: Any, inverted: bool) -> None:
+    path = written(tmp_path, pixels)
+    mask, look = read_mask(path), look_at_mask(path, PLAIN)
+    expected = 1 - MEANT if inverted else MEANT
     assert mask.mode == "L"
     assert (look.size, look.foreground, look.void) == ((3, 2), int(expected.sum()), 0)
     assert np.array_equal(np.asarray(mask), expected * 255)
@@ -69,17 +67,6 @@ def test_a_mask_may_be_of_one_value(tmp_path: Path, value: int) -> None:
     path = save(tmp_path / "mask.png", np.full((2, 3), value, dtype=np.uint8))
     assert np.asarray(read_mask(path)).tolist() == [[255 if value else 0] * 3] * 2
     assert look_at_mask(path, PLAIN).foreground == (6 if value else 0)
-
-
-@for_each("colours", [(), (3,)])
-def test_the_noise_of_jpeg_does_not_count(tmp_path: Path, colours: tuple[int, ...]) -> None:
-    meant = np.zeros((32, 32, *colours), dtype=np.uint8)
-    meant[8:24, 5:21] = 255
-    path = save(tmp_path / "mask.jpg", meant, quality=60)
-    assert len(np.unique(np.asarray(pillow.open(path)))) > 2
-    assert look_at_mask(path, PLAIN).foreground == 256
-    mask = np.asarray(read_mask(path))
-    assert np.array_equal(mask, meant.reshape(32, 32, -1)[..., 0])
 
 
 # Masks that have more values than two.
@@ -101,42 +88,26 @@ def colours(numbers: Any, *table: tuple[int, int, int]) -> Any:
     return np.array(table, dtype=np.uint8)[numbers]
 
 
-def with_palette(numbers: Any, *table: tuple[int, int, int]) -> Any:
-    picture = pillow.fromarray(numbers, "L")
-    picture.putpalette([value for colour in table for value in colour])
-    return picture
+@for_each(
+    ("pixels", "soft"),
+    [
+        (disc(), 1.0),
+        (disc(soft=12.0), 12.0),
+        (with_palette(disc(), *((v, v, v) for v in range(256))), 1.0),
+        (np.stack([disc()] * 3, axis=2), 1.0),
+        (np.stack([disc(), disc() * 0, disc() * 0], axis=2), 1.0),
+        (disc().astype(np.uint16), 1.0),
+        # Near white.
+        (np.where(disc() > 127, 252 + np.arange(1600).reshape(40, 40) % 4, 0).astype("u1"), 1.0),
+    ],
+)
+def test_smooth_edges_do_no_harm(tmp_path: Path, pixels: Any, soft: float) -> None:
+    path, expected = written(tmp_path, pixels), disc(soft=soft) > 127
+    assert look_at_mask(path, PLAIN).foreground == int(expected.sum())
+    assert np.array_equal(np.asarray(read_mask(path)) == 255, expected)
 
 
-BLACK, RED, GREEN, WHITE = (0, 0, 0), (255, 0, 0), (0, 255, 0), (255, 255, 255)
-VOC = (BLACK, (128, 0, 0), (0, 128, 0), (224, 224, 192))
-
-SMOOTHED = {
-    "a smooth edge": disc(),
-    "a very smooth edge": disc(soft=12.0),
-    "a smooth edge in a palette": with_palette(disc(), *((v, v, v) for v in range(256))),
-    "a smooth edge in three channels": np.stack([disc()] * 3, axis=2),
-    "a smooth edge in colour": np.stack([disc(), disc() * 0, disc() * 0], axis=2),
-    "a smooth edge of 16 bits": disc().astype(np.uint16),
-    "near white": np.where(disc() > 127, 252 + np.arange(1600).reshape(40, 40) % 4, 0),
-}
-
-
-@for_each("kind", SMOOTHED)
-def test_smooth_edges_do_no_harm(tmp_path: Path, kind: str) -> None:
-    pixels = SMOOTHED[kind]
-    picture = pixels if isinstance(pixels, pillow.Image) else None
-    path = tmp_path / "mask.png"
-    if picture is None:
-        wide = pixels if pixels.dtype == np.uint16 else pixels.astype(np.uint8)
-        picture = pillow.fromarray(wide)
-    picture.save(path)
-    expected = disc(soft=12.0) if "very" in kind else disc()
-    assert look_at_mask(path, PLAIN).foreground == int((expected > 127).sum())
-    assert np.array_equal(np.asarray(read_mask(path)) == 255, expected > 127)
-
-
-@for_each("quality", [30, 75, 95])
-@for_each("in_colour", [False, True])
+@for_each(("quality", "in_colour"), [(30, True), (75, False), (75, True), (95, False)])
 def test_the_noise_of_jpeg_does_no_harm(tmp_path: Path, quality: int, in_colour: bool) -> None:
     pixels = np.where(disc(96) > 127, 255, 0).astype(np.uint8)
     if in_colour:
@@ -146,53 +117,39 @@ def test_the_noise_of_jpeg_does_no_harm(tmp_path: Path, quality: int, in_colour:
     assert abs(look.foreground - int((disc(96) > 127).sum())) < 20
 
 
-UNCLEAR = {
-    "classes and a border": (fields(0, 1, 2, 255), "0 .*, 1 .*, 2 .*, 255 .*more than two of"),
-    "a class and a border": (fields(0, 15, 255), "0 .*, 15 .*, 255 .*more than two of them cover"),
-    "one and a border": (fields(0, 1, 255), "the foreground may be 1, or what is brighter"),
-    "three levels": (fields(0, 128, 255), "0 .*, 128 .*, 255 .*more than two of them"),
-    "many classes": (fields(*range(0, 250, 10), width=4), "and 19 more values: more than two"),
-    "a thin border": (
-        np.where(np.eye(24, dtype=bool), 128, fields(0, 0, 255)),
-        "0 .*, 128 .*, 255 .*more than two",
-    ),
-    "two bright levels": (fields(128, 255), "128 .*, 255 .*: all of them are bright"),
-    "numbers of things, 16 bits": (
-        fields(0, 1, 2).astype(np.uint16) * 1001,
-        "0 .*, 1001 .*, 2002 .*more than two",
-    ),
-    "numbers of classes alone": (fields(0, 1, 2, 3), "none of them is bright"),
-    "two colours": (colours(fields(0, 1), RED, GREEN), "#00ff00 .*, #ff0000 .*all of them are"),
-    "three colours": (
-        colours(fields(0, 1, 2), BLACK, RED, GREEN),
-        "#000000 .*, #00ff00 .*, #ff0000 .*more than two",
-    ),
-    "a palette of classes": (
-        with_palette(fields(0, 1, 2, 3), *VOC),
-        "the palette's 0 .*, 1 .*, 2 .*, 3 .*more than two",
-    ),
-}
-
-
-@for_each("kind", UNCLEAR)
-def test_a_mask_of_more_meanings_than_two_is_refused(tmp_path: Path, kind: str) -> None:
-    pixels, words = UNCLEAR[kind]
-    path = tmp_path / "mask.png"
-    picture = pixels if isinstance(pixels, pillow.Image) else None
-    if picture is None:
-        picture = pillow.fromarray(pixels if pixels.dtype == np.uint16 else pixels.astype(np.uint8))
-    picture.save(path)
+@for_each(
+    ("pixels", "words"),
+    [
+        (fields(0, 1, 2, 255), "0 .*, 1 .*, 2 .*, 255 .*more than two of"),
+        (fields(0, 15, 255), "0 .*, 15 .*, 255 .*more than two of them cover"),
+        (fields(0, 1, 255), "the foreground may be 1, or what is brighter"),
+        (fields(0, 128, 255), "0 .*, 128 .*, 255 .*more than two of them"),
+        (fields(*range(0, 250, 10), width=4), "and 19 more values: more than two"),
+        # A thin border.
+        (
+            np.where(np.eye(24, dtype=bool), 128, fields(0, 0, 255)).astype(np.uint8),
+            "0 .*, 128 .*, 255 .*more than two",
+        ),
+        (fields(128, 255), "128 .*, 255 .*: all of them are bright"),
+        (fields(0, 1, 2).astype(np.uint16) * 1001, "0 .*, 1001 .*, 2002 .*more than two"),
+        (fields(0, 1, 2, 3), "none of them is bright"),
+        (colours(fields(0, 1), RED, GREEN), "#00ff00 .*, #ff0000 .*all of them are"),
+        (
+            colours(fields(0, 1, 2), BLACK, RED, GREEN),
+            "#000000 .*, #00ff00 .*, #ff0000 .*more than two",
+        ),
+        (
+            with_palette(fields(0, 1, 2, 3), *VOC),
+            "the palette's 0 .*, 1 .*, 2 .*, 3 .*more than two",
+        ),
+    ],
+)
+def test_a_mask_of_more_meanings_than_two_is_refused(
+    tmp_path: Path, pixels: Any, words: str
+) -> None:
     expected = rf"mask\.png: expected a mask of 0 and 1, or of 0 and 255, got .*{words}"
-    with pytest.raises(DataError, match=expected) as told:
-        look_at_mask(path, PLAIN)
-    assert "--foreground" in str(told.value)
-    assert "--void" in str(told.value)
-
-
-def test_three_levels_in_a_jpeg_are_refused(tmp_path: Path) -> None:
-    path = save(tmp_path / "mask.jpg", fields(0, 128, 255, width=16), quality=90)
-    with pytest.raises(DataError, match="more than two of them cover areas"):
-        look_at_mask(path, PLAIN)
+    with pytest.raises(DataError, match=f"{expected}.*--foreground.*--void"):
+        look_at_mask(written(tmp_path, pixels), PLAIN)
 
 
 @for_each("brightest", [2, 127])
@@ -230,12 +187,10 @@ def test_values_are_foreground_background_or_void(
     path = save(tmp_path / "mask.png", fields(0, 15, 200, 255))
     assert read_by(path, *foreground, void=void) == expected
     look = look_at_mask(path, MaskRule(foreground, void))
-    pixels = 24 * 8
-    assert (look.foreground, look.void) == (
-        pixels * expected.count(1),
-        pixels * expected.count(VOID),
-    )
+    counts = [24 * 8 * expected.count(value) for value in (1, VOID)]
+    assert [look.foreground, look.void] == counts
     assert sorted(look.named) == sorted([*foreground, *void])
+    assert MaskLook.unpacked(look.packed()) == look
 
 
 @for_each(("number", "colour"), [("1", "#800000"), ("3", "#e0e0c0")])
@@ -246,13 +201,10 @@ def test_a_palette_has_numbers_and_colours(tmp_path: Path, number: str, colour: 
     assert read_by(tmp_path / "mask.png", colour) == expected
 
 
-def test_colours_are_named_as_colours(tmp_path: Path) -> None:
+def test_colours_and_wide_numbers_are_named_as_they_are(tmp_path: Path) -> None:
     path = save(tmp_path / "mask.png", colours(fields(0, 1, 2), BLACK, RED, GREEN))
     assert read_by(path, "#00FF00", void=("#ff0000",)) == [0, VOID, 1]
     assert look_at_mask(path, MaskRule(("255",))).named == []
-
-
-def test_numbers_of_16_bits_are_named_as_they_are(tmp_path: Path) -> None:
     path = save(tmp_path / "mask.png", fields(0, 1, 2).astype(np.uint16) * 1001)
     assert read_by(path, "2002", void=("1001",)) == [0, VOID, 1]
 
@@ -279,12 +231,6 @@ def test_a_rule_that_says_nothing_or_two_things_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
         MaskRule(foreground, void)
-
-
-def test_what_is_kept_of_a_mask_can_be_written(tmp_path: Path) -> None:
-    path = save(tmp_path / "mask.png", fields(0, 15, 255))
-    look = look_at_mask(path, MaskRule(("15",), ("255",)))
-    assert MaskLook.unpacked(look.packed()) == look
 
 
 @for_each(
