@@ -13,103 +13,105 @@ from torch import nn
 from onefold import models
 from tests.tables import for_each
 
-IMAGES = torch.linspace(-1, 1, 3 * 28 * 28).view(3, 1, 28, 28)
-COLOUR_IMAGES = torch.linspace(-1, 1, 3 * 3 * 32 * 32).view(3, 3, 32, 32)
-
-CLASSIFIERS: dict[str, tuple[Callable[[], nn.Module], torch.Tensor]] = {
-    "LeNet": (lambda: models.LeNet(num_classes=7), IMAGES),
-    "DenseCNN": (lambda: models.DenseCNN(num_classes=7), IMAGES),
-    "LeNet, colour": (
-        lambda: models.LeNet(num_classes=7, in_channels=3, image_size=32),
-        COLOUR_IMAGES,
-    ),
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[int, ...]]] = {
+    "LeNet": (lambda: models.LeNet(num_classes=7), (1, 28, 28), (7,)),
+    "LeNet, small": (lambda: models.LeNet(7, in_channels=3, image_size=12), (3, 12, 12), (7,)),
+    "DenseCNN": (lambda: models.DenseCNN(num_classes=7), (1, 28, 28), (7,)),
     "DenseCNN, colour": (
         lambda: models.DenseCNN(num_classes=7, in_channels=3, image_size=32),
-        COLOUR_IMAGES,
+        (3, 32, 32),
+        (7,),
     ),
-    "ResNet": (lambda: models.ResNet(blocks=(1, 2), num_classes=7, in_channels=1, width=8), IMAGES),
+    "ResNet": (lambda: models.ResNet(blocks=(1, 2), width=8), (3, 28, 28), (10,)),
+    "ResNet, one block": (
+        lambda: models.ResNet(blocks=(1,), in_channels=1, width=4),
+        (1, 8, 8),
+        (10,),
+    ),
     "ResNet, large images": (
         lambda: models.resnet18(num_classes=7, in_channels=1, small_images=False, width=8),
-        IMAGES,
+        (1, 28, 28),
+        (7,),
     ),
     "ResNet, bottlenecks": (
-        lambda: models.ResNet(
-            blocks=(1, 2), num_classes=7, in_channels=1, width=8, bottleneck=True
-        ),
-        IMAGES,
+        lambda: models.ResNet(blocks=(1, 2), width=8, bottleneck=True),
+        (3, 28, 28),
+        (10,),
     ),
+    "VGG": (lambda: models.VGG(blocks=(1, 2), in_channels=1, width=4), (1, 8, 8), (8, 2, 2)),
+    "UNet, vgg16": (lambda: models.UNet("vgg16", width=4), (3, 64, 32), (1, 64, 32)),
+    "UNet, resnet18": (
+        lambda: models.UNet("resnet18", width=4, in_channels=1, out_channels=5),
+        (1, 64, 96),
+        (5, 64, 96),
+    ),
+    "UNet, resnet101": (lambda: models.UNet("resnet101", width=4), (3, 64, 64), (1, 64, 64)),
 }
 
 
-@for_each("name", CLASSIFIERS)
-def test_logits_have_one_row_a_sample_and_one_column_a_class(name: str) -> None:
-    build, inputs = CLASSIFIERS[name]
-    logits = build()(inputs)
-    assert logits.shape == (3, 7)
-    assert logits.dtype == torch.float32
+@pytest.fixture
+def _deterministic() -> object:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
-@for_each("name", CLASSIFIERS)
-def test_every_parameter_takes_part(name: str) -> None:
-    build, inputs = CLASSIFIERS[name]
-    torch.manual_seed(0)
-    model = build()
-    model(inputs).square().sum().backward()
-    without = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()]
-    assert without == []
-
-
-@for_each("name", CLASSIFIERS)
-def test_the_same_seed_builds_the_same_model(name: str) -> None:
-    build, inputs = CLASSIFIERS[name]
-    logits = []
+@pytest.mark.usefixtures("_deterministic")
+@for_each("name", MODELS)
+def test_every_parameter_takes_part_and_a_seed_gives_the_same_gradients(name: str) -> None:
+    build, image, expected = MODELS[name]
+    images = torch.randn(3, *image, generator=torch.Generator().manual_seed(1))
+    gradients = []
     for _ in range(2):
         torch.manual_seed(0)
-        logits.append(build().eval()(inputs))
-    assert torch.equal(*logits)
+        model = build()
+        output = model(images)
+        assert (output.shape, output.dtype) == ((3, *expected), torch.float32)
+        output.square().sum().backward()
+        without = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()]
+        assert without == []
+        gradients.append(nn.utils.parameters_to_vector(p.grad for p in model.parameters()))
+    assert torch.equal(*gradients)
 
 
-def test_dropout_acts_in_training_only() -> None:
-    build, inputs = CLASSIFIERS["DenseCNN"]
-    torch.manual_seed(0)
-    model = build()
-    assert not torch.equal(model(inputs), model(inputs))
-    model.eval()
-    assert torch.equal(model(inputs), model(inputs))
+def test_dropout_of_the_dense_cnn_acts_in_training_only_and_is_settable() -> None:
+    images = torch.randn(2, 1, 28, 28)
+    for dropout in (0.0, 0.5):
+        model = models.DenseCNN(dropout=dropout)
+        assert torch.equal(model(images), model(images)) is (dropout == 0.0)
+        model.eval()
+        assert torch.equal(model(images), model(images))
 
 
-@for_each("dropout", [0.0, 0.5])
-def test_dropout_of_the_dense_cnn_is_settable(dropout: float) -> None:
-    rates = [m.p for m in models.DenseCNN(dropout=dropout).modules() if isinstance(m, nn.Dropout)]
-    assert rates == [dropout]
+@for_each(
+    ("build", "words"),
+    [
+        *(
+            (lambda size=size: models.LeNet(image_size=size), f"at least 12, got {size}$")
+            for size in (8, 13, 30, 0, -4)
+        ),
+        *(
+            (lambda size=size: models.DenseCNN(image_size=size), f"even number, got {size}$")
+            for size in (27, 0, -2)
+        ),
+        *(
+            (lambda kind=kind, blocks=blocks: kind(blocks=blocks), "blocks must be one or more pos")
+            for kind in (models.ResNet, models.VGG)
+            for blocks in ((), (2, 0))
+        ),
+        *(
+            (lambda width=width: models.UNet("resnet18", width=width), f"even number, got {width}")
+            for width in (0, -2, 5)
+        ),
+        (lambda: models.UNet("resnet51"), r"one of resnet18, .*vgg16, got 'resnet51'"),
+    ],
+)
+def test_a_shape_that_cannot_be_is_refused(build: Callable[[], object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        build()
 
 
-@for_each("size", [8, 10, 13, 30, 0, -4])
-def test_lenet_refuses_a_size_that_its_pools_do_not_divide(size: int) -> None:
-    with pytest.raises(ValueError, match=f"multiple of 4 and at least 12, got {size}$"):
-        models.LeNet(image_size=size)
-
-
-@for_each("size", [12, 16, 20, 36])
-def test_lenet_takes_any_size_that_its_pools_divide(size: int) -> None:
-    assert models.LeNet(image_size=size)(torch.zeros(2, 1, size, size)).shape == (2, 10)
-
-
-@for_each("size", [27, 0, -2])
-def test_the_dense_cnn_refuses_a_size_that_is_not_even(size: int) -> None:
-    with pytest.raises(ValueError, match=f"positive even number, got {size}$"):
-        models.DenseCNN(image_size=size)
-
-
-MODULES = [
-    "catalog",
-    "lenet",
-    "resnet",
-    "unet",
-]
-
-
-@for_each("module", MODULES)
+@for_each("module", ["catalog", "lenet", "resnet", "unet"])
 def test_examples_in_docstrings_run(module: str) -> None:
     result = doctest.testmod(import_module(f"onefold.models.{module}"))
     assert result.attempted > 0

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import nn
@@ -12,100 +10,28 @@ from tests.tables import for_each
 
 STRIDES = {"vgg16": 16, "resnet18": 32, "resnet34": 32, "resnet101": 32}
 RESNETS = {"resnet18": resnet18, "resnet34": resnet34, "resnet101": resnet101}
+# Where torchvision's vgg16 has its convolutions: a ReLU follows each, a max pool each stage.
+CONVOLUTIONS = (0, 2, 5, 7, 10, 12, 14, 17, 19, 21, 24, 26, 28)
+POOLS = (4, 9, 16, 23, 30)
 
 
-@pytest.fixture
-def deterministic() -> Iterator[None]:
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(before)
-
-
-def small_unet(encoder: str, **arguments: int) -> UNet:
-    torch.manual_seed(0)
-    return UNet(encoder, width=4, **arguments)
-
-
-def noise(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
-
-
-def test_every_encoder_is_tested_here() -> None:
-    assert set(ENCODERS) == set(STRIDES)
-
-
-@for_each("encoder", STRIDES)
-def test_the_output_has_the_size_of_the_images(encoder: str) -> None:
-    logits = small_unet(encoder)(noise(2, 3, 64, 96))
-    assert logits.shape == (2, 1, 64, 96)
-    assert logits.dtype == torch.float32
-
-
-@for_each("encoder", ["vgg16", "resnet18"])
-def test_channels_of_images_and_logits_are_free(encoder: str) -> None:
-    model = small_unet(encoder, in_channels=1, out_channels=5)
-    assert model(noise(2, 1, 32, 64)).shape == (2, 5, 32, 64)
-    assert model.head.out_channels == 5
-
-
-@for_each("encoder", STRIDES)
-def test_every_parameter_takes_part(encoder: str) -> None:
-    model = small_unet(encoder)
-    model(noise(2, 3, 64, 64)).square().sum().backward()
-    without = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()]
-    assert without == []
-
-
-@for_each("encoder", STRIDES)
-@for_each(("taller", "wider"), [(1, 0), (0, 1), (8, 8)])
-def test_a_size_that_the_stride_does_not_divide_is_refused(
-    encoder: str, taller: int, wider: int
-) -> None:
-    model = small_unet(encoder)
+@for_each("encoder", ENCODERS)
+def test_an_encoder_takes_published_weights_and_says_its_stride(encoder: str) -> None:
+    model = UNet(encoder, width=4)
     assert model.stride == STRIDES[encoder]
-    height, width = 64 + taller, 64 + wider
-    with pytest.raises(ValueError, match=f"multiples of {model.stride}, got {height}x{width}"):
-        model(torch.zeros(1, 3, height, width))
-
-
-@for_each("encoder", RESNETS)
-def test_weights_of_a_resnet_load_into_the_encoder(encoder: str) -> None:
-    published = RESNETS[encoder](num_classes=6, small_images=False, width=4).state_dict()
-    kept = {name: value for name, value in published.items() if not name.startswith("fc.")}
-    model = small_unet(encoder)
+    if encoder in RESNETS:
+        published = RESNETS[encoder](num_classes=6, small_images=False, width=4)
+        kept = {n: v for n, v in published.state_dict().items() if not n.startswith("fc.")}
+    else:
+        kept = vgg16(width=4).state_dict()
     assert set(model.encoder.state_dict()) == set(kept)
     model.encoder.load_state_dict(kept)
-    assert torch.equal(
-        model.state_dict()["encoder.layer4.0.conv1.weight"], kept["layer4.0.conv1.weight"]
-    )
-
-
-def test_weights_of_a_vgg_load_into_the_encoder() -> None:
-    published = vgg16(width=4).state_dict() | {"classifier.0.weight": torch.zeros(3, 3)}
-    kept = {name: value for name, value in published.items() if not name.startswith("classifier.")}
-    model = small_unet("vgg16")
-    assert set(model.encoder.state_dict()) == set(kept)
-    model.encoder.load_state_dict(kept)
-    assert torch.equal(model.state_dict()["encoder.features.28.bias"], kept["features.28.bias"])
-
-
-@pytest.mark.parametrize("encoder", STRIDES)
-@pytest.mark.usefixtures("deterministic")
-def test_the_same_seed_gives_the_same_gradients_with_deterministic_algorithms(encoder: str) -> None:
-    gradients = []
-    for _ in range(2):
-        model = small_unet(encoder)
-        model(noise(2, 3, 64, 64)).square().sum().backward()
-        gradients.append(nn.utils.parameters_to_vector(p.grad for p in model.parameters()))
-    assert torch.equal(*gradients)
-
-
-@for_each("encoder", ["vgg16", "resnet34", "resnet101"])
-def test_the_full_size_decoder_narrows_towards_the_images(encoder: str) -> None:
+    for taller, wider in ((1, 0), (0, 1), (8, 8)):
+        height, width = 64 + taller, 64 + wider
+        with pytest.raises(ValueError, match=f"multiples of {model.stride}, got {height}x{width}"):
+            model(torch.zeros(1, 3, height, width))
     with torch.device("meta"):
-        model = UNet(encoder)
-    widths = [step.conv2.out_channels for step in model.decoder]
+        widths = [step.conv2.out_channels for step in UNet(encoder).decoder]
     assert widths == [256, 256, 128, 64, 32][-len(widths) :]
     assert 2 ** len(widths) == model.stride
 
@@ -114,18 +40,28 @@ def test_a_decoder_step_doubles_the_features_and_sees_the_skip() -> None:
     step = DecoderStep(2, 3, 4)
     seen: list[torch.Tensor] = []
     step.conv1.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-    features, skip = noise(1, 2, 2, 2), noise(1, 3, 4, 4)
+    features, skip = torch.randn(1, 2, 2, 2), torch.randn(1, 3, 4, 4)
     assert step(features, skip).shape == (1, 4, 4, 4)
     doubled = features.repeat_interleave(2, dim=2).repeat_interleave(2, dim=3)
     assert torch.equal(seen[0], torch.cat([doubled, skip], dim=1))
 
 
-@for_each("width", [0, -2, 5])
-def test_a_width_without_a_half_is_refused(width: int) -> None:
-    with pytest.raises(ValueError, match=f"positive even number, got {width}"):
-        UNet("resnet18", width=width)
+def test_vgg16_is_that_of_torchvision_without_its_classifier() -> None:
+    with torch.device("meta"):
+        model = vgg16()
+    names = [f"features.{index}.{kind}" for index in CONVOLUTIONS for kind in ("weight", "bias")]
+    assert list(model.state_dict()) == names
+    pools = [i for i, layer in enumerate(model.features) if isinstance(layer, nn.MaxPool2d)]
+    assert tuple(pools) == POOLS
+    # The published 138,357,544 less the three dense layers of the classifier.
+    assert sum(parameter.numel() for parameter in model.parameters()) == 14_714_688
 
 
-def test_an_unknown_encoder_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"one of resnet18, .*vgg16, got 'resnet51'"):
-        UNet("resnet51")
+def test_feature_maps_of_a_vgg_lie_before_its_max_pools() -> None:
+    model, images = vgg16(width=4), torch.linspace(-1, 1, 2 * 3 * 32 * 64).view(2, 3, 32, 64)
+    maps = model.feature_maps(images)
+    shapes = [(2, c, 32 // s, 64 // s) for c, s in zip(model.channels, model.strides, strict=True)]
+    assert [tuple(features.shape) for features in maps] == shapes
+    assert (model.channels, model.strides) == ((4, 8, 16, 32, 32), (1, 2, 4, 8, 16))
+    assert all(torch.equal(m, model.features[:i](images)) for m, i in zip(maps, POOLS, strict=True))
+    assert torch.equal(model(images), model.features[-1](maps[-1]))
