@@ -1,10 +1,11 @@
 """Devices that share no memory and keep their spans alone: what a step brings, and what a script
-may do between steps."""
+may do between steps, to trained parameters and to frozen ones."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,11 +13,10 @@ import torch
 from torch import nn
 
 import onefold
-from onefold.engine.lending import SpanLending
 from onefold.engine.lentparameter import Elsewhere, LentParameters
-from onefold.errors import DisagreementError, LossError, StateError
-from onefold.exchange.carrier import Want
-from tests import simulated
+from onefold.errors import DisagreementError, LossError, OnefoldError, StateError
+from onefold.run.world import current_world
+from tests.engine.lent import run, samples, trainer_of, watched
 from tests.inside import engine_in
 from tests.tables import for_each
 
@@ -48,20 +48,11 @@ def penalised(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return outputs + 0.01 * penalty + 0.001 * model.beside  # type: ignore[no-any-return]
 
 
-def trainer_of(
-    make: Callable[[], nn.Module] = Skipping,
-    loss: Callable[[Any, Any], Any] = penalised,
-    **settings: Any,
-) -> onefold.Trainer:
-    torch.manual_seed(3)
-    model = make()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    return onefold.Trainer(model, optimizer, loss, shards=4, threads=1, **settings)
+skipping = partial(trainer_of, Skipping, penalised)
 
 
 def batches(count: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    return [torch.randn(9, FEATURES, generator=generator) for _ in range(count)]
+    return list(samples(9 * count, FEATURES).chunk(count))
 
 
 def trained(trainer: onefold.Trainer, steps: int = 4) -> str:
@@ -70,37 +61,96 @@ def trained(trainer: onefold.Trainer, steps: int = 4) -> str:
     return trainer.fingerprint()
 
 
-def launched(
-    function: Callable[..., Any], *given: Any, devices: int = 2, keep: str = "span"
-) -> Any:
-    """In processes: for those whose functions change what a process has one of."""
-    return onefold.launch(
-        function,
-        devices=f"cpu:{devices}",
-        args=given,
-        keep=keep,
-        exchange="collective",
-        timeout_s=300,
-    )
+# Steps
 
 
-def run(function: Callable[..., Any], *given: Any, devices: int = 2, keep: str = "span") -> Any:
-    return simulated.launch(
-        function, devices=f"cpu:{devices}", args=given, keep=keep, exchange="collective"
-    )
+def terms(model: nn.Module, batch: torch.Tensor) -> Any:
+    values = model(batch)
+    many = (values > 0).sum()
+    return onefold.Mean(values.clamp_min(0).sum(), many) + onefold.Mean(values.sum(), len(batch))
 
 
-def with_a_model_that_skips() -> str:
-    return trained(trainer_of())
+def gathering(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    values = model(batch)
+    return (values @ onefold.gather(values).T).square().mean(dim=1)
 
 
-def test_parameters_that_are_used_outside_of_their_stage() -> None:
-    alone = with_a_model_that_skips()
-    assert [run(with_a_model_that_skips, devices=n) for n in (2, 3)] == [alone] * 2
+def with_loss(loss: Callable[[Any, Any], Any], settings: dict[str, Any]) -> str:
+    return trained(trainer_of(Skipping, loss, **settings), 3)
+
+
+@for_each(
+    ("loss", "settings", "devices"),
+    [
+        (penalised, {}, 3),
+        (terms, {}, 2),
+        (gathering, {}, 2),
+        (penalised, {"microbatch": "auto"}, 2),
+        (penalised, {"microbatch": 2, "clip_norm": 0.1}, 2),
+        (penalised, {"precision": "bf16"}, 2),
+        (penalised, {"precision": "bf16-params"}, 2),
+    ],
+)
+def test_steps_have_the_bits_of_one_device(
+    loss: Callable[[Any, Any], Any], settings: dict[str, Any], devices: int
+) -> None:
+    """Also where parameters are used outside of their stage."""
+    assert run(with_loss, loss, settings, devices=devices) == with_loss(loss, settings)
+
+
+def stages_brought() -> tuple[list[int], list[bool], int, bool]:
+    """The stages that a step brings to this device, and the most of them at one time."""
+    trainer = trainer_of(lambda: nn.Sequential(*[nn.Linear(FEATURES, FEATURES) for _ in range(5)]))
+    with watched(trainer) as found:
+        trainer.step(batches(1)[0])
+    (flat,) = engine_in(trainer).exchange.memory.trained.values()
+    return found.stages, found.ahead, found.most_stages, flat.is_there
+
+
+def test_a_step_brings_one_stage_after_the_other() -> None:
+    brought, ahead, most, is_there = run(stages_brought)
+    # The last is still here when backward begins, and nothing needs the first one's weight then.
+    assert brought == [0, *[1, 2, 3, 4, 5, 4, 3, 2] * 2]
+    # Nobody knows what the first shard needs next. Later ones begin with a stage that is waited
+    # for, as nothing is computed before it.
+    assert ahead == [False] * (1 + 8 + 1) + [True] * 7
+    assert most == 4  # the root, the stage, the one before it, and the one after it
+    assert not is_there
+
+
+def with_a_spoilt_sample() -> str:
+    trainer = skipping()
+    trained(trainer, 1)
+    batch = batches(1)[0]
+    batch[7] = torch.nan
+    with pytest.raises(LossError, match="shard 3") as caught:
+        trainer.step(batch)
+    return str(caught.value)
+
+
+def test_what_is_not_finite_is_named_as_ever() -> None:
+    assert run(with_a_spoilt_sample) == with_a_spoilt_sample()
+
+
+def with_torch_func() -> None:
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        slope = torch.func.grad(lambda x: model(x).square().sum())(batch)
+        return slope.square().mean(dim=1)  # type: ignore[no-any-return]
+
+    trainer_of(Skipping, loss).step(batches(1)[0])
+
+
+def test_what_cannot_be_used_in_a_loss_is_said() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        run(with_torch_func)
+    assert any("use torch.autograd.grad in the loss" in note for note in caught.value.__notes__)
+
+
+# Between steps
 
 
 def looked_at_between_steps() -> dict[str, str]:
-    trainer = trainer_of()
+    trainer = skipping()
     trained(trainer, 1)
     model = trainer.model
     found: dict[str, str] = {}
@@ -137,7 +187,7 @@ def test_a_script_cannot_read_what_is_not_there() -> None:
 
 
 def read_in_the_block() -> tuple[bool, list[float], list[float], str]:
-    trainer = trainer_of()
+    trainer = skipping()
     before = trained(trainer, 2)
     with trainer.whole():
         array = trainer.model.scale.detach().numpy()
@@ -149,13 +199,9 @@ def read_in_the_block() -> tuple[bool, list[float], list[float], str]:
     return same, array.tolist(), copied[0].bias.tolist(), trainer.fingerprint()
 
 
-def test_a_script_reads_and_trains_in_the_block() -> None:
-    assert run(read_in_the_block) == read_in_the_block()
-
-
 def distilled() -> tuple[str, str]:
     """A student learns from a model that another Trainer of the run has trained."""
-    first = trainer_of()
+    first = skipping()
     trained(first, 2)
     teacher = first.model
 
@@ -172,25 +218,8 @@ def distilled() -> tuple[str, str]:
     return first.fingerprint(), second.fingerprint()
 
 
-def test_a_model_of_another_trainer_is_a_teacher_in_the_block() -> None:
-    assert run(distilled) == distilled()
-
-
-def distilled_without_the_block() -> None:
-    first = trainer_of()
-    second = trainer_of(loss=lambda model, batch: (model(batch) - first.model(batch)).mean(dim=1))
-    second.step(batches(1)[0])
-
-
-def test_a_teacher_that_is_not_there_is_named_where_it_is_used() -> None:
-    words = r"parameter layers.3.weight was read on device \d, .* `with trainer\.whole\(\):`"
-    with pytest.raises(Elsewhere, match=words) as caught:
-        run(distilled_without_the_block)
-    assert any("raised in step 1, shard" in note for note in caught.value.__notes__)
-
-
 def changed_and_averaged() -> list[Any]:
-    trainer = trainer_of()
+    trainer = skipping()
     trainer.average(decay=0.5)
     trained(trainer, 2)
     with trainer.changing():
@@ -204,168 +233,28 @@ def changed_and_averaged() -> list[Any]:
     return [*found, trained(trainer, 2)]
 
 
-def test_changes_and_averages() -> None:
-    assert run(changed_and_averaged, devices=3) == changed_and_averaged()
+@for_each("work", [read_in_the_block, distilled, changed_and_averaged])
+def test_blocks_of_the_script_come_to_what_one_device_comes_to(work: Callable[[], Any]) -> None:
+    assert run(work) == work()
 
 
-def terms(model: nn.Module, batch: torch.Tensor) -> Any:
-    values = model(batch)
-    many = (values > 0).sum()
-    return onefold.Mean(values.clamp_min(0).sum(), many) + onefold.Mean(values.sum(), len(batch))
+def distilled_without_the_block() -> None:
+    first = skipping()
+    second = trainer_of(
+        Skipping, lambda model, batch: (model(batch) - first.model(batch)).mean(dim=1)
+    )
+    second.step(batches(1)[0])
 
 
-def gathering(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    values = model(batch)
-    return (values @ onefold.gather(values).T).square().mean(dim=1)
-
-
-def with_loss(loss: Callable[[Any, Any], Any], settings: dict[str, Any]) -> str:
-    return trained(trainer_of(loss=loss, **settings))
-
-
-@for_each(
-    ("loss", "settings"),
-    [
-        (terms, {}),
-        (gathering, {}),
-        (penalised, {"microbatch": "auto"}),
-        (penalised, {"microbatch": 2, "clip_norm": 0.1}),
-        (penalised, {"precision": "bf16"}),
-        (penalised, {"precision": "bf16-params"}),
-    ],
-    ids=["terms", "gathering", "searching", "pieces", "bf16", "bf16-params"],
-)
-def test_steps_that_are_no_plain_ones(
-    loss: Callable[[Any, Any], Any], settings: dict[str, Any]
-) -> None:
-    assert run(with_loss, loss, settings) == with_loss(loss, settings)
-
-
-class Renormed(nn.Module):
-    """Writes to a parameter in its forward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Embedding(5, FEATURES, max_norm=0.1), nn.Linear(3, 3)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.layers[0](torch.arange(len(x)) % 5)  # type: ignore[no-any-return]
-
-
-def with_a_write() -> str:
-    def plain(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        return model(batch).square().mean(dim=1)  # type: ignore[no-any-return]
-
-    trainer = trainer_of(Renormed, plain)
-    try:
-        trainer.step(batches(1)[0])
-    except StateError as error:
-        return str(error)
-    return ""
-
-
-def test_a_loss_may_not_write_to_what_was_brought() -> None:
-    assert "layers.0.weight was written to while the loss was" in run(with_a_write)
-
-
-class Masked(nn.Module):
-    """Writes to a parameter in its forward pass, so that PyTorch does not count it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(FEATURES, FEATURES) for _ in range(3))
-        self.layers[1].register_forward_pre_hook(self.mask)
-
-    @staticmethod
-    def mask(layer: nn.Module, _: Any) -> None:
-        layer.weight.data[:, 5].zero_()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def with_a_hidden_write() -> None:
-    trainer_of(Masked, lambda model, batch: model(batch).square().mean(dim=1)).step(batches(1)[0])
-
-
-@for_each("keep", ["span", "stages"])
-def test_what_is_written_past_pytorch_is_named(keep: str) -> None:
-    words = "^parameter layers.1.weight was written to while .* in a buffer"
-    with pytest.raises(StateError, match=words):
-        run(with_a_hidden_write, keep=keep)
-
-
-class Scaling(Masked):
-    """Halves a weight when it is evaluated first, as models for mixed precision do."""
-
-    counted = False
-
-    def mask(self, layer: nn.Module, _: Any) -> None:  # type: ignore[override]
-        if not self.training and not hasattr(self, "is_scaled"):
-            self.is_scaled = True
-            with torch.no_grad():
-                (layer.weight if self.counted else layer.weight.data).mul_(0.5)
-
-
-class ScalingInSight(Scaling):
-    """The same where PyTorch counts it."""
-
-    counted = True
-
-
-def with_a_write_in_an_evaluation(make: type[Scaling], call: str) -> None:
-    trainer = trainer_of(make, lambda model, batch: model(batch).square().mean(dim=1))
-    trained(trainer, 1)
-    getattr(trainer, call)(lambda m, b: {"mean": m(b).mean(dim=1)}, batches(1)[0], batch_size=9)
-
-
-@for_each("call", ["evaluate", "predict"])
-@for_each("make", [Scaling, ScalingInSight])
-@for_each("keep", ["span", "stages"])
-def test_what_an_evaluation_writes_to_is_named(keep: str, make: type[Scaling], call: str) -> None:
-    words = r"parameter layers\.1\.weight was written to while"
-    with pytest.raises(StateError, match=words):
-        run(with_a_write_in_an_evaluation, make, call, keep=keep)
-
-
-def with_torch_func() -> str:
-    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        slope = torch.func.grad(lambda x: model(x).square().sum())(batch)
-        return slope.square().mean(dim=1)  # type: ignore[no-any-return]
-
-    try:
-        trainer_of(loss=loss).step(batches(1)[0])
-    except RuntimeError as error:
-        return "\n".join(error.__notes__)
-    return ""
-
-
-def test_what_cannot_be_used_in_a_loss_is_said() -> None:
-    assert "use torch.autograd.grad in the loss" in run(with_torch_func)
-
-
-def with_a_spoilt_sample() -> str:
-    trainer = trainer_of()
-    trained(trainer, 1)
-    batch = batches(1)[0]
-    batch[7] = torch.nan
-    try:
-        trainer.step(batch)
-    except LossError as error:
-        return str(error)
-    return ""
-
-
-def test_what_is_not_finite_is_named_as_ever() -> None:
-    found = run(with_a_spoilt_sample)
-    assert found == with_a_spoilt_sample()
-    assert "shard 3" in found
+def test_a_teacher_that_is_not_there_is_named_where_it_is_used() -> None:
+    words = r"parameter layers.3.weight was read on device \d, .* `with trainer\.whole\(\):`"
+    with pytest.raises(Elsewhere, match=words) as caught:
+        run(distilled_without_the_block)
+    assert any("raised in step 1, shard" in note for note in caught.value.__notes__)
 
 
 def alone_in_the_block() -> str:
-    trainer = trainer_of()
+    trainer = skipping()
     trained(trainer, 1)
     try:
         if trainer.is_lead:
@@ -382,42 +271,192 @@ def test_one_device_alone_is_told_so() -> None:
     assert "trainer.whole" in run(alone_in_the_block)
 
 
-def stages_brought() -> tuple[list[int], list[bool], int, bool]:
-    """The stages that a step brings to this device, and the most of them at one time."""
-    wishes: list[Want] = []
-    most = 0
+# Models that write to parameters
 
-    def noting(wish: Want) -> None:
-        nonlocal most
-        wishes.append(wish)
-        most = max(most, len({*lending._rooms, *lending._coming, wish.stage}))
-        want(wish)
 
-    def plain(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        return model(batch).square().mean(dim=1)  # type: ignore[no-any-return]
+class Renormed(nn.Module):
+    """Writes to a parameter in its forward pass."""
 
-    def layers() -> nn.Module:
-        return nn.Sequential(*[nn.Linear(FEATURES, FEATURES) for _ in range(5)])
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Embedding(5, FEATURES, max_norm=0.1), nn.Linear(3, 3)])
 
-    trainer = trainer_of(layers, plain)
-    lending = engine_in(trainer).lending
-    assert isinstance(lending, SpanLending)
-    want = lending._fold.want
-    lending._fold.want = noting  # type: ignore[method-assign]
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.layers[0](torch.arange(len(x)) % 5)  # type: ignore[no-any-return]
+
+
+class Masked(nn.Module):
+    """Writes to a parameter in its forward pass, so that PyTorch does not count it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(FEATURES, FEATURES) for _ in range(3))
+        self.layers[1].register_forward_pre_hook(self.mask)
+
+    def mask(self, layer: nn.Module, _: Any) -> None:
+        layer.weight.data[:, 5].zero_()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Scaling(Masked):
+    """Halves a weight when it is evaluated first, as models for mixed precision do."""
+
+    counted = False
+
+    def mask(self, layer: nn.Module, _: Any) -> None:
+        if not self.training and not hasattr(self, "is_scaled"):
+            self.is_scaled = True
+            with torch.no_grad():
+                (layer.weight if self.counted else layer.weight.data).mul_(0.5)
+
+
+class ScalingInSight(Scaling):
+    """The same where PyTorch counts it."""
+
+    counted = True
+
+
+def with_a_write(make: type[nn.Module], call: str) -> None:
+    trainer = trainer_of(make)
     trainer.step(batches(1)[0])
-    (flat,) = engine_in(trainer).exchange.memory.trained.values()
-    return [w.stage for w in wishes], [w.ahead for w in wishes], most, flat.is_there
+    getattr(trainer, call)(lambda m, b: {"mean": m(b).mean(dim=1)}, batches(1)[0], batch_size=9)
 
 
-def test_a_step_brings_one_stage_after_the_other() -> None:
-    brought, ahead, most, is_there = run(stages_brought)
-    # The last is still here when backward begins, and nothing needs the first one's weight then.
-    assert brought == [0, *[1, 2, 3, 4, 5, 4, 3, 2] * 2]
-    # Nobody knows what the first shard needs next. Later ones begin with a stage that is waited
-    # for, as nothing is computed before it.
-    assert ahead == [False] * (1 + 8 + 1) + [True] * 7
-    assert most == 4  # the root, the stage, the one before it, and the one after it
-    assert not is_there
+@for_each(
+    ("make", "call", "keep", "words"),
+    [
+        (Renormed, "evaluate", "span", r"layers\.0\.weight was written to while the loss was"),
+        (Masked, "evaluate", "span", r"^parameter layers\.1\.weight was written to .* in a buffer"),
+        (Masked, "evaluate", "stages", r"layers\.1\.weight was written to while .* in a buffer"),
+        (Scaling, "evaluate", "span", r"layers\.1\.weight was written to while"),
+        (Scaling, "predict", "stages", r"layers\.1\.weight was written to while"),
+        (ScalingInSight, "predict", "span", r"layers\.1\.weight was written to while"),
+        (ScalingInSight, "evaluate", "stages", r"layers\.1\.weight was written to while"),
+    ],
+)
+def test_what_a_model_writes_to_is_named(
+    make: type[nn.Module], call: str, keep: str, words: str
+) -> None:
+    with pytest.raises(StateError, match=words):
+        run(with_a_write, make, call, keep=keep)
+
+
+# Frozen parameters
+
+
+class Following(nn.Module):
+    """A layer, and a frozen one that follows it in the way that is named."""
+
+    def __init__(self, way: str = "") -> None:
+        super().__init__()
+        self.online = nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Tanh())
+        self.slow = nn.Sequential(nn.Linear(FEATURES, FEATURES).requires_grad_(False), nn.Tanh())
+        self.way = way
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        for ours, slow in zip(self.online.parameters(), self.slow.parameters(), strict=True):
+            if self.way == "in place":
+                slow.mul_(0.9).add_(ours, alpha=0.1)
+            elif self.way == "data":
+                slow.data.mul_(0.9).add_(ours.data, alpha=0.1)
+            elif self.way == "new data":
+                slow.data = slow.data * 0.9 + ours.data * 0.1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.follow()
+        return self.slow(self.online(x))  # type: ignore[no-any-return]
+
+
+def followed(way: str) -> None:
+    trainer_of(partial(Following, way)).step(batches(1)[0])
+
+
+def changed_between_steps(way: str) -> str:
+    trainer = trainer_of(Following)
+    model: Any = trainer.model
+    trained(trainer, 1)
+    if way == "block":
+        with trainer.changing():
+            model.way = "in place"
+            model.follow()
+            model.way = ""
+    elif way == "in place":
+        with torch.no_grad():
+            model.slow[0].weight.mul_(0.5)
+    elif way == "data":
+        model.slow[0].weight.data.mul_(0.5)
+    elif way == "new data":
+        model.slow[0].weight.data = torch.zeros(FEATURES, FEATURES)
+    elif way == "whole":
+        with trainer.whole():
+            model.slow[0].weight.data.mul_(0.5)
+    return trained(trainer, 1)
+
+
+@for_each("way", ["in place", "data", "new data"])
+def test_a_model_that_writes_to_frozen_parameters_is_refused_by_name(way: str) -> None:
+    with pytest.raises(OnefoldError, match=r"parameter slow\.0\.\w+.*trainer\.changing"):
+        run(followed, way)
+
+
+@for_each("way", ["in place", "data", "new data", "whole"])
+def test_changes_of_frozen_parameters_outside_of_the_block_are_refused(way: str) -> None:
+    with pytest.raises((OnefoldError, ValueError, Elsewhere), match=r"parameter slow\.0\.weight"):
+        run(changed_between_steps, way)
+
+
+def changed_in_the_block() -> str:
+    return changed_between_steps("block")
+
+
+def unfrozen() -> str:
+    """Have gradients of frozen parameters that no optimizer holds, for a step."""
+    trainer = trainer_of(Following)
+    model: Any = trainer.model
+    model.slow.requires_grad_(True)
+    trained(trainer, 1)
+    assert all(p.grad is None for p in model.parameters())
+    model.slow.requires_grad_(False)
+    return trained(trainer, 1)
+
+
+def frozen_for_a_while() -> str:
+    """Trained parameters that rest in a step are kept as trained ones are."""
+    trainer = trainer_of(Following)
+    model: Any = trainer.model
+    for rests in (False, True, False):
+        model.online[0].weight.requires_grad_(not rests)
+        trained(trainer, 1)
+    return trainer.fingerprint()
+
+
+def with_values_of_their_own() -> str:
+    """Begin with other frozen values on each device: the lead's are everybody's."""
+
+    def make() -> nn.Module:
+        model = Following()
+        with torch.no_grad():
+            model.slow[0].weight.add_(current_world().rank)
+        return model
+
+    return trained(trainer_of(make), 1)
+
+
+@for_each("keep", ["span", "stages"])
+@for_each("work", [changed_in_the_block, unfrozen, frozen_for_a_while, with_values_of_their_own])
+def test_frozen_parameters_come_to_what_they_are_on_one_device(
+    work: Callable[[], str], keep: str
+) -> None:
+    assert run(work, keep=keep) == work()
+
+
+# What stands for a parameter that is elsewhere
 
 
 def test_a_parameter_says_when_it_is_used() -> None:

@@ -1,12 +1,10 @@
-"""Devices that keep their spans alone, between steps: fingerprints, evaluation, prediction and
-checkpoints have one stage after the other brought, and give what devices with all give."""
+"""Devices that keep their spans alone, between steps: fingerprints, evaluation and prediction have
+one stage after the other brought, and give what devices with all give."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -14,114 +12,23 @@ from torch import nn
 
 import onefold
 from onefold.core.options import RunOptions
-from onefold.engine.lending import SpanLending
 from onefold.errors import PeerFailed
-from onefold.exchange.carrier import Want
 from onefold.testing import outcomes
-from tests import simulated
-from tests.inside import engine_in
+from tests.engine.lent import (
+    FEATURES,
+    LAYER_BYTES,
+    LAYERS,
+    Layered,
+    run,
+    samples,
+    trained,
+    trainer_of,
+    watched,
+)
 from tests.tables import for_each
 
-FEATURES, LAYERS = 64, 6
-LAYER_BYTES = 4 * (FEATURES * FEATURES + FEATURES)
 
-
-class AtHand:
-    """What of the parameters was on this device in a block, besides what it keeps."""
-
-    whole = 0
-    """How many times all of them were brought."""
-    most_bytes = 0
-    """The most that was brought for a while."""
-    stages: list[int]
-
-    def __init__(self) -> None:
-        self.stages = []
-
-
-@contextmanager
-def watched(trainer: onefold.Trainer) -> Iterator[AtHand]:
-    found = AtHand()
-    lending = engine_in(trainer).lending
-    if not isinstance(lending, SpanLending):
-        yield found
-        return
-    # Of this device: what is patched in a class would be patched for all that are simulated.
-    fold, flat = lending._fold, lending._flat
-    want, get_back = fold.want, flat.get_back
-
-    def noting_want(wish: Want) -> None:
-        found.stages.append(wish.stage)
-        here = [room.numel() for room in lending._rooms.values()]
-        found.most_bytes = max(found.most_bytes, sum(here) + wish.room.numel())
-        want(wish)
-
-    def noting_whole() -> None:
-        found.whole += 1
-        get_back()
-
-    with (
-        mock.patch.object(fold, "want", noting_want),
-        mock.patch.object(flat, "get_back", noting_whole),
-    ):
-        yield found
-
-
-class Layered(nn.Module):
-    """Layers of one size, a frozen one among them, weights that are shared, and a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(FEATURES, FEATURES) for _ in range(LAYERS))
-        self.frozen = nn.Linear(FEATURES, FEATURES).requires_grad_(False)
-        self.scale = nn.Parameter(torch.ones(FEATURES))
-        self.again = self.layers[1]
-        self.register_buffer("seen", torch.zeros(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x))
-        return self.frozen(x) * self.scale  # type: ignore[no-any-return]
-
-
-def squared(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    return model(batch).square().mean(dim=1)  # type: ignore[no-any-return]
-
-
-def samples(count: int = 9) -> torch.Tensor:
-    return torch.randn(count, FEATURES, generator=torch.Generator().manual_seed(5))
-
-
-def trained(
-    make: Callable[[], nn.Module] = Layered,
-    loss: Callable[[Any, Any], Any] = squared,
-    **settings: Any,
-) -> onefold.Trainer:
-    torch.manual_seed(3)
-    model = make()
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=0.01)
-    trainer = onefold.Trainer(model, optimizer, loss, shards=4, threads=1, **settings)
-    for _ in range(2):
-        trainer.step(samples())
-    return trainer
-
-
-def launched(function: Callable[..., Any], *given: Any, devices: int = 2, **options: Any) -> Any:
-    return simulated.launch(
-        function,
-        devices=f"cpu:{devices}",
-        args=given,
-        exchange="collective",
-        **{"keep": "span", **options},
-    )
-
-
-# Fingerprints
-
-
-def fingerprints(precision: str | None) -> tuple[list[str], list[int], int, int]:
-    settings = {} if precision is None else {"precision": precision}
+def fingerprints(settings: dict[str, Any]) -> tuple[list[str], list[int], int, int]:
     trainer = trained(**settings)
     with watched(trainer) as found:
         ours = trainer.fingerprint()
@@ -131,10 +38,10 @@ def fingerprints(precision: str | None) -> tuple[list[str], list[int], int, int]
     return [ours, theirs, trainer.fingerprint()], found.stages, found.most_bytes, found.whole
 
 
-@for_each(("precision", "devices"), [(None, 2), (None, 3), ("bf16-params", 2)], ids=str)
-def test_a_fingerprint_brings_a_stage_at_a_time(precision: str | None, devices: int) -> None:
-    expected, *_ = fingerprints(precision)
-    values, stages, most_bytes, whole = launched(fingerprints, precision, devices=devices)
+@for_each(("settings", "devices"), [({}, 3), ({"precision": "bf16-params"}, 2)])
+def test_a_fingerprint_brings_a_stage_at_a_time(settings: dict[str, Any], devices: int) -> None:
+    expected, *_ = fingerprints(settings)
+    values, stages, most_bytes, whole = run(fingerprints, settings, devices=devices)
     assert values == expected
     assert whole == 0
     # The lead digests every second, or third, stage.
@@ -166,16 +73,18 @@ def evaluated(
     return values, trainer.fingerprint(), found.stages, found.most_bytes, found.whole
 
 
-# In batches of two, some devices have no sample, and with three of them not all shards are even.
-@for_each(("devices", "batch_size"), [(2, 5), (3, 5), (2, 2), (3, 1)])
+# In batches of one, some devices have no sample, and with three of them not all shards are even.
+@for_each(("devices", "batch_size"), [(2, 5), (3, 1)])
 def test_forward_passes_bring_a_stage_at_a_time(devices: int, batch_size: int) -> None:
     expected = evaluated(batch_size=batch_size)
-    found = launched(evaluated, Layered, scored, batch_size, devices=devices)
-    assert found[:2] == expected[:2]
-    assert found[-1] == 0
+    values, fingerprint, stages, most_bytes, whole = run(
+        evaluated, Layered, scored, batch_size, devices=devices
+    )
+    assert (values, fingerprint) == expected[:2]
+    assert whole == 0
     # The root, one layer after the other, and the next one on its way.
-    assert found[-2] == 2 * LAYER_BYTES + 4 * FEATURES
-    assert found[2][: 1 + LAYERS] == list(range(1 + LAYERS))
+    assert most_bytes == 2 * LAYER_BYTES + 4 * FEATURES
+    assert stages[: 1 + LAYERS] == list(range(1 + LAYERS))
 
 
 def looking(model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
@@ -204,11 +113,6 @@ def mapped(model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
     return {"loss": torch.vmap(lambda x: model(x).square().mean())(batch)}
 
 
-@for_each("score", [looking, differentiating, mapped])
-def test_a_score_may_use_the_model_as_it_likes(score: Any) -> None:
-    assert launched(evaluated, Layered, score)[:2] == evaluated(Layered, score)[:2]
-
-
 class Attending(nn.Module):
     """A transformer, which PyTorch computes in another way in evaluation."""
 
@@ -234,9 +138,18 @@ class AttendingInside(Attending):
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("make", [Attending, AttendingInside])
-def test_transformers_have_the_same_bits(make: Callable[[], nn.Module]) -> None:
-    assert launched(evaluated, make)[:2] == evaluated(make)[:2]
+@for_each(
+    ("make", "score"),
+    [
+        (Layered, looking),
+        (Layered, differentiating),
+        (Layered, mapped),
+        (Attending, scored),
+        (AttendingInside, scored),
+    ],
+)
+def test_a_score_may_use_the_model_as_it_likes(make: Callable[[], nn.Module], score: Any) -> None:
+    assert run(evaluated, make, score)[:2] == evaluated(make, score)[:2]
 
 
 def in_blocks() -> tuple[Any, list[int]]:
@@ -258,9 +171,55 @@ def in_blocks() -> tuple[Any, list[int]]:
 
 
 def test_in_blocks_of_the_script() -> None:
-    found = launched(in_blocks)
+    found = run(in_blocks)
     assert found == in_blocks()
     assert found[0][0] == found[0][1] == found[0][2] != found[0][3]
+
+
+def with_compiled_score() -> tuple[Any, int]:
+    trainer = trained()
+    score: Any = torch.compile(scored, backend="eager")
+    with watched(trainer) as found:
+        scores = trainer.evaluate(score, samples(8), batch_size=8)
+    return scores, found.whole
+
+
+def test_compiled_code_has_all_parameters() -> None:
+    scores, whole = run(with_compiled_score)
+    assert scores == with_compiled_score()[0]
+    assert whole == 1
+
+
+class Beside(nn.Module):
+    """No part of the model, and computes with one of its parameters."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+        self.own = nn.Parameter(torch.ones(FEATURES))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.own) @ self.weight
+
+
+def with_a_module_beside() -> list[Any]:
+    held: list[Beside] = []
+
+    def beside(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return held[0](model(batch)).square().mean(dim=1)  # type: ignore[no-any-return]
+
+    trainer = trainer_of(loss=beside)
+    held.append(Beside(trainer.model.layers[2].weight))
+    trainer.step(samples())
+    scores = trainer.evaluate(lambda m, b: {"loss": beside(m, b)}, samples(), batch_size=4)
+    return [scores, trainer.fingerprint()]
+
+
+def test_a_module_beside_the_model_that_shares_a_parameter() -> None:
+    assert run(with_a_module_beside) == with_a_module_beside()
+
+
+# What is refused
 
 
 class Row(nn.Module):
@@ -294,65 +253,62 @@ def changed_in_a_block(how: str, factors: tuple[float, ...] = (2.0,)) -> str:
     return trainer.fingerprint()
 
 
-@for_each("keep", ["span", "stages"])
 @for_each(
-    ("how", "words"),
+    ("how", "keep", "words"),
     [
-        ("in place", "layers.2.weight was written to in `with trainer.whole():`"),
-        ("data", "layers.2.weight was written to in `with trainer.whole():`"),
-        ("step in place", "layers.2.weight changed since the call before"),
-        ("step data", "parameters (through .data) changed since the call before"),
+        ("in place", "stages", "layers.2.weight was written to in `with trainer.whole():`"),
+        ("data", "span", "layers.2.weight was written to in `with trainer.whole():`"),
+        ("step in place", "span", "layers.2.weight changed since the call before"),
+        ("step data", "stages", "parameters (through .data) changed since the call before"),
     ],
 )
 def test_what_is_changed_where_the_model_is_read_is_refused(
-    how: str, words: str, keep: Any
+    how: str, keep: Any, words: str
 ) -> None:
-    assert words in launched(changed_in_a_block, how, keep=keep)
+    assert words in run(changed_in_a_block, how, keep=keep)
 
 
 @for_each("how", ["data", "step data"])
 def test_what_is_as_it_was_is_no_change(how: str) -> None:
-    found = launched(changed_in_a_block, how, (-1.0, -1.0))
-    assert found == launched(changed_in_a_block, how, ())
+    found = run(changed_in_a_block, how, (-1.0, -1.0))
+    assert found == run(changed_in_a_block, how, ())
     assert len(found) == 16
 
 
-def compiled_score() -> Callable[[Any, Any], Any]:
-    return torch.compile(scored, backend="eager")
-
-
-def with_compiled_score() -> tuple[Any, int]:
+def refusal(call: str, whole: bool) -> str:
+    """What is said of a score that calls the trainer, or uses torch.func."""
     trainer = trained()
-    with watched(trainer) as found:
-        scores = trainer.evaluate(compiled_score(), samples(8), batch_size=8)
-    return scores, found.whole
 
+    def score(model: nn.Module, batch: torch.Tensor) -> dict[str, torch.Tensor]:
+        if call == "torch.func":
+            slope = torch.func.grad(lambda x: model(x).square().sum())(batch)
+            return {"slope": slope.mean(dim=1)}
+        getattr(trainer, call)(*([1.0] if call == "gather" else []))
+        return scored(model, batch)
 
-def test_compiled_code_has_all_parameters() -> None:
-    scores, whole = launched(with_compiled_score)
-    assert scores == with_compiled_score()[0]
-    assert whole == 1
-
-
-def with_torch_func(whole: bool) -> str:
-    def sloped(model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
-        return {"slope": torch.func.grad(lambda x: model(x).square().sum())(batch).mean(dim=1)}
-
-    trainer = trained()
     try:
         if whole:
             with trainer.whole():
-                trainer.evaluate(sloped, samples(), batch_size=4)
+                trainer.evaluate(score, samples(8), batch_size=8)
         else:
-            trainer.evaluate(sloped, samples(), batch_size=4)
+            trainer.evaluate(score, samples(8), batch_size=8)
     except RuntimeError as error:
-        return "\n".join(error.__notes__)
+        return "\n".join([str(error), *getattr(error, "__notes__", [])])
     return "none"
 
 
-def test_what_an_evaluation_cannot_use_is_said() -> None:
-    assert "with trainer.whole():" in launched(with_torch_func, False)
-    assert launched(with_torch_func, True) == "none"
+@for_each(
+    ("call", "words"),
+    [
+        ("gather", "was called while a shard was computed"),
+        ("barrier", "was called while a shard was computed"),
+        ("fingerprint", "was called while a shard was computed"),
+        ("torch.func", "with trainer.whole():"),
+    ],
+)
+def test_what_an_evaluation_cannot_do_is_said_and_works_in_the_block(call: str, words: str) -> None:
+    assert words in run(refusal, call, False)
+    assert run(refusal, call, True) == "none"
 
 
 def failing_on_one_device() -> None:
@@ -397,61 +353,4 @@ def streams_that_differ(longer: int) -> str:
 
 @for_each(("longer", "what"), [(12, "samples"), (0, "batch_size of 4")])
 def test_devices_that_read_other_data_are_told_so(longer: int, what: str) -> None:
-    assert what in launched(streams_that_differ, longer)
-
-
-class Beside(nn.Module):
-    """No part of the model, and computes with one of its parameters."""
-
-    def __init__(self, weight: nn.Parameter) -> None:
-        super().__init__()
-        self.weight = weight
-        self.own = nn.Parameter(torch.ones(FEATURES))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x * self.own) @ self.weight
-
-
-def with_a_module_beside() -> list[Any]:
-    held: list[Beside] = []
-
-    def beside(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        return held[0](model(batch)).square().mean(dim=1)  # type: ignore[no-any-return]
-
-    torch.manual_seed(3)
-    model = Layered()
-    held.append(Beside(model.layers[2].weight))
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(parameters, lr=0.01)
-    trainer = onefold.Trainer(model, optimizer, beside, shards=4, threads=1)
-    trainer.step(samples())
-    scores = trainer.evaluate(lambda m, b: {"loss": beside(m, b)}, samples(), batch_size=4)
-    return [scores, trainer.fingerprint()]
-
-
-def test_a_module_beside_the_model_that_shares_a_parameter() -> None:
-    assert launched(with_a_module_beside) == with_a_module_beside()
-
-
-def calling(call: str, whole: bool) -> str:
-    trainer = trained()
-
-    def score(model: nn.Module, batch: torch.Tensor) -> dict[str, torch.Tensor]:
-        getattr(trainer, call)(*([1.0] if call == "gather" else []))
-        return scored(model, batch)
-
-    try:
-        if whole:
-            with trainer.whole():
-                trainer.evaluate(score, samples(8), batch_size=8)
-        else:
-            trainer.evaluate(score, samples(8), batch_size=8)
-    except RuntimeError as error:
-        return str(error)
-    return "none"
-
-
-@for_each("call", ["gather", "barrier", "fingerprint"])
-def test_a_score_that_calls_the_trainer_is_refused(call: str) -> None:
-    assert "was called while a shard was computed" in launched(calling, call, False)
-    assert launched(calling, call, True) == "none"
+    assert what in run(streams_that_differ, longer)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,7 +19,7 @@ from onefold.checkpoint import saving
 from onefold.core.options import RunOptions
 from onefold.errors import CheckpointError, PeerFailed, StateError
 from onefold.testing import outcomes
-from tests.engine.test_stagewise import Layered, launched, samples, trained, watched
+from tests.engine.lent import Layered, run, samples, trained, trainer_of, watched
 from tests.inside import engine_in
 from tests.tables import for_each
 
@@ -46,12 +48,12 @@ class Odd(Layered):
         return super().forward(self.norm(x)) * self.number + wide
 
 
-def files_of(folder: Path) -> dict[str, Any]:
-    record = json.loads((folder / "run.json").read_text())
+def files_of(folder: str | Path) -> dict[str, Any]:
+    record = json.loads((Path(folder) / "run.json").read_text())
     kept = {key: value for key, value in record.items() if key not in OF_ONE_RUN}
     # As text: the order of the keys counts as well.
     return {"run": json.dumps(kept)} | {
-        path.name: path.read_bytes() for path in folder.glob("*.safetensors")
+        path.name: path.read_bytes() for path in Path(folder).glob("*.safetensors")
     }
 
 
@@ -67,50 +69,46 @@ def saved(directory: str, settings: dict[str, Any], average: bool) -> tuple[str,
     return str(folder), trainer.fingerprint(), found.whole, found.most_bytes
 
 
-def resumed(directory: str, settings: dict[str, Any], average: bool) -> tuple[str, str, int, int]:
+def resumed(directory: str, settings: dict[str, Any]) -> tuple[str, int]:
     """Go on from there."""
-    torch.manual_seed(11)
-    model = Odd()
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=0.5)
-    trainer = onefold.Trainer(model, optimizer, mean_square, shards=4, threads=1, **settings)
+    trainer = trainer_of(Odd, **settings)
+    with trainer.changing(), torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.zero_()
     with watched(trainer) as found:
         loaded = trainer.load(directory)
-    before = trainer.fingerprint()
     trainer.step(samples())
     assert loaded.extra == {"a": 1}
-    return before, trainer.fingerprint(), found.whole, found.most_bytes
+    return trainer.fingerprint(), found.whole
 
 
-def mean_square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    return model(batch).square().mean(dim=1)  # type: ignore[no-any-return]
-
-
-KINDS: dict[str, tuple[dict[str, Any], bool]] = {
-    "plain": ({}, False),
-    "average": ({}, True),
-    "rounded": ({"precision": "bf16-params"}, False),
-}
-
-
-@for_each("devices", [2, 3])
-@for_each("kind", KINDS)
-def test_the_files_are_those_of_devices_with_all(kind: str, devices: int, tmp_path: Path) -> None:
-    settings, average = KINDS[kind]
+@for_each(
+    ("settings", "average", "devices", "goes_on"),
+    [
+        ({}, False, 3, ("span", "span")),
+        ({}, True, 2, ("span", "all")),
+        ({"precision": "bf16-params"}, False, 2, ("all", "span")),
+    ],
+)
+def test_the_files_are_those_of_devices_with_all(
+    settings: dict[str, Any],
+    average: bool,
+    devices: int,
+    goes_on: tuple[str, str],
+    tmp_path: Path,
+) -> None:
     given = (settings, average)
-    all_of_it = launched(saved, str(tmp_path / "all"), *given, devices=devices, keep="all")
-    spans = launched(saved, str(tmp_path / "span"), *given, devices=devices)
-    assert files_of(Path(spans[0])) == files_of(Path(all_of_it[0]))
+    all_of_it = run(saved, str(tmp_path / "all"), *given, devices=devices, keep="all")
+    spans = run(saved, str(tmp_path / "span"), *given, devices=devices)
+    assert files_of(spans[0]) == files_of(all_of_it[0])
     assert spans[1] == all_of_it[1]
     assert spans[2] == 0
     # While the fingerprint is computed, a stage at a time; the widest one is the largest.
     assert 0 < spans[3] <= WIDEST_BYTES
     # Either goes on from the other's.
-    for keep, directory in (("span", "all"), ("all", "span"), ("span", "span")):
-        _, after, whole, _ = launched(
-            resumed, str(tmp_path / directory), *given, devices=devices, keep=keep
-        )
-        assert (after, whole) == (spans[1], 0)
+    keep, directory = goes_on
+    folder = str(tmp_path / directory)
+    assert run(resumed, folder, settings, devices=devices, keep=keep) == (spans[1], 0)
 
 
 def biggest_part(directory: str) -> tuple[int, int]:
@@ -131,7 +129,7 @@ def biggest_part(directory: str) -> tuple[int, int]:
 
 
 def test_the_lead_has_one_tensor_at_a_time(tmp_path: Path) -> None:
-    most, model = launched(biggest_part, str(tmp_path))
+    most, model = run(biggest_part, str(tmp_path))
     widest = 4 * WIDTH * FEATURES_OF_WIDE
     # With the heads of what is packed.
     assert widest < most < widest + 4096
@@ -160,11 +158,34 @@ def saved_by_itself(directory: str) -> tuple[str, int, int]:
 
 
 def test_a_model_that_computes_what_is_saved_has_all_parameters(tmp_path: Path) -> None:
-    folder, saves, both = launched(saved_by_itself, str(tmp_path / "span"))
-    other, _, _ = launched(saved_by_itself, str(tmp_path / "all"), keep="all")
-    assert files_of(Path(folder)) == files_of(Path(other))
+    folder, saves, both = run(saved_by_itself, str(tmp_path / "span"))
+    other, _, _ = run(saved_by_itself, str(tmp_path / "all"), keep="all")
+    assert files_of(folder) == files_of(other)
     # To save, to check whether a checkpoint fits, and to take it.
     assert (saves, both) == (1, 3)
+
+
+def blocks(directory: str) -> tuple[str, str]:
+    trainer = trained(Odd)
+    trainer.average(decay=0.5)
+    trainer.step(samples())
+    with trainer.averaged():
+        shown = trainer.save(f"{directory}/shown")
+    with trainer.whole():
+        inside = trainer.save(f"{directory}/inside")
+        trainer.load(f"{directory}/shown")
+        trainer.load(f"{directory}/inside")
+    trainer.step(samples())
+    return str(shown), str(inside)
+
+
+def test_in_blocks_of_the_script(tmp_path: Path) -> None:
+    spans = run(blocks, str(tmp_path / "span"))
+    others = run(blocks, str(tmp_path / "all"), keep="all")
+    assert list(map(files_of, spans)) == list(map(files_of, others))
+
+
+# Saves and loads that fail.
 
 
 def spoilt(directory: str, where: str) -> str:
@@ -181,8 +202,8 @@ def spoilt(directory: str, where: str) -> str:
 
 @for_each("where", ["layers.3.weight", "frozen.bias", "seen"])
 def test_what_is_not_finite_is_named(where: str, tmp_path: Path) -> None:
-    found = launched(spoilt, str(tmp_path), where)
-    assert found == launched(spoilt, str(tmp_path), where, keep="all")
+    found = run(spoilt, str(tmp_path), where)
+    assert found == run(spoilt, str(tmp_path), where, keep="all")
     assert f" {where} is not finite" in found
     assert not list(tmp_path.iterdir())
 
@@ -191,28 +212,37 @@ def trained_and_saved(directory: str) -> None:
     trained().save(directory)
 
 
-def test_a_disk_that_is_full_ends_the_wait_of_all(tmp_path: Path) -> None:
-    full = mock.Mock(side_effect=OSError(28, "no space left on this disk"))
-    with mock.patch("onefold.system.tensorfile._write_all", full):
-        lead, other = outcomes(trained_and_saved, 2, args=(str(tmp_path),), options=SPANS)
-    for each, kind in ((lead, OSError), (other, PeerFailed)):
-        with pytest.raises(kind, match="no space left on this disk"):
-            raise each.error
-    assert not list(tmp_path.iterdir())
+def failing_meanwhile(directory: str) -> None:
+    """Where device 1 fails after the lead has begun to write."""
+    trainer = trained()
+    transport: Any = engine_in(trainer).exchange.transport
+    bring, brought = transport.bring, [0]
 
-
-def test_a_device_that_fails_meanwhile_leaves_no_file(tmp_path: Path) -> None:
-    supply = saving.Stream._supply
-
-    def once(self: saving.Stream, entry: int, key: str) -> None:
-        if entry > 2 and not self._lead.is_here:
+    def failing() -> Any:
+        brought[0] += 1
+        if brought[0] > 2 and not trainer.is_lead:
             raise ZeroDivisionError("of device 1")
-        supply(self, entry, key)
+        return bring()
 
-    with mock.patch.object(saving.Stream, "_supply", once):
-        lead, other = outcomes(trained_and_saved, 2, args=(str(tmp_path),), options=SPANS)
-    for each, kind in ((lead, PeerFailed), (other, ZeroDivisionError)):
-        with pytest.raises(kind, match="of device 1"):
+    with mock.patch.object(transport, "bring", failing):
+        trainer.save(directory)
+
+
+@for_each(
+    ("work", "kinds", "words"),
+    [
+        (trained_and_saved, (OSError, PeerFailed), "no space left on this disk"),
+        (failing_meanwhile, (PeerFailed, ZeroDivisionError), "of device 1"),
+    ],
+)
+def test_a_failure_ends_the_wait_of_all_and_leaves_no_file(
+    work: Callable[[str], None], kinds: Any, words: str, tmp_path: Path
+) -> None:
+    full = mock.Mock(side_effect=OSError(28, "no space left on this disk"))
+    with mock.patch("os.fsync", full if work is trained_and_saved else os.fsync):
+        found = outcomes(work, 2, args=(str(tmp_path),), options=SPANS)
+    for each, kind in zip(found, kinds, strict=True):
+        with pytest.raises(kind, match=words):
             raise each.error
     assert not list(tmp_path.iterdir())
 
@@ -250,36 +280,13 @@ def test_a_slow_disk_is_waited_for(tmp_path: Path) -> None:
 def damaged(directory: str) -> tuple[str, str, str]:
     trainer = trained()
     before = trainer.fingerprint()
-    try:
+    with pytest.raises(CheckpointError) as caught:
         trainer.load(directory)
-    except CheckpointError as error:
-        return str(error), before, trainer.fingerprint()
-    return "", before, ""
+    return str(caught.value), before, trainer.fingerprint()
 
 
 def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
-    launched(saved, str(tmp_path), {}, False)
-    text, before, after = launched(damaged, str(tmp_path))
+    run(saved, str(tmp_path), {}, False)
+    text, before, after = run(damaged, str(tmp_path))
     assert "does not fit" in text
     assert before == after
-
-
-def blocks(directory: str) -> tuple[str, str]:
-    trainer = trained(Odd)
-    trainer.average(decay=0.5)
-    trainer.step(samples())
-    with trainer.averaged():
-        shown = trainer.save(f"{directory}/shown")
-    with trainer.whole():
-        inside = trainer.save(f"{directory}/inside")
-        trainer.load(f"{directory}/shown")
-        trainer.load(f"{directory}/inside")
-    trainer.step(samples())
-    return str(shown), str(inside)
-
-
-def test_in_blocks_of_the_script(tmp_path: Path) -> None:
-    spans = launched(blocks, str(tmp_path / "span"))
-    others = launched(blocks, str(tmp_path / "all"), keep="all")
-    for ours, theirs in zip(spans, others, strict=True):
-        assert files_of(Path(ours)) == files_of(Path(theirs))

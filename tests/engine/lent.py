@@ -1,0 +1,116 @@
+"""Runs on simulated devices that keep their spans alone, and what of the model was on a device."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+import onefold
+from onefold.exchange.carrier import Want
+from tests import simulated
+from tests.inside import engine_in
+
+FEATURES, LAYERS = 64, 6
+LAYER_BYTES = 4 * (FEATURES * FEATURES + FEATURES)
+
+
+class AtHand:
+    """What of the parameters was on this device in a block, besides what it keeps."""
+
+    def __init__(self) -> None:
+        self.whole = 0
+        """How many times all of them were brought."""
+        self.most_bytes = 0
+        """The most that was brought for a while."""
+        self.most_stages = 0
+        self.stages: list[int] = []
+        """Those that were brought, in their order."""
+        self.ahead: list[bool] = []
+        """Whether each was brought before it was needed."""
+
+
+@contextmanager
+def watched(trainer: onefold.Trainer) -> Iterator[AtHand]:
+    found = AtHand()
+    exchange = engine_in(trainer).exchange
+    if not exchange.memory.is_lent:
+        yield found
+        return
+    # Of this device: what is patched in a class would be patched for all that are simulated.
+    fold, (flat,) = exchange.stages, exchange.memory.trained.values()
+    want, get_back = fold.want, flat.get_back
+    rooms: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+
+    def noting_want(wish: Want) -> None:
+        found.stages.append(wish.stage)
+        found.ahead.append(wish.ahead)
+        rooms.add(wish.room)
+        found.most_stages = max(found.most_stages, len(rooms))
+        found.most_bytes = max(found.most_bytes, sum(room.numel() for room in rooms))
+        want(wish)
+
+    def noting_whole() -> None:
+        found.whole += 1
+        get_back()
+
+    with (
+        mock.patch.object(fold, "want", noting_want),
+        mock.patch.object(flat, "get_back", noting_whole),
+    ):
+        yield found
+
+
+class Layered(nn.Module):
+    """Layers of one size, a frozen one among them, weights that are shared, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(FEATURES, FEATURES) for _ in range(LAYERS))
+        self.frozen = nn.Linear(FEATURES, FEATURES).requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(FEATURES))
+        self.again = self.layers[1]
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return self.frozen(x) * self.scale  # type: ignore[no-any-return]
+
+
+def squared(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean(dim=1)  # type: ignore[no-any-return]
+
+
+def samples(count: int = 9, features: int = FEATURES) -> torch.Tensor:
+    return torch.randn(count, features, generator=torch.Generator().manual_seed(5))
+
+
+def trainer_of(
+    make: Callable[[], nn.Module] = Layered,
+    loss: Callable[[Any, Any], Any] = squared,
+    **settings: Any,
+) -> onefold.Trainer:
+    torch.manual_seed(3)
+    model = make()
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=0.01)
+    return onefold.Trainer(model, optimizer, loss, shards=4, threads=1, **settings)
+
+
+def trained(*given: Any, **settings: Any) -> onefold.Trainer:
+    """Of a model with layers, after two steps."""
+    trainer = trainer_of(*given, **settings)
+    for _ in range(2):
+        trainer.step(samples())
+    return trainer
+
+
+def run(function: Callable[..., Any], *given: Any, devices: int = 2, **options: Any) -> Any:
+    options = {"keep": "span", "exchange": "collective", **options}
+    return simulated.launch(function, devices=f"cpu:{devices}", args=given, **options)
