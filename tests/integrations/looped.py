@@ -32,17 +32,10 @@ def model_of(kind: str, dropout: float) -> nn.Module:
         special = {"bos_token_id": 0, "eos_token_id": 0}
         sizes = {"vocab_size": WORDS, "n_positions": LENGTH, "n_embd": 8, "n_layer": 1, "n_head": 2}
         return GPT2LMHeadModel(GPT2Config(**sizes, **rates, **special))
-    config = BertConfig(
-        vocab_size=WORDS,
-        hidden_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=16,
-        max_position_embeddings=LENGTH,
-        hidden_dropout_prob=dropout,
-        attention_probs_dropout_prob=dropout,
-        num_labels=CLASSES,
-    )
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "max_position_embeddings": LENGTH}
+    sizes |= {"vocab_size": WORDS, "num_hidden_layers": 1, "num_attention_heads": 2}
+    rates = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), dropout)
+    config = BertConfig(**sizes, **rates, num_labels=CLASSES)
     task = {"classes": "SequenceClassification", "tags": "TokenClassification"}[kind]
     return getattr(transformers, f"BertFor{task}")(config)
 

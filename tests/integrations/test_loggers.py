@@ -16,23 +16,18 @@ import torch
 
 import onefold
 from onefold.integrations.loggers import log_steps
+from tests import simulated
 from tests.conftest import ROOT
 from tests.integrations.logging import EVERY, STEPS, logged, trainer_of
 from tests.small import points
-from tests.tables import for_each
 
 Written = list[tuple[int, dict[str, float]]]
 
 
-def collected(**settings: Any) -> tuple[onefold.Trainer, Written]:
+def test_the_first_step_and_each_nth_is_written() -> None:
     trainer = trainer_of(["cpu"] * 2)
     written: Written = []
-    log_steps(trainer, lambda numbers, step: written.append((step, numbers)), **settings)
-    return trainer, written
-
-
-def test_the_first_step_and_each_nth_is_written() -> None:
-    trainer, written = collected(every=3)
+    log = log_steps(trainer, lambda numbers, step: written.append((step, numbers)), every=3)
     done = [trainer.step(points(8)) for _ in range(7)]
     assert [step for step, _ in written] == [1, 3, 6]
     for number, numbers in written:
@@ -42,6 +37,9 @@ def test_the_first_step_and_each_nth_is_written() -> None:
         assert numbers["train/size"] == float(step.values["size"])
         assert ("train/samples_per_s" in numbers) == (number > 1)
         assert all(math.isfinite(value) for value in numbers.values())
+    # Other numbers belong to the step that is done.
+    log({"score": torch.tensor(0.25, dtype=torch.float64)})
+    assert written[-1] == (7, {"score": 0.25})
 
 
 def test_rates_have_the_names_of_optimizers_and_groups() -> None:
@@ -50,20 +48,11 @@ def test_rates_have_the_names_of_optimizers_and_groups() -> None:
         "a": torch.optim.SGD(model["a"].parameters(), lr=0.5),
         "b": torch.optim.SGD([{"params": [p], "lr": 0.1} for p in model["b"].parameters()]),
     }
-
-    def loss_of(name: str) -> Any:
-        return lambda models, x: models[name](x).square().mean(dim=1)
-
-    losses = {name: loss_of(name) for name in optimizers}
+    losses = {name: lambda m, x, name=name: m[name](x).square().mean(dim=1) for name in optimizers}
     trainer = onefold.Trainer(model, optimizers, losses, shards=2)
     written: Written = []
-    log_steps(
-        trainer,
-        lambda numbers, step: written.append((step, numbers)),
-        every=1,
-        prefix="",
-        optimizer=optimizers,
-    )
+    to = lambda numbers, step: written.append((step, numbers))  # noqa: E731
+    log_steps(trainer, to, every=1, prefix="", optimizer=optimizers)
     trainer.step(torch.ones(4, 2), "a")
     trainer.step(torch.ones(4, 2), "b")
     rates = {"a/lr": 0.5, "b/lr/0": 0.1, "b/lr/1": 0.1}
@@ -72,31 +61,16 @@ def test_rates_have_the_names_of_optimizers_and_groups() -> None:
     assert "b/loss" in written[1][1]
 
 
-def test_other_numbers_belong_to_the_step_that_is_done() -> None:
+def test_what_cannot_be_logged_is_refused() -> None:
     trainer = trainer_of(None)
-    written: Written = []
-    log = log_steps(trainer, lambda numbers, step: written.append((step, numbers)), every=100)
-    trainer.step(points(8))
-    trainer.step(points(8))
-    log({"score": torch.tensor(0.25, dtype=torch.float64)})
-    assert written[-1] == (2, {"score": 0.25})
-
-
-@for_each("every", [0, -1, 1.5, True])
-def test_a_number_of_steps_that_cannot_be(every: Any) -> None:
-    with pytest.raises(ValueError, match="every must be a positive whole number of steps, got"):
-        log_steps(trainer_of(None), print, every=every)
-
-
-@for_each("logger", [None, "runs", 3])
-def test_a_logger_that_is_none(logger: Any) -> None:
-    with pytest.raises(TypeError, match=f"expected a SummaryWriter.*{type(logger).__name__}"):
-        log_steps(trainer_of(None), logger)
-
-
-def test_what_is_no_function_cannot_follow_steps() -> None:
+    for every in (0, -1, 1.5, True):
+        with pytest.raises(ValueError, match="every must be a positive whole number of steps, got"):
+            log_steps(trainer, print, every=every)  # type: ignore[arg-type]
+    for logger in (None, "runs", 3):
+        with pytest.raises(TypeError, match=f"expected a SummaryWriter.*{type(logger).__name__}"):
+            log_steps(trainer, logger)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="on_step expects a function that takes a step, got dict"):
-        trainer_of(None).on_step({})  # type: ignore[arg-type]
+        trainer.on_step({})  # type: ignore[arg-type]
 
 
 def test_what_a_logger_draws_shifts_nothing() -> None:
@@ -126,17 +100,8 @@ def test_what_a_function_raises_ends_the_step_that_is_counted() -> None:
     assert trainer.steps == 1
 
 
-@pytest.mark.full
-@pytest.mark.processes
-@pytest.mark.parametrize("exchange", ["shared", "collective"])
-def test_processes_have_one_log_of_one_device(exchange: str, tmp_path: Path) -> None:
-    onefold.launch(
-        logged,
-        devices="cpu:3",
-        args=(str(tmp_path),),
-        exchange=exchange,  # type: ignore[arg-type]
-        timeout_s=300,
-    )
+def test_several_devices_have_one_log_of_one_device(tmp_path: Path) -> None:
+    simulated.launch(logged, devices="cpu:3", args=(str(tmp_path),))
     assert [path.name for path in tmp_path.iterdir()] == ["device-0.log"]
     alone = tmp_path / "alone"
     alone.mkdir()
@@ -162,18 +127,40 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in events.Scalars("score")] == [(4, 0.5)]
 
 
-def in_own_process(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run a script whose library keeps threads; it has a trainer and a folder."""
-    words = (
-        "import json, pathlib, sys",
-        "from onefold.integrations.loggers import log_steps",
-        "from tests.integrations.logging import trainer_of",
-        "from tests.small import points",
-        "folder, trainer = pathlib.Path(sys.argv[1]), trainer_of(None)",
-        script,
-    )
+WORDS = """
+import json, pathlib, sys
+from onefold.integrations.loggers import log_steps
+from tests.integrations.logging import trainer_of
+from tests.small import points
+folder, trainer = pathlib.Path(sys.argv[1]), trainer_of(None)
+def train(logger):
+    log = log_steps(trainer, logger, every=2)
+    losses = [float(trainer.step(points(8)).loss) for _ in range(4)]
+    log({"score": 0.5})
+    return losses
+"""
+MLFLOW = """
+import mlflow
+mlflow.set_tracking_uri(folder.as_uri())
+mlflow.set_experiment("onefold")
+with mlflow.start_run() as run:
+    losses = train(mlflow)
+client = mlflow.MlflowClient()
+found = [[m.step, m.value] for m in client.get_metric_history(run.info.run_id, "train/loss")]
+print(json.dumps([found, losses, client.get_run(run.info.run_id).data.metrics["score"]]))
+"""
+WANDB = """
+import wandb
+with wandb.init(mode="offline", dir=folder, project="onefold") as run:
+    losses = train(run)
+print(json.dumps(losses))
+"""
+
+
+def in_own_process(script: str, folder: Path) -> tuple[Any, str]:
+    """What a script, whose library keeps threads, prints last, and its errors."""
     found = subprocess.run(
-        [sys.executable, "-c", "\n".join(words), str(folder)],
+        [sys.executable, "-c", WORDS + script, str(folder)],
         env={**os.environ, "PYTHONPATH": str(ROOT), "MLFLOW_ALLOW_FILE_STORE": "true"},
         capture_output=True,
         text=True,
@@ -181,49 +168,22 @@ def in_own_process(script: str, folder: Path) -> subprocess.CompletedProcess[str
         check=False,
     )
     assert found.returncode == 0, found.stderr
-    return found
-
-
-MLFLOW = """
-import mlflow
-
-mlflow.set_tracking_uri(folder.as_uri())
-mlflow.set_experiment("onefold")
-with mlflow.start_run() as run:
-    log = log_steps(trainer, mlflow, every=2)
-    losses = [float(trainer.step(points(8)).loss) for _ in range(4)]
-    log({"score": 0.5})
-client = mlflow.MlflowClient()
-found = [[m.step, m.value] for m in client.get_metric_history(run.info.run_id, "train/loss")]
-print(json.dumps([found, losses, client.get_run(run.info.run_id).data.metrics["score"]]))
-"""
+    return json.loads(found.stdout.splitlines()[-1]), found.stderr
 
 
 @pytest.mark.full
 def test_mlflow(tmp_path: Path) -> None:
     pytest.importorskip("mlflow")
-    steps, losses, score = json.loads(in_own_process(MLFLOW, tmp_path).stdout.splitlines()[-1])
+    (steps, losses, score), _ = in_own_process(MLFLOW, tmp_path)
     assert steps == [[number, losses[number - 1]] for number in (1, 2, 4)]
     assert score == 0.5
-
-
-WANDB = """
-import wandb
-
-with wandb.init(mode="offline", dir=folder, project="onefold") as run:
-    log = log_steps(trainer, run, every=2)
-    losses = [float(trainer.step(points(8)).loss) for _ in range(4)]
-    log({"score": 0.5})
-print(json.dumps(losses))
-"""
 
 
 @pytest.mark.full
 def test_weights_and_biases(tmp_path: Path) -> None:
     """What the library says of the run when it ends: the numbers of its last step."""
     pytest.importorskip("wandb")
-    found = in_own_process(WANDB, tmp_path)
-    losses = json.loads(found.stdout.splitlines()[-1])
-    summary = dict(re.findall(r"^wandb: +(\S+) ([\d.]+)$", found.stderr, re.MULTILINE))
+    losses, said = in_own_process(WANDB, tmp_path)
+    summary = dict(re.findall(r"^wandb: +(\S+) ([\d.]+)$", said, re.MULTILINE))
     assert float(summary["train/loss"]) == pytest.approx(losses[3], abs=1e-4)
     assert float(summary["score"]) == 0.5

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 KINDS = ["words", "own loss", "classes", "tags"]
 SAVING = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
+PART = {**SAVING, "max_steps": 4, "lr_scheduler_type": "constant"}
 
 
 def on(devices: int, **more: Any) -> dict[str, Any]:
@@ -40,51 +41,43 @@ def same_bits(mine: Result, other: Result) -> None:
         assert torch.equal(value, other.parameters[name]), name
 
 
+def close(mine: Result, theirs: Result, tolerance: float = 1e-12) -> None:
+    # Losses are added up in float32 by the loop.
+    assert mine.losses == pytest.approx(theirs.losses, rel=1e-6)
+    for name, value in theirs.parameters.items():
+        torch.testing.assert_close(mine.parameters[name], value, rtol=tolerance, atol=1e-12)
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_bits_on_any_number_of_devices(kind: str, tmp_path: Path) -> None:
-    alone = run(kind, tmp_path)
-    same_bits(run(kind, tmp_path, **on(2, plan=(3, 1))), alone)
-    same_bits(run(kind, tmp_path, **on(3)), alone)
+def test_the_bits_on_any_number_of_devices_that_go_on_with_another(
+    kind: str, tmp_path: Path
+) -> None:
+    whole = run(kind, tmp_path / "whole", choices={**PART, "max_steps": 6})
+    run(kind, tmp_path / "part", choices=PART, **on(2, plan=(3, 1)))
+    rest = {**PART, "max_steps": 6}
+    same_bits(run(kind, tmp_path / "part", choices=rest, go_on=True, **on(3)), whole)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_with_one_shard_it_is_the_loop_itself(kind: str, tmp_path: Path) -> None:
     theirs = run(kind, tmp_path, exact=True, plain=True)
-    mine = run(kind, tmp_path, exact=True, shards=1)
-    assert mine.losses == pytest.approx(theirs.losses, rel=1e-6)  # added up in float32 by the loop
-    for name, value in theirs.parameters.items():
-        torch.testing.assert_close(mine.parameters[name], value, rtol=1e-12, atol=1e-12)
+    close(run(kind, tmp_path, exact=True, shards=1), theirs)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["own loss", "classes", "tags"])
 def test_with_four_it_has_the_same_mathematics(kind: str, tmp_path: Path) -> None:
     theirs = run(kind, tmp_path, exact=True, plain=True, choices={"optim": "sgd"})
-    mine = run(kind, tmp_path, exact=True, choices={"optim": "sgd"})
-    assert mine.losses == pytest.approx(theirs.losses, rel=1e-6)
-    for name, value in theirs.parameters.items():
-        torch.testing.assert_close(mine.parameters[name], value, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.full
-def test_it_goes_on_with_another_number_of_devices(tmp_path: Path) -> None:
-    part = {**SAVING, "max_steps": 4, "lr_scheduler_type": "constant"}
-    whole = run("words", tmp_path / "whole", choices={**part, "max_steps": 6})
-    run("words", tmp_path / "part", choices=part, **on(2))
-    goes_on = run("words", tmp_path / "part", choices={**part, "max_steps": 6}, go_on=True, **on(3))
-    same_bits(goes_on, whole)
+    close(run(kind, tmp_path, exact=True, choices={"optim": "sgd"}), theirs, 1e-10)
 
 
 @pytest.mark.full
 def test_it_goes_on_from_a_checkpoint_of_the_plain_loop(tmp_path: Path) -> None:
-    part = {**SAVING, "max_steps": 4, "lr_scheduler_type": "constant"}
-    rest = {**part, "max_steps": 6}
+    rest = {**PART, "max_steps": 6}
     whole = run("tags", tmp_path / "whole", exact=True, plain=True, choices=rest)
-    run("tags", tmp_path / "part", exact=True, plain=True, choices=part)
-    mine = run("tags", tmp_path / "part", exact=True, choices=rest, go_on=True, shards=1)
-    for name, value in whole.parameters.items():
-        torch.testing.assert_close(mine.parameters[name], value, rtol=1e-12, atol=1e-12)
+    run("tags", tmp_path / "part", exact=True, plain=True, choices=PART)
+    close(run("tags", tmp_path / "part", exact=True, choices=rest, go_on=True, shards=1), whole)
 
 
 def test_other_shards_are_another_run(tmp_path: Path) -> None:
@@ -96,7 +89,7 @@ def test_other_shards_are_another_run(tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.processes
 def test_launched_processes(tmp_path: Path) -> None:
-    part = {**SAVING, "max_steps": 4, "lr_scheduler_type": "constant", "dataloader_num_workers": 1}
+    part = {**PART, "dataloader_num_workers": 1}
     best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2}
     rest = {**part, **best, "max_steps": 6}
     whole = run("words", tmp_path / "whole", choices=rest)
@@ -118,42 +111,27 @@ def test_lora(tmp_path: Path) -> None:
     alone = run("words", tmp_path, model=adapted(0.1))
     same_bits(run("words", tmp_path, model=adapted(0.1), **on(2)), alone)
     theirs = run("words", tmp_path, model=adapted(), exact=True, plain=True)
-    mine = run("words", tmp_path, model=adapted(), exact=True, shards=1)
-    moved = 0
-    for name, value in theirs.parameters.items():
-        moved += "lora_B" in name and bool(value.any())
-        torch.testing.assert_close(mine.parameters[name], value, rtol=1e-12, atol=1e-12)
-    assert moved
+    close(run("words", tmp_path, model=adapted(), exact=True, shards=1), theirs)
+    assert any("lora_B" in name and bool(p.any()) for name, p in theirs.parameters.items())
 
 
-@pytest.mark.parametrize(
-    ("choices", "words"),
-    [
+def test_what_would_not_do_what_it_says_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("ACCELERATE_DYNAMO_BACKEND", "ACCELERATE_DYNAMO_MODE"):
+        monkeypatch.setenv(name, "")  # transformers sets them: afterwards they are gone again
+        monkeypatch.delenv(name)
+    for choices, words in (
         ({"gradient_accumulation_steps": 2}, "shards are the accumulation"),
         ({"bf16": True}, "precision='bf16'"),
         ({"auto_find_batch_size": True}, "more shards"),
         ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
         ({"torch_compile": True}, "torch_compile"),
-    ],
-)
-def test_refused_by_name(
-    choices: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("ACCELERATE_DYNAMO_BACKEND", "ACCELERATE_DYNAMO_MODE"):
-        monkeypatch.setenv(name, "")  # transformers sets them: afterwards they are gone again
-        monkeypatch.delenv(name)
-    with pytest.raises(ValueError, match=words):
-        Trainer(model_of("words", 0.0), arguments(tmp_path, **choices), shards=2)
-
-
-def test_a_model_is_needed_before(tmp_path: Path) -> None:
+    ):
+        with pytest.raises(ValueError, match=words):
+            Trainer(model_of("words", 0.0), arguments(tmp_path, **choices), shards=2)
     with pytest.raises(ValueError, match="got model_init"):
         Trainer(args=arguments(tmp_path), model_init=lambda: model_of("words", 0.0), shards=2)
-
-
-def test_what_is_added_to_a_divided_loss_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     plain = looped.own_loss
     monkeypatch.setattr(looped, "own_loss", lambda *a, **k: plain(*a, **k) + 1)
     with pytest.raises(ValueError, match="shards would add it up"):
